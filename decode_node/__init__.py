@@ -1,0 +1,1 @@
+"""Receives compressed KV and generates tokens on its codes."""

@@ -1,0 +1,83 @@
+"""Configuration: one YAML file per role, read into frozen models that refuse unknown keys.
+
+Configuration stops at each role's `__main__`; constructors further down take plain values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hackkv.errors import ConfigError
+
+
+class Frozen(BaseModel):
+    """A configuration section: immutable, and a misspelt key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CodecConfig(Frozen):
+    """Which codec keeps the KV cache: a preset of `hackkv.codecs.CODECS`, and settings that override it."""
+
+    name: str = "hack"
+    settings: dict[str, int | str | bool] = Field(default_factory=dict)
+
+
+class ModelConfig(Frozen):
+    """Which checkpoint a worker serves and how it computes."""
+
+    path: str = ""
+    """Folder of a Hugging Face checkpoint or a hub name; empty serves the model that ships with hackkv."""
+    dtype: str = "bfloat16"
+    max_context: int = Field(default=0, ge=0)
+    """Longest prompt plus output in tokens; 0 takes the checkpoint's own limit."""
+    threads: int = Field(default=0, ge=0)
+    """Compute threads of this process; 0 leaves the choice to torch."""
+    backend: str = "auto"
+
+
+class ListenConfig(Frozen):
+    """Where a service listens. The address is explicit; nothing binds to all interfaces by default."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 lets the system choose; the chosen port is printed and registered."""
+
+
+ConfigT = TypeVar("ConfigT", bound=Frozen)
+
+
+def load(cls: type[ConfigT], path: Path | None, overrides: dict[str, Any] | None = None) -> ConfigT:
+    """Read `path` (if any), apply `overrides` (dotted keys, flags win over the file), and validate.
+
+    Raises `ConfigError` that names the file and the key.
+    """
+    where = str(path) if path else "flags"
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    data = {} if data is None else data
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: expected a mapping of settings, found {type(data).__name__}")
+    for key, value in (overrides or {}).items():
+        _set_dotted(data, key, value, where)
+    try:
+        return cls.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{where}: {key}: {first['msg']}") from error
+
+
+def _set_dotted(data: dict[str, Any], key: str, value: object, where: str) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{where}: {key}: {parent} is not a section")
+    data[leaf] = value

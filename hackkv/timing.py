@@ -1,0 +1,71 @@
+"""The paper's job completion time (JCT), split so that the parts sum to the whole.
+
+The router owns the only clock. A `StageClock` cuts the time since arrival into consecutive *windows*; when a window
+ends, the durations that a worker measured inside it go to their stages and what is left over (the network, event
+loops, detokenizing) goes to the stage the window was opened with. So the stages sum to the total at every moment,
+also for a request that is aborted halfway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from time import perf_counter
+
+
+class Stage(StrEnum):
+    """Stages of a request's life, in order; see the design, section 7."""
+
+    ROUTER_QUEUE = "router_queue"
+    PREFILL_QUEUE = "prefill_queue"
+    PREFILL = "prefill"
+    SWAP_WAIT = "swap_wait"
+    TRANSFER = "transfer"
+    DECODE_QUEUE = "decode_queue"
+    DECODE = "decode"
+    STREAM = "stream"
+
+
+class SubStage(StrEnum):
+    """Parts of a stage that are reported beside it and never added to the total."""
+
+    QUANTIZE = "quantize"
+    ATTEND = "attend"
+    APPROXIMATION = "approximation"
+
+
+class StageClock:
+    """Splits one request's time into stages, in seconds."""
+
+    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
+        self._now = now
+        self._start = self._mark = now()
+        self._open = Stage.ROUTER_QUEUE
+        self._spent = dict.fromkeys(Stage, 0.0)
+        self.sub_stages = dict.fromkeys(SubStage, 0.0)
+
+    def enter(self, stage: Stage, measured: Mapping[Stage, float] | None = None) -> None:
+        """End the window, crediting what workers `measured` in it, and open the next one as `stage`.
+
+        Worker clocks can disagree with ours by a few microseconds; durations that exceed the window are scaled to it.
+        """
+        now = self._now()
+        window = now - self._mark
+        measured = measured or {}
+        total = sum(measured.values())
+        scale = min(1.0, window / total) if total > 0 else 0.0
+        for name, seconds in measured.items():
+            self._spent[name] += seconds * scale
+        self._spent[self._open] += max(0.0, window - total * scale)
+        self._mark, self._open = now, stage
+
+    def stages(self) -> dict[Stage, float]:
+        """Seconds per stage until now, the open window included."""
+        spent = dict(self._spent)
+        spent[self._open] += self._now() - self._mark
+        return spent
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the request arrived."""
+        return self._now() - self._start

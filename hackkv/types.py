@@ -1,0 +1,280 @@
+"""Frozen nouns that cross rooms. No torch here: the router and the wires move these without loading a tensor library.
+
+Words are the design's: a *page* is `page_tokens` consecutive tokens of one layer and KV head; the *open page* is the
+last, unfilled one; a *handoff* is the KV of one request on its way from prefill to decode; a *frame* is one message
+of a handoff. Durations are seconds on the monotonic clock of one process; timestamps never cross a process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a node does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Finish(StrEnum):
+    """Why a sequence ended; the values are OpenAI's `finish_reason`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+
+    `seed` is always set (the router draws one if the client gave none), so that a replay on another node chooses the
+    same tokens: the draw for token i depends on (seed, i) only. `logprobs` is the number of alternatives to report
+    beside the chosen token, None for no log-probabilities at all.
+    """
+
+    seed: int
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate: a prompt already tokenized, and how to sample from it."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural-log probability of one candidate token."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Token number `index` of the output; index 0 was chosen by the prefill node, the rest by the decode node."""
+
+    index: int
+    token_id: int
+    finish: Finish | None = None
+    logprob: float | None = None
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What must be equal on both ends of a handoff, as named fields. Order does not matter."""
+
+    fields: tuple[tuple[str, str], ...]
+
+    def mismatch(self, other: Fingerprint) -> str | None:
+        """Name the first field that differs, with both values, or None if the fingerprints agree."""
+        mine, theirs = dict(self.fields), dict(other.fields)
+        for name in sorted(mine.keys() | theirs.keys()):
+            if mine.get(name) != theirs.get(name):
+                return f"{name}: {mine.get(name, 'absent')!r} here, {theirs.get(name, 'absent')!r} at the peer"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape of a model's KV cache: what one page is, and how many layers and KV heads have one."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+
+    def pages(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens, the open one included."""
+        return -(-tokens // self.page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Opens a transfer. `transfer_id` is issued by the router and unique per attempt; `epoch` is that attempt."""
+
+    transfer_id: str
+    epoch: int
+    fingerprint: Fingerprint
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpan:
+    """One plane inside a frame's payload: its name, sizes before and after coding, and XXH3-64 of the raw bytes."""
+
+    name: str
+    raw_bytes: int
+    coded_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvFrame:
+    """Pages [page_start, page_start + page_count) of KV heads [head_start, head_start + head_count) of one layer.
+
+    `seq` counts the frames of a handoff from 0. The payload is the planes one after another, in the order of `planes`;
+    each plane is laid out [heads][pages][plane shape], so any split by head can cut it. `rows` is 0 for sealed pages;
+    for the open page it is the number of FP16 rows (page_count is then 1, plane shape [rows, head_dim]).
+    """
+
+    transfer_id: str
+    epoch: int
+    seq: int
+    layer: int
+    head_start: int
+    head_count: int
+    page_start: int
+    page_count: int
+    rows: int
+    planes: tuple[PlaneSpan, ...]
+    payload: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffEnd:
+    """Closes a transfer: how many frames there were, and the token that prefill chose."""
+
+    transfer_id: str
+    epoch: int
+    num_frames: int
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The receiver's word that a handoff was verified and committed."""
+
+    transfer_id: str
+    tokens: int
+    bytes_by_plane: tuple[tuple[str, int], ...]
+    header_bytes: int
+    fp16_bytes: int
+    """What the same rows would weigh uncompressed: 2 bytes x K and V x layers x KV heads x head_dim x tokens."""
+    receive_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    """Asks a prefill node to run a prompt and to hand its KV to `decode_address`.
+
+    An empty `decode_address` with `handoff` True means that no decode node has room yet: the KV waits in the node's
+    outbox until `assign` names one. `handoff` False is for requests that end with their first token.
+    """
+
+    request: Request
+    transfer_id: str
+    epoch: int
+    decode_address: str = ""
+    handoff: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt is computed and token 0 chosen. `quantize_s` lies within `prefill_s`."""
+
+    token: Token
+    queue_s: float
+    prefill_s: float
+    quantize_s: float
+    computed_tokens: int
+    prompt_logprobs: tuple[Token, ...] = ()
+    """Position i of the prompt (i >= 1), `index` i: its own log-probability and the alternatives; only on demand."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """The decode node committed the KV. Both durations count from token 0 on: what prefill hid is not in them."""
+
+    receipt: Receipt
+    swap_wait_s: float
+    transfer_s: float
+    overlapped_bytes: int
+    """Payload bytes that had left before token 0 was chosen."""
+
+
+PrefillEvent = Prefilled | HandedOff
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeJob:
+    """Asks a decode node to reserve room for a request and to go on with it once its KV has landed."""
+
+    request: Request
+    transfer_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The decode node holds pages for the whole request; the handoff may start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """The KV was verified and committed; the request waits for its first step."""
+
+    receipt: Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The last token was sent. `attend_s` and `approximation_s` lie within `decode_s`."""
+
+    queue_s: float
+    decode_s: float
+    attend_s: float
+    approximation_s: float
+
+
+DecodeEvent = Reserved | Landed | Token | Decoded
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a node says of itself when it registers, and again each time it renews its lease.
+
+    `incarnation` changes when the process restarts. Page counts are zero on nodes that hold no pages for a role.
+    `stats` are gauges for the metrics page, by Prometheus name.
+    """
+
+    node_id: str
+    role: Role
+    address: str
+    incarnation: str
+    model: str
+    fingerprint: Fingerprint
+    page_tokens: int
+    max_context: int
+    total_pages: int
+    free_pages: int
+    queued_tokens: int
+    running: int
+    waiting: int
+    stats: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The router's answer to a registration: renew within `ttl_s` or be taken out of the fleet."""
+
+    ttl_s: float

@@ -1,0 +1,1 @@
+"""Runs prompts on HACK-quantized attention and hands their compressed KV to decode nodes."""

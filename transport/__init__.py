@@ -1,0 +1,1 @@
+"""Moves bytes between processes: control calls (`rpc`) and KV frames (the wires). Knows no mathematics."""

@@ -1,0 +1,96 @@
+"""The seams between rooms. A room is written against these protocols and never against gRPC.
+
+A node's service implements `PrefillNode` or `DecodeNode`; a remote client of that node implements the same protocol,
+so a test can hand one room the other directly. Errors raised on the far side arrive as the same
+`hackkv.errors` class with the same message. Closing the iterator of a call (or cancelling the task that reads it)
+cancels the call on the far side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+from hackkv.types import (
+    DecodeEvent,
+    DecodeJob,
+    Handoff,
+    HandoffEnd,
+    KvFrame,
+    Lease,
+    NodeInfo,
+    PrefillEvent,
+    PrefillJob,
+    Receipt,
+)
+
+Deliver = Callable[[Handoff, AsyncIterator[KvFrame | HandoffEnd]], Awaitable[Receipt]]
+"""The receiving room's side of a wire. It raises `HandshakeRefused` before it asks for the first frame, or it starts to
+read; the wire tells the sender to go on when the first frame is asked for. Reading slowly is the back-pressure."""
+
+
+class KvSender(Protocol):
+    """Sends handoffs to decode nodes."""
+
+    async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
+        """Send one handoff; return when the receiver has committed it.
+
+        `frames` is not touched before the receiver has accepted the handshake. Raises `HandshakeRefused`,
+        `FrameRefused` (the receiver's verdict, word for word) or `NodeLost`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Drop every connection; pushes under way fail with `NodeLost`."""
+        ...
+
+
+class KvListener(Protocol):
+    """Receives handoffs on a decode node."""
+
+    async def serve(self, deliver: Deliver) -> str:
+        """Start to accept handoffs; return the address that senders dial."""
+        ...
+
+    async def close(self) -> None:
+        """Stop accepting; handoffs under way fail at the sender with `NodeLost`."""
+        ...
+
+
+class PrefillNode(Protocol):
+    """What the router may ask of a prefill node."""
+
+    def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
+        """Run a prompt: yields `Prefilled`, then, if `job.handoff` and token 0 did not end the request, `HandedOff`."""
+        ...
+
+    async def assign(self, transfer_id: str, decode_address: str) -> None:
+        """Name the decode node of a job that was sent without one."""
+        ...
+
+    async def describe(self) -> NodeInfo:
+        """Report identity, capacity and load."""
+        ...
+
+
+class DecodeNode(Protocol):
+    """What the router may ask of a decode node."""
+
+    def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
+        """Serve one request: yields `Reserved`, `Landed`, the tokens from index 1 on, then `Decoded`.
+
+        Raises `Overloaded` instead of yielding `Reserved` when there is no room.
+        """
+        ...
+
+    async def describe(self) -> NodeInfo:
+        """Report identity, capacity and load."""
+        ...
+
+
+class Registry(Protocol):
+    """What a node may ask of the router."""
+
+    async def register(self, info: NodeInfo) -> Lease:
+        """Join the fleet or renew the lease. Raises `HandshakeRefused` naming a field that differs from the fleet's."""
+        ...
