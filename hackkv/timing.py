@@ -37,16 +37,18 @@ class SubStage(StrEnum):
 class StageClock:
     """Splits one request's time into stages, in seconds."""
 
-    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, now: Callable[[], float] = perf_counter, start: float | None = None) -> None:
+        """`start` is an earlier reading of `now`: when the first byte of the request was seen."""
         self._now = now
-        self._start = self._mark = now()
+        self._start = self._mark = now() if start is None else start
         self._open = Stage.ROUTER_QUEUE
         self._spent = dict.fromkeys(Stage, 0.0)
         self.sub_stages = dict.fromkeys(SubStage, 0.0)
 
-    def enter(self, stage: Stage, measured: Mapping[Stage, float] | None = None) -> None:
+    def enter(self, stage: Stage, measured: Mapping[Stage, float] | None = None, rest: Stage | None = None) -> None:
         """End the window, crediting what workers `measured` in it, and open the next one as `stage`.
 
+        What is left over goes to `rest`, or else to the stage that the window was opened with.
         Worker clocks can disagree with ours by a few microseconds; durations that exceed the window are scaled to it.
         """
         now = self._now()
@@ -56,7 +58,7 @@ class StageClock:
         scale = min(1.0, window / total) if total > 0 else 0.0
         for name, seconds in measured.items():
             self._spent[name] += seconds * scale
-        self._spent[self._open] += max(0.0, window - total * scale)
+        self._spent[rest or self._open] += max(0.0, window - total * scale)
         self._mark, self._open = now, stage
 
     def stages(self) -> dict[Stage, float]:
