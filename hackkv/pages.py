@@ -1,0 +1,52 @@
+"""Pages and slots of a node, as numbers: who holds what. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What one sequence holds: pool indices of its pages, in order, and its open page's slot."""
+
+    pages: tuple[int, ...]
+    slot: int
+
+
+class PagePool:
+    """Hands out pages and slots of a fixed pool. "No room" is a return value; giving back twice is an error."""
+
+    def __init__(self, num_pages: int, num_slots: int) -> None:
+        self.num_pages = num_pages
+        self.num_slots = num_slots
+        # Popped from the end, so low numbers first.
+        self._pages = list(reversed(range(num_pages)))
+        self._slots = list(reversed(range(num_slots)))
+        self._held: set[int] = set()
+
+    @property
+    def free_pages(self) -> int:
+        """Pages nobody holds."""
+        return len(self._pages)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots nobody holds."""
+        return len(self._slots)
+
+    def take(self, num_pages: int) -> Grant | None:
+        """Take pages and one slot, or None if either is short."""
+        if num_pages > len(self._pages) or not self._slots:
+            return None
+        pages = tuple(self._pages.pop() for _ in range(num_pages))
+        grant = Grant(pages, self._slots.pop())
+        self._held.add(grant.slot)
+        return grant
+
+    def give_back(self, grant: Grant) -> None:
+        """Return everything. Raises `ValueError` when it was not held."""
+        if grant.slot not in self._held:
+            raise ValueError(f"slot {grant.slot} is not held")
+        self._held.remove(grant.slot)
+        self._pages.extend(reversed(grant.pages))
+        self._slots.append(grant.slot)

@@ -1,0 +1,40 @@
+"""Homomorphic attention kernels: one protocol, several backends, loaded by name.
+
+`load("auto")` takes the fastest backend that this machine can run; asking for a particular one that it cannot run is an
+error, never a silent fallback.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Final, cast
+
+from hack_kernels.base import BackendUnavailable, HackKernels
+
+BACKENDS: Final = {"reference": "hack_kernels.reference"}
+"""Name -> module with `create() -> HackKernels`; it raises `BackendUnavailable` where it cannot run. Fastest last."""
+
+
+def load(name: str = "auto") -> HackKernels:
+    """Load one backend. Raises `BackendUnavailable` naming what is missing."""
+    if name == "auto":
+        return _first_available()
+    if name not in BACKENDS:
+        raise BackendUnavailable(f"backend {name!r} is unknown; known: {', '.join(BACKENDS)}")
+    return _create(name)
+
+
+def _first_available() -> HackKernels:
+    missing: list[str] = []
+    for name in reversed(BACKENDS):
+        try:
+            return _create(name)
+        except BackendUnavailable as error:
+            missing.append(f"{name}: {error}")
+    raise BackendUnavailable("; ".join(missing))
+
+
+def _create(name: str) -> HackKernels:
+    create = cast(Callable[[], HackKernels], importlib.import_module(BACKENDS[name]).create)
+    return create()

@@ -1,0 +1,69 @@
+"""Preconditions of the kernel operations, shared by all backends: a wrong input is named before any work."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hack_kernels.base import SUM_PLANES, HackFormat, HackPages, Spans
+
+
+def check_seal(fmt: HackFormat, pages: HackPages, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
+    """k, v [P, Hkv, Π, D] FP16 for P page ids and P start positions. Raises `ValueError`."""
+    count, heads = page_ids.numel(), pages["k_codes"].shape[1]
+    for name, rows in (("k", k), ("v", v)):
+        _shape(name, rows, (count, heads, fmt.page_tokens, fmt.head_dim), torch.float16)
+    _shape("starts", starts, (count,), torch.int64)
+    _page_ids(pages, page_ids)
+
+
+def check_install(fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: HackPages) -> None:
+    """Planes [Hkv, P, ...] in wire order; sums may be absent. Raises `ValueError`."""
+    count, heads = page_ids.numel(), pages["k_codes"].shape[1]
+    specs = fmt.plane_specs()
+    if unknown := planes.keys() - specs.keys():
+        raise ValueError(f"planes {sorted(unknown)} are not part of the format")
+    for name, (shape, dtype) in specs.items():
+        if name in planes:
+            _shape(name, planes[name], (heads, count, *shape), dtype)
+        elif name not in SUM_PLANES:
+            raise ValueError(f"plane {name} is missing")
+    _page_ids(pages, page_ids)
+
+
+def check_attention(
+    fmt: HackFormat,
+    pages: HackPages,
+    open_k: Tensor,
+    open_v: Tensor,
+    spans: Spans,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+) -> None:
+    """q [T, Hq, D]; k, v [T, Hkv, D] FP16 or None (decode: one row per sequence). Raises `ValueError`."""
+    heads = pages["k_codes"].shape[1]
+    if q.dim() != 3 or q.shape[2] != fmt.head_dim or q.shape[1] % heads:
+        raise ValueError(f"q is {tuple(q.shape)}; expected [T, a multiple of {heads} heads, {fmt.head_dim}]")
+    for name, rows in (("k", k), ("v", v)):
+        if rows is not None:
+            _shape(name, rows, (q.shape[0], heads, fmt.head_dim), torch.float16)
+    for name, pool in (("open_k", open_k), ("open_v", open_v)):
+        _shape(name, pool, (pool.shape[0], heads, fmt.page_tokens, fmt.head_dim), torch.float16)
+    batch = spans.starts.numel()
+    for name in ("starts", "counts", "offsets", "slots"):
+        _shape(f"spans.{name}", getattr(spans, name), (batch,), torch.int64)
+    rows_given = q.shape[0] if k is not None else batch
+    if int(spans.counts.sum()) != rows_given or rows_given != q.shape[0]:
+        raise ValueError(f"spans cover {int(spans.counts.sum())} rows of {batch} sequences; q has {q.shape[0]}")
+
+
+def _page_ids(pages: HackPages, page_ids: Tensor) -> None:
+    total = pages["k_codes"].shape[0]
+    if page_ids.numel() and (int(page_ids.min()) < 0 or int(page_ids.max()) >= total):
+        raise ValueError(f"page ids {page_ids.tolist()} do not lie in a pool of {total}")
+
+
+def _shape(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype is not dtype:
+        raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; expected {shape} {dtype}")

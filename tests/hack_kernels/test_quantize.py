@@ -1,0 +1,102 @@
+"""Partitions, rounding and bit order: the definitions that every backend must meet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hack_kernels.philox import philox4x32, uniform
+from hack_kernels.quantize import fp16_down, fp16_up, pack, quantize, unpack
+from hypothesis import given
+from hypothesis import strategies as st
+
+BITS = st.sampled_from([2, 4])
+
+
+def rows(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(torch.float16)
+
+
+@given(
+    bits=BITS, groups=st.integers(1, 9), width=st.integers(1, 5), axis=st.sampled_from([0, -1]), seed=st.integers(0, 99)
+)
+def test_pack_is_a_bijection(bits: int, groups: int, width: int, axis: int, seed: int) -> None:
+    shape = (groups * 8 // bits, width) if axis == 0 else (width, groups * 8 // bits)
+    codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    packed = pack(codes, bits, axis)
+    assert packed.numel() * 8 == codes.numel() * bits
+    assert torch.equal(unpack(packed, bits, axis), codes)
+    assert torch.equal(pack(unpack(packed, bits, axis), bits, axis), packed)
+
+
+def test_bit_order_is_pinned() -> None:
+    assert pack(torch.tensor([3, 2, 1, 0], dtype=torch.uint8), 2, axis=0).tolist() == [0b00_01_10_11]
+    assert pack(torch.tensor([0xA, 0x3], dtype=torch.uint8), 4, axis=0).tolist() == [0x3A]
+
+
+@given(bits=BITS, seed=st.integers(0, 10_000), exponent=st.integers(-20, 14), stochastic=st.booleans())
+def test_error_is_within_one_scale_or_half_of_it(bits: int, seed: int, exponent: int, stochastic: bool) -> None:
+    x = rows(seed, (16, 64), 2.0**exponent).clamp(-65504, 65504)
+    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) if stochastic else None
+    quantized = quantize(x, bits, noise)
+    error = (x.double() - quantized.dequantize(torch.float64)).abs()
+    bound = quantized.scale.double()[..., None] * (1.0 if stochastic else 0.5)
+    assert bool((error <= bound * (1 + 1e-6)).all())
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -65504.0, 65504.0, 2.0**-24, 0.1])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_constant_partitions_are_exact(value: float, bits: int) -> None:
+    x = torch.full((3, 32), value, dtype=torch.float16)
+    for noise in (None, torch.rand(x.shape)):
+        quantized = quantize(x, bits, noise)
+        assert torch.equal(quantized.dequantize(torch.float64), x.double())
+        assert int(quantized.codes.max()) == 0
+
+
+@given(st.floats(-65504, 65504, width=32))
+def test_fp16_rounding_brackets_the_value(value: float) -> None:
+    x = torch.tensor([value], dtype=torch.float32)
+    down, up = fp16_down(x).double(), fp16_up(x).double()
+    assert down <= x.double() <= up
+    assert (down == up) == bool(x.to(torch.float16).float() == x)
+    steps = fp16_up(x).view(torch.int16).int() - fp16_down(x).view(torch.int16).int()
+    assert abs(int(steps)) <= 1 or float(down) * float(up) <= 0
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    trials, channels = 2048, 64
+    x = rows(5, (1, channels)).expand(trials, channels)
+    noise = uniform(7, layer=3, heads=1, positions=torch.arange(trials), channels=channels, word=0)[:, 0]
+    quantized = quantize(x, 2, noise)
+    mean_error = (quantized.dequantize(torch.float64) - x.double()).mean(0).abs()
+    assert bool((mean_error <= 4 * quantized.scale[0].double() / (4 * trials) ** 0.5).all())
+
+
+def test_philox_matches_the_published_vectors() -> None:
+    """Known answers of Random123's `kat_vectors`, philox4x32 with 10 rounds."""
+    ones = 0xFFFFFFFF
+    pi = ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0))
+    known = [
+        (((0, 0, 0, 0), (0, 0)), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (((ones,) * 4, (ones, ones)), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (pi, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ]
+    for (counter, key), words in known:
+        a, b, c, d = (torch.tensor(word) for word in counter)
+        assert tuple(int(word) for word in philox4x32((a, b, c, d), key)) == words
+
+
+def test_noise_depends_on_coordinates_only() -> None:
+    positions = torch.arange(100, 164)
+    whole = uniform(11, 2, heads=3, positions=positions, channels=32, word=1)
+    assert torch.equal(whole[10:20], uniform(11, 2, heads=3, positions=positions[10:20], channels=32, word=1))
+    assert torch.equal(whole[:, :1], uniform(11, 2, heads=1, positions=positions, channels=32, word=1))
+    for other in (
+        uniform(12, 2, 3, positions, 32, 1),
+        uniform(11, 3, 3, positions, 32, 1),
+        uniform(11, 2, 3, positions, 32, 0),
+    ):
+        assert not torch.equal(whole, other)
+    assert float(whole.min()) >= 0
+    assert float(whole.max()) < 1
