@@ -1,0 +1,64 @@
+"""Models of the Llama family: `load_model` gives a `Llama`, whose forward pass is a pure function of its inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hackkv.errors import ConfigError
+from hackkv.model.config import ModelSpec, SamplingDefaults, read_spec
+from hackkv.model.identity import model_hash
+from hackkv.model.llama import Attend, Llama, flat_positions
+from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
+from hackkv.model.shipped import ModelFolder, find_model
+from hackkv.model.weights import OnBytes, load_weights, progress_bar
+
+__all__ = [
+    "DTYPES",
+    "Attend",
+    "Llama",
+    "ModelFolder",
+    "ModelSpec",
+    "SamplerState",
+    "SamplingDefaults",
+    "find_model",
+    "flat_positions",
+    "load_model",
+    "model_hash",
+    "progress_bar",
+    "prompt_logprobs",
+    "read_spec",
+    "sample",
+]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+CPU = torch.device("cpu")
+
+
+def _silent(done: int, total: int) -> None:
+    """Report no progress."""
+
+
+def load_model(
+    folder: Path,
+    dtype: str = "bfloat16",
+    *,
+    device: torch.device = CPU,
+    max_context: int = 0,
+    batch_invariant: bool | None = None,
+    on_bytes: OnBytes = _silent,
+) -> Llama:
+    """Read, check and load the checkpoint in `folder`.
+
+    `max_context` 0 takes the checkpoint's limit. `batch_invariant` None means: in float32 on a CPU, where it is cheap
+    and makes greedy tokens independent of batching. Raises `CheckpointError` that names the file and tensor or field,
+    `ConfigError` for a dtype that we do not compute in.
+    """
+    if dtype not in DTYPES or (dtype == "float16" and device.type == "cpu"):
+        raise ConfigError(f"dtype: {dtype!r} is not available on {device.type}")
+    spec = read_spec(folder, max_context)
+    weights = load_weights(folder, spec, DTYPES[dtype], device, on_bytes)
+    if batch_invariant is None:
+        batch_invariant = dtype == "float32" and device.type == "cpu"
+    return Llama(spec, weights, batch_invariant=batch_invariant)

@@ -1,0 +1,289 @@
+"""What a checkpoint's config.json says, checked and in our own words.
+
+Every family that we serve is one row of `FAMILIES`; every option that would change the computation in a way that
+`Llama` does not know is one row of `REFUSED`. Rotary frequencies come from transformers' own functions, and are kept as
+plain numbers, so that a spec can be compared, hashed and pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
+
+from hackkv.errors import CheckpointError
+from hackkv.types import KvLayout
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture differs from Llama."""
+
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm on every head of Q and K, before the rotation."""
+    windowed: bool = False
+    """`sliding_window` limits attention; we serve such a model up to its window, where both are the same."""
+    head_dim: int | None = None
+    """Used where config.json has no head_dim; None is hidden_size / num_attention_heads."""
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama"),
+    "MistralForCausalLM": Family("mistral", windowed=True),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True),
+    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128),
+}
+
+REFUSED: tuple[tuple[str, Any], ...] = (
+    ("hidden_act", "silu"),
+    ("attention_bias", False),
+    ("mlp_bias", False),
+    ("use_sliding_window", False),
+    ("partial_rotary_factor", 1.0),
+    ("quantization_config", None),
+)
+"""Fields of config.json and the only value that we compute; a missing field or null means that value."""
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: channel pair i turns by `position * inv_freq[i]`; cos and sin are multiplied by `scale`."""
+
+    kind: str
+    theta: float
+    inv_freq: tuple[float, ...]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What generation_config.json proposes; None where it is silent."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Shape and constants of one model."""
+
+    family: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    rms_eps: float
+    rope: Rope
+    tie_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    max_context: int
+    """Longest prompt plus output, in tokens."""
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+
+    def kv_layout(self, page_tokens: int) -> KvLayout:
+        """The shape of this model's KV cache."""
+        return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, page_tokens)
+
+
+class Fields:
+    """Typed access to one JSON object of a checkpoint; every complaint names the file and the field."""
+
+    def __init__(self, path: Path) -> None:
+        """Read `path`; raises `CheckpointError` unless it holds one JSON object."""
+        self.path = path
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: no such file") from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
+        self.data: dict[str, Any] = data
+
+    def fail(self, name: str, complaint: str) -> CheckpointError:
+        """The error to raise about field `name`."""
+        return CheckpointError(f"{self.path}: {name}: {complaint}")
+
+    def get(self, name: str) -> Any:
+        """The value as it stands, None if it is missing."""
+        return self.data.get(name)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1; without a default the field must be there."""
+        value = self.data.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise self.fail(name, "missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.fail(name, f"expected a positive integer, found {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """A finite number of at least 0."""
+        value = self.data.get(name)
+        value = default if value is None else value
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise self.fail(name, f"expected a number, found {value!r}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """true or false; false if missing."""
+        value = self.data.get(name)
+        if value not in (None, True, False):
+            raise self.fail(name, f"expected true or false, found {value!r}")
+        return bool(value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id or a list of them."""
+        value = self.data.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+            raise self.fail(name, f"expected token ids, found {value!r}")
+        return tuple(ids)
+
+
+class _RopeSource(RotaryEmbeddingConfigMixin):
+    """The few attributes that transformers' rotary functions read from a config."""
+
+    def __init__(self, parameters: dict[str, Any], head_dim: int, max_positions: int) -> None:
+        self.rope_parameters = parameters
+        self.head_dim = head_dim
+        self.max_position_embeddings = max_positions
+
+
+def read_spec(folder: Path, max_context: int = 0) -> ModelSpec:
+    """Read config.json and, if there is one, generation_config.json of `folder`.
+
+    `max_context` > 0 lowers the model's own limit. Raises `CheckpointError` that names the file and the field.
+    """
+    fields = Fields(folder / "config.json")
+    family = _family(fields)
+    heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
+    kv_heads = fields.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.fail("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
+    head_dim = fields.count("head_dim", family.head_dim or hidden // heads)
+    if head_dim % 2:
+        raise fields.fail("head_dim", f"{head_dim} is odd, rotary embedding needs pairs")
+    rope = _rope(fields, head_dim)
+    eos_ids, defaults = _generation(folder, fields)
+    bos = fields.token_ids("bos_token_id")
+    return ModelSpec(
+        family=family.name,
+        num_layers=fields.count("num_hidden_layers"),
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=fields.count("intermediate_size"),
+        vocab=fields.count("vocab_size"),
+        rms_eps=fields.number("rms_norm_eps", 1e-6) or 0.0,
+        rope=rope,
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        max_context=_max_context(fields, family, rope, max_context),
+        bos_id=bos[0] if bos else None,
+        eos_ids=eos_ids,
+        defaults=defaults,
+    )
+
+
+def _family(fields: Fields) -> Family:
+    names = fields.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise fields.fail("architectures", f"{name!r} is not one of {', '.join(FAMILIES)}")
+    for option, supported in REFUSED:
+        value = fields.get(option)
+        if value is not None and value != supported:
+            raise fields.fail(option, f"{value!r} is not supported, only {supported!r}")
+    return FAMILIES[name]
+
+
+def _rope_parameters(fields: Fields) -> dict[str, Any]:
+    """One flat dict with `rope_type` and `rope_theta`, from either the new or the old form of config.json."""
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise fields.fail("rope_parameters", f"expected an object, found {given!r}")
+    theta = given.get("rope_theta", fields.number("rope_theta", 10_000.0))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise fields.fail("rope_parameters", f"rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise fields.fail("rope_parameters", "partial_rotary_factor is not supported")
+    if not isinstance(theta, int | float) or theta <= 1:
+        raise fields.fail("rope_theta", f"expected a number above 1, found {theta!r}")
+    return {**given, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def _rope(fields: Fields, head_dim: int) -> Rope:
+    parameters = _rope_parameters(fields)
+    kind, theta = parameters["rope_type"], parameters["rope_theta"]
+    if kind in ("default", "dynamic"):
+        # "dynamic" changes its frequencies once a sequence outgrows max_position_embeddings. Keys in the cache are
+        # already rotated by then, so we serve it up to that length, where it equals the default.
+        inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+        return Rope(kind, theta, tuple(inverse.tolist()), 1.0)
+    source = _RopeSource(parameters, head_dim, fields.count("max_position_embeddings"))
+    try:
+        inverse, scale = ROPE_INIT_FUNCTIONS[kind](source)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise fields.fail("rope_parameters", f"{kind} needs other values: {error!r}") from error
+    return Rope(kind, theta, tuple(inverse.tolist()), float(scale))
+
+
+def _max_context(fields: Fields, family: Family, rope: Rope, wanted: int) -> int:
+    limit = fields.count("max_position_embeddings")
+    if rope.kind == "yarn":
+        # YaRN checkpoints may state the length before stretching (Qwen2.5 does); the stretched one is what they serve.
+        yarn = _rope_parameters(fields)
+        limit = max(limit, int(yarn.get("original_max_position_embeddings", limit) * (yarn.get("factor") or 1)))
+    window = fields.count("sliding_window", limit) if family.windowed else limit
+    if window < limit:
+        log.warning("%s: serving %d tokens of context, the sliding window, not %d", fields.path, window, limit)
+        limit = window
+    if wanted > limit:
+        raise fields.fail("max_position_embeddings", f"the model allows {limit} tokens, max_context asks for {wanted}")
+    return wanted or limit
+
+
+def _generation(folder: Path, fields: Fields) -> tuple[tuple[int, ...], SamplingDefaults]:
+    """End-of-sequence ids (of both files, without repeats) and the proposed sampling settings."""
+    path = folder / "generation_config.json"
+    ids = fields.token_ids("eos_token_id")
+    if not path.exists():
+        return ids, SamplingDefaults()
+    proposed = Fields(path)
+    top_k = proposed.number("top_k")
+    defaults = SamplingDefaults(
+        temperature=proposed.number("temperature"),
+        top_p=proposed.number("top_p"),
+        top_k=None if top_k is None else int(top_k),
+        min_p=proposed.number("min_p"),
+        repetition_penalty=proposed.number("repetition_penalty"),
+    )
+    return tuple(dict.fromkeys((*proposed.token_ids("eos_token_id"), *ids))), defaults

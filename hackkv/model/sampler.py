@@ -1,0 +1,190 @@
+"""Choosing the next token of every sequence in a batch.
+
+The order of operations, and the meaning of each parameter, is vLLM's:
+
+    log-probabilities are reported of the raw logits, log_softmax(logits)
+    logits += logit_bias;  end and stop tokens = -inf until min_tokens
+    repetition:  logit /= r if it is positive, *= r if not, for every token of prompt or output
+    logits -= frequency * (times in output) + presence * (in output)
+    temperature 0: the largest, ties to the smallest id
+    else p = softmax(logits / temperature); keep min_p (relative to the largest), then top_k, then top_p; draw
+
+The draw for output token i takes one uniform number, Philox(key = seed, counter = i), and inverts the cumulative
+distribution of the kept tokens, most probable first and ties by id. So a choice is a function of (logits, sampling,
+prompt, tokens so far) alone: any node can replay it, whatever else is in its batch. Rows are worked on in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from hackkv.errors import NonFiniteError
+from hackkv.types import Finish, Logprob, Sampling, Token
+
+Row: TypeAlias = npt.NDArray[np.float64]
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+HEAD = 1024
+"""How many of the largest candidates are sorted first; nearly every draw ends among them."""
+
+
+class SamplerState:
+    """What choosing the next token of one request depends on: its parameters, its prompt, its output so far."""
+
+    __slots__ = ("_barred", "_counts", "_prompt", "_stops", "emitted", "greedy", "plain", "sampling")
+
+    def __init__(
+        self, sampling: Sampling, prompt_ids: Iterable[int], eos_ids: Iterable[int], emitted: Iterable[int] = ()
+    ) -> None:
+        """Start from `prompt_ids` and the output tokens `emitted` so far (a replay passes them all)."""
+        self.sampling = sampling
+        self.greedy = sampling.temperature == 0
+        self._stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
+        self._barred = np.array(sorted(self._stops), dtype=np.int64)
+        self._counts: Counter[int] = Counter()
+        self._prompt = np.empty(0, dtype=np.int64)
+        if sampling.repetition_penalty != 1.0:
+            self._prompt = np.unique(np.fromiter(prompt_ids, dtype=np.int64))
+        self.plain = (
+            not sampling.logit_bias
+            and sampling.repetition_penalty == 1.0
+            and sampling.frequency_penalty == 0.0
+            and sampling.presence_penalty == 0.0
+        )
+        """No penalty or bias ever touches this request's logits (min_tokens still may)."""
+        self.emitted = 0
+        """Output tokens so far; the next one has this index."""
+        for token_id in emitted:
+            self.accept(token_id)
+
+    @property
+    def untouched(self) -> bool:
+        """The next token is chosen from the logits as they are."""
+        return self.plain and not self._stops_barred
+
+    @property
+    def _stops_barred(self) -> bool:
+        return self.emitted < self.sampling.min_tokens and self._barred.size > 0
+
+    def accept(self, token_id: int) -> Finish | None:
+        """Append an output token; says whether, and why, the sequence ends with it."""
+        self.emitted += 1
+        if not self.plain:
+            self._counts[token_id] += 1
+        if token_id in self._stops:
+            return Finish.STOP
+        return Finish.LENGTH if self.emitted >= self.sampling.max_tokens else None
+
+    def adjust(self, logits: Row) -> Row:
+        """A copy of `logits` [vocab] after bias, min_tokens and penalties; token ids beyond the vocabulary are ignored."""
+        sampling, row = self.sampling, logits.copy()
+        for token_id, bias in sampling.logit_bias:
+            if token_id < row.size:
+                row[token_id] += bias
+        if self._stops_barred:
+            row[self._barred[self._barred < row.size]] = -math.inf
+        if self.plain:
+            return row
+        seen = np.fromiter(self._counts.keys(), dtype=np.int64)
+        if sampling.repetition_penalty != 1.0:
+            known = np.union1d(self._prompt, seen)
+            values = row[known]
+            row[known] = np.where(
+                values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
+            )
+        times = np.fromiter(self._counts.values(), dtype=np.float64)
+        row[seen] -= sampling.frequency_penalty * times + sampling.presence_penalty
+        return row
+
+
+def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[Token]:
+    """Choose one token per row of `logits` (float32 [B, vocab]) and advance the row's state.
+
+    Raises `NonFiniteError` whose `span` is the first row that holds NaN or +Inf; no state has advanced then.
+    """
+    largest, best = logits.max(dim=-1)
+    for row, value in enumerate(largest.tolist()):
+        if not math.isfinite(value):
+            raise NonFiniteError(f"logits of row {row} are not finite", span=row)
+    chosen = best.tolist()
+    tokens = []
+    for row, state in enumerate(states):
+        if state.greedy and state.untouched and state.sampling.logprobs is None:
+            index, token_id = state.emitted, chosen[row]
+            tokens.append(Token(index, token_id, state.accept(token_id)))
+        else:
+            tokens.append(_choose(logits[row].cpu().numpy().astype(np.float64), state))
+    return tokens
+
+
+def prompt_logprobs(logits: Tensor, first: int, ids: Sequence[int], top: int) -> list[Token]:
+    """Log-probabilities of prompt tokens `ids`, whose first has position `first` (>= 1), with `top` alternatives.
+
+    Row j of `logits` (float32 [len(ids), vocab]) is the prediction made at position first + j - 1.
+    """
+    rows = logits.cpu().numpy().astype(np.float64)
+    return [_reported(first + j, token_id, None, rows[j], top) for j, token_id in enumerate(ids)]
+
+
+def _choose(raw: Row, state: SamplerState) -> Token:
+    sampling, index = state.sampling, state.emitted
+    row = raw if state.untouched else state.adjust(raw)
+    token_id = int(row.argmax()) if state.greedy else draw(row, sampling, uniform(sampling.seed, index))
+    finish = state.accept(token_id)
+    if sampling.logprobs is None:
+        return Token(index, token_id, finish)
+    return _reported(index, token_id, finish, raw, sampling.logprobs)
+
+
+def uniform(seed: int, index: int) -> float:
+    """The number in [0, 1) that decides output token `index` of a request with this seed."""
+    return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=index)).random())
+
+
+def draw(row: Row, sampling: Sampling, u: float) -> int:
+    """The token that `u` in [0, 1) selects from `row` (float64 [vocab]) under temperature, min_p, top_k and top_p."""
+    # Relative to the largest, so that a tiny temperature cannot overflow; the largest has weight 1.
+    weights = np.exp((row - row.max()) / sampling.temperature)
+    eligible = np.flatnonzero(weights >= sampling.min_p) if sampling.min_p > 0 else np.arange(weights.size)
+    if 0 < sampling.top_k < eligible.size:
+        eligible = eligible[_order(weights[eligible], sampling.top_k)]
+    weights = weights[eligible]
+    total = float(weights.sum())
+    nucleus = sampling.top_p < 1
+    reach = (sampling.top_p if nucleus else u) * total
+    order = _order(weights, HEAD)
+    cumulative = np.cumsum(weights[order])
+    if cumulative[-1] <= reach:  # the heaviest HEAD candidates do not tell; sort all
+        order = _order(weights, weights.size)
+        cumulative = np.cumsum(weights[order])
+    if nucleus:
+        cumulative = cumulative[: int(np.searchsorted(cumulative, reach, side="left")) + 1]
+        total = float(cumulative[-1])
+    # The sums may differ in the last bit, so hold the place within the kept tokens that can occur at all.
+    last = min(cumulative.size, int(np.count_nonzero(weights))) - 1
+    at = int(np.searchsorted(cumulative, u * total, side="right"))
+    return int(eligible[order[min(at, last)]])
+
+
+def _order(values: Row, size: int) -> Ids:
+    """Positions of the `size` largest values, largest first, ties by position."""
+    if size >= values.size:
+        return np.argsort(-values, kind="stable")
+    least = np.partition(values, values.size - size)[values.size - size]
+    among = np.flatnonzero(values >= least)
+    return among[np.argsort(-values[among], kind="stable")][:size]
+
+
+def _reported(index: int, token_id: int, finish: Finish | None, raw: Row, top: int) -> Token:
+    """A token with its log-probability and the `top` most probable alternatives, from raw logits."""
+    peak = raw.max()
+    logs = raw - (peak + np.log(np.exp(raw - peak).sum()))
+    alternatives = tuple(Logprob(int(at), float(logs[at])) for at in (_order(logs, top) if top else ()))
+    return Token(index, token_id, finish, float(logs[token_id]), alternatives)

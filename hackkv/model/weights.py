@@ -1,0 +1,180 @@
+"""Weights from safetensors files, checked before use and fused for speed.
+
+Nothing is ever unpickled. Tensors are copied out of the mapped files, so that replacing or truncating a checkpoint on
+disk cannot harm a process that serves it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hackkv.errors import CheckpointError
+from hackkv.model.config import ModelSpec
+from hackkv.model.llama import LayerWeights, Weights
+
+OnBytes = Callable[[int, int], None]
+"""Told (bytes of tensors read so far, bytes in all) after each tensor."""
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+KNOWN_EXTRAS = ("rotary_emb.inv_freq",)
+"""Endings of tensors that old checkpoints carry and that we compute ourselves."""
+
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Bytes per element of the safetensors dtypes that we read."""
+
+
+def load_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, on_bytes: OnBytes) -> Weights:
+    """Read and check every tensor of `folder` that `spec` asks for, as `dtype` on `device`.
+
+    Raises `CheckpointError` that names the file and the tensor.
+    """
+    with ExitStack() as stack:
+        checkpoint = _Checkpoint(folder, expected_shapes(spec), stack)
+        return _assemble(checkpoint, spec, lambda name: checkpoint.read(name, on_bytes).to(device, dtype, copy=True))
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[OnBytes]:
+    """A bar on standard error while weights load; invisible when that is not a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this shape must hold, by its Hugging Face name."""
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (spec.hidden,),
+        "post_attention_layernorm.weight": (spec.hidden,),
+        "self_attn.q_proj.weight": (q, spec.hidden),
+        "self_attn.k_proj.weight": (kv, spec.hidden),
+        "self_attn.v_proj.weight": (kv, spec.hidden),
+        "self_attn.o_proj.weight": (spec.hidden, q),
+        "mlp.gate_proj.weight": (spec.ffn, spec.hidden),
+        "mlp.up_proj.weight": (spec.ffn, spec.hidden),
+        "mlp.down_proj.weight": (spec.hidden, spec.ffn),
+    }
+    if spec.qkv_bias:
+        layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", q), ("k", kv), ("v", kv))}
+    if spec.qk_norm:
+        layer |= {f"self_attn.{name}_norm.weight": (spec.head_dim,) for name in "qk"}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
+    for index in range(spec.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (spec.hidden,)
+    if not spec.tie_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
+    return shapes
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint, sorted; raises `CheckpointError` if there are none or one is missing."""
+    if (folder / INDEX).exists():
+        names = sorted({str(file) for file in _weight_map(folder / INDEX).values()})
+    else:
+        names = [SINGLE]
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / INDEX}: weight_map: {name!r} is not a file name")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: no such file")
+    return tuple(folder / name for name in names)
+
+
+def _weight_map(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{path}: weight_map: missing or empty")
+    return files
+
+
+class _Checkpoint:
+    """The open files of a checkpoint, with every header checked before the first tensor is read."""
+
+    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], stack: ExitStack) -> None:
+        self._sources: dict[str, tuple[Path, Any]] = {}
+        self._done = self._total = 0
+        for path in weight_files(folder):
+            try:
+                source = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: truncated or not a safetensors file: {error}") from error
+            for name in source.keys():  # noqa: SIM118  a safetensors handle is not a mapping
+                self._sources[name] = (path, source)
+        tied_copy = {"lm_head.weight"} - shapes.keys()
+        extras = self._sources.keys() - shapes.keys() - tied_copy
+        unknown = sorted(name for name in extras if not name.endswith(KNOWN_EXTRAS))
+        if unknown:
+            path, _ = self._sources[unknown[0]]
+            raise CheckpointError(f"{path}: {unknown[0]}: unknown tensor ({len(unknown)} in all); wrong architecture?")
+        for name, shape in shapes.items():
+            self._total += self._check(folder, name, shape)
+
+    def _check(self, folder: Path, name: str, shape: tuple[int, ...]) -> int:
+        """Check one header entry; returns the tensor's bytes."""
+        if name not in self._sources:
+            raise CheckpointError(f"{folder}: {name}: missing tensor")
+        path, source = self._sources[name]
+        entry = source.get_slice(name)
+        found, dtype = tuple(entry.get_shape()), entry.get_dtype()
+        if found != shape:
+            raise CheckpointError(f"{path}: {name}: shape {list(found)}, config.json asks for {list(shape)}")
+        if dtype not in ITEM_BYTES:
+            raise CheckpointError(f"{path}: {name}: dtype {dtype} is not one of {', '.join(ITEM_BYTES)}")
+        return int(torch.Size(shape).numel()) * ITEM_BYTES[dtype]
+
+    def read(self, name: str, on_bytes: OnBytes) -> Tensor:
+        """One tensor as it is in the file, possibly sharing the file's mapping."""
+        tensor: Tensor = self._sources[name][1].get_tensor(name)
+        self._done += tensor.nbytes
+        on_bytes(self._done, self._total)
+        return tensor
+
+
+def _assemble(checkpoint: _Checkpoint, spec: ModelSpec, read: Callable[[str], Tensor]) -> Weights:
+    embed = read("model.embed_tokens.weight")
+    return Weights(
+        embed=embed,
+        layers=tuple(_layer(spec, f"model.layers.{index}.", read) for index in range(spec.num_layers)),
+        final_norm=read("model.norm.weight"),
+        lm_head=embed if spec.tie_embeddings else read("lm_head.weight"),
+    )
+
+
+def _layer(spec: ModelSpec, prefix: str, read: Callable[[str], Tensor]) -> LayerWeights:
+    def fused(*names: str) -> Tensor:
+        return torch.cat([read(prefix + name) for name in names])
+
+    qk_norm = None
+    if spec.qk_norm:
+        heads = (("q", spec.num_heads), ("k", spec.num_kv_heads))
+        qk_norm = torch.cat([read(f"{prefix}self_attn.{name}_norm.weight").repeat(count, 1) for name, count in heads])
+    attention = "self_attn.{}_proj.{}".format
+    return LayerWeights(
+        input_norm=read(prefix + "input_layernorm.weight"),
+        qkv=fused(*(attention(name, "weight") for name in "qkv")),
+        qkv_bias=fused(*(attention(name, "bias") for name in "qkv")) if spec.qkv_bias else None,
+        qk_norm=qk_norm,
+        out=read(prefix + attention("o", "weight")),
+        ffn_norm=read(prefix + "post_attention_layernorm.weight"),
+        gate_up=fused("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        down=read(prefix + "mlp.down_proj.weight"),
+    )
