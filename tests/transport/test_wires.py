@@ -1,0 +1,378 @@
+"""The contract of a wire, held against every entry of `WIRES`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+
+import pytest
+
+from hackkv.errors import DeadlineExceeded, FrameRefused, HackkvError, HandshakeRefused, NodeLost, TransferError
+from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
+from tests.transport import nouns
+from transport.base import KvListener, KvSender
+from transport.coder import MAX_PAYLOAD_BYTES
+from transport.wires import WIRES, Wire
+
+Frames = AsyncIterator[KvFrame | HandoffEnd]
+
+FRAME_TIMEOUT_S = 5.0
+
+
+@pytest.fixture(params=sorted(WIRES))
+async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
+    made = WIRES[request.param](FRAME_TIMEOUT_S)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def sender(wire: Wire) -> AsyncIterator[KvSender]:
+    made = wire.sender()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def listener(wire: Wire) -> AsyncIterator[KvListener]:
+    made = wire.listener()
+    yield made
+    await made.close()
+
+
+class Reader:
+    """A `deliver` that reads everything and says how it went."""
+
+    def __init__(self) -> None:
+        self.items: list[KvFrame | HandoffEnd] = []
+        self.started = asyncio.Event()
+        self.first = asyncio.Event()
+        self.over = asyncio.Event()
+        self.error: BaseException | None = None
+
+    async def __call__(self, handoff: Handoff, frames: Frames) -> Receipt:
+        self.started.set()
+        try:
+            async for item in frames:
+                self.items.append(item)
+                self.first.set()
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.over.set()
+        return nouns.receipt(handoff.transfer_id, tokens=len(self.items))
+
+
+class Source:
+    """A sender's frames that never end; says when it was touched, when it blocks and when it was closed."""
+
+    def __init__(self, before_block: int = 1) -> None:
+        self.before_block = before_block
+        self.touched = False
+        self.blocked = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    async def frames(self) -> Frames:
+        self.touched = True
+        try:
+            for seq in range(self.before_block):
+                yield nouns.frame(seq)
+            self.blocked.set()
+            await asyncio.Event().wait()
+        finally:
+            self.closed.set()
+
+
+async def test_frames_arrive_in_order_and_the_receipt_comes_back(sender: KvSender, listener: KvListener) -> None:
+    reader = Reader()
+    address = await listener.serve(reader)
+    payloads = [bytes([seq]) * (seq * 1000) for seq in range(40)]
+
+    async def frames() -> Frames:
+        for seq, payload in enumerate(payloads):
+            yield nouns.frame(seq, payload)
+        yield nouns.end(len(payloads))
+
+    receipt = await sender.push(address, nouns.handoff(), frames())
+    assert receipt == nouns.receipt(tokens=41)
+    assert reader.items == [*(nouns.frame(seq, payload) for seq, payload in enumerate(payloads)), nouns.end(40)]
+
+
+async def test_no_frame_is_touched_before_the_receiver_asks(sender: KvSender, listener: KvListener) -> None:
+    ready, go = asyncio.Event(), asyncio.Event()
+
+    async def deliver(handoff: Handoff, frames: Frames) -> Receipt:
+        ready.set()
+        await go.wait()
+        return await Reader()(handoff, frames)
+
+    address = await listener.serve(deliver)
+    source = Source()
+    push = asyncio.create_task(sender.push(address, nouns.handoff(), source.frames()))
+    await ready.wait()
+    assert not source.touched
+    go.set()
+    await source.blocked.wait()
+    push.cancel()
+    await asyncio.wait({push})
+    assert push.cancelled()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        HandshakeRefused("page_tokens: 64 here, 32 at the peer"),
+        FrameRefused("frame 3: checksum of plane k.codes — “differs”", reason="checksum"),
+        TransferError("stale epoch\nsecond line"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_refusal_before_the_first_frame_arrives_word_for_word(
+    sender: KvSender, listener: KvListener, error: HackkvError
+) -> None:
+    async def deliver(handoff: Handoff, frames: Frames) -> Receipt:
+        raise error
+
+    address = await listener.serve(deliver)
+    source = Source()
+    with pytest.raises(type(error)) as caught:
+        await sender.push(address, nouns.handoff(), source.frames())
+    assert str(caught.value) == str(error)
+    assert getattr(caught.value, "reason", None) == getattr(error, "reason", None)
+    assert not source.touched
+
+
+async def test_a_corrupt_frame_stops_a_sender_that_is_blocked(sender: KvSender, listener: KvListener) -> None:
+    source = Source(before_block=3)
+
+    async def deliver(handoff: Handoff, frames: Frames) -> Receipt:
+        for _ in range(3):
+            await anext(frames)
+        ahead = asyncio.ensure_future(anext(frames))  # the in-process wire pulls on demand: this is what blocks there
+        await source.blocked.wait()
+        ahead.cancel()
+        raise FrameRefused("frame 2 of t-1: plane k.min does not match its checksum", reason="checksum")
+
+    address = await listener.serve(deliver)
+    push = asyncio.create_task(sender.push(address, nouns.handoff(), source.frames()))
+    with pytest.raises(FrameRefused, match="plane k.min does not match") as caught:
+        await push
+    assert caught.value.reason == "checksum"
+    await source.closed.wait()
+
+
+async def test_an_unexpected_exception_of_the_receiver_is_internal_and_logged(
+    sender: KvSender, listener: KvListener, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def deliver(handoff: Handoff, frames: Frames) -> Receipt:
+        await anext(frames)
+        raise ZeroDivisionError("secret detail")
+
+    address = await listener.serve(deliver)
+    with pytest.raises(HackkvError, match="ZeroDivisionError") as caught:
+        await sender.push(address, nouns.handoff(), nouns.frames(3))
+    assert caught.value.code == "internal"
+    assert "secret detail" in caplog.text
+    assert "secret detail" not in str(caught.value)
+
+
+async def test_a_source_that_raises_fails_the_push_and_reaches_the_receiver(
+    sender: KvSender, listener: KvListener
+) -> None:
+    reader = Reader()
+    address = await listener.serve(reader)
+
+    async def frames() -> Frames:
+        yield nouns.frame(0)
+        await reader.first.wait()
+        raise ArithmeticError("the encoder broke")
+
+    with pytest.raises(ArithmeticError, match="the encoder broke"):
+        await sender.push(address, nouns.handoff(), frames())
+    await reader.over.wait()
+    assert isinstance(reader.error, NodeLost)
+
+
+async def test_a_source_that_ends_early_is_a_transfer_error(sender: KvSender, listener: KvListener) -> None:
+    reader = Reader()
+    address = await listener.serve(reader)
+
+    async def frames() -> Frames:
+        yield nouns.frame(0)
+
+    with pytest.raises(TransferError, match="without a HandoffEnd"):
+        await sender.push(address, nouns.handoff(), frames())
+    await reader.over.wait()
+    assert isinstance(reader.error, NodeLost)
+
+
+async def test_cancelling_a_push_lets_the_receiver_release_its_pages(sender: KvSender, listener: KvListener) -> None:
+    reader = Reader()
+    address = await listener.serve(reader)
+    source = Source()
+    push = asyncio.create_task(sender.push(address, nouns.handoff(), source.frames()))
+    await reader.first.wait()
+    await source.blocked.wait()
+    push.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await push
+    await reader.over.wait()
+    assert isinstance(reader.error, NodeLost)
+    await source.closed.wait()
+
+
+async def test_a_receiver_that_reads_slowly_holds_the_sender_back(sender: KvSender, listener: KvListener) -> None:
+    count, payload, produced, done = 128, bytes(1 << 20), 0, asyncio.Event()
+    go = asyncio.Event()
+
+    async def deliver(handoff: Handoff, frames: Frames) -> Receipt:
+        await anext(frames)
+        await go.wait()
+        return await Reader()(handoff, frames)
+
+    async def frames() -> Frames:
+        nonlocal produced
+        for seq in range(count):
+            produced = seq + 1
+            yield nouns.frame(seq, payload)
+        done.set()
+        yield nouns.end(count)
+
+    address = await listener.serve(deliver)
+    push = asyncio.create_task(sender.push(address, nouns.handoff(), frames()))
+    with pytest.raises(TimeoutError):  # an event that must not come, however long we wait
+        await asyncio.wait_for(done.wait(), 0.5)
+    assert produced <= 24
+    go.set()
+    assert (await push).tokens == count  # one was read by hand, the end is counted
+
+
+async def test_fifty_pushes_at_once_do_not_mix(sender: KvSender, listener: KvListener) -> None:
+    meeting = asyncio.Barrier(50)
+
+    async def deliver(handoff: Handoff, frames: Frames) -> Receipt:
+        await anext(frames)
+        await meeting.wait()
+        total = 1
+        async for item in frames:
+            assert item.transfer_id == handoff.transfer_id
+            total += 1
+        return nouns.receipt(handoff.transfer_id, total)
+
+    address = await listener.serve(deliver)
+    ids = [f"t-{number}" for number in range(50)]
+    pushes = (
+        sender.push(address, nouns.handoff(i), nouns.frames(number, transfer_id=i)) for number, i in enumerate(ids, 1)
+    )
+    receipts = await asyncio.gather(*pushes)
+    assert [(r.transfer_id, r.tokens) for r in receipts] == [(i, number + 1) for number, i in enumerate(ids, 1)]
+
+
+async def test_a_frame_beyond_the_cap_is_refused_by_name(sender: KvSender, listener: KvListener) -> None:
+    reader = Reader()
+    address = await listener.serve(reader)
+    full = await sender.push(address, nouns.handoff(), nouns.frames(1, bytes(MAX_PAYLOAD_BYTES)))
+    assert full.tokens == 2
+    with pytest.raises(FrameRefused, match=str(MAX_PAYLOAD_BYTES)) as caught:
+        await sender.push(address, nouns.handoff(), nouns.frames(1, bytes(MAX_PAYLOAD_BYTES + 1)))
+    assert caught.value.reason == "oversized"
+
+
+async def test_nobody_listens(wire: Wire, sender: KvSender) -> None:
+    listener = wire.listener()
+    address = await listener.serve(Reader())
+    await listener.close()
+    await wire.close()
+    source = Source()
+    with pytest.raises(NodeLost, match=address):
+        await sender.push(address, nouns.handoff(), source.frames())
+    assert not source.touched
+
+
+async def test_closing_the_listener_ends_pushes_with_node_lost(sender: KvSender, listener: KvListener) -> None:
+    reader = Reader()
+    address = await listener.serve(reader)
+    source = Source()
+    push = asyncio.create_task(sender.push(address, nouns.handoff(), source.frames()))
+    await reader.first.wait()
+    await listener.close()
+    assert reader.over.is_set()
+    assert isinstance(reader.error, NodeLost)
+    with pytest.raises(NodeLost):
+        await push
+    with pytest.raises(NodeLost):
+        await sender.push(address, nouns.handoff(), nouns.frames(1))
+
+
+async def test_closing_the_sender_ends_pushes_with_node_lost(sender: KvSender, listener: KvListener) -> None:
+    reader = Reader()
+    address = await listener.serve(reader)
+    source = Source()
+    push = asyncio.create_task(sender.push(address, nouns.handoff(), source.frames()))
+    await reader.first.wait()
+    await source.blocked.wait()
+    await sender.close()
+    with pytest.raises(NodeLost):
+        await push
+    await reader.over.wait()
+    with pytest.raises(NodeLost):
+        await sender.push(address, nouns.handoff(), nouns.frames(1))
+
+
+@pytest.mark.parametrize("name", sorted(WIRES))
+async def test_a_sender_that_falls_silent_is_a_deadline_at_the_receiver(name: str) -> None:
+    wire = WIRES[name](0.05)
+    sender, listener, reader, source = wire.sender(), wire.listener(), Reader(), Source()
+    address = await listener.serve(reader)
+    with pytest.raises(DeadlineExceeded, match="0.05 s"):
+        await sender.push(address, nouns.handoff(), source.frames())
+    assert isinstance(reader.error, DeadlineExceeded)
+    await source.closed.wait()
+    await sender.close()
+    await listener.close()
+    await wire.close()
+
+
+async def test_a_receiver_that_ignores_the_loss_is_cancelled() -> None:
+    for make in WIRES.values():
+        wire = make(0.05)
+        sender, listener = wire.sender(), wire.listener()
+        stuck, freed = asyncio.Event(), asyncio.Event()
+
+        async def deliver(
+            handoff: Handoff, frames: Frames, stuck: asyncio.Event = stuck, freed: asyncio.Event = freed
+        ) -> Receipt:
+            stuck.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                freed.set()
+            raise AssertionError
+
+        address = await listener.serve(deliver)
+        push = asyncio.create_task(sender.push(address, nouns.handoff(), nouns.frames(1)))
+        await stuck.wait()
+        push.cancel()
+        await asyncio.wait({push})
+        await freed.wait()
+        await sender.close()
+        await listener.close()
+        await wire.close()
+
+
+async def test_a_failed_push_leaves_no_task_behind(sender: KvSender, listener: KvListener) -> None:
+    async def deliver(handoff: Handoff, frames: Frames) -> Receipt:
+        await anext(frames)
+        raise FrameRefused("no", reason="checksum")
+
+    address = await listener.serve(deliver)
+    before = {task.get_name() for task in asyncio.all_tasks()}
+    for _ in range(20):
+        with pytest.raises(FrameRefused):
+            await sender.push(address, nouns.handoff(), nouns.frames(2))
+    ours = [task for task in asyncio.all_tasks() if task.get_name().startswith("deliver")]
+    assert ours == []
+    assert before
+    gc.collect()

@@ -1,0 +1,98 @@
+"""gRPC connections: their options, and one channel per address.
+
+A dead peer is noticed within `Keepalive.time_s + Keepalive.timeout_s` (3 s) on both ends, with or without calls under
+way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from hackkv.errors import NodeLost
+from transport.coder import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+
+MAX_METADATA_BYTES = 96 << 10
+"""Room for a failure: 16,000 characters of up to 4 bytes, and base64 on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """Ping an idle or silent peer every `time_s`; without an answer in `timeout_s` the connection is dead. Seconds."""
+
+    time_s: float = 1.0
+    timeout_s: float = 2.0
+
+    def options(self) -> list[tuple[str, int]]:
+        """The gRPC channel arguments, for either end."""
+        time_ms = round(self.time_s * 1000)
+        return [
+            ("grpc.keepalive_time_ms", time_ms),
+            ("grpc.keepalive_timeout_ms", round(self.timeout_s * 1000)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", time_ms // 2),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ]
+
+
+def client_options(keepalive: Keepalive) -> list[tuple[str, int]]:
+    """Channel arguments of a client."""
+    return [
+        *keepalive.options(),
+        ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
+        # A fresh channel must mean a fresh connection attempt, not the back-off of an earlier channel to this address.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_retries", 0),  # the router re-places requests; a second copy of a job must never start silently
+        ("grpc.min_reconnect_backoff_ms", 2000),  # it also bounds one connection attempt (default 20 s)
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+    ]
+
+
+def server_options(keepalive: Keepalive) -> list[tuple[str, int]]:
+    """Channel arguments of a server."""
+    return [
+        *keepalive.options(),
+        ("grpc.max_send_message_length", MAX_REPLY_BYTES),
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        # The default lets a second process share the port and take half of its connections.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class ChannelPool:
+    """One connection per address, opened on first use and replaced when it has failed."""
+
+    def __init__(self, keepalive: Keepalive | None = None) -> None:
+        self._options = client_options(keepalive or Keepalive())
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closed = False
+
+    async def get(self, address: str) -> grpc.aio.Channel:
+        """Return the channel to `address`. Raises `NodeLost` once the pool is closed.
+
+        A channel that failed would refuse calls until its back-off ends, even if the peer is back: it is replaced, so
+        that every call makes its own attempt. Nothing can be under way on a channel in that state.
+        """
+        if self._closed:
+            raise NodeLost(f"{address}: the client is closed")
+        known = self._channels.get(address)
+        if known is not None and known.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            return known
+        fresh = self._channels[address] = grpc.aio.insecure_channel(address, options=self._options)
+        if known is not None:
+            await known.close(None)
+        return fresh
+
+    async def close(self) -> None:
+        """Drop every connection; calls under way fail with `NodeLost`. Closing twice is fine."""
+        self._closed = True
+        while self._channels:
+            _, channel = self._channels.popitem()
+            await channel.close(None)

@@ -1,0 +1,210 @@
+"""KV nouns <-> protobuf: what travels on a `KvReceiver.Push` stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, KvLayout, PlaneSpan, Receipt
+from transport.coder import (
+    MAX_FINGERPRINT_FIELDS,
+    MAX_PAYLOAD_BYTES,
+    MAX_PLANES,
+    Coder,
+    Malformed,
+    capped,
+    duration,
+    refuse_frame,
+    required,
+    text,
+)
+from transport.pb import kv_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The receiver asked for the first frame."""
+
+
+PushRequest = Handoff | KvFrame | HandoffEnd
+PushReply = Accepted | Receipt
+
+
+def pack_fingerprint(fingerprint: Fingerprint) -> pb.Fingerprint:
+    """To the wire."""
+    return pb.Fingerprint(fields=[pb.FingerprintField(name=name, value=value) for name, value in fingerprint.fields])
+
+
+def unpack_fingerprint(message: pb.Fingerprint) -> Fingerprint:
+    """From the wire."""
+    capped("fingerprint", message.fields, MAX_FINGERPRINT_FIELDS)
+    return Fingerprint(tuple((text("name", field.name), text("value", field.value)) for field in message.fields))
+
+
+def _pack_layout(layout: KvLayout) -> pb.KvLayout:
+    return pb.KvLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_tokens=layout.page_tokens,
+    )
+
+
+def _unpack_layout(message: pb.KvLayout) -> KvLayout:
+    if not message.page_tokens:
+        raise Malformed("page_tokens", "must be positive")
+    return KvLayout(
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        page_tokens=message.page_tokens,
+    )
+
+
+def _pack_handoff(handoff: Handoff) -> pb.Handoff:
+    return pb.Handoff(
+        transfer_id=handoff.transfer_id,
+        epoch=handoff.epoch,
+        fingerprint=pack_fingerprint(handoff.fingerprint),
+        num_tokens=handoff.num_tokens,
+    )
+
+
+def _unpack_handoff(message: pb.Handoff) -> Handoff:
+    required("fingerprint", message)
+    return Handoff(
+        transfer_id=text("transfer_id", message.transfer_id),
+        epoch=message.epoch,
+        fingerprint=unpack_fingerprint(message.fingerprint),
+        num_tokens=message.num_tokens,
+    )
+
+
+def _pack_plane(plane: PlaneSpan) -> pb.PlaneSpan:
+    return pb.PlaneSpan(
+        name=plane.name, raw_bytes=plane.raw_bytes, coded_bytes=plane.coded_bytes, checksum=plane.checksum
+    )
+
+
+def _unpack_plane(message: pb.PlaneSpan) -> PlaneSpan:
+    return PlaneSpan(
+        name=text("name", message.name),
+        raw_bytes=message.raw_bytes,
+        coded_bytes=message.coded_bytes,
+        checksum=message.checksum,
+    )
+
+
+def _pack_frame(frame: KvFrame) -> pb.KvFrame:
+    return pb.KvFrame(
+        transfer_id=frame.transfer_id,
+        epoch=frame.epoch,
+        seq=frame.seq,
+        layer=frame.layer,
+        head_start=frame.head_start,
+        head_count=frame.head_count,
+        page_start=frame.page_start,
+        page_count=frame.page_count,
+        rows=frame.rows,
+        planes=[_pack_plane(plane) for plane in frame.planes],
+        payload=frame.payload,
+    )
+
+
+def _unpack_frame(message: pb.KvFrame) -> KvFrame:
+    payload = message.payload  # each access copies the bytes out of the message: once only
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise Malformed("payload", f"{len(payload)} bytes, at most {MAX_PAYLOAD_BYTES} are accepted")
+    return KvFrame(
+        transfer_id=text("transfer_id", message.transfer_id),
+        epoch=message.epoch,
+        seq=message.seq,
+        layer=message.layer,
+        head_start=message.head_start,
+        head_count=message.head_count,
+        page_start=message.page_start,
+        page_count=message.page_count,
+        rows=message.rows,
+        planes=tuple(_unpack_plane(plane) for plane in capped("planes", message.planes, MAX_PLANES)),
+        payload=payload,
+    )
+
+
+def _pack_end(end: HandoffEnd) -> pb.HandoffEnd:
+    return pb.HandoffEnd(
+        transfer_id=end.transfer_id, epoch=end.epoch, num_frames=end.num_frames, first_token=end.first_token
+    )
+
+
+def _unpack_end(message: pb.HandoffEnd) -> HandoffEnd:
+    return HandoffEnd(
+        transfer_id=text("transfer_id", message.transfer_id),
+        epoch=message.epoch,
+        num_frames=message.num_frames,
+        first_token=message.first_token,
+    )
+
+
+def pack_receipt(receipt: Receipt) -> pb.Receipt:
+    """To the wire."""
+    return pb.Receipt(
+        transfer_id=receipt.transfer_id,
+        tokens=receipt.tokens,
+        bytes_by_plane=[pb.PlaneBytes(name=name, bytes=count) for name, count in receipt.bytes_by_plane],
+        header_bytes=receipt.header_bytes,
+        fp16_bytes=receipt.fp16_bytes,
+        receive_s=receipt.receive_s,
+    )
+
+
+def unpack_receipt(message: pb.Receipt) -> Receipt:
+    """From the wire."""
+    planes = capped("bytes_by_plane", message.bytes_by_plane, MAX_PLANES)
+    return Receipt(
+        transfer_id=text("transfer_id", message.transfer_id),
+        tokens=message.tokens,
+        bytes_by_plane=tuple((text("name", plane.name), plane.bytes) for plane in planes),
+        header_bytes=message.header_bytes,
+        fp16_bytes=message.fp16_bytes,
+        receive_s=duration("receive_s", message.receive_s),
+    )
+
+
+def _pack_push_request(noun: PushRequest) -> pb.PushRequest:
+    if isinstance(noun, KvFrame):
+        return pb.PushRequest(frame=_pack_frame(noun))
+    if isinstance(noun, Handoff):
+        return pb.PushRequest(handoff=_pack_handoff(noun))
+    return pb.PushRequest(end=_pack_end(noun))
+
+
+def _unpack_push_request(message: pb.PushRequest) -> PushRequest:
+    match message.WhichOneof("body"):
+        case "frame":
+            return _unpack_frame(message.frame)
+        case "handoff":
+            return _unpack_handoff(message.handoff)
+        case "end":
+            return _unpack_end(message.end)
+    raise Malformed("body", "no member of the oneof is set")
+
+
+def _pack_push_reply(noun: PushReply) -> pb.PushReply:
+    if isinstance(noun, Accepted):
+        return pb.PushReply(accepted=pb.Accepted())
+    return pb.PushReply(receipt=pack_receipt(noun))
+
+
+def _unpack_push_reply(message: pb.PushReply) -> PushReply:
+    match message.WhichOneof("body"):
+        case "accepted":
+            return Accepted()
+        case "receipt":
+            return unpack_receipt(message.receipt)
+    raise Malformed("body", "no member of the oneof is set")
+
+
+FINGERPRINT = Coder(pb.Fingerprint, pack_fingerprint, unpack_fingerprint)
+LAYOUT = Coder(pb.KvLayout, _pack_layout, _unpack_layout)
+RECEIPT = Coder(pb.Receipt, pack_receipt, unpack_receipt)
+PUSH_REQUEST = Coder(pb.PushRequest, _pack_push_request, _unpack_push_request, refuse_frame)
+PUSH_REPLY = Coder(pb.PushReply, _pack_push_reply, _unpack_push_reply)

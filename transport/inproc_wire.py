@@ -1,0 +1,132 @@
+"""KV frames within one event loop: for tests and for a cluster in one process. Same semantics as the gRPC wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from hackkv.errors import ConfigError, NodeLost, TransferError
+from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
+from transport.base import Deliver
+from transport.closing import closing
+from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
+
+
+class InprocNetwork:
+    """Addresses that exist within this object only."""
+
+    def __init__(self, *, frame_timeout_s: float = FRAME_TIMEOUT_S) -> None:
+        self.frame_timeout_s = frame_timeout_s
+        self.listeners: dict[str, InprocListener] = {}
+
+    def sender(self) -> InprocSender:
+        """A new `KvSender` that reaches every listener of this network."""
+        return InprocSender(self)
+
+    def listener(self, address: str) -> InprocListener:
+        """A new `KvListener` that `serve` binds to `address`."""
+        return InprocListener(self, address)
+
+
+class InprocListener:
+    """A `KvListener` at one address of an `InprocNetwork`."""
+
+    def __init__(self, network: InprocNetwork, address: str) -> None:
+        self._network = network
+        self._address = address
+        self._deliver: Deliver | None = None
+        self._active: dict[Delivery, asyncio.Task[Any]] = {}
+
+    async def serve(self, deliver: Deliver) -> str:
+        """Accept handoffs at the address. Raises `ConfigError` if it is taken."""
+        if self._network.listeners.setdefault(self._address, self) is not self:
+            raise ConfigError(f"cannot listen on {self._address}: the address is taken")
+        self._deliver = deliver
+        return self._address
+
+    async def close(self) -> None:
+        """Free the address and end handoffs under way with `NodeLost`; returns when their `deliver` has returned."""
+        if self._network.listeners.get(self._address) is self:
+            del self._network.listeners[self._address]
+        self._deliver = None
+        tasks = set(self._active.values())
+        for delivery in self._active:
+            delivery.lose(NodeLost(f"{self._address}: the receiver is closing"))
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def open(self, handoff: Handoff, source: _Source, frame_timeout_s: float) -> Delivery:
+        """Begin to receive one handoff."""
+        if self._deliver is None:
+            raise NodeLost(f"{self._address}: the receiver is closed")
+        return Delivery(self._deliver, handoff, source.accept, source.pull, frame_timeout_s)
+
+    async def run(self, delivery: Delivery) -> Receipt:
+        """Receive to the end, in a task that `close` can wait for."""
+        task = asyncio.create_task(delivery.run())
+        self._active[delivery] = task
+        try:
+            return await task
+        finally:
+            del self._active[delivery]
+
+
+class InprocSender:
+    """A `KvSender` within an `InprocNetwork`."""
+
+    def __init__(self, network: InprocNetwork) -> None:
+        self._network = network
+        self._active: set[Delivery] = set()
+        self._closed = False
+
+    async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
+        """Send one handoff; see `KvSender.push`. `frames` is closed at the end if it is a generator."""
+        listener = self._network.listeners.get(address)
+        if self._closed:
+            raise NodeLost(f"{address}: the client is closed")
+        if listener is None:
+            raise NodeLost(f"{address}: nobody listens")
+        source = _Source(frames, handoff.transfer_id)
+        delivery = listener.open(handoff, source, self._network.frame_timeout_s)
+        self._active.add(delivery)
+        try:
+            async with closing(frames):
+                return await listener.run(delivery)
+        except Exception:
+            if source.failure is not None:  # our own side failed; what the receiver made of that does not matter
+                raise source.failure from None
+            raise
+        finally:
+            self._active.discard(delivery)
+
+    async def close(self) -> None:
+        """Refuse further pushes; those under way fail with `NodeLost`."""
+        self._closed = True
+        for delivery in self._active:
+            delivery.lose(NodeLost("the sender is closed"))
+
+
+class _Source:
+    """The sender's frames, as a receiver pulls them; remembers how the sender failed."""
+
+    def __init__(self, frames: AsyncIterator[KvFrame | HandoffEnd], transfer_id: str) -> None:
+        self._frames = frames
+        self._transfer_id = transfer_id
+        self.failure: Exception | None = None
+
+    async def accept(self) -> None:
+        """Nothing to say: the receiver's first pull is what starts the sender."""
+
+    async def pull(self) -> KvFrame | HandoffEnd:
+        """Take one frame from the sender. Whatever goes wrong there is `NodeLost` here."""
+        try:
+            item = await anext(self._frames)
+            check_size(item)
+        except StopAsyncIteration:
+            self.failure = TransferError(f"the frames of {self._transfer_id} ended without a HandoffEnd")
+            raise NodeLost("the sender ended the stream before HandoffEnd") from None
+        except Exception as error:
+            self.failure = error
+            raise NodeLost(f"the sender failed: {type(error).__name__}") from error
+        return item

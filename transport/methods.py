@@ -1,0 +1,13 @@
+"""gRPC method paths of `kv.proto`; a test holds them against its descriptor."""
+
+from __future__ import annotations
+
+PREFILL_RUN = "/hackkv.v1.Prefill/Run"
+PREFILL_ASSIGN = "/hackkv.v1.Prefill/Assign"
+PREFILL_DESCRIBE = "/hackkv.v1.Prefill/Describe"
+DECODE_RUN = "/hackkv.v1.Decode/Run"
+DECODE_DESCRIBE = "/hackkv.v1.Decode/Describe"
+REGISTRY_REGISTER = "/hackkv.v1.Registry/Register"
+KV_PUSH = "/hackkv.v1.KvReceiver/Push"
+
+ALL = (PREFILL_RUN, PREFILL_ASSIGN, PREFILL_DESCRIBE, DECODE_RUN, DECODE_DESCRIBE, REGISTRY_REGISTER, KV_PUSH)

@@ -1,0 +1,1 @@
+"""Generated from kv.proto by `make proto`; only transport imports it."""

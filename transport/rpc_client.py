@@ -1,0 +1,99 @@
+"""Remote `PrefillNode`, `DecodeNode` and `Registry`: the protocols of `base.py` for an address."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from hackkv.types import DecodeEvent, DecodeJob, Lease, NodeInfo, PrefillEvent, PrefillJob
+from transport import methods
+from transport.channels import ChannelPool
+from transport.closing import closing
+from transport.convert import (
+    ASSIGNMENT,
+    DECODE_EVENT,
+    DECODE_JOB,
+    EMPTY,
+    LEASE,
+    NODE_INFO,
+    PREFILL_EVENT,
+    PREFILL_JOB,
+    Assignment,
+    Empty,
+)
+from transport.status import translating
+
+CALL_TIMEOUT_S = 5.0
+"""Deadline of calls that return at once (assign, describe, register). Streams have none: their caller's stages do."""
+
+
+class _Client:
+    """Calls one address over a shared pool; the pool's owner closes it."""
+
+    def __init__(self, address: str, channels: ChannelPool, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self.address = address
+        self._channels = channels
+        self._timeout_s = timeout_s
+
+    async def _ask(self, method: str, request: bytes) -> bytes:
+        """One request, one answer."""
+        channel = await self._channels.get(self.address)
+        with translating(self.address):
+            answer: bytes = await channel.unary_unary(method, None, None)(request, timeout=self._timeout_s)
+        return answer
+
+    async def _listen(self, method: str, request: bytes) -> AsyncIterator[bytes]:
+        """One request, many answers; leaving the generator in any way cancels the call at the peer."""
+        channel = await self._channels.get(self.address)
+        with translating(self.address):
+            call = channel.unary_stream(method, None, None)(request)
+        try:
+            while True:
+                with translating(self.address):
+                    event = await call.read()
+                if not isinstance(event, bytes):  # grpc.aio.EOF
+                    return
+                yield event
+        finally:
+            call.cancel()
+
+
+class PrefillClient(_Client):
+    """A `PrefillNode` at an address."""
+
+    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
+        """Run a prompt there. Raises what the node raised, or `NodeLost`."""
+        events = self._listen(methods.PREFILL_RUN, PREFILL_JOB.encode(job))
+        async with closing(events):
+            async for event in events:
+                yield PREFILL_EVENT.decode(event)
+
+    async def assign(self, transfer_id: str, decode_address: str) -> None:
+        """Name the decode node of a waiting job."""
+        await self._ask(methods.PREFILL_ASSIGN, ASSIGNMENT.encode(Assignment(transfer_id, decode_address)))
+
+    async def describe(self) -> NodeInfo:
+        """Ask for identity, capacity and load."""
+        return NODE_INFO.decode(await self._ask(methods.PREFILL_DESCRIBE, EMPTY.encode(Empty())))
+
+
+class DecodeClient(_Client):
+    """A `DecodeNode` at an address."""
+
+    async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
+        """Serve one request there. Raises what the node raised, or `NodeLost`."""
+        events = self._listen(methods.DECODE_RUN, DECODE_JOB.encode(job))
+        async with closing(events):
+            async for event in events:
+                yield DECODE_EVENT.decode(event)
+
+    async def describe(self) -> NodeInfo:
+        """Ask for identity, capacity and load."""
+        return NODE_INFO.decode(await self._ask(methods.DECODE_DESCRIBE, EMPTY.encode(Empty())))
+
+
+class RegistryClient(_Client):
+    """A `Registry` at an address: the router, as a node sees it."""
+
+    async def register(self, info: NodeInfo) -> Lease:
+        """Join the fleet or renew the lease."""
+        return LEASE.decode(await self._ask(methods.REGISTRY_REGISTER, NODE_INFO.encode(info)))

@@ -1,0 +1,178 @@
+"""One gRPC server per process: control services and the KV listener share its port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from hackkv.errors import ConfigError
+from hackkv.types import NodeInfo
+from transport import methods
+from transport.base import DecodeNode, PrefillNode, Registry
+from transport.channels import Keepalive, server_options
+from transport.closing import closing
+from transport.coder import Coder
+from transport.convert import (
+    ASSIGNMENT,
+    DECODE_EVENT,
+    DECODE_JOB,
+    EMPTY,
+    LEASE,
+    NODE_INFO,
+    PREFILL_EVENT,
+    PREFILL_JOB,
+    Assignment,
+    Empty,
+)
+from transport.status import Context, reporting
+
+_WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]"})
+_CLOSE_GRACE_S = 5.0
+
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
+T = TypeVar("T")
+
+
+class _Table(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stub only
+    """Finds the handler of a method by path; methods may be added while the server runs."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        return self.handlers.get(handler_call_details.method)
+
+
+class RpcServer:
+    """Binds `host`:`port` (0: any free port) and serves what was added to it.
+
+    `advertise_host` is the name that peers dial; it is needed when `host` is a wildcard.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, advertise_host: str | None = None, keepalive: Keepalive | None = None
+    ) -> None:
+        if advertise_host is None and host in _WILDCARDS:
+            raise ConfigError(f"host {host!r} is a wildcard: set the advertised host that peers can dial")
+        self._bind = f"{_bracketed(host or '::')}:{port}"
+        self._advertise_host = _bracketed(advertise_host or host)
+        self._options = server_options(keepalive or Keepalive())
+        self._table = _Table()
+        self._server: grpc.aio.Server | None = None
+        self._address: str | None = None
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    def add_prefill(self, node: PrefillNode) -> None:
+        """Serve a prefill node."""
+
+        async def assign(ask: Assignment) -> Empty:
+            await node.assign(ask.transfer_id, ask.decode_address)
+            return Empty()
+
+        async def describe(_: Empty) -> NodeInfo:
+            return await node.describe()
+
+        self._add_stream(methods.PREFILL_RUN, PREFILL_JOB, PREFILL_EVENT, node.prefill)
+        self._add_unary(methods.PREFILL_ASSIGN, ASSIGNMENT, EMPTY, assign)
+        self._add_unary(methods.PREFILL_DESCRIBE, EMPTY, NODE_INFO, describe)
+
+    def add_decode(self, node: DecodeNode) -> None:
+        """Serve a decode node."""
+
+        async def describe(_: Empty) -> NodeInfo:
+            return await node.describe()
+
+        self._add_stream(methods.DECODE_RUN, DECODE_JOB, DECODE_EVENT, node.decode)
+        self._add_unary(methods.DECODE_DESCRIBE, EMPTY, NODE_INFO, describe)
+
+    def add_registry(self, registry: Registry) -> None:
+        """Serve the router's registry."""
+        self._add_unary(methods.REGISTRY_REGISTER, NODE_INFO, LEASE, registry.register)
+
+    def add_push(self, handle: Callable[[Context], Awaitable[None]]) -> None:
+        """Serve KV streams; `GrpcListener` calls this."""
+
+        # grpc.aio takes a two-argument coroutine function for a reader and writer of messages; the first is unused.
+        async def push(_: AsyncIterator[bytes], context: Context) -> None:
+            await self._run(context, methods.KV_PUSH, handle(context))
+
+        self._table.handlers[methods.KV_PUSH] = grpc.stream_stream_rpc_method_handler(push)
+
+    async def start(self) -> str:
+        """Bind and serve; return the address that peers dial. Starting twice returns the same address.
+
+        Raises `ConfigError`, naming the address, if it cannot be bound.
+        """
+        if self._address is not None:
+            return self._address
+        server = grpc.aio.server(handlers=(self._table,), options=self._options)
+        try:
+            port = server.add_insecure_port(self._bind)
+        except RuntimeError as exc:
+            raise ConfigError(f"cannot listen on {self._bind}: {exc}") from exc
+        await server.start()
+        self._server = server
+        self._address = f"{self._advertise_host}:{port}"
+        return self._address
+
+    async def close(self) -> None:
+        """Stop listening and cancel every call; returns when the services' generators have been closed."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        calls = set(self._calls)
+        await server.stop(None)
+        if calls:
+            _, late = await asyncio.wait(calls, timeout=_CLOSE_GRACE_S)
+            for task in late:
+                task.cancel()
+
+    def _add_unary(
+        self,
+        method: str,
+        request: Coder[Asked, Any],
+        response: Coder[Answered, Any],
+        call: Callable[[Asked], Awaitable[Answered]],
+    ) -> None:
+        async def handler(data: bytes, context: Context) -> bytes:
+            async def work() -> bytes:
+                return response.encode(await call(request.decode(data)))
+
+            return await self._run(context, method, work())
+
+        self._table.handlers[method] = grpc.unary_unary_rpc_method_handler(handler)
+
+    def _add_stream(
+        self,
+        method: str,
+        request: Coder[Asked, Any],
+        response: Coder[Answered, Any],
+        call: Callable[[Asked], AsyncIterator[Answered]],
+    ) -> None:
+        # A coroutine that writes, not a generator: cancelling it while gRPC sends still closes the service's generator.
+        async def handler(data: bytes, context: Context) -> None:
+            async def work() -> None:
+                async with closing(call(request.decode(data))) as events:
+                    async for event in events:
+                        await context.write(response.encode(event))
+
+            await self._run(context, method, work())
+
+        self._table.handlers[method] = grpc.unary_stream_rpc_method_handler(handler)
+
+    async def _run(self, context: Context, method: str, work: Awaitable[T]) -> T:
+        """Do the work of one call: errors go to the peer, and `close` waits for its end."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+        return await reporting(context, method, work)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

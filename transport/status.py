@@ -1,0 +1,107 @@
+"""Errors at the gRPC seam: `HackkvError` -> status and trailing metadata at the server, and back at the client.
+
+A failure travels whole in the trailing metadata (`FAILURE_KEY`); the gRPC status code beside it is for proxies, logs
+and grpcurl. A call that ends without that metadata did not fail in a service but on the way, and becomes `NodeLost`,
+`DeadlineExceeded` or `FrameRefused` by its status code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Iterable, Iterator
+from typing import NoReturn, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from hackkv.errors import DeadlineExceeded, FrameRefused, HackkvError, NodeLost, Unavailable
+from transport.convert import decode_failure, encode_failure
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+FAILURE_KEY = "hackkv-failure-bin"
+_DETAIL_CHARS = 256
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+_STATUS = {
+    "request": grpc.StatusCode.INVALID_ARGUMENT,
+    "config": grpc.StatusCode.FAILED_PRECONDITION,
+    "checkpoint": grpc.StatusCode.FAILED_PRECONDITION,
+    "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "unavailable": grpc.StatusCode.UNAVAILABLE,
+    "node_lost": grpc.StatusCode.UNAVAILABLE,
+    "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
+    # Never CANCELLED: grpc.aio raises asyncio.CancelledError at a client that gets that status from its peer.
+    "cancelled": grpc.StatusCode.ABORTED,
+    "handshake_refused": grpc.StatusCode.FAILED_PRECONDITION,
+    "frame_refused": grpc.StatusCode.DATA_LOSS,
+    "transfer": grpc.StatusCode.ABORTED,
+}
+
+
+def internal(error: Exception, where: str) -> HackkvError:
+    """Log an unexpected exception with its traceback and return what the peer may know of it: its type."""
+    log.error("%s raised an unexpected %s", where, type(error).__name__, exc_info=error)
+    return HackkvError(f"{where}: unexpected {type(error).__name__}, see the log of the node")
+
+
+async def abort(context: Context, error: HackkvError) -> NoReturn:
+    """End a call with `error`; the client raises the same class with the same message."""
+    details = str(error).encode("ascii", "replace").decode()[:_DETAIL_CHARS]
+    status = _STATUS.get(error.code, grpc.StatusCode.INTERNAL)
+    await context.abort(status, details, ((FAILURE_KEY, encode_failure(error)),))
+
+
+async def reporting(context: Context, method: str, work: Awaitable[T]) -> T:
+    """Outermost boundary of a service method: whatever it raises ends the call by name and leaves the server alive."""
+    try:
+        return await work
+    except HackkvError as error:
+        await abort(context, error)
+    except Exception as error:  # noqa: BLE001 - logged there, and reported to the caller as `internal`
+        await abort(context, internal(error, method))
+
+
+def cancelled_from_outside() -> bool:
+    """Tell a cancelled task from a call that ended: grpc.aio raises `asyncio.CancelledError` for both."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+@contextlib.contextmanager
+def translating(address: str) -> Iterator[None]:
+    """Turn what grpc.aio raises at a client into errors of this project that name the peer."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as exc:
+        raise rebuild(exc, address) from exc
+    except asyncio.CancelledError:
+        if cancelled_from_outside():
+            raise
+        raise NodeLost(f"{address}: the connection was closed") from None
+    except (grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
+        raise NodeLost(f"{address}: the connection was closed") from exc
+
+
+def rebuild(exc: grpc.aio.AioRpcError, address: str) -> HackkvError:
+    """The error that the peer raised, or the one that says how the call was lost."""
+    trailing = cast(Iterable[tuple[str, str | bytes]], exc.trailing_metadata() or ())  # the stub misses `__iter__`
+    for key, value in trailing:
+        if key == FAILURE_KEY and isinstance(value, bytes):
+            return decode_failure(value)
+    details = exc.details()
+    match exc.code():
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+            return NodeLost(f"{address}: {details}")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(f"{address} did not answer in time")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return FrameRefused(f"{address}: {details}", reason="oversized")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Unavailable(f"{address} does not serve this role: {details}")
+    return HackkvError(f"{address}: {exc.code().name}: {details}")
