@@ -1,0 +1,1 @@
+"""Measurements: tasks, accuracy and speed of hackkv."""

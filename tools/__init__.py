@@ -1,0 +1,1 @@
+"""Programs for developing hackkv that are not part of the product."""

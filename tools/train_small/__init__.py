@@ -1,0 +1,1 @@
+"""Trains the small language model that ships with hackkv (see `small.yaml`)."""

@@ -1,0 +1,90 @@
+"""The one configuration file of the trainer, typed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    """Where text comes from. `skip` names directories or files; `held_out` is a share of the files."""
+
+    doc_package: str
+    skip: tuple[str, ...]
+    held_out: float
+    min_chars: int
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The shape of the Llama."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    rope_theta: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Until the share `until` of the budget: rows of `length` tokens, kinds of rows drawn by weight from `mix`."""
+
+    until: float
+    length: int
+    mix: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The budget is spent when either the tokens or the minutes are; the schedule follows whichever is faster."""
+
+    tokens: int
+    minutes: float
+    batch_tokens: int
+    micro_tokens: int
+    muon_lr: float
+    adam_lr: float
+    weight_decay: float
+    warmup: float
+    decay_from: float
+    phases: tuple[Phase, ...]
+    checkpoint_minutes: float
+    threads: int
+    seed: int
+
+    def phase(self, progress: float) -> Phase:
+        """The phase at a share of the budget."""
+        return next((p for p in self.phases if progress < p.until), self.phases[-1])
+
+    def lr_scale(self, progress: float) -> float:
+        """Linear warm-up, constant, linear decay to 2%."""
+        if progress < self.warmup:
+            return progress / self.warmup
+        if progress < self.decay_from:
+            return 1.0
+        return max(0.02, (1.0 - progress) / (1.0 - self.decay_from))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything in `small.yaml`."""
+
+    corpus: CorpusSettings
+    model: ModelSettings
+    train: TrainSettings
+
+
+def load(path: Path) -> Settings:
+    """Read the YAML; an unknown or missing entry raises TypeError."""
+    raw: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())
+    corpus, train = raw["corpus"], raw["train"]
+    corpus["skip"] = tuple(corpus["skip"])
+    train["phases"] = tuple(Phase(**p) for p in train["phases"])
+    return Settings(CorpusSettings(**corpus), ModelSettings(**raw["model"]), TrainSettings(**train))
