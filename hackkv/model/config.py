@@ -170,7 +170,8 @@ class _RopeSource(RotaryEmbeddingConfigMixin):
 
     def __init__(self, parameters: dict[str, Any], head_dim: int, max_positions: int) -> None:
         self.rope_parameters = parameters
-        self.head_dim = head_dim
+        self.head_dim = self.hidden_size = head_dim
+        self.num_attention_heads = 1
         self.max_position_embeddings = max_positions
 
 

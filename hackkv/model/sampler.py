@@ -83,7 +83,7 @@ class SamplerState:
         return Finish.LENGTH if self.emitted >= self.sampling.max_tokens else None
 
     def adjust(self, logits: Row) -> Row:
-        """A copy of `logits` [vocab] after bias, min_tokens and penalties; token ids beyond the vocabulary are ignored."""
+        """A copy of `logits` [vocab] after bias, min_tokens and penalties; ids beyond the vocabulary are ignored."""
         sampling, row = self.sampling, logits.copy()
         for token_id, bias in sampling.logit_bias:
             if token_id < row.size:

@@ -1,0 +1,31 @@
+"""Tiny random checkpoints, written once per test run and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hackkv.model.tiny import Tiny, write_tiny
+
+MakeTiny = Callable[[Tiny], Path]
+
+
+@pytest.fixture(scope="session")
+def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> MakeTiny:
+    """Give the folder of a checkpoint of that shape; tests must not write into it."""
+    made: dict[str, Path] = {}
+
+    def make(tiny: Tiny) -> Path:
+        if repr(tiny) not in made:
+            made[repr(tiny)] = write_tiny(tmp_path_factory.mktemp("tiny"), tiny)
+        return made[repr(tiny)]
+
+    return make
+
+
+@pytest.fixture
+def own_tiny(tmp_path: Path) -> Path:
+    """A Llama checkpoint that the test may spoil."""
+    return write_tiny(tmp_path / "own", Tiny(layers=1, hidden=64, heads=2, kv_heads=1, ffn=64))

@@ -1,0 +1,51 @@
+"""In float32 a row's hidden state and logits are bit-equal whatever stands beside it in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hackkv.model import load_model
+from hackkv.model.tiny import Tiny
+
+MakeTiny = Callable[[Tiny], Path]
+
+
+def own_value(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention to oneself alone: it leaves the model as the only thing under test."""
+    return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) + 0.1 * q
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        Tiny(hidden=64, heads=2, kv_heads=1, ffn=172),
+        Tiny("Qwen3ForCausalLM"),
+        Tiny("Qwen2ForCausalLM", layers=1, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=1376),
+    ],
+    ids=["odd", "qwen3", "wide"],
+)
+def test_rows_do_not_depend_on_their_batch(tiny: Tiny, threads: int, make_tiny: MakeTiny) -> None:
+    model = load_model(make_tiny(tiny), "float32")
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 512, (260,), generator=generator)
+    positions = torch.randint(0, 4096, (260,), generator=generator)
+    hidden = model.forward(ids, positions, own_value)
+    logits = model.logits(hidden)
+    for start, size in [(0, 1), (3, 1), (259, 1), (5, 2), (8, 3), (1, 5), (2, 7), (0, 64), (7, 129), (100, 131)]:
+        rows = slice(start, start + size)
+        part = model.forward(ids[rows], positions[rows], own_value)
+        assert torch.equal(part, hidden[rows])
+        assert torch.equal(model.logits(part), logits[rows])
