@@ -78,6 +78,12 @@ class LayerPages:
     open_v: Tensor
     """[S, Hkv, Π, D] float16."""
 
+    def heads(self, start: int, count: int) -> LayerPages:
+        """A view of KV heads [start, start + count)."""
+        part = slice(start, start + count)
+        planes = {name: plane[:, part] for name, plane in self.planes.items()}
+        return LayerPages(planes, self.open_k[:, part], self.open_v[:, part])
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

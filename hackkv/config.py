@@ -46,6 +46,8 @@ class ListenConfig(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     """0 lets the system choose; the chosen port is printed and registered."""
+    advertise_host: str | None = None
+    """The name that peers dial; needed when `host` is a wildcard."""
 
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)

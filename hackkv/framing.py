@@ -1,7 +1,7 @@
 """Planes of pages <-> frames of bytes, and the rules by which a receiver believes a frame.
 
-Nothing of a frame is used before all of it was checked, and no memory is allocated before its sizes were checked against
-the layout that both ends agreed on in the handshake. `FrameLedger` holds the order and the coverage of one handoff.
+Nothing of a frame is used before all of it was checked, and no memory is allocated before its sizes were checked
+against the layout that both ends agreed on in the handshake. `FrameLedger` holds the order and the coverage of one handoff.
 """
 
 from __future__ import annotations

@@ -148,6 +148,8 @@ class KvFrame:
     rows: int
     planes: tuple[PlaneSpan, ...]
     payload: bytes = field(repr=False)
+    header_bytes: int = field(default=0, compare=False)
+    """Bytes of the received message beside the payload; set by the receiving wire, and no part of what is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,15 @@ class Decoded:
 
 
 DecodeEvent = Reserved | Landed | Token | Decoded
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Who a node is: a stable name, the address that peers dial, and a word that changes when its process restarts."""
+
+    node_id: str
+    address: str
+    incarnation: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ def _unpack_frame(message: pb.KvFrame) -> KvFrame:
         rows=message.rows,
         planes=tuple(_unpack_plane(plane) for plane in capped("planes", message.planes, MAX_PLANES)),
         payload=payload,
+        header_bytes=message.ByteSize() - len(payload),
     )
 
 

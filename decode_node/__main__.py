@@ -1,0 +1,45 @@
+"""`python -m decode_node --config FILE`: load the model, open one port, register, serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from uuid import uuid4
+
+from decode_node.config import DecodeConfig
+from decode_node.service import DecodeService
+from hackkv.model.worker import load_worker
+from hackkv.process import announce, run_role
+from hackkv.types import NodeIdentity
+from transport.grpc_wire import GrpcListener
+from transport.membership import stay_member
+from transport.rpc_server import RpcServer
+
+
+async def serve(config: DecodeConfig, stop: asyncio.Event) -> None:
+    """Run one decode node until `stop` is set; control calls and KV share its port."""
+    worker = load_worker(config.model, config.codec)
+    server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host)
+    address = await server.start()
+    identity = NodeIdentity(config.node_id or f"decode@{address}", address, uuid4().hex)
+    service = DecodeService(
+        identity,
+        worker,
+        num_pages=worker.pages_in(config.kv_bytes),
+        max_sequences=config.max_sequences,
+        max_batch=config.max_batch,
+    )
+    listener = GrpcListener(server, frame_timeout_s=config.frame_timeout_s)
+    await listener.serve(service.inbox.deliver)
+    server.add_decode(service)
+    announce(node=identity.node_id, address=address)
+    try:
+        await stay_member(config.router, service.describe, stop)
+    finally:
+        await listener.close()
+        await server.close()
+        await service.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_role("decode", DecodeConfig, serve))

@@ -1,0 +1,83 @@
+"""Everything that a prefill or decode node loads before it opens a port."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from hack_kernels import load
+from hack_kernels.base import BackendUnavailable
+
+from hackkv.codec import KvCodec
+from hackkv.codecs import make_codec
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.errors import ConfigError
+from hackkv.model.config import read_spec
+from hackkv.model.identity import model_hash
+from hackkv.model.llama import Llama
+from hackkv.model.shipped import find_model
+from hackkv.model.weights import load_weights, progress_bar
+from hackkv.types import Fingerprint, KvLayout
+
+log = logging.getLogger(__name__)
+
+WIRE_VERSION = "1"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A loaded model with its codec, and what it must agree on with its peers."""
+
+    name: str
+    model: Llama
+    codec: KvCodec
+    fingerprint: Fingerprint
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape of the KV cache."""
+        return self.model.spec.kv_layout(self.codec.format.page_tokens)
+
+    def pages_in(self, kv_bytes: int) -> int:
+        """How many pages, of all layers and KV heads, fit. Raises `ConfigError` when not even one does."""
+        layout = self.layout
+        page_bytes = self.codec.format.resident_bytes * layout.num_layers * layout.num_kv_heads
+        if kv_bytes < page_bytes:
+            raise ConfigError(f"kv_bytes: {kv_bytes} is less than one page of {page_bytes} bytes")
+        return kv_bytes // page_bytes
+
+
+def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
+    """Load and check everything. Raises `ConfigError` or `CheckpointError` naming the setting, file or tensor.
+
+    In FP32 the model is batch invariant, so that greedy output does not depend on what else the cluster is doing.
+    """
+    if model.dtype not in DTYPES:
+        raise ConfigError(f"model.dtype: {model.dtype!r} is unknown; known: {', '.join(DTYPES)}")
+    if model.threads:
+        torch.set_num_threads(model.threads)
+    try:
+        kernels = load(model.backend)
+    except BackendUnavailable as error:
+        raise ConfigError(f"model.backend: {error}") from error
+    folder = find_model(model.path)
+    if folder.note:
+        log.warning("%s", folder.note)
+    spec = read_spec(folder.path, model.max_context)
+    kv_codec = make_codec(codec, spec.head_dim, kernels)
+    log.info("codec %s on backend %s", kv_codec.name, kernels.name)
+    with progress_bar(f"loading {folder.name}") as on_bytes:
+        weights = load_weights(folder.path, spec, DTYPES[model.dtype], torch.device("cpu"), on_bytes)
+    fields = (
+        ("wire_version", WIRE_VERSION),
+        ("model_hash", model_hash(folder.path)),
+        ("dtype", model.dtype),
+        ("layers", str(spec.num_layers)),
+        ("kv_heads", str(spec.num_kv_heads)),
+        ("head_dim", str(spec.head_dim)),
+        *kv_codec.fingerprint(),
+    )
+    llama = Llama(spec, weights, batch_invariant=model.dtype == "float32")
+    return Worker(folder.name, llama, kv_codec, Fingerprint(fields))

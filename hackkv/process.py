@@ -1,0 +1,109 @@
+"""How a role becomes a process: command line, configuration, logging, signals, and one line that says it is ready.
+
+    python -m ROLE --config FILE [--set key=value ...] [--supervised]
+
+Exit codes: 0 after SIGTERM, SIGINT or the end of standard input (`--supervised`), 1 when the role failed, 2 when its
+configuration or checkpoint is wrong; the message is then one line on standard error and no port was opened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from hackkv.config import Frozen, load
+from hackkv.errors import ConfigError, HackkvError
+
+ConfigT = TypeVar("ConfigT", bound=Frozen)
+Serve = Callable[[ConfigT, asyncio.Event], Awaitable[None]]
+"""Runs a role until the event is set."""
+
+log = logging.getLogger(__name__)
+
+
+def run_role(role: str, config_class: type[ConfigT], serve: Serve[ConfigT], argv: Sequence[str] | None = None) -> int:
+    """Run a role to its end and return the exit code."""
+    arguments = _arguments(role, argv)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s {role} %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    for chatty in ("httpx", "uvicorn.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        overrides = dict(_override(text) for text in arguments.set)
+        config = load(config_class, arguments.config, overrides)
+        asyncio.run(_until_stopped(serve, config, supervised=arguments.supervised))
+    except ConfigError as error:
+        print(f"{role}: {error}", file=sys.stderr)
+        return 2
+    except HackkvError as error:
+        print(f"{role}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def announce(**fields: str) -> None:
+    """Say on standard output that the role is ready, as one JSON line."""
+    print(json.dumps({"ready": fields}), flush=True)
+
+
+def read_announcement(line: str) -> dict[str, str] | None:
+    """The fields of an `announce` line, or None for any other line."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    ready = message.get("ready") if isinstance(message, dict) else None
+    return ready if isinstance(ready, dict) else None
+
+
+async def _until_stopped(serve: Serve[ConfigT], config: ConfigT, *, supervised: bool) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stop.set)
+
+    def on_stdin() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            stop.set()
+
+    if supervised:
+        # The supervisor holds the other end of standard input: when it dies, however it dies, we read its end.
+        loop.add_reader(sys.stdin.fileno(), on_stdin)
+    serving = asyncio.ensure_future(serve(config, stop))
+    try:
+        await serving
+    finally:
+        if supervised:
+            loop.remove_reader(sys.stdin.fileno())
+
+
+def _arguments(role: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {role}")
+    parser.add_argument("--config", type=Path, help="YAML file of this role")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting (a.b=1)")
+    parser.add_argument("--supervised", action="store_true", help="stop when standard input ends")
+    return parser.parse_args(argv)
+
+
+def _override(text: str) -> tuple[str, object]:
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {text}: expected KEY=VALUE")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text}: {error}") from error

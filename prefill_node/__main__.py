@@ -1,0 +1,45 @@
+"""`python -m prefill_node --config FILE`: load the model, open one port, register, serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from uuid import uuid4
+
+from hackkv.model.worker import load_worker
+from hackkv.process import announce, run_role
+from hackkv.types import NodeIdentity
+from prefill_node.config import PrefillConfig
+from prefill_node.service import PrefillService
+from transport.grpc_wire import GrpcSender
+from transport.membership import stay_member
+from transport.rpc_server import RpcServer
+
+
+async def serve(config: PrefillConfig, stop: asyncio.Event) -> None:
+    """Run one prefill node until `stop` is set."""
+    worker = load_worker(config.model, config.codec)
+    server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host)
+    address = await server.start()
+    identity = NodeIdentity(config.node_id or f"prefill@{address}", address, uuid4().hex)
+    sender = GrpcSender()
+    service = PrefillService(
+        identity,
+        worker,
+        sender,
+        num_pages=worker.pages_in(config.kv_bytes),
+        chunk_tokens=config.chunk_tokens,
+        outbox_bytes=config.outbox_bytes,
+    )
+    server.add_prefill(service)
+    announce(node=identity.node_id, address=address)
+    try:
+        await stay_member(config.router, service.describe, stop)
+    finally:
+        await server.close()
+        await service.close()
+        await sender.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_role("prefill", PrefillConfig, serve))

@@ -1,0 +1,134 @@
+"""One prefill pass: chunks of prompts in, frames and first tokens out. Runs in a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from hackkv.codec import Span
+from hackkv.framing import FrameWriter
+from hackkv.model.runner import ModelRunner
+from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
+from hackkv.types import HandoffEnd, KvFrame, PrefillJob, Token
+from prefill_node.scheduler import Chunk
+
+Emit = Callable[["Work", KvFrame | HandoffEnd], None]
+"""Takes a frame of a job; called from the engine's thread."""
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A job and what the engine remembers of it from pass to pass."""
+
+    job: PrefillJob
+    queued_at: float
+    writer: FrameWriter = field(init=False)
+    started_at: float | None = None
+    sent_layers: int = 0
+    """Layers of the current chunk whose frames have left; a repeated pass does not send them again."""
+    quantize_s: float = 0.0
+    prompt_logprobs: list[Token] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.writer = FrameWriter(self.job.transfer_id, self.job.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A prompt is complete."""
+
+    work: Work
+    token: Token
+    finished_at: float
+
+
+class PrefillEngine:
+    """Runs passes on one `ModelRunner`."""
+
+    def __init__(self, runner: ModelRunner, emit: Emit) -> None:
+        self._runner = runner
+        self._emit = emit
+
+    def step(self, chunks: list[Chunk[Work]]) -> list[FirstToken]:
+        """Run one pass. Raises `NonFiniteError` whose `span` is the index of the chunk at fault."""
+        began = perf_counter()
+        quantized = self._runner.codec.quantize_s
+        for chunk in chunks:
+            work = chunk.prompt.owner
+            work.started_at = began if work.started_at is None else work.started_at
+        ids = [token for chunk in chunks for token in self._prompt_ids(chunk)]
+        hidden = self._runner.forward([_span(chunk) for chunk in chunks], ids, lambda layer: self._ship(layer, chunks))
+        for chunk, rows in _rows(chunks, hidden):
+            work = chunk.prompt.owner
+            work.sent_layers = 0
+            work.quantize_s += self._runner.codec.quantize_s - quantized
+            self._score_prompt(chunk, rows)
+        return self._first_tokens(chunks, hidden)
+
+    def _prompt_ids(self, chunk: Chunk[Work]) -> tuple[int, ...]:
+        return chunk.prompt.owner.job.request.prompt_ids[chunk.start : chunk.start + chunk.count]
+
+    def _ship(self, layer: int, chunks: list[Chunk[Work]]) -> None:
+        """Send what this pass sealed of one layer, and the open page of prompts that it completes."""
+        codec, pool = self._runner.codec, self._runner.pools[layer]
+        page_tokens = self._runner.layout.page_tokens
+        for chunk in chunks:
+            work = chunk.prompt.owner
+            if not work.job.handoff or layer < work.sent_layers:
+                continue
+            end = chunk.start + chunk.count
+            first, last = chunk.start // page_tokens, codec.sealed_pages(end)
+            if last > first:
+                planes = codec.to_wire(pool, torch.tensor(chunk.grant.pages[first:last]))
+                self._send(work, work.writer.frames(layer, first, planes))
+            rows = end - last * page_tokens
+            if chunk.is_last and rows > 0:
+                slot = chunk.grant.slot
+                tail = {"open_k": pool.open_k[slot, :, None, :rows], "open_v": pool.open_v[slot, :, None, :rows]}
+                self._send(work, work.writer.frames(layer, last, tail, rows))
+            work.sent_layers = layer + 1
+
+    def _send(self, work: Work, frames: Iterator[KvFrame]) -> None:
+        for frame in frames:
+            self._emit(work, frame)
+
+    def _score_prompt(self, chunk: Chunk[Work], rows: Tensor) -> None:
+        """Log-probabilities of the prompt's own tokens, for requests that ask: row i predicts token i + 1."""
+        request = chunk.prompt.owner.job.request
+        top = request.sampling.prompt_logprobs
+        if top is None:
+            return
+        targets = request.prompt_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
+        if targets:
+            logits = self._runner.model.logits(rows[: len(targets)])
+            chunk.prompt.owner.prompt_logprobs += prompt_logprobs(logits, chunk.start + 1, targets, top)
+
+    def _first_tokens(self, chunks: list[Chunk[Work]], hidden: Tensor) -> list[FirstToken]:
+        complete = [(chunk, rows) for chunk, rows in _rows(chunks, hidden) if chunk.is_last]
+        if not complete:
+            return []
+        eos_ids = self._runner.model.spec.eos_ids
+        requests = [chunk.prompt.owner.job.request for chunk, _ in complete]
+        states = [SamplerState(request.sampling, request.prompt_ids, eos_ids) for request in requests]
+        tokens = sample(self._runner.model.logits(torch.stack([rows[-1] for _, rows in complete])), states)
+        now = perf_counter()
+        outcomes = []
+        for (chunk, _), token in zip(complete, tokens, strict=True):
+            work = chunk.prompt.owner
+            if work.job.handoff and token.finish is None:
+                self._emit(work, work.writer.end(token.token_id))
+            outcomes.append(FirstToken(work, token, now))
+        return outcomes
+
+
+def _span(chunk: Chunk[Work]) -> Span:
+    return Span(chunk.grant.slot, chunk.start, chunk.count, chunk.grant.pages)
+
+
+def _rows(chunks: list[Chunk[Work]], hidden: Tensor) -> Iterator[tuple[Chunk[Work], Tensor]]:
+    parts = hidden.split([chunk.count for chunk in chunks])
+    return zip(chunks, parts, strict=True)

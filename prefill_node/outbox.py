@@ -1,0 +1,103 @@
+"""Compressed KV on its way out: frames wait here, in host memory, until their decode node takes them.
+
+A shipment opens with its request and is filled layer by layer while prefill runs. If its decode node is known it leaves
+as it is filled; if not, it waits for `assign` (HACK, Fig. 5, step 5). `Outbox` counts what waits, so that the scheduler
+starts no further prompt when host memory is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from time import perf_counter
+
+from hackkv.errors import TransferError
+from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, PrefillJob, Receipt
+from transport.base import KvSender
+
+
+class Shipment:
+    """The frames of one handoff. All methods belong to the event loop's thread."""
+
+    def __init__(self, outbox: Outbox, handoff: Handoff, address: str) -> None:
+        self._outbox = outbox
+        self._handoff = handoff
+        self._frames: asyncio.Queue[KvFrame | HandoffEnd] = asyncio.Queue()
+        self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._held_bytes = 0
+        self.sent_bytes = 0
+        """Payload bytes handed to the wire so far."""
+        self.assigned_at: float | None = None
+        if address:
+            self.assign(address)
+
+    def assign(self, address: str) -> None:
+        """Name the decode node. Raises `TransferError` when it was named before."""
+        if self._address.done():
+            raise TransferError(f"transfer {self._handoff.transfer_id} was assigned before")
+        self.assigned_at = perf_counter()
+        self._address.set_result(address)
+
+    def put(self, item: KvFrame | HandoffEnd) -> None:
+        """Append a frame, or the end."""
+        if isinstance(item, KvFrame):
+            self._hold(len(item.payload))
+        self._frames.put_nowait(item)
+
+    async def deliver(self) -> Receipt:
+        """Send everything; returns when the decode node has committed. Raises `TransferError` or `NodeLost`."""
+        try:
+            address = await self._address
+            return await self._outbox.sender.push(address, self._handoff, self._leaving())
+        finally:
+            self._hold(-self._held_bytes)
+            self._outbox.forget(self._handoff.transfer_id)
+
+    async def _leaving(self) -> AsyncIterator[KvFrame | HandoffEnd]:
+        while True:
+            item = await self._frames.get()
+            if isinstance(item, KvFrame):
+                self._hold(-len(item.payload))
+                self.sent_bytes += len(item.payload)
+            yield item
+            if isinstance(item, HandoffEnd):
+                return
+
+    def _hold(self, num_bytes: int) -> None:
+        self._held_bytes += num_bytes
+        self._outbox.held_bytes += num_bytes
+
+
+class Outbox:
+    """All shipments of a prefill node; `held_bytes` of payload wait in host memory."""
+
+    def __init__(self, sender: KvSender, fingerprint: Fingerprint, capacity_bytes: int) -> None:
+        self.sender = sender
+        self.held_bytes = 0
+        self._fingerprint = fingerprint
+        self._capacity_bytes = capacity_bytes
+        self._shipments: dict[str, Shipment] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another prompt may start."""
+        return self.held_bytes < self._capacity_bytes
+
+    def open(self, job: PrefillJob) -> Shipment:
+        """A shipment for `job`. Raises `TransferError` when its transfer id is in use."""
+        if job.transfer_id in self._shipments:
+            raise TransferError(f"transfer {job.transfer_id} is under way already")
+        handoff = Handoff(job.transfer_id, job.epoch, self._fingerprint, len(job.request.prompt_ids))
+        shipment = Shipment(self, handoff, job.decode_address)
+        self._shipments[job.transfer_id] = shipment
+        return shipment
+
+    def find(self, transfer_id: str) -> Shipment:
+        """The shipment of a transfer. Raises `TransferError` when there is none."""
+        if transfer_id not in self._shipments:
+            raise TransferError(f"transfer {transfer_id} is not known here")
+        return self._shipments[transfer_id]
+
+    def forget(self, transfer_id: str) -> None:
+        """Drop a shipment's name; harmless when it is gone."""
+        self._shipments.pop(transfer_id, None)

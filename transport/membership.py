@@ -1,0 +1,60 @@
+"""A node's side of membership: register with the router, renew the lease, come back after the router was away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from hackkv.errors import DeadlineExceeded, NodeLost
+from hackkv.types import NodeInfo
+from transport.base import Registry
+from transport.channels import ChannelPool
+from transport.rpc_client import RegistryClient
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+"""Pause before a router that does not answer is asked again."""
+
+
+async def stay_member(router: str, describe: Callable[[], Awaitable[NodeInfo]], stop: asyncio.Event) -> None:
+    """Keep registered with the router at address `router` (empty: with nobody) until `stop` is set.
+
+    Raises `HandshakeRefused` when the fleet serves something else.
+    """
+    if not router:
+        await stop.wait()
+        return
+    channels = ChannelPool()
+    tasks = (
+        asyncio.create_task(keep_registered(RegistryClient(router, channels), describe)),
+        asyncio.create_task(stop.wait()),
+    )
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await channels.close()
+
+
+async def keep_registered(registry: Registry, describe: Callable[[], Awaitable[NodeInfo]]) -> None:
+    """Renew the lease three times per term, for ever. Raises `HandshakeRefused` when the fleet serves something else."""
+    registered = False
+    while True:
+        try:
+            lease = await registry.register(await describe())
+        except (NodeLost, DeadlineExceeded) as error:
+            if registered:
+                log.warning("lost the router: %s", error)
+            registered = False
+            await asyncio.sleep(RETRY_S)
+            continue
+        if not registered:
+            log.info("registered with the router, lease %.1f s", lease.ttl_s)
+        registered = True
+        await asyncio.sleep(lease.ttl_s / 3)
