@@ -1,0 +1,235 @@
+"""Text to token ids and back, for one checkpoint folder.
+
+Encoding is the `tokenizers` library; chat templates are rendered by transformers, so they are sandboxed and mean what
+they mean there. Importing this module costs about a second and does not load torch.
+
+Two small machines turn a growing list of ids into text that can be sent as it comes:
+
+- `Detokenizer` never shows half a character. (`tokenizers.decoders.DecodeStream` was tried first: it raises "Invalid
+  prefix encountered" for good on byte sequences that are not UTF-8, which sampled text does contain.)
+- `StopMatcher` finds stop strings across token boundaries and holds back what could still become one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+
+from hackkv.errors import CheckpointError, RequestError
+
+BROKEN = "\ufffd"
+"""What a decoder shows for bytes that are not (yet) UTF-8."""
+
+MAX_HELD = 32
+"""Tokens that may wait for a character to complete; after that the bytes are taken for noise and shown."""
+
+MAX_HELD_CHARS = 3
+"""A UTF-8 character is at most 4 bytes, so at most 3 replacement characters at the end can still change."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """The tokenizer and chat template of one checkpoint.
+
+    Raises `CheckpointError` naming the file if the folder has no usable tokenizer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: not a folder")
+        if not (folder / "tokenizer.json").is_file():
+            raise CheckpointError(f"{folder / 'tokenizer.json'}: no such file; a checkpoint needs a fast tokenizer")
+        try:
+            self._chat = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # the Rust side raises bare Exception; all of them mean a bad file
+            raise CheckpointError(f"{folder / 'tokenizer.json'}: {error}") from error
+        self._core = self._chat.backend_tokenizer
+        # A tokenizer.json may carry the padding and truncation of its training run.
+        self._core.no_truncation()
+        self._core.no_padding()
+        self.folder = folder
+        self.bos_id: int | None = self._chat.bos_token_id
+        self.vocab_size = _vocab_size(folder, self._core.get_vocab_size(with_added_tokens=True))
+        self.special_ids = frozenset(
+            token_id for token_id, token in self._core.get_added_tokens_decoder().items() if token.special
+        )
+        self._byte_level = "ByteLevel" in _decoder_types(self._core.decoder)
+        self._token_bytes = lru_cache(maxsize=65536)(self._compute_bytes)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint can serve chat."""
+        return self._chat.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` those that the checkpoint puts around every text too."""
+        ids: list[int] = self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation in the checkpoint's own format.
+
+        Raises `RequestError` if there is no chat template or if it refuses the conversation.
+        """
+        if not self.has_chat_template:
+            raise RequestError(
+                f"{self.folder.name} has no chat template (no chat_template.jinja, none in tokenizer_config.json); "
+                "use /v1/completions",
+                param="messages",
+            )
+        try:
+            text = self._chat.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **dict(template_arguments or {}),
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RequestError(f"the chat template refused the conversation: {error}", param="messages") from error
+        # Templates write their own special tokens.
+        return self.encode(str(text), add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are not UTF-8 show as U+FFFD."""
+        return str(self._core.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for, as OpenAI's `logprobs` report them."""
+        return self._token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself as text; a part of a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        piece = self._core.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level and all(char in _BYTE_OF_CHAR for char in piece) and token_id not in self.special_ids:
+            return bytes(_BYTE_OF_CHAR[char] for char in piece)
+        if match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return str(piece).replace("▁", " ").encode()
+
+
+class Detokenizer:
+    """Turns tokens into text one by one. The pieces put together are the decoded whole.
+
+    Decoders look back (a leading space is dropped only at the very start), so the window that is decoded keeps the
+    last token whose text is out, as context.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._window: list[int] = []
+        self._shown = 0
+        """Characters of the window's text that are out."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, maybe none."""
+        if token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        text = self._text()
+        tail = len(text) - len(text.rstrip(BROKEN))
+        held = tail if len(self._window) <= MAX_HELD else min(tail, MAX_HELD_CHARS)
+        delta = self._show(text, len(text) - held)
+        if delta and not held:
+            self._window = [token_id]
+            self._shown = len(self._text())
+        return delta
+
+    def flush(self) -> str:
+        """The rest, when no more tokens come: an incomplete character shows as U+FFFD."""
+        text = self._text()
+        return self._show(text, len(text))
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
+
+    def _show(self, text: str, until: int) -> str:
+        delta = text[self._shown : until]
+        self._shown = max(self._shown, until)
+        return delta
+
+
+class StopMatcher:
+    """Cuts a growing text before the first stop string. No stop strings: everything passes through."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that is now safe to show; once `matched` is set nothing more comes."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        found = min(((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        if found is not None:
+            self._held, self.matched = "", found[1]
+            return text[: found[0]]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def release(self) -> str:
+        """What was held back, when no more text comes (or while stops do not count yet)."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that a stop string could begin with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _decoder_types(decoder: Any) -> set[str]:
+    """Names of a decoder and of the decoders in it, from its serialized form."""
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    return {part.get("type", "") for part in (state, *state.get("decoders", ()))}
+
+
+def _vocab_size(folder: Path, tokens: int) -> int:
+    """Ids the model has an embedding for: its config says so, a tokenizer may know fewer or more."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return tokens
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    size = config.get("vocab_size") if isinstance(config, dict) else None
+    return size if isinstance(size, int) else tokens
+
+
+def _char_of_byte() -> dict[int, str]:
+    """GPT-2's table, shared by all byte-level tokenizers: printable Latin-1 stands for itself, the rest moves up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
+
+
+_BYTE_OF_CHAR = {char: byte for byte, char in _char_of_byte().items()}

@@ -1,0 +1,52 @@
+"""What the router knows of one sequence while it is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hackkv.errors import NodeLost, TransferError
+from hackkv.timing import StageClock
+from hackkv.types import Prefilled, Receipt, Request, Token
+
+
+@dataclass(slots=True)
+class Flight:
+    """One sequence: its request, its clock, the tokens the client has, and where it was served.
+
+    `emit` takes each token once, in order; it returns False when the client wants no more.
+    """
+
+    request: Request
+    clock: StageClock
+    emit: Callable[[Token], bool]
+    token_ids: list[int] = field(default_factory=list)
+    token_at_s: list[float] = field(default_factory=list)
+    """When each token was handed to the client, in seconds since arrival."""
+    dispatched_s: float | None = None
+    """When the first attempt left for a prefill node, in seconds since arrival."""
+    attempts: int = 0
+    prefill_node: str = ""
+    decode_node: str = ""
+    prefilled: Prefilled | None = None
+    receipts: list[Receipt] = field(default_factory=list)
+    """One for each handoff that landed: more than one if a decode node died."""
+    diverged: int = 0
+    """Replayed tokens that differ from those the client already has."""
+
+    def deliver(self, token: Token) -> bool:
+        """Hand a token on, unless the client has it from an earlier attempt. False: the client wants no more.
+
+        Raises `NodeLost` if tokens are missing in between, and `TransferError` if a replay ends too early.
+        """
+        sent = len(self.token_ids)
+        if token.index < sent:
+            self.diverged += token.token_id != self.token_ids[token.index]
+            if token.finish is not None:
+                raise TransferError(f"the replay ended at token {token.index}; {sent} tokens were sent before")
+            return True
+        if token.index > sent:
+            raise NodeLost(f"expected token {sent}, got token {token.index}")
+        self.token_ids.append(token.token_id)
+        self.token_at_s.append(self.clock.total_s)
+        return self.emit(token)

@@ -1,0 +1,207 @@
+"""The sequences of one HTTP request: where they come from, how they run, and what is reported about them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hackkv.errors import RequestError
+from hackkv.timing import StageClock
+from hackkv.tokenizer import Tokenizer
+from hackkv.types import Request, Sampling
+from router.choices import Choice, Delta
+from router.dispatch import Dispatcher
+from router.errors import outcome_of
+from router.flight import Flight
+from router.metrics import Metrics, Outcome
+from router.schema import Generate, Prompt
+from router.scopes import unwrapped
+
+LONG_TEXT = 16384
+"""Characters from which tokenizing moves to a thread, so that other requests' tokens keep flowing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What one HTTP request may ask for."""
+
+    max_prompt_tokens: int
+    max_sequences: int
+    default_chat_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What the routes work with."""
+
+    model_name: str
+    tokenizer: Tokenizer
+    dispatcher: Dispatcher
+    metrics: Metrics
+    limits: PromptLimits
+
+    async def encode(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of a prompt; checks ids that the client chose. An empty prompt becomes BOS if there is one."""
+        if not isinstance(prompt, str):
+            if bad := next((token for token in prompt if not 0 <= token < self.tokenizer.vocab_size), None):
+                raise RequestError(f"prompt: {bad} is not a token id (0 to {self.tokenizer.vocab_size - 1})", "prompt")
+            ids = list(prompt)
+        elif len(prompt) < LONG_TEXT:
+            ids = self.tokenizer.encode(prompt, add_special_tokens)
+        else:
+            ids = await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens)
+        if not ids and self.tokenizer.bos_id is not None:
+            ids = [self.tokenizer.bos_id]
+        if not ids:
+            raise RequestError("the prompt is empty, and this model has no token that begins a text", "prompt")
+        return tuple(ids)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_arguments: Mapping[str, object],
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation."""
+        arguments = (messages, add_generation_prompt, continue_final_message, template_arguments)
+        if sum(len(str(message.get("content"))) for message in messages) < LONG_TEXT:
+            ids = self.tokenizer.chat(*arguments)
+        else:
+            ids = await asyncio.to_thread(self.tokenizer.chat, *arguments)
+        if not ids:
+            raise RequestError("the chat template made an empty prompt of this conversation", "messages")
+        return tuple(ids)
+
+    def check_sequences(self, count: int) -> None:
+        """Raises `RequestError` if one HTTP request asks for too many sequences."""
+        if count > self.limits.max_sequences:
+            raise RequestError(f"{count} sequences asked for at once; at most {self.limits.max_sequences}", "n")
+
+    def check_size(self, prompt_tokens: int, max_tokens: int | None, default: int, param: str) -> int:
+        """The number of tokens to generate. Raises `RequestError` with the counts if they do not fit.
+
+        Raises `Unavailable` while no node can say how much fits.
+        """
+        fleet = self.dispatcher.fleet
+        context = fleet.max_context
+        room = min(context, fleet.max_request_tokens)
+        limit = min(self.limits.max_prompt_tokens, room - 1)
+        if prompt_tokens > limit:
+            raise RequestError(f"{param} has {prompt_tokens} tokens; this model serves at most {limit}", param)
+        if max_tokens is None:
+            return min(default, room - prompt_tokens)
+        if prompt_tokens + max_tokens > room:
+            raise RequestError(
+                f"{param} has {prompt_tokens} tokens and max_tokens is {max_tokens}: {prompt_tokens + max_tokens} "
+                f"together, but this model serves at most {room}",
+                param,
+            )
+        return max_tokens
+
+
+def sampling_of(body: Generate, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> Sampling:
+    """Sampling parameters of a request; draws a seed if the client gave none, so that a retry repeats the draw."""
+    return Sampling(
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        max_tokens=max_tokens,
+        min_tokens=min(body.min_tokens, max_tokens),
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def nth_seed(sampling: Sampling, index: int) -> Sampling:
+    """Sampling of choice `index`: the seed counts up, wrapping as a signed 64-bit number does."""
+    seed = (sampling.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
+    return replace(sampling, seed=seed)
+
+
+class Generation:
+    """Runs the sequences of one HTTP request side by side."""
+
+    def __init__(
+        self, backend: Backend, request_id: str, arrived: float, jobs: Sequence[tuple[Choice, Sampling]]
+    ) -> None:
+        self._backend = backend
+        self.request_id = request_id
+        self.choices = [choice for choice, _ in jobs]
+        self._flights = [
+            Flight(
+                Request(f"{request_id}-{choice.index}", choice.prompt_ids, sampling),
+                StageClock(start=arrived),
+                choice.take,
+            )
+            for choice, sampling in jobs
+        ]
+        for choice, flight in zip(self.choices, self._flights, strict=True):
+            choice.flight = flight
+
+    async def run(self, on_delta: Callable[[Delta], None] | None = None) -> None:
+        """Run to the end. Raises the first error; the other sequences are then cancelled."""
+        if on_delta is not None:
+            for choice in self.choices:
+                choice.on_delta = on_delta
+        with unwrapped():
+            async with asyncio.TaskGroup() as tasks:
+                for flight in self._flights:
+                    tasks.create_task(self._backend.dispatcher.serve(flight))
+
+    def settle(self, error: BaseException | None) -> None:
+        """The last byte is out, or never will be: count everything."""
+        for flight, choice in zip(self._flights, self.choices, strict=True):
+            if choice.finish is not None:
+                outcome = Outcome(choice.finish)
+            elif error is not None:
+                outcome = outcome_of(error)
+            else:
+                outcome = Outcome.FAILED
+            self._backend.metrics.ended(flight, outcome)
+
+    def usage(self) -> dict[str, int]:
+        """OpenAI's token counts. A prompt counts once, however many choices it has."""
+        prompt = sum(len(ids) for ids in {id(choice.prompt_ids): choice.prompt_ids for choice in self.choices}.values())
+        completion = sum(len(choice.tokens) for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def report(self) -> dict[str, Any]:
+        """Where the time went and what was moved: the opt-in field `hackkv`. Seconds and bytes.
+
+        With several sequences the stages are those of the one that ended last, since it made the client wait.
+        """
+        flight = max(self._flights, key=lambda flight: flight.token_at_s[-1] if flight.token_at_s else 0.0)
+        receipts = [receipt for each in self._flights for receipt in each.receipts]
+        planes: dict[str, int] = {}
+        for receipt in receipts:
+            for plane, size in receipt.bytes_by_plane:
+                planes[plane] = planes.get(plane, 0) + size
+        header, fp16 = sum(receipt.header_bytes for receipt in receipts), sum(r.fp16_bytes for r in receipts)
+        stages = {str(stage): seconds for stage, seconds in flight.clock.stages().items()}
+        return {
+            "stages": stages,
+            "sub_stages": {str(stage): seconds for stage, seconds in flight.clock.sub_stages.items()},
+            "total_s": sum(stages.values()),
+            "kv": {
+                "bytes_by_plane": planes,
+                "header_bytes": header,
+                "fp16_bytes": fp16,
+                "ratio": (sum(planes.values()) + header) / fp16 if fp16 else None,
+                "tokens": sum(receipt.tokens for receipt in receipts),
+            },
+            "prefill_node": flight.prefill_node,
+            "decode_node": flight.decode_node,
+            "attempts": flight.attempts,
+        }

@@ -1,0 +1,154 @@
+"""One node of the fleet, and a share of its capacity that a request holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from hackkv.errors import NodeLost
+from hackkv.types import NodeInfo, Role
+from router.policy import DecodeLoad, Health, PrefillLoad
+from transport.base import DecodeNode, PrefillNode
+
+_SUSPENSION_S = 1.0
+_LONGEST_SUSPENSION_S = 16.0
+
+
+NodeT = TypeVar("NodeT", bound=PrefillNode | DecodeNode)
+
+
+class Member(Generic[NodeT]):
+    """A node with a live lease: its last report, the way to reach it, and what we have given it to do."""
+
+    def __init__(self, info: NodeInfo, node: NodeT, expires_at: float) -> None:
+        self.info = info
+        self.node = node
+        self.expires_at = expires_at
+        self.gone = asyncio.Event()
+        """Set when the node leaves the fleet."""
+        self.tokens = 0
+        """Queued (prefill) or outstanding (decode) tokens of requests that we sent there."""
+        self.pages = 0
+        self.requests = 0
+        self.chosen_at = 0
+        self.health = Health()
+        self._pages_at_report = 0
+        self._free_at_report = info.free_pages
+        self._failures = 0
+
+    @property
+    def node_id(self) -> str:
+        """The name under which the node registered."""
+        return self.info.node_id
+
+    def renew(self, info: NodeInfo, expires_at: float) -> None:
+        """Take in a new report."""
+        self.info, self.expires_at = info, expires_at
+        self._free_at_report, self._pages_at_report = info.free_pages, self.pages
+
+    @property
+    def free_pages(self) -> int:
+        """The last report, corrected by what we booked and released since; never more than we left over ourselves."""
+        reported = self._free_at_report - (self.pages - self._pages_at_report)
+        return max(0, min(reported, self.info.total_pages - self.pages))
+
+    def full(self) -> None:
+        """The node refused for lack of room: believe it until it reports again or something of ours ends there."""
+        self._free_at_report, self._pages_at_report = 0, self.pages
+
+    def prefill_load(self) -> PrefillLoad:
+        """Snapshot for the policy."""
+        return PrefillLoad(self.node_id, self.tokens, self.chosen_at, self.health)
+
+    def decode_load(self) -> DecodeLoad:
+        """Snapshot for the policy."""
+        info = self.info
+        return DecodeLoad(info.node_id, self.tokens, self.free_pages, info.page_tokens, self.chosen_at, self.health)
+
+    def suspend(self, now: float) -> None:
+        """Keep requests away for a while; longer each time until one succeeds."""
+        if now < self.health.suspended_until:
+            return  # many requests fail together; that is one failure
+        pause = min(_LONGEST_SUSPENSION_S, _SUSPENSION_S * 2**self._failures)
+        self._failures += 1
+        self.health = Health(suspended_until=now + pause)
+
+    def trust(self) -> None:
+        """It answered as it should: forget failures."""
+        self._failures, self.health = 0, Health()
+
+    async def watch(self) -> None:
+        """Raise `NodeLost` as soon as the node leaves the fleet."""
+        await self.gone.wait()
+        raise NodeLost(f"{self.info.role} node {self.node_id} lost its lease")
+
+
+class Booking(Generic[NodeT]):
+    """A request's share of a node, from dispatch to `release`. A context manager, so it cannot leak."""
+
+    def __init__(
+        self,
+        member: Member[NodeT],
+        tokens: int,
+        pages: int,
+        now: Callable[[], float],
+        on_release: Callable[[Role], None],
+    ) -> None:
+        self.member = member
+        self._tokens, self._pages, self._now, self._on_release = tokens, pages, now, on_release
+        self._held = True
+        member.tokens += tokens
+        member.pages += pages
+        member.requests += 1
+        # The first request after a suspension finds out whether the node works again; others wait for its word.
+        self._probe = member.health.suspended_until > 0 and member.health.usable(now())
+        if self._probe:
+            member.health = Health(member.health.suspended_until, probing=True)
+
+    @property
+    def node(self) -> NodeT:
+        """The node itself."""
+        return self.member.node
+
+    @property
+    def address(self) -> str:
+        """Where other nodes reach it."""
+        return self.member.info.address
+
+    def worked(self) -> None:
+        """The node did its part."""
+        self.member.trust()
+        self._probe = False
+
+    def failed(self) -> None:
+        """The node was lost under this request."""
+        self.member.suspend(self._now())
+        self._probe = False
+
+    def refused(self) -> None:
+        """The node has no room after all: stop counting at once, so that release does not free what was never had."""
+        self.member.pages -= self._pages
+        self._pages = 0
+        self.member.full()
+
+    def release(self) -> None:
+        """Give everything back; more calls do nothing."""
+        if not self._held:
+            return
+        self._held = False
+        self.member.tokens -= self._tokens
+        self.member.pages -= self._pages
+        self.member.requests -= 1
+        if self._probe:  # neither worked nor failed: let the next request try
+            self.member.health = Health(self.member.health.suspended_until)
+        self._on_release(self.member.info.role)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

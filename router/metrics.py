@@ -1,0 +1,262 @@
+"""What `/metrics` shows. Names follow vLLM's where the meaning is equal; ours begin with `hackkv_`.
+
+Stage histograms and vLLM's latencies are per sequence (a request with n=3 counts three times) and are observed when
+the last byte has been handed to the socket. Every HELP line names its unit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from hackkv.timing import Stage, SubStage
+from hackkv.types import Role
+from router.fleet import Fleet
+from router.flight import Flight
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+
+_METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+
+
+class Outcome(StrEnum):
+    """How a sequence ended; the first two are OpenAI's finish reasons."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    """The request was wrong (4xx)."""
+    OVERLOADED = "overloaded"
+    """429 or 503."""
+    DEADLINE = "deadline"
+    FAILED = "failed"
+    """A node, a transfer or this program failed (500, 502)."""
+
+
+class RetryReason(StrEnum):
+    """Why a request was dispatched again."""
+
+    FAILED = "failed"
+    PREFILL_FULL = "prefill_full"
+
+
+class Metrics:
+    """All series of one router, in a registry of its own."""
+
+    def __init__(self, model_name: str, fleet: Fleet) -> None:
+        self.registry = CollectorRegistry()
+        self._model, self._fleet = model_name, fleet
+        self._cluster_series()
+        self._vllm_series()
+        self._inflight = Gauge("hackkv_router_inflight", "Sequences inside the router (count).", registry=self.registry)
+        self.registry.register(_FleetGauges(fleet, model_name))
+
+    def _cluster_series(self) -> None:
+        registry = self.registry
+        self._stage = Histogram(
+            "hackkv_request_stage_seconds",
+            "Time of one sequence in each stage of its life, in seconds; the stages sum to its total.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._sub_stage = Histogram(
+            "hackkv_request_substage_seconds",
+            "Parts of stages, in seconds; never added to the total.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._requests = Counter(
+            "hackkv_requests", "Sequences that ended, by outcome (count).", ["outcome"], registry=registry
+        )
+        self._retries = Counter(
+            "hackkv_retries", "Sequences dispatched again, by reason (count).", ["reason"], registry=registry
+        )
+        self._diverged = Counter(
+            "hackkv_replayed_tokens_diverged", "Replayed tokens that differ from those sent (count).", registry=registry
+        )
+        self._bytes = Counter(
+            "hackkv_kv_transfer_bytes",
+            "KV bytes on the wire, by codec and plane; plane 'header' is framing (bytes).",
+            ["codec", "plane"],
+            registry=registry,
+        )
+        self._fp16_bytes = Counter(
+            "hackkv_kv_transfer_fp16_bytes",
+            "What the transferred KV would weigh as FP16 (bytes).",
+            ["codec"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "hackkv_kv_transfer_tokens", "Prompt tokens whose KV was verified and committed (count).", registry=registry
+        )
+        self._recomputed = Counter(
+            "hackkv_prompt_tokens_recomputed",
+            "Prompt tokens that a decode node served without receiving their KV (count); must stay 0.",
+            registry=registry,
+        )
+
+    def _vllm_series(self) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            family = Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            return family.labels(self._model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"vllm:{name}", text, ["model_name"], registry=self.registry).labels(self._model)
+
+        self._prompt_total = counter("prompt_tokens", "Prompt tokens prefilled (count).")
+        self._generation_total = counter("generation_tokens", "Tokens generated (count).")
+        self._success = Counter(
+            "vllm:request_success",
+            "Sequences that finished, by reason (count).",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token, in seconds.")
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens, in seconds.")
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean per token after the first, in seconds.")
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to last byte, in seconds.")
+        self._queue = histogram("request_queue_time_seconds", "In the router's and the workers' queues, in seconds.")
+        self._prefill = histogram("request_prefill_time_seconds", "Computing the prompt, in seconds.")
+        self._decode = histogram("request_decode_time_seconds", "Computing tokens on the decode node, in seconds.")
+        self._prompt_size = histogram("request_prompt_tokens", "Tokens of one prompt (count).", _TOKENS)
+        self._output_size = histogram("request_generation_tokens", "Tokens of one output (count).", _TOKENS)
+
+    def entered(self) -> None:
+        """A sequence was taken in; `left` follows."""
+        self._inflight.inc()
+
+    def left(self) -> None:
+        """A sequence is not the router's any more."""
+        self._inflight.dec()
+
+    def retried(self, reason: RetryReason) -> None:
+        """A sequence goes to another pair of nodes."""
+        self._retries.labels(reason).inc()
+
+    def ended_early(self, outcome: Outcome) -> None:
+        """An HTTP request was turned away before it became sequences."""
+        self._requests.labels(outcome).inc()
+
+    def ended(self, flight: Flight, outcome: Outcome) -> None:
+        """A sequence is over and its last byte is out."""
+        self._requests.labels(outcome).inc()
+        stages = flight.clock.stages()
+        for stage in Stage:
+            self._stage.labels(stage).observe(stages[stage])
+        for sub_stage in SubStage:
+            self._sub_stage.labels(sub_stage).observe(flight.clock.sub_stages[sub_stage])
+        self._count_transfers(flight)
+        self._diverged.inc(flight.diverged)
+        self._generation_total.inc(len(flight.token_ids))
+        if flight.prefilled is not None:
+            self._prompt_total.inc(len(flight.request.prompt_ids))
+            self._ttft.observe(flight.token_at_s[0] if flight.token_at_s else flight.clock.total_s)
+        for earlier, later in zip(flight.token_at_s, flight.token_at_s[1:], strict=False):
+            self._itl.observe(later - earlier)
+        if outcome in (Outcome.STOP, Outcome.LENGTH):
+            self._count_success(flight, outcome, stages)
+
+    def _count_transfers(self, flight: Flight) -> None:
+        codec = self._fleet.codec
+        for receipt in flight.receipts:
+            for plane, size in receipt.bytes_by_plane:
+                self._bytes.labels(codec, plane).inc(size)
+            self._bytes.labels(codec, "header").inc(receipt.header_bytes)
+            self._fp16_bytes.labels(codec).inc(receipt.fp16_bytes)
+            self._tokens.inc(receipt.tokens)
+            self._recomputed.inc(max(0, len(flight.request.prompt_ids) - receipt.tokens))
+
+    def _count_success(self, flight: Flight, outcome: Outcome, stages: dict[Stage, float]) -> None:
+        self._success.labels(self._model, outcome).inc()
+        self._e2e.observe(flight.clock.total_s)
+        self._queue.observe(stages[Stage.ROUTER_QUEUE] + stages[Stage.PREFILL_QUEUE] + stages[Stage.DECODE_QUEUE])
+        self._prefill.observe(stages[Stage.PREFILL])
+        self._decode.observe(stages[Stage.DECODE])
+        self._prompt_size.observe(len(flight.request.prompt_ids))
+        self._output_size.observe(len(flight.token_ids))
+        if len(flight.token_at_s) > 1:
+            self._tpot.observe((flight.token_at_s[-1] - flight.token_at_s[0]) / (len(flight.token_at_s) - 1))
+
+    def render(self) -> bytes:
+        """The page, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _FleetGauges(Collector):
+    """Gauges that are read from the fleet when somebody looks."""
+
+    def __init__(self, fleet: Fleet, model_name: str) -> None:
+        self._fleet, self._model = fleet, model_name
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The fleet now."""
+        nodes = GaugeMetricFamily("hackkv_nodes", "Nodes with a live lease, by role (count).", labels=["role"])
+        for role in Role:
+            nodes.add_metric([role], sum(1 for _ in self._fleet.members(role)))
+        yield nodes
+        yield from self._pages()
+        yield from self._queues()
+        yield from self._node_stats()
+
+    def _pages(self) -> Iterator[GaugeMetricFamily]:
+        pages = GaugeMetricFamily(
+            "hackkv_kv_pages",
+            "KV pages by node and state: free and used as last reported, reserved by the router (pages).",
+            labels=["node", "role", "state"],
+        )
+        used, total = 0, 0
+        for member in self._fleet.members():
+            info = member.info
+            pages.add_metric([info.node_id, info.role, "free"], info.free_pages)
+            pages.add_metric([info.node_id, info.role, "used"], info.total_pages - info.free_pages)
+            pages.add_metric([info.node_id, info.role, "reserved"], member.pages)
+            if info.role is Role.DECODE:
+                used, total = used + info.total_pages - info.free_pages, total + info.total_pages
+        yield pages
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Share of the decode nodes' KV pages in use (1 = all).", labels=["model_name"]
+        )
+        usage.add_metric([self._model], used / total if total else 0.0)
+        yield usage
+
+    def _queues(self) -> Iterator[GaugeMetricFamily]:
+        loads = GaugeMetricFamily(
+            "hackkv_node_tokens",
+            "Tokens of requests that the router has placed on a node: queued (prefill) or outstanding (decode).",
+            labels=["node", "role"],
+        )
+        running, waiting = 0, self._fleet.waiting
+        for member in self._fleet.members():
+            loads.add_metric([member.node_id, member.info.role], member.tokens)
+            running += member.info.running
+            waiting += member.info.waiting
+        yield loads
+        for name, text, value in (
+            ("vllm:num_requests_running", "Sequences that nodes compute, as last reported (count).", running),
+            ("vllm:num_requests_waiting", "Sequences waiting in the router or on nodes (count).", waiting),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+
+    def _node_stats(self) -> Iterator[GaugeMetricFamily]:
+        """Gauges that the nodes sent along, under the names they gave them."""
+        families: dict[str, GaugeMetricFamily] = {}
+        for member in self._fleet.members():
+            for name, value in member.info.stats:
+                if not _METRIC_NAME.fullmatch(name):
+                    continue  # one bad name would make the whole page unreadable
+                family = families.setdefault(
+                    name, GaugeMetricFamily(name, "Reported by the nodes; its name says the unit.", labels=["node"])
+                )
+                family.add_metric([member.node_id], value)
+        yield from families.values()

@@ -1,0 +1,73 @@
+"""Probes, metrics and the model list."""
+
+from __future__ import annotations
+
+from time import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from hackkv import __version__
+from router.errors import HTTPError
+from router.intake import backend_of
+
+routes = APIRouter()
+
+_STARTED = int(time())
+
+
+@routes.get("/live")
+async def live() -> Response:
+    """The event loop turns."""
+    return JSONResponse({"status": "live"})
+
+
+@routes.get("/ready")
+@routes.get("/health")
+async def ready(request: Request) -> Response:
+    """200 when at least one node of each role holds a lease, else 503 with what is missing."""
+    missing = backend_of(request).dispatcher.fleet.missing
+    if missing:
+        return JSONResponse({"status": "not ready", "missing": list(missing)}, status_code=503)
+    return JSONResponse({"status": "ready"})
+
+
+@routes.get("/version")
+async def version() -> Response:
+    """The program's version."""
+    return JSONResponse({"version": __version__})
+
+
+@routes.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(backend_of(request).metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@routes.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    return JSONResponse({"object": "list", "data": [_model(request)]})
+
+
+@routes.get("/v1/models/{model:path}")
+async def model(request: Request, model: str) -> Response:
+    """One model, or 404."""
+    found = _model(request)
+    if model != found["id"]:
+        raise HTTPError(404, f"the model {model!r} does not exist", "model_not_found", "model")
+    return JSONResponse(found)
+
+
+def _model(request: Request) -> dict[str, Any]:
+    backend = backend_of(request)
+    fleet = backend.dispatcher.fleet
+    max_model_len = None if fleet.missing else fleet.max_context
+    return {
+        "id": backend.model_name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "hackkv",
+        "max_model_len": max_model_len,
+    }

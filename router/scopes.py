@@ -1,0 +1,43 @@
+"""Structured concurrency: what `asyncio.TaskGroup` and `asyncio.timeout` leave to be said in our own errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from hackkv.errors import DeadlineExceeded
+
+
+@asynccontextmanager
+async def deadline(seconds: float | None, doing: str) -> AsyncIterator[asyncio.Timeout]:
+    """Raise `DeadlineExceeded` if the block takes longer; None is no limit until the yielded one is rescheduled."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield limit
+    except TimeoutError as error:
+        if limit.expired():
+            raise DeadlineExceeded(f"{doing} took too long") from error
+        raise
+
+
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """Let a task group fail with the error that made it fail.
+
+    The first failure cancels the other tasks, so what comes after it is an echo.
+    """
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # Cancelled and failed at the same moment: the task group has dropped the cancellation, we must not.
+            raise asyncio.CancelledError from group
+        raise _first(group) from None
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
