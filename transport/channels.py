@@ -27,10 +27,12 @@ class Keepalive:
 
     def options(self) -> list[tuple[str, int]]:
         """The gRPC channel arguments, for either end."""
-        time_ms = round(self.time_s * 1000)
+        time_ms, timeout_ms = round(self.time_s * 1000), round(self.timeout_s * 1000)
         return [
             ("grpc.keepalive_time_ms", time_ms),
-            ("grpc.keepalive_timeout_ms", round(self.timeout_s * 1000)),
+            ("grpc.keepalive_timeout_ms", timeout_ms),
+            # A ping that flow control sent is in nobody's keepalive, yet holds the next one back: 60 s by default.
+            ("grpc.http2.ping_timeout_ms", timeout_ms),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", time_ms // 2),

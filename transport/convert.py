@@ -1,13 +1,9 @@
-"""Control nouns and errors <-> protobuf. With `convert_kv`, the only code that knows both sides."""
+"""Control nouns <-> protobuf. With `convert_kv` and `convert_failure`, the only code that knows both sides."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-
-from hackkv.errors import HackkvError, TransferError, by_code
 from hackkv.types import (
     Decoded,
     DecodeEvent,
@@ -45,9 +41,6 @@ from transport.coder import (
 )
 from transport.convert_kv import pack_fingerprint, pack_receipt, unpack_fingerprint, unpack_receipt
 from transport.pb import kv_pb2 as pb
-
-MAX_FAILURE_CHARS = 16_000
-"""Longer error messages are cut, so that a failure always fits into the trailing metadata."""
 
 _ROLE_TO_PB = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
 _ROLE_FROM_PB = {number: role for role, number in _ROLE_TO_PB.items()}
@@ -342,33 +335,3 @@ DECODE_EVENT = Coder(pb.DecodeEvent, _pack_decode_event, _unpack_decode_event)
 NODE_INFO = Coder(pb.NodeInfo, _pack_node_info, _unpack_node_info)
 LEASE = Coder(pb.Lease, _pack_lease, _unpack_lease)
 EMPTY = Coder(pb.Empty, lambda _: pb.Empty(), lambda _: Empty())
-
-
-def encode_failure(error: HackkvError) -> bytes:
-    """Serialize an error: code, message and whichever extra field its class has."""
-    message = str(error).encode("utf-8", "replace").decode()[:MAX_FAILURE_CHARS]
-    failure = pb.Failure(
-        code=error.code,
-        message=message,
-        retry_after_s=getattr(error, "retry_after_s", None),
-        param=getattr(error, "param", None),
-        reason=getattr(error, "reason", None),
-        span=getattr(error, "span", None),
-    )
-    return failure.SerializeToString()
-
-
-def decode_failure(data: bytes) -> HackkvError:
-    """Rebuild the error that a peer reported, as the same class with the same message and extra field."""
-    try:
-        failure = pb.Failure.FromString(data)
-    except DecodeError as exc:
-        return TransferError(f"the peer reported an unreadable failure: {exc}")
-    error = by_code(failure.code, failure.message)
-    for name in ("retry_after_s", "param", "reason", "span"):
-        if failure.HasField(name) and hasattr(error, name):
-            setattr(error, name, getattr(failure, name))
-    retry_after_s = getattr(error, "retry_after_s", 0.0)
-    if not (math.isfinite(retry_after_s) and retry_after_s >= 0.0):
-        return TransferError(f"the peer reported {failure.code} with retry_after_s={retry_after_s}")
-    return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hackkv.errors import HackkvError
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, KvLayout, PlaneSpan, Receipt
 from transport.coder import (
     MAX_FINGERPRINT_FIELDS,
@@ -17,6 +18,7 @@ from transport.coder import (
     required,
     text,
 )
+from transport.convert_failure import pack_failure, unpack_failure
 from transport.pb import kv_pb2 as pb
 
 
@@ -26,7 +28,7 @@ class Accepted:
 
 
 PushRequest = Handoff | KvFrame | HandoffEnd
-PushReply = Accepted | Receipt
+PushReply = Accepted | Receipt | HackkvError
 
 
 def pack_fingerprint(fingerprint: Fingerprint) -> pb.Fingerprint:
@@ -192,7 +194,9 @@ def _unpack_push_request(message: pb.PushRequest) -> PushRequest:
 def _pack_push_reply(noun: PushReply) -> pb.PushReply:
     if isinstance(noun, Accepted):
         return pb.PushReply(accepted=pb.Accepted())
-    return pb.PushReply(receipt=pack_receipt(noun))
+    if isinstance(noun, Receipt):
+        return pb.PushReply(receipt=pack_receipt(noun))
+    return pb.PushReply(failure=pack_failure(noun))
 
 
 def _unpack_push_reply(message: pb.PushReply) -> PushReply:
@@ -201,6 +205,8 @@ def _unpack_push_reply(message: pb.PushReply) -> PushReply:
             return Accepted()
         case "receipt":
             return unpack_receipt(message.receipt)
+        case "failure":
+            return unpack_failure(message.failure)
     raise Malformed("body", "no member of the oneof is set")
 
 

@@ -10,12 +10,14 @@ the sender waits while the window is full. Payloads are copied once into the pro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
-from hackkv.errors import DeadlineExceeded, FrameRefused, HandshakeRefused, NodeLost, TransferError
+from hackkv.errors import DeadlineExceeded, FrameRefused, HackkvError, HandshakeRefused, NodeLost, TransferError
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from transport import methods
 from transport.base import Deliver
@@ -76,6 +78,8 @@ class GrpcSender:
             if not isinstance(data, bytes):  # grpc.aio.EOF
                 raise NodeLost(f"{address} ended the stream without a receipt")
             reply = PUSH_REPLY.decode(data)
+            if isinstance(reply, HackkvError):
+                raise reply
             if isinstance(reply, Receipt):
                 return reply
             accepted.set()
@@ -146,7 +150,23 @@ class GrpcListener:
             await asyncio.wait(tasks)
 
     async def _receive(self, context: Context) -> None:
-        """One `Push` call."""
+        """One `Push` call.
+
+        The verdict is a message and the sender ends the call. Were it the call's status, it could overtake a frame that
+        the sender is writing, and grpc.aio hides the status of a call behind a write that failed.
+        """
+        verdict: Receipt | HackkvError
+        try:
+            verdict = await self._deliver_from(context)
+        except HackkvError as error:
+            verdict = error
+        await context.write(PUSH_REPLY.encode(verdict))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._frame_timeout_s):
+                while isinstance(await context.read(), bytes):
+                    pass
+
+    async def _deliver_from(self, context: Context) -> Receipt:
         deliver = self._deliver
         if deliver is None:
             raise NodeLost("the receiver is closed")
@@ -160,10 +180,9 @@ class GrpcListener:
         )
         self._active[delivery] = asyncio.current_task()
         try:
-            receipt = await delivery.run()
+            return await delivery.run()
         finally:
             del self._active[delivery]
-        await context.write(PUSH_REPLY.encode(receipt))
 
     async def _open(self, context: Context) -> Handoff:
         try:
@@ -191,4 +210,6 @@ async def _read_frame(context: Context) -> KvFrame | HandoffEnd:
     item = PUSH_REQUEST.decode(data)
     if isinstance(item, Handoff):
         raise FrameRefused("a second Handoff on one stream", reason="out_of_order")
+    if isinstance(item, KvFrame):
+        return replace(item, header_bytes=len(data) - len(item.payload))
     return item

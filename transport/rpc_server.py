@@ -114,6 +114,7 @@ class RpcServer:
         try:
             port = server.add_insecure_port(self._bind)
         except RuntimeError as exc:
+            await server.stop(None)
             raise ConfigError(f"cannot listen on {self._bind}: {exc}") from exc
         await server.start()
         self._server = server
@@ -124,7 +125,7 @@ class RpcServer:
         """Stop listening and cancel every call; returns when the services' generators have been closed."""
         if self._server is None:
             return
-        server, self._server = self._server, None
+        server, self._server, self._address = self._server, None, None
         calls = set(self._calls)
         await server.stop(None)
         if calls:

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from hackkv.errors import DeadlineExceeded, FrameRefused, HackkvError, NodeLost, Unavailable
-from transport.convert import decode_failure, encode_failure
+from transport.convert_failure import decode_failure, encode_failure
 
 T = TypeVar("T")
 
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 FAILURE_KEY = "hackkv-failure-bin"
 _DETAIL_CHARS = 256
+_WRITE_FAILED = "Internal error from Core"
+"""What grpc.aio reports at a client whose write failed, in place of the reason."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -98,6 +100,8 @@ def rebuild(exc: grpc.aio.AioRpcError, address: str) -> HackkvError:
     match exc.code():
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
             return NodeLost(f"{address}: {details}")
+        case grpc.StatusCode.INTERNAL if details == _WRITE_FAILED:
+            return NodeLost(f"{address}: the connection was lost while writing")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(f"{address} did not answer in time")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -230,12 +230,14 @@ class Accepted(_message.Message):
     def __init__(self) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("accepted", "receipt")
+    __slots__ = ("accepted", "receipt", "failure")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     receipt: Receipt
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+    failure: Failure
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class PrefillJob(_message.Message):
     __slots__ = ("request", "transfer_id", "epoch", "decode_address", "handoff")

@@ -383,7 +383,8 @@ class Registry:
 
 
 class KvReceiverStub:
-    """Receives handoffs: Handoff -> Accepted -> frames... -> HandoffEnd -> Receipt, or a Failure at any point.
+    """Receives handoffs: Handoff -> Accepted -> frames... -> HandoffEnd -> Receipt, or a Failure at any point. The sender
+    ends the call once it has the Receipt or the Failure.
     """
 
     def __init__(self, channel):
@@ -400,7 +401,8 @@ class KvReceiverStub:
 
 
 class KvReceiverServicer:
-    """Receives handoffs: Handoff -> Accepted -> frames... -> HandoffEnd -> Receipt, or a Failure at any point.
+    """Receives handoffs: Handoff -> Accepted -> frames... -> HandoffEnd -> Receipt, or a Failure at any point. The sender
+    ends the call once it has the Receipt or the Failure.
     """
 
     def Push(self, request_iterator, context):
@@ -426,7 +428,8 @@ def add_KvReceiverServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvReceiver:
-    """Receives handoffs: Handoff -> Accepted -> frames... -> HandoffEnd -> Receipt, or a Failure at any point.
+    """Receives handoffs: Handoff -> Accepted -> frames... -> HandoffEnd -> Receipt, or a Failure at any point. The sender
+    ends the call once it has the Receipt or the Failure.
     """
 
     @staticmethod
