@@ -1,0 +1,238 @@
+"""Every noun survives the wire; nothing malformed gets past a decoder, and nothing crashes one."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hackkv import errors, types
+from hackkv.errors import FrameRefused, HackkvError, RequestError, TransferError
+from hackkv.types import (
+    DecodeJob,
+    Fingerprint,
+    Finish,
+    HandoffEnd,
+    KvFrame,
+    KvLayout,
+    Lease,
+    Logprob,
+    NodeInfo,
+    PlaneSpan,
+    PrefillJob,
+    Receipt,
+    Role,
+    Sampling,
+    Token,
+)
+from tests.transport import nouns
+from transport import convert, convert_kv
+from transport.coder import MAX_PAYLOAD_BYTES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, Coder
+from transport.convert import Assignment
+from transport.convert_failure import decode_failure, encode_failure
+from transport.convert_kv import Accepted
+from transport.pb import kv_pb2 as pb
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+TEXT = st.text(max_size=20)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+SECONDS = st.floats(0, 1e9)
+LOGPROB = st.floats(allow_nan=False)
+
+
+def short_tuples(item: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(item, max_size=4).map(tuple)
+
+
+fingerprints = st.builds(Fingerprint, short_tuples(st.tuples(TEXT, TEXT)))
+samplings = st.builds(
+    Sampling,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    max_tokens=U32,
+    min_tokens=U32,
+    temperature=FINITE,
+    top_p=FINITE,
+    top_k=U32,
+    min_p=FINITE,
+    presence_penalty=FINITE,
+    frequency_penalty=FINITE,
+    repetition_penalty=FINITE,
+    logit_bias=short_tuples(st.tuples(U32, FINITE)),
+    stop_token_ids=short_tuples(U32),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | U32,
+    prompt_logprobs=st.none() | U32,
+)
+requests = st.builds(types.Request, TEXT, short_tuples(U32), samplings)
+tokens = st.builds(
+    Token,
+    U32,
+    U32,
+    st.none() | st.sampled_from(Finish),
+    st.none() | LOGPROB,
+    short_tuples(st.builds(Logprob, U32, LOGPROB)),
+)
+planes = st.builds(PlaneSpan, TEXT, U64, U64, U64)
+kv_frames = st.builds(
+    KvFrame, TEXT, U32, U32, U32, U32, U32, U32, U32, U32, short_tuples(planes), st.binary(max_size=200)
+)
+receipts = st.builds(Receipt, TEXT, U32, short_tuples(st.tuples(TEXT, U64)), U64, U64, SECONDS)
+prefill_events = st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, short_tuples(tokens)) | st.builds(
+    types.HandedOff, receipts, SECONDS, SECONDS, U64
+)
+decode_events = (
+    st.builds(types.Reserved)
+    | st.builds(types.Landed, receipts)
+    | tokens
+    | st.builds(types.Decoded, SECONDS, SECONDS, SECONDS, SECONDS)
+)
+node_infos = st.builds(
+    NodeInfo,
+    TEXT,
+    st.sampled_from(Role),
+    TEXT,
+    TEXT,
+    TEXT,
+    fingerprints,
+    U32,
+    U32,
+    U64,
+    U64,
+    U64,
+    U32,
+    U32,
+    short_tuples(st.tuples(TEXT, LOGPROB)),
+)
+
+CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [
+    (convert_kv.FINGERPRINT, fingerprints),
+    (convert_kv.LAYOUT, st.builds(KvLayout, U32, U32, U32, st.integers(1, 2**32 - 1))),
+    (convert_kv.RECEIPT, receipts),
+    (convert_kv.PUSH_REQUEST, kv_frames),
+    (convert_kv.PUSH_REQUEST, st.builds(types.Handoff, TEXT, U32, fingerprints, U32)),
+    (convert_kv.PUSH_REQUEST, st.builds(HandoffEnd, TEXT, U32, U32, U32)),
+    (convert_kv.PUSH_REPLY, receipts | st.just(Accepted())),
+    (convert.PREFILL_JOB, st.builds(PrefillJob, requests, TEXT, U32, TEXT, st.booleans())),
+    (convert.PREFILL_EVENT, prefill_events),
+    (convert.ASSIGNMENT, st.builds(Assignment, TEXT, TEXT)),
+    (convert.DECODE_JOB, st.builds(DecodeJob, requests, TEXT, U32)),
+    (convert.DECODE_EVENT, decode_events),
+    (convert.NODE_INFO, node_infos),
+    (convert.LEASE, st.builds(Lease, SECONDS)),
+]
+EVERY_CODER = pytest.mark.parametrize(("coder", "noun"), CODERS, ids=lambda value: getattr(value, "_name", ""))
+
+
+@EVERY_CODER
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_round_trip(coder: Coder[Any, Any], noun: st.SearchStrategy[Any], data: st.DataObject) -> None:
+    value = data.draw(noun)
+    assert coder.decode(coder.encode(value)) == value
+
+
+@EVERY_CODER
+@given(junk=st.binary(max_size=100))
+@settings(max_examples=40, deadline=None)
+def test_junk_is_refused_by_name_or_decoded(coder: Coder[Any, Any], noun: object, junk: bytes) -> None:
+    try:
+        coder.decode(junk)
+    except (RequestError, TransferError):
+        return
+
+
+@EVERY_CODER
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_flipped_bytes_are_refused_by_name_or_decoded(
+    coder: Coder[Any, Any], noun: st.SearchStrategy[Any], data: st.DataObject
+) -> None:
+    wire = bytearray(coder.encode(data.draw(noun)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        if wire:
+            wire[data.draw(st.integers(0, len(wire) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        coder.decode(bytes(wire))
+    except (RequestError, TransferError):
+        return
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", float("nan")), ("top_p", float("inf")), ("logit_bias", ((1, float("nan")),))],
+)
+def test_sampling_values_must_be_finite(field: str, value: object) -> None:
+    sampling = Sampling(seed=1, max_tokens=1, **{field: value})  # type: ignore[arg-type]
+    job = DecodeJob(types.Request("r", (1,), sampling), "t", 0)
+    with pytest.raises(RequestError, match="must be finite") as caught:
+        convert.DECODE_JOB.decode(convert.DECODE_JOB.encode(job))
+    assert caught.value.param == field
+
+
+def test_absurd_sizes_are_refused() -> None:
+    sampling = Sampling(seed=1, max_tokens=1)
+    long_prompt = DecodeJob(types.Request("r", (1,) * (MAX_PROMPT_TOKENS + 1), sampling), "t", 0)
+    with pytest.raises(RequestError, match="prompt_ids"):
+        convert.DECODE_JOB.decode(convert.DECODE_JOB.encode(long_prompt))
+    long_name = DecodeJob(types.Request("r" * (MAX_TEXT_CHARS + 1), (1,), sampling), "t", 0)
+    with pytest.raises(RequestError, match="request_id"):
+        convert.DECODE_JOB.decode(convert.DECODE_JOB.encode(long_name))
+    with pytest.raises(FrameRefused, match="payload"):
+        convert_kv.PUSH_REQUEST.decode(convert_kv.PUSH_REQUEST.encode(nouns.frame(0, bytes(MAX_PAYLOAD_BYTES + 1))))
+
+
+@pytest.mark.parametrize(
+    ("coder", "message", "why"),
+    [
+        (convert_kv.PUSH_REQUEST, pb.PushRequest(), "oneof"),
+        (convert_kv.PUSH_REPLY, pb.PushReply(), "oneof"),
+        (convert.PREFILL_EVENT, pb.PrefillEvent(), "oneof"),
+        (convert.DECODE_EVENT, pb.DecodeEvent(), "oneof"),
+        (convert.DECODE_EVENT, pb.DecodeEvent(landed=pb.Landed()), "receipt"),
+        (convert.PREFILL_JOB, pb.PrefillJob(), "request"),
+        (convert.DECODE_JOB, pb.DecodeJob(request=pb.Request()), "sampling"),
+        (convert.NODE_INFO, pb.NodeInfo(fingerprint=pb.Fingerprint()), "role"),
+        (convert.NODE_INFO, pb.NodeInfo(role=pb.ROLE_DECODE), "fingerprint"),
+        (convert.DECODE_EVENT, pb.DecodeEvent(token=pb.Token(finish=99)), "finish"),  # type: ignore[arg-type]
+        (convert.DECODE_EVENT, pb.DecodeEvent(token=pb.Token(logprob=float("nan"))), "logprob"),
+        (convert.LEASE, pb.Lease(ttl_s=-1.0), "ttl_s"),
+        (convert_kv.LAYOUT, pb.KvLayout(), "page_tokens"),
+    ],
+)
+def test_incomplete_messages_name_the_field(coder: Coder[Any, Any], message: Any, why: str) -> None:
+    with pytest.raises((RequestError, TransferError), match=why):
+        coder.decode(message.SerializeToString())
+
+
+@pytest.mark.parametrize("job", [PrefillJob(nouns.request(), "t", -1), PrefillJob(nouns.request(), "\ud800", 0)])
+def test_values_that_do_not_fit_are_refused_at_the_sender(job: PrefillJob) -> None:
+    with pytest.raises(RequestError, match="cannot send PrefillJob"):
+        convert.PREFILL_JOB.encode(job)
+
+
+def error_classes(cls: type[HackkvError] = HackkvError) -> list[type[HackkvError]]:
+    return [cls, *(leaf for child in cls.__subclasses__() for leaf in error_classes(child))]
+
+
+@pytest.mark.parametrize("cls", [cls for cls in error_classes() if cls.__module__ == errors.__name__])
+@given(message=st.text(max_size=50))
+@settings(max_examples=20, deadline=None)
+def test_errors_round_trip(cls: type[HackkvError], message: str) -> None:
+    rebuilt = decode_failure(encode_failure(cls(message)))
+    assert (type(rebuilt), str(rebuilt), vars(rebuilt)) == (cls, message, vars(cls(message)))
+
+
+def test_an_unreadable_failure_is_still_an_error_of_ours() -> None:
+    assert isinstance(decode_failure(b"\xff"), TransferError)
+    assert type(decode_failure(pb.Failure(code="new", message="m").SerializeToString())) is HackkvError
+    odd = pb.Failure(code="overloaded", retry_after_s=float("nan"))
+    assert isinstance(decode_failure(odd.SerializeToString()), TransferError)
+
+
+def test_every_event_has_a_message() -> None:
+    assert {cls.__name__ for cls in get_args(types.PrefillEvent) + get_args(types.DecodeEvent)} <= {
+        message.name for message in pb.DESCRIPTOR.message_types_by_name.values()
+    }
