@@ -1,0 +1,32 @@
+"""The single-process reference that the cluster must equal: one request, one codec, no wire, no batch neighbours."""
+
+from __future__ import annotations
+
+from hackkv.codec import Span
+from hackkv.model.runner import ModelRunner
+from hackkv.model.sampler import SamplerState, sample
+from hackkv.model.worker import Worker
+from hackkv.types import Request, Token
+
+
+def generate(worker: Worker, request: Request, *, chunk_pages: int = 4) -> list[Token]:
+    """All output tokens of `request`: prefill in chunks of `chunk_pages` pages, then decode one by one.
+
+    Everything is what the nodes use: the same model, codec and sampler, on a fresh pool of just enough pages. Raises
+    `NonFiniteError`. Prompt log-probabilities are not computed.
+    """
+    ids, layout = request.prompt_ids, worker.layout
+    num_pages = layout.pages(len(ids) + request.sampling.max_tokens)
+    runner = ModelRunner(worker.model, worker.codec, num_pages, 1)
+    state = SamplerState(request.sampling, ids, worker.model.spec.eos_ids)
+    pages = tuple(range(num_pages))
+    chunk_tokens = chunk_pages * layout.page_tokens
+    for start in range(0, len(ids), chunk_tokens):
+        chunk = ids[start : start + chunk_tokens]
+        hidden = runner.forward([Span(0, start, len(chunk), pages)], chunk)
+    tokens = sample(worker.model.logits(hidden[-1:]), [state])
+    while tokens[-1].finish is None:
+        position = len(ids) + len(tokens) - 1
+        hidden = runner.forward([Span(0, position, 1, pages)], [tokens[-1].token_id])
+        tokens += sample(worker.model.logits(hidden), [state])
+    return tokens
