@@ -139,8 +139,10 @@ class Attempt:
                 legs.append(tasks.create_task(self._run_decode(tasks, held, prefill, leg)))
             await self._complete.wait()
             await asyncio.wait(legs[:1], timeout=_LATE_S)
-            for task in (*legs, *self._watchers):
+            rest = [*legs, *self._watchers]
+            for task in rest:
                 task.cancel()
+            await asyncio.wait(rest)
 
     # Prefill leg ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from time import monotonic
@@ -82,12 +82,11 @@ class Fleet:
                 log.warning("%s node %s lost its lease", member.info.role, node_id)
         self._seat_waiters()
 
-    def members(self, role: Role | None = None) -> Iterator[Member[PrefillNode] | Member[DecodeNode]]:
+    def members(self, role: Role | None = None) -> tuple[Member[PrefillNode] | Member[DecodeNode], ...]:
         """Every live node, or those of one role."""
-        if role is not Role.DECODE:
-            yield from self._prefill.values()
-        if role is not Role.PREFILL:
-            yield from self._decode.values()
+        prefill = () if role is Role.DECODE else self._prefill.values()
+        decode = () if role is Role.PREFILL else self._decode.values()
+        return (*prefill, *decode)
 
     @property
     def missing(self) -> tuple[Role, ...]:

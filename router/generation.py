@@ -157,8 +157,8 @@ class Generation:
                 choice.on_delta = on_delta
         with unwrapped():
             async with asyncio.TaskGroup() as tasks:
-                for flight in self._flights:
-                    tasks.create_task(self._backend.dispatcher.serve(flight))
+                running = [tasks.create_task(self._backend.dispatcher.serve(flight)) for flight in self._flights]
+                await asyncio.wait(running)
 
     def settle(self, error: BaseException | None) -> None:
         """The last byte is out, or never will be: count everything."""

@@ -201,7 +201,7 @@ class _FleetGauges(Collector):
         """The fleet now."""
         nodes = GaugeMetricFamily("hackkv_nodes", "Nodes with a live lease, by role (count).", labels=["role"])
         for role in Role:
-            nodes.add_metric([role], sum(1 for _ in self._fleet.members(role)))
+            nodes.add_metric([role], len(self._fleet.members(role)))
         yield nodes
         yield from self._pages()
         yield from self._queues()
@@ -255,6 +255,7 @@ class _FleetGauges(Collector):
             for name, value in member.info.stats:
                 if not _METRIC_NAME.fullmatch(name):
                     continue  # one bad name would make the whole page unreadable
+                name = name if name.startswith("hackkv_") else f"hackkv_node_{name}"
                 family = families.setdefault(
                     name, GaugeMetricFamily(name, "Reported by the nodes; its name says the unit.", labels=["node"])
                 )

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from hackkv import __version__
+from hackkv.types import Role
 from router.errors import HTTPError
 from router.intake import backend_of
 
@@ -26,11 +27,12 @@ async def live() -> Response:
 @routes.get("/ready")
 @routes.get("/health")
 async def ready(request: Request) -> Response:
-    """200 when at least one node of each role holds a lease, else 503 with what is missing."""
-    missing = backend_of(request).dispatcher.fleet.missing
-    if missing:
-        return JSONResponse({"status": "not ready", "missing": list(missing)}, status_code=503)
-    return JSONResponse({"status": "ready"})
+    """200 when at least one node of each role holds a lease, else 503 with what is missing; and how many there are."""
+    fleet = backend_of(request).dispatcher.fleet
+    nodes = {str(role): len(fleet.members(role)) for role in Role}
+    if fleet.missing:
+        return JSONResponse({"status": "not ready", "missing": list(fleet.missing), "nodes": nodes}, status_code=503)
+    return JSONResponse({"status": "ready", "nodes": nodes})
 
 
 @routes.get("/version")

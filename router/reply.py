@@ -58,6 +58,7 @@ class Reply(Response):
                     watcher = tasks.create_task(_watch(receive))
                     await self._work(tasks, send)
                     watcher.cancel()  # before the last byte: after it, every client is gone
+                    await asyncio.wait([watcher])
             await self._finish(send)
         except BaseException as caught:
             error = caught

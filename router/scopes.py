@@ -26,7 +26,8 @@ async def deadline(seconds: float | None, doing: str) -> AsyncIterator[asyncio.T
 def unwrapped() -> Iterator[None]:
     """Let a task group fail with the error that made it fail.
 
-    The first failure cancels the other tasks, so what comes after it is an echo.
+    The first failure cancels the other tasks, so what comes after it is an echo. The body of the group must not end
+    before its tasks: Python 3.11 counts a failure after that as a cancellation of the parent, and never uncounts it.
     """
     try:
         yield

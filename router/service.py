@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
-import sys
 from collections.abc import Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from hackkv.errors import ConfigError
+from hackkv.process import announce
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Role
 from router.app import build_app
@@ -38,9 +38,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(config: RouterConfig, tokenizer: Tokenizer) -> None:
-    """Run until SIGTERM or SIGINT. Raises `ConfigError` if an address cannot be bound."""
+async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
+    """Run until `stop` is set. Raises `ConfigError` before any port is open if something is wrong with the files."""
     api_keys = config.keys()
+    tokenizer = Tokenizer(config.model)
     channels = ChannelPool()
     fleet = Fleet(
         lambda address: PrefillClient(address, channels),
@@ -49,36 +50,49 @@ async def serve(config: RouterConfig, tokenizer: Tokenizer) -> None:
         max_waiting=config.limits.max_waiting,
     )
     app = build_app(_backend(config, tokenizer, fleet), api_keys, config.limits.max_body_bytes, config.deadlines.body_s)
-    http = _listen(config.listen.host, config.listen.port)
-    # Nodes are told where the router is; the name matters only for what we print.
-    control = RpcServer(config.control.host, config.control.port, advertise_host=_printable(config.control.host))
+    control = RpcServer(config.control.host, config.control.port, advertise_host=config.control.advertise_host)
     control.add_registry(fleet)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            log_level=logging.WARNING,
-            lifespan="off",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=round(config.shutdown_grace_s),
-        )
+    static = tuple(
+        (role, address)
+        for role, addresses in ((Role.PREFILL, config.nodes.prefill), (Role.DECODE, config.nodes.decode))
+        for address in addresses
     )
-    _stop_on_signals(server)
+    http = _bind(config.listen.host, config.listen.port)
     try:
         control_address = await control.start()
-        host, port = http.getsockname()[:2]
-        print(f"router: http http://{host}:{port} control {control_address}", flush=True)
-        static = [(Role.PREFILL, address) for address in config.nodes.prefill]
-        static += [(Role.DECODE, address) for address in config.nodes.decode]
+        announce(http=_url(http, config.listen.advertise_host), control=control_address)
         async with asyncio.TaskGroup() as tasks:
-            housekeeping = tasks.create_task(fleet.run(tuple(static)))
-            await server.serve(sockets=[http])
+            housekeeping = tasks.create_task(fleet.run(static))
+            await _serve_http(app, http, config.shutdown_grace_s, stop)
             housekeeping.cancel()
     finally:
         http.close()
         await control.close()
         await channels.close()
+
+
+async def _serve_http(app: ASGIApp, http: socket.socket, grace_s: float, stop: asyncio.Event) -> None:
+    """Serve until `stop`; then requests in flight have `grace_s` seconds to end before they are cancelled."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(grace_s)),
+        )
+    )
+
+    async def stop_server() -> None:
+        await stop.wait()
+        server.should_exit = True
+
+    async with asyncio.TaskGroup() as tasks:
+        stopper = tasks.create_task(stop_server())
+        await server.serve(sockets=[http])
+        stopper.cancel()
 
 
 def _backend(config: RouterConfig, tokenizer: Tokenizer, fleet: Fleet) -> Backend:
@@ -95,7 +109,7 @@ def _backend(config: RouterConfig, tokenizer: Tokenizer, fleet: Fleet) -> Backen
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -103,15 +117,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"listen: cannot bind {host}:{port}: {error.strerror or error}") from error
 
 
-def _printable(host: str) -> str:
-    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
-
-
-def _stop_on_signals(server: uvicorn.Server) -> None:
-    def stop() -> None:
-        server.should_exit = True
-
-    if sys.platform != "win32":
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+def _url(http: socket.socket, advertise_host: str | None) -> str:
+    host, port = http.getsockname()[:2]
+    name = advertise_host or host
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
