@@ -22,7 +22,7 @@ class PagePool:
         # Popped from the end, so low numbers first.
         self._pages = list(reversed(range(num_pages)))
         self._slots = list(reversed(range(num_slots)))
-        self._held: set[int] = set()
+        self._held: dict[int, Grant] = {}
 
     @property
     def free_pages(self) -> int:
@@ -40,13 +40,13 @@ class PagePool:
             return None
         pages = tuple(self._pages.pop() for _ in range(num_pages))
         grant = Grant(pages, self._slots.pop())
-        self._held.add(grant.slot)
+        self._held[grant.slot] = grant
         return grant
 
     def give_back(self, grant: Grant) -> None:
-        """Return everything. Raises `ValueError` when it was not held."""
-        if grant.slot not in self._held:
-            raise ValueError(f"slot {grant.slot} is not held")
-        self._held.remove(grant.slot)
+        """Return everything. Raises `ValueError` when it is not held, also if its slot has a new holder by now."""
+        if self._held.get(grant.slot) is not grant:
+            raise ValueError(f"the grant of slot {grant.slot} is not held")
+        del self._held[grant.slot]
         self._pages.extend(reversed(grant.pages))
         self._slots.append(grant.slot)
