@@ -61,7 +61,7 @@ def load(cls: type[ConfigT], path: Path | None, overrides: dict[str, Any] | None
     where = str(path) if path else "flags"
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date such as 2026-13-01
         raise ConfigError(f"{where}: {error}") from error
     data = {} if data is None else data
     if not isinstance(data, dict):
