@@ -1,7 +1,7 @@
 """Planes of pages <-> frames of bytes, and the rules by which a receiver believes a frame.
 
 Nothing of a frame is used before all of it was checked, and no memory is allocated before its sizes were checked
-against the layout that both ends agreed on in the handshake. `FrameLedger` holds the order and the coverage of one handoff.
+against the layout that both ends agreed on in the handshake. `FrameLedger` holds order and coverage of one handoff.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class FrameWriter:
 class FrameLedger:
     """Believes or refuses the frames of one handoff; everything must arrive exactly once and in order.
 
-    `sealed` is how many pages of the sequence travel as planes; the rows past them travel as one open page.
+    `sealed` is how many pages of the sequence travel as planes; the rows past them travel as one open page. Nothing is
+    believed after a refusal or after the end.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class FrameLedger:
         self._sealed = sealed
         self._rows = max(0, num_tokens - sealed * layout.page_tokens)
         self._seq = 0
+        self._over = False
         self._missing = np.ones((layout.num_layers, layout.num_kv_heads, sealed + (self._rows > 0)), dtype=np.bool_)
 
     def accept(self, frame: KvFrame) -> dict[str, Tensor]:
@@ -90,6 +92,7 @@ class FrameLedger:
         tensors = _verify(frame, planes)
         self._missing[cells] = False
         self._seq += 1
+        self._over = False
         return tensors
 
     def finish(self, end: HandoffEnd) -> None:
@@ -103,6 +106,9 @@ class FrameLedger:
             raise FrameRefused(f"{missing}, the first is layer {layer}, KV head {head}, page {page}", "truncated")
 
     def _check_identity(self, transfer_id: str, epoch: int) -> None:
+        if self._over:
+            raise FrameRefused(f"transfer {self._transfer_id!r} is over", "order")
+        self._over = True  # unless a frame turns out good
         if transfer_id != self._transfer_id:
             raise FrameRefused(f"transfer_id {transfer_id!r} in transfer {self._transfer_id!r}", "stale")
         if epoch != self._epoch:
