@@ -37,7 +37,6 @@ class Reservation:
     grant: Grant
     arrival: asyncio.Future[Arrival]
     receiving: bool = False
-    closed: bool = False
 
 
 class Inbox:
@@ -61,7 +60,6 @@ class Inbox:
 
     def close(self, reservation: Reservation) -> None:
         """Stop expecting it: nothing more is written to its pages."""
-        reservation.closed = True
         if not reservation.arrival.cancel() and not reservation.arrival.cancelled():
             reservation.arrival.exception()  # takes note of an error that nobody will ask for any more
         del self._reservations[reservation.job.transfer_id]
@@ -73,7 +71,6 @@ class Inbox:
         except HandshakeRefused:
             self.refused["handshake"] += 1
             raise
-        reservation.receiving = True
         try:
             arrival = await self._receive(reservation, handoff, frames)
         except FrameRefused as error:
@@ -85,6 +82,9 @@ class Inbox:
             raise
         except asyncio.CancelledError:
             self._fail(reservation, NodeLost("the prefill node dropped the handoff"))
+            raise
+        except Exception as error:
+            self._fail(reservation, TransferError(f"transfer {handoff.transfer_id} failed: {type(error).__name__}"))
             raise
         reservation.arrival.set_result(arrival)
         self.received_tokens += arrival.receipt.tokens
@@ -98,15 +98,21 @@ class Inbox:
             raise HandshakeRefused(f"epoch {handoff.epoch}, expected {reservation.job.epoch}")
         if reservation.receiving:
             raise HandshakeRefused(f"transfer_id {handoff.transfer_id!r} is being received already")
+        reservation.receiving = True  # from here on this is the transfer that was expected, good or bad
+        try:
+            self._check_agreement(reservation, handoff)
+        except HandshakeRefused as error:
+            self._fail(reservation, error)
+            raise
+        return reservation
+
+    def _check_agreement(self, reservation: Reservation, handoff: Handoff) -> None:
         field = self._fingerprint.mismatch(handoff.fingerprint)
         if field is not None:
-            error = HandshakeRefused(f"fingerprints differ in {field}")
-            self._fail(reservation, error)
-            raise error
+            raise HandshakeRefused(f"fingerprints differ in {field}")
         prompt_tokens = len(reservation.job.request.prompt_ids)
         if handoff.num_tokens != prompt_tokens:
             raise HandshakeRefused(f"num_tokens {handoff.num_tokens}, expected {prompt_tokens}")
-        return reservation
 
     async def _receive(
         self, reservation: Reservation, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]
@@ -118,7 +124,7 @@ class Inbox:
         by_plane: Counter[str] = Counter()
         header_bytes = 0
         async for item in frames:
-            if reservation.closed:
+            if reservation.arrival.done():
                 raise TransferError(f"transfer {handoff.transfer_id} was cancelled at the decode node")
             if isinstance(item, HandoffEnd):
                 ledger.finish(item)
