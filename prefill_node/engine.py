@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hackkv.codec import Span
+from hackkv.errors import NonFiniteError
 from hackkv.framing import FrameWriter
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
@@ -62,12 +63,14 @@ class PrefillEngine:
             work.started_at = began if work.started_at is None else work.started_at
         ids = [token for chunk in chunks for token in self._prompt_ids(chunk)]
         hidden = self._runner.forward([_span(chunk) for chunk in chunks], ids, lambda layer: self._ship(layer, chunks))
+        # What can fail comes first: a pass that is repeated must find its works as they were.
+        tokens = self._sample(chunks, hidden)
         for chunk, rows in _rows(chunks, hidden):
             work = chunk.prompt.owner
             work.sent_layers = 0
             work.quantize_s += self._runner.codec.quantize_s - quantized
             self._score_prompt(chunk, rows)
-        return self._first_tokens(chunks, hidden)
+        return self._first_tokens(tokens)
 
     def _prompt_ids(self, chunk: Chunk[Work]) -> tuple[int, ...]:
         return chunk.prompt.owner.job.request.prompt_ids[chunk.start : chunk.start + chunk.count]
@@ -107,22 +110,28 @@ class PrefillEngine:
             logits = self._runner.model.logits(rows[: len(targets)])
             chunk.prompt.owner.prompt_logprobs += prompt_logprobs(logits, chunk.start + 1, targets, top)
 
-    def _first_tokens(self, chunks: list[Chunk[Work]], hidden: Tensor) -> list[FirstToken]:
-        complete = [(chunk, rows) for chunk, rows in _rows(chunks, hidden) if chunk.is_last]
+    def _sample(self, chunks: list[Chunk[Work]], hidden: Tensor) -> list[tuple[Work, Token]]:
+        """Token 0 of every prompt that this pass completes."""
+        complete = [(index, rows[-1]) for index, (chunk, rows) in enumerate(_rows(chunks, hidden)) if chunk.is_last]
         if not complete:
             return []
         eos_ids = self._runner.model.spec.eos_ids
-        requests = [chunk.prompt.owner.job.request for chunk, _ in complete]
+        works = [chunks[index].prompt.owner for index, _ in complete]
+        requests = [work.job.request for work in works]
         states = [SamplerState(request.sampling, request.prompt_ids, eos_ids) for request in requests]
-        tokens = sample(self._runner.model.logits(torch.stack([rows[-1] for _, rows in complete])), states)
+        logits = self._runner.model.logits(torch.stack([row for _, row in complete]))
+        try:
+            tokens = sample(logits, states)
+        except NonFiniteError as error:
+            raise NonFiniteError(str(error), span=complete[error.span][0]) from error
+        return list(zip(works, tokens, strict=True))
+
+    def _first_tokens(self, tokens: list[tuple[Work, Token]]) -> list[FirstToken]:
         now = perf_counter()
-        outcomes = []
-        for (chunk, _), token in zip(complete, tokens, strict=True):
-            work = chunk.prompt.owner
+        for work, token in tokens:
             if work.job.handoff and token.finish is None:
                 self._emit(work, work.writer.end(token.token_id))
-            outcomes.append(FirstToken(work, token, now))
-        return outcomes
+        return [FirstToken(work, token, now) for work, token in tokens]
 
 
 def _span(chunk: Chunk[Work]) -> Span:

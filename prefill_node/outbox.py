@@ -8,10 +8,10 @@ starts no further prompt when host memory is full.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from time import perf_counter
 
-from hackkv.errors import TransferError
+from hackkv.errors import HandshakeRefused, TransferError
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, PrefillJob, Receipt
 from transport.base import KvSender
 
@@ -25,6 +25,7 @@ class Shipment:
         self._frames: asyncio.Queue[KvFrame | HandoffEnd] = asyncio.Queue()
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._held_bytes = 0
+        self._over = False
         self.sent_bytes = 0
         """Payload bytes handed to the wire so far."""
         self.assigned_at: float | None = None
@@ -39,7 +40,9 @@ class Shipment:
         self._address.set_result(address)
 
     def put(self, item: KvFrame | HandoffEnd) -> None:
-        """Append a frame, or the end."""
+        """Append a frame, or the end; without effect when the delivery is over."""
+        if self._over:
+            return
         if isinstance(item, KvFrame):
             self._hold(len(item.payload))
         self._frames.put_nowait(item)
@@ -50,6 +53,7 @@ class Shipment:
             address = await self._address
             return await self._outbox.sender.push(address, self._handoff, self._leaving())
         finally:
+            self._over = True
             self._hold(-self._held_bytes)
             self._outbox.forget(self._handoff.transfer_id)
 
@@ -65,23 +69,34 @@ class Shipment:
 
     def _hold(self, num_bytes: int) -> None:
         self._held_bytes += num_bytes
-        self._outbox.held_bytes += num_bytes
+        self._outbox.hold(num_bytes)
 
 
 class Outbox:
     """All shipments of a prefill node; `held_bytes` of payload wait in host memory."""
 
-    def __init__(self, sender: KvSender, fingerprint: Fingerprint, capacity_bytes: int) -> None:
+    def __init__(
+        self, sender: KvSender, fingerprint: Fingerprint, capacity_bytes: int, on_room: Callable[[], None]
+    ) -> None:
+        """`on_room` is called when there is room again after there was none."""
         self.sender = sender
         self.held_bytes = 0
         self._fingerprint = fingerprint
         self._capacity_bytes = capacity_bytes
+        self._on_room = on_room
         self._shipments: dict[str, Shipment] = {}
 
     @property
     def has_room(self) -> bool:
         """Whether another prompt may start."""
         return self.held_bytes < self._capacity_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that begin (or, negative, cease) to wait."""
+        had_room = self.has_room
+        self.held_bytes += num_bytes
+        if self.has_room and not had_room:
+            self._on_room()
 
     def open(self, job: PrefillJob) -> Shipment:
         """A shipment for `job`. Raises `TransferError` when its transfer id is in use."""
@@ -93,9 +108,9 @@ class Outbox:
         return shipment
 
     def find(self, transfer_id: str) -> Shipment:
-        """The shipment of a transfer. Raises `TransferError` when there is none."""
+        """The shipment of a transfer. Raises `HandshakeRefused` when there is none."""
         if transfer_id not in self._shipments:
-            raise TransferError(f"transfer {transfer_id} is not known here")
+            raise HandshakeRefused(f"transfer {transfer_id} is not known here")
         return self._shipments[transfer_id]
 
     def forget(self, transfer_id: str) -> None:

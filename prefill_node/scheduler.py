@@ -1,8 +1,8 @@
 """Which prompt tokens run next: first come, first served, by a token budget. Numbers only, no tensors.
 
 A forward pass takes up to `chunk_tokens` tokens: the oldest prompt first, then as much of the following ones as fits.
-A prompt that does not end in a pass is cut at a page boundary, so every chunk but the last is whole pages. A prompt holds
-pages for all its tokens from its first chunk until its last.
+A prompt that does not end in a pass is cut at a page boundary, so every chunk but the last is whole pages. A prompt
+holds pages for all its tokens from its first chunk until its last.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PrefillScheduler(Generic[Owner]):
             budget -= self._take(prompt, budget, chunks)
         while admit and budget and self._waiting:
             prompt = self._waiting[0]
-            if min(prompt.num_tokens, budget // self._page_tokens * self._page_tokens) == 0:
+            if self._next_count(prompt, budget) == 0:
                 break
             prompt.grant = self._pool.take(-(-prompt.num_tokens // self._page_tokens))
             if prompt.grant is None:
@@ -115,11 +115,15 @@ class PrefillScheduler(Generic[Owner]):
             self._release(prompt)
 
     def _take(self, prompt: Prompt[Owner], budget: int, chunks: list[Chunk[Owner]]) -> int:
-        remaining = prompt.num_tokens - prompt.done
-        count = remaining if remaining <= budget else budget // self._page_tokens * self._page_tokens
+        count = self._next_count(prompt, budget)
         if count and prompt.grant:
             chunks.append(Chunk(prompt, prompt.grant, prompt.done, count))
         return count
+
+    def _next_count(self, prompt: Prompt[Owner], budget: int) -> int:
+        """All that is left of the prompt, or as many whole pages as fit."""
+        remaining = prompt.num_tokens - prompt.done
+        return remaining if remaining <= budget else budget // self._page_tokens * self._page_tokens
 
     def _end_pass(self) -> None:
         chunks, self._in_pass = self._in_pass, []

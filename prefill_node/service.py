@@ -53,13 +53,13 @@ class PrefillService:
         self._worker = worker
         self._pool = PagePool(num_pages, MAX_PROMPTS)
         self._scheduler: PrefillScheduler[Work] = PrefillScheduler(self._pool, worker.layout.page_tokens, chunk_tokens)
-        self.outbox = Outbox(sender, worker.fingerprint, outbox_bytes)
+        self._wake = asyncio.Event()
+        self.outbox = Outbox(sender, worker.fingerprint, outbox_bytes, self._wake.set)
         self._shipments: dict[Work, Shipment] = {}
         self._first_tokens: dict[Work, asyncio.Future[FirstToken]] = {}
         runner = ModelRunner(worker.model, worker.codec, num_pages, MAX_PROMPTS)
         self._engine = PrefillEngine(runner, self._emit)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefill-engine")
-        self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._passes = asyncio.create_task(self._run_passes())
 
@@ -166,7 +166,7 @@ class PrefillService:
         else:
             self._scheduler.commit()
             for first in first_tokens:
-                if first.work in self._first_tokens:
+                if first.work in self._first_tokens and not self._first_tokens[first.work].done():
                     self._first_tokens[first.work].set_result(first)
 
     def _fail(self, chunk: Chunk[Work], error: HackkvError) -> None:
