@@ -182,7 +182,8 @@ class KvCodec(Protocol):
         """Append k, v [T, Hkv, D] to the cache and return the attention of q [T, Hq, D] over it, causal, in q's dtype.
 
         Full pages are sealed into `pool`, the rest goes to the open pages. Repeating a call with the same batch and
-        rows writes the same bytes. Raises `NonFiniteError` naming the span before anything is written.
+        rows writes the same bytes, unless a span of several rows starts inside a page and ends in a later one: its open
+        page then holds the later rows. Raises `NonFiniteError` naming the span before anything is written.
         """
         ...
 
