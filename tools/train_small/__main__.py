@@ -45,13 +45,15 @@ def phrases(tok: PreTrainedTokenizerFast) -> Phrases:
 
 def publish(settings: Settings, run: Run, work: Path, folder: Path, trials: int) -> None:
     """Write the model to `folder`, measure what was written, and write the card."""
-    tok, _, held_out = prepare(settings, work)
+    tok, train_ids, held_out = prepare(settings, work)
+    documents, unseen = corpus.gather(settings.corpus, work)
     export.write_model(run, tok, folder)
-    export.write_held_out(corpus.gather(settings.corpus, work)[1], folder / "held_out.jsonl")
+    export.write_held_out(unseen, folder / "held_out.jsonl")
     model = LlamaForCausalLM.from_pretrained(folder, dtype="float32").eval()  # type: ignore[no-untyped-call]
     subject = evaluate.Subject(model, tok, phrases(tok), held_out)
     report = evaluate.measure(subject, trials)
     report |= {"parameters": model.num_parameters(), "samples": evaluate.samples(subject)}
+    report |= {"characters": sum(len(d.text) for d in documents), "corpus_tokens": len(train_ids)}
     (work / "report.json").write_text(json.dumps(report, indent=2))
     export.write_card(export.read_log(work / "log.jsonl"), report, folder)
 
@@ -70,7 +72,7 @@ def main() -> None:
     material = Material(train_ids, phrases(tok), lambda text: tok.encode(text, add_special_tokens=False))
     run = Run(args.work, settings.model, settings.train)
     run.train(material)
-    if args.export:
+    if args.export and not run.stopped:
         publish(settings, run, args.work, args.export, args.trials)
 
 

@@ -53,6 +53,8 @@ def write_card(log: list[dict[str, Any]], report: dict[str, Any], folder: Path) 
         "tokens": f"{log[-1]['tokens'] / 1e6:.1f} million",
         "minutes": f"{sum(r['seconds'] for r in log) / 60:.0f}",
         "parameters": f"{report['parameters'] / 1e6:.2f} million",
+        "characters": f"{report['characters'] / 1e6:.1f} million",
+        "corpus_tokens": f"{report['corpus_tokens'] / 1e6:.1f} million",
         "phases": _phases(log),
         "losses": _losses(log),
         "bars": _bars(report),

@@ -99,11 +99,12 @@ def _scattered(rng: Rng, m: Material, length: int, make: Callable[[Rng, Material
     out: list[Row] = [_weighted((pieces[0], 1.0))]
     for part, piece in zip(parts, pieces[1:], strict=True):
         out += [part, _weighted((piece, 1.0))]
-    return _fit([ids for ids, _ in out], [w for _, w in out], length)
+    return _fit(out, length)
 
 
-def _fit(ids: list[Ids], weights: list[Weights], length: int) -> Row:
-    return tasks.join(*ids)[:length], np.concatenate(weights)[:length]
+def _fit(parts: list[Row], length: int | None = None) -> Row:
+    """The parts one after another, cut to `length`."""
+    return tasks.join(*(ids for ids, _ in parts))[:length], np.concatenate([w for _, w in parts])[:length]
 
 
 def _chat(rng: Rng, m: Material, length: int) -> Row:
@@ -111,39 +112,43 @@ def _chat(rng: Rng, m: Material, length: int) -> Row:
     parts: list[Row] = []
     size = 0
     while size < length // 2:
-        turn = _turn(rng, m, int(rng.integers(32, max(33, (length - size) * 2 // 3))))
-        parts.append(turn)
-        size += len(turn[0])
+        parts.append(_turn(rng, m, int(rng.integers(32, max(33, (length - size) * 2 // 3)))))
+        size += len(parts[-1][0])
     parts.append(_weighted((tasks.cut(rng, m.text, max(0, length - size)), 1.0)))
-    return _fit([ids for ids, _ in parts], [w for _, w in parts], length)
+    return _fit(parts, length)
 
 
 def _turn(rng: Rng, m: Material, length: int) -> Row:
-    """A question and its answer: repeat, continue, or tell what a note said."""
+    """The user asks about `length` tokens of text, the assistant answers."""
     user, assistant, end = (np.array(m.encode(t)) for t in ("<|user|>\n", "<|assistant|>\n", "<|end|>\n"))
-    kind = rng.integers(3)
-    text = tasks.cut(rng, m.text, length)
-    if kind == 0:
-        half = text[: max(16, length // 2)]
-        ask = _weighted((np.array(m.encode("Repeat this text:\n")), 0.2), (half, 1.0))
-        answer = _weighted((half[:1], 0.5), (half[1:], 1.0))
-    elif kind == 1:
-        begin = length // 2
-        ask = _weighted((np.array(m.encode("Continue this text:\n")), 0.2), (text[:begin], 1.0))
-        answer = _weighted((text[begin:], 1.0))
-    else:
-        item = _recall_item(rng, m, length)
-        place = int(rng.integers(0, length))
-        key = item.told[0][len(m.phrases.note) : len(m.phrases.note) + tasks.KEY_WORDS]
-        ask_ids, again = np.array(m.encode("\nWhat is the note")), tasks.note(m.phrases, key)[len(m.phrases.note) :]
-        head, tail = _weighted((text[:place], 1.0)), _weighted((text[place:], 1.0), (ask_ids, 0.2), (key, 0.0))
-        asked = _weighted((np.array(m.encode("?")), 0.2))
-        ask = _fit([head[0], item.told[0], tail[0], asked[0]], [head[1], item.told[1], tail[1], asked[1]], 1 << 30)
-        value = item.asked[0][len(m.phrases.note) + len(again) :][: tasks.VALUE_WORDS]
-        answer = _weighted((m.phrases.note[1:], 0.5), (key, RECALL_WEIGHT), (m.phrases.equals, 0.5), (value, 2.0))
-    ids = [user, ask[0], end, assistant, answer[0], end]
-    ones = [np.full(len(x), 0.5, np.float32) for x in ids]
-    return _fit(ids, [ones[0], ask[1], ones[2], ones[3], answer[1], ones[5]], 1 << 30)
+    ask, answer = _TURNS[rng.integers(len(_TURNS))](rng, m, tasks.cut(rng, m.text, length))
+    return _fit([_weighted((user, 0.5)), ask, _weighted((end, 0.5), (assistant, 0.5)), answer, _weighted((end, 0.5))])
+
+
+def _repeat(rng: Rng, m: Material, text: Ids) -> tuple[Row, Row]:
+    half = text[: max(16, len(text) // 2)]
+    ask = _weighted((np.array(m.encode("Repeat this text:\n")), 0.2), (half, 1.0))
+    return ask, _weighted((half[:1], 0.5), (half[1:], 1.0))
+
+
+def _continue(rng: Rng, m: Material, text: Ids) -> tuple[Row, Row]:
+    begin = len(text) // 2
+    ask = _weighted((np.array(m.encode("Continue this text:\n")), 0.2), (text[:begin], 1.0))
+    return ask, _weighted((text[begin:], 1.0))
+
+
+def _what_note(rng: Rng, m: Material, text: Ids) -> tuple[Row, Row]:
+    p = m.phrases
+    key = tasks.random_words(rng, p, tasks.KEY_WORDS)
+    value = tasks.random_words(rng, p, tasks.VALUE_WORDS)
+    place = int(rng.integers(0, len(text)))
+    what, mark = np.array(m.encode("\nWhat is the note")), np.array(m.encode("?"))
+    told = tasks.join(tasks.note(p, key), value, p.line_end)
+    ask = _weighted((text[:place], 1.0), (told, 0.0), (text[place:], 1.0), (what, 0.2), (key, 0.0), (mark, 0.2))
+    return ask, _weighted((p.note[1:], 0.5), (key, RECALL_WEIGHT), (p.equals, 0.5), (value, RECALL_WEIGHT))
+
+
+_TURNS = (_repeat, _continue, _what_note)
 
 
 def make_row(rng: Rng, material: Material, kind: str, length: int) -> Row:

@@ -6,6 +6,7 @@ decide and a run is reproducible.
 """
 
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tools.train_small import rows
+from tools.train_small.muon import Muon
 from tools.train_small.settings import ModelSettings, TrainSettings
 
 
@@ -61,12 +63,13 @@ class Run:
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay, momentum=0.95),
+            Muon(matrices, lr=settings.muon_lr, momentum=0.95, weight_decay=settings.weight_decay),
             torch.optim.AdamW(others, lr=settings.adam_lr, weight_decay=0.0, betas=(0.9, 0.95)),
         ]
         self.rates = [settings.muon_lr, settings.adam_lr]
         self.loss = torch.compile(weighted_loss, dynamic=False)
         self.step, self.tokens, self.progress = 0, 0, 0.0
+        self.stopped = False
         if (folder / "checkpoint.pt").exists():
             self._resume()
 
@@ -118,15 +121,21 @@ class Run:
         self.tokens += ids.size
         return total
 
+    def stop(self, *_: object) -> None:
+        """End after the current step."""
+        self.stopped = True
+
     def train(self, material: rows.Material) -> None:
-        """Until the budget is spent."""
+        """Until the budget is spent or SIGTERM or SIGINT comes; the checkpoint is written either way."""
         settings = self.settings
+        signal.signal(signal.SIGTERM, self.stop)
+        signal.signal(signal.SIGINT, self.stop)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.1f}%"))
         with Progress(*columns, TimeElapsedColumn()) as bar:
             task = bar.add_task("training", total=1.0)
             bar.update(task, completed=self.progress)
             saved = time.monotonic()
-            while self.progress < 1.0:
+            while self.progress < 1.0 and not self.stopped:
                 begin, before = time.monotonic(), self.tokens
                 loss = self.one_step(material)
                 spent = time.monotonic() - begin
