@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hackkv.errors import HackkvError
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, KvLayout, PlaneSpan, Receipt
@@ -210,8 +210,34 @@ def _unpack_push_reply(message: pb.PushReply) -> PushReply:
     raise Malformed("body", "no member of the oneof is set")
 
 
+_FRAME_TAG = bytes([pb.PushRequest.FRAME_FIELD_NUMBER << 3 | 2])
+_PAYLOAD_TAG = bytes([pb.KvFrame.PAYLOAD_FIELD_NUMBER << 3 | 2])
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def encode_push_request(noun: PushRequest) -> bytes:
+    """`PUSH_REQUEST.encode`, but with one copy of a frame's payload instead of two.
+
+    Protobuf copies bytes into the message and again into its serialization. The payload is a frame's last field, so a
+    frame without it is serialized and the payload appended: the same bytes.
+    """
+    if not isinstance(noun, KvFrame) or not noun.payload:
+        return PUSH_REQUEST.encode(noun)
+    head = KV_FRAME.encode(replace(noun, payload=b"")) + _PAYLOAD_TAG + _varint(len(noun.payload))
+    return b"".join((_FRAME_TAG, _varint(len(head) + len(noun.payload)), head, noun.payload))
+
+
 FINGERPRINT = Coder(pb.Fingerprint, pack_fingerprint, unpack_fingerprint)
 LAYOUT = Coder(pb.KvLayout, _pack_layout, _unpack_layout)
 RECEIPT = Coder(pb.Receipt, pack_receipt, unpack_receipt)
+KV_FRAME = Coder(pb.KvFrame, _pack_frame, _unpack_frame, refuse_frame)
 PUSH_REQUEST = Coder(pb.PushRequest, _pack_push_request, _unpack_push_request, refuse_frame)
 PUSH_REPLY = Coder(pb.PushReply, _pack_push_reply, _unpack_push_reply)

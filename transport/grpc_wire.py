@@ -4,7 +4,7 @@
     receiver ......... Accepted ............................ Receipt        or, at any point, a Failure
 
 HTTP/2 flow control is the back-pressure: the receiver reads a message when `deliver` asks for a frame, and a write at
-the sender waits while the window is full. Payloads are copied once into the protobuf message and once out of it.
+the sender waits while the window is full. A payload is copied once into the message to send.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transport import methods
 from transport.base import Deliver
 from transport.channels import ChannelPool, Keepalive
 from transport.closing import closing, reap
-from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted
+from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, encode_push_request
 from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
 from transport.rpc_server import RpcServer
 from transport.status import Context, cancelled_from_outside, translating
@@ -94,7 +94,7 @@ class GrpcSender:
     ) -> None:
         """Write the handoff and, once accepted, its frames. Returns early if the call is over: `_listen` knows why."""
         try:
-            if not await self._write(call, PUSH_REQUEST.encode(handoff)):
+            if not await self._write(call, encode_push_request(handoff)):
                 return
             async with asyncio.timeout(self._stall_timeout_s):
                 await accepted.wait()
@@ -105,7 +105,7 @@ class GrpcSender:
                 check_size(item)
                 try:
                     async with asyncio.timeout(self._stall_timeout_s):
-                        alive = await self._write(call, PUSH_REQUEST.encode(item))
+                        alive = await self._write(call, encode_push_request(item))
                 except TimeoutError as exc:
                     raise DeadlineExceeded(f"{address} stopped taking frames of {handoff.transfer_id}") from exc
                 if not alive or isinstance(item, HandoffEnd):

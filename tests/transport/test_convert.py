@@ -134,6 +134,14 @@ def test_round_trip(coder: Coder[Any, Any], noun: st.SearchStrategy[Any], data: 
     assert coder.decode(coder.encode(value)) == value
 
 
+@given(
+    kv_frames | st.builds(KvFrame, TEXT, U32, U32, U32, U32, U32, U32, U32, U32, st.just(()), st.just(bytes(3 << 20)))
+)
+@settings(max_examples=60, deadline=None)
+def test_the_short_cut_for_frames_makes_the_bytes_that_protobuf_makes(frame: KvFrame) -> None:
+    assert convert_kv.encode_push_request(frame) == convert_kv.PUSH_REQUEST.encode(frame)
+
+
 @EVERY_CODER
 @given(junk=st.binary(max_size=100))
 @settings(max_examples=40, deadline=None)
