@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from hackkv.config import CodecConfig, Frozen, ListenConfig, ModelConfig
+from hackkv.config import CodecConfig, ListenConfig, ModelConfig, RoleConfig
 
 
-class DecodeConfig(Frozen):
+class DecodeConfig(RoleConfig):
     """Everything a decode node process needs to know."""
 
     listen: ListenConfig = ListenConfig()
     router: str = ""
     """Control address (host:port) of the router to register with; empty for nodes that the router lists itself."""
-    node_id: str = ""
-    """A stable name; empty takes role and address."""
     model: ModelConfig = ModelConfig()
     codec: CodecConfig = CodecConfig()
     kv_bytes: int = Field(default=256 << 20, gt=0)

@@ -6,7 +6,7 @@ Configuration stops at each role's `__main__`; constructors further down take pl
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +18,14 @@ class Frozen(BaseModel):
     """A configuration section: immutable, and a misspelt key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RoleConfig(Frozen):
+    """What every role's configuration begins with."""
+
+    node_id: str = ""
+    """A stable name of this process; empty takes role and address."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class CodecConfig(Frozen):

@@ -21,10 +21,10 @@ from typing import TypeVar
 
 import yaml
 
-from hackkv.config import Frozen, load
+from hackkv.config import RoleConfig, load
 from hackkv.errors import ConfigError, HackkvError
 
-ConfigT = TypeVar("ConfigT", bound=Frozen)
+ConfigT = TypeVar("ConfigT", bound=RoleConfig)
 Serve = Callable[[ConfigT, asyncio.Event], Awaitable[None]]
 """Runs a role until the event is set."""
 
@@ -34,17 +34,10 @@ log = logging.getLogger(__name__)
 def run_role(role: str, config_class: type[ConfigT], serve: Serve[ConfigT], argv: Sequence[str] | None = None) -> int:
     """Run a role to its end and return the exit code."""
     arguments = _arguments(role, argv)
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s {role} %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    for chatty in ("httpx", "uvicorn.access"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         overrides = dict(_override(text) for text in arguments.set)
         config = load(config_class, arguments.config, overrides)
+        _log_to_stderr(config.node_id or role, config.log_level)
         asyncio.run(_until_stopped(serve, config, supervised=arguments.supervised))
     except ConfigError as error:
         print(f"{role}: {error}", file=sys.stderr)
@@ -53,6 +46,13 @@ def run_role(role: str, config_class: type[ConfigT], serve: Serve[ConfigT], argv
         print(f"{role}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _log_to_stderr(name: str, level: str) -> None:
+    layout = f"%(asctime)s %(levelname)s {name} %(message)s"
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=layout, datefmt="%H:%M:%S")
+    for chatty in ("httpx", "uvicorn.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 def announce(**fields: str) -> None:

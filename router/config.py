@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from hackkv.config import Frozen, ListenConfig
+from hackkv.config import Frozen, ListenConfig, RoleConfig
 from hackkv.errors import ConfigError
 
 
@@ -50,7 +50,7 @@ class LimitsConfig(Frozen):
     """Sequences that wait for room on a decode node; one more is a 429."""
 
 
-class RouterConfig(Frozen):
+class RouterConfig(RoleConfig):
     """Everything the router process needs to know."""
 
     listen: ListenConfig = ListenConfig(port=8000)

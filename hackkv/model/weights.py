@@ -44,6 +44,12 @@ def load_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torc
         return _assemble(checkpoint, spec, lambda name: checkpoint.read(name, on_bytes).to(device, dtype, copy=True))
 
 
+def check_weights(folder: Path, spec: ModelSpec) -> None:
+    """Check files, names, shapes and dtypes as `load_weights` does, without reading a tensor."""
+    with ExitStack() as stack:
+        _Checkpoint(folder, expected_shapes(spec), stack)
+
+
 @contextmanager
 def progress_bar(label: str) -> Iterator[OnBytes]:
     """A bar on standard error while weights load; invisible when that is not a terminal."""

@@ -13,11 +13,11 @@ from hackkv.codec import KvCodec
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
-from hackkv.model.config import read_spec
+from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.identity import model_hash
 from hackkv.model.llama import Llama
-from hackkv.model.shipped import find_model
-from hackkv.model.weights import load_weights, progress_bar
+from hackkv.model.shipped import ModelFolder, find_model
+from hackkv.model.weights import check_weights, load_weights, progress_bar
 from hackkv.types import Fingerprint, KvLayout
 
 log = logging.getLogger(__name__)
@@ -54,20 +54,9 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
 
     In FP32 the model is batch invariant, so that greedy output does not depend on what else the cluster is doing.
     """
-    if model.dtype not in DTYPES:
-        raise ConfigError(f"model.dtype: {model.dtype!r} is unknown; known: {', '.join(DTYPES)}")
     if model.threads:
         torch.set_num_threads(model.threads)
-    try:
-        kernels = load(model.backend)
-    except BackendUnavailable as error:
-        raise ConfigError(f"model.backend: {error}") from error
-    folder = find_model(model.path)
-    if folder.note:
-        log.warning("%s", folder.note)
-    spec = read_spec(folder.path, model.max_context)
-    kv_codec = make_codec(codec, spec.head_dim, kernels)
-    log.info("codec %s on backend %s", kv_codec.name, kernels.name)
+    folder, spec, kv_codec = _checked(model, codec)
     with progress_bar(f"loading {folder.name}") as on_bytes:
         weights = load_weights(folder.path, spec, DTYPES[model.dtype], torch.device("cpu"), on_bytes)
     fields = (
@@ -81,3 +70,25 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
     )
     llama = Llama(spec, weights, batch_invariant=model.dtype == "float32")
     return Worker(folder.name, llama, kv_codec, Fingerprint(fields))
+
+
+def check_worker(model: ModelConfig, codec: CodecConfig) -> None:
+    """Find everything that `load_worker` would complain about, without reading a weight."""
+    folder, spec, _ = _checked(model, codec)
+    check_weights(folder.path, spec)
+
+
+def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, ModelSpec, KvCodec]:
+    if model.dtype not in DTYPES:
+        raise ConfigError(f"model.dtype: {model.dtype!r} is unknown; known: {', '.join(DTYPES)}")
+    try:
+        kernels = load(model.backend)
+    except BackendUnavailable as error:
+        raise ConfigError(f"model.backend: {error}") from error
+    folder = find_model(model.path)
+    if folder.note:
+        log.warning("%s", folder.note)
+    spec = read_spec(folder.path, model.max_context)
+    kv_codec = make_codec(codec, spec.head_dim, kernels)
+    log.info("model %s, codec %s on backend %s", folder.name, kv_codec.name, kernels.name)
+    return folder, spec, kv_codec

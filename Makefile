@@ -1,0 +1,45 @@
+# Everything a newcomer or CI runs. Targets set up what they need; nothing outside .venv is touched.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+TORCH := torch==2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test check proto bench clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+demo: $(STAMP)  ## start a cluster, send real requests, show where their time went, stop
+	$(BIN)/hackkv demo
+
+serve: $(STAMP)  ## run a cluster until Ctrl-C (MODEL=folder or hub name)
+	$(BIN)/hackkv serve $(MODEL)
+
+test: $(STAMP)  ## run the test suite
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## format, lint, types, layers, generated code
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+proto: $(STAMP)  ## regenerate transport/pb from kv.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. transport/pb/kv.proto
+
+bench: $(STAMP)  ## measure the wires and the cluster
+	$(BIN)/python -m bench.wire
+
+clean:  ## remove the virtual environment and caches
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# torch goes first and pinned: asked for as a mere dependency, it would bring gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "installing $(TORCH) and the rest; this takes a few minutes the first time"
+	$(BIN)/python -m pip install --progress-bar on $(TORCH)
+	$(BIN)/python -m pip install --progress-bar on --quiet --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,167 @@
+"""A whole cluster on one machine: router, prefill and decode nodes as processes, each with a YAML file of its own.
+
+Every child holds the reading end of a pipe to us as its standard input and stops when that ends, so no process outlives
+the cluster, not even when this one is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
+
+import httpx
+import yaml
+
+from hackkv.errors import ConfigError, NodeLost
+from hackkv.process import read_announcement
+
+STOP_S = 4.0
+"""Time that children get to stop by themselves before they are killed."""
+POLL_S = 0.1
+
+_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", **os.environ}
+"""gRPC's own notes on connections that end would only repeat what we say ourselves."""
+
+ENTRIES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+"""Role -> module that `python -m` runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What to start. `worker` holds settings that prefill and decode nodes share (model, codec, kv_bytes, ...)."""
+
+    router: dict[str, Any]
+    worker: dict[str, Any]
+    num_prefill: int = 2
+    num_decode: int = 2
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One child process."""
+
+    name: str
+    process: Process
+    ready: dict[str, str]
+
+
+class LocalCluster:
+    """The running processes; made by `running`."""
+
+    def __init__(self, plan: ClusterPlan, folder: Path, progress: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._progress = progress
+        self.members: list[Member] = []
+
+    @property
+    def url(self) -> str:
+        """Address of the router's HTTP API."""
+        return self.members[0].ready["http"]
+
+    async def start(self, timeout_s: float) -> None:
+        """Start everything and wait until the router counts every node. Raises `ConfigError` or `NodeLost`."""
+        deadline = monotonic() + timeout_s
+        router = await self._spawn("router", "router", self._plan.router, deadline)
+        control = router.ready["control"]
+        nodes = [("prefill", i, self._plan.prefill) for i in range(self._plan.num_prefill)]
+        nodes += [("decode", i, self._plan.decode) for i in range(self._plan.num_decode)]
+        starting = []
+        for role, index, settings in nodes:
+            name = f"{role}-{index}"
+            merged = {**self._plan.worker, **settings, "router": control, "node_id": name}
+            starting.append(self._spawn(name, role, merged, deadline))
+        await asyncio.gather(*starting)
+        await self._until_registered(deadline)
+
+    async def wait(self) -> Member:
+        """Return the first member that ends."""
+        tasks = {asyncio.create_task(member.process.wait()): member for member in self.members}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return tasks[done.pop()]
+
+    async def stop(self) -> None:
+        """Stop every process: first by closing its standard input, after `STOP_S` by force."""
+        for member in self.members:
+            if member.process.stdin:
+                member.process.stdin.close()
+        ends = [member.process.wait() for member in self.members]
+        try:
+            async with asyncio.timeout(STOP_S):
+                await asyncio.gather(*ends)
+        except TimeoutError:
+            for member in self.members:
+                if member.process.returncode is None:
+                    member.process.kill()
+                    await member.process.wait()
+
+    async def _spawn(self, name: str, role: str, settings: dict[str, Any], deadline: float) -> Member:
+        config = self._folder / f"{name}.yaml"
+        config.write_text(yaml.safe_dump({"log_level": "warning", **settings}), encoding="utf-8")
+        command = (sys.executable, "-m", ENTRIES[role], "--config", str(config), "--supervised")
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=_ENVIRONMENT)
+        member = Member(name, process, {})
+        self.members.append(member)
+        try:
+            async with asyncio.timeout(deadline - monotonic()):
+                member.ready = await _announcement(member)
+        except TimeoutError as error:
+            raise NodeLost(f"{name} was not ready in time") from error
+        self._progress(f"{name} ready at {member.ready.get('http', member.ready.get('address', '?'))}")
+        return member
+
+    async def _until_registered(self, deadline: float) -> None:
+        wanted = {"prefill": self._plan.num_prefill, "decode": self._plan.num_decode}
+        async with httpx.AsyncClient(base_url=self.url) as client:
+            while monotonic() < deadline:
+                answer = (await client.get("/ready")).json()
+                if answer["nodes"] == wanted:
+                    return
+                await asyncio.sleep(POLL_S)
+        raise NodeLost(f"the router counts {answer['nodes']} nodes, not {wanted}")
+
+
+async def _announcement(member: Member) -> dict[str, str]:
+    """Read a child's output up to its ready line. Raises `ConfigError` or `NodeLost` when it ends before."""
+    output = member.process.stdout
+    assert output is not None
+    while line := await output.readline():
+        if ready := read_announcement(line.decode("utf-8", "replace")):
+            return ready
+    code = await member.process.wait()
+    failure = ConfigError if code == 2 else NodeLost
+    raise failure(f"{member.name} ended with exit code {code} before it was ready; its message is above")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    plan: ClusterPlan, progress: Callable[[str], None], timeout_s: float = 120.0
+) -> AsyncIterator[LocalCluster]:
+    """Start a cluster, and stop every process at the end, whatever happened."""
+    with TemporaryDirectory(prefix="hackkv-") as folder:
+        cluster = LocalCluster(plan, Path(folder), progress)
+        try:
+            await cluster.start(timeout_s)
+            yield cluster
+        finally:
+            await asyncio.shield(cluster.stop())
+
+
+def role_command(role: str, arguments: Sequence[str]) -> list[str]:
+    """The command line that runs one role in this interpreter."""
+    return [sys.executable, "-m", ENTRIES[role], *arguments]
