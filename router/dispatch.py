@@ -54,6 +54,8 @@ class Dispatcher:
             try:
                 await attempt.run()
             except (NodeLost, TransferError) as error:
+                if flight.complete:
+                    return
                 if failure is not None:
                     raise
                 failure = error

@@ -124,16 +124,21 @@ class Fleet:
         return self._book(self._prefill[node_id], tokens, pages=0)
 
     def try_book_decode(self, tokens: int, avoid: AbstractSet[str] = frozenset()) -> Booking[DecodeNode] | None:
-        """Hold room for `tokens` tokens of KV, or None if there is none or others wait for it already."""
-        self._require(*(role for role in self.missing if role is Role.DECODE))
-        return None if self._waiters else self._book_decode(tokens, avoid)
+        """Hold room for `tokens` tokens of KV, or None if there is none or others wait for it already.
 
-    async def book_decode(self, tokens: int, avoid: AbstractSet[str] = frozenset()) -> Booking[DecodeNode]:
-        """Like `try_book_decode`, but stand in line. Raises `Overloaded` when the line is too long."""
-        if booking := self.try_book_decode(tokens, avoid):
+        Raises `Overloaded` if there is not even room to wait, and `Unavailable` if there is no decode node.
+        """
+        self._require(*(role for role in self.missing if role is Role.DECODE))
+        if not self._waiters and (booking := self._book_decode(tokens, avoid)):
             return booking
         if len(self._waiters) >= self._max_waiting:
             raise Overloaded("too many requests wait for decode capacity", self.retry_after_s)
+        return None
+
+    async def book_decode(self, tokens: int, avoid: AbstractSet[str] = frozenset()) -> Booking[DecodeNode]:
+        """Like `try_book_decode`, but stand in line."""
+        if booking := self.try_book_decode(tokens, avoid):
+            return booking
         waiter = _Waiter(tokens, avoid)
         self._waiters.append(waiter)
         try:

@@ -31,6 +31,8 @@ class Flight:
     prefilled: Prefilled | None = None
     receipts: list[Receipt] = field(default_factory=list)
     """One for each handoff that landed: more than one if a decode node died."""
+    complete: bool = False
+    """The client has all of it, or wants no more: what fails from here on is not the client's problem."""
     diverged: int = 0
     """Replayed tokens that differ from those the client already has."""
 
@@ -49,4 +51,6 @@ class Flight:
             raise NodeLost(f"expected token {sent}, got token {token.index}")
         self.token_ids.append(token.token_id)
         self.token_at_s.append(self.clock.total_s)
-        return self.emit(token)
+        wanted = self.emit(token)
+        self.complete = token.finish is not None or not wanted
+        return wanted

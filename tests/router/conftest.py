@@ -1,0 +1,91 @@
+"""A tiny byte-level tokenizer, and the HTTP API over a scripted cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import httpx2  # what the openai client speaks
+import pytest
+from openai import AsyncOpenAI
+from starlette.types import ASGIApp
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from hackkv.tokenizer import Tokenizer
+from router.app import build_app
+from router.attempt import Deadlines
+from router.dispatch import Dispatcher
+from router.generation import Backend, PromptLimits
+from router.metrics import Metrics
+from tests.router.scripted import Cluster
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' and m.content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
+    "<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer whose ids below 256 are the bytes themselves, in GPT-2's order."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    core = Core(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<s>", "</s>", "<|turn|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    core.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 8, trainer)
+    core.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    """The tokenizer of `checkpoint`."""
+    return Tokenizer(checkpoint)
+
+
+@pytest.fixture
+async def cluster() -> Cluster:
+    """Two prefill and two decode nodes."""
+    return await Cluster().join()
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """The application, and clients that call it in this process."""
+
+    app: ASGIApp
+    cluster: Cluster
+    backend: Backend
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+
+
+def make_backend(cluster: Cluster, tokenizer: Tokenizer, deadlines: Deadlines | None = None) -> Backend:
+    """The router's inside over a scripted cluster."""
+    metrics = Metrics("tiny", cluster.fleet)
+    dispatcher = Dispatcher(cluster.fleet, metrics, deadlines or Deadlines(), max_inflight=64)
+    return Backend("tiny", tokenizer, dispatcher, metrics, PromptLimits(400, 32, 24))
+
+
+@pytest.fixture
+async def api(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Api]:
+    """The HTTP API over `cluster`."""
+    backend = make_backend(cluster, tokenizer)
+    app = build_app(backend, max_body_bytes=64 << 10)
+    url = "http://router"
+    async with (
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url) as client,
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http_client,
+    ):
+        openai = AsyncOpenAI(api_key="none", base_url=f"{url}/v1", http_client=http_client, max_retries=0)
+        yield Api(app, cluster, backend, client, openai)

@@ -1,0 +1,233 @@
+"""A small cluster in this process: nodes that follow a script where real ones compute."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hackkv.errors import HackkvError, HandshakeRefused, NodeLost, Overloaded
+from hackkv.types import (
+    Decoded,
+    DecodeEvent,
+    DecodeJob,
+    Fingerprint,
+    Finish,
+    HandedOff,
+    Landed,
+    Logprob,
+    NodeInfo,
+    Prefilled,
+    PrefillEvent,
+    PrefillJob,
+    Receipt,
+    Request,
+    Reserved,
+    Role,
+    Token,
+)
+from router.fleet import Fleet
+
+FINGERPRINT = Fingerprint((("codec", "hack"), ("model", "tiny")))
+PAGE_TOKENS = 16
+Answer = Callable[[Request], list[int]]
+
+
+class Point(StrEnum):
+    """Where a node can be made to stop or fail."""
+
+    PREFILL = "prefill"
+    HANDOFF = "handoff"
+    RESERVE = "reserve"
+    LANDED = "landed"
+    TOKEN = "token"
+    DECODED = "decoded"
+
+
+def info(role: Role, node_id: str = "", **changes: object) -> NodeInfo:
+    """A report; pages only on decode nodes."""
+    node_id = node_id or f"{role}-0"
+    pages = 64 if role is Role.DECODE else 0
+    values: dict[str, object] = {
+        "node_id": node_id, "role": role, "address": node_id, "incarnation": "1", "model": "tiny",
+        "fingerprint": FINGERPRINT, "page_tokens": PAGE_TOKENS, "max_context": 512, "total_pages": pages,
+        "free_pages": pages, "queued_tokens": 0, "running": 0, "waiting": 0,
+    }  # fmt: skip
+    return NodeInfo(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def count_up(request: Request) -> list[int]:
+    """The default script: tokens that depend on the prompt, the seed and the index only, and never end."""
+    base = sum(request.prompt_ids) + 31 * request.sampling.seed
+    return [ord("a") + (base + 7 * index) % 26 for index in range(request.sampling.max_tokens)]
+
+
+@dataclass(slots=True)
+class Script:
+    """What the nodes of a cluster do. `faults` and `gates` are used up as they are met, by node and point."""
+
+    answer: Answer = count_up
+    faults: dict[tuple[str, Point], list[HackkvError]] = field(default_factory=dict)
+    gates: dict[Point, asyncio.Event] = field(default_factory=dict)
+    reached: dict[Point, asyncio.Event] = field(default_factory=lambda: {point: asyncio.Event() for point in Point})
+    fail_at_token: int = 2
+
+    async def meet(self, node_id: str, point: Point) -> None:
+        """Be at a point: say so, wait at its gate, fail if a fault is due."""
+        self.reached[point].set()
+        await asyncio.sleep(0)
+        if gate := self.gates.get(point):
+            await gate.wait()
+        if faults := self.faults.get((node_id, point)):
+            raise faults.pop(0)
+
+    def token(self, request: Request, index: int) -> Token:
+        """Token `index` of the answer."""
+        ids, sampling = self.answer(request), request.sampling
+        finish = None
+        if index + 1 >= sampling.max_tokens:
+            finish = Finish.LENGTH
+        elif index + 1 >= len(ids) and not sampling.ignore_eos:
+            finish = Finish.STOP
+        token_id = ids[index % len(ids)]
+        if sampling.logprobs is None:
+            return Token(index, token_id, finish)
+        top = tuple(Logprob(token_id + other, -0.5 - other) for other in range(sampling.logprobs))
+        return Token(index, token_id, finish, -0.5, top)
+
+
+class ScriptedDecode:
+    """A decode node that follows a script."""
+
+    def __init__(self, node_id: str, script: Script) -> None:
+        self.node_id, self.script = node_id, script
+        self.open: dict[str, asyncio.Future[Receipt]] = {}
+        self.jobs: list[DecodeJob] = []
+
+    async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
+        """Serve a request once `open[transfer_id]` has a receipt."""
+        self.jobs.append(job)
+        landing = self.open[job.transfer_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self.script.meet(self.node_id, Point.RESERVE)
+            yield Reserved()
+            receipt = await landing
+            await self.script.meet(self.node_id, Point.LANDED)
+            yield Landed(receipt)
+            index, finish = 1, None
+            while finish is None:
+                if index == self.script.fail_at_token:
+                    await self.script.meet(self.node_id, Point.TOKEN)
+                token = self.script.token(job.request, index)
+                index, finish = index + 1, token.finish
+                yield token
+            await self.script.meet(self.node_id, Point.DECODED)
+            yield Decoded(queue_s=0.0, decode_s=0.0, attend_s=0.0, approximation_s=0.0)
+        finally:
+            del self.open[job.transfer_id]
+
+    async def describe(self) -> NodeInfo:
+        """Report."""
+        return info(Role.DECODE, self.node_id)
+
+
+class ScriptedPrefill:
+    """A prefill node that follows a script."""
+
+    def __init__(self, node_id: str, script: Script, decode: dict[str, ScriptedDecode]) -> None:
+        self.node_id, self.script, self._decode = node_id, script, decode
+        self.open: dict[str, asyncio.Future[str]] = {}
+        self.jobs: list[PrefillJob] = []
+
+    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
+        """Token 0, then the handoff."""
+        self.jobs.append(job)
+        assigned = self.open[job.transfer_id] = asyncio.get_running_loop().create_future()
+        if job.decode_address:
+            assigned.set_result(job.decode_address)
+        try:
+            await self.script.meet(self.node_id, Point.PREFILL)
+            prompt, wanted = job.request.prompt_ids, job.request.sampling.prompt_logprobs
+            logprobs = tuple(Token(index, prompt[index], None, -1.0) for index in range(1, len(prompt)))
+            token = self.script.token(job.request, 0)
+            yield Prefilled(token, 0.0, 0.0, 0.0, len(prompt), logprobs if wanted is not None else ())
+            if job.handoff and token.finish is None:
+                address = await assigned
+                await self.script.meet(self.node_id, Point.HANDOFF)
+                receipt = receipt_for(job)
+                landing = self._decode[address].open.get(job.transfer_id)
+                if landing is None:
+                    raise HandshakeRefused("unknown transfer")
+                landing.set_result(receipt)
+                yield HandedOff(receipt, 0.0, 0.0, 0)
+        finally:
+            del self.open[job.transfer_id]
+
+    async def assign(self, transfer_id: str, decode_address: str) -> None:
+        """Name the decode node."""
+        if transfer_id not in self.open:
+            raise HandshakeRefused("unknown transfer")
+        self.open[transfer_id].set_result(decode_address)
+
+    async def describe(self) -> NodeInfo:
+        """Report."""
+        return info(Role.PREFILL, self.node_id)
+
+
+def receipt_for(job: PrefillJob) -> Receipt:
+    """Bytes as two bits would need them."""
+    tokens = len(job.request.prompt_ids)
+    return Receipt(job.transfer_id, tokens, (("k_codes", 2 * tokens), ("v_codes", 3 * tokens)), 7, 32 * tokens, 0.0)
+
+
+class Cluster:
+    """A fleet of scripted nodes, reached by their names."""
+
+    def __init__(self, prefill: int = 2, decode: int = 2, pages: int = 64, max_waiting: int = 100) -> None:
+        self.script = Script()
+        self.decode = {f"d{i}": ScriptedDecode(f"d{i}", self.script) for i in range(decode)}
+        self.prefill = {f"p{i}": ScriptedPrefill(f"p{i}", self.script, self.decode) for i in range(prefill)}
+        self.now = 0.0
+        self.fleet = Fleet(
+            self.prefill.__getitem__, self.decode.__getitem__, 3.0, max_waiting=max_waiting, now=lambda: self.now
+        )
+        self._pages = pages
+
+    async def join(self) -> Cluster:
+        """Register every node."""
+        for node_id in self.prefill:
+            await self.fleet.register(info(Role.PREFILL, node_id))
+        for node_id in self.decode:
+            await self.fleet.register(info(Role.DECODE, node_id, total_pages=self._pages, free_pages=self._pages))
+        return self
+
+    def fail(self, node_id: str, point: Point, *errors: HackkvError) -> None:
+        """Make a node fail the next times it gets to a point."""
+        self.script.faults.setdefault((node_id, point), []).extend(errors or (NodeLost(f"{node_id} died"),))
+
+    def overload(self, *node_ids: str) -> None:
+        """Make nodes say once that they have no room."""
+        for node_id in node_ids:
+            point = Point.PREFILL if node_id in self.prefill else Point.RESERVE
+            self.fail(node_id, point, Overloaded("full"))
+
+    def gate(self, point: Point) -> asyncio.Event:
+        """Stop everybody at a point until the returned event is set."""
+        gate = self.script.gates[point] = asyncio.Event()
+        return gate
+
+    def assert_idle(self) -> None:
+        """Nothing is open on any node, and every load counter is back at zero."""
+        assert not any(node.open for node in self.prefill.values())
+        assert not any(node.open for node in self.decode.values())
+        assert [(m.tokens, m.pages, m.requests) for m in self.fleet.members()] == [(0, 0, 0)] * len(
+            self.fleet.members()
+        )
+        assert self.fleet.waiting == 0
+
+
+async def settled(work: Awaitable[None]) -> None:
+    """Wait for work, and for what it left to the event loop."""
+    await work
+    await asyncio.sleep(0)

@@ -1,0 +1,221 @@
+"""Leases, fingerprints, room and the line for it. The clock is a number."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from hackkv.errors import HandshakeRefused, NodeLost, Overloaded, Unavailable
+from hackkv.types import Fingerprint, Role
+from router.fleet import Fleet
+from router.members import Booking
+from tests.router.scripted import Cluster, info
+from transport.base import DecodeNode
+
+
+async def test_a_lease_that_is_not_renewed_ends_and_the_node_may_return(cluster: Cluster) -> None:
+    fleet = cluster.fleet
+    watching = asyncio.create_task(fleet.members(Role.DECODE)[0].watch())
+    cluster.now = 2.9
+    for node_id in ("p0", "p1"):
+        assert (await fleet.register(info(Role.PREFILL, node_id))).ttl_s == 3.0
+    fleet.expire()
+    assert not fleet.missing
+    cluster.now = 3.1
+    fleet.expire()
+    assert fleet.missing == (Role.DECODE,)
+    with pytest.raises(NodeLost, match="d0 lost its lease"):
+        await watching
+    await fleet.register(info(Role.DECODE, "d0"))
+    assert not fleet.missing
+
+
+async def test_a_restarted_node_takes_its_own_place(cluster: Cluster) -> None:
+    before = cluster.fleet.members(Role.DECODE)[0]
+    cluster.fleet.try_book_decode(16)
+    await cluster.fleet.register(info(Role.DECODE, "d0", incarnation="2"))
+    after = next(member for member in cluster.fleet.members(Role.DECODE) if member.node_id == "d0")
+    assert before.gone.is_set()
+    assert after is not before
+    assert (after.pages, after.tokens) == (0, 0)
+
+
+async def test_another_fingerprint_is_refused_with_the_field_until_the_fleet_is_gone(cluster: Cluster) -> None:
+    other = Fingerprint((("codec", "fp16"), ("model", "tiny")))
+    stranger = info(Role.DECODE, "d0", fingerprint=other, incarnation="2")
+    with pytest.raises(HandshakeRefused, match="codec: 'hack' here, 'fp16' at the peer"):
+        await cluster.fleet.register(stranger)
+    cluster.now = 10.0
+    cluster.fleet.expire()
+    await cluster.fleet.register(stranger)
+    assert cluster.fleet.codec == "fp16"
+
+
+async def test_a_single_node_may_change_its_own_fingerprint() -> None:
+    cluster = Cluster(prefill=1, decode=0)
+    await cluster.join()
+    other = Fingerprint((("codec", "fp16"),))
+    await cluster.fleet.register(info(Role.PREFILL, "p0", fingerprint=other, incarnation="2"))
+
+
+@pytest.mark.parametrize("change", [{"max_context": 0}, {"page_tokens": 0}, {"total_pages": 0}])
+async def test_a_senseless_report_is_refused(cluster: Cluster, change: dict[str, int]) -> None:
+    with pytest.raises(HandshakeRefused, match=next(iter(change))):
+        await cluster.fleet.register(info(Role.DECODE, "d0", **change))
+
+
+async def test_static_nodes_are_polled_into_the_fleet() -> None:
+    cluster = Cluster(prefill=1, decode=1)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(cluster.fleet.run(((Role.PREFILL, "p0"), (Role.DECODE, "d0"))))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        running.cancel()
+    assert len(cluster.fleet.members()) == 2
+
+
+async def test_prefill_load_is_counted_and_given_back_once(cluster: Cluster) -> None:
+    first = cluster.fleet.book_prefill(100)
+    second = cluster.fleet.book_prefill(10)
+    third = cluster.fleet.book_prefill(10)
+    assert first.member is not second.member
+    assert third.member is second.member
+    for booking in (first, first, second, third):
+        booking.release()
+    cluster.assert_idle()
+
+
+async def test_room_is_the_report_corrected_by_our_own_bookings() -> None:
+    cluster = await Cluster(decode=1, pages=10).join()
+    booking = cluster.fleet.try_book_decode(16 * 4)
+    assert booking is not None
+    member = booking.member
+    assert member.free_pages == 6
+    await cluster.fleet.register(info(Role.DECODE, "d0", total_pages=10, free_pages=2))  # somebody else holds 4
+    assert member.free_pages == 2
+    booking.release()
+    assert member.free_pages == 6
+
+
+async def test_who_waits_is_served_in_order_and_never_overtaken() -> None:
+    cluster = await Cluster(decode=1, pages=10).join()
+    holder = cluster.fleet.try_book_decode(16 * 10)
+    assert holder is not None
+    served: list[str] = []
+
+    async def wait(name: str, pages: int) -> Booking[DecodeNode]:
+        booking = await cluster.fleet.book_decode(16 * pages)
+        served.append(name)
+        return booking
+
+    async with asyncio.TaskGroup() as tasks:
+        big = tasks.create_task(wait("big", 8))
+        await asyncio.sleep(0)
+        small = tasks.create_task(wait("small", 2))
+        late = tasks.create_task(wait("late", 2))
+        await asyncio.sleep(0)
+        assert cluster.fleet.try_book_decode(16) is None
+        assert cluster.fleet.waiting == 3
+        holder.release()
+        await asyncio.wait([big, small])
+        assert served == ["big", "small"]
+        big.result().release()
+    small.result().release()
+    late.result().release()
+    cluster.assert_idle()
+
+
+@pytest.mark.parametrize("served_first", [False, True])
+async def test_cancelled_waiters_leave_the_line(served_first: bool) -> None:
+    cluster = await Cluster(decode=1, pages=10).join()
+    holder = cluster.fleet.try_book_decode(16 * 10)
+    assert holder is not None
+    waiting = asyncio.create_task(cluster.fleet.book_decode(16 * 10))
+    await asyncio.sleep(0)
+    if served_first:
+        holder.release()  # the room is given to a task that is cancelled before it wakes up
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    holder.release()
+    cluster.assert_idle()
+
+
+async def test_the_line_has_an_end() -> None:
+    cluster = await Cluster(decode=1, pages=1, max_waiting=1).join()
+    holder = cluster.fleet.try_book_decode(16)
+    assert holder is not None
+    waiting = asyncio.create_task(cluster.fleet.book_decode(16))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded) as caught:
+        await cluster.fleet.book_decode(16)
+    assert caught.value.retry_after_s >= 1
+    holder.release()
+    (await waiting).release()
+
+
+async def test_waiters_fail_when_the_last_decode_node_goes() -> None:
+    cluster = await Cluster(decode=1, pages=1).join()
+    assert cluster.fleet.try_book_decode(16)
+    waiting = asyncio.create_task(cluster.fleet.book_decode(16))
+    await asyncio.sleep(0)
+    cluster.now = 10.0
+    cluster.fleet.expire()
+    with pytest.raises(Unavailable):
+        await waiting
+
+
+async def test_a_refusing_node_counts_as_full_until_it_reports() -> None:
+    cluster = await Cluster(decode=1, pages=10).join()
+    booking = cluster.fleet.try_book_decode(16)
+    assert booking is not None
+    booking.refused()
+    booking.release()
+    assert cluster.fleet.try_book_decode(16) is None
+    await cluster.fleet.register(info(Role.DECODE, "d0", total_pages=10, free_pages=10))
+    assert cluster.fleet.try_book_decode(16) is not None
+
+
+async def test_a_failing_node_rests_and_is_then_tried_by_one_request(cluster: Cluster) -> None:
+    fleet = cluster.fleet
+    failed = fleet.book_prefill(1)
+    failed.failed()
+    failed.release()
+    resting = failed.member
+    assert all(fleet.book_prefill(50).member is not resting for _ in range(3))
+    cluster.now = 1.5
+    probe = fleet.book_prefill(1)
+    assert probe.member is resting
+    assert fleet.book_prefill(1).member is not resting  # although its queue is shorter
+    probe.worked()
+    assert fleet.book_prefill(1).member is resting
+
+
+async def test_suspensions_grow_but_never_empty_a_pool() -> None:
+    cluster = await Cluster(prefill=1).join()
+    for _ in range(3):
+        booking = cluster.fleet.book_prefill(1)
+        booking.failed()
+        booking.failed()
+        booking.release()
+        cluster.now = booking.member.health.suspended_until
+    assert cluster.now == 1 + 2 + 4
+
+
+async def test_context_is_the_smallest_and_room_the_largest(cluster: Cluster) -> None:
+    await cluster.fleet.register(replace(info(Role.DECODE, "d0"), max_context=100))
+    await cluster.fleet.register(replace(info(Role.DECODE, "d1"), total_pages=99))
+    assert cluster.fleet.max_context == 100
+    assert cluster.fleet.max_request_tokens == 99 * 16
+
+
+async def test_an_empty_fleet_says_what_is_missing() -> None:
+    fleet = Fleet(lambda _: pytest.fail("no node"), lambda _: pytest.fail("no node"))
+    with pytest.raises(Unavailable, match="no prefill and no decode node"):
+        _ = fleet.max_context
+    with pytest.raises(Unavailable):
+        fleet.try_book_decode(1)
+    with pytest.raises(Unavailable):
+        fleet.book_prefill(1)
