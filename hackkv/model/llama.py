@@ -10,15 +10,18 @@ whom, and where KV lives, is the business of `attend`; nothing here remembers an
 computed in float32 whatever the weights are.
 
 Batch invariance. A float32 matrix product on a CPU may round a row differently depending on how many rows stand beside
-it. Measured (MKL, AVX-512, 1 to 16 threads, hidden 64 to 4096): rows in the last, incomplete group of four come from
-another kernel; with the row count padded to a multiple of four every row is bit-equal for any batch and any place in
-it. `silu` differs too, where threads split the tensor beside a vector boundary; written with `exp` it does not.
-`batch_invariant=True` uses both, so that greedy tokens cannot depend on batching. BF16 products were invariant as they
-are. Rejected: blocks of fixed row count (reads the weights once per block) and float64 (eight times slower).
+it. Measured (MKL's AVX2 and AVX-512 paths, 64 to 2816 inputs): rows in a last, incomplete group of four come from
+another kernel; with the row count padded to a multiple of four every row is bit-equal in any batch, at any place in it.
+`silu` differs too, where threads split the tensor off a vector boundary; written with `exp` it does not.
+`batch_invariant=True` uses both, so that greedy tokens cannot depend on batching; it costs most, about twofold, where
+one row is decoded alone. BF16 products were invariant as they are. The limit: on Intel's AVX-512 path, from 8 threads
+on, MKL splits small products along the inner dimension, differently by shape; up to `INVARIANT_THREADS` it never did.
+Rejected: blocks of fixed row count, which read the weights once per block and would still depend on the thread count.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,12 +31,17 @@ from torch import Tensor
 
 from hackkv.model.config import ModelSpec, Rope
 
+log = logging.getLogger(__name__)
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], all in the model's dtype and after rotation.
 The last dimension is contiguous; the others are strided views of larger tensors."""
 
 ROW_GROUP = 4
 """Rows are padded to a multiple of this when a model is batch invariant; the module docstring says why."""
+
+INVARIANT_THREADS = 4
+"""Compute threads of a process up to which batch invariance was measured to hold on every CPU path of MKL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,8 @@ class Llama:
         self.batch_invariant = batch_invariant
         self.device = weights.embed.device
         self.dtype = weights.embed.dtype
+        if batch_invariant and self.device.type == "cpu" and torch.get_num_threads() > INVARIANT_THREADS:
+            log.warning("batch invariance is not certain beyond %d compute threads", INVARIANT_THREADS)
         self._cos, self._sin = rotation_table(spec.rope, spec.max_context, self.device)
 
     @torch.inference_mode()

@@ -32,7 +32,7 @@ Row: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 
 HEAD = 1024
-"""How many of the largest candidates are sorted first; nearly every draw ends among them."""
+"""How many of the largest candidates are sorted at first; more only if the draw does not end among them."""
 
 
 class SamplerState:
@@ -159,11 +159,11 @@ def draw(row: Row, sampling: Sampling, u: float) -> int:
     total = float(weights.sum())
     nucleus = sampling.top_p < 1
     reach = (sampling.top_p if nucleus else u) * total
-    order = _order(weights, HEAD)
-    cumulative = np.cumsum(weights[order])
-    if cumulative[-1] <= reach:  # the heaviest HEAD candidates do not tell; sort all
-        order = _order(weights, weights.size)
+    for size in (HEAD, 16 * HEAD, weights.size):
+        order = _order(weights, size)
         cumulative = np.cumsum(weights[order])
+        if cumulative[-1] > reach:
+            break
     if nucleus:
         cumulative = cumulative[: int(np.searchsorted(cumulative, reach, side="left")) + 1]
         total = float(cumulative[-1])

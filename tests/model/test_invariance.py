@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hackkv.model import load_model
+from hackkv.model.llama import INVARIANT_THREADS
 from hackkv.model.tiny import Tiny
 
 MakeTiny = Callable[[Tiny], Path]
@@ -20,7 +21,7 @@ def own_value(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) + 0.1 * q
 
 
-@pytest.fixture(params=[1, 2, 3, 8])
+@pytest.fixture(params=[1, 2, 3, INVARIANT_THREADS])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -49,3 +50,14 @@ def test_rows_do_not_depend_on_their_batch(tiny: Tiny, threads: int, make_tiny: 
         part = model.forward(ids[rows], positions[rows], own_value)
         assert torch.equal(part, hidden[rows])
         assert torch.equal(model.logits(part), logits[rows])
+
+
+def test_more_threads_than_measured_are_reported(
+    make_tiny: MakeTiny, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: INVARIANT_THREADS + 1)
+    load_model(make_tiny(Tiny()), "float32")
+    assert "batch invariance is not certain beyond 4 compute threads" in caplog.text
+    caplog.clear()
+    load_model(make_tiny(Tiny()), "bfloat16")
+    assert caplog.text == ""

@@ -126,3 +126,13 @@ def test_rope_variants(extra: dict[str, Any], make_tiny: MakeTiny) -> None:
 def test_half_precision_checkpoints_load_as_float32(make_tiny: MakeTiny) -> None:
     folder = make_tiny(Tiny(dtype=torch.float16))
     assert worst(whole(load_model(folder, "float32"), prompts()), theirs(folder, prompts())) < FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_that_transformers_saved(name: str, make_tiny: MakeTiny, tmp_path: Path) -> None:
+    """Transformers 5 writes config.json in its own, newer words."""
+    folder = make_tiny(Tiny(name))
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(tmp_path)
+    saved, original = load_model(tmp_path, "float32"), load_model(folder, "float32")
+    assert saved.spec.rope == original.spec.rope
+    assert worst(whole(saved, prompts()), whole(original, prompts())) == 0
