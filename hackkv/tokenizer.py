@@ -130,14 +130,16 @@ class Tokenizer:
 class Detokenizer:
     """Turns tokens into text one by one. The pieces put together are the decoded whole.
 
-    Decoders look back (a leading space is dropped only at the very start), so the window that is decoded keeps the
-    last token whose text is out, as context.
+    Decoders look back (a leading space is dropped only at the very start), so the window that is decoded keeps, as
+    context, the tokens of the last whole characters that went out.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._window: list[int] = []
+        self._context = 0
+        """Tokens at the window's start that are there for context only."""
         self._shown = 0
         """Characters of the window's text that are out."""
 
@@ -148,10 +150,11 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._text()
         tail = len(text) - len(text.rstrip(BROKEN))
-        held = tail if len(self._window) <= MAX_HELD else min(tail, MAX_HELD_CHARS)
+        held = tail if len(self._window) - self._context <= MAX_HELD else min(tail, MAX_HELD_CHARS)
         delta = self._show(text, len(text) - held)
         if delta and not held:
-            self._window = [token_id]
+            del self._window[: self._context]
+            self._context = len(self._window)
             self._shown = len(self._text())
         return delta
 
