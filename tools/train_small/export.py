@@ -1,6 +1,8 @@
 """Writes what ships: BF16 weights, tokenizer, held-out text, and the model card with measurements and loss curve."""
 
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -55,7 +57,7 @@ def write_card(log: list[dict[str, Any]], report: dict[str, Any], folder: Path) 
         "parameters": f"{report['parameters'] / 1e6:.2f} million",
         "characters": f"{report['characters'] / 1e6:.1f} million",
         "corpus_tokens": f"{report['corpus_tokens'] / 1e6:.1f} million",
-        "phases": _phases(log),
+        "lengths": _lengths(log),
         "losses": _losses(log),
         "bars": _bars(report),
         "samples": _samples(report["samples"]),
@@ -64,30 +66,28 @@ def write_card(log: list[dict[str, Any]], report: dict[str, Any], folder: Path) 
     (folder / "loss.svg").write_text(_plot(log))
 
 
-def _smooth(log: list[dict[str, Any]], at: int, width: int = 20) -> float:
+def _smooth(log: list[dict[str, Any]], at: int, width: int = 40) -> float:
     window = log[max(0, at - width + 1) : at + 1]
     return float(sum(r["loss"] for r in window) / len(window))
 
 
 def _losses(log: list[dict[str, Any]]) -> str:
-    rows = ["| step | tokens | length | loss |", "|---:|---:|---:|---:|"]
+    rows = ["| step | tokens | loss |", "|---:|---:|---:|"]
     for k in range(1, 17):
         at = max(0, len(log) * k // 16 - 1)
-        record = log[at]
-        rows.append(
-            f"| {record['step']} | {record['tokens'] / 1e6:.1f} M | {record['length']} | {_smooth(log, at):.3f} |"
-        )
+        rows.append(f"| {log[at]['step']} | {log[at]['tokens'] / 1e6:.1f} M | {_smooth(log, at):.3f} |")
     return "\n".join(rows)
 
 
-def _phases(log: list[dict[str, Any]]) -> str:
+def _lengths(log: list[dict[str, Any]]) -> str:
+    """Tokens and minutes spent on rows of each length."""
+    tokens: Counter[int] = Counter()
+    seconds: Counter[int] = Counter()
+    for before, record in itertools.pairwise([{"tokens": 0}, *log]):
+        tokens[record["length"]] += record["tokens"] - before["tokens"]
+        seconds[record["length"]] += record["seconds"]
     rows = ["| length | tokens | minutes |", "|---:|---:|---:|"]
-    before = 0
-    for length in dict.fromkeys(r["length"] for r in log):
-        records = [r for r in log if r["length"] == length]
-        minutes = sum(r["seconds"] for r in records) / 60
-        rows.append(f"| {length} | {(records[-1]['tokens'] - before) / 1e6:.1f} M | {minutes:.0f} |")
-        before = records[-1]["tokens"]
+    rows += [f"| {n} | {tokens[n] / 1e6:.1f} M | {seconds[n] / 60:.0f} |" for n in sorted(tokens)]
     return "\n".join(rows)
 
 
@@ -118,7 +118,7 @@ def _plot(log: list[dict[str, Any]]) -> str:
             (_MARGIN - 4, _MARGIN, "end", f"{top:.1f}"),
             (_MARGIN - 4, floor, "end", "0"),
             (_WIDTH - _MARGIN, floor + 18, "end", f"{right / 1e6:.0f} M tokens"),
-            (_MARGIN, 20, "start", "training loss (weighted, mean of 20 steps)"),
+            (_MARGIN, 20, "start", "training loss (weighted, mean of 40 steps)"),
         )
     )
     return (

@@ -33,12 +33,29 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Until the share `until` of the budget: rows of `length` tokens, kinds of rows drawn by weight from `mix`."""
+class Stream:
+    """A share of the steps: rows of `length` tokens, kinds of rows drawn by weight from `mix`."""
 
-    until: float
+    share: float
     length: int
     mix: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Until the share `until` of the budget, each step draws one of the streams."""
+
+    until: float
+    streams: tuple[Stream, ...]
+
+    def stream(self, draw: float) -> Stream:
+        """The stream that a number in [0, 1) falls on."""
+        place = draw * sum(s.share for s in self.streams)
+        for stream in self.streams:
+            place -= stream.share
+            if place < 0:
+                return stream
+        return self.streams[-1]
 
 
 @dataclass(frozen=True)
@@ -86,5 +103,5 @@ def load(path: Path) -> Settings:
     raw: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())
     corpus, train = raw["corpus"], raw["train"]
     corpus["skip"] = tuple(corpus["skip"])
-    train["phases"] = tuple(Phase(**p) for p in train["phases"])
+    train["phases"] = tuple(Phase(p["until"], tuple(Stream(**s) for s in p["streams"])) for p in train["phases"])
     return Settings(CorpusSettings(**corpus), ModelSettings(**raw["model"]), TrainSettings(**train))

@@ -97,13 +97,14 @@ class Run:
         with (self.folder / "log.jsonl").open("a") as out:
             out.write(json.dumps(record) + "\n")
 
-    def one_step(self, material: rows.Material) -> float:
-        """One optimizer step; gives the weighted mean loss."""
-        settings, phase = self.settings, self.settings.phase(self.progress)
+    def one_step(self, material: rows.Material) -> tuple[int, float]:
+        """One optimizer step; gives the length of its rows and the weighted mean loss."""
+        settings = self.settings
         rng = np.random.default_rng((settings.seed, self.step))
-        count = max(1, settings.batch_tokens // phase.length)
-        ids, weights = rows.batch(rng, material, phase.mix, phase.length, count)
-        micro = max(1, settings.micro_tokens // phase.length)
+        stream = settings.phase(self.progress).stream(rng.random())
+        count = max(1, settings.batch_tokens // stream.length)
+        ids, weights = rows.batch(rng, material, stream.mix, stream.length, count)
+        micro = max(1, settings.micro_tokens // stream.length)
         scale, total = float(weights[:, 1:].sum()), 0.0
         for i in range(0, count, micro):
             ids_part = torch.from_numpy(ids[i : i + micro]).to(self.device)
@@ -119,7 +120,7 @@ class Run:
             optimizer.zero_grad()
         self.step += 1
         self.tokens += ids.size
-        return total
+        return stream.length, total
 
     def stop(self, *_: object) -> None:
         """End after the current step."""
@@ -137,11 +138,10 @@ class Run:
             saved = time.monotonic()
             while self.progress < 1.0 and not self.stopped:
                 begin, before = time.monotonic(), self.tokens
-                loss = self.one_step(material)
+                length, loss = self.one_step(material)
                 spent = time.monotonic() - begin
                 share = (self.tokens - before) / settings.tokens
                 self.progress += max(share, spent / 60 / settings.minutes)
-                length = settings.phase(self.progress).length
                 bar.update(task, completed=self.progress, description=f"length {length}, loss {loss:.3f}")
                 self.log(
                     {"step": self.step, "tokens": self.tokens, "progress": round(self.progress, 5)}
