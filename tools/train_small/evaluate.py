@@ -34,6 +34,8 @@ PROMPTS = (
 CHATS = (
     "Repeat this text:\nThe quick method returns a list of strings.",
     "Continue this text:\n    def __repr__(self):\n        return",
+    "Return an iterator over the lines.\n# note: green window = local random string\n"
+    "The default encoding is used.\nWhat is the note green window?",
 )
 
 
@@ -72,11 +74,12 @@ def score(subject: Subject, examples: list[Example], name: str) -> dict[str, flo
     return {"tokens": float(right.float().mean()), "exact": float(right.all(1).float().mean()), "n": len(examples)}
 
 
-def complete(subject: Subject, prompt: str, tokens: int = 80) -> str:
-    """Greedy completion."""
+def complete(subject: Subject, prompt: str, greedy: bool, tokens: int = 64) -> str:
+    """Greedy, or sampled as generation_config.json proposes."""
     ids = subject.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None} if greedy else {}
     out = subject.model.generate(  # type: ignore[misc]
-        ids, max_new_tokens=tokens, do_sample=False, pad_token_id=1
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, pad_token_id=1, **choice
     )
     return str(subject.tokenizer.decode(out[0, ids.shape[1] :]))
 
@@ -98,13 +101,13 @@ def measure(subject: Subject, trials: int) -> dict[str, Any]:
 
 
 def samples(subject: Subject) -> list[dict[str, str]]:
-    """Greedy completions of fixed prompts and of two chats."""
+    """Completions of fixed prompts, sampled from a fixed seed, and of chats, greedily."""
+    torch.manual_seed(0)
+    plain = [{"prompt": p, "completion": complete(subject, p, greedy=False)} for p in PROMPTS]
     chats = [
-        str(
-            subject.tokenizer.apply_chat_template(
-                [{"role": "user", "content": c}], tokenize=False, add_generation_prompt=True
-            )
+        subject.tokenizer.apply_chat_template(
+            [{"role": "user", "content": c}], tokenize=False, add_generation_prompt=True
         )
         for c in CHATS
     ]
-    return [{"prompt": p, "completion": complete(subject, p)} for p in (*PROMPTS, *chats)]
+    return plain + [{"prompt": str(c), "completion": complete(subject, str(c), greedy=True)} for c in chats]

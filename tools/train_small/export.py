@@ -22,7 +22,12 @@ def write_model(run: Run, tokenizer: PreTrainedTokenizerFast, folder: Path) -> N
     folder.mkdir(parents=True, exist_ok=True)
     model = run.model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        bos_token_id=0, eos_token_id=model.config.eos_token_id, pad_token_id=1, do_sample=False
+        bos_token_id=0,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=1,
+        do_sample=True,
+        temperature=0.6,
+        top_p=0.9,
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
