@@ -128,7 +128,10 @@ class CompletionRenderer:
         logprobs = None
         if self._body.logprobs is not None:
             logprobs = self._logprobs(choice, tokens, prompt_tokens)
-        return {"text": text, "index": choice.index, "logprobs": logprobs, "finish_reason": finish}
+        answer = {"text": text, "index": choice.index, "logprobs": logprobs, "finish_reason": finish}
+        if self._body.return_token_ids:
+            answer["token_ids"] = [token.token_id for token in tokens]
+        return answer
 
     def _logprobs(
         self, choice: Choice, tokens: list[Token], prompt_tokens: tuple[Token, ...] | None

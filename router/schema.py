@@ -72,6 +72,10 @@ def _parse_bias(value: object) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(bias.items()))
 
 
+def _parse_list(value: object) -> object:
+    return () if value is None else tuple(value) if isinstance(value, list) else value
+
+
 class Strict(BaseModel):
     """A JSON object in which a misspelt key is an error."""
 
@@ -112,7 +116,7 @@ class Generate(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=10), _not_none(1.0)] = 1.0
     min_tokens: Annotated[int, Field(ge=0, le=1 << 30), _not_none(0)] = 0
     ignore_eos: Annotated[bool, _not_none(False)] = False
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], _not_none(())] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], BeforeValidator(_parse_list)] = ()
     skip_special_tokens: Annotated[bool, _not_none(True)] = True
     return_stages: Annotated[bool, _not_none(False)] = False
 
@@ -136,6 +140,8 @@ class CompletionRequest(Generate):
     echo: Annotated[bool, _not_none(False)] = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(default=None, ge=1, le=MAX_N)
+    return_token_ids: Annotated[bool, _not_none(False)] = False
+    """Adds `token_ids`, the output's token ids, to each choice or streamed delta."""
     add_special_tokens: Annotated[bool, _not_none(True)] = True
     suffix: Annotated[Any, _neutral("")] = None
 

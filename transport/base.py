@@ -26,7 +26,8 @@ from hackkv.types import (
 
 Deliver = Callable[[Handoff, AsyncIterator[KvFrame | HandoffEnd]], Awaitable[Receipt]]
 """The receiving room's side of a wire. It raises `HandshakeRefused` before it asks for the first frame, or it starts to
-read; the wire tells the sender to go on when the first frame is asked for. Reading slowly is the back-pressure."""
+read; the wire tells the sender to go on when the first frame is asked for. Reading slowly is the back-pressure. A lost
+sender shows as `NodeLost` at the next frame; the room then has the wire's frame timeout to return."""
 
 
 class KvSender(Protocol):
@@ -35,8 +36,9 @@ class KvSender(Protocol):
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Send one handoff; return when the receiver has committed it.
 
-        `frames` is not touched before the receiver has accepted the handshake. Raises `HandshakeRefused`,
-        `FrameRefused` (the receiver's verdict, word for word) or `NodeLost`.
+        `frames` is not touched before the receiver has accepted the handshake, and is closed at the end if it is a
+        generator; what it raises comes out of here. Raises `HandshakeRefused`, `FrameRefused` (the receiver's verdict,
+        word for word), `NodeLost`, or `DeadlineExceeded` when the receiver stalls.
         """
         ...
 

@@ -43,7 +43,7 @@ async def stay_member(router: str, describe: Callable[[], Awaitable[NodeInfo]], 
 
 
 async def keep_registered(registry: Registry, describe: Callable[[], Awaitable[NodeInfo]]) -> None:
-    """Renew the lease three times per term, for ever. Raises `HandshakeRefused` when the fleet serves something else."""
+    """Renew the lease three times per term, forever. Raises `HandshakeRefused` if the fleet serves something else."""
     registered = False
     while True:
         try:

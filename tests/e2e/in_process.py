@@ -1,0 +1,121 @@
+"""A whole cluster in one process: the real router over real sockets, real nodes, and the wire of one's choice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+
+from decode_node.service import DecodeService
+from hackkv.config import ListenConfig
+from hackkv.model.worker import Worker
+from hackkv.types import NodeIdentity, NodeInfo
+from prefill_node.service import PrefillService
+from router.config import RouterConfig
+from router.service import serve
+from transport.base import KvListener
+from transport.channels import ChannelPool
+from transport.grpc_wire import GrpcListener, GrpcSender
+from transport.inproc_wire import InprocNetwork
+from transport.rpc_client import RegistryClient
+from transport.rpc_server import RpcServer
+
+NUM_PAGES = 512
+
+
+@contextlib.asynccontextmanager
+async def in_process_cluster(
+    folder: Path, worker: Worker, wire: str, chunk_pages: int, *, num_prefill: int = 2, num_decode: int = 2
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Run router and nodes on this event loop; yields a client of the router's HTTP API.
+
+    Control calls always go over gRPC; `wire` says how KV travels. Nodes register once; the lease outlives a test.
+    """
+    stop = asyncio.Event()
+    announced = _Announcements()
+    config = RouterConfig(listen=ListenConfig(), control=ListenConfig(), model=folder, lease_ttl_s=3600.0)
+    async with contextlib.AsyncExitStack() as stack:
+        with contextlib.redirect_stdout(announced):
+            router = asyncio.create_task(serve(config, stop))
+            ready = await announced.first(router)
+        stack.push_async_callback(_finish, router, stop)
+        channels = ChannelPool()
+        stack.push_async_callback(channels.close)
+        registry = RegistryClient(ready["control"], channels)
+        network = InprocNetwork(frame_timeout_s=30)
+        for i in range(num_decode):
+            await registry.register(await _decode_node(stack, f"decode-{i}", worker, wire, network))
+        for i in range(num_prefill):
+            await registry.register(await _prefill_node(stack, f"prefill-{i}", worker, wire, network, chunk_pages))
+        yield await stack.enter_async_context(httpx.AsyncClient(base_url=ready["http"], timeout=60))
+
+
+async def _prefill_node(
+    stack: contextlib.AsyncExitStack, name: str, worker: Worker, wire: str, network: InprocNetwork, chunk_pages: int
+) -> NodeInfo:
+    sender = GrpcSender() if wire == "grpc" else network.sender()
+    stack.push_async_callback(sender.close)
+    server = RpcServer("127.0.0.1", 0)
+    address = await server.start()
+    node = PrefillService(
+        NodeIdentity(name, address, "1"),
+        worker,
+        sender,
+        num_pages=NUM_PAGES,
+        chunk_tokens=chunk_pages * worker.layout.page_tokens,
+        outbox_bytes=1 << 30,
+    )
+    server.add_prefill(node)
+    stack.push_async_callback(node.close)
+    stack.push_async_callback(server.close)
+    return await node.describe()
+
+
+async def _decode_node(
+    stack: contextlib.AsyncExitStack, name: str, worker: Worker, wire: str, network: InprocNetwork
+) -> NodeInfo:
+    server = RpcServer("127.0.0.1", 0)
+    address = await server.start()
+    node = DecodeService(NodeIdentity(name, address, "1"), worker, num_pages=NUM_PAGES, max_sequences=32, max_batch=16)
+    server.add_decode(node)
+    # The in-process network uses the control address as a mere name.
+    listener: KvListener = GrpcListener(server, frame_timeout_s=30) if wire == "grpc" else network.listener(address)
+    await listener.serve(node.inbox.deliver)
+    stack.push_async_callback(node.close)
+    stack.push_async_callback(server.close)
+    stack.push_async_callback(listener.close)
+    return await node.describe()
+
+
+async def _finish(router: asyncio.Task[None], stop: asyncio.Event) -> None:
+    stop.set()
+    await router
+
+
+class _Announcements:
+    """Standard output of the router, up to its announcement."""
+
+    def __init__(self) -> None:
+        self._line: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+
+    def write(self, text: str) -> int:
+        """Take what `print` writes."""
+        if text.strip():
+            self._line.set_result(json.loads(text)["ready"])
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    async def first(self, router: asyncio.Task[None]) -> dict[str, str]:
+        """The announcement; raises what the router raised if it failed before."""
+        router.add_done_callback(self._router_ended)
+        return await self._line
+
+    def _router_ended(self, router: asyncio.Task[None]) -> None:
+        if not self._line.done():
+            self._line.set_exception(router.exception() or RuntimeError("the router ended before it was ready"))
