@@ -12,6 +12,7 @@ Two small machines turn a growing list of ids into text that can be sent as it c
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from hackkv.errors import CheckpointError, RequestError
 
@@ -32,6 +34,12 @@ MAX_HELD = 32
 
 MAX_HELD_CHARS = 3
 """A UTF-8 character is at most 4 bytes, so at most 3 replacement characters at the end can still change."""
+
+_RESERVED = frozenset({"messages"}).union(
+    inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters,
+    inspect.signature(render_jinja_template).parameters,
+)
+"""Arguments of transformers' own functions: clients must not reach them (`chat_template` would run their template)."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -85,6 +93,8 @@ class Tokenizer:
 
         Raises `RequestError` if there is no chat template or if it refuses the conversation.
         """
+        if taken := _RESERVED & (template_arguments or {}).keys():
+            raise RequestError(f"{min(taken)} may not be given to the chat template", param="chat_template_kwargs")
         if not self.has_chat_template:
             raise RequestError(
                 f"{self.folder.name} has no chat template (no chat_template.jinja, none in tokenizer_config.json); "

@@ -31,6 +31,9 @@ from router.fleet import Fleet
 
 FINGERPRINT = Fingerprint((("codec", "hack"), ("model", "tiny")))
 PAGE_TOKENS = 16
+LETTER_A = 67
+"""Id of "a" in the tokenizer of conftest.py."""
+
 Answer = Callable[[Request], list[int]]
 
 
@@ -58,9 +61,9 @@ def info(role: Role, node_id: str = "", **changes: object) -> NodeInfo:
 
 
 def count_up(request: Request) -> list[int]:
-    """The default script: tokens that depend on the prompt, the seed and the index only, and never end."""
+    """The default script: letters that depend on the prompt, the seed and the index only, and never end."""
     base = sum(request.prompt_ids) + 31 * request.sampling.seed
-    return [ord("a") + (base + 7 * index) % 26 for index in range(request.sampling.max_tokens)]
+    return [LETTER_A + (base + 7 * index) % 26 for index in range(request.sampling.max_tokens)]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,466 @@
+"""The HTTP API over a scripted cluster: what is served, what is refused, and how."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from hackkv.errors import HackkvError, NodeLost, NonFiniteError, Overloaded
+from hackkv.tokenizer import Tokenizer
+from hackkv.types import Request
+from router.app import build_app
+from router.attempt import Deadlines
+from tests.router.conftest import Api, make_backend
+from tests.router.scripted import Cluster, Point
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def say(api: Api, text: str) -> None:
+    """Make the cluster answer every request with a text."""
+    ids = api.backend.tokenizer.encode(text)
+    api.cluster.script.answer = lambda request: ids
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of a stream's events."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    data = [line.removeprefix("data: ") for line in lines]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+def check_error(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The envelope of an error."""
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    return error
+
+
+# What is served -------------------------------------------------------------------------------------------------------
+
+
+async def test_text_comes_back_whole(api: Api) -> None:
+    ids = [*api.backend.tokenizer.encode("over the lazy dog"), 1]  # 1 is </s>, which has no text
+    api.cluster.script.answer = lambda request: ids
+    answer = (await api.http.post(COMPLETIONS, json={"prompt": "the quick", "max_tokens": 50})).json()
+    assert answer["choices"] == [{"text": "over the lazy dog", "index": 0, "logprobs": None, "finish_reason": "stop"}]
+    assert answer["object"] == "text_completion"
+    api.cluster.assert_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"),
+    [("lazy", "over the ", "stop"), (["zz", "he l"], "over t", "stop"), ("cat", "over the lazy dogdog", "length")],
+)
+async def test_stop_strings_are_found_across_tokens(
+    api: Api, stop: object, text: str, reason: str, stream: bool
+) -> None:
+    say(api, "over the lazy dogdog")
+    length = len(api.backend.tokenizer.encode("over the lazy dogdog"))
+    body = {"prompt": "x", "max_tokens": length, "stop": stop, "stream": stream}
+    response = await api.http.post(COMPLETIONS, json=body)
+    choices = [event["choices"][0] for event in events(response)[:-1]] if stream else response.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == text
+    assert choices[-1]["finish_reason"] == reason
+    api.cluster.assert_idle()
+
+
+async def test_stop_strings_wait_for_min_tokens(api: Api) -> None:
+    say(api, "aaaaaaaa")
+    count = len(api.backend.tokenizer.encode("aaaaaaaa"))
+    body = {"prompt": "x", "max_tokens": count, "stop": "a", "min_tokens": 3}
+    answer = (await api.http.post(COMPLETIONS, json=body)).json()
+    assert answer["usage"]["completion_tokens"] == 4
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_stream_is_one_event_per_token_with_usage_at_the_end(api: Api) -> None:
+    body = {"prompt": "x", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
+    data = events(await api.http.post(COMPLETIONS, json=body))
+    assert len(data) == 5 + 2
+    assert all(event["usage"] is None for event in data[:5])
+    assert data[5]["choices"] == []
+    assert data[5]["usage"] == {"prompt_tokens": 1, "completion_tokens": 5, "total_tokens": 6}
+    assert data[6] == "[DONE]"
+
+
+async def test_batches_and_n_are_numbered_and_counted(api: Api) -> None:
+    body = {"prompt": ["a", "zw"], "n": 2, "max_tokens": 3, "seed": 5, "temperature": 0}
+    answer = (await api.http.post(COMPLETIONS, json=body)).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+    seeds = sorted(job.request.sampling.seed for node in api.cluster.prefill.values() for job in node.jobs)
+    assert seeds == [5, 5, 6, 6]
+
+
+async def test_two_equal_prompts_count_twice(api: Api) -> None:
+    answer = (await api.http.post(COMPLETIONS, json={"prompt": ["a", "a"], "max_tokens": 1})).json()
+    assert answer["usage"]["prompt_tokens"] == 2
+
+
+async def test_echo_with_logprobs_scores_the_prompt(api: Api) -> None:
+    body = {"prompt": "xyz", "max_tokens": 0, "echo": True, "logprobs": 1}
+    answer = (await api.http.post(COMPLETIONS, json=body)).json()
+    choice = answer["choices"][0]
+    assert choice["text"] == "xyz"
+    assert choice["logprobs"]["tokens"] == ["x", "y", "z"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_repeats_the_prompt_first(api: Api, stream: bool) -> None:
+    say(api, "dog!")
+    ids = api.backend.tokenizer.encode("dog!")
+    body = {"prompt": ids, "max_tokens": len(ids), "echo": True, "logprobs": 0, "stream": stream}
+    response = await api.http.post(COMPLETIONS, json=body)
+    choices = [event["choices"][0] for event in events(response)[:-1]] if stream else response.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "dog!dog!"
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    assert [len("".join(tokens[:index])) for index in range(len(tokens))] == offsets
+
+
+async def test_every_sampling_field_reaches_the_nodes(api: Api) -> None:
+    body = {
+        "prompt": "x", "max_tokens": 3, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": -4,
+        "presence_penalty": 1.5, "frequency_penalty": -1, "repetition_penalty": 1.25, "logit_bias": {"5": 10, "4": -1},
+        "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9], "logprobs": 2,
+    }  # fmt: skip
+    assert (await api.http.post(COMPLETIONS, json=body)).status_code == 200
+    sampling = api.cluster.prefill["p0"].jobs[0].request.sampling
+    for name, value in {**body, "logit_bias": ((4, -1.0), (5, 10.0)), "stop_token_ids": (9,)}.items():
+        if name != "prompt":
+            assert getattr(sampling, name) == value
+
+
+async def test_null_means_default(api: Api) -> None:
+    names = ["n", "stop", "temperature", "top_p", "top_k", "seed", "stream", "logit_bias", "echo", "best_of", "suffix"]
+    body = {"prompt": "x", "model": None, **dict.fromkeys(names)}
+    assert (await api.http.post(COMPLETIONS, json=body)).json()["usage"]["completion_tokens"] == 16
+
+
+async def test_neutral_values_of_unsupported_fields_pass(api: Api) -> None:
+    body = {
+        "messages": MESSAGES, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "audio": None,
+        "modalities": ["text"], "store": False, "user": "u", "metadata": {"a": "b"}, "service_tier": "auto",
+        "functions": None, "parallel_tool_calls": True, "max_completion_tokens": 2,
+    }  # fmt: skip
+    assert (await api.http.post(CHAT, json=body)).status_code == 200
+    assert (await api.http.post(COMPLETIONS, json={"prompt": "x", "best_of": 1, "suffix": ""})).status_code == 200
+
+
+async def test_chat_uses_the_template_and_its_own_default_length(api: Api) -> None:
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "kind"}]},
+        {"role": "user", "content": "hi", "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ]
+    answer = (await api.http.post(CHAT, json={"messages": messages})).json()
+    assert answer["usage"]["completion_tokens"] == 24
+    prompt = api.backend.tokenizer.decode(api.cluster.prefill["p0"].jobs[0].request.prompt_ids, False)
+    assert prompt == "<|turn|>system:be\nkind<|turn|>user:hi<|turn|>assistant:<|turn|>assistant:"
+
+
+async def test_the_default_length_is_cut_to_the_context(api: Api) -> None:
+    answer = (await api.http.post(COMPLETIONS, json={"prompt": [97] * 400})).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    answer = (await api.http.post(CHAT, json={"messages": [{"role": "user", "content": "\u0001" * 370}]})).json()
+    assert answer["usage"]["completion_tokens"] == 24
+
+
+async def test_stages_come_back_and_sum_to_the_total(api: Api) -> None:
+    body = {"prompt": "xyz", "max_tokens": 4, "return_stages": True}
+    report = (await api.http.post(COMPLETIONS, json=body)).json()["hackkv"]
+    assert sum(report["stages"].values()) == pytest.approx(report["total_s"])
+    assert report["kv"] == {
+        "bytes_by_plane": {"k_codes": 6, "v_codes": 9}, "header_bytes": 7, "fp16_bytes": 96,
+        "ratio": pytest.approx(22 / 96), "tokens": 3,
+    }  # fmt: skip
+    assert (report["prefill_node"], report["decode_node"], report["attempts"]) == ("p0", "d0", 1)
+    data = events(await api.http.post(CHAT, json={"messages": MESSAGES, "stream": True, "return_stages": True}))
+    assert data[-2]["choices"] == []
+    assert data[-2]["hackkv"]["attempts"] == 1
+
+
+async def test_an_empty_prompt_is_bos(api: Api) -> None:
+    prompts: list[Any] = ["", [], [[]], [""]]
+    for prompt in prompts:
+        assert (await api.http.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1})).status_code == 200
+    jobs = [job for node in api.cluster.prefill.values() for job in node.jobs]
+    assert {job.request.prompt_ids for job in jobs} == {(api.backend.tokenizer.bos_id,)}
+
+
+async def test_special_tokens_can_be_shown(api: Api) -> None:
+    api.cluster.script.answer = lambda request: [2, 2, 2, 2]
+    for skip, text in ((True, ""), (False, "<|turn|><|turn|>")):
+        body = {"prompt": "x", "max_tokens": 2, "skip_special_tokens": skip}
+        assert (await api.http.post(COMPLETIONS, json=body)).json()["choices"][0]["text"] == text
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ({"prompt": "x", "max_tokenz": 3}, "max_tokenz"),
+    ({"max_tokens": 3}, "prompt"),
+    ({"prompt": 7}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [[1], "a"]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [99999]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature"),
+    ({"prompt": "x", "temperature": -1}, "temperature"),
+    ({"prompt": "x", "temperature": 3}, "temperature"),
+    ({"prompt": "x", "top_p": 0}, "top_p"),
+    ({"prompt": "x", "n": 0}, "n"),
+    ({"prompt": ["x"] * 20, "n": 2}, "n"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "x", "stop": [""]}, "stop"),
+    ({"prompt": "x", "stop": 5}, "stop"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
+    ({"prompt": "x", "logprobs": 99}, "logprobs"),
+    ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "x", "stream": True, "stream_options": {"what": 1}}, "stream_options.what"),
+    ({"prompt": "x", "seed": 1 << 63}, "seed"),
+    ({"prompt": "x", "store": True}, "store"),
+    ({"prompt": "x", "stream": "yes"}, "stream"),
+    ({"prompt": [97] * 401}, "prompt"),
+    ({"prompt": "x", "max_tokens": 512}, "prompt"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "\u0001" * 401}]}, "messages"),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": MESSAGES, "functions": [{}]}, "functions"),
+    ({"messages": MESSAGES, "audio": {}}, "audio"),
+    ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities"),
+    ({"messages": MESSAGES, "prediction": {}}, "prediction"),
+    ({"messages": MESSAGES, "web_search_options": {}}, "web_search_options"),
+    ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
+    ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=lambda value: json.dumps(value)[:60])
+async def test_a_bad_field_is_a_400_that_names_it(api: Api, body: dict[str, Any], param: str) -> None:
+    error = check_error(await api.http.post(CHAT if "messages" in body else COMPLETIONS, json=body), 400)
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"] or "").startswith(param), error
+    api.cluster.assert_idle()
+
+
+async def test_an_over_long_prompt_is_told_the_counts(api: Api) -> None:
+    error = check_error(await api.http.post(COMPLETIONS, json={"prompt": [97] * 390, "max_tokens": 200}), 400)
+    assert "390" in error["message"]
+    assert "200" in error["message"]
+    assert "512" in error["message"]
+
+
+NOT_OBJECTS = [b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b'{"prompt": "\\ud800"}', b'{"a":NaN}']
+
+
+@pytest.mark.parametrize("body", NOT_OBJECTS)
+async def test_what_is_not_a_json_object_is_a_400(api: Api, body: bytes) -> None:
+    check_error(await api.http.post(COMPLETIONS, content=body), 400)
+
+
+async def test_routes_methods_and_models_that_do_not_exist(api: Api) -> None:
+    assert check_error(await api.http.get("/v2/nothing"), 404)["code"] == "not_found"
+    assert check_error(await api.http.get(COMPLETIONS), 405)["code"] == "method_not_allowed"
+    error = check_error(await api.http.post(COMPLETIONS, json={"prompt": "x", "model": "gpt-5"}), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    check_error(await api.http.get("/v1/models/gpt-5"), 404)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_over_the_cap_is_a_413_also_when_chunked(api: Api, chunked: bool) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(9):
+            yield b" " * 8192
+
+    content = parts() if chunked else b" " * 9 * 8192
+    check_error(await api.http.post(COMPLETIONS, content=content), 413)
+
+
+async def test_a_body_that_never_ends_is_a_408(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    app = build_app(make_backend(cluster, tokenizer), body_s=0.01)
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        check_error(await client.post(COMPLETIONS, content=parts()), 408)
+
+
+async def test_the_key_guards_everything_but_the_probes(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    app = build_app(make_backend(cluster, tokenizer), api_keys=("secret", "other"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        for path in ("/live", "/ready", "/health"):
+            assert (await client.get(path)).status_code == 200
+        for path in ("/metrics", "/version", "/v1/models", "/openapi.json", "/nothing"):
+            for key in ("", "Bearer wrong", "secret", "Bearer sécret"):
+                response = await client.get(path, headers=[(b"authorization", key.encode())])
+                assert response.headers["www-authenticate"] == "Bearer"
+                check_error(response, 401)
+        for key in ("secret", "other"):
+            assert (await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code == 200
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+FAILURES = [(NodeLost("gone"), 502), (NonFiniteError("NaN in layer 3"), 500), (Overloaded("full", 7.2), 429)]
+
+
+@pytest.mark.parametrize(("error", "status"), FAILURES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_before_the_first_token_has_a_status(
+    api: Api, error: HackkvError, status: int, stream: bool
+) -> None:
+    for node_id in ("p0", "p1"):
+        api.cluster.fail(node_id, Point.PREFILL, error)
+    response = await api.http.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
+    assert str(error) in check_error(response, status)["message"]
+    if status == 429:
+        assert response.headers["retry-after"] == "8"
+    api.cluster.assert_idle()
+
+
+async def test_a_failure_after_the_first_token_ends_the_stream_with_an_error_event(api: Api) -> None:
+    for node_id in ("d0", "d1"):
+        api.cluster.fail(node_id, Point.TOKEN, NodeLost("gone"))
+    data = events(await api.http.post(COMPLETIONS, json={"prompt": "x", "stream": True, "max_tokens": 9}))
+    assert [len(event.get("choices", [])) for event in data] == [1, 1, 0]
+    assert data[-1]["error"]["code"] == "node_lost"
+    api.cluster.assert_idle()
+
+
+async def test_a_retry_is_invisible_but_in_the_report(api: Api) -> None:
+    body = {"prompt": "x", "max_tokens": 6, "seed": 1, "return_stages": True}
+    calm = (await api.http.post(COMPLETIONS, json=body)).json()
+    api.cluster.fail("d1", Point.TOKEN)
+    api.cluster.fail("d0", Point.TOKEN)
+    api.cluster.script.faults[("d0", Point.TOKEN)].clear()
+    shaken = (await api.http.post(COMPLETIONS, json=body)).json()
+    assert shaken["choices"] == calm["choices"]
+    assert (calm["hackkv"]["attempts"], shaken["hackkv"]["attempts"]) == (1, 2)
+
+
+async def test_a_deadline_is_a_504(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    cluster.gate(Point.PREFILL)
+    app = build_app(make_backend(cluster, tokenizer, Deadlines(prefill_s=0.01)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        check_error(await client.post(COMPLETIONS, json={"prompt": "x"}), 504)
+    cluster.assert_idle()
+
+
+async def test_a_bug_is_a_500_that_gives_nothing_away(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    def bug(request: Request) -> list[int]:
+        raise ZeroDivisionError("secret")
+
+    cluster.script.answer = bug
+    transport = httpx.ASGITransport(build_app(make_backend(cluster, tokenizer)), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        assert "secret" not in check_error(await client.post(COMPLETIONS, json={"prompt": "x"}), 500)["message"]
+    cluster.assert_idle()
+
+
+async def test_readiness_names_what_is_missing(api: Api) -> None:
+    assert (await api.http.get("/ready")).json()["status"] == "ready"
+    api.cluster.now = 10.0
+    api.cluster.fleet.expire()
+    for path in ("/ready", "/health"):
+        response = await api.http.get(path)
+        assert response.status_code == 503
+        assert response.json()["missing"] == ["prefill", "decode"]
+    assert (await api.http.get("/live")).status_code == 200
+    response = await api.http.post(COMPLETIONS, json={"prompt": "x"})
+    check_error(response, 503)
+    assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("point", [Point.PREFILL, Point.RESERVE, Point.HANDOFF, Point.TOKEN])
+async def test_a_client_that_leaves_stops_both_legs(api: Api, point: Point, stream: bool) -> None:
+    api.cluster.gate(point)
+    gone, sent = asyncio.Event(), []
+    body = json.dumps({"prompt": "x", "max_tokens": 9, "stream": stream}).encode()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if incoming:
+            return incoming.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(), "root_path": "", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "client": ("c", 1), "server": ("s", 1),
+    }  # fmt: skip
+    serving = asyncio.ensure_future(api.app(scope, receive, send))
+    await api.cluster.script.reached[point].wait()
+    gone.set()
+    await serving
+    api.cluster.assert_idle()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    page = api.backend.metrics.render().decode()
+    assert 'hackkv_requests_total{outcome="cancelled"} 1.0' in page
+    assert "hackkv_router_inflight 0.0" in page
+    statuses = [message["status"] for message in sent if message["type"] == "http.response.start"]
+    assert statuses == ([200] if stream and point in (Point.HANDOFF, Point.TOKEN) else [499])
+
+
+async def test_metrics_have_help_and_the_transfer_is_proven(api: Api) -> None:
+    await api.http.post(COMPLETIONS, json={"prompt": "xyz", "max_tokens": 4})
+    page = (await api.http.get("/metrics")).text
+    for line in (
+        'hackkv_kv_transfer_bytes_total{codec="hack",plane="k_codes"} 6.0',
+        'hackkv_kv_transfer_bytes_total{codec="hack",plane="header"} 7.0',
+        'hackkv_kv_transfer_fp16_bytes_total{codec="hack"} 96.0',
+        "hackkv_kv_transfer_tokens_total 3.0",
+        "hackkv_prompt_tokens_recomputed_total 0.0",
+        'hackkv_kv_pages{node="d0",role="decode",state="free"} 64.0',
+        'hackkv_requests_total{outcome="length"} 1.0',
+        'hackkv_nodes{role="decode"} 2.0',
+        'vllm:prompt_tokens_total{model_name="tiny"} 3.0',
+        'vllm:generation_tokens_total{model_name="tiny"} 4.0',
+        'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+        'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0',
+        'vllm:inter_token_latency_seconds_count{model_name="tiny"} 3.0',
+        'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0',
+    ):
+        assert line in page
+    helped = {line.split()[2] for line in page.splitlines() if line.startswith("# HELP") and len(line.split()) > 3}
+    typed = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
+    assert typed <= helped
