@@ -1,0 +1,197 @@
+"""Real nodes on a tiny FP32 checkpoint, joined by a wire within one process: where the tests of both nodes start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from decode_node.service import DecodeService
+from hackkv.codec import Batch, LayerPages
+from hackkv.codecs.fp16 import Fp16Codec
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model.llama import Llama
+from hackkv.model.tiny import Tiny, write_tiny
+from hackkv.model.worker import Worker, load_worker
+from hackkv.types import (
+    Decoded,
+    DecodeJob,
+    HandedOff,
+    Landed,
+    NodeIdentity,
+    Prefilled,
+    PrefillJob,
+    Request,
+    Reserved,
+    Sampling,
+    Token,
+)
+from prefill_node.service import PrefillService
+from transport.closing import closing
+from transport.wires import WIRES
+
+PI = 32
+TIMEOUT_S = 30.0
+
+
+@cache
+def tiny_worker(codec: str = "hack", page_tokens: int = PI, layers: int = 2, **settings: int | str | bool) -> Worker:
+    """A two-layer FP32 model with 4 query and 2 KV heads of 64 channels."""
+    with TemporaryDirectory() as folder:
+        path = write_tiny(Path(folder), Tiny(layers=layers, max_context=1024))
+        return load_worker(
+            ModelConfig(path=str(path), dtype="float32"),
+            CodecConfig(name=codec, settings={"page_tokens": page_tokens, **settings}),
+        )
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    """Token ids 3..499: no special tokens, and the ids from 500 on stay free for tokens that a test poisons."""
+    return tuple(torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def greedy(name: str, prompt_ids: tuple[int, ...], max_tokens: int, **sampling: object) -> Request:
+    """A request whose output is a function of the model alone."""
+    return Request(name, prompt_ids, replace(Sampling(0, max_tokens, temperature=0.0), **sampling))  # type: ignore[arg-type]
+
+
+def poisoned(worker: Worker, token_id: int) -> Worker:
+    """The same model, but K and V of `token_id` are NaN from the first layer on."""
+    weights = worker.model.weights
+    embed = weights.embed.clone()
+    embed[token_id] = torch.nan
+    return replace(worker, model=Llama(worker.model.spec, replace(weights, embed=embed), batch_invariant=True))
+
+
+def unspeakable(worker: Worker, token_id: int) -> Worker:
+    """The same model, but logits after `token_id` are not finite, though every K and V is: only the last feed-forward
+    overflows, in a channel that is 0 for all other tokens. For models of one layer."""
+    weights = worker.model.weights
+    (layer,) = weights.layers
+    embed, out, gate_up = weights.embed.clone(), layer.out.clone(), layer.gate_up.clone()
+    embed[:, 0], out[0], gate_up[:, 0] = 0, 0, 3e38
+    embed[token_id, 0] = 1
+    changed = replace(weights, embed=embed, layers=(replace(layer, out=out, gate_up=gate_up),))
+    return replace(worker, model=Llama(worker.model.spec, changed, batch_invariant=True))
+
+
+class GatedCodec(Fp16Codec):
+    """Codec `fp16` whose engine thread waits for a permit before it attends: a test stops a pass where it wants."""
+
+    def __init__(self, page_tokens: int = PI) -> None:
+        super().__init__("fp16", 64, page_tokens)
+        self.permits = threading.Semaphore(0)
+        self.arrived = threading.Semaphore(0)
+        """Counts how often the engine came to the gate."""
+
+    def attend(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.arrived.release()
+        assert self.permits.acquire(timeout=TIMEOUT_S)
+        return super().attend(layer, pool, batch, q, k, v)
+
+    def open(self) -> None:
+        """Let everything through from now on."""
+        self.permits.release(1_000_000)
+
+    def reached(self) -> None:
+        """Return when the engine stands at the gate; for `asyncio.to_thread`."""
+        assert self.arrived.acquire(timeout=TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One prefill and one decode node, and the address at which the latter takes handoffs."""
+
+    prefill: PrefillService
+    decode: DecodeService
+    address: str
+
+    async def assert_idle(self) -> None:
+        """Nothing is held any more: pages, prompts, sequences, frames."""
+        for info in (await self.prefill.describe(), await self.decode.describe()):
+            assert (info.free_pages, info.running, info.waiting, info.queued_tokens) == (info.total_pages, 0, 0, 0)
+        assert self.prefill.outbox.held_bytes == 0
+
+    async def serve(self, request: Request, transfer_id: str = "", epoch: int = 0) -> Served:
+        """Go through the whole life of a request, as a router would."""
+        transfer_id = transfer_id or request.request_id
+        async with closing(self.decode.decode(DecodeJob(request, transfer_id, epoch))) as decoding:
+            assert await anext(decoding) == Reserved()
+            job = PrefillJob(request, transfer_id, epoch, self.address)
+            async with closing(self.prefill.prefill(job)) as prefilling:
+                prefilled = await anext(prefilling)
+                assert isinstance(prefilled, Prefilled)
+                if prefilled.token.finish is not None:
+                    return Served([prefilled.token], prefilled, None, None)
+                handed_off = await anext(prefilling)
+                assert isinstance(handed_off, HandedOff)
+            assert await anext(decoding) == Landed(handed_off.receipt)
+            tokens, decoded = [prefilled.token], None
+            async for event in decoding:
+                if isinstance(event, Token):
+                    tokens.append(event)
+                else:
+                    assert isinstance(event, Decoded)
+                    decoded = event
+            return Served(tokens, prefilled, handed_off, decoded)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a router sees of one request."""
+
+    tokens: list[Token]
+    prefilled: Prefilled
+    handed_off: HandedOff | None
+    decoded: Decoded | None
+
+
+@asynccontextmanager
+async def paired(
+    prefill: Worker,
+    decode: Worker | None = None,
+    *,
+    num_pages: int = 64,
+    chunk_pages: int = 2,
+    outbox_bytes: int = 1 << 30,
+    max_sequences: int = 8,
+    max_batch: int = 8,
+) -> AsyncIterator[Pair]:
+    """Start both nodes; close them at the end. By default the decode node differs from the other in its timers only."""
+    if decode is None:
+        gated = isinstance(prefill.codec, GatedCodec)
+        decode = prefill if gated else replace(prefill, codec=deepcopy(prefill.codec))
+    wire = WIRES["inproc"](TIMEOUT_S)
+    sender, listener = wire.sender(), wire.listener()
+    prefill_service = PrefillService(
+        NodeIdentity("p", "p", "1"),
+        prefill,
+        sender,
+        num_pages=num_pages,
+        chunk_tokens=chunk_pages * prefill.layout.page_tokens,
+        outbox_bytes=outbox_bytes,
+    )
+    decode_service = DecodeService(
+        NodeIdentity("d", "d", "1"),
+        decode,
+        num_pages=num_pages,
+        max_sequences=max_sequences,
+        max_batch=max_batch,
+    )
+    try:
+        address = await listener.serve(decode_service.inbox.deliver)
+        yield Pair(prefill_service, decode_service, address)
+    finally:
+        await prefill_service.close()
+        await decode_service.close()
+        await sender.close()
+        await listener.close()
+        await wire.close()
