@@ -142,10 +142,6 @@ class Metrics:
         """A sequence goes to another pair of nodes."""
         self._retries.labels(reason).inc()
 
-    def ended_early(self, outcome: Outcome) -> None:
-        """An HTTP request was turned away before it became sequences."""
-        self._requests.labels(outcome).inc()
-
     def ended(self, flight: Flight, outcome: Outcome) -> None:
         """A sequence is over and its last byte is out."""
         self._requests.labels(outcome).inc()

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import httpx2  # what the openai client speaks
@@ -89,3 +90,13 @@ async def api(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Api]:
     ):
         openai = AsyncOpenAI(api_key="none", base_url=f"{url}/v1", http_client=http_client, max_retries=0)
         yield Api(app, cluster, backend, client, openai)
+
+
+def check_error(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The envelope of an error."""
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    return error
