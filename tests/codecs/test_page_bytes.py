@@ -1,0 +1,75 @@
+"""The bytes of a page, exactly as the design counts them, and really allocated in that size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hack_kernels import BACKENDS, load
+
+from hackkv.codec import KvCodec
+from hackkv.codecs import CODECS, make_codec
+from hackkv.config import CodecConfig
+
+
+def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
+    return make_codec(CodecConfig(name=name, settings=settings), head_dim, load("reference"))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "resident", "wire"),
+    [
+        ("hack", {}, 5120, 5120),
+        ("hack-k4v2", {}, 7168, 7168),
+        ("hack-paper", {}, 5376, 5120),
+        ("hack-paper", {"send_sums": True}, 5376, 5376),
+        ("hack-paper", {"stored_sums": False}, 5120, 5120),
+        ("fp16", {}, 32768, 32768),
+    ],
+    ids=str,
+)
+def test_page_bytes_of_the_design(name: str, settings: dict[str, bool], resident: int, wire: int) -> None:
+    """Head_dim 128, Π 64, one KV head: design section 2."""
+    page = make(name, 128, **settings).format
+    assert (page.resident_bytes, page.wire_bytes, page.fp16_bytes) == (resident, wire, 32768)
+
+
+def test_every_codec_of_the_table_is_pinned() -> None:
+    """A codec that is added must be entered above."""
+    assert set(CODECS) == {"hack", "hack-k4v2", "hack-paper", "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page_tokens", "wire", "with_sums"),
+    [(128, 32, 96, 104), (128, 64, 80, 84), (128, 128, 72, 76), (64, 32, 48, 52), (64, 64, 40, 42), (64, 128, 38, 40)],
+)
+def test_bytes_per_token(head_dim: int, page_tokens: int, wire: int, with_sums: int) -> None:
+    """The table of kv-compression.md section 3; sums are one byte wherever the largest one fits."""
+    symmetric = make("hack", head_dim, page_tokens=page_tokens).format
+    paper = make("hack-paper", head_dim, page_tokens=page_tokens).format
+    assert symmetric.wire_bytes == symmetric.resident_bytes == paper.wire_bytes == wire * page_tokens
+    assert paper.resident_bytes == with_sums * page_tokens
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("name", sorted(CODECS))
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("page_tokens", [32, 64, 128])
+def test_pools_and_wire_tensors_have_exactly_that_size(
+    name: str, head_dim: int, page_tokens: int, backend: str
+) -> None:
+    """Packed, not a wider type that merely counts as packed: storage is measured, on every backend."""
+    pages, slots, heads = 3, 2, 2
+    codec = make_codec(CodecConfig(name=name, settings={"page_tokens": page_tokens}), head_dim, load(backend))
+    pool = codec.new_layer(pages, slots, heads)
+    resident = sum(plane.untyped_storage().nbytes() for plane in pool.planes.values())
+    assert resident == pages * heads * codec.format.resident_bytes
+    for rows in (pool.open_k, pool.open_v):
+        assert rows.untyped_storage().nbytes() == slots * heads * codec.format.fp16_bytes // 2
+    wire = codec.to_wire(pool, torch.tensor([2, 0]))
+    assert list(wire) == [plane.name for plane in codec.format.wire_planes]
+    for plane in codec.format.wire_planes:
+        assert wire[plane.name].shape == (heads, 2, *plane.shape)
+        assert wire[plane.name].dtype is plane.dtype
+        assert wire[plane.name].is_contiguous()
+        assert wire[plane.name].nbytes == 2 * heads * plane.page_bytes
+    assert sum(plane.untyped_storage().nbytes() for plane in wire.values()) == 2 * heads * codec.format.wire_bytes
