@@ -28,6 +28,7 @@ async def serve(config: PrefillConfig, stop: asyncio.Event) -> None:
         worker,
         sender,
         num_pages=worker.pages_in(config.kv_bytes),
+        max_prompts=config.max_prompts,
         chunk_tokens=config.chunk_tokens,
         outbox_bytes=config.outbox_bytes,
     )

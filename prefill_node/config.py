@@ -17,6 +17,8 @@ class PrefillConfig(RoleConfig):
     codec: CodecConfig = CodecConfig()
     kv_bytes: int = Field(default=256 << 20, gt=0)
     """Memory for sealed pages."""
+    max_prompts: int = Field(default=64, gt=0)
+    """Prompts that may be under way at once; each owns an open FP16 page per layer."""
     chunk_tokens: int = Field(default=512, gt=0)
     """Token budget of one forward pass; rounded down to whole pages."""
     outbox_bytes: int = Field(default=1 << 30, gt=0)

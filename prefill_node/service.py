@@ -32,9 +32,6 @@ from transport.base import KvSender
 
 log = logging.getLogger(__name__)
 
-MAX_PROMPTS = 256
-"""Prompts that may be under way at once; each owns an open page per layer."""
-
 
 class PrefillService:
     """Implements `PrefillNode` on one model and one engine thread. `close` ends it."""
@@ -46,18 +43,19 @@ class PrefillService:
         sender: KvSender,
         *,
         num_pages: int,
+        max_prompts: int,
         chunk_tokens: int,
         outbox_bytes: int,
     ) -> None:
         self._identity = identity
         self._worker = worker
-        self._pool = PagePool(num_pages, MAX_PROMPTS)
+        self._pool = PagePool(num_pages, max_prompts)
         self._scheduler: PrefillScheduler[Work] = PrefillScheduler(self._pool, worker.layout.page_tokens, chunk_tokens)
         self._wake = asyncio.Event()
         self.outbox = Outbox(sender, worker.fingerprint, outbox_bytes, self._wake.set)
         self._shipments: dict[Work, Shipment] = {}
         self._first_tokens: dict[Work, asyncio.Future[FirstToken]] = {}
-        runner = ModelRunner(worker.model, worker.codec, num_pages, MAX_PROMPTS)
+        runner = ModelRunner(worker.model, worker.codec, num_pages, max_prompts)
         self._engine = PrefillEngine(runner, self._emit)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefill-engine")
         self._loop = asyncio.get_running_loop()

@@ -176,6 +176,7 @@ async def paired(
         prefill,
         sender,
         num_pages=num_pages,
+        max_prompts=32,
         chunk_tokens=chunk_pages * prefill.layout.page_tokens,
         outbox_bytes=outbox_bytes,
     )

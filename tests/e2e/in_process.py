@@ -66,6 +66,7 @@ async def _prefill_node(
         worker,
         sender,
         num_pages=NUM_PAGES,
+        max_prompts=32,
         chunk_tokens=chunk_pages * worker.layout.page_tokens,
         outbox_bytes=1 << 30,
     )

@@ -88,7 +88,13 @@ async def test_frames_leave_before_the_prompt_is_complete() -> None:
     async with paired(worker, chunk_pages=2) as nodes:
         request = greedy("r", prompt(1, 3 * PI + 5), 8)
         service = PrefillService(
-            NodeIdentity("p", "p", "1"), worker, wire.sender(), num_pages=8, chunk_tokens=2 * PI, outbox_bytes=1 << 30
+            NodeIdentity("p", "p", "1"),
+            worker,
+            wire.sender(),
+            num_pages=8,
+            max_prompts=8,
+            chunk_tokens=2 * PI,
+            outbox_bytes=1 << 30,
         )
         task = asyncio.create_task(collect(service.prefill(PrefillJob(request, "t", 0, address))))
         expected = [(0, 0, 2, 0), (1, 0, 2, 0), (0, 2, 1, 0), (0, 3, 1, 5), (1, 2, 1, 0), (1, 3, 1, 5)]
