@@ -49,7 +49,9 @@ async def _plan(backend: Backend, body: ChatRequest) -> list[tuple[Choice, Sampl
     )
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     max_tokens = backend.check_size(len(ids), asked, backend.limits.default_chat_tokens, "messages")
-    sampling = sampling_of(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, None)
+    sampling = sampling_of(
+        body, backend.defaults, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, None
+    )
     return [
         (
             Choice(nth, ids, backend.tokenizer, body.stop, sampling.min_tokens, body.skip_special_tokens),

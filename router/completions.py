@@ -42,7 +42,7 @@ async def _plan(backend: Backend, body: CompletionRequest) -> list[tuple[Choice,
     for prompt in body.prompt:
         ids = await backend.encode(prompt, body.add_special_tokens)
         max_tokens = backend.check_size(len(ids), 1 if scoring else body.max_tokens, DEFAULT_TOKENS, "prompt")
-        sampling = sampling_of(body, max_tokens, body.logprobs, body.logprobs if body.echo else None)
+        sampling = sampling_of(body, backend.defaults, max_tokens, body.logprobs, body.logprobs if body.echo else None)
         for nth in range(body.n):
             choice = Choice(
                 len(jobs),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hackkv.defaults import SamplingDefaults
 from hackkv.errors import RequestError
 from hackkv.timing import StageClock
 from hackkv.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ class Backend:
     dispatcher: Dispatcher
     metrics: Metrics
     limits: PromptLimits
+    defaults: SamplingDefaults
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a prompt; checks ids that the client chose. An empty prompt becomes BOS if there is one."""
@@ -103,19 +105,23 @@ class Backend:
         return max_tokens
 
 
-def sampling_of(body: Generate, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> Sampling:
+def sampling_of(
+    body: Generate, defaults: SamplingDefaults, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+) -> Sampling:
     """Sampling parameters of a request; draws a seed if the client gave none, so that a retry repeats the draw."""
+    given = body.model_dump(include=set(SamplingDefaults.model_fields), exclude_none=True)
+    chosen = defaults.model_copy(update=given)
     return Sampling(
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         max_tokens=max_tokens,
         min_tokens=min(body.min_tokens, max_tokens),
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=max(0, chosen.top_k),  # vLLM's -1 means off as well
+        min_p=chosen.min_p,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
+        repetition_penalty=chosen.repetition_penalty,
         logit_bias=body.logit_bias,
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
@@ -95,7 +95,10 @@ def _not_none(default: Any) -> BeforeValidator:
 
 
 class Generate(Strict):
-    """What completions and chat have in common, and our own fields."""
+    """What completions and chat have in common, and our own fields.
+
+    Sampling settings that are left out, or null, are the checkpoint's own (`hackkv.defaults`).
+    """
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=0, le=1 << 30)
@@ -104,16 +107,16 @@ class Generate(Strict):
     stop: Annotated[tuple[str, ...], BeforeValidator(_parse_stops)] = ()
     stream: Annotated[bool, _not_none(False)] = False
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2), _not_none(1.0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1), _not_none(1.0)] = 1.0
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
     presence_penalty: Annotated[float, Field(ge=-2, le=2), _not_none(0.0)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2), _not_none(0.0)] = 0.0
     logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_parse_bias)] = ()
 
     # Ours, named as in vLLM.
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31), _not_none(0), AfterValidator(lambda value: max(0, value))] = 0
-    min_p: Annotated[float, Field(ge=0, le=1), _not_none(0.0)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10), _not_none(1.0)] = 1.0
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     min_tokens: Annotated[int, Field(ge=0, le=1 << 30), _not_none(0)] = 0
     ignore_eos: Annotated[bool, _not_none(False)] = False
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], BeforeValidator(_parse_list)] = ()

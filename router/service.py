@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from hackkv.defaults import read_sampling_defaults
 from hackkv.errors import ConfigError
 from hackkv.process import announce
 from hackkv.tokenizer import Tokenizer
@@ -106,6 +107,7 @@ def _backend(config: RouterConfig, tokenizer: Tokenizer, fleet: Fleet) -> Backen
         Dispatcher(fleet, metrics, deadlines, limits.max_inflight),
         metrics,
         PromptLimits(limits.max_prompt_tokens, limits.max_sequences, limits.default_chat_tokens),
+        read_sampling_defaults(config.model),
     )
 
 

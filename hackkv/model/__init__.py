@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hackkv.errors import ConfigError
-from hackkv.model.config import ModelSpec, SamplingDefaults, read_spec
+from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.identity import model_hash
 from hackkv.model.llama import Attend, Llama, flat_positions
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
@@ -21,7 +21,6 @@ __all__ = [
     "ModelFolder",
     "ModelSpec",
     "SamplerState",
-    "SamplingDefaults",
     "find_model",
     "flat_positions",
     "load_model",

@@ -67,17 +67,6 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What generation_config.json proposes; None where it is silent."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shape and constants of one model."""
 
@@ -98,7 +87,6 @@ class ModelSpec:
     """Longest prompt plus output, in tokens."""
     bos_id: int | None
     eos_ids: tuple[int, ...]
-    defaults: SamplingDefaults
 
     def kv_layout(self, page_tokens: int) -> KvLayout:
         """The shape of this model's KV cache."""
@@ -190,7 +178,6 @@ def read_spec(folder: Path, max_context: int = 0) -> ModelSpec:
     if head_dim % 2:
         raise fields.fail("head_dim", f"{head_dim} is odd, rotary embedding needs pairs")
     rope = _rope(fields, head_dim)
-    eos_ids, defaults = _generation(folder, fields)
     bos = fields.token_ids("bos_token_id")
     return ModelSpec(
         family=family.name,
@@ -208,8 +195,7 @@ def read_spec(folder: Path, max_context: int = 0) -> ModelSpec:
         qk_norm=family.qk_norm,
         max_context=_max_context(fields, family, rope, max_context),
         bos_id=bos[0] if bos else None,
-        eos_ids=eos_ids,
-        defaults=defaults,
+        eos_ids=_eos_ids(folder, fields),
     )
 
 
@@ -272,19 +258,10 @@ def _max_context(fields: Fields, family: Family, rope: Rope, wanted: int) -> int
     return wanted or limit
 
 
-def _generation(folder: Path, fields: Fields) -> tuple[tuple[int, ...], SamplingDefaults]:
-    """End-of-sequence ids (of both files, without repeats) and the proposed sampling settings."""
+def _eos_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, if there is one, and config.json, without repeats."""
     path = folder / "generation_config.json"
     ids = fields.token_ids("eos_token_id")
     if not path.exists():
-        return ids, SamplingDefaults()
-    proposed = Fields(path)
-    top_k = proposed.number("top_k")
-    defaults = SamplingDefaults(
-        temperature=proposed.number("temperature"),
-        top_p=proposed.number("top_p"),
-        top_k=None if top_k is None else int(top_k),
-        min_p=proposed.number("min_p"),
-        repetition_penalty=proposed.number("repetition_penalty"),
-    )
-    return tuple(dict.fromkeys((*proposed.token_ids("eos_token_id"), *ids))), defaults
+        return ids
+    return tuple(dict.fromkeys((*Fields(path).token_ids("eos_token_id"), *ids)))

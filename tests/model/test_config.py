@@ -82,12 +82,8 @@ def test_context_limits(own_tiny: Path) -> None:
 
 
 def test_generation_config(own_tiny: Path) -> None:
-    proposed = {"eos_token_id": [7, 1], "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}
-    (own_tiny / "generation_config.json").write_text(json.dumps(proposed))
-    spec = read_spec(own_tiny)
-    assert spec.eos_ids == (7, 1)
-    assert (spec.defaults.temperature, spec.defaults.top_p, spec.defaults.top_k) == (0.6, 0.9, 20)
-    assert (spec.defaults.min_p, spec.defaults.repetition_penalty) == (None, 1.05)
+    (own_tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))
+    assert read_spec(own_tiny).eos_ids == (7, 1)
     (own_tiny / "generation_config.json").unlink()
     assert read_spec(own_tiny).eos_ids == (1,)
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from hackkv.defaults import SamplingDefaults
 from hackkv.tokenizer import Tokenizer
 from router.app import build_app
 from router.attempt import Deadlines
@@ -75,7 +76,7 @@ def make_backend(cluster: Cluster, tokenizer: Tokenizer, deadlines: Deadlines | 
     """The router's inside over a scripted cluster."""
     metrics = Metrics("tiny", cluster.fleet)
     dispatcher = Dispatcher(cluster.fleet, metrics, deadlines or Deadlines(), max_inflight=64)
-    return Backend("tiny", tokenizer, dispatcher, metrics, PromptLimits(400, 32, 24))
+    return Backend("tiny", tokenizer, dispatcher, metrics, PromptLimits(400, 32, 24), SamplingDefaults(top_k=7))
 
 
 @pytest.fixture
