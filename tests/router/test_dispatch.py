@@ -346,7 +346,7 @@ async def test_every_state_has_a_deadline_and_owns_the_time_spent_in_it(
     cluster: Cluster, point: Point, deadline: str, stage: Stage, whole: bool
 ) -> None:
     cluster.gate(point)
-    run = Run(cluster, deadlines=replace(Deadlines(), **{"total_s" if whole else deadline: 0.02}))
+    run = Run(cluster, deadlines=replace(Deadlines(), **{"total_s" if whole else deadline: 0.2}))
     with pytest.raises(DeadlineExceeded):
         await run.serve()
     cluster.assert_idle()
