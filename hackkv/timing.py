@@ -40,6 +40,7 @@ class StageClock:
     def __init__(self, now: Callable[[], float] = perf_counter, start: float | None = None) -> None:
         """`start` is an earlier reading of `now`: when the first byte of the request was seen."""
         self._now = now
+        self._stopped_at: float | None = None
         self._start = self._mark = now() if start is None else start
         self._open = Stage.ROUTER_QUEUE
         self._spent = dict.fromkeys(Stage, 0.0)
@@ -51,7 +52,7 @@ class StageClock:
         What is left over goes to `rest`, or else to the stage that the window was opened with.
         Worker clocks can disagree with ours by a few microseconds; durations that exceed the window are scaled to it.
         """
-        now = self._now()
+        now = self._read()
         window = now - self._mark
         measured = measured or {}
         total = sum(measured.values())
@@ -64,10 +65,18 @@ class StageClock:
     def stages(self) -> dict[Stage, float]:
         """Seconds per stage until now, the open window included."""
         spent = dict(self._spent)
-        spent[self._open] += self._now() - self._mark
+        spent[self._open] += self._read() - self._mark
         return spent
+
+    def stop(self) -> None:
+        """Nobody waits any more: what still happens takes none of the request's time."""
+        if self._stopped_at is None:
+            self._stopped_at = self._now()
 
     @property
     def total_s(self) -> float:
-        """Seconds since the request arrived."""
-        return self._now() - self._start
+        """Seconds since the request arrived, or from then until `stop`."""
+        return self._read() - self._start
+
+    def _read(self) -> float:
+        return self._now() if self._stopped_at is None else self._stopped_at

@@ -81,3 +81,15 @@ def test_durations_longer_than_the_window_are_scaled_to_it() -> None:
     hand.time += 3
     clock.enter(Stage.STREAM, {Stage.PREFILL: 4, Stage.DECODE: 2})
     assert (clock.stages()[Stage.PREFILL], clock.stages()[Stage.DECODE]) == (2, 1)
+
+
+def test_a_stopped_clock_gives_no_more_time_to_any_stage() -> None:
+    hand = Hand()
+    clock = StageClock(hand)
+    hand.time += 3
+    clock.stop()
+    hand.time += 5
+    clock.stop()
+    clock.enter(Stage.STREAM, {Stage.PREFILL: 1})
+    assert clock.total_s == sum(clock.stages().values()) == 3
+    assert clock.stages()[Stage.PREFILL] == 1
