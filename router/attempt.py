@@ -241,7 +241,8 @@ class Attempt:
                 if isinstance(event, Token):
                     self._decoding = True
                     finished = event.finish is not None
-                    if not flight.deliver(event):
+                    # A token that ends the request is followed by the node's account of its time, which we want.
+                    if not flight.deliver(event) and not finished:
                         self._complete.set()
                         return
                 elif isinstance(event, Decoded) and finished:
