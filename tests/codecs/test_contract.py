@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from hack_kernels import BACKENDS, load
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hackkv.codec import Batch, KvCodec, LayerPages, Span
@@ -176,6 +179,15 @@ def test_nothing_depends_on_chunking(case: Case) -> None:
         [pi - 1, 1, 2 * pi + 5],
     ):
         assert_same(run(case, tokens, counts), whole)
+
+
+@table
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.sets(st.integers(1, 100), max_size=30))
+def test_nothing_depends_on_any_chunking(case: Case, cuts: set[int]) -> None:
+    """101 tokens over four pages of 32, cut anywhere: single rows go through decode, the rest through prefill."""
+    bounds = [0, *sorted(cuts), 101]
+    assert_same(run(case, 101, [stop - start for start, stop in pairwise(bounds)]), run(case, 101, [101]))
 
 
 @every_case
