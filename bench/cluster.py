@@ -1,0 +1,103 @@
+"""A cluster of real processes on a tiny random checkpoint, and what can be seen of it from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from time import monotonic
+
+import psutil
+
+from bench.connection import Connection
+from hackkv.cluster import ClusterPlan, LocalCluster, running
+from hackkv.model.tiny import Tiny, write_tiny
+from hackkv.types import NodeInfo
+from transport.channels import ChannelPool
+from transport.rpc_client import DecodeClient, PrefillClient
+
+TINY = Tiny(max_context=4608, head_dim=128)
+KV_BYTES = 64 << 20
+POLL_S = 0.02
+
+Series = dict[str, float]
+"""The page of `/metrics`: 'name{labels}' -> value."""
+
+
+@contextlib.asynccontextmanager
+async def tiny_cluster(
+    checkpoint: Path, codec: str = "hack", *, num_prefill: int = 2, num_decode: int = 2, max_body_bytes: int = 16 << 20
+) -> AsyncIterator[LocalCluster]:
+    """Start router and nodes on a random model in FP32, which is written to `checkpoint`; all of it ends on exit."""
+    model = str(write_tiny(checkpoint, TINY))
+    worker = {
+        "model": {"path": model, "dtype": "float32", "threads": 1},
+        "codec": {"name": codec},
+        "kv_bytes": KV_BYTES,
+    }
+    router = {
+        "listen": {"port": 0},
+        "control": {"port": 0},
+        "model": model,
+        "limits": {"max_body_bytes": max_body_bytes},
+    }
+    async with running(ClusterPlan(router, worker, num_prefill, num_decode), lambda _: None) as cluster:
+        yield cluster
+
+
+async def metrics(url: str) -> Series:
+    """Read `/metrics` once."""
+    async with Connection.to(url) as connection:
+        answer = await connection.ask("GET", "/metrics")
+    lines = (line for line in answer.body.decode().splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def total(series: Series, name: str) -> float:
+    """Sum of one name over all its labels."""
+    return sum(value for key, value in series.items() if key.partition("{")[0] == name)
+
+
+async def describe(cluster: LocalCluster) -> list[NodeInfo]:
+    """Ask every node itself, past the lease."""
+    channels = ChannelPool()
+    try:
+        infos = []
+        for member in cluster.members[1:]:
+            client = PrefillClient if member.name.startswith("prefill") else DecodeClient
+            infos.append(await client(member.ready["address"], channels).describe())
+        return infos
+    finally:
+        await channels.close()
+
+
+def memory_mib(cluster: LocalCluster) -> dict[str, float]:
+    """Resident memory of every process, in MiB. Raises `psutil.NoSuchProcess` for one that died."""
+    return {
+        member.name: psutil.Process(member.process.pid).memory_info().rss / 2**20
+        for member in cluster.members
+        if member.process.returncode is None
+    }
+
+
+def dead(cluster: LocalCluster) -> list[str]:
+    """Names of processes that ended."""
+    return [member.name for member in cluster.members if member.process.returncode is not None]
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float, what: str) -> float:
+    """Poll until `condition` holds; return the seconds it took. Raises `TimeoutError` naming `what`."""
+    began = monotonic()
+    while not await condition():
+        if monotonic() - began > timeout_s:
+            raise TimeoutError(f"{what} did not come true within {timeout_s:g} s")
+        await asyncio.sleep(POLL_S)
+    return monotonic() - began
+
+
+def load_note() -> str:
+    """How busy the machine is, for the record beside a measurement."""
+    one, five, _ = os.getloadavg()
+    return f"{os.cpu_count()} cores, load average {one:.1f} (1 min), {five:.1f} (5 min)"

@@ -1,0 +1,52 @@
+"""Soak tests on a cluster of real processes: `python -m bench.soak stages` and `python -m bench.soak disconnects`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from bench import disconnects, stages
+from bench.cluster import load_note, tiny_cluster
+
+
+async def _stages(arguments: argparse.Namespace, model: Path, console: Console) -> bool:
+    async with tiny_cluster(model, arguments.codec) as cluster:
+        result = await stages.measure(cluster, arguments.requests, arguments.concurrency, arguments.seed, console)
+    stages.report(result, console)
+    return stages.share_within(result) >= stages.WANTED_SHARE
+
+
+async def _disconnects(arguments: argparse.Namespace, model: Path, console: Console) -> bool:
+    async with tiny_cluster(model, arguments.codec) as cluster:
+        result = await disconnects.storm(cluster, arguments.requests, arguments.concurrency, arguments.seed, console)
+    disconnects.report(result, console)
+    return result.holds
+
+
+def main() -> int:
+    """Run one soak; the exit code says whether what it proves holds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("stages", "disconnects"))
+    parser.add_argument("--requests", type=int, default=0, help="default: 500 for stages, 1000 for disconnects")
+    parser.add_argument("--concurrency", type=int, default=0, help="default: 8 for stages, 16 for disconnects")
+    parser.add_argument("--codec", default="hack")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    requests, concurrency, run = {"stages": (500, 8, _stages), "disconnects": (1000, 16, _disconnects)}[arguments.what]
+    arguments.requests = arguments.requests or requests
+    arguments.concurrency = arguments.concurrency or concurrency
+    console = Console(highlight=False)
+    with TemporaryDirectory(prefix="hackkv-soak-") as folder:
+        holds = asyncio.run(run(arguments, Path(folder) / "tiny", console))
+    console.print(load_note())
+    console.print("[green]holds[/]" if holds else "[red]does not hold[/]")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
