@@ -193,7 +193,7 @@ def _planes(rng: random.Random, noun: KvFrame) -> dict[str, Any]:
 
 _HANDOFF: tuple[Change, ...] = (_text("transfer_id"), _number("epoch"), _fingerprint, _number("num_tokens"))
 _END: tuple[Change, ...] = (
-    _text("transfer_id"), _number("epoch"), _number("num_frames"), _number("first_token")
+    _text("transfer_id"), _number("epoch"), _number("num_frames"), _number("first_token"), _number("checksum")
 )  # fmt: skip
 _FRAME: tuple[Change, ...] = (
     *map(_number, ("epoch", "seq", "layer", "head_start", "head_count", "page_start", "page_count", "rows")),
@@ -231,8 +231,9 @@ def receive(conversation: Conversation, messages: list[bytes]) -> str:
                     raise AssertionError(f"believed {noun}")
             elif isinstance(noun, HandoffEnd):
                 ledger.finish(noun)
-                # Nothing in the handoff says which token is right; the layout and the vocabulary are all that bounds it.
-                return "harmless" if noun == conversation.nouns[-1] else "another first token"
+                if noun != conversation.nouns[-1]:
+                    raise AssertionError(f"believed {noun}")
+                return "harmless"
             else:
                 return "frame_refused: out_of_order"
     except HackkvError as error:

@@ -35,7 +35,7 @@ async def make_frames(count: int, payload: bytes) -> AsyncIterator[KvFrame | Han
     )
     for seq in range(count):
         yield KvFrame("bench", 0, seq, seq, 0, 8, 0, 32, 0, planes, payload)
-    yield HandoffEnd("bench", 0, count, 1)
+    yield HandoffEnd("bench", 0, count, 1, checksum=0)
 
 
 async def push_s(sender: KvSender, address: str, count: int, payload: bytes) -> float:

@@ -7,7 +7,9 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,6 +85,19 @@ def _role(role: str) -> None:
 
 for _name in ("router", "prefill", "decode"):
     _role(_name)
+
+
+@app.command(
+    "eval",
+    help="Measure what every codec costs in accuracy, and write a report; --help lists rows and tasks.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def evaluate(context: typer.Context) -> None:
+    missing = [module for module in ("matplotlib", "rapidfuzz", "rouge_score") if find_spec(module) is None]
+    if missing:
+        console.print(f"[red]hackkv: {', '.join(missing)} not installed: pip install 'hackkv\\[eval]'[/]")
+        raise typer.Exit(2)
+    os.execv(sys.executable, [sys.executable, "-m", "bench.accuracy", *context.args])
 
 
 @app.command()

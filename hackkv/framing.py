@@ -19,7 +19,7 @@ from hackkv.errors import FrameRefused
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, PlaneSpan
 
 MAX_FRAME_BYTES = 2 * 2**20
-"""Frames are cut so that their payload stays below this (a single page of one layer may exceed it)."""
+"""Frames are cut so that their payload stays below this (a single page of one KV head may exceed it)."""
 
 
 def open_planes(head_dim: int, rows: int) -> tuple[Plane, ...]:
@@ -35,30 +35,37 @@ class FrameWriter:
         self._epoch = epoch
         self._seq = 0
 
-    def frames(self, layer: int, page_start: int, planes: dict[str, Tensor], rows: int = 0) -> Iterator[KvFrame]:
-        """Frames for planes [heads, pages, *plane shape] of one layer, in page order."""
+    def frames(
+        self, layer: int, page_start: int, planes: dict[str, Tensor], rows: int = 0, head_start: int = 0
+    ) -> Iterator[KvFrame]:
+        """Frames for planes [heads, pages, *plane shape] of one layer: in page order, by head too if pages are large.
+
+        `head_start` is the first KV head of a sender that holds only some of them.
+        """
         heads, pages = next(iter(planes.values())).shape[:2]
-        page_bytes = sum(plane.nbytes for plane in planes.values()) // max(pages, 1)
-        step = max(1, MAX_FRAME_BYTES // page_bytes)
-        for first in range(0, pages, step):
-            part = {name: plane[:, first : first + step] for name, plane in planes.items()}
-            yield self._frame(layer, heads, page_start + first, part, rows)
+        head_bytes = sum(plane.nbytes for plane in planes.values()) // (heads * pages)
+        head_step = min(heads, max(1, MAX_FRAME_BYTES // head_bytes))
+        page_step = max(1, MAX_FRAME_BYTES // (head_bytes * head_step))
+        for page in range(0, pages, page_step):
+            for head in range(0, heads, head_step):
+                part = {n: plane[head : head + head_step, page : page + page_step] for n, plane in planes.items()}
+                yield self._frame(layer, head_start + head, page_start + page, part, rows)
 
     def end(self, first_token: int) -> HandoffEnd:
         """Close the handoff."""
-        return HandoffEnd(self._transfer_id, self._epoch, self._seq, first_token)
+        return handoff_end(self._transfer_id, self._epoch, self._seq, first_token)
 
-    def _frame(self, layer: int, heads: int, page_start: int, planes: dict[str, Tensor], rows: int) -> KvFrame:
+    def _frame(self, layer: int, head_start: int, page_start: int, planes: dict[str, Tensor], rows: int) -> KvFrame:
         pieces = [plane.contiguous().view(torch.uint8).numpy().reshape(-1).data for plane in planes.values()]
+        heads, pages = next(iter(planes.values())).shape[:2]
+        place = (layer, head_start, heads, page_start, pages, rows)
+        seed = _digest(self._transfer_id, self._epoch, self._seq, *place)
         spans = tuple(
-            PlaneSpan(name, piece.nbytes, piece.nbytes, xxhash.xxh3_64_intdigest(piece))
+            PlaneSpan(name, piece.nbytes, piece.nbytes, xxhash.xxh3_64_intdigest(piece, seed))
             for name, piece in zip(planes, pieces, strict=True)
         )
-        pages = next(iter(planes.values())).shape[1]
         seq, self._seq = self._seq, self._seq + 1
-        head_range, page_range = (0, heads), (page_start, pages)
-        payload = b"".join(pieces)
-        return KvFrame(self._transfer_id, self._epoch, seq, layer, *head_range, *page_range, rows, spans, payload)
+        return KvFrame(self._transfer_id, self._epoch, seq, *place, spans, b"".join(pieces))
 
 
 class FrameLedger:
@@ -96,7 +103,7 @@ class FrameLedger:
         return tensors
 
     def finish(self, end: HandoffEnd) -> None:
-        """Check that nothing is missing. Raises `FrameRefused`."""
+        """Check that nothing is missing and that the end is what was sent. Raises `FrameRefused`."""
         self._check_identity(end.transfer_id, end.epoch)
         if end.num_frames != self._seq:
             raise FrameRefused(f"the sender counts {end.num_frames} frames, {self._seq} arrived", "truncated")
@@ -104,6 +111,8 @@ class FrameLedger:
             layer, head, page = np.argwhere(self._missing)[0]
             missing = f"{self._missing.sum()} pages never arrived"
             raise FrameRefused(f"{missing}, the first is layer {layer}, KV head {head}, page {page}", "truncated")
+        if end.checksum != _digest(end.transfer_id, end.epoch, end.num_frames, end.first_token):
+            raise FrameRefused(f"checksum of the end of transfer {self._transfer_id!r}", "corrupt")
 
     def _check_identity(self, transfer_id: str, epoch: int) -> None:
         if self._over:
@@ -154,17 +163,30 @@ class FrameLedger:
 
 def _verify(frame: KvFrame, planes: tuple[Plane, ...]) -> dict[str, Tensor]:
     payload = memoryview(frame.payload)
+    place = (frame.layer, frame.head_start, frame.head_count, frame.page_start, frame.page_count, frame.rows)
+    seed = _digest(frame.transfer_id, frame.epoch, frame.seq, *place)
     tensors: dict[str, Tensor] = {}
     at = 0
     for span, plane in zip(frame.planes, planes, strict=True):
         piece = payload[at : at + span.coded_bytes]
-        if xxhash.xxh3_64_intdigest(piece) != span.checksum:
+        if xxhash.xxh3_64_intdigest(piece, seed) != span.checksum:
             raise FrameRefused(f"checksum of plane {plane.name}, layer {frame.layer}, frame {frame.seq}", "corrupt")
         # bytearray: torch wants writable memory; the copy also frees the payload with the frame.
         flat = torch.frombuffer(bytearray(piece), dtype=plane.dtype)
         tensors[plane.name] = flat.view(frame.head_count, frame.page_count, *plane.shape)
         at += span.coded_bytes
     return tensors
+
+
+def handoff_end(transfer_id: str, epoch: int, num_frames: int, first_token: int) -> HandoffEnd:
+    """The end of a handoff, with its checksum."""
+    fields = (transfer_id, epoch, num_frames, first_token)
+    return HandoffEnd(*fields, _digest(*fields))
+
+
+def _digest(*fields: str | int) -> int:
+    """XXH3-64 of header fields. As the seed of a frame's checksums it makes right bytes in the wrong place fail too."""
+    return xxhash.xxh3_64_intdigest(repr(fields).encode())
 
 
 def fp16_bytes(layout: KvLayout, tokens: int) -> int:

@@ -120,7 +120,10 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpan:
-    """One plane inside a frame's payload: its name, sizes before and after coding, and XXH3-64 of the raw bytes."""
+    """One plane inside a frame's payload: its name, sizes before and after coding, and XXH3-64 of the raw bytes.
+
+    The checksum is seeded with the frame's header (`hackkv.framing`): it also says that the bytes are in their place.
+    """
 
     name: str
     raw_bytes: int
@@ -154,12 +157,13 @@ class KvFrame:
 
 @dataclass(frozen=True, slots=True)
 class HandoffEnd:
-    """Closes a transfer: how many frames there were, and the token that prefill chose."""
+    """Closes a transfer: how many frames there were, and the token that prefill chose; XXH3-64 of all the rest."""
 
     transfer_id: str
     epoch: int
     num_frames: int
     first_token: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)

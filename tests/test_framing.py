@@ -21,7 +21,7 @@ from hackkv.codec import PageFormat
 from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
 from hackkv.errors import FrameRefused
-from hackkv.framing import FrameLedger, FrameWriter, fp16_bytes
+from hackkv.framing import FrameLedger, FrameWriter, fp16_bytes, handoff_end
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, PlaneSpan
 
 Content = dict[tuple[int, int], dict[str, Tensor]]
@@ -106,15 +106,16 @@ def test_what_is_written_is_read_back(
     ledger = shipment.ledger()
     for seq, frame in enumerate(shipment.frames):
         assert frame.seq == seq
-        assert len(frame.payload) <= cap or frame.page_count == 1
+        assert len(frame.payload) <= cap or frame.page_count == frame.head_count == 1
         first = max(page for layer, page in shipment.content if layer == frame.layer and page <= frame.page_start)
         planes, offset = shipment.content[frame.layer, first], frame.page_start - first
         accepted = ledger.accept(frame)
         assert list(accepted) == list(planes)
+        heads_sent = slice(frame.head_start, frame.head_start + frame.head_count)
         for name, plane in accepted.items():
-            assert same_bytes(plane, planes[name][:, offset : offset + frame.page_count]), name
+            assert same_bytes(plane, planes[name][heads_sent, offset : offset + frame.page_count]), name
     ledger.finish(shipment.end)
-    assert shipment.end == HandoffEnd("t-1", 4, len(shipment.frames), 17)
+    assert shipment.end == handoff_end("t-1", 4, len(shipment.frames), 17)
 
 
 @pytest.mark.parametrize("heads", [(0, 3), (0, 1, 3), (0, 2, 3), (0, 1, 2, 3)], ids=str)
@@ -122,16 +123,25 @@ def test_what_is_written_is_read_back(
 def test_head_ranges_are_accepted_in_any_cut(codec: str, heads: tuple[int, ...]) -> None:
     """A tensor-parallel sender sends its own KV heads only; together they cover everything, in any order of heads."""
     shipment = ship(codec, heads=3)
-    ledger, seq = shipment.ledger(), 0
+    ledger, writer = shipment.ledger(), FrameWriter("t-1", 4)
     for (layer, page), planes in shipment.content.items():
         for start, stop in reversed(list(pairwise(heads))):
             part = {name: plane[start:stop] for name, plane in planes.items()}
             rows = part["open_k"].shape[2] if "open_k" in part else 0
-            (frame,) = FrameWriter("t-1", 4).frames(layer, page, part, rows)
-            accepted = ledger.accept(replace(frame, seq=seq, head_start=start))
+            (frame,) = writer.frames(layer, page, part, rows, head_start=start)
+            accepted = ledger.accept(frame)
             assert all(same_bytes(accepted[name], plane) for name, plane in part.items())
-            seq += 1
-    ledger.finish(HandoffEnd("t-1", 4, seq, 0))
+    ledger.finish(writer.end(0))
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_bytes_in_the_wrong_place_are_refused(codec: str) -> None:
+    """Two frames that swap their layers cover every page once, with bytes that are whole: only the seed tells."""
+    shipment = ship(codec, heads=2, layers=2)
+    first, second = shipment.frames[:2]
+    assert (first.layer, second.layer) == (0, 1)
+    with pytest.raises(FrameRefused, match="checksum of plane"):
+        shipment.ledger().accept(replace(first, layer=1))
 
 
 def changed_span(frame: KvFrame, index: int, **changes: Any) -> KvFrame:
@@ -233,6 +243,8 @@ def test_one_wrong_bit_in_any_plane_is_named(codec: str) -> None:
         (lambda end: replace(end, transfer_id="t-2"), "stale", "transfer_id"),
         (lambda end: replace(end, epoch=0), "stale", "epoch 0"),
         (lambda end: replace(end, num_frames=99), "truncated", "the sender counts 99 frames, 6 arrived"),
+        (lambda end: replace(end, first_token=18), "corrupt", "checksum of the end"),
+        (lambda end: replace(end, checksum=0), "corrupt", "checksum of the end"),
     ],
 )
 def test_a_wrong_end_is_named(change: Callable[[HandoffEnd], HandoffEnd], reason: str, words: str) -> None:
@@ -248,14 +260,16 @@ def test_a_wrong_end_is_named(change: Callable[[HandoffEnd], HandoffEnd], reason
 def test_every_page_that_is_missing_is_missed() -> None:
     """Each frame left out in turn, with all counters right: the first missing page is named."""
     shipment = ship("hack", tokens=4 * 32 + 11)
-    for left_out in shipment.frames:
-        ledger = shipment.ledger()
-        sent = [frame for frame in shipment.frames if frame is not left_out]
-        for seq, frame in enumerate(sent):
-            ledger.accept(replace(frame, seq=seq))
-        where = f"the first is layer {left_out.layer}, KV head 0, page {left_out.page_start}"
+    for left_out in shipment.content:
+        ledger, writer = shipment.ledger(), FrameWriter("t-1", 4)
+        for (layer, page), planes in shipment.content.items():
+            if (layer, page) != left_out:
+                rows = planes["open_k"].shape[2] if "open_k" in planes else 0
+                for frame in writer.frames(layer, page, planes, rows):
+                    ledger.accept(frame)
+        where = f"the first is layer {left_out[0]}, KV head 0, page {left_out[1]}"
         with pytest.raises(FrameRefused, match=where) as caught:
-            ledger.finish(HandoffEnd("t-1", 4, len(sent), 0))
+            ledger.finish(writer.end(0))
         assert caught.value.reason == "truncated"
 
 

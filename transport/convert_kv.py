@@ -134,7 +134,11 @@ def _unpack_frame(message: pb.KvFrame) -> KvFrame:
 
 def _pack_end(end: HandoffEnd) -> pb.HandoffEnd:
     return pb.HandoffEnd(
-        transfer_id=end.transfer_id, epoch=end.epoch, num_frames=end.num_frames, first_token=end.first_token
+        transfer_id=end.transfer_id,
+        epoch=end.epoch,
+        num_frames=end.num_frames,
+        first_token=end.first_token,
+        checksum=end.checksum,
     )
 
 
@@ -144,6 +148,7 @@ def _unpack_end(message: pb.HandoffEnd) -> HandoffEnd:
         epoch=message.epoch,
         num_frames=message.num_frames,
         first_token=message.first_token,
+        checksum=message.checksum,
     )
 
 

@@ -26,7 +26,7 @@ from transport.closing import closing, reap
 from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, encode_push_request
 from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
 from transport.rpc_server import RpcServer
-from transport.status import Context, cancelled_from_outside, translating
+from transport.status import Context, answer, cancelled_from_outside, translating
 
 STALL_TIMEOUT_S = 60.0
 """How long a sender waits for the receiver: to accept, to take one frame, to commit."""
@@ -160,7 +160,7 @@ class GrpcListener:
             verdict = await self._deliver_from(context)
         except HackkvError as error:
             verdict = error
-        await context.write(PUSH_REPLY.encode(verdict))
+        await answer(context, PUSH_REPLY.encode(verdict))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._frame_timeout_s):
                 while isinstance(await context.read(), bytes):
@@ -174,7 +174,7 @@ class GrpcListener:
         delivery = Delivery(
             deliver,
             handoff,
-            accept=lambda: context.write(PUSH_REPLY.encode(Accepted())),
+            accept=lambda: answer(context, PUSH_REPLY.encode(Accepted())),
             pull=lambda: _read_frame(context),
             frame_timeout_s=self._frame_timeout_s,
         )

@@ -160,7 +160,7 @@ class RpcServer:
             async def work() -> None:
                 async with closing(call(request.decode(data))) as events:
                     async for event in events:
-                        await context.write(response.encode(event))
+                        await answer(context, response.encode(event))
 
             await self._run(context, method, work())
 

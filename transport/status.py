@@ -52,6 +52,14 @@ def internal(error: Exception, where: str) -> HackkvError:
     return HackkvError(f"{where}: unexpected {type(error).__name__}, see the log of the node")
 
 
+async def answer(context: Context, data: bytes) -> None:
+    """Write one message to the caller. Raises `NodeLost` if it is gone."""
+    try:
+        await context.write(data)
+    except grpc.aio.InternalError as exc:  # a write that was under way when the call ended
+        raise NodeLost("the caller went away") from exc
+
+
 async def abort(context: Context, error: HackkvError) -> NoReturn:
     """End a call with `error`; the client raises the same class with the same message."""
     details = str(error).encode("ascii", "replace").decode()[:_DETAIL_CHARS]

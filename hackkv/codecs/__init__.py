@@ -36,7 +36,7 @@ class HackSettings(Frozen):
 class Fp16Settings(Frozen):
     """Settings of `fp16`."""
 
-    page_tokens: int = Field(default=64, multiple_of=8, gt=0, le=4096)
+    page_tokens: int = Field(default=64, multiple_of=8, gt=0, le=256)
 
 
 Factory = Callable[[str, int, HackKernels, dict[str, Any]], KvCodec]

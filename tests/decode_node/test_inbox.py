@@ -13,7 +13,7 @@ from torch import Tensor
 from decode_node.inbox import Inbox, Reservation
 from hackkv.codecs import CODECS
 from hackkv.errors import FrameRefused, HackkvError, HandshakeRefused, NodeLost, TransferError
-from hackkv.framing import FrameWriter
+from hackkv.framing import FrameWriter, handoff_end
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
 from hackkv.pages import Grant
@@ -96,7 +96,7 @@ class Untouched:
 
     async def frames(self) -> Frames:
         self.touched = True
-        yield HandoffEnd("t", 2, 0, 9)
+        yield handoff_end("t", 2, 0, 9)
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
@@ -237,11 +237,11 @@ def oversize(items: list[KvFrame | HandoffEnd]) -> None:
 
 
 def end_early(items: list[KvFrame | HandoffEnd]) -> None:
-    items[3:] = [HandoffEnd("t", 2, 3, 9)]
+    items[3:] = [handoff_end("t", 2, 3, 9)]
 
 
 def invent_a_token(items: list[KvFrame | HandoffEnd]) -> None:
-    items[-1] = HandoffEnd("t", 2, 6, 512)
+    items[-1] = handoff_end("t", 2, 6, 512)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ async def test_bytes_are_held_until_they_leave_and_room_is_announced_once(bench:
         shipment.put(frame(seq, size))
     assert (bench.outbox.held_bytes, bench.outbox.has_room) == (100, False)
     shipment.assign(address)
-    shipment.put(HandoffEnd("t", 0, 3, 9))
+    shipment.put(HandoffEnd("t", 0, 3, 9, checksum=0))
     assert await delivery == RECEIPT
     assert (bench.taken, shipment.sent_bytes, bench.outbox.held_bytes, bench.rooms) == ([60, 39, 1], 100, 0, 1)
     with pytest.raises(HandshakeRefused):

@@ -32,7 +32,7 @@ def frame(seq: int, payload: bytes = b"codes", transfer_id: str = "t-1") -> KvFr
 
 
 def end(num_frames: int, transfer_id: str = "t-1") -> HandoffEnd:
-    return HandoffEnd(transfer_id, 0, num_frames, 7)
+    return HandoffEnd(transfer_id, 0, num_frames, 7, checksum=0)
 
 
 def receipt(transfer_id: str = "t-1", tokens: int = 130) -> Receipt:

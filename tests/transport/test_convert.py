@@ -113,7 +113,7 @@ CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [
     (convert_kv.RECEIPT, receipts),
     (convert_kv.PUSH_REQUEST, kv_frames),
     (convert_kv.PUSH_REQUEST, st.builds(types.Handoff, TEXT, U32, fingerprints, U32)),
-    (convert_kv.PUSH_REQUEST, st.builds(HandoffEnd, TEXT, U32, U32, U32)),
+    (convert_kv.PUSH_REQUEST, st.builds(HandoffEnd, TEXT, U32, U32, U32, U64)),
     (convert_kv.PUSH_REPLY, receipts | st.just(Accepted())),
     (convert.PREFILL_JOB, st.builds(PrefillJob, requests, TEXT, U32, TEXT, st.booleans())),
     (convert.PREFILL_EVENT, prefill_events),

@@ -180,16 +180,18 @@ class KvFrame(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., layer: _Optional[int] = ..., head_start: _Optional[int] = ..., head_count: _Optional[int] = ..., page_start: _Optional[int] = ..., page_count: _Optional[int] = ..., rows: _Optional[int] = ..., planes: _Optional[_Iterable[_Union[PlaneSpan, _Mapping]]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class HandoffEnd(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "num_frames", "first_token")
+    __slots__ = ("transfer_id", "epoch", "num_frames", "first_token", "checksum")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     num_frames: int
     first_token: int
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_frames: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
+    checksum: int
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_frames: _Optional[int] = ..., first_token: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class PlaneBytes(_message.Message):
     __slots__ = ("name", "bytes")
