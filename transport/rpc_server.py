@@ -28,7 +28,7 @@ from transport.convert import (
     Assignment,
     Empty,
 )
-from transport.status import Context, reporting
+from transport.status import Context, answer, reporting
 
 _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]"})
 _CLOSE_GRACE_S = 5.0

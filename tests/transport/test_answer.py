@@ -1,0 +1,24 @@
+"""A write that is under way when its caller leaves is the caller's loss, not a fault of the server."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import grpc.aio
+import pytest
+
+from hackkv.errors import NodeLost
+from transport.status import Context, answer
+
+
+class GoneContext:
+    """What grpc.aio shows of a call that ended during a write."""
+
+    async def write(self, data: bytes) -> None:
+        """Fail as the core does."""
+        raise grpc.aio.InternalError('Failed "execute_batch"')
+
+
+async def test_a_caller_that_left_during_a_write_is_a_lost_node() -> None:
+    with pytest.raises(NodeLost, match="went away"):
+        await answer(cast(Context, GoneContext()), b"x")
