@@ -1,0 +1,198 @@
+"""Roles and commands as the operating system sees them: processes with a configuration file, an exit code and a voice.
+
+`until` is the only place in these tests where time passes without an event to wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from hackkv.cluster import ENTRIES
+from hackkv.process import read_announcement
+
+START_S = 90.0
+KILL_S = 10.0
+ENVIRONMENT = {**os.environ, "GRPC_VERBOSITY": "ERROR", "COLUMNS": "1000"}
+
+
+def until(condition: Callable[[], object], timeout_s: float, what: str) -> float:
+    """Poll until `condition` is true; return the seconds it took. Fails naming `what`."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > timeout_s:
+            raise AssertionError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+class Child:
+    """A process, what it prints, and what it left behind."""
+
+    def __init__(self, folder: Path, name: str, command: Sequence[str], stdin: int = subprocess.DEVNULL) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name, self._out, self._err = name, folder / f"{name}.out", folder / f"{name}.err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(command, stdin=stdin, stdout=out, stderr=err, env=ENVIRONMENT)
+
+    @property
+    def out(self) -> str:
+        """Standard output so far."""
+        return self._out.read_text(encoding="utf-8")
+
+    @property
+    def err(self) -> str:
+        """Standard error so far."""
+        return self._err.read_text(encoding="utf-8")
+
+    def ready(self) -> dict[str, str]:
+        """Wait for its announcement."""
+        lines: list[dict[str, str]] = []
+
+        def announced() -> bool:
+            assert self.process.poll() is None, f"{self.name} ended: {self.err}"
+            lines[:] = filter(None, map(read_announcement, self.out.splitlines()))
+            return bool(lines)
+
+        until(announced, START_S, f"{self.name} is ready")
+        return lines[0]
+
+    def serving(self) -> str:
+        """Wait until `hackkv serve` serves; return the address in its curl line."""
+        until(lambda: "curl" in self.out or self.process.poll() is not None, START_S, "the cluster serves")
+        found = re.search(r"http://\S+(?=/v1)", self.out)
+        assert found, self.err
+        return found.group()
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end; return the exit code."""
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        if self.process.stdin:
+            self.process.stdin.close()
+        self.process.kill()
+        self.process.wait(KILL_S)
+
+
+def role(folder: Path, kind: str, name: str, settings: dict[str, Any]) -> Child:
+    """Start one role with a configuration file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / f"{name}.yaml"
+    config.write_text(yaml.safe_dump({"log_level": "warning", **settings}), encoding="utf-8")
+    command = (sys.executable, "-m", ENTRIES[kind], "--config", str(config), "--supervised")
+    # The pipe stays open for as long as we live: `--supervised` ends when it does.
+    return Child(folder, name, command, stdin=subprocess.PIPE)
+
+
+def hackkv(folder: Path, name: str, *arguments: str) -> Child:
+    """Start the command line."""
+    return Child(folder, name, (sys.executable, "-c", "from hackkv.cli import app; app()", *arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """The HTTP side of a cluster."""
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        """How many nodes of each role the router counts."""
+        counted: dict[str, int] = httpx.get(f"{self.url}/ready").json()["nodes"]
+        return counted
+
+    def complete(self, prompt: Sequence[int] | str, max_tokens: int = 8) -> dict[str, Any]:
+        """One greedy completion; its tokens are under `choices`, its account under `hackkv`."""
+        fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "return_stages": True}
+        body = {"prompt": prompt, "max_tokens": max_tokens, **fixed}
+        response = httpx.post(f"{self.url}/v1/completions", json=body, headers=self.headers, timeout=60)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def metrics(self) -> dict[str, float]:
+        """`/metrics`, by 'name{labels}'."""
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers).text
+        lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in lines}
+
+
+class Fleet:
+    """A router, a prefill node and decode nodes, each a process of its own."""
+
+    def __init__(
+        self, folder: Path, model: Path, codec: dict[str, Any], router: dict[str, Any], num_decode: int
+    ) -> None:
+        self._folder = folder
+        self._worker = {"model": {"path": str(model), "dtype": "float32", "threads": 1}, "codec": codec}
+        ports = {"listen": {"port": 0}, "control": {"port": 0}}
+        self.children = [role(folder, "router", "router", {**ports, "model": str(model), **router})]
+        try:
+            ready = self.children[0].ready()
+            self.api, self._control = Api(ready["http"]), ready["control"]
+            self.prefill = self.node("prefill", "prefill-0")
+            self.decode = [self.node("decode", f"decode-{i}") for i in range(num_decode)]
+            until(lambda: self.api.nodes == {"prefill": 1, "decode": num_decode}, START_S, "every node is registered")
+        except BaseException:
+            self.stop()
+            raise
+
+    def node(self, kind: str, name: str, **settings: Any) -> Child:
+        """Start one more node; it registers with the router."""
+        child = role(self._folder, kind, name, {**self._worker, "router": self._control, "node_id": name, **settings})
+        self.children.append(child)
+        return child
+
+    def stop(self) -> None:
+        """Close every standard input, then use force."""
+        for child in self.children:
+            if child.process.stdin:
+                child.process.stdin.close()
+        for child in self.children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(KILL_S)
+            child.kill()
+
+
+def family(child: Child) -> list[psutil.Process]:
+    """A process and all its descendants."""
+    parent = psutil.Process(child.process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run; a zombie does not."""
+    return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def check_weight(api: Api, tokens: int = 4096) -> None:
+    """Judge the counters after one prompt: planes and headers together, and no token of it computed twice."""
+    rng = random.Random(tokens)
+    before = api.metrics()
+    api.complete([rng.randrange(3, 300) for _ in range(tokens)], max_tokens=2)
+    after = api.metrics()
+
+    def grown(name: str) -> float:
+        return sum(value - before.get(key, 0) for key, value in after.items() if key.partition("{")[0] == name)
+
+    assert grown("hackkv_kv_transfer_tokens_total") == tokens
+    fp16 = grown("hackkv_kv_transfer_fp16_bytes_total")
+    assert fp16 == 2 * 2 * 2 * 2 * 128 * tokens  # K and V, 2 bytes, 2 layers, 2 KV heads, head_dim 128
+    assert grown("hackkv_kv_transfer_bytes_total") / fp16 <= 0.165
+    assert after["hackkv_prompt_tokens_recomputed_total"] == 0

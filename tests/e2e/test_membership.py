@@ -1,0 +1,93 @@
+"""Nodes that die, come back, do not fit, or are listed in the configuration, as real processes.
+
+The fleet runs the paper's settings with sums on the wire, the largest form of the 2-bit codec.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.processes import START_S, Api, Fleet, check_weight, role, until
+
+LEASE_S = 1.0
+NOTICE_S = LEASE_S + 2.0
+"""The lease, the router's quarter of it between two looks, and what a busy machine takes."""
+CODEC = {"name": "hack-paper", "settings": {"page_tokens": 64, "send_sums": True}}
+PROMPT = list(range(3, 103))
+ANSWER_TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def paper(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Router, one prefill and two decode processes."""
+    router = {"lease_ttl_s": LEASE_S, "served_model_name": "tiny"}
+    running = Fleet(tmp_path_factory.mktemp("paper"), checkpoint, CODEC, router, num_decode=2)
+    yield running
+    running.stop()
+
+
+def decode_nodes_of(api: Api, requests: int) -> set[str]:
+    """Who served the next few requests."""
+    return {api.complete(PROMPT)["hackkv"]["decode_node"] for _ in range(requests)}
+
+
+def test_sums_on_the_wire_stay_below_0165_of_fp16(paper: Fleet) -> None:
+    check_weight(paper.api)
+
+
+def test_a_killed_decode_node_costs_no_token_and_comes_back(paper: Fleet) -> None:
+    expected = paper.api.complete(PROMPT, ANSWER_TOKENS)["choices"][0]["token_ids"]
+    victim = paper.decode[1]
+
+    answers: list[dict[str, Any]] = []
+    clients = [
+        threading.Thread(target=lambda: answers.append(paper.api.complete(PROMPT, ANSWER_TOKENS))) for _ in range(4)
+    ]
+    for client in clients:
+        client.start()
+    held = 'hackkv_node_tokens{node="decode-1",role="decode"}'
+    until(lambda: paper.api.metrics().get(held), START_S, "decode-1 has work")
+    victim.kill()
+    until(lambda: paper.api.nodes["decode"] == 1, NOTICE_S, "the router drops the dead node")
+    for client in clients:
+        client.join(START_S)
+    # Those that were on the dead node were decoded again elsewhere, with the tokens that were out already.
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 4
+    assert {answer["hackkv"]["decode_node"] for answer in answers} == {"decode-0"}
+    assert any(answer["hackkv"]["attempts"] > 1 for answer in answers)
+    assert decode_nodes_of(paper.api, 2) == {"decode-0"}
+
+    paper.decode[1] = paper.node("decode", "decode-1")
+    until(lambda: paper.api.nodes["decode"] == 2, START_S, "the restarted node is taken back")
+    until(lambda: "decode-1" in decode_nodes_of(paper.api, 2), START_S, "the restarted node serves")
+
+
+def test_a_node_with_other_settings_is_refused_by_name(paper: Fleet) -> None:
+    other = {"name": "hack-paper", "settings": {"page_tokens": 32, "send_sums": True}}
+    stranger = paper.node("decode", "decode-odd", codec=other)
+    assert stranger.wait(START_S) == 1
+    assert "node decode-odd does not fit the fleet: codec.page_tokens: '64' here, '32' at the peer" in stranger.err
+    assert len(stranger.err.strip().splitlines()) == 1
+    assert paper.api.nodes == {"prefill": 1, "decode": 2}
+
+
+def test_nodes_listed_in_the_configuration_need_not_register(paper: Fleet, checkpoint: Path, tmp_path: Path) -> None:
+    """The same nodes, seen by a second router that nobody has registered with."""
+    nodes = {
+        "prefill": [paper.prefill.ready()["address"]],
+        "decode": [child.ready()["address"] for child in paper.decode],
+    }
+    ports = {"listen": {"port": 0}, "control": {"port": 0}}
+    router = role(tmp_path, "router", "second", {**ports, "model": str(checkpoint), "nodes": nodes})
+    paper.children.append(router)
+    url = router.ready()["http"]
+    wanted = {"prefill": 1, "decode": 2}
+    until(lambda: httpx.get(f"{url}/ready").json()["nodes"] == wanted, START_S, "the router has found its nodes")
+    response = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True})
+    assert response.json()["usage"]["completion_tokens"] == 4

@@ -1,0 +1,105 @@
+"""`hackkv serve` as an operator meets it: how it stops, what it leaves, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.conftest import Start
+from tests.e2e.processes import START_S, Child, alive, family, until
+
+STOP_S = 5.0
+SMALL = ("--prefill", "1", "--decode", "1")
+
+
+def test_a_killed_supervisor_leaves_no_orphan(checkpoint: Path, start: Start) -> None:
+    child = start("serve", str(checkpoint), *SMALL, "--port", "0")
+    child.serving()
+    processes = family(child)
+    assert len(processes) == 4
+    child.kill()
+    until(lambda: not alive(processes), STOP_S, "every process has ended")
+
+
+def unknown_architecture(folder: Path) -> str:
+    """An architecture that nobody here has heard of."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
+    return "NoSuchModel"
+
+
+def missing_tensor(folder: Path) -> str:
+    """One tensor is not in the file."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return "model.norm.weight"
+
+
+def truncated_file(folder: Path) -> str:
+    """A download that broke off."""
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return "model.safetensors"
+
+
+BROKEN: tuple[Callable[[Path], str], ...] = (unknown_architecture, missing_tensor, truncated_file)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A start that must fail: the process, what is at fault, and the port that it must not open."""
+
+    child: Child
+    fault: str
+    port: int
+
+
+@pytest.fixture(scope="module")
+def refusals(checkpoint: Path, start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Refused]:
+    """Every broken checkpoint, and a good one on a port that is taken; all started side by side."""
+    folder = tmp_path_factory.mktemp("broken")
+    started = {}
+    for spoil in BROKEN:
+        model = shutil.copytree(checkpoint, folder / spoil.__name__)
+        fault, port = spoil(model), free_port()
+        child = start("serve", str(model), *SMALL, "--port", str(port))
+        started[spoil.__name__] = Refused(child, fault, port)
+    return started
+
+
+@pytest.mark.parametrize("spoil", BROKEN)
+def test_a_bad_checkpoint_is_one_clear_line_before_any_port_opens(
+    refusals: dict[str, Refused], spoil: Callable[[Path], str]
+) -> None:
+    refused = refusals[spoil.__name__]
+    assert refused.child.wait(START_S) == 2
+    assert refused.child.out == ""
+    lines = refused.child.err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("hackkv: ")
+    assert refused.fault in lines[0]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", refused.port))
+
+
+def test_a_port_in_use_is_a_clear_error(checkpoint: Path, start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        child = start("serve", str(checkpoint), *SMALL, "--port", str(port))
+        assert child.wait(START_S) == 2
+    assert f"cannot bind 127.0.0.1:{port}: Address already in use" in child.err
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
