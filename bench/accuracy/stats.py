@@ -1,0 +1,75 @@
+"""Confidence intervals: Wilson's for shares of yes and no, the bootstrap for everything else.
+
+Changes against exact KV are paired: both rows answered the same samples, so the bootstrap draws samples, not scores,
+and what makes a sample easy or hard for both cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+DRAWS = 2000
+Z95 = 1.959964
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A value with its 95 % confidence interval, and how that was made."""
+
+    value: float
+    low: float
+    high: float
+    method: str
+
+
+def wilson(mean: float, count: int) -> Interval:
+    """Wilson's score interval of a share `mean` of `count` trials; it has a width even at 0 and 1."""
+    z2 = Z95 * Z95
+    centre = (mean + z2 / (2 * count)) / (1 + z2 / count)
+    half = Z95 / (1 + z2 / count) * math.sqrt(mean * (1 - mean) / count + z2 / (4 * count * count))
+    return Interval(mean, min(mean, centre - half), max(mean, centre + half), "wilson")
+
+
+def share(scores: Floats) -> Interval:
+    """Mean of scores in 0..1.
+
+    Scores of only 0 and 1, or all alike, get Wilson's interval: the bootstrap of equal scores has no width. For shares
+    within a sample it is then too wide rather than too narrow.
+    """
+    mean = float(scores.mean())
+    if np.isin(scores, (0.0, 1.0)).all() or np.ptp(scores) == 0:
+        return wilson(mean, len(scores))
+    return _interval(mean, _draws(len(scores)), scores)
+
+
+def perplexity(nlls: Floats) -> Interval:
+    """exp of the mean negative log-likelihood per token, samples being of equal length."""
+    log = _interval(float(nlls.mean()), _draws(len(nlls)), nlls)
+    return Interval(math.exp(log.value), math.exp(log.low), math.exp(log.high), log.method)
+
+
+def change(scores: Floats, exact: Floats) -> Interval:
+    """Paired difference of the means, scores - exact."""
+    return _interval(float((scores - exact).mean()), _draws(len(scores)), scores - exact)
+
+
+def ratio(nlls: Floats, exact: Floats) -> Interval:
+    """Paired ratio of the perplexities, minus 1: 0.02 is 2 % worse."""
+    log = change(nlls, exact)
+    return Interval(math.expm1(log.value), math.expm1(log.low), math.expm1(log.high), log.method)
+
+
+def _draws(count: int) -> npt.NDArray[np.int64]:
+    """Resamples of `count` samples, the same on every call."""
+    return np.random.default_rng(0).integers(0, count, (DRAWS, count))
+
+
+def _interval(value: float, draws: npt.NDArray[np.int64], scores: Floats) -> Interval:
+    low, high = np.quantile(scores[draws].mean(1), (0.025, 0.975))
+    return Interval(value, float(low), float(high), "bootstrap")

@@ -1,0 +1,80 @@
+"""The rows of the table: codecs and settings to compare, exact KV first.
+
+A name says how a row departs from the preset it starts with: `hack` is Π 64, rounding to nearest, symmetric 8-bit Q
+and P, and the open-page rule; `hack-paper` is Π 64, stochastic, asymmetric with stored sums, K quantized at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hackkv.config import CodecConfig
+from hackkv.errors import ConfigError
+
+Setting = int | str | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row: a codec with settings, in what family it is drawn, and what it shows."""
+
+    name: str
+    codec: CodecConfig
+    family: str
+    says: str
+
+
+def _row(name: str, preset: str, family: str, says: str, **settings: Setting) -> Variant:
+    return Variant(name, CodecConfig(name=preset, settings=dict(settings)), family, says)
+
+
+EXACT: Final = _row("fp16", "fp16", "exact", "exact: K and V in FP16, attention in FP32")
+_OPEN, _STOCHASTIC, _PAPER, _ABLATION = "open-page rule, nearest", "open-page rule, stochastic", "paper", "ablation"
+
+VARIANTS: Final = (
+    EXACT,
+    _row("hack-32", "hack", _OPEN, "default at Π 32", page_tokens=32),
+    _row("hack", "hack", _OPEN, "the default: Π 64, 2-bit, nearest, symmetric, open-page rule"),
+    _row("hack-128", "hack", _OPEN, "default at Π 128", page_tokens=128),
+    _row("hack-32-stochastic", "hack", _STOCHASTIC, "Π 32, stochastic", page_tokens=32, rounding="stochastic"),
+    _row("hack-stochastic", "hack", _STOCHASTIC, "default, but stochastic rounding", rounding="stochastic"),
+    _row("hack-128-stochastic", "hack", _STOCHASTIC, "Π 128, stochastic", page_tokens=128, rounding="stochastic"),
+    _row("hack-k4v2", "hack-k4v2", "4-bit K", "default, but K in 4 bits"),
+    _row(
+        "hack-asymmetric", "hack", _ABLATION, "default, but Q and P as in the paper, with sums", arithmetic="asymmetric"
+    ),
+    _row(
+        "hack-asymmetric-no-se",
+        "hack",
+        _ABLATION,
+        "the row above with SE off: sums recomputed at every use",
+        arithmetic="asymmetric",
+        stored_sums=False,
+    ),
+    _row("hack-k-codes", "hack", _ABLATION, "default, but K of the open page as codes", open_page="k_codes"),
+    _row(
+        "hack-no-rqe",
+        "hack",
+        _ABLATION,
+        "default with RQE off: K and V of the open page as codes",
+        open_page="requantize",
+    ),
+    _row("hack-paper-32", "hack-paper", _PAPER, "the paper at Π 32", page_tokens=32),
+    _row("hack-paper", "hack-paper", _PAPER, "the paper: stochastic, asymmetric, K at once, own page's V in FP16"),
+    _row("hack-paper-128", "hack-paper", _PAPER, "the paper at Π 128", page_tokens=128),
+    _row("hack-paper-no-rqe", "hack-paper", _PAPER, "the paper with RQE off (its Table 7)", open_page="requantize"),
+)
+
+
+def choose(names: Sequence[str]) -> tuple[Variant, ...]:
+    """The named rows in the table's order, exact KV always among them; no names mean all.
+
+    Raises `ConfigError` naming one that is unknown.
+    """
+    known = {variant.name for variant in VARIANTS}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--variants: {name!r} is unknown; known: {', '.join(v.name for v in VARIANTS)}")
+    return tuple(v for v in VARIANTS if v is EXACT or not names or v.name in names)
