@@ -193,8 +193,10 @@ def _planes(rng: random.Random, noun: KvFrame) -> dict[str, Any]:
 
 _HANDOFF: tuple[Change, ...] = (_text("transfer_id"), _number("epoch"), _fingerprint, _number("num_tokens"))
 _END: tuple[Change, ...] = (
-    _text("transfer_id"), _number("epoch"), _number("num_frames"), _number("first_token"), _number("checksum")
-)  # fmt: skip
+    *map(_number, ("epoch", "num_frames", "first_token")),
+    _number("checksum", LARGE),
+    _text("transfer_id"),
+)
 _FRAME: tuple[Change, ...] = (
     *map(_number, ("epoch", "seq", "layer", "head_start", "head_count", "page_start", "page_count", "rows")),
     _text("transfer_id"),
@@ -214,7 +216,7 @@ def name_of(error: HackkvError) -> str:
 def receive(conversation: Conversation, messages: list[bytes]) -> str:
     """Decode and check as a decode node's inbox does; return how it ended. Any error without a name leaves as it is.
 
-    Raises `AssertionError` if a frame was believed that is not one of those sent.
+    Raises `AssertionError` if a frame or an end was believed that is not one of those sent.
     """
     ledger, opened = conversation.ledger(), False
     handoff = conversation.nouns[0]
