@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HackkvError as error:
         notes.print(f"[red]hackkv eval: {error}[/]")
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
     console.print(terminal_table(results))
     _write(results, args.out if not args.render else args.render.with_suffix(""), console)
     return 0

@@ -130,6 +130,7 @@ _COMPARED: Final = (
     ("hack-asymmetric", "hack", "Asymmetric instead of symmetric Q and P"),
     ("hack-32", "hack", "Π 32 instead of 64"),
     ("hack-128", "hack", "Π 128 instead of 64"),
+    ("hack-paper", "hack-stochastic", "The paper instead of the open-page rule, both stochastic"),
     ("hack-paper-no-rqe", "hack-paper", "RQE off, the paper's way"),
 )
 

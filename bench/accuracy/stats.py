@@ -71,5 +71,19 @@ def _draws(count: int) -> npt.NDArray[np.int64]:
 
 
 def _interval(value: float, draws: npt.NDArray[np.int64], scores: Floats) -> Interval:
-    low, high = np.quantile(scores[draws].mean(1), (0.025, 0.975))
+    level = _level(len(scores))
+    low, high = np.quantile(scores[draws].mean(1), (level, 1 - level))
     return Interval(value, float(low), float(high), "bootstrap")
+
+
+def _level(count: int) -> float:
+    """The quantile to read at the lower end: Hesterberg's expanded percentile interval.
+
+    Plain percentiles are too narrow for few samples, by the factor between a standard deviation over n and one over
+    n - 1 and that between Student's t and the normal distribution. t follows from the Cornish-Fisher expansion.
+    """
+    if count < 2:
+        return 0.025
+    free = count - 1
+    t = Z95 + (Z95**3 + Z95) / (4 * free) + (5 * Z95**5 + 16 * Z95**3 + 3 * Z95) / (96 * free**2)
+    return 0.5 * math.erfc(t * math.sqrt(count / free) / math.sqrt(2))

@@ -204,13 +204,19 @@ def columns(
     for task in chosen:
         count = min(samples or task.samples, len(subject.records)) if task.name == "data" else samples or task.samples
         for point in task.points if count else ():
-            column = Column(task, point, _examples(subject, task, point, count, seed))
-            size = max(len(e.prompt) + len(e.answer) for e in column.examples)
-            if size > limit:
-                left_out.append(f"{task.name} at {point}: needs {size} tokens of context, the limit is {limit}")
-            else:
-                made.append(column)
+            examples = _examples(subject, task, point, count, seed)
+            fitting = tuple(e for e in examples if _size(e) <= limit)
+            if len(fitting) < count:
+                what = f"{task.name} at {point}" if point else f"{task.name}, {count - len(fitting)} of {count} prompts"
+                size = max(map(_size, examples))
+                left_out.append(f"{what}: up to {size} tokens of context needed, the limit is {limit}")
+            if fitting:
+                made.append(Column(task, point, fitting))
     return made, left_out
+
+
+def _size(example: Example) -> int:
+    return len(example.prompt) + len(example.answer)
 
 
 def _examples(subject: Subject, task: Task, point: int, count: int, seed: int) -> tuple[Example, ...]:

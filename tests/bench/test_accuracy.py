@@ -126,7 +126,7 @@ def test_every_task_builds_from_pythons_library_alone(subject: Subject) -> None:
     tasks = [task for task in SUITE if task.name != "data"]
     columns, left_out = suite.columns(subject, tasks, samples=2, seed=3, longest=1024)
     assert {column.task.name for column in columns} == {task.name for task in tasks} - {"lead"}
-    assert any(line.startswith("lead at 1024: needs 1072 tokens") for line in left_out)
+    assert any(line.startswith("lead at 1024: up to 1072 tokens") for line in left_out)
     for column in columns:
         one, two = column.examples
         assert len(one.prompt) == len(two.prompt), "samples of a column share a forward pass"
@@ -159,7 +159,9 @@ def test_intervals_shrink_with_samples_and_hold_the_truth_as_often_as_they_say()
     widths = [np.ptp([(i := stats.share(rng.uniform(size=n))).low, i.high]) for n in (10, 100, 1000)]
     assert widths == sorted(widths, reverse=True)
     held = [(i := stats.share(rng.uniform(size=40))).low <= 0.5 <= i.high for _ in range(200)]
-    assert 0.88 < np.mean(held) < 0.99
+    assert 0.9 < np.mean(held) < 0.99
+    held = [(i := stats.change(rng.normal(size=6), np.zeros(6))).low <= 0 <= i.high for _ in range(400)]
+    assert 0.9 < np.mean(held) < 0.99, "few samples must not look certain"
 
 
 def test_shares_of_yes_and_no_are_wilsons_and_others_bootstrapped() -> None:
@@ -225,7 +227,8 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
 
 def test_the_command_measures_and_reports(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "mine.jsonl"
-    data.write_text(json.dumps({"prompt": "import os\nimport ", "answer": "sys"}) + "\n")
+    records = [{"prompt": "import os\nimport ", "answer": "sys"}, {"prompt": "x = 1\n" * 500, "answer": "y"}]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
     out = tmp_path / "reports" / "small"
     arguments = ["--model", str(checkpoint), "--variants", "hack,hack-paper", "--tasks", "copy,code,data"]
     arguments += ["--samples", "2", "--longest", "600", "--backend", "reference", "--out", str(out)]
@@ -237,7 +240,7 @@ def test_the_command_measures_and_reports(checkpoint: Path, tmp_path: Path, caps
         assert cell.score.low <= cell.score.value <= cell.score.high
         assert cell.variant != "fp16" or cell.change.value == 0
     assert [len(one.first_divergences) for one in results.agreement] == [3, 3]
-    assert results.settings.left_out
+    assert results.settings.left_out[-1].startswith("data, 1 of 2 prompts: up to ")
     report = out.with_suffix(".md").read_text()
     for part in ("--longest 600", "can't\nprove", "| `hack-paper` |", "Greedy agreement", "!["):
         assert part in report
