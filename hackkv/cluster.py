@@ -24,8 +24,10 @@ import yaml
 from hackkv.errors import ConfigError, NodeLost
 from hackkv.process import read_announcement
 
-STOP_S = 4.0
+STOP_S = 3.0
 """Time that children get to stop by themselves before they are killed."""
+ROUTER_GRACE_S = 1.0
+"""The nodes stop at the same moment as the router, so requests in flight have nothing to wait for."""
 POLL_S = 0.1
 
 _ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", **os.environ}
@@ -73,7 +75,8 @@ class LocalCluster:
     async def start(self, timeout_s: float) -> None:
         """Start everything and wait until the router counts every node. Raises `ConfigError` or `NodeLost`."""
         deadline = monotonic() + timeout_s
-        router = await self._spawn("router", "router", self._plan.router, deadline)
+        settings = {"shutdown_grace_s": ROUTER_GRACE_S, **self._plan.router}
+        router = await self._spawn("router", "router", settings, deadline)
         control = router.ready["control"]
         nodes = [("prefill", i, self._plan.prefill) for i in range(self._plan.num_prefill)]
         nodes += [("decode", i, self._plan.decode) for i in range(self._plan.num_decode)]
