@@ -152,7 +152,8 @@ def _run(main: Callable[[], Coroutine[Any, Any, int]]) -> None:
     try:
         code = asyncio.run(_until_signalled(main()))
     except HackkvError as error:
-        console.print(f"[red]hackkv: {error}[/]")
+        # One line whatever the width, and brackets in a path are no markup.
+        console.print(f"hackkv: {error}", style="red", markup=False, soft_wrap=True)
         code = 2 if isinstance(error, ConfigError) else 1
     raise typer.Exit(code)
 

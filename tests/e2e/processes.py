@@ -26,7 +26,7 @@ from hackkv.process import read_announcement
 
 START_S = 90.0
 KILL_S = 10.0
-ENVIRONMENT = {**os.environ, "GRPC_VERBOSITY": "ERROR", "COLUMNS": "1000"}
+ENVIRONMENT = {**os.environ, "GRPC_VERBOSITY": "ERROR"}
 
 
 def until(condition: Callable[[], object], timeout_s: float, what: str) -> float:
