@@ -26,7 +26,7 @@ from bench.accuracy.data import read_records
 from bench.accuracy.engine import CHUNK_TOKENS
 from bench.accuracy.machine import commit, this_machine
 from bench.accuracy.plot import draw
-from bench.accuracy.report import markdown, terminal_table
+from bench.accuracy.report import markdown, terminal_tables
 from bench.accuracy.results import Results, TaskNote
 from bench.accuracy.run import Answers, answer_all
 from bench.accuracy.subject import Subject, load_subject
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    console.print(terminal_table(results))
+    for table in terminal_tables(results, console.width):
+        console.print(table)
     _write(results, args.out if not args.render else args.render.with_suffix(""), console)
     return 0
 

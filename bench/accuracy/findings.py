@@ -16,6 +16,8 @@ PERPLEXITY: Final = ("perplexity", Measure.PERPLEXITY)
 COPY: Final = ("copy", Measure.TOKENS)
 RECALL: Final = ("recall", Measure.TOKENS)
 NEEDLE: Final = ("needle", Measure.TOKENS)
+RESTATE: Final = ("restate", Measure.ROUGE1)
+CODE: Final = ("code", Measure.EDIT)
 Kind = tuple[str, Measure]
 
 
@@ -66,9 +68,11 @@ def _pairs(results: Results) -> list[str]:
 
 def _parts(results: Results, name: str, other: str) -> list[str]:
     parts = []
-    for kind, label in ((PERPLEXITY, "perplexity"), (COPY, "copying"), (RECALL, "recall"), (NEEDLE, "needle")):
+    for kind, label in _LABELS:
         found = paired(results, name, other, kind)
-        if found:
+        if found and found.value == found.low == found.high == 0:
+            parts.append(f"{label} the same in every sample")
+        elif found:
             unit = "%" if kind[1].is_perplexity else " points"
             low, high = f"{100 * found.low:+.1f}", f"{100 * found.high:+.1f}"
             parts.append(f"{label} {100 * found.value:+.1f}{unit} [{low}, {high}]")
@@ -117,12 +121,20 @@ def _modes(results: Results) -> list[str]:
     text = "Perplexity of the same 64 tokens by prefill and by decode steps: "
     same = {name: gap for name, gap in gaps.items() if not name.endswith("no-rqe")}
     if same:
-        text += f"at most {100 * max(same.values()):.3f} % apart where the open page is kept in FP16"
+        text += f"at most {100 * max(same.values()):.3f} % apart where no page is requantized"
     if worst not in same:
-        text += f"; {100 * gaps[worst]:.2f} % apart for `{worst}`, whose open page is requantized token by token"
+        text += f"; {100 * gaps[worst]:.2f} % apart for `{worst}`, whose open page is quantized again with every token"
     return [text + "."]
 
 
+_LABELS: Final = (
+    (PERPLEXITY, "perplexity"),
+    (COPY, "copying"),
+    (RECALL, "recall"),
+    (NEEDLE, "needle"),
+    (RESTATE, "restating"),
+    (CODE, "code"),
+)
 _COMPARED: Final = (
     ("hack-stochastic", "hack", "Stochastic instead of nearest rounding"),
     ("hack-k-codes", "hack", "K of the open page as codes"),

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-from bench.accuracy.findings import COPY, NEEDLE, PERPLEXITY, RECALL, Kind, pooled
+from bench.accuracy.findings import CODE, COPY, NEEDLE, PERPLEXITY, RECALL, RESTATE, Kind, pooled
 from bench.accuracy.metrics import Measure
 from bench.accuracy.results import Results, Row
 
@@ -22,8 +22,8 @@ PANELS: Final[tuple[tuple[Kind, str], ...]] = (
     (COPY, "copying: tokens right, mean of all distances"),
     (RECALL, "recall: tokens right, mean of all lengths"),
     (NEEDLE, "needle: tokens right, mean of all lengths"),
-    (("code", Measure.EDIT), "code: edit similarity"),
-    (("lead", Measure.ROUGE1), "lead: ROUGE-1"),
+    (CODE, "code: edit similarity"),
+    (RESTATE, "restate: ROUGE-1, mean of both lengths"),
     (("data", Measure.EDIT), "your data: edit similarity"),
 )
 STYLES: Final = {"exact": "k*", "open-page rule, nearest": "C0o", "open-page rule, stochastic": "C1s", "4-bit K": "C2D"}

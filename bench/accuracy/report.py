@@ -15,6 +15,9 @@ from bench.accuracy.variants import EXACT
 PLACES = (1, 4, 8, 16, 32, 48)
 """Positions at which first divergences are reported."""
 
+NAME_COLUMNS, SCORE_COLUMNS = 36, 13
+"""Characters that a table's first two columns and each of the others take."""
+
 FEWEST = 6
 """Samples below which no difference is called certain."""
 
@@ -23,9 +26,10 @@ A model of a few million parameters can prove that codecs and kernels do what th
 settings that change nothing change nothing), and it can rank codecs where attention has to find something far away:
 copying, recall and needles fail as soon as the wrong key wins, so they show the loss of 2-bit KV magnified. It can't
 prove what a large model would lose: its keys and values lack the outlier channels of large models, it has few layers
-for errors to grow through and few heads to average them out, and its text is too weak for judgements of quality, which
-is why edit similarity and ROUGE-1 here only compare codecs with each other. Tables 6-8 of the paper are about models of
-7B to 180B parameters on public data sets; to repeat those, give `--model` and `--data`.
+for errors to grow through and few heads to average them out, and it can neither program nor summarise: edit similarity
+of code only compares codecs with each other, and what stands for a summary is restating words that were given. Tables
+6-8 of the paper are about models of 7B to 180B parameters on public data sets; to repeat those, give `--model` and
+`--data`.
 """
 
 READING = """\
@@ -39,14 +43,20 @@ prefill quantizes full blocks of V before the queries inside them read them, so 
 """
 
 
-def terminal_table(results: Results) -> Table:
-    """One line per row, one column per task and point, with the task's first measure."""
+def terminal_tables(results: Results, width: int) -> Iterable[Table]:
+    """One line per row, one column per task and point, with the task's first measure; as many tables as `width` asks.
+
+    rich would rather cut names and numbers short than let a table be too wide.
+    """
     heads = list(dict.fromkeys((s.task, s.point, s.measure) for s in results.scores if _is_main(results, s)))
-    table = Table("row", "B/token", *(_head(task, point) for task, point, _ in heads))
-    for row in results.rows:
-        cells = (results.find(row.name, *head) for head in heads)
-        table.add_row(row.name, f"{row.bytes_per_token:.0f}", *(_plain(cell) if cell else "" for cell in cells))
-    return table
+    abreast = max(1, (width - NAME_COLUMNS) // SCORE_COLUMNS)
+    for begin in range(0, len(heads), abreast):
+        part = heads[begin : begin + abreast]
+        table = Table("row", "B/token", *(_head(task, point) for task, point, _ in part))
+        for row in results.rows:
+            cells = (results.find(row.name, *head) for head in part)
+            table.add_row(row.name, f"{row.bytes_per_token:.0f}", *(_plain(cell) if cell else "" for cell in cells))
+        yield table
 
 
 def markdown(results: Results, plot: str) -> str:

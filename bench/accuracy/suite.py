@@ -21,7 +21,7 @@ from hackkv.errors import ConfigError
 
 COPY_SEGMENT, COPY_CUE = 40, 8
 FREE_TOKENS = 48
-LEAD_CUE = 16
+RESTATE_WORDS, RESTATE_CUE = 48, 8
 TRIES = 1000
 
 Make = Callable[[Subject, int, int, int], Example]
@@ -92,10 +92,16 @@ def _code(subject: Subject, seed: int, point: int, index: int) -> Example:
     raise ValueError("no held-out Python file is long enough")
 
 
-def _lead(subject: Subject, seed: int, point: int, index: int) -> Example:
-    """Held-out text, and its opening begun again: the rest of the opening is the extractive summary."""
-    text = tasks.cut(np.random.default_rng(seed + index), subject.filler, point - LEAD_CUE)
-    return Example(join(text, text[:LEAD_CUE]), text[LEAD_CUE : LEAD_CUE + FREE_TOKENS])
+def _restate(subject: Subject, seed: int, point: int, index: int) -> Example:
+    """Words at the head of real text, then the first of them again: the rest is the summary.
+
+    Real sentences in place of the words were tried: a small model leaves them at once for a likelier sentence.
+    """
+    rng = np.random.default_rng(seed + index)
+    words = tasks.random_words(rng, subject.phrases, RESTATE_WORDS)
+    cue, answer = words[:RESTATE_CUE], words[RESTATE_CUE:]
+    text = tasks.cut(rng, subject.filler, point - len(words) - len(cue) - len(answer))
+    return Example(join(words, text, cue), answer)
 
 
 def _data(subject: Subject, seed: int, point: int, index: int) -> Example:
@@ -113,7 +119,7 @@ SUITE: Final = (
         _window,
         (Measure.PERPLEXITY, Measure.TAIL),
         (1024,),
-        12,
+        24,
     ),
     Task(
         "decode",
@@ -122,7 +128,7 @@ SUITE: Final = (
         _window_tail,
         (Measure.PERPLEXITY,),
         (1024,),
-        12,
+        24,
     ),
     Task(
         "copy",
@@ -131,7 +137,7 @@ SUITE: Final = (
         _copy,
         (Measure.TOKENS,),
         (128, 512, 1024, 2048),
-        12,
+        16,
     ),
     Task(
         "recall",
@@ -149,7 +155,7 @@ SUITE: Final = (
         _needle,
         (Measure.WHOLE, Measure.TOKENS),
         _REACH,
-        12,
+        8,
     ),
     Task(
         "code",
@@ -158,16 +164,16 @@ SUITE: Final = (
         _code,
         (Measure.EDIT,),
         (512,),
-        16,
+        32,
     ),
     Task(
-        "lead",
-        f"extractive summary: the text's opening again, {FREE_TOKENS} greedy tokens",
+        "restate",
+        f"summary-like: {RESTATE_WORDS} words at the head of real text, restated greedily from the first {RESTATE_CUE}",
         engine.greedy,
-        _lead,
+        _restate,
         (Measure.ROUGE1,),
-        (1024,),
-        12,
+        (512, 1024),
+        16,
     ),
     Task(
         "data",
