@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         results = Results.read(args.render) if args.render else _measure(args, _command(arguments), notes)
     except HackkvError as error:
-        notes.print(f"[red]hackkv eval: {error}[/]")
+        notes.print(f"hackkv eval: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
@@ -94,10 +94,10 @@ def _measure(args: argparse.Namespace, command: str, console: Console) -> Result
     torch.set_num_threads(1)
     subject = load_subject(ModelConfig(path=args.model, dtype=args.dtype, threads=1, backend=args.backend), records)
     if subject.note:
-        console.print(f"[yellow]{subject.note}[/]")
+        console.print(subject.note, style="yellow", markup=False)
     columns, left_out = suite.columns(subject, tasks, samples=args.samples, seed=args.seed, longest=args.longest)
     for line in left_out:
-        console.print(f"[yellow]left out: {line}[/]")
+        console.print(f"left out: {line}", style="yellow", markup=False, soft_wrap=True)
     if not columns:
         raise ConfigError("nothing to measure: no task is left")
     answers = _answer(subject, rows, columns, args.jobs, console)

@@ -6,6 +6,7 @@ scored (`measures`) is the task's. All rows of the table answer the same samples
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +24,7 @@ COPY_SEGMENT, COPY_CUE = 40, 8
 FREE_TOKENS = 48
 RESTATE_WORDS, RESTATE_CUE = 48, 8
 TRIES = 1000
+EVERY_RECORD = sys.maxsize
 
 Make = Callable[[Subject, int, int, int], Example]
 """(subject, seed, point, index of the sample) -> prompt and answer. Raises `ValueError` if it cannot be built."""
@@ -182,7 +184,7 @@ SUITE: Final = (
         _data,
         (Measure.FOUND, Measure.EDIT, Measure.ROUGE1),
         (0,),
-        1_000_000,
+        EVERY_RECORD,
     ),
 )
 
