@@ -12,7 +12,7 @@ from typing import Final, cast
 
 from hack_kernels.base import BackendUnavailable, HackKernels
 
-BACKENDS: Final = {"reference": "hack_kernels.reference"}
+BACKENDS: Final = {"reference": "hack_kernels.reference", "cpu": "hack_kernels.cpu"}
 """Name -> module with `create() -> HackKernels`; it raises `BackendUnavailable` where it cannot run. Fastest last."""
 
 

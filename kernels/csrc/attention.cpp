@@ -1,0 +1,216 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "thread_pool.h"
+
+namespace hack {
+namespace {
+
+constexpr int kItemsPerThread = 4;      // enough that a thread that falls behind costs little
+constexpr std::int64_t kMinSplit = 4;   // pages
+constexpr std::int64_t kAloneWork = 96;  // pages times tiles of 4 rows that one thread does while another would wake
+
+template <class Byte, class Half>
+BasicPage<Byte, Half> advance(const Format& fmt, const BasicPage<Byte, Half>& base, std::size_t n) {
+  BasicPage<Byte, Half> page = base;
+  page.k_codes += n * fmt.k_code_bytes();
+  page.v_codes += n * fmt.v_code_bytes();
+  page.k_min += n * fmt.k_meta();
+  page.k_scale += n * fmt.k_meta();
+  page.v_min += n * fmt.v_meta();
+  page.v_scale += n * fmt.v_meta();
+  if (page.k_sums != nullptr) {
+    page.k_sums += n * fmt.k_meta() * fmt.k_sum_bytes();
+    page.v_sums += n * fmt.v_meta() * fmt.v_sum_bytes();
+  }
+  return page;
+}
+
+void check(bool holds, const std::string& message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+void check_span(const Format& fmt, const Pool& pool, const OpenPages& open, const Spans& spans, const Rows& rows,
+                std::int64_t b) {
+  const std::string which = "sequence " + std::to_string(b);
+  const std::int64_t start = spans.starts[b], count = spans.counts[b], offset = spans.offsets[b];
+  check(start >= 0 && count > 0 && (rows.k != nullptr || count == 1), which + " has a bad start or count");
+  check(offset >= 0 && offset + count <= rows.total, which + " lies outside the batch's rows");
+  check(spans.slots[b] >= 0 && spans.slots[b] < open.slots, which + " has an open page outside the pool");
+  const std::int64_t pages = (start + count - 1) / fmt.page_tokens;
+  check(pages <= spans.width, which + " has more pages than the table");
+  for (std::int64_t p = 0; p < pages; ++p) {
+    const std::int64_t id = spans.table[b * spans.width + p];
+    check(id >= 0 && id < pool.pages, which + " refers to page " + std::to_string(id) + " outside the pool");
+  }
+}
+
+class Planner {
+ public:
+  Planner(const Format& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans, const Rows& rows)
+      : fmt_(fmt), layer_(layer), pool_(pool), open_(open), spans_(spans), rows_(rows), group_(rows.q_heads / pool.heads) {}
+
+  // Whole items, the longest first.
+  std::vector<AttendItem> items() const {
+    std::vector<AttendItem> out;
+    for (std::int64_t b = 0; b < spans_.batch; ++b) {
+      check_span(fmt_, pool_, open_, spans_, rows_, b);
+      const std::int64_t end = spans_.starts[b] + spans_.counts[b];
+      for (std::int64_t at = spans_.starts[b]; at < end;) {
+        const std::int64_t page_end = (at / fmt_.page_tokens + 1) * fmt_.page_tokens;
+        const std::int64_t stop = std::min({end, page_end, at + std::max(1, kItemRows / group_)});
+        for (int head = 0; head < pool_.heads; ++head) out.push_back(item(b, head, at, stop));
+        at = stop;
+      }
+    }
+    std::stable_sort(out.begin(), out.end(), [](const AttendItem& a, const AttendItem& b) { return a.last > b.last; });
+    return out;
+  }
+
+ private:
+  AttendItem item(std::int64_t b, int head, std::int64_t at, std::int64_t stop) const {
+    const std::int64_t row = spans_.offsets[b] + at - spans_.starts[b], page = at / fmt_.page_tokens;
+    const std::int64_t element = (row * rows_.q_heads + std::int64_t(head) * group_) * fmt_.head_dim;
+    const std::int64_t bytes = element * bytes_of(rows_.dtype);
+    return {.q = rows_.q + bytes,
+            .out = rows_.out + bytes,
+            .dtype = rows_.dtype,
+            .token_stride = std::int64_t(rows_.q_heads) * fmt_.head_dim,
+            .group = group_,
+            .tokens = int(stop - at),
+            .head = head,
+            .page_ids = spans_.table + b * spans_.width,
+            .first = 0,
+            .last = page,
+            .own = own_rows(b, head, page, stop),
+            .visible = int(at - page * fmt_.page_tokens) + 1,
+            .partial = nullptr};
+  }
+
+  OwnRows own_rows(std::int64_t b, int head, std::int64_t page, std::int64_t stop) const {
+    const std::int64_t begin = page * fmt_.page_tokens, start = spans_.starts[b];
+    const std::int64_t stride = std::int64_t(pool_.heads) * fmt_.head_dim;
+    const std::int64_t slot = (spans_.slots[b] * pool_.heads + head) * fmt_.page_tokens * fmt_.head_dim;
+    OwnRows own{open_.k + slot, open_.v + slot, int(stop - begin), nullptr, nullptr, stride, int(stop - begin),
+                Place{layer_, head, begin}};
+    if (rows_.k == nullptr) return own;
+    own.open = int(std::max<std::int64_t>(start - begin, 0));
+    const std::int64_t first = spans_.offsets[b] + std::max(begin - start, std::int64_t(0));
+    own.k = rows_.k + first * stride + std::int64_t(head) * fmt_.head_dim;
+    own.v = rows_.v + first * stride + std::int64_t(head) * fmt_.head_dim;
+    return own;
+  }
+
+  const Format& fmt_;
+  int layer_;
+  const Pool& pool_;
+  const OpenPages& open_;
+  const Spans& spans_;
+  const Rows& rows_;
+  int group_;
+};
+
+int rows_of(const AttendItem& item) { return item.tokens * item.group; }
+
+// A page costs this much: passes over it with 4 rows each. The own page counts as one more.
+std::int64_t cost(const AttendItem& item) { return (item.last + 1) * ((rows_of(item) + 3) / 4); }
+
+// Whole items cut into ranges of pages, so that a few long sequences still fill all threads.
+class Splits {
+ public:
+  Splits(const Format& fmt, const std::vector<AttendItem>& items, std::int64_t most) {
+    std::vector<std::int64_t> places;
+    std::int64_t floats = 0;
+    for (const AttendItem& whole : items) {
+      const std::int64_t pages = std::max(kMinSplit, most / std::max<std::int64_t>(1, cost(whole) / (whole.last + 1)));
+      const std::int64_t count = std::max<std::int64_t>(1, (whole.last + pages - 1) / pages);
+      const std::int64_t size = partial_floats(fmt, rows_of(whole));
+      for (std::int64_t s = 0; s < count; ++s) parts.push_back(part(whole, s, count));
+      if (count > 1) merges.push_back({nullptr, int(count), whole});
+      for (std::int64_t s = 0; s < count; ++s) places.push_back(count > 1 ? floats + s * size : -1);
+      if (count > 1) floats += count * size;
+    }
+    memory_.resize(std::size_t(floats));
+    for (std::size_t i = 0, merge = 0; i < parts.size(); ++i) {
+      if (places[i] < 0) continue;
+      parts[i].partial = memory_.data() + places[i];
+      if (parts[i].first == 0) merges[merge++].partials = parts[i].partial;
+    }
+  }
+
+  std::vector<AttendItem> parts;
+  std::vector<MergeItem> merges;
+
+ private:
+  // The last part also takes the own page.
+  static AttendItem part(const AttendItem& whole, std::int64_t s, std::int64_t count) {
+    AttendItem item = whole;
+    item.first = whole.last * s / count;
+    item.last = whole.last * (s + 1) / count;
+    if (s + 1 < count) item.own.total = 0;
+    return item;
+  }
+
+  std::vector<float> memory_;
+};
+
+}  // namespace
+
+void Engine::attend(const Format& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans,
+                    const Rows& rows) const {
+  const std::vector<AttendItem> items = Planner(fmt, layer, pool, open, spans, rows).items();
+  std::int64_t work = 0;
+  int most_rows = 0;
+  for (const AttendItem& item : items) {
+    work += cost(item);
+    most_rows = std::max(most_rows, rows_of(item));
+  }
+  const int workers = work <= kAloneWork ? 1 : threads;
+  const std::int64_t per_item = workers == 1 ? work : work / (std::int64_t(workers) * kItemsPerThread) + 1;
+  Splits splits(fmt, items, per_item);
+  const std::size_t bytes = scratch_bytes(fmt, most_rows);
+  parallel_for(workers, std::int64_t(splits.parts.size()), [&](std::int64_t i) {
+    operations.attend(fmt, pool, splits.parts[std::size_t(i)], thread_scratch(bytes));
+  });
+  parallel_for(workers, std::int64_t(splits.merges.size()),
+               [&](std::int64_t i) { operations.merge(fmt, splits.merges[std::size_t(i)]); });
+}
+
+void Engine::seal(const Format& fmt, int layer, const Pool& pool, PageList pages, const std::int64_t* starts,
+                  const std::uint16_t* k, const std::uint16_t* v) const {
+  const std::size_t bytes = scratch_bytes(fmt, 1);
+  const std::int64_t count = pages.count * pool.heads;
+  parallel_for(count > 2 ? threads : 1, count, [&](std::int64_t i) {
+    const int head = int(i % pool.heads);
+    const std::int64_t page = i / pool.heads;
+    const Page to = advance(fmt, pool.base, std::size_t(pages.ids[page] * pool.heads + head));
+    const std::size_t rows = std::size_t(i) * fmt.elements();
+    operations.seal(fmt, {layer, head, starts[page]}, k + rows, v + rows, to, thread_scratch(bytes));
+  });
+}
+
+void Engine::install(const Format& fmt, const Pool& pool, PageList pages, const ConstPage& wire) const {
+  const std::size_t bytes = scratch_bytes(fmt, 1);
+  const std::int64_t count = pages.count * pool.heads;
+  parallel_for(count > 4 ? threads : 1, count, [&](std::int64_t i) {
+    const std::int64_t head = i % pool.heads, page = i / pool.heads;
+    const Page to = advance(fmt, pool.base, std::size_t(pages.ids[page] * pool.heads + head));
+    operations.install(fmt, advance(fmt, wire, std::size_t(head * pages.count + page)), to, thread_scratch(bytes));
+  });
+}
+
+void Engine::export_pages(const Format& fmt, const Pool& pool, PageList pages, const Page& wire) const {
+  const std::size_t bytes = scratch_bytes(fmt, 1);
+  const std::int64_t count = pages.count * pool.heads;
+  parallel_for(count > 4 ? threads : 1, count, [&](std::int64_t i) {
+    const std::int64_t head = i % pool.heads, page = i / pool.heads;
+    const Page from = advance(fmt, pool.base, std::size_t(pages.ids[page] * pool.heads + head));
+    operations.export_page(fmt, from, advance(fmt, wire, std::size_t(head * pages.count + page)), thread_scratch(bytes));
+  });
+}
+
+}  // namespace hack

@@ -1,0 +1,56 @@
+// Whole calls: a batch becomes items of work, which threads take one by one.
+#pragma once
+
+#include "work.h"
+
+namespace hack {
+
+struct Spans {
+  const std::int64_t* starts;
+  const std::int64_t* counts;
+  const std::int64_t* offsets;
+  const std::int64_t* table;  // [batch, width]
+  const std::int64_t* slots;
+  std::int64_t batch;
+  std::int64_t width;
+};
+
+struct OpenPages {
+  const std::uint16_t* k;  // [slots, heads, Π, D]
+  const std::uint16_t* v;
+  std::int64_t slots;
+};
+
+// Rows of one call; k and v are null in decode, whose rows stand in the open pages already.
+struct Rows {
+  const std::byte* q;  // [total, q_heads, D]
+  std::byte* out;
+  Dtype dtype;
+  const std::uint16_t* k;  // [total, heads, D]
+  const std::uint16_t* v;
+  std::int64_t total;
+  int q_heads;
+};
+
+// Pages of a pool that one call seals, installs or exports.
+struct PageList {
+  const std::int64_t* ids;
+  std::int64_t count;
+};
+
+struct Engine {
+  const Operations& operations;
+  int threads;
+
+  // Raises std::invalid_argument where spans point outside their tensors.
+  void attend(const Format& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans,
+              const Rows& rows) const;
+  // k, v [count, heads, Π, D].
+  void seal(const Format& fmt, int layer, const Pool& pool, PageList pages, const std::int64_t* starts,
+            const std::uint16_t* k, const std::uint16_t* v) const;
+  // wire planes [heads, count, plane].
+  void install(const Format& fmt, const Pool& pool, PageList pages, const ConstPage& wire) const;
+  void export_pages(const Format& fmt, const Pool& pool, PageList pages, const Page& wire) const;
+};
+
+}  // namespace hack

@@ -1,0 +1,175 @@
+// The operations of work.h for one instruction set S.
+#pragma once
+
+#include "own_page.h"
+#include "packed.h"
+#include "quantize.h"
+#include "tile.h"
+#include "work.h"
+
+namespace hack {
+
+template <class S>
+ConstPage page_at(const Format& fmt, const Pool& pool, std::int64_t id, int head) {
+  const std::size_t n = std::size_t(id) * pool.heads + head, k = n * fmt.k_meta(), v = n * fmt.v_meta();
+  const Page& p = pool.base;
+  const bool sums = p.k_sums != nullptr;
+  return {p.k_codes + n * fmt.k_code_bytes(), p.k_min + k, p.k_scale + k, sums ? p.k_sums + k * fmt.k_sum_bytes() : nullptr,
+          p.v_codes + n * fmt.v_code_bytes(), p.v_min + v, p.v_scale + v, sums ? p.v_sums + v * fmt.v_sum_bytes() : nullptr};
+}
+
+template <class S>
+void pack_codes(const Format& fmt, const std::uint8_t* k, const std::uint8_t* v, const Page& page) {
+  fmt.k_bits == 2 ? pack_k<S, 2>(fmt, k, page.k_codes) : pack_k<S, 4>(fmt, k, page.k_codes);
+  fmt.v_bits == 2 ? pack_v<S, 2>(fmt, v, page.v_codes) : pack_v<S, 4>(fmt, v, page.v_codes);
+}
+
+template <class S>
+void seal(const Format& fmt, Place place, const std::uint16_t* k, const std::uint16_t* v, const Page& page,
+          std::byte* scratch) {
+  Arena<S> arena(scratch);
+  const auto codes = [&](std::size_t metadata) {
+    return RowCodes{arena.template take<std::uint8_t>(fmt.elements()), arena.template take<float>(metadata + kLanes),
+                    arena.template take<float>(metadata + kLanes)};
+  };
+  const RowCodes k_codes = codes(fmt.k_meta()), v_codes = codes(fmt.v_meta());
+  RowPointers rows;
+  for (int t = 0; t < fmt.page_tokens; ++t) {
+    rows.k[t] = k + std::size_t(t) * fmt.head_dim;
+    rows.v[t] = v + std::size_t(t) * fmt.head_dim;
+  }
+  quantize_page<S>(fmt, place, rows.k, rows.v, k_codes, v_codes);
+  pack_codes<S>(fmt, k_codes.codes, v_codes.codes, page);
+  float* turned = arena.template take<float>(fmt.k_meta() + kLanes);
+  const auto store_k = [&](const float* meta, std::uint16_t* plane) {
+    transpose<S>(meta, turned, fmt.page_tokens, fmt.k_groups());
+    for (std::size_t i = 0; i < fmt.k_meta(); i += kLanes) S::store_half(plane + i, S::load(turned + i));
+  };
+  store_k(k_codes.minimum, page.k_min);
+  store_k(k_codes.scale, page.k_scale);
+  for (int d = 0; d < fmt.head_dim; d += kLanes) {
+    S::store_half(page.v_min + d, S::load(v_codes.minimum + d));
+    S::store_half(page.v_scale + d, S::load(v_codes.scale + d));
+  }
+  if (fmt.sums_at_rest()) count_sums<S>(fmt, k_codes.codes, v_codes.codes, page);
+}
+
+template <class S>
+void install(const Format& fmt, const ConstPage& wire, const Page& page, std::byte* scratch) {
+  Arena<S> arena(scratch);
+  auto* k = arena.template take<std::uint8_t>(fmt.elements());
+  auto* v = arena.template take<std::uint8_t>(fmt.elements());
+  fmt.k_bits == 2 ? k_from_wire<S, 2>(fmt, wire.k_codes, k) : k_from_wire<S, 4>(fmt, wire.k_codes, k);
+  fmt.v_bits == 2 ? v_from_wire<S, 2>(fmt, wire.v_codes, v) : v_from_wire<S, 4>(fmt, wire.v_codes, v);
+  pack_codes<S>(fmt, k, v, page);
+  transpose<S>(wire.k_min, page.k_min, fmt.page_tokens, fmt.k_groups());
+  transpose<S>(wire.k_scale, page.k_scale, fmt.page_tokens, fmt.k_groups());
+  std::memcpy(page.v_min, wire.v_min, 2 * fmt.v_meta());
+  std::memcpy(page.v_scale, wire.v_scale, 2 * fmt.v_meta());
+  if (!fmt.sums_at_rest()) return;
+  if (wire.k_sums == nullptr) {
+    count_sums<S>(fmt, k, v, page);
+    return;
+  }
+  for (int t = 0; t < fmt.page_tokens; ++t) {
+    for (int g = 0; g < fmt.k_groups(); ++g) {
+      const int sum = load_sum<S>(wire.k_sums, fmt.k_sum_bytes(), t * fmt.k_groups() + g);
+      store_sum<S>(page.k_sums, fmt.k_sum_bytes(), g * fmt.page_tokens + t, sum);
+    }
+  }
+  std::memcpy(page.v_sums, wire.v_sums, fmt.v_meta() * fmt.v_sum_bytes());
+}
+
+template <class S>
+void export_page(const Format& fmt, const Page& page, const Page& wire, std::byte* scratch) {
+  Arena<S> arena(scratch);
+  auto* k = arena.template take<std::uint8_t>(fmt.elements());
+  auto* v = arena.template take<std::uint8_t>(fmt.elements());
+  fmt.k_bits == 2 ? unpack_k<S, 2>(fmt, page.k_codes, k) : unpack_k<S, 4>(fmt, page.k_codes, k);
+  fmt.v_bits == 2 ? unpack_v<S, 2>(fmt, page.v_codes, v) : unpack_v<S, 4>(fmt, page.v_codes, v);
+  fmt.k_bits == 2 ? k_to_wire<S, 2>(fmt, k, wire.k_codes) : k_to_wire<S, 4>(fmt, k, wire.k_codes);
+  fmt.v_bits == 2 ? v_to_wire<S, 2>(fmt, v, wire.v_codes) : v_to_wire<S, 4>(fmt, v, wire.v_codes);
+  transpose<S>(page.k_min, wire.k_min, fmt.k_groups(), fmt.page_tokens);
+  transpose<S>(page.k_scale, wire.k_scale, fmt.k_groups(), fmt.page_tokens);
+  std::memcpy(wire.v_min, page.v_min, 2 * fmt.v_meta());
+  std::memcpy(wire.v_scale, page.v_scale, 2 * fmt.v_meta());
+  if (!fmt.sums_at_rest()) return;
+  for (int g = 0; g < fmt.k_groups(); ++g) {
+    for (int t = 0; t < fmt.page_tokens; ++t) {
+      const int sum = load_sum<S>(page.k_sums, fmt.k_sum_bytes(), g * fmt.page_tokens + t);
+      store_sum<S>(wire.k_sums, fmt.k_sum_bytes(), t * fmt.k_groups() + g, sum);
+    }
+  }
+  std::memcpy(wire.v_sums, page.v_sums, fmt.v_meta() * fmt.v_sum_bytes());
+}
+
+// Row r of the item's output = values / weight, in the dtype of the queries.
+template <class S>
+void write_row(const Format& fmt, const AttendItem& item, int r, float* values, float weight) {
+  for (int d = 0; d < fmt.head_dim; d += kLanes) S::store(values + d, S::div(S::load(values + d), S::splat(weight)));
+  const std::int64_t at = (r / item.group) * item.token_stride + std::int64_t(r % item.group) * fmt.head_dim;
+  store_row<S>(item.out + at * bytes_of(item.dtype), item.dtype, fmt.head_dim, values);
+}
+
+template <class S>
+void write_state(const Format& fmt, const AttendItem& item, int rows, State& state) {
+  if (item.partial != nullptr) {
+    std::memcpy(item.partial, state.top, sizeof(float) * rows);
+    std::memcpy(item.partial + rows, state.weight, sizeof(float) * rows);
+    std::memcpy(item.partial + 2 * rows, state.out, sizeof(float) * rows * fmt.head_dim);
+    return;
+  }
+  for (int r = 0; r < rows; ++r) write_row<S>(fmt, item, r, state.out + std::size_t(r) * fmt.head_dim, state.weight[r]);
+}
+
+// Rows below which unpacking a page costs more than reading its packed codes again for every four rows.
+inline constexpr int kPackedRows = 12;
+
+template <class S>
+void attend(const Format& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
+  Arena<S> arena(scratch);
+  const Query query = make_query<S>(fmt, item, arena);
+  State state = make_state<S>(fmt, query.rows, arena);
+  const WidePage wide = make_wide_page<S>(fmt, arena);
+  const bool packed = !fmt.asymmetric && query.rows <= kPackedRows;
+  for (std::int64_t i = item.first; i < item.last; ++i) {
+    const ConstPage page = page_at<S>(fmt, pool, item.page_ids[i], item.head);
+    if (packed) {
+      const std::int64_t next = item.page_ids[i + 1 < item.last ? i + 1 : i];
+      attend_packed<S>(fmt, {page, page_at<S>(fmt, pool, next, item.head)}, query, state, arena);
+    } else {
+      widen_page<S>(fmt, page, wide);
+      attend_wide<S>(fmt, wide, query, state, arena);
+    }
+  }
+  if (item.own.total > 0) attend_own<S>(fmt, item, query, wide, state, arena);
+  write_state<S>(fmt, item, query.rows, state);
+}
+
+template <class S>
+void merge(const Format& fmt, const MergeItem& item) {
+  const int rows = item.whole.tokens * item.whole.group;
+  const std::int64_t size = partial_floats(fmt, rows);
+  for (int r = 0; r < rows; ++r) {
+    alignas(64) float out[kMaxHeadDim] = {};
+    float top = item.partials[r], weight = 0.0f;
+    for (int s = 1; s < item.splits; ++s) top = item.partials[s * size + r] > top ? item.partials[s * size + r] : top;
+    for (int s = 0; s < item.splits; ++s) {
+      const float* partial = item.partials + s * size;
+      alignas(64) float factor[kLanes];
+      S::store(factor, exp2<S>(S::splat(partial[r] - top)));
+      weight += factor[0] * partial[rows + r];
+      const float* values = partial + 2 * rows + std::int64_t(r) * fmt.head_dim;
+      for (int d = 0; d < fmt.head_dim; d += kLanes)
+        S::store(out + d, S::fma(S::splat(factor[0]), S::load(values + d), S::load(out + d)));
+    }
+    write_row<S>(fmt, item.whole, r, out, weight);
+  }
+}
+
+template <class S>
+constexpr Operations operations_of() {
+  return {S::name, seal<S>, install<S>, export_page<S>, attend<S>, merge<S>};
+}
+
+}  // namespace hack

@@ -1,0 +1,130 @@
+// Q in 8 bits, and the running state of the rows of one item.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "arena.h"
+#include "half.h"
+#include "math.h"
+#include "work.h"
+
+namespace hack {
+
+inline constexpr int kTile = 4;  // rows that share one pass over a page's codes
+
+constexpr int padded_rows(int rows) { return (rows + kTile - 1) / kTile * kTile; }
+
+// Rows of Q, padded to a multiple of kTile with zeros. Scores are kept in units of log2, so `scale`, `minimum` and
+// `exact` carry a factor log2(e): exp(x) is then a power of two without a further product.
+struct Query {
+  int rows;
+  std::int8_t* codes;  // [R, D]
+  float* scale;        // [R, G]
+  float* sums;         // [R, G] Σ codes
+  float* minimum;      // [R, G], asymmetric form only
+  float* exact;        // [R, D]
+};
+
+// Online softmax: out / weight is the result for the keys seen so far, both relative to 2^top.
+struct State {
+  float* top;     // [R]
+  float* weight;  // [R]
+  float* out;     // [R, D]
+};
+
+template <class S>
+void load_row(const std::byte* row, Dtype dtype, int n, float* out) {
+  if (dtype == Dtype::kFloat) {
+    std::memcpy(out, row, 4 * std::size_t(n));
+    return;
+  }
+  const auto* half = reinterpret_cast<const std::uint16_t*>(row);
+  if (dtype == Dtype::kHalf) {
+    for (int i = 0; i < n; i += kLanes) S::store(out + i, S::load_half(half + i));
+  } else {
+    for (int i = 0; i < n; ++i) out[i] = bfloat_to_float(half[i]);
+  }
+}
+
+template <class S>
+void store_row(std::byte* row, Dtype dtype, int n, const float* values) {
+  if (dtype == Dtype::kFloat) {
+    std::memcpy(row, values, 4 * std::size_t(n));
+    return;
+  }
+  auto* half = reinterpret_cast<std::uint16_t*>(row);
+  if (dtype == Dtype::kHalf) {
+    for (int i = 0; i < n; i += kLanes) S::store_half(half + i, S::load(values + i));
+  } else {
+    for (int i = 0; i < n; ++i) half[i] = float_to_bfloat(values[i]);
+  }
+}
+
+// One partition x [Z] of a scaled row; the definition is `quantize_query` in reference.py.
+template <class S>
+void quantize_partition(const Format& fmt, const float* x, std::int8_t* codes, float* scale, float* sum, float* low) {
+  auto smallest = S::load(x), largest = smallest;
+  for (int d = kLanes; d < fmt.k_partition; d += kLanes) {
+    smallest = S::min(S::load(x + d), smallest);
+    largest = S::max(S::load(x + d), largest);
+  }
+  const float lo = S::reduce_min(smallest), hi = S::reduce_max(largest);
+  const float range = fmt.asymmetric ? (hi - lo) / kAsymmetricLevels : (hi > -lo ? hi : -lo) / kSymmetricLevels;
+  const float step = range == 0.0f ? 1.0f : range;
+  const float origin = fmt.asymmetric ? lo : 0.0f, offset = fmt.asymmetric ? 128.0f : 0.0f;
+  const auto least = S::splat(fmt.asymmetric ? 0.0f : -127.0f), most = S::splat(fmt.asymmetric ? 255.0f : 127.0f);
+  auto total = S::zero_int();
+  for (int d = 0; d < fmt.k_partition; d += kLanes) {
+    const auto steps = S::div(S::sub(S::load(x + d), S::splat(origin)), S::splat(step));
+    const auto level = S::max(S::min(S::floor(S::add(steps, S::splat(0.5f))), most), least);
+    const auto code = S::truncate(S::sub(level, S::splat(offset)));
+    total = S::add_int(total, code);
+    S::store_low_bytes(reinterpret_cast<std::uint8_t*>(codes + d), code);
+  }
+  *scale = step * kLog2e;
+  *sum = float(S::reduce_add_int(total));
+  if (fmt.asymmetric) *low = (lo + 128.0f * step) * kLog2e;
+}
+
+template <class S>
+Query make_query(const Format& fmt, const AttendItem& item, Arena<S>& arena) {
+  const int rows = item.tokens * item.group, padded = padded_rows(rows), d = fmt.head_dim, groups = fmt.k_groups();
+  Query query{rows, arena.template take<std::int8_t>(padded * d), arena.template take<float>(padded * groups),
+              arena.template take<float>(padded * groups), arena.template take<float>(padded * groups),
+              arena.template take<float>(padded * d)};
+  const float root = std::sqrt(float(d));
+  for (int r = 0; r < padded; ++r) {
+    float* row = query.exact + r * d;
+    if (r < rows) {
+      const std::int64_t at = (r / item.group) * item.token_stride + std::int64_t(r % item.group) * d;
+      load_row<S>(item.q + at * bytes_of(item.dtype), item.dtype, d, row);
+    } else {
+      for (int i = 0; i < d; ++i) row[i] = 0.0f;
+    }
+    for (int i = 0; i < d; i += kLanes) S::store(row + i, S::div(S::load(row + i), S::splat(root)));
+    for (int g = 0; g < groups; ++g) {
+      const int z = g * fmt.k_partition, at = r * groups + g;
+      quantize_partition<S>(fmt, row + z, query.codes + r * d + z, query.scale + at, query.sums + at,
+                            query.minimum + at);
+    }
+    for (int i = 0; i < d; i += kLanes) S::store(row + i, S::mul(S::load(row + i), S::splat(kLog2e)));
+  }
+  return query;
+}
+
+template <class S>
+State make_state(const Format& fmt, int rows, Arena<S>& arena) {
+  const int padded = padded_rows(rows);
+  State state{arena.template take<float>(padded + kLanes), arena.template take<float>(padded + kLanes),
+              arena.template take<float>(std::size_t(padded) * fmt.head_dim)};
+  for (int r = 0; r < padded; ++r) {
+    state.top[r] = -std::numeric_limits<float>::infinity();
+    state.weight[r] = 0.0f;
+  }
+  std::memset(state.out, 0, sizeof(float) * std::size_t(padded) * fmt.head_dim);
+  return state;
+}
+
+}  // namespace hack

@@ -1,0 +1,140 @@
+// 16 lanes as two halves on AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace hack {
+
+struct Avx2 {
+  static constexpr const char* name = "avx2";
+  static constexpr int kTileRows = 2;    // accumulators of an integer product: rows of Q or P
+  static constexpr int kTileBlocks = 2;  // times vectors of codes
+  struct F {
+    __m256 a, b;
+  };
+  struct I {
+    __m256i a, b;
+  };
+
+  static F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+  static F splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  static F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static void store(float* p, F x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+  }
+  static F load_half(const std::uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+            _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+  }
+  static void store_half(std::uint16_t* p, F x) { store_half_rounded<_MM_FROUND_TO_NEAREST_INT>(p, x); }
+  static void store_half_up(std::uint16_t* p, F x) { store_half_rounded<_MM_FROUND_TO_POS_INF>(p, x); }
+  static F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+  static F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+  static F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+  static F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+  static F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+  static F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+  static F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+  static F round(F x) { return rounded<_MM_FROUND_TO_NEAREST_INT>(x); }
+  static F floor(F x) { return rounded<_MM_FROUND_TO_NEG_INF>(x); }
+  static F scale_by_power(F x, F n) { return {times_power(x.a, n.a), times_power(x.b, n.b)}; }
+  static float reduce_max(F x) {
+    return fold(_mm256_max_ps(x.a, x.b), [](__m128 p, __m128 q) { return _mm_max_ps(p, q); });
+  }
+  static float reduce_min(F x) {
+    return fold(_mm256_min_ps(x.a, x.b), [](__m128 p, __m128 q) { return _mm_min_ps(p, q); });
+  }
+  static float reduce_add(F x) {
+    return fold(_mm256_add_ps(x.a, x.b), [](__m128 p, __m128 q) { return _mm_add_ps(p, q); });
+  }
+
+  static I zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static I splat_int(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+  static I lane_numbers() {
+    return {_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set_epi32(15, 14, 13, 12, 11, 10, 9, 8)};
+  }
+  static I load_int(const void* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+  }
+  static void store_int(void* p, I x) {
+    _mm256_storeu_si256((__m256i*)p, x.a);
+    _mm256_storeu_si256((__m256i*)p + 1, x.b);
+  }
+  static I broadcast_quad(const void* p) {
+    std::int32_t x;
+    std::memcpy(&x, p, sizeof x);
+    return splat_int(x);
+  }
+  static I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+  static I bit_xor(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+  static F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+  static I truncate(F x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
+  static int reduce_add_int(I x) {
+    const __m256i sum = _mm256_add_epi32(x.a, x.b);
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xB1)));
+  }
+  static void store_low_bytes(std::uint8_t* p, I x) {
+    const __m256i mask = _mm256_set1_epi32(0xFF);
+    const __m256i packed = _mm256_packus_epi32(_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask));
+    const __m256i words = _mm256_permute4x64_epi64(packed, 0xD8);
+    const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(low, high));
+  }
+  template <int bits>
+  static I shift_right(I x) {
+    return {_mm256_srli_epi32(x.a, bits), _mm256_srli_epi32(x.b, bits)};
+  }
+  template <int bits, int f>
+  static I plane(I x) {
+    const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
+    return {_mm256_and_si256(_mm256_srli_epi16(x.a, bits * f), mask),
+            _mm256_and_si256(_mm256_srli_epi16(x.b, bits * f), mask)};
+  }
+  // Pairs of products stay below 2^15 (at most 2 * 255 * 15), so the saturating 16-bit step is exact.
+  static I dot(I acc, I unsigned_bytes, I signed_bytes) {
+    return {half_dot(acc.a, unsigned_bytes.a, signed_bytes.a), half_dot(acc.b, unsigned_bytes.b, signed_bytes.b)};
+  }
+  static void multiply_wide(I x, std::uint32_t y, I& high, I& low) {
+    half_multiply(x.a, y, high.a, low.a);
+    half_multiply(x.b, y, high.b, low.b);
+  }
+
+ private:
+  template <int mode>
+  static void store_half_rounded(std::uint16_t* p, F x) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, mode | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, mode | _MM_FROUND_NO_EXC));
+  }
+  template <int mode>
+  static F rounded(F x) {
+    return {_mm256_round_ps(x.a, mode | _MM_FROUND_NO_EXC), _mm256_round_ps(x.b, mode | _MM_FROUND_NO_EXC)};
+  }
+  static __m256 times_power(__m256 x, __m256 n) {  // 0 below the normal range
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    const __m256i exponent = _mm256_slli_epi32(_mm256_max_epi32(biased, _mm256_setzero_si256()), 23);
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
+  }
+  template <class Fold>
+  static float fold(__m256 x, Fold with) {
+    __m128 half = with(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = with(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(with(half, _mm_shuffle_ps(half, half, 1)));
+  }
+  static __m256i half_dot(__m256i acc, __m256i u, __m256i s) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+  }
+  static void half_multiply(__m256i x, std::uint32_t y, __m256i& high, __m256i& low) {
+    const __m256i factor = _mm256_set1_epi64x(y);
+    const __m256i even = _mm256_mul_epu32(x, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), factor);
+    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+  }
+};
+
+}  // namespace hack

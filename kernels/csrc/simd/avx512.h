@@ -1,0 +1,84 @@
+// 16 lanes on AVX-512 with VNNI. Every simd/*.h gives the same names; the kernels are templates over them.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace hack {
+
+struct Avx512 {
+  static constexpr const char* name = "avx512-vnni";
+  static constexpr int kTileRows = 4;    // accumulators of an integer product: rows of Q or P
+  static constexpr int kTileBlocks = 4;  // times vectors of codes
+  using F = __m512;
+  using I = __m512i;
+
+  static F zero() { return _mm512_setzero_ps(); }
+  static F splat(float x) { return _mm512_set1_ps(x); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  static F load_half(const std::uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+  static void store_half(std::uint16_t* p, F x) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static void store_half_up(std::uint16_t* p, F x) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
+  }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static F floor(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+  static F scale_by_power(F x, F n) { return _mm512_scalef_ps(x, n); }  // x * 2^n, n whole
+  static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
+  static float reduce_min(F x) { return _mm512_reduce_min_ps(x); }
+  static float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+
+  static I zero_int() { return _mm512_setzero_si512(); }
+  static I splat_int(std::int32_t x) { return _mm512_set1_epi32(x); }
+  static I lane_numbers() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+  static I load_int(const void* p) { return _mm512_loadu_si512(p); }
+  static void store_int(void* p, I x) { _mm512_storeu_si512(p, x); }
+  static I broadcast_quad(const void* p) {
+    std::int32_t x;
+    std::memcpy(&x, p, sizeof x);
+    return _mm512_set1_epi32(x);
+  }
+  static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
+  static I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
+  static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+  static I truncate(F x) { return _mm512_cvttps_epi32(x); }
+  static int reduce_add_int(I x) { return _mm512_reduce_add_epi32(x); }
+  static void store_low_bytes(std::uint8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
+  template <int bits>
+  static I shift_right(I x) {
+    return _mm512_srli_epi32(x, bits);
+  }
+  // Field f of every byte: the codes of one plane.
+  template <int bits, int f>
+  static I plane(I x) {
+    const I mask = _mm512_set1_epi8((1 << bits) - 1);
+    if constexpr (f == 0) return _mm512_and_si512(x, mask);
+    return _mm512_and_si512(_mm512_srli_epi16(x, bits * f), mask);
+  }
+  // acc + Σ of 4 products per lane, unsigned times signed bytes. In assembly, for GCC copies the accumulator of the
+  // intrinsic before and after every use, which costs as much as the products.
+  static I dot(I acc, I unsigned_bytes, I signed_bytes) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(unsigned_bytes), "v"(signed_bytes));
+    return acc;
+  }
+  static void multiply_wide(I a, std::uint32_t b, I& high, I& low) {
+    const I factor = _mm512_set1_epi64(b);
+    const I even = _mm512_mul_epu32(a, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor);
+    high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+    low = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+  }
+};
+
+}  // namespace hack

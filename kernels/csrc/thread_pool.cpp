@@ -1,0 +1,113 @@
+#include "thread_pool.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+
+namespace hack {
+namespace {
+
+constexpr std::align_val_t kAlignment{64};
+
+class ThreadPool {
+ public:
+  void run(int threads, std::int64_t count, Task task) {
+    const std::unique_lock caller(callers_, std::try_to_lock);
+    const int helpers = int(threads < count ? threads : count) - 1;
+    if (helpers <= 0 || !caller.owns_lock()) {
+      for (std::int64_t i = 0; i < count; ++i) task(i);
+      return;
+    }
+    open(helpers, count, task);
+    work(count, task);
+    close();
+  }
+
+ private:
+  void open(int helpers, std::int64_t count, Task& task) {
+    const std::lock_guard lock(mutex_);
+    for (; spawned_ < helpers; ++spawned_) std::thread([this] { serve(); }).detach();
+    next_.store(0, std::memory_order_relaxed);
+    task_ = &task;
+    count_ = count;
+    places_ = helpers;
+    for (int i = 0; i < helpers; ++i) wake_.notify_one();
+  }
+
+  void close() {
+    std::unique_lock lock(mutex_);
+    places_ = 0;  // a thread that wakes late finds nothing to join
+    done_.wait(lock, [this] { return active_ == 0; });
+  }
+
+  void work(std::int64_t count, const Task& task) {
+    for (std::int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
+  }
+
+  void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return places_ > 0; });
+      --places_;
+      ++active_;
+      const Task& task = *task_;
+      const std::int64_t count = count_;
+      lock.unlock();
+      work(count, task);
+      lock.lock();
+      if (--active_ == 0) done_.notify_one();
+    }
+  }
+
+  std::mutex callers_;  // held by the caller whose task runs
+  std::mutex mutex_;    // guards what follows
+  std::condition_variable wake_;
+  std::condition_variable done_;
+  const Task* task_ = nullptr;
+  std::int64_t count_ = 0;
+  int places_ = 0;
+  int active_ = 0;
+  int spawned_ = 0;
+  std::atomic<std::int64_t> next_{0};
+};
+
+// Never destroyed: its threads may outlive static destruction. A forked child starts anew, for threads do not fork.
+ThreadPool* process_pool = nullptr;
+
+ThreadPool& pool() {
+  static const bool ready = [] {
+    process_pool = new ThreadPool;
+    pthread_atfork(nullptr, nullptr, [] { process_pool = new ThreadPool; });
+    return true;
+  }();
+  static_cast<void>(ready);
+  return *process_pool;
+}
+
+struct Scratch {
+  ~Scratch() { ::operator delete(memory, kAlignment); }
+  std::byte* memory = nullptr;
+  std::size_t size = 0;
+};
+
+}  // namespace
+
+void parallel_for(int threads, std::int64_t count, Task task) { pool().run(threads, count, task); }
+
+std::byte* thread_scratch(std::size_t bytes) {
+  thread_local Scratch scratch;
+  if (scratch.size < bytes) {
+    ::operator delete(scratch.memory, kAlignment);
+    scratch.memory = nullptr;
+    scratch.memory = static_cast<std::byte*>(::operator new(bytes, kAlignment));
+    scratch.size = bytes;
+  }
+  return scratch.memory;
+}
+
+}  // namespace hack

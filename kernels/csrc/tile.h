@@ -1,0 +1,229 @@
+// Prefill: many rows against a page. Codes are unpacked once into bytes; Q·K^T and P·V are integer matrix products with
+// register tiling. Also serves both forms of Q and P, and the codes of the open page.
+#pragma once
+
+#include "layout.h"
+#include "packed.h"
+#include "softmax.h"
+
+namespace hack {
+
+// One page of one KV head, a byte per code: k [D/4][Π/16][16 tokens][4 channels], v [Π/4][D/16][16 channels][4 tokens].
+struct WidePage {
+  std::uint8_t* k;
+  std::uint8_t* v;
+  float* k_min;  // [G, Π]
+  float* k_scale;
+  float* k_sums;  // asymmetric form only
+  float* v_min;   // [D]
+  float* v_scale;
+  float* v_sums;
+};
+
+template <class S>
+WidePage make_wide_page(const Format& fmt, Arena<S>& arena) {
+  const auto floats = [&](std::size_t n) { return arena.template take<float>(n); };
+  auto* k = arena.template take<std::uint8_t>(fmt.elements());
+  auto* v = arena.template take<std::uint8_t>(fmt.elements());
+  const std::size_t k_meta = fmt.k_meta(), d = fmt.v_meta();
+  return {k, v, floats(k_meta), floats(k_meta), floats(k_meta), floats(d), floats(d), floats(d)};
+}
+
+// [blocks][chunks] packed vectors -> [4·planes·chunks / 4][blocks] vectors of bytes.
+template <class S, int bits>
+void widen_codes(const std::uint8_t* packed, int blocks, int chunks, std::uint8_t* wide) {
+  for (int b = 0; b < blocks; ++b) {
+    for (int c = 0; c < chunks; ++c, packed += kVectorBytes) {
+      const auto codes = S::load_int(packed);
+      unrolled<planes_of(bits)>([&](auto f) {
+        auto* to = wide + ((c * planes_of(bits) + f) * blocks + b) * kVectorBytes;
+        S::store_int(to, S::template plane<bits, f>(codes));
+      });
+    }
+  }
+}
+
+template <class S>
+void widen(int bits, const std::uint8_t* packed, int lanes, int quads, std::uint8_t* wide) {
+  const int blocks = lanes / kLanes, chunks = quads / chunk_of(bits);
+  if (bits == 2) {
+    widen_codes<S, 2>(packed, blocks, chunks, wide);
+  } else {
+    widen_codes<S, 4>(packed, blocks, chunks, wide);
+  }
+}
+
+template <class S>
+void widen_halves(const std::uint16_t* in, std::size_t n, float* out) {
+  for (std::size_t i = 0; i < n; i += kLanes) S::store(out + i, S::load_half(in + i));
+}
+
+// Σ of the codes in every lane, over `quads` vectors that are `blocks` vectors apart.
+template <class S>
+void sum_lanes(const std::uint8_t* wide, int blocks, int quads, float* sums) {
+  for (int b = 0; b < blocks; ++b) {
+    auto total = S::zero_int();
+    for (int j = 0; j < quads; ++j) {
+      total = S::dot(total, S::load_int(wide + (j * blocks + b) * kVectorBytes), S::splat_int(0x01010101));
+    }
+    S::store(sums + b * kLanes, S::to_float(total));
+  }
+}
+
+template <class S>
+void widen_k_sums(const Format& fmt, const WidePage& wide) {
+  const int blocks = fmt.page_tokens / kLanes, quads = fmt.k_partition / kQuad;
+  for (int g = 0; g < fmt.k_groups(); ++g) {
+    sum_lanes<S>(wide.k + std::size_t(g) * quads * blocks * kVectorBytes, blocks, quads, wide.k_sums + g * fmt.page_tokens);
+  }
+}
+
+template <class S>
+void widen_page(const Format& fmt, const ConstPage& page, const WidePage& wide) {
+  widen<S>(fmt.k_bits, page.k_codes, fmt.page_tokens, fmt.head_dim, wide.k);
+  widen<S>(fmt.v_bits, page.v_codes, fmt.head_dim, fmt.page_tokens, wide.v);
+  widen_halves<S>(page.k_min, fmt.k_meta(), wide.k_min);
+  widen_halves<S>(page.k_scale, fmt.k_meta(), wide.k_scale);
+  widen_halves<S>(page.v_min, fmt.v_meta(), wide.v_min);
+  widen_halves<S>(page.v_scale, fmt.v_meta(), wide.v_scale);
+  if (!fmt.asymmetric) return;
+  if (fmt.stored_sums) {
+    for (int i = 0; i < int(fmt.k_meta()); ++i) wide.k_sums[i] = float(load_sum<S>(page.k_sums, fmt.k_sum_bytes(), i));
+    for (int i = 0; i < int(fmt.v_meta()); ++i) wide.v_sums[i] = float(load_sum<S>(page.v_sums, fmt.v_sum_bytes(), i));
+  } else {
+    widen_k_sums<S>(fmt, wide);
+    sum_lanes<S>(wide.v, fmt.head_dim / kLanes, fmt.page_tokens / kQuad, wide.v_sums);
+  }
+}
+
+// dots[r][b] = Σ over quads of NR rows of bytes (`stride` apart) with NB vectors of codes. `swap` says that the rows
+// are the unsigned operand (asymmetric P reaches 255) and the codes, below 16, the signed one.
+template <class S, int NR, int NB, bool swap>
+[[gnu::always_inline]] inline void wide_dots(const std::uint8_t* codes, int blocks, int quads, const std::uint8_t* rows,
+                                             int stride, typename S::I (&dots)[NR][NB]) {
+  unrolled<NR * NB>([&](auto i) { dots[i / NB][i % NB] = S::zero_int(); });
+  for (int j = 0; j < quads; ++j) {
+    typename S::I vectors[NB];
+    unrolled<NB>([&](auto b) { vectors[b] = S::load_int(codes + (std::size_t(j) * blocks + b) * kVectorBytes); });
+    unrolled<NR>([&](auto r) __attribute__((always_inline)) {
+      const auto quad = S::broadcast_quad(rows + r * stride + kQuad * j);
+      unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+        dots[r][b] = swap ? S::dot(dots[r][b], quad, vectors[b]) : S::dot(dots[r][b], vectors[b], quad);
+      });
+    });
+  }
+}
+
+// Scores of NR rows from r0 with NB blocks of tokens from t0; `scores` is [kTile, Π] and starts at row r0.
+template <class S, int NR, int NB>
+void score_tile(const Format& fmt, const WidePage& wide, const Query& query, int r0, int t0, float* scores) {
+  const int groups = fmt.k_groups(), pi = fmt.page_tokens, blocks = pi / kLanes, quads = fmt.k_partition / kQuad;
+  typename S::F score[NR][NB];
+  unrolled<NR * NB>([&](auto i) { score[i / NB][i % NB] = S::zero(); });
+  for (int g = 0; g < groups; ++g) {
+    typename S::I dots[NR][NB];
+    const auto* codes = wide.k + (std::size_t(g) * quads * blocks + t0 / kLanes) * kVectorBytes;
+    const auto* rows = reinterpret_cast<const std::uint8_t*>(query.codes + r0 * fmt.head_dim + g * fmt.k_partition);
+    wide_dots<S, NR, NB, false>(codes, blocks, quads, rows, fmt.head_dim, dots);
+    unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+      const int at = g * pi + t0 + b * kLanes;
+      const auto k_scale = S::load(wide.k_scale + at), k_min = S::load(wide.k_min + at);
+      unrolled<NR>([&](auto r) __attribute__((always_inline)) {
+        const int q = (r0 + r) * groups + g;
+        score[r][b] = add_score<S>(score[r][b], S::to_float(dots[r][b]), k_scale, k_min, S::splat(query.scale[q]),
+                                   S::splat(query.sums[q]));
+      });
+    });
+  }
+  unrolled<NR * NB>([&](auto i) { S::store(scores + i / NB * pi + t0 + i % NB * kLanes, score[i / NB][i % NB]); });
+}
+
+// The terms of Eq. (4) that Q's minimum brings, onto the scores of one row.
+template <class S>
+void add_minimum_terms(const Format& fmt, const WidePage& wide, const Query& query, int row, float* scores) {
+  const int groups = fmt.k_groups(), pi = fmt.page_tokens;
+  for (int g = 0; g < groups; ++g) {
+    const auto minimum = S::splat(query.minimum[row * groups + g]), z = S::splat(float(fmt.k_partition));
+    for (int t = 0; t < pi; t += kLanes) {
+      const int at = g * pi + t;
+      const auto low = S::mul(z, S::load(wide.k_min + at));
+      const auto terms = S::fma(S::load(wide.k_scale + at), S::load(wide.k_sums + at), low);
+      S::store(scores + t, S::fma(minimum, terms, S::load(scores + t)));
+    }
+  }
+}
+
+// Scores [kTile, Π] of rows r0..r0+3.
+template <class S>
+void wide_scores(const Format& fmt, const WidePage& wide, const Query& query, int r0, float* scores) {
+  constexpr int NR = S::kTileRows, NB = S::kTileBlocks;
+  for (int r = 0; r < kTile; r += NR) {
+    float* rows = scores + r * fmt.page_tokens;
+    int t = 0;
+    for (; t + NB * kLanes <= fmt.page_tokens; t += NB * kLanes) score_tile<S, NR, NB>(fmt, wide, query, r0 + r, t, rows);
+    for (; t < fmt.page_tokens; t += 2 * kLanes) score_tile<S, NR, 2>(fmt, wide, query, r0 + r, t, rows);
+  }
+  if (!fmt.asymmetric) return;
+  for (int r = 0; r < kTile; ++r) add_minimum_terms<S>(fmt, wide, query, r0 + r, scores + r * fmt.page_tokens);
+}
+
+template <class S, int NR, int NB, bool asymmetric>
+void value_tile(const Format& fmt, const WidePage& wide, const std::uint8_t* p, const RowMerge* merges, int d0,
+                float* out) {
+  const int blocks = fmt.head_dim / kLanes;
+  typename S::I dots[NR][NB];
+  wide_dots<S, NR, NB, asymmetric>(wide.v + d0 / kLanes * kVectorBytes, blocks, fmt.page_tokens / kQuad, p,
+                                   fmt.page_tokens, dots);
+  unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+    const int channel = d0 + b * kLanes;
+    const auto v_scale = S::load(wide.v_scale + channel), v_min = S::load(wide.v_min + channel);
+    unrolled<NR>([&](auto r) __attribute__((always_inline)) {
+      float* at = out + r * fmt.head_dim + channel;
+      add_values<S>(at, S::to_float(dots[r][b]), v_scale, v_min, merges[r]);
+      if constexpr (asymmetric) {
+        const auto low = S::mul(S::splat(float(fmt.page_tokens)), v_min);
+        const auto terms = S::fma(v_scale, S::load(wide.v_sums + channel), low);
+        S::store(at, S::fma(S::splat(merges[r].take_low), terms, S::load(at)));
+      }
+    });
+  });
+}
+
+template <class S, bool asymmetric>
+void wide_values(const Format& fmt, const WidePage& wide, const std::uint8_t* p, const RowMerge* merges, float* out) {
+  constexpr int NR = S::kTileRows, NB = S::kTileBlocks;
+  for (int r = 0; r < kTile; r += NR) {
+    const auto* rows = p + r * fmt.page_tokens;
+    float* at = out + r * fmt.head_dim;
+    int d = 0;
+    for (; d + NB * kLanes <= fmt.head_dim; d += NB * kLanes)
+      value_tile<S, NR, NB, asymmetric>(fmt, wide, rows, merges + r, d, at);
+    for (; d < fmt.head_dim; d += 2 * kLanes) value_tile<S, NR, 2, asymmetric>(fmt, wide, rows, merges + r, d, at);
+  }
+}
+
+// Every row of the query takes the page.
+template <class S>
+void attend_wide(const Format& fmt, const WidePage& wide, const Query& query, State& state, Arena<S> arena) {
+  const int pi = fmt.page_tokens;
+  float* scores = arena.template take<float>(kTile * pi);
+  auto* codes = arena.template take<std::uint8_t>(kTile * pi);
+  PageWeights weights[kTile];
+  RowMerge merges[kTile];
+  for (int r0 = 0; r0 < query.rows; r0 += kTile) {
+    wide_scores<S>(fmt, wide, query, r0, scores);
+    for (int r = 0; r < kTile; ++r) {
+      weights[r] = fmt.asymmetric ? weigh_asymmetric<S>(scores + r * pi, pi, codes + r * pi)
+                                  : weigh_symmetric<S>(scores + r * pi, pi, codes + r * pi);
+    }
+    merge_weights<S>(fmt, state, r0, kTile, weights, merges);
+    float* out = state.out + std::size_t(r0) * fmt.head_dim;
+    if (fmt.asymmetric) {
+      wide_values<S, true>(fmt, wide, codes, merges, out);
+    } else {
+      wide_values<S, false>(fmt, wide, codes, merges, out);
+    }
+  }
+}
+
+}  // namespace hack

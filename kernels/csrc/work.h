@@ -1,0 +1,92 @@
+// What one thread computes at a time, and the table of operations that each instruction set fills.
+#pragma once
+
+#include "format.h"
+
+namespace hack {
+
+// Where rows stand: the coordinates of stochastic rounding.
+struct Place {
+  int layer;
+  int head;
+  std::int64_t position;
+};
+
+enum class Dtype : int { kFloat, kHalf, kBfloat };
+constexpr int bytes_of(Dtype dtype) { return dtype == Dtype::kFloat ? 4 : 2; }
+
+// A layer's pool, [N, Hkv, plane] each.
+struct Pool {
+  Page base;
+  std::int64_t pages;
+  int heads;
+};
+
+// The rows of a sequence's own page before and in the batch, of one KV head.
+struct OwnRows {
+  const std::uint16_t* open_k;  // rows that the page had before: [open, D]
+  const std::uint16_t* open_v;
+  int open;
+  const std::uint16_t* k;  // the batch's rows after them, `stride` elements apart; unused in decode
+  const std::uint16_t* v;
+  std::int64_t stride;
+  int total;  // rows to read, 0: this item does not look at the own page
+  Place place;
+};
+
+// Attention of `tokens` queries of one page, times the `group` query heads of one KV head, to pages [first, last) of
+// `page_ids` and perhaps the own page. Row r is token r / group, head r % group.
+struct AttendItem {
+  const std::byte* q;
+  std::byte* out;
+  Dtype dtype;
+  std::int64_t token_stride;  // elements of q and out between tokens
+  int group;
+  int tokens;
+  int head;
+  const std::int64_t* page_ids;
+  std::int64_t first;
+  std::int64_t last;
+  OwnRows own;
+  int visible;     // own rows that token 0 sees; token i sees i more
+  float* partial;  // where a split leaves its state (partial_floats); null: this item is whole and writes `out`
+};
+
+// Queries per item: enough to unpack a page's codes once for many, few enough to stay in the first two caches.
+inline constexpr int kItemRows = 128;
+
+// State of one row in a split: maximum, weight, sum of values [D].
+constexpr std::int64_t partial_floats(const Format& fmt, int rows) { return std::int64_t(rows) * (fmt.head_dim + 2); }
+
+// Splits of one item, `partial_floats` apart, to be merged into the item's `out`.
+struct MergeItem {
+  const float* partials;
+  int splits;
+  AttendItem whole;
+};
+
+struct Operations {
+  const char* name;
+  // k, v: one page of one KV head, FP16 [Π, D].
+  void (*seal)(const Format&, Place, const std::uint16_t* k, const std::uint16_t* v, const Page&, std::byte* scratch);
+  // Wire order to native and back; sums are read from the wire page where it has them, else counted.
+  void (*install)(const Format&, const ConstPage& wire, const Page&, std::byte* scratch);
+  void (*export_page)(const Format&, const Page&, const Page& wire, std::byte* scratch);
+  void (*attend)(const Format&, const Pool&, const AttendItem&, std::byte* scratch);
+  void (*merge)(const Format&, const MergeItem&);
+};
+
+const Operations& portable_operations();
+const Operations& avx2_operations();
+const Operations& avx512_operations();
+
+// Bytes of scratch memory that any operation on this format needs for `rows` query rows.
+constexpr std::size_t scratch_bytes(const Format& fmt, int rows) {
+  const std::size_t padded = std::size_t(rows + 3) / 4 * 4, d = fmt.head_dim, groups = fmt.k_groups();
+  const std::size_t queries = padded * (d + 4 * d + 12 * groups), state = padded * (4 * d + 8);
+  const std::size_t codes = 4 * fmt.elements(), meta = 4 * (6 * fmt.k_meta() + 6 * d + 256);
+  const std::size_t tile = 4 * 2 * 4 * std::size_t(kMaxPageTokens) + 4 * padded;
+  return queries + state + codes + meta + tile + 64 * 64;
+}
+
+}  // namespace hack

@@ -1,0 +1,198 @@
+"""Backend `cpu`: the C++ kernels of `kernels/csrc`, with the instruction set chosen at run time.
+
+Pages rest in the order that the vector unit wants (csrc/format.h); `install` and `export` convert bit-exactly. This
+file checks inputs, makes them contiguous and hands them over; the GIL is free while C++ computes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hack_kernels.base import (
+    SUM_PLANES,
+    Arithmetic,
+    BackendUnavailable,
+    HackFormat,
+    HackKernels,
+    HackPages,
+    OpenPage,
+    Rounding,
+    Spans,
+)
+from hack_kernels.check import check_attention, check_install, check_seal
+from hack_kernels.reference import ReferenceKernels
+
+ISA_VARIABLE: Final = "HACKKV_CPU_ISA"
+"""Environment variable that forces an instruction set: avx512-vnni, avx2 or portable."""
+
+_log = logging.getLogger(__name__)
+
+
+class CpuKernels:
+    """Implements `HackKernels`. Raises `BackendUnavailable` where the extension or the instruction set is missing."""
+
+    name = "cpu"
+
+    def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
+        self.approximation_s = 0.0  # the correction terms are fused into the products; they have no time of their own
+        module = _extension()
+        supported: list[str] = module.supported_isas()
+        chosen = isa or supported[0]
+        if chosen not in supported:
+            raise BackendUnavailable(
+                f"this processor or build does not run instruction set {chosen!r}; it runs {', '.join(supported)}"
+            )
+        self._kernels = module.Kernels(chosen, threads or torch.get_num_threads())
+        self._format = lru_cache(maxsize=16)(_native_format)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return str(self._kernels.isa)
+
+    @property
+    def threads(self) -> int:
+        """Threads of one call, the caller's included."""
+        return int(self._kernels.threads)
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        self._kernels.threads = threads
+
+    def new_pages(self, fmt: HackFormat, num_pages: int, num_kv_heads: int) -> HackPages:
+        """A zeroed pool for one layer."""
+        return {
+            name: torch.zeros((num_pages, num_kv_heads, *shape), dtype=dtype)
+            for name, (shape, dtype) in fmt.plane_specs().items()
+        }
+
+    def seal(
+        self, fmt: HackFormat, layer: int, pages: HackPages, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """Quantize full pages into the pool, in native order."""
+        check_seal(fmt, pages, page_ids, starts, k, v)
+        rows = (page_ids.contiguous(), starts.contiguous(), k.contiguous(), v.contiguous())
+        self._kernels.seal(self._format(fmt), layer, pages, *rows)
+
+    def requantize(
+        self, fmt: HackFormat, layer: int, pages: HackPages, page_id: int, start: int, old: int, k: Tensor, v: Tensor
+    ) -> None:
+        """The ablation HACK/RQE runs on the reference: the page goes there and back, bit-exact."""
+        ids = torch.tensor([page_id])
+        page = {name: plane.transpose(0, 1) for name, plane in self.export(fmt, pages, ids).items()}
+        ReferenceKernels().requantize(fmt, layer, page, 0, start, old, k, v)
+        self.install(fmt, pages, ids, {name: plane.transpose(0, 1) for name, plane in page.items()})
+
+    def install(self, fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: HackPages) -> None:
+        """Wire order to native order; absent sums are counted."""
+        check_install(fmt, pages, page_ids, planes)
+        if SUM_PLANES[0] not in planes or SUM_PLANES[1] not in planes:
+            planes = {name: plane for name, plane in planes.items() if name not in SUM_PLANES}
+        wire = {name: plane.contiguous() for name, plane in planes.items()}
+        self._kernels.install(self._format(fmt), pages, page_ids.contiguous(), wire)
+
+    def export(self, fmt: HackFormat, pages: HackPages, page_ids: Tensor) -> HackPages:
+        """Native order to wire order."""
+        heads, count = pages["k_codes"].shape[1], page_ids.numel()
+        wire = {
+            name: torch.empty((heads, count, *shape), dtype=dtype) for name, (shape, dtype) in fmt.plane_specs().items()
+        }
+        self._kernels.export(self._format(fmt), pages, page_ids.contiguous(), wire)
+        return wire
+
+    def attn_prefill(
+        self,
+        fmt: HackFormat,
+        layer: int,
+        pages: HackPages,
+        open_k: Tensor,
+        open_v: Tensor,
+        spans: Spans,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
+        """Blocks of queries against one page after another, unpacked once per block."""
+        check_attention(fmt, pages, open_k, open_v, spans, q, k, v)
+        if fmt.open_page is OpenPage.REQUANTIZE:
+            pool, local = self._on_reference(fmt, pages, spans)
+            return ReferenceKernels().attn_prefill(fmt, layer, pool, open_k, open_v, local, q, k, v)
+        return self._attend(fmt, layer, pages, open_k, open_v, spans, q, k.contiguous(), v.contiguous())
+
+    def attn_decode(
+        self, fmt: HackFormat, layer: int, pages: HackPages, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor
+    ) -> Tensor:
+        """Packed codes against the query heads of a group, without unpacking them to memory."""
+        check_attention(fmt, pages, open_k, open_v, spans, q, None, None)
+        if fmt.open_page is OpenPage.REQUANTIZE:
+            pool, local = self._on_reference(fmt, pages, spans)
+            return ReferenceKernels().attn_decode(fmt, layer, pool, open_k, open_v, local, q)
+        return self._attend(fmt, layer, pages, open_k, open_v, spans, q, None, None)
+
+    def _attend(
+        self,
+        fmt: HackFormat,
+        layer: int,
+        pages: HackPages,
+        open_k: Tensor,
+        open_v: Tensor,
+        spans: Spans,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+    ) -> Tensor:
+        if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return self._attend(fmt, layer, pages, open_k, open_v, spans, q.float(), k, v).to(q.dtype)
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        where = [t.contiguous() for t in (spans.starts, spans.counts, spans.offsets, spans.table, spans.slots)]
+        open_rows = (open_k.contiguous(), open_v.contiguous())
+        self._kernels.attend(self._format(fmt), layer, pages, *open_rows, where, q, out, k, v)
+        return out
+
+    def _on_reference(self, fmt: HackFormat, pages: HackPages, spans: Spans) -> tuple[HackPages, Spans]:
+        """The pages that a batch reads, in the reference's order, and spans that name them there."""
+        ids, places = torch.unique(spans.table, return_inverse=True)
+        pool = {name: plane.transpose(0, 1) for name, plane in self.export(fmt, pages, ids).items()}
+        return pool, Spans(spans.starts, spans.counts, spans.offsets, places.view_as(spans.table), spans.slots)
+
+
+def create() -> HackKernels:
+    """The fastest instruction set of this processor, or the one that HACKKV_CPU_ISA names."""
+    kernels = CpuKernels(os.environ.get(ISA_VARIABLE) or None)
+    _log.info("cpu kernels: instruction set %s, %d threads", kernels.isa, kernels.threads)
+    return kernels
+
+
+def supported_isas() -> list[str]:
+    """Instruction sets that this build and processor run, fastest first. Raises `BackendUnavailable`."""
+    return list(_extension().supported_isas())
+
+
+def _extension() -> Any:
+    try:
+        return importlib.import_module("hack_kernels._cpu")
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable("the C++ extension hack_kernels._cpu is not built: pip install -e .") from error
+
+
+def _native_format(fmt: HackFormat) -> Any:
+    return _extension().make_format(
+        head_dim=fmt.head_dim,
+        page_tokens=fmt.page_tokens,
+        k_bits=fmt.k_bits,
+        v_bits=fmt.v_bits,
+        k_partition=fmt.k_partition,
+        stochastic=fmt.rounding is Rounding.STOCHASTIC,
+        asymmetric=fmt.arithmetic is Arithmetic.ASYMMETRIC,
+        stored_sums=fmt.stored_sums,
+        own_k_codes=fmt.open_page is OpenPage.K_CODES,
+        seed=fmt.seed,
+    )

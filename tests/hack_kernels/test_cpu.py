@@ -1,0 +1,261 @@
+"""The C++ backend under every instruction path: codes to the bit, attention within the error of BF16 torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hack_kernels import cpu, load
+from hack_kernels.base import (
+    Arithmetic,
+    BackendUnavailable,
+    HackFormat,
+    HackKernels,
+    HackPages,
+    OpenPage,
+    Rounding,
+    Spans,
+)
+from hack_kernels.quantize import unpack
+from torch import Tensor
+
+try:
+    ISAS = cpu.supported_isas()
+except BackendUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+FORMATS = [
+    HackFormat(d, pi, kb, vb, rounding=r, arithmetic=a, open_page=o, seed=2**40 + 7)
+    for (d, pi), (kb, vb), r, (a, o) in itertools.product(
+        [(64, 32), (96, 64), (128, 64), (256, 128)],
+        [(2, 2), (4, 2), (2, 4), (4, 4)],
+        Rounding,
+        [(Arithmetic.SYMMETRIC, OpenPage.EXACT), (Arithmetic.ASYMMETRIC, OpenPage.K_CODES)],
+    )
+]
+
+ATTENTION_FORMATS = [
+    HackFormat(64, 32, 2, 4, arithmetic=Arithmetic.ASYMMETRIC),
+    HackFormat(96, 64, 4, 2),
+    HackFormat(96, 32, 2, 2, arithmetic=Arithmetic.ASYMMETRIC, stored_sums=False),
+    HackFormat(128, 64, 2, 2),
+    HackFormat(128, 128, 4, 4, Rounding.STOCHASTIC, Arithmetic.ASYMMETRIC, open_page=OpenPage.K_CODES, seed=11),
+    HackFormat(256, 128, 2, 2, Rounding.STOCHASTIC, open_page=OpenPage.K_CODES),
+]
+
+
+@pytest.fixture(params=ISAS)
+def kernels(request: pytest.FixtureRequest) -> cpu.CpuKernels:
+    return cpu.CpuKernels(request.param, threads=2)
+
+
+def random_rows(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Case:
+    """Sequences of given lengths in one pool, pages in shuffled order, and what a call needs of them."""
+
+    def __init__(self, fmt: HackFormat, lengths: list[int], heads: int, seed: int = 0) -> None:
+        pi, d = fmt.page_tokens, fmt.head_dim
+        self.fmt, self.lengths, self.heads = fmt, lengths, heads
+        self.k = [random_rows(seed + 2 * i, n, heads, d).half() for i, n in enumerate(lengths)]
+        self.v = [random_rows(seed + 2 * i + 1, n, heads, d).half() for i, n in enumerate(lengths)]
+        counts = [n // pi for n in lengths]
+        total = sum(counts)
+        shuffled = torch.randperm(total + 1, generator=torch.Generator().manual_seed(seed)).tolist()
+        self.table = torch.zeros(len(lengths), max(1, *counts), dtype=torch.int64)
+        for b, count in enumerate(counts):
+            for p in range(count):
+                self.table[b, p] = shuffled.pop()
+        self.num_pages = total + 1
+        self.open_k, self.open_v = (torch.zeros(len(lengths), heads, pi, d, dtype=torch.float16) for _ in range(2))
+
+    def pool(self, kernels: HackKernels, layer: int = 3) -> HackPages:
+        fmt, pi = self.fmt, self.fmt.page_tokens
+        pages = kernels.new_pages(fmt, self.num_pages, self.heads)
+        for b, n in enumerate(self.lengths):
+            full = n // pi
+            if full:
+                starts = torch.arange(full) * pi
+                k, v = (x[b][: full * pi].unflatten(0, (full, pi)).transpose(1, 2) for x in (self.k, self.v))
+                kernels.seal(fmt, layer, pages, self.table[b, :full], starts, k, v)
+        return pages
+
+    def decode_spans(self) -> Spans:
+        """The last row of every sequence is the query; it stands in the open page."""
+        pi, batch = self.fmt.page_tokens, len(self.lengths)
+        for b, n in enumerate(self.lengths):
+            begin = (n - 1) // pi * pi
+            self.open_k[b, :, : n - begin] = self.k[b][begin:].transpose(0, 1)
+            self.open_v[b, :, : n - begin] = self.v[b][begin:].transpose(0, 1)
+        starts = torch.tensor(self.lengths) - 1
+        ones, order = torch.ones(batch, dtype=torch.int64), torch.arange(batch)
+        return Spans(starts, ones, order, self.table, order)
+
+    def prefill(self, kernels: HackKernels, pages: HackPages, q: list[Tensor], begins: list[int]) -> Tensor:
+        """Rows begins[b].. of every sequence, in one batch."""
+        pi = self.fmt.page_tokens
+        for b, begin in enumerate(begins):
+            first = begin // pi * pi
+            self.open_k[b, :, : begin - first] = self.k[b][first:begin].transpose(0, 1)
+            self.open_v[b, :, : begin - first] = self.v[b][first:begin].transpose(0, 1)
+        starts = torch.tensor(begins)
+        counts = torch.tensor(self.lengths) - starts
+        spans = Spans(starts, counts, counts.cumsum(0) - counts, self.table, torch.arange(len(begins)))
+        rows = (torch.cat([x[begin:] for x, begin in zip(xs, begins, strict=True)]) for xs in (q, self.k, self.v))
+        return kernels.attn_prefill(self.fmt, 3, pages, self.open_k, self.open_v, spans, *rows)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_bytes_equal_the_reference(kernels: cpu.CpuKernels, fmt: HackFormat) -> None:
+    case = Case(fmt, [3 * fmt.page_tokens], heads=2)
+    ids = case.table[0, [2, 0, 1]]
+    ours, theirs = (k.export(fmt, case.pool(k), ids) for k in (kernels, load("reference")))
+    assert ours.keys() == theirs.keys()
+    for name, plane in theirs.items():
+        assert torch.equal(ours[name], plane), name
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 2.0**-14, 1e-3, 300.0, 15000.0])
+def test_bytes_equal_the_reference_at_extreme_scales(kernels: cpu.CpuKernels, scale: float) -> None:
+    fmt = HackFormat(64, 32, 2, 4, rounding=Rounding.STOCHASTIC)
+    case = Case(fmt, [64], heads=1)
+    case.k, case.v = ([(x[0].float() * scale).clamp(-65504, 65504).half()] for x in (case.k, case.v))
+    ids = case.table[0, :2]
+    ours, theirs = (k.export(fmt, case.pool(k), ids) for k in (kernels, load("reference")))
+    for name, plane in theirs.items():
+        assert torch.equal(ours[name], plane), name
+
+
+@pytest.mark.parametrize("fmt", ATTENTION_FORMATS, ids=str)
+@pytest.mark.parametrize("group", [1, 7])
+def test_attention_agrees_with_the_reference(kernels: cpu.CpuKernels, fmt: HackFormat, group: int) -> None:
+    """Ragged lengths around page boundaries, one of them without sealed pages; queries begin inside a page."""
+    pi = fmt.page_tokens
+    lengths = [1, pi - 1, pi, pi + 1, 2 * pi + 5]
+    case = Case(fmt, lengths, heads=2)
+    reference = load("reference")
+    ours, theirs = case.pool(kernels), case.pool(reference)
+    q = [random_rows(50 + b, n, 2 * group, fmt.head_dim) for b, n in enumerate(lengths)]
+    begins = [0, 3, 0, pi, pi + 2]
+    assert relative(case.prefill(kernels, ours, q, begins), case.prefill(reference, theirs, q, begins)) < 2e-3
+    spans, last = case.decode_spans(), torch.cat([x[-1:] for x in q])
+    rows = (case.open_k, case.open_v, spans, last)
+    assert relative(kernels.attn_decode(fmt, 3, ours, *rows), reference.attn_decode(fmt, 3, theirs, *rows)) < 2e-3
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 16])
+def test_error_is_at_most_twice_that_of_bf16_torch(kernels: cpu.CpuKernels, group: int) -> None:
+    """Against FP32 attention on the same codes, dequantized; torch computes on them in BF16."""
+    fmt = HackFormat(128, 64)
+    case = Case(fmt, [300], heads=2)
+    pages = case.pool(kernels)
+    spans = case.decode_spans()
+    k, v = dequantized(case, kernels.export(fmt, pages, case.table[0, :4]))
+    ours, low = 0.0, 0.0
+    for seed in range(8):
+        q = random_rows(9 + seed, 1, 2 * group, 128)
+        out = kernels.attn_decode(fmt, 3, pages, case.open_k, case.open_v, spans, q)
+        exact = attention(q, k, v)
+        ours += relative(out, exact)
+        low += relative(attention(q.bfloat16(), k.bfloat16(), v.bfloat16()), exact)
+    assert ours <= 2 * low
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_output_has_the_dtype_of_the_queries(kernels: cpu.CpuKernels, dtype: torch.dtype) -> None:
+    fmt = HackFormat(96, 32)
+    case = Case(fmt, [100], heads=2)
+    pages, spans = case.pool(kernels), case.decode_spans()
+    q = random_rows(9, 1, 6, 96).to(dtype)
+    rows = (case.open_k, case.open_v, spans)
+    out = kernels.attn_decode(fmt, 3, pages, *rows, q)
+    assert torch.equal(out, kernels.attn_decode(fmt, 3, pages, *rows, q.float()).to(dtype))
+
+
+def dequantized(case: Case, wire: HackPages) -> tuple[Tensor, Tensor]:
+    """K^ and V^ [n, Hkv, D] FP32 of the case's only sequence, own page exact."""
+    fmt, n = case.fmt, case.lengths[0]
+    k = unpack(wire["k_codes"], fmt.k_bits, -2).unflatten(-1, (fmt.k_groups, fmt.k_partition)).float()
+    k = (k * wire["k_scale"].float()[..., None] + wire["k_min"].float()[..., None]).flatten(-2)
+    v = unpack(wire["v_codes"], fmt.v_bits, -1).float() * wire["v_scale"].float()[..., None]
+    v = (v + wire["v_min"].float()[..., None]).transpose(-1, -2)
+    sealed = n // fmt.page_tokens * fmt.page_tokens
+    keys = torch.cat((k.flatten(1, 2).transpose(0, 1), case.k[0][sealed:].float()))
+    values = torch.cat((v.flatten(1, 2).transpose(0, 1), case.v[0][sealed:].float()))
+    return keys, values
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One query [1, Hq, D] over k, v [n, Hkv, D]."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))
+    scores = (q.transpose(0, 1) @ keys.transpose(1, 2)) / math.sqrt(q.shape[2])
+    return (torch.softmax(scores, -1) @ values).transpose(0, 1)
+
+
+@pytest.mark.parametrize("arithmetic", list(Arithmetic))
+def test_result_is_independent_of_threads_and_splits(kernels: cpu.CpuKernels, arithmetic: Arithmetic) -> None:
+    """One long sequence, split among many threads; and every sequence of a batch alone."""
+    fmt = HackFormat(64, 32, arithmetic=arithmetic)
+    case = Case(fmt, [2000, 40, 700], heads=2)
+    pages, spans = case.pool(kernels), case.decode_spans()
+    q = random_rows(5, 3, 8, 64)
+    kernels.threads = 1
+    alone = kernels.attn_decode(fmt, 3, pages, case.open_k, case.open_v, spans, q)
+    for threads in (2, 3, 7):
+        kernels.threads = threads
+        assert relative(kernels.attn_decode(fmt, 3, pages, case.open_k, case.open_v, spans, q), alone) < 1e-6
+    for b in range(3):
+        only = slice(b, b + 1)
+        one = Spans(spans.starts[only], spans.counts[only], torch.tensor([0]), case.table[only], spans.slots[only])
+        out = kernels.attn_decode(fmt, 3, pages, case.open_k, case.open_v, one, q[b : b + 1])
+        assert relative(out, alone[b : b + 1]) < 1e-6
+
+
+def test_chunks_of_a_prompt_give_what_the_whole_gives(kernels: cpu.CpuKernels) -> None:
+    fmt = HackFormat(64, 32)
+    case = Case(fmt, [333], heads=1)
+    pages = case.pool(kernels)
+    q = random_rows(6, 333, 5, 64)
+    whole = case.prefill(kernels, pages, [q], [0])
+    for begin in (1, 31, 32, 200, 332):
+        assert relative(case.prefill(kernels, pages, [q], [begin]), whole[begin:]) < 1e-6
+
+
+def test_bad_spans_are_named(kernels: cpu.CpuKernels) -> None:
+    fmt = HackFormat(64, 32)
+    case = Case(fmt, [70], heads=1)
+    pages, spans = case.pool(kernels), case.decode_spans()
+    q = random_rows(7, 1, 1, 64)
+    broken = [
+        Spans(spans.starts, spans.counts, spans.offsets, case.table + 99, spans.slots),
+        Spans(spans.starts, spans.counts, spans.offsets, spans.table, spans.slots + 1),
+        Spans(spans.starts + 4000, spans.counts, spans.offsets, spans.table, spans.slots),
+        Spans(spans.starts, spans.counts, spans.offsets + 1, spans.table, spans.slots),
+    ]
+    for bad in broken:
+        with pytest.raises(ValueError, match="sequence 0"):
+            kernels.attn_decode(fmt, 3, pages, case.open_k, case.open_v, bad, q)
+
+
+def test_an_instruction_set_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendUnavailable, match=r"'sve9'; it runs .*portable"):
+        cpu.CpuKernels("sve9")
+    monkeypatch.setenv(cpu.ISA_VARIABLE, "sve9")
+    with pytest.raises(BackendUnavailable, match="sve9"):
+        load("cpu")
+    monkeypatch.setenv(cpu.ISA_VARIABLE, "portable")
+    assert load("cpu").isa == "portable"  # type: ignore[attr-defined]
+
+
+def test_threads_must_be_positive(kernels: cpu.CpuKernels) -> None:
+    with pytest.raises(ValueError, match="threads"):
+        kernels.threads = 0
