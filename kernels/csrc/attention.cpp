@@ -204,12 +204,11 @@ void Engine::install(const Format& fmt, const Pool& pool, PageList pages, const 
 }
 
 void Engine::export_pages(const Format& fmt, const Pool& pool, PageList pages, const Page& wire) const {
-  const std::size_t bytes = scratch_bytes(fmt, 1);
   const std::int64_t count = pages.count * pool.heads;
   parallel_for(count > 4 ? threads : 1, count, [&](std::int64_t i) {
     const std::int64_t head = i % pool.heads, page = i / pool.heads;
     const Page from = advance(fmt, pool.base, std::size_t(pages.ids[page] * pool.heads + head));
-    operations.export_page(fmt, from, advance(fmt, wire, std::size_t(head * pages.count + page)), thread_scratch(bytes));
+    operations.export_page(fmt, from, advance(fmt, wire, std::size_t(head * pages.count + page)));
   });
 }
 

@@ -57,7 +57,8 @@ Page planes_of_dict(const Format& fmt, const nb::dict& planes, std::size_t pages
   const auto bytes = [&](const char* name, std::size_t count) {
     return elements<std::uint8_t>(get(name), dtype_code::UInt, pages * count, name);
   };
-  const auto meta = [&](const char* name, std::size_t count) {
+  const auto meta = [&](const char* name, std::size_t count) -> std::uint16_t* {
+    if (!fmt.coded()) return nullptr;
     return elements<std::uint16_t>(get(name), dtype_code::Float, pages * count, name);
   };
   const auto sum = [&](const char* name, std::size_t count, int width) -> std::uint8_t* {
@@ -88,9 +89,9 @@ PageList page_list(const Pool& pool, const Array& ids) {
 
 class Kernels {
  public:
-  Kernels(const std::string& isa, int threads) : engine_{operations_for(isa), 1} { set_threads(threads); }
+  Kernels(const Operations& operations, int threads) : engine_{operations, 1} { set_threads(threads); }
 
-  const char* isa() const { return engine_.operations.name; }
+  std::string isa() const { return std::string(engine_.operations.name); }
   int threads() const { return engine_.threads; }
   void set_threads(int threads) {
     if (threads < 1) refuse("threads must be at least 1");
@@ -173,8 +174,11 @@ NB_MODULE(_cpu, m) {
   nb::class_<Format>(m, "Format");
   m.def("make_format", make_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "seed"_a);
+  m.def("kernels", [](const std::string& isa, int threads) { return Kernels(operations_for(isa), threads); }, "isa"_a,
+        "threads"_a);
+  m.def("rival", [](const std::string& name, int threads) { return Kernels(rival_for(name), threads); }, "name"_a,
+        "threads"_a);
   nb::class_<Kernels>(m, "Kernels")
-      .def(nb::init<const std::string&, int>(), "isa"_a, "threads"_a)
       .def_prop_ro("isa", &Kernels::isa)
       .def_prop_rw("threads", &Kernels::threads, &Kernels::set_threads)
       .def("seal", &Kernels::seal)

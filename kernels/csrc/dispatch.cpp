@@ -47,4 +47,14 @@ const Operations& operations_for(const std::string& isa) {
   throw std::invalid_argument("this processor or build does not run '" + isa + "'; it runs " + known);
 }
 
+const Operations& rival_for(const std::string& name) {
+#if defined(__x86_64__)
+  if (runs_avx512() && __builtin_cpu_supports("avx512bf16")) {
+    for (const Operations* rival : {&bf16_rival(), &dequantize_rival()})
+      if (rival->name == name) return *rival;
+  }
+#endif
+  throw std::invalid_argument("no rival '" + name + "' on this processor; bf16 and dequantize need AVX-512 BF16");
+}
+
 }  // namespace hack

@@ -14,4 +14,7 @@ std::vector<std::string> supported_isas();
 // Raises std::invalid_argument naming what the processor or the build lacks.
 const Operations& operations_for(const std::string& isa);
 
+// A rival of equal craft, for benchmarks: `bf16` or `dequantize`. Raises std::invalid_argument without AVX-512 BF16.
+const Operations& rival_for(const std::string& name);
+
 }  // namespace hack

@@ -73,48 +73,80 @@ void unpack_v(const Format& fmt, const std::uint8_t* packed, std::uint8_t* codes
 }
 
 // --- wire order -----------------------------------------------------------------------------------------------------
+//
+// A word of 32 bits holds the same codes in both orders (V), or `planes` words do (K), so codes move within registers.
 
+using Word [[gnu::may_alias, gnu::aligned(1)]] = std::uint32_t;
+
+[[gnu::always_inline]] inline const Word* words_of(const std::uint8_t* bytes) {
+  return reinterpret_cast<const Word*>(bytes);
+}
+[[gnu::always_inline]] inline Word* words_of(std::uint8_t* bytes) { return reinterpret_cast<Word*>(bytes); }
+
+// K: a wire row of `planes` tokens, 4·planes channels of it, are the words of those tokens' lanes, fields transposed.
 template <class S, int bits>
-void k_to_wire(const Format& fmt, const std::uint8_t* codes, std::uint8_t* wire) {
-  for (int t = 0; t < fmt.page_tokens; t += planes_of(bits), wire += fmt.head_dim) {
-    for (int d = 0; d < fmt.head_dim; ++d) {
-      unsigned byte = 0;
-      for (int f = 0; f < planes_of(bits); ++f) byte |= unsigned(codes[(t + f) * fmt.head_dim + d]) << (bits * f);
-      wire[d] = std::uint8_t(byte);
-    }
+void turn_k(const Word* in, Word* out) {
+  constexpr int kPlanes = planes_of(bits);
+  constexpr std::uint32_t mask = 0x01010101u * ((1u << bits) - 1);
+  std::uint32_t words[kPlanes];
+  for (int f = 0; f < kPlanes; ++f) words[f] = in[f];
+  for (int t = 0; t < kPlanes; ++t) {
+    std::uint32_t word = 0;
+    for (int f = 0; f < kPlanes; ++f) word |= ((words[f] >> (bits * t)) & mask) << (bits * f);
+    out[t] = word;
   }
 }
 
 template <class S, int bits>
-void k_from_wire(const Format& fmt, const std::uint8_t* wire, std::uint8_t* codes) {
-  for (int t = 0; t < fmt.page_tokens; t += planes_of(bits), wire += fmt.head_dim)
-    for (int f = 0; f < planes_of(bits); ++f)
-      for (int d = 0; d < fmt.head_dim; ++d)
-        codes[(t + f) * fmt.head_dim + d] = (wire[d] >> (bits * f)) & ((1 << bits) - 1);
+void k_from_wire(const Format& fmt, const std::uint8_t* wire, std::uint8_t* packed) {
+  const auto* in = words_of(wire);
+  auto* out = words_of(packed);
+  const int chunks = fmt.head_dim / chunk_of(bits);
+  for (int t = 0; t < fmt.page_tokens; t += planes_of(bits))
+    for (int c = 0; c < chunks; ++c, in += planes_of(bits))
+      turn_k<S, bits>(in, out + (t / kLanes * chunks + c) * kLanes + t % kLanes);
 }
 
 template <class S, int bits>
-void v_to_wire(const Format& fmt, const std::uint8_t* codes, std::uint8_t* wire) {
-  const int row_bytes = fmt.page_tokens * bits / 8;
-  for (int r = 0; r < row_bytes; ++r) {
-    const std::uint8_t* rows = codes + r * planes_of(bits) * fmt.head_dim;
-    for (int d = 0; d < fmt.head_dim; ++d) {
-      unsigned byte = 0;
-      for (int f = 0; f < planes_of(bits); ++f) byte |= unsigned(rows[f * fmt.head_dim + d]) << (bits * f);
-      wire[d * row_bytes + r] = std::uint8_t(byte);
-    }
+void k_to_wire(const Format& fmt, const std::uint8_t* packed, std::uint8_t* wire) {
+  const auto* in = words_of(packed);
+  auto* out = words_of(wire);
+  const int chunks = fmt.head_dim / chunk_of(bits);
+  for (int t = 0; t < fmt.page_tokens; t += planes_of(bits))
+    for (int c = 0; c < chunks; ++c, out += planes_of(bits))
+      turn_k<S, bits>(in + (t / kLanes * chunks + c) * kLanes + t % kLanes, out);
+}
+
+// V: code t of a channel's word lies in field t on the wire, and in byte t % 4, plane t / 4 here.
+template <class S, int bits, bool to_wire>
+std::uint32_t turn_v(std::uint32_t word) {
+  std::uint32_t turned = 0;
+  for (int t = 0; t < chunk_of(bits); ++t) {
+    const int wire = bits * t, native = 8 * (t % kQuad) + bits * (t / kQuad);
+    const std::uint32_t code = (word >> (to_wire ? native : wire)) & ((1u << bits) - 1);
+    turned |= code << (to_wire ? wire : native);
   }
+  return turned;
 }
 
 template <class S, int bits>
-void v_from_wire(const Format& fmt, const std::uint8_t* wire, std::uint8_t* codes) {
-  const int row_bytes = fmt.page_tokens * bits / 8;
-  for (int r = 0; r < row_bytes; ++r) {
-    std::uint8_t* rows = codes + r * planes_of(bits) * fmt.head_dim;
-    for (int f = 0; f < planes_of(bits); ++f)
-      for (int d = 0; d < fmt.head_dim; ++d)
-        rows[f * fmt.head_dim + d] = (wire[d * row_bytes + r] >> (bits * f)) & ((1 << bits) - 1);
-  }
+void v_from_wire(const Format& fmt, const std::uint8_t* wire, std::uint8_t* packed) {
+  const auto* in = words_of(wire);
+  auto* out = words_of(packed);
+  const int chunks = fmt.page_tokens / chunk_of(bits);
+  for (int d = 0; d < fmt.head_dim; d += kLanes)
+    for (int c = 0; c < chunks; ++c, out += kLanes)
+      for (int lane = 0; lane < kLanes; ++lane) out[lane] = turn_v<S, bits, false>(in[(d + lane) * chunks + c]);
+}
+
+template <class S, int bits>
+void v_to_wire(const Format& fmt, const std::uint8_t* packed, std::uint8_t* wire) {
+  const auto* in = words_of(packed);
+  auto* out = words_of(wire);
+  const int chunks = fmt.page_tokens / chunk_of(bits);
+  for (int d = 0; d < fmt.head_dim; d += kLanes)
+    for (int c = 0; c < chunks; ++c, in += kLanes)
+      for (int lane = 0; lane < kLanes; ++lane) out[(d + lane) * chunks + c] = turn_v<S, bits, true>(in[lane]);
 }
 
 // --- metadata and sums ----------------------------------------------------------------------------------------------

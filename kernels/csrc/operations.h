@@ -55,20 +55,26 @@ void seal(const Format& fmt, Place place, const std::uint16_t* k, const std::uin
 }
 
 template <class S>
-void install(const Format& fmt, const ConstPage& wire, const Page& page, std::byte* scratch) {
+void recount_sums(const Format& fmt, const Page& page, std::byte* scratch) {
   Arena<S> arena(scratch);
   auto* k = arena.template take<std::uint8_t>(fmt.elements());
   auto* v = arena.template take<std::uint8_t>(fmt.elements());
-  fmt.k_bits == 2 ? k_from_wire<S, 2>(fmt, wire.k_codes, k) : k_from_wire<S, 4>(fmt, wire.k_codes, k);
-  fmt.v_bits == 2 ? v_from_wire<S, 2>(fmt, wire.v_codes, v) : v_from_wire<S, 4>(fmt, wire.v_codes, v);
-  pack_codes<S>(fmt, k, v, page);
+  fmt.k_bits == 2 ? unpack_k<S, 2>(fmt, page.k_codes, k) : unpack_k<S, 4>(fmt, page.k_codes, k);
+  fmt.v_bits == 2 ? unpack_v<S, 2>(fmt, page.v_codes, v) : unpack_v<S, 4>(fmt, page.v_codes, v);
+  count_sums<S>(fmt, k, v, page);
+}
+
+template <class S>
+void install(const Format& fmt, const ConstPage& wire, const Page& page, std::byte* scratch) {
+  fmt.k_bits == 2 ? k_from_wire<S, 2>(fmt, wire.k_codes, page.k_codes) : k_from_wire<S, 4>(fmt, wire.k_codes, page.k_codes);
+  fmt.v_bits == 2 ? v_from_wire<S, 2>(fmt, wire.v_codes, page.v_codes) : v_from_wire<S, 4>(fmt, wire.v_codes, page.v_codes);
   transpose<S>(wire.k_min, page.k_min, fmt.page_tokens, fmt.k_groups());
   transpose<S>(wire.k_scale, page.k_scale, fmt.page_tokens, fmt.k_groups());
   std::memcpy(page.v_min, wire.v_min, 2 * fmt.v_meta());
   std::memcpy(page.v_scale, wire.v_scale, 2 * fmt.v_meta());
   if (!fmt.sums_at_rest()) return;
   if (wire.k_sums == nullptr) {
-    count_sums<S>(fmt, k, v, page);
+    recount_sums<S>(fmt, page, scratch);
     return;
   }
   for (int t = 0; t < fmt.page_tokens; ++t) {
@@ -81,14 +87,9 @@ void install(const Format& fmt, const ConstPage& wire, const Page& page, std::by
 }
 
 template <class S>
-void export_page(const Format& fmt, const Page& page, const Page& wire, std::byte* scratch) {
-  Arena<S> arena(scratch);
-  auto* k = arena.template take<std::uint8_t>(fmt.elements());
-  auto* v = arena.template take<std::uint8_t>(fmt.elements());
-  fmt.k_bits == 2 ? unpack_k<S, 2>(fmt, page.k_codes, k) : unpack_k<S, 4>(fmt, page.k_codes, k);
-  fmt.v_bits == 2 ? unpack_v<S, 2>(fmt, page.v_codes, v) : unpack_v<S, 4>(fmt, page.v_codes, v);
-  fmt.k_bits == 2 ? k_to_wire<S, 2>(fmt, k, wire.k_codes) : k_to_wire<S, 4>(fmt, k, wire.k_codes);
-  fmt.v_bits == 2 ? v_to_wire<S, 2>(fmt, v, wire.v_codes) : v_to_wire<S, 4>(fmt, v, wire.v_codes);
+void export_page(const Format& fmt, const Page& page, const Page& wire) {
+  fmt.k_bits == 2 ? k_to_wire<S, 2>(fmt, page.k_codes, wire.k_codes) : k_to_wire<S, 4>(fmt, page.k_codes, wire.k_codes);
+  fmt.v_bits == 2 ? v_to_wire<S, 2>(fmt, page.v_codes, wire.v_codes) : v_to_wire<S, 4>(fmt, page.v_codes, wire.v_codes);
   transpose<S>(page.k_min, wire.k_min, fmt.k_groups(), fmt.page_tokens);
   transpose<S>(page.k_scale, wire.k_scale, fmt.k_groups(), fmt.page_tokens);
   std::memcpy(wire.v_min, page.v_min, 2 * fmt.v_meta());

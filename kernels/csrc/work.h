@@ -1,6 +1,8 @@
 // What one thread computes at a time, and the table of operations that each instruction set fills.
 #pragma once
 
+#include <string_view>
+
 #include "format.h"
 
 namespace hack {
@@ -66,12 +68,12 @@ struct MergeItem {
 };
 
 struct Operations {
-  const char* name;
+  std::string_view name;
   // k, v: one page of one KV head, FP16 [Π, D].
   void (*seal)(const Format&, Place, const std::uint16_t* k, const std::uint16_t* v, const Page&, std::byte* scratch);
   // Wire order to native and back; sums are read from the wire page where it has them, else counted.
   void (*install)(const Format&, const ConstPage& wire, const Page&, std::byte* scratch);
-  void (*export_page)(const Format&, const Page&, const Page& wire, std::byte* scratch);
+  void (*export_page)(const Format&, const Page&, const Page& wire);
   void (*attend)(const Format&, const Pool&, const AttendItem&, std::byte* scratch);
   void (*merge)(const Format&, const MergeItem&);
 };
@@ -79,6 +81,9 @@ struct Operations {
 const Operations& portable_operations();
 const Operations& avx2_operations();
 const Operations& avx512_operations();
+// Rivals only attend and merge; their other operations are null.
+const Operations& bf16_rival();
+const Operations& dequantize_rival();
 
 // Bytes of scratch memory that any operation on this format needs for `rows` query rows.
 constexpr std::size_t scratch_bytes(const Format& fmt, int rows) {

@@ -42,15 +42,15 @@ class CpuKernels:
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         self.approximation_s = 0.0  # the correction terms are fused into the products; they have no time of their own
-        module = _extension()
+        module = extension()
         supported: list[str] = module.supported_isas()
         chosen = isa or supported[0]
         if chosen not in supported:
             raise BackendUnavailable(
                 f"this processor or build does not run instruction set {chosen!r}; it runs {', '.join(supported)}"
             )
-        self._kernels = module.Kernels(chosen, threads or torch.get_num_threads())
-        self._format = lru_cache(maxsize=16)(_native_format)
+        self._kernels = module.kernels(chosen, threads or torch.get_num_threads())
+        self._format = lru_cache(maxsize=16)(native_format)
 
     @property
     def isa(self) -> str:
@@ -173,22 +173,24 @@ def create() -> HackKernels:
 
 def supported_isas() -> list[str]:
     """Instruction sets that this build and processor run, fastest first. Raises `BackendUnavailable`."""
-    return list(_extension().supported_isas())
+    return list(extension().supported_isas())
 
 
-def _extension() -> Any:
+def extension() -> Any:
+    """The compiled module. Raises `BackendUnavailable` where it is not built."""
     try:
         return importlib.import_module("hack_kernels._cpu")
     except ModuleNotFoundError as error:
         raise BackendUnavailable("the C++ extension hack_kernels._cpu is not built: pip install -e .") from error
 
 
-def _native_format(fmt: HackFormat) -> Any:
-    return _extension().make_format(
+def native_format(fmt: HackFormat, code_bits: int | None = None) -> Any:
+    """`fmt` for C++; `code_bits` 16 stands for pages of BF16 rows (rivals.py)."""
+    return extension().make_format(
         head_dim=fmt.head_dim,
         page_tokens=fmt.page_tokens,
-        k_bits=fmt.k_bits,
-        v_bits=fmt.v_bits,
+        k_bits=code_bits or fmt.k_bits,
+        v_bits=code_bits or fmt.v_bits,
         k_partition=fmt.k_partition,
         stochastic=fmt.rounding is Rounding.STOCHASTIC,
         asymmetric=fmt.arithmetic is Arithmetic.ASYMMETRIC,

@@ -1,0 +1,198 @@
+// What homomorphic attention is measured against, made with equal craft: the same items, threads, splits, merges,
+// vectors without horizontal sums, and exact own page. AVX-512 BF16 only; for benchmarks.
+//
+//   bf16        pages of BF16 rows, K [Π/16][D/2][16 tokens][2 channels], V [D/16][Π/2][16 channels][2 tokens]
+//   dequantize  the pages of `hack` at 2 bits, each code turned into its FP32 value and multiplied
+//
+// Both ask for page_tokens and head_dim that are multiples of 64.
+#pragma once
+
+#include <immintrin.h>
+
+#include "operations.h"
+#include "simd/avx512.h"
+
+namespace hack {
+
+using V512 = Avx512;
+
+// Factors by which a tile's outputs are kept, its weights made relative to the new maxima.
+struct TileWeights {
+  float keep[kTile];
+};
+
+// Scores [NR, Π] become weights in place, and the state's maxima and weights take them.
+template <int NR>
+TileWeights weigh_tile(int pi, State& state, int r0, float* scores) {
+  TileWeights tile;
+  float tops[NR];
+  for (int r = 0; r < NR; ++r) tops[r] = largest<V512>(scores + r * pi, pi);
+  const Factors factors = raise_tops<V512>(state, r0, NR, tops);
+  for (int r = 0; r < NR; ++r) {
+    auto sum = V512::zero();
+    for (int j = 0; j < pi; j += kLanes) {
+      const auto p = exp2<V512>(V512::sub(V512::load(scores + r * pi + j), V512::splat(state.top[r0 + r])));
+      V512::store(scores + r * pi + j, p);
+      sum = V512::add(sum, p);
+    }
+    state.weight[r0 + r] = state.weight[r0 + r] * factors.keep[r] + V512::reduce_add(sum);
+    tile.keep[r] = factors.keep[r];
+  }
+  return tile;
+}
+
+inline void narrow(const float* in, int n, std::uint16_t* out) {
+  for (int i = 0; i < n; i += kLanes) {
+    const __m256bh half = _mm512_cvtneps_pbh(_mm512_loadu_ps(in + i));
+    std::memcpy(out + i, &half, sizeof half);
+  }
+}
+
+// sums[r][b] = Σ over pairs of NR rows of BF16 with NB blocks of 16 lanes; `ahead` bytes on lies what comes next.
+template <int NR, int NB>
+[[gnu::always_inline]] inline void pair_dots(const std::uint16_t* blocks, int pairs, std::int64_t ahead,
+                                             const std::uint16_t* rows, int stride, __m512 (&sums)[NR][NB]) {
+  unrolled<NR * NB>([&](auto i) { sums[i / NB][i % NB] = _mm512_setzero_ps(); });
+  for (int j = 0; j < pairs; ++j) {
+    __m512i vectors[NB];
+    unrolled<NB>([&](auto b) {
+      const auto* at = blocks + (std::size_t(b) * pairs + j) * 2 * kLanes;
+      vectors[b] = _mm512_loadu_si512(at);
+      if (NR <= kTile && ahead != 0) fetch(reinterpret_cast<const std::byte*>(at) + ahead);
+    });
+    unrolled<NR>([&](auto r) __attribute__((always_inline)) {
+      const auto pair = V512::broadcast_quad(rows + r * stride + 2 * j);
+      unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sums[r][b]) : "v"(vectors[b]), "v"(pair));
+      });
+    });
+  }
+}
+
+struct Bf16Page {
+  const std::uint16_t* k;
+  const std::uint16_t* v;
+  std::int64_t ahead;  // bytes to the page that comes next, 0 when pages are read many times
+};
+
+template <int NR>
+void bf16_tile(const Format& fmt, const Bf16Page& page, const std::uint16_t* q, int r0, State& state, float* scores,
+               std::uint16_t* p) {
+  constexpr int NB = 4;
+  const int pi = fmt.page_tokens, d = fmt.head_dim;
+  __m512 sums[NR][NB];
+  for (int t = 0; t < pi; t += NB * kLanes) {
+    pair_dots<NR, NB>(page.k + std::size_t(t) * d, d / 2, page.ahead, q + r0 * d, d, sums);
+    unrolled<NR * NB>([&](auto i) { _mm512_storeu_ps(scores + i / NB * pi + t + i % NB * kLanes, sums[i / NB][i % NB]); });
+  }
+  const TileWeights tile = weigh_tile<NR>(pi, state, r0, scores);
+  narrow(scores, NR * pi, p);
+  for (int c = 0; c < d; c += NB * kLanes) {
+    pair_dots<NR, NB>(page.v + std::size_t(c) * pi, pi / 2, page.ahead, p, pi, sums);
+    unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
+      float* out = state.out + std::size_t(r0 + i / NB) * d + c + i % NB * kLanes;
+      const __m512 kept = _mm512_mul_ps(_mm512_set1_ps(tile.keep[i / NB]), _mm512_loadu_ps(out));
+      _mm512_storeu_ps(out, _mm512_add_ps(kept, sums[i / NB][i % NB]));
+    });
+  }
+}
+
+template <class Tile>
+void each_tile(int rows, Tile tile) {
+  for (int r = 0; r < rows; r += kTile) {
+    switch (rows - r) {
+      case 1: tile(std::integral_constant<int, 1>{}, r); break;
+      case 2: tile(std::integral_constant<int, 2>{}, r); break;
+      case 3: tile(std::integral_constant<int, 3>{}, r); break;
+      default: tile(std::integral_constant<int, 4>{}, r); break;
+    }
+  }
+}
+
+inline void attend_bf16(const Format& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
+  Arena<V512> arena(scratch);
+  const Query query = make_query<V512>(fmt, item, arena);
+  State state = make_state<V512>(fmt, query.rows, arena);
+  auto* q = arena.take<std::uint16_t>(std::size_t(query.rows) * fmt.head_dim);
+  auto* p = arena.take<std::uint16_t>(kTile * fmt.page_tokens);
+  float* scores = arena.take<float>(kTile * fmt.page_tokens);
+  narrow(query.exact, query.rows * fmt.head_dim, q);
+  const auto at = [&](std::int64_t i) { return (item.page_ids[i] * pool.heads + item.head) * fmt.elements(); };
+  const auto* k = reinterpret_cast<const std::uint16_t*>(pool.base.k_codes);
+  const auto* v = reinterpret_cast<const std::uint16_t*>(pool.base.v_codes);
+  for (std::int64_t i = item.first; i < item.last; ++i) {
+    const std::int64_t elements_ahead = i + 1 < item.last ? std::int64_t(at(i + 1)) - std::int64_t(at(i)) : 0;
+    const Bf16Page page{k + at(i), v + at(i), query.rows <= kTile ? 2 * elements_ahead : 0};
+    each_tile(query.rows, [&](auto rows, int r) { bf16_tile<rows>(fmt, page, q, r, state, scores, p); });
+  }
+  if (item.own.total > 0) attend_own<V512>(fmt, item, query, WidePage{}, state, arena);
+  write_state<V512>(fmt, item, query.rows, state);
+}
+
+// The 16 codes in bits `shift`.. of every lane, as FP32: a permutation looks them up, for it reads only the low bits.
+template <int shift>
+[[gnu::always_inline]] inline __m512 code_values(__m512i packed) {
+  const __m512 values = _mm512_set_ps(3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0);
+  return _mm512_permutexvar_ps(shift == 0 ? packed : _mm512_srli_epi32(packed, shift), values);
+}
+
+// sums[r] += x^ · rows over one vector of 16 lanes by 16 elements, x^ = scale * code + minimum.
+template <int NR>
+[[gnu::always_inline]] inline void dequantized_dots(__m512i packed, __m512 scale, __m512 minimum, const float* rows,
+                                                    int stride, __m512 (&sums)[NR]) {
+  unrolled<16>([&](auto e) __attribute__((always_inline)) {  // element 4f + i lies in byte i, plane f
+    constexpr int shift = 8 * (e % kQuad) + 2 * (e / kQuad);
+    const __m512 x = _mm512_fmadd_ps(code_values<shift>(packed), scale, minimum);
+    unrolled<NR>([&](auto r) __attribute__((always_inline)) {
+      sums[r] = _mm512_fmadd_ps(x, _mm512_set1_ps(rows[r * stride + e]), sums[r]);
+    });
+  });
+}
+
+template <int NR>
+void dequantize_tile(const Format& fmt, const PackedPage& at, const float* q, int r0, State& state, float* scores) {
+  const int pi = fmt.page_tokens, d = fmt.head_dim, z = fmt.k_partition;
+  const std::uint8_t* codes = at.page.k_codes;
+  const std::int64_t k_ahead = at.next.k_codes - at.page.k_codes, v_ahead = at.next.v_codes - at.page.v_codes;
+  for (int t = 0; t < pi; t += kLanes) {
+    __m512 sums[NR];
+    unrolled<NR>([&](auto r) { sums[r] = _mm512_setzero_ps(); });
+    for (int c = 0; c < d; c += 16, codes += kVectorBytes) {
+      const int meta = c / z * pi + t;
+      fetch(codes + k_ahead);
+      dequantized_dots<NR>(_mm512_loadu_si512(codes), V512::load_half(at.page.k_scale + meta),
+                           V512::load_half(at.page.k_min + meta), q + r0 * d + c, d, sums);
+    }
+    unrolled<NR>([&](auto r) { _mm512_storeu_ps(scores + r * pi + t, sums[r]); });
+  }
+  const TileWeights tile = weigh_tile<NR>(pi, state, r0, scores);
+  codes = at.page.v_codes;
+  for (int c = 0; c < d; c += kLanes) {
+    __m512 sums[NR];
+    float* out = state.out + std::size_t(r0) * d + c;
+    unrolled<NR>([&](auto r) { sums[r] = _mm512_mul_ps(_mm512_set1_ps(tile.keep[r]), _mm512_loadu_ps(out + r * d)); });
+    const __m512 scale = V512::load_half(at.page.v_scale + c), minimum = V512::load_half(at.page.v_min + c);
+    for (int t = 0; t < pi; t += 16, codes += kVectorBytes) {
+      fetch(codes + v_ahead);
+      dequantized_dots<NR>(_mm512_loadu_si512(codes), scale, minimum, scores + t, pi, sums);
+    }
+    unrolled<NR>([&](auto r) { _mm512_storeu_ps(out + r * d, sums[r]); });
+  }
+}
+
+inline void attend_dequantizing(const Format& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
+  Arena<V512> arena(scratch);
+  const Query query = make_query<V512>(fmt, item, arena);
+  State state = make_state<V512>(fmt, query.rows, arena);
+  float* scores = arena.take<float>(kTile * fmt.page_tokens);
+  for (std::int64_t i = item.first; i < item.last; ++i) {
+    const std::int64_t next = item.page_ids[i + 1 < item.last ? i + 1 : i];
+    const PackedPage at{page_at<V512>(fmt, pool, item.page_ids[i], item.head),
+                        page_at<V512>(fmt, pool, next, item.head)};
+    each_tile(query.rows, [&](auto rows, int r) { dequantize_tile<rows>(fmt, at, query.exact, r, state, scores); });
+  }
+  if (item.own.total > 0) attend_own<V512>(fmt, item, query, WidePage{}, state, arena);
+  write_state<V512>(fmt, item, query.rows, state);
+}
+
+}  // namespace hack
