@@ -1,7 +1,5 @@
 // The Python module hack_kernels._cpu: arrays to pointers, with every length checked, and nothing else.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +7,7 @@
 #include <string>
 
 #include "attention.h"
+#include "bandwidth.h"
 #include "dispatch.h"
 
 namespace nb = nanobind;
@@ -16,56 +15,92 @@ namespace nb = nanobind;
 namespace hack {
 namespace {
 
-using Array = nb::ndarray<nb::device::cpu, nb::c_contig>;
-using nb::dlpack::dtype_code;
-
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+enum class Kind { kByte, kShort, kLong, kUnsignedLong, kFloat, kHalf, kBfloat };
+
+// The dtypes of torch in the order of Kind. Tensors are read through their methods, in a tenth of DLPack's time.
+Kind kind_of(nb::handle dtype) {
+  static const std::vector<PyObject*> dtypes = [] {
+    const nb::module_ torch = nb::module_::import_("torch");
+    std::vector<PyObject*> found;
+    for (const char* name : {"uint8", "int16", "int64", "uint64", "float32", "float16", "bfloat16"})
+      found.push_back(nb::object(torch.attr(name)).release().ptr());  // dtypes are immortal
+    return found;
+  }();
+  for (std::size_t i = 0; i < dtypes.size(); ++i)
+    if (dtype.ptr() == dtypes[i]) return Kind(i);
+  refuse("a tensor has a dtype that no kernel takes");
+}
+
+// A contiguous CPU tensor, borrowed for one call.
+class Array {
+ public:
+  explicit Array(nb::handle tensor) : tensor_(tensor) {
+    if (!nb::cast<bool>(tensor.attr("is_cpu")) || !nb::cast<bool>(tensor.attr("is_contiguous")()))
+      refuse("tensors must be contiguous and on the CPU");
+    data_ = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
+    size_ = nb::cast<std::size_t>(tensor.attr("numel")());
+    kind_ = kind_of(tensor.attr("dtype"));
+  }
+
+  void* data() const { return data_; }
+  std::size_t size() const { return size_; }
+  Kind kind() const { return kind_; }
+  std::size_t ndim() const { return nb::len(nb::object(tensor_.attr("shape"))); }
+  std::size_t shape(int axis) const { return nb::cast<std::size_t>(tensor_.attr("shape")[axis]); }
+
+ private:
+  nb::handle tensor_;
+  void* data_;
+  std::size_t size_;
+  Kind kind_;
+};
 
 // The elements of an array, which must be `count` of the given kind.
 template <class T>
-T* elements(const Array& array, dtype_code code, std::size_t count, const char* name) {
-  const auto type = array.dtype();
-  if (type.code != std::uint8_t(code) || type.bits != 8 * sizeof(T) || type.lanes != 1)
-    refuse(std::string(name) + " has the wrong dtype");
+T* elements(const Array& array, Kind kind, std::size_t count, const char* name) {
+  if (array.kind() != kind) refuse(std::string(name) + " has the wrong dtype");
   if (array.size() != count)
     refuse(std::string(name) + " has " + std::to_string(array.size()) + " elements; expected " + std::to_string(count));
   return static_cast<T*>(array.data());
 }
 
 const std::int64_t* integers(const Array& array, std::size_t count, const char* name) {
-  return elements<const std::int64_t>(array, dtype_code::Int, count, name);
+  return elements<const std::int64_t>(array, Kind::kLong, count, name);
 }
 
 const std::uint16_t* halves(const Array& array, std::size_t count, const char* name) {
-  return elements<const std::uint16_t>(array, dtype_code::Float, count, name);
+  return elements<const std::uint16_t>(array, Kind::kHalf, count, name);
 }
 
 Dtype float_dtype(const Array& array) {
-  const auto type = array.dtype();
-  if (type.code == std::uint8_t(dtype_code::Float) && type.bits == 32) return Dtype::kFloat;
-  if (type.code == std::uint8_t(dtype_code::Float) && type.bits == 16) return Dtype::kHalf;
-  if (type.code == std::uint8_t(dtype_code::Bfloat) && type.bits == 16) return Dtype::kBfloat;
-  refuse("q must be float32, float16 or bfloat16");
+  switch (array.kind()) {
+    case Kind::kFloat: return Dtype::kFloat;
+    case Kind::kHalf: return Dtype::kHalf;
+    case Kind::kBfloat: return Dtype::kBfloat;
+    default: refuse("q must be float32, float16 or bfloat16");
+  }
 }
 
 // Planes of `pages` pages of one head, by name. Sums are looked up where the format keeps them and `sums` says so.
 Page planes_of_dict(const Format& fmt, const nb::dict& planes, std::size_t pages, bool sums) {
   const auto get = [&](const char* name) {
     if (!planes.contains(name)) refuse(std::string("plane ") + name + " is missing");
-    return nb::cast<Array>(planes[name]);
+    return Array(planes[name]);
   };
   const auto bytes = [&](const char* name, std::size_t count) {
-    return elements<std::uint8_t>(get(name), dtype_code::UInt, pages * count, name);
+    return elements<std::uint8_t>(get(name), Kind::kByte, pages * count, name);
   };
   const auto meta = [&](const char* name, std::size_t count) -> std::uint16_t* {
     if (!fmt.coded()) return nullptr;
-    return elements<std::uint16_t>(get(name), dtype_code::Float, pages * count, name);
+    return elements<std::uint16_t>(get(name), Kind::kHalf, pages * count, name);
   };
   const auto sum = [&](const char* name, std::size_t count, int width) -> std::uint8_t* {
     if (!fmt.sums_at_rest() || !sums) return nullptr;
     if (width == 1) return bytes(name, count);
     return reinterpret_cast<std::uint8_t*>(
-        elements<std::int16_t>(get(name), dtype_code::Int, pages * count, name));
+        elements<std::int16_t>(get(name), Kind::kShort, pages * count, name));
   };
   return {bytes("k_codes", fmt.k_code_bytes()), meta("k_min", fmt.k_meta()), meta("k_scale", fmt.k_meta()),
           sum("k_sums", fmt.k_meta(), fmt.k_sum_bytes()), bytes("v_codes", fmt.v_code_bytes()),
@@ -74,7 +109,7 @@ Page planes_of_dict(const Format& fmt, const nb::dict& planes, std::size_t pages
 
 Pool pool_of(const Format& fmt, const nb::dict& planes) {
   if (!planes.contains("k_codes")) refuse("plane k_codes is missing");
-  const Array codes = nb::cast<Array>(planes["k_codes"]);
+  const Array codes(planes["k_codes"]);
   if (codes.ndim() != 4) refuse("k_codes of a pool has four dimensions");
   return {planes_of_dict(fmt, planes, codes.shape(0) * codes.shape(1), true), std::int64_t(codes.shape(0)),
           int(codes.shape(1))};
@@ -98,20 +133,20 @@ class Kernels {
     engine_.threads = threads;
   }
 
-  void seal(const Format& fmt, int layer, const nb::dict& pages, const Array& ids, const Array& starts, const Array& k,
-            const Array& v) const {
+  void seal(const Format& fmt, int layer, const nb::dict& pages, nb::handle ids, nb::handle starts, nb::handle k,
+            nb::handle v) const {
     const Pool pool = pool_of(fmt, pages);
-    const PageList list = page_list(pool, ids);
+    const PageList list = page_list(pool, Array(ids));
     const std::size_t rows = std::size_t(list.count) * pool.heads * fmt.elements();
-    const auto* first = integers(starts, ids.size(), "starts");
-    const auto *k_rows = halves(k, rows, "k"), *v_rows = halves(v, rows, "v");
+    const auto* first = integers(Array(starts), std::size_t(list.count), "starts");
+    const auto *k_rows = halves(Array(k), rows, "k"), *v_rows = halves(Array(v), rows, "v");
     const nb::gil_scoped_release unlocked;
     engine_.seal(fmt, layer, pool, list, first, k_rows, v_rows);
   }
 
-  void install(const Format& fmt, const nb::dict& pages, const Array& ids, const nb::dict& wire) const {
+  void install(const Format& fmt, const nb::dict& pages, nb::handle ids, const nb::dict& wire) const {
     const Pool pool = pool_of(fmt, pages);
-    const PageList list = page_list(pool, ids);
+    const PageList list = page_list(pool, Array(ids));
     const Page from = planes_of_dict(fmt, wire, std::size_t(list.count) * pool.heads, wire.contains("k_sums"));
     const nb::gil_scoped_release unlocked;
     engine_.install(fmt, pool, list,
@@ -119,42 +154,47 @@ class Kernels {
                      from.v_sums});
   }
 
-  void export_pages(const Format& fmt, const nb::dict& pages, const Array& ids, const nb::dict& wire) const {
+  void export_pages(const Format& fmt, const nb::dict& pages, nb::handle ids, const nb::dict& wire) const {
     const Pool pool = pool_of(fmt, pages);
-    const PageList list = page_list(pool, ids);
+    const PageList list = page_list(pool, Array(ids));
     const Page to = planes_of_dict(fmt, wire, std::size_t(list.count) * pool.heads, true);
     const nb::gil_scoped_release unlocked;
     engine_.export_pages(fmt, pool, list, to);
   }
 
-  // spans: (starts, counts, offsets, table, slots).
-  void attend(const Format& fmt, int layer, const nb::dict& pages, const Array& open_k, const Array& open_v,
-              const std::vector<Array>& spans, const Array& q, const Array& out, const std::optional<Array>& k,
-              const std::optional<Array>& v) const {
+  // spans: (starts, counts, offsets, table, slots); k and v are None in decode.
+  void attend(const Format& fmt, int layer, const nb::dict& pages, nb::handle open_k, nb::handle open_v,
+              const nb::list& spans, nb::handle queries, nb::handle output, nb::handle k, nb::handle v) const {
     const Pool pool = pool_of(fmt, pages);
-    const std::size_t page = std::size_t(pool.heads) * fmt.elements(), slots = open_k.size() / page;
-    const OpenPages open{halves(open_k, slots * page, "open_k"), halves(open_v, slots * page, "open_v"),
+    const Array keys(open_k), values(open_v), q(queries), out(output);
+    const std::size_t page = std::size_t(pool.heads) * fmt.elements(), slots = keys.size() / page;
+    const OpenPages open{halves(keys, slots * page, "open_k"), halves(values, slots * page, "open_v"),
                          std::int64_t(slots)};
     const Spans where = spans_of(spans);
     if (q.ndim() != 3 || q.shape(1) % std::size_t(pool.heads) || q.shape(2) != std::size_t(fmt.head_dim))
       refuse("q must be [T, a multiple of the KV heads, head_dim]");
-    if (out.size() != q.size() || out.dtype() != q.dtype()) refuse("out must be like q");
-    const std::size_t elements = q.shape(0) * pool.heads * fmt.head_dim;
+    if (out.size() != q.size() || out.kind() != q.kind()) refuse("out must be like q");
+    const std::size_t total = q.shape(0), elements = total * pool.heads * fmt.head_dim;
+    const auto rows_of = [&](nb::handle x, const char* name) { return x.is_none() ? nullptr : halves(Array(x), elements, name); };
     const Rows rows{static_cast<const std::byte*>(q.data()), static_cast<std::byte*>(out.data()), float_dtype(q),
-                    k ? halves(*k, elements, "k") : nullptr, v ? halves(*v, elements, "v") : nullptr,
-                    std::int64_t(q.shape(0)), int(q.shape(1))};
+                    rows_of(k, "k"), rows_of(v, "v"), std::int64_t(total), int(q.shape(1))};
     const nb::gil_scoped_release unlocked;
     engine_.attend(fmt, layer, pool, open, where, rows);
   }
 
  private:
-  static Spans spans_of(const std::vector<Array>& spans) {
-    if (spans.size() != 5 || spans[3].ndim() != 2) refuse("spans are (starts, counts, offsets, table, slots)");
-    const std::size_t batch = spans[0].size(), width = spans[3].shape(1);
-    return {integers(spans[0], batch, "starts"),         integers(spans[1], batch, "counts"),
-            integers(spans[2], batch, "offsets"),        integers(spans[3], batch * width, "table"),
-            integers(spans[4], batch, "slots"),          std::int64_t(batch),
-            std::int64_t(width)};
+  static Spans spans_of(const nb::list& spans) {
+    if (nb::len(spans) != 5) refuse("spans are (starts, counts, offsets, table, slots)");
+    const Array starts(spans[0]), counts(spans[1]), offsets(spans[2]), table(spans[3]), slots(spans[4]);
+    if (table.ndim() != 2) refuse("the table of pages has two dimensions");
+    const std::size_t batch = starts.size(), width = table.shape(1);
+    return {.starts = integers(starts, batch, "starts"),
+            .counts = integers(counts, batch, "counts"),
+            .offsets = integers(offsets, batch, "offsets"),
+            .table = integers(table, batch * width, "table"),
+            .slots = integers(slots, batch, "slots"),
+            .batch = std::int64_t(batch),
+            .width = std::int64_t(width)};
   }
 
   Engine engine_;
@@ -171,6 +211,12 @@ NB_MODULE(_cpu, m) {
   using namespace nb::literals;
   m.doc() = "C++ kernels of the CPU backend; hack_kernels.cpu is their API.";
   m.def("supported_isas", supported_isas);
+  m.def("read_all", [](nb::handle tensor, int threads) {
+    const Array array(tensor);
+    const auto* words = elements<const std::uint64_t>(array, Kind::kUnsignedLong, array.size(), "words");
+    const nb::gil_scoped_release unlocked;
+    return read_all(words, array.size(), threads);
+  });
   nb::class_<Format>(m, "Format");
   m.def("make_format", make_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "seed"_a);

@@ -64,3 +64,8 @@ def bf16_pages(k: Tensor, v: Tensor) -> HackPages:
         name: x.contiguous().view(n, heads, pi, d).view(torch.uint8)
         for name, x in (("k_codes", k_order), ("v_codes", v_order))
     }
+
+
+def read_all(words: Tensor, threads: int) -> None:
+    """Read a tensor of uint64, a multiple of 2^17 of them: the machine's read bandwidth."""
+    extension().read_all(words, threads)

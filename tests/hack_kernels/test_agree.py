@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hack_kernels import BACKENDS, load
+from hack_kernels import BACKENDS, cpu, load
 from hack_kernels.base import (
     CODE_BITS,
     HEAD_DIMS,
@@ -26,10 +26,21 @@ from torch import Tensor
 GROUPS = [1, 3, 7]
 
 
-@pytest.fixture(params=sorted(BACKENDS))
-def kernels(request: pytest.FixtureRequest) -> HackKernels:
+def backends_and_paths() -> list[tuple[str, str]]:
+    """Every backend, and `cpu` once for every instruction set that this processor runs."""
     try:
-        return load(request.param)
+        isas = cpu.supported_isas()
+    except BackendUnavailable:
+        isas = [""]
+    return [(name, isa) for name in sorted(BACKENDS) for isa in (isas if name == "cpu" else [""])]
+
+
+@pytest.fixture(params=backends_and_paths(), ids=" ".join)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HackKernels:
+    name, isa = request.param
+    monkeypatch.setenv(cpu.ISA_VARIABLE, isa)
+    try:
+        return load(name)
     except BackendUnavailable as error:
         pytest.skip(str(error))
 

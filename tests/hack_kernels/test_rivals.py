@@ -50,9 +50,11 @@ def dequantized(wire: dict[str, Tensor], name: str) -> Tensor:
     scale, minimum = (wire[f"{name}_{part}"].float() for part in ("scale", "min"))
     if name == "k":  # [H, P, Π/4, D, 4] -> [H, P, Π, G, Z]
         codes = fields.transpose(-1, -2).flatten(2, 3).unflatten(-1, (2, 64))
-        return (codes * scale[..., None] + minimum[..., None]).flatten(-2).flatten(1, 2)
+        rows: Tensor = codes * scale[..., None] + minimum[..., None]
+        return rows.flatten(-2).flatten(1, 2)
     codes = fields.flatten(-2)  # [H, P, D, Π]
-    return (codes * scale[..., None] + minimum[..., None]).transpose(-1, -2).flatten(1, 2)
+    values: Tensor = codes * scale[..., None] + minimum[..., None]
+    return values.transpose(-1, -2).flatten(1, 2)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
