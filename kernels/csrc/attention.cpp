@@ -10,8 +10,8 @@
 namespace hack {
 namespace {
 
-constexpr int kItemsPerThread = 4;      // enough that a thread that falls behind costs little
-constexpr std::int64_t kMinSplit = 4;   // pages
+constexpr int kItemsPerThread = 4;       // enough that a thread that falls behind costs little
+constexpr std::int64_t kMinSplit = 4;    // pages
 constexpr std::int64_t kAloneWork = 96;  // pages times tiles of 4 rows that one thread does while another would wake
 
 template <class Byte, class Half>
@@ -52,7 +52,13 @@ void check_span(const Format& fmt, const Pool& pool, const OpenPages& open, cons
 class Planner {
  public:
   Planner(const Format& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans, const Rows& rows)
-      : fmt_(fmt), layer_(layer), pool_(pool), open_(open), spans_(spans), rows_(rows), group_(rows.q_heads / pool.heads) {}
+      : fmt_(fmt),
+        layer_(layer),
+        pool_(pool),
+        open_(open),
+        spans_(spans),
+        rows_(rows),
+        group_(rows.q_heads / pool.heads) {}
 
   // Whole items, the longest first.
   std::vector<AttendItem> items() const {
@@ -95,8 +101,8 @@ class Planner {
     const std::int64_t begin = page * fmt_.page_tokens, start = spans_.starts[b];
     const std::int64_t stride = std::int64_t(pool_.heads) * fmt_.head_dim;
     const std::int64_t slot = (spans_.slots[b] * pool_.heads + head) * fmt_.page_tokens * fmt_.head_dim;
-    OwnRows own{open_.k + slot, open_.v + slot, int(stop - begin), nullptr, nullptr, stride, int(stop - begin),
-                Place{layer_, head, begin}};
+    OwnRows own{open_.k + slot, open_.v + slot, int(stop - begin), nullptr,
+                nullptr,        stride,         int(stop - begin), Place{layer_, head, begin}};
     if (rows_.k == nullptr) return own;
     own.open = int(std::max<std::int64_t>(start - begin, 0));
     const std::int64_t first = spans_.offsets[b] + std::max(begin - start, std::int64_t(0));
@@ -114,10 +120,14 @@ class Planner {
   int group_;
 };
 
-int rows_of(const AttendItem& item) { return item.tokens * item.group; }
+int rows_of(const AttendItem& item) {
+  return item.tokens * item.group;
+}
 
 // A page costs this much: passes over it with 4 rows each. The own page counts as one more.
-std::int64_t cost(const AttendItem& item) { return (item.last + 1) * ((rows_of(item) + 3) / 4); }
+std::int64_t cost(const AttendItem& item) {
+  return (item.last + 1) * ((rows_of(item) + 3) / 4);
+}
 
 // Whole items cut into ranges of pages, so that a few long sequences still fill all threads.
 class Splits {

@@ -15,7 +15,9 @@ namespace nb = nanobind;
 namespace hack {
 namespace {
 
-[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
+[[noreturn]] void refuse(const std::string& what) {
+  throw std::invalid_argument(what);
+}
 
 enum class Kind { kByte, kShort, kLong, kUnsignedLong, kFloat, kHalf, kBfloat };
 
@@ -99,12 +101,12 @@ Page planes_of_dict(const Format& fmt, const nb::dict& planes, std::size_t pages
   const auto sum = [&](const char* name, std::size_t count, int width) -> std::uint8_t* {
     if (!fmt.sums_at_rest() || !sums) return nullptr;
     if (width == 1) return bytes(name, count);
-    return reinterpret_cast<std::uint8_t*>(
-        elements<std::int16_t>(get(name), Kind::kShort, pages * count, name));
+    return reinterpret_cast<std::uint8_t*>(elements<std::int16_t>(get(name), Kind::kShort, pages * count, name));
   };
-  return {bytes("k_codes", fmt.k_code_bytes()), meta("k_min", fmt.k_meta()), meta("k_scale", fmt.k_meta()),
-          sum("k_sums", fmt.k_meta(), fmt.k_sum_bytes()), bytes("v_codes", fmt.v_code_bytes()),
-          meta("v_min", fmt.v_meta()), meta("v_scale", fmt.v_meta()), sum("v_sums", fmt.v_meta(), fmt.v_sum_bytes())};
+  return {bytes("k_codes", fmt.k_code_bytes()), meta("k_min", fmt.k_meta()),
+          meta("k_scale", fmt.k_meta()),        sum("k_sums", fmt.k_meta(), fmt.k_sum_bytes()),
+          bytes("v_codes", fmt.v_code_bytes()), meta("v_min", fmt.v_meta()),
+          meta("v_scale", fmt.v_meta()),        sum("v_sums", fmt.v_meta(), fmt.v_sum_bytes())};
 }
 
 Pool pool_of(const Format& fmt, const nb::dict& planes) {
@@ -149,9 +151,9 @@ class Kernels {
     const PageList list = page_list(pool, Array(ids));
     const Page from = planes_of_dict(fmt, wire, std::size_t(list.count) * pool.heads, wire.contains("k_sums"));
     const nb::gil_scoped_release unlocked;
-    engine_.install(fmt, pool, list,
-                    {from.k_codes, from.k_min, from.k_scale, from.k_sums, from.v_codes, from.v_min, from.v_scale,
-                     from.v_sums});
+    engine_.install(
+        fmt, pool, list,
+        {from.k_codes, from.k_min, from.k_scale, from.k_sums, from.v_codes, from.v_min, from.v_scale, from.v_sums});
   }
 
   void export_pages(const Format& fmt, const nb::dict& pages, nb::handle ids, const nb::dict& wire) const {
@@ -175,9 +177,16 @@ class Kernels {
       refuse("q must be [T, a multiple of the KV heads, head_dim]");
     if (out.size() != q.size() || out.kind() != q.kind()) refuse("out must be like q");
     const std::size_t total = q.shape(0), elements = total * pool.heads * fmt.head_dim;
-    const auto rows_of = [&](nb::handle x, const char* name) { return x.is_none() ? nullptr : halves(Array(x), elements, name); };
-    const Rows rows{static_cast<const std::byte*>(q.data()), static_cast<std::byte*>(out.data()), float_dtype(q),
-                    rows_of(k, "k"), rows_of(v, "v"), std::int64_t(total), int(q.shape(1))};
+    const auto rows_of = [&](nb::handle x, const char* name) {
+      return x.is_none() ? nullptr : halves(Array(x), elements, name);
+    };
+    const Rows rows{static_cast<const std::byte*>(q.data()),
+                    static_cast<std::byte*>(out.data()),
+                    float_dtype(q),
+                    rows_of(k, "k"),
+                    rows_of(v, "v"),
+                    std::int64_t(total),
+                    int(q.shape(1))};
     const nb::gil_scoped_release unlocked;
     engine_.attend(fmt, layer, pool, open, where, rows);
   }
@@ -220,10 +229,12 @@ NB_MODULE(_cpu, m) {
   nb::class_<Format>(m, "Format");
   m.def("make_format", make_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "seed"_a);
-  m.def("kernels", [](const std::string& isa, int threads) { return Kernels(operations_for(isa), threads); }, "isa"_a,
-        "threads"_a);
-  m.def("rival", [](const std::string& name, int threads) { return Kernels(rival_for(name), threads); }, "name"_a,
-        "threads"_a);
+  m.def(
+      "kernels", [](const std::string& isa, int threads) { return Kernels(operations_for(isa), threads); }, "isa"_a,
+      "threads"_a);
+  m.def(
+      "rival", [](const std::string& name, int threads) { return Kernels(rival_for(name), threads); }, "name"_a,
+      "threads"_a);
   nb::class_<Kernels>(m, "Kernels")
       .def_prop_ro("isa", &Kernels::isa)
       .def_prop_rw("threads", &Kernels::threads, &Kernels::set_threads)

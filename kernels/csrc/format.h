@@ -12,8 +12,8 @@
 
 namespace hack {
 
-inline constexpr int kLanes = 16;       // lanes of a vector: FP32 values, or groups of 4 codes
-inline constexpr int kQuad = 4;         // codes that one lane multiplies at once
+inline constexpr int kLanes = 16;  // lanes of a vector: FP32 values, or groups of 4 codes
+inline constexpr int kQuad = 4;    // codes that one lane multiplies at once
 inline constexpr int kVectorBytes = kLanes * kQuad;
 inline constexpr int kMaxPageTokens = 128;
 inline constexpr int kMaxHeadDim = 256;
@@ -50,8 +50,12 @@ struct Format {
   static constexpr int sum_bytes(int bits, int partition) { return ((1 << bits) - 1) * partition <= 255 ? 1 : 2; }
 };
 
-constexpr int planes_of(int bits) { return 8 / bits; }
-constexpr int chunk_of(int bits) { return kQuad * planes_of(bits); }
+constexpr int planes_of(int bits) {
+  return 8 / bits;
+}
+constexpr int chunk_of(int bits) {
+  return kQuad * planes_of(bits);
+}
 
 // Bytes of one page of one KV head at head_dim 128, Π 64, 2 bits: the numbers of the design.
 inline constexpr Format kDesignPage{128, 64, 2, 2, 64, false, true, true, false, 0};

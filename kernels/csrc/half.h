@@ -38,7 +38,9 @@ namespace hack {
   return half_to_float(nearest) < value ? std::uint16_t(nearest + 1) : nearest;
 }
 
-[[gnu::always_inline]] inline float bfloat_to_float(std::uint16_t b) { return std::bit_cast<float>(std::uint32_t(b) << 16); }
+[[gnu::always_inline]] inline float bfloat_to_float(std::uint16_t b) {
+  return std::bit_cast<float>(std::uint32_t(b) << 16);
+}
 
 [[gnu::always_inline]] inline std::uint16_t float_to_bfloat(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);

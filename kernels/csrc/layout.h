@@ -81,7 +81,9 @@ using Word [[gnu::may_alias, gnu::aligned(1)]] = std::uint32_t;
 [[gnu::always_inline]] inline const Word* words_of(const std::uint8_t* bytes) {
   return reinterpret_cast<const Word*>(bytes);
 }
-[[gnu::always_inline]] inline Word* words_of(std::uint8_t* bytes) { return reinterpret_cast<Word*>(bytes); }
+[[gnu::always_inline]] inline Word* words_of(std::uint8_t* bytes) {
+  return reinterpret_cast<Word*>(bytes);
+}
 
 // K: a wire row of `planes` tokens, 4·planes channels of it, are the words of those tokens' lanes, fields transposed.
 template <class S, int bits>

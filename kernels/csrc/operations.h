@@ -14,8 +14,14 @@ ConstPage page_at(const Format& fmt, const Pool& pool, std::int64_t id, int head
   const std::size_t n = std::size_t(id) * pool.heads + head, k = n * fmt.k_meta(), v = n * fmt.v_meta();
   const Page& p = pool.base;
   const bool sums = p.k_sums != nullptr;
-  return {p.k_codes + n * fmt.k_code_bytes(), p.k_min + k, p.k_scale + k, sums ? p.k_sums + k * fmt.k_sum_bytes() : nullptr,
-          p.v_codes + n * fmt.v_code_bytes(), p.v_min + v, p.v_scale + v, sums ? p.v_sums + v * fmt.v_sum_bytes() : nullptr};
+  return {p.k_codes + n * fmt.k_code_bytes(),
+          p.k_min + k,
+          p.k_scale + k,
+          sums ? p.k_sums + k * fmt.k_sum_bytes() : nullptr,
+          p.v_codes + n * fmt.v_code_bytes(),
+          p.v_min + v,
+          p.v_scale + v,
+          sums ? p.v_sums + v * fmt.v_sum_bytes() : nullptr};
 }
 
 template <class S>
@@ -66,8 +72,10 @@ void recount_sums(const Format& fmt, const Page& page, std::byte* scratch) {
 
 template <class S>
 void install(const Format& fmt, const ConstPage& wire, const Page& page, std::byte* scratch) {
-  fmt.k_bits == 2 ? k_from_wire<S, 2>(fmt, wire.k_codes, page.k_codes) : k_from_wire<S, 4>(fmt, wire.k_codes, page.k_codes);
-  fmt.v_bits == 2 ? v_from_wire<S, 2>(fmt, wire.v_codes, page.v_codes) : v_from_wire<S, 4>(fmt, wire.v_codes, page.v_codes);
+  fmt.k_bits == 2 ? k_from_wire<S, 2>(fmt, wire.k_codes, page.k_codes)
+                  : k_from_wire<S, 4>(fmt, wire.k_codes, page.k_codes);
+  fmt.v_bits == 2 ? v_from_wire<S, 2>(fmt, wire.v_codes, page.v_codes)
+                  : v_from_wire<S, 4>(fmt, wire.v_codes, page.v_codes);
   transpose<S>(wire.k_min, page.k_min, fmt.page_tokens, fmt.k_groups());
   transpose<S>(wire.k_scale, page.k_scale, fmt.page_tokens, fmt.k_groups());
   std::memcpy(page.v_min, wire.v_min, 2 * fmt.v_meta());

@@ -14,12 +14,14 @@ struct PackedPage {
   ConstPage next;
 };
 
-[[gnu::always_inline]] inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+[[gnu::always_inline]] inline void fetch(const void* p) {
+  __builtin_prefetch(p, 0, 2);
+}
 
 // dots[q][b] += codes · operand, over `chunks` vectors of two blocks of lanes; operand rows are `stride` bytes apart.
 template <class S, int bits, int NR>
-[[gnu::always_inline]] inline void packed_dots(const std::uint8_t* codes, std::int64_t block_bytes,
-                                               std::int64_t ahead, int chunks, const void* operand, int stride,
+[[gnu::always_inline]] inline void packed_dots(const std::uint8_t* codes, std::int64_t block_bytes, std::int64_t ahead,
+                                               int chunks, const void* operand, int stride,
                                                typename S::I (&dots)[NR][2]) {
   const auto* bytes = static_cast<const std::uint8_t*>(operand);
   for (int c = 0; c < chunks; ++c) {
@@ -80,8 +82,8 @@ void packed_values(const Format& fmt, const PackedPage& at, const std::uint8_t* 
   for (int d = 0; d < fmt.head_dim; d += 2 * kLanes) {
     I dots[NR][2];
     unrolled<NR>([&](auto r) { dots[r][0] = dots[r][1] = S::zero_int(); });
-    packed_dots<S, bits, NR>(at.page.v_codes + d / kLanes * block_bytes, block_bytes, ahead, chunks, p,
-                             fmt.page_tokens, dots);
+    packed_dots<S, bits, NR>(at.page.v_codes + d / kLanes * block_bytes, block_bytes, ahead, chunks, p, fmt.page_tokens,
+                             dots);
     unrolled<2>([&](auto b) __attribute__((always_inline)) {
       const int channel = d + b * kLanes;
       const auto v_scale = S::load_half(at.page.v_scale + channel), v_min = S::load_half(at.page.v_min + channel);

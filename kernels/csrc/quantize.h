@@ -65,7 +65,8 @@ void v_ranges(const Format& fmt, const std::uint16_t* const* rows, int n, RowCod
 
 // floor((x - m) / s + r) in true FP32 division, clamped to the levels; it is never negative.
 template <class S>
-void store_codes(std::uint8_t* out, typename S::F x, typename S::F low, typename S::F scale, typename S::F r, int bits) {
+void store_codes(std::uint8_t* out, typename S::F x, typename S::F low, typename S::F scale, typename S::F r,
+                 int bits) {
   const auto steps = S::add(S::div(S::sub(x, low), scale), r);
   S::store_low_bytes(out, S::truncate(S::min(steps, S::splat(float((1 << bits) - 1)))));
 }

@@ -14,7 +14,9 @@ namespace hack {
 
 inline constexpr int kTile = 4;  // rows that share one pass over a page's codes
 
-constexpr int padded_rows(int rows) { return (rows + kTile - 1) / kTile * kTile; }
+constexpr int padded_rows(int rows) {
+  return (rows + kTile - 1) / kTile * kTile;
+}
 
 // Rows of Q, padded to a multiple of kTile with zeros. Scores are kept in units of log2, so `scale`, `minimum` and
 // `exact` carry a factor log2(e): exp(x) is then a power of two without a further product.
@@ -91,8 +93,11 @@ void quantize_partition(const Format& fmt, const float* x, std::int8_t* codes, f
 template <class S>
 Query make_query(const Format& fmt, const AttendItem& item, Arena<S>& arena) {
   const int rows = item.tokens * item.group, padded = padded_rows(rows), d = fmt.head_dim, groups = fmt.k_groups();
-  Query query{rows, arena.template take<std::int8_t>(padded * d), arena.template take<float>(padded * groups),
-              arena.template take<float>(padded * groups), arena.template take<float>(padded * groups),
+  Query query{rows,
+              arena.template take<std::int8_t>(padded * d),
+              arena.template take<float>(padded * groups),
+              arena.template take<float>(padded * groups),
+              arena.template take<float>(padded * groups),
               arena.template take<float>(padded * d)};
   const float root = std::sqrt(float(d));
   for (int r = 0; r < padded; ++r) {

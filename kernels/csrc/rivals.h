@@ -83,7 +83,8 @@ void bf16_tile(const Format& fmt, const Bf16Page& page, const std::uint16_t* q, 
   __m512 sums[NR][NB];
   for (int t = 0; t < pi; t += NB * kLanes) {
     pair_dots<NR, NB>(page.k + std::size_t(t) * d, d / 2, page.ahead, q + r0 * d, d, sums);
-    unrolled<NR * NB>([&](auto i) { _mm512_storeu_ps(scores + i / NB * pi + t + i % NB * kLanes, sums[i / NB][i % NB]); });
+    unrolled<NR * NB>(
+        [&](auto i) { _mm512_storeu_ps(scores + i / NB * pi + t + i % NB * kLanes, sums[i / NB][i % NB]); });
   }
   const TileWeights tile = weigh_tile<NR>(pi, state, r0, scores);
   narrow(scores, NR * pi, p);

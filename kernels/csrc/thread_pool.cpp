@@ -97,7 +97,9 @@ struct Scratch {
 
 }  // namespace
 
-void parallel_for(int threads, std::int64_t count, Task task) { pool().run(threads, count, task); }
+void parallel_for(int threads, std::int64_t count, Task task) {
+  pool().run(threads, count, task);
+}
 
 std::byte* thread_scratch(std::size_t bytes) {
   thread_local Scratch scratch;

@@ -11,9 +11,8 @@ class Task {
  public:
   template <class Function>
   Task(const Function& function)
-      : object_(&function), call_([](const void* object, std::int64_t index) {
-          (*static_cast<const Function*>(object))(index);
-        }) {}
+      : object_(&function),
+        call_([](const void* object, std::int64_t index) { (*static_cast<const Function*>(object))(index); }) {}
 
   void operator()(std::int64_t index) const { call_(object_, index); }
 

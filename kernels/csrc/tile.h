@@ -74,7 +74,8 @@ template <class S>
 void widen_k_sums(const Format& fmt, const WidePage& wide) {
   const int blocks = fmt.page_tokens / kLanes, quads = fmt.k_partition / kQuad;
   for (int g = 0; g < fmt.k_groups(); ++g) {
-    sum_lanes<S>(wide.k + std::size_t(g) * quads * blocks * kVectorBytes, blocks, quads, wide.k_sums + g * fmt.page_tokens);
+    sum_lanes<S>(wide.k + std::size_t(g) * quads * blocks * kVectorBytes, blocks, quads,
+                 wide.k_sums + g * fmt.page_tokens);
   }
 }
 
@@ -160,7 +161,8 @@ void wide_scores(const Format& fmt, const WidePage& wide, const Query& query, in
   for (int r = 0; r < kTile; r += NR) {
     float* rows = scores + r * fmt.page_tokens;
     int t = 0;
-    for (; t + NB * kLanes <= fmt.page_tokens; t += NB * kLanes) score_tile<S, NR, NB>(fmt, wide, query, r0 + r, t, rows);
+    for (; t + NB * kLanes <= fmt.page_tokens; t += NB * kLanes)
+      score_tile<S, NR, NB>(fmt, wide, query, r0 + r, t, rows);
     for (; t < fmt.page_tokens; t += 2 * kLanes) score_tile<S, NR, 2>(fmt, wide, query, r0 + r, t, rows);
   }
   if (!fmt.asymmetric) return;

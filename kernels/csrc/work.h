@@ -15,7 +15,9 @@ struct Place {
 };
 
 enum class Dtype : int { kFloat, kHalf, kBfloat };
-constexpr int bytes_of(Dtype dtype) { return dtype == Dtype::kFloat ? 4 : 2; }
+constexpr int bytes_of(Dtype dtype) {
+  return dtype == Dtype::kFloat ? 4 : 2;
+}
 
 // A layer's pool, [N, Hkv, plane] each.
 struct Pool {
@@ -58,7 +60,9 @@ struct AttendItem {
 inline constexpr int kItemRows = 128;
 
 // State of one row in a split: maximum, weight, sum of values [D].
-constexpr std::int64_t partial_floats(const Format& fmt, int rows) { return std::int64_t(rows) * (fmt.head_dim + 2); }
+constexpr std::int64_t partial_floats(const Format& fmt, int rows) {
+  return std::int64_t(rows) * (fmt.head_dim + 2);
+}
 
 // Splits of one item, `partial_floats` apart, to be merged into the item's `out`.
 struct MergeItem {
