@@ -15,11 +15,11 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 from hack_kernels.base import HackFormat, HackPages, Rounding, Spans
-from hack_kernels.cpu import CpuKernels
+from hack_kernels.cpu import CpuKernels, zeros_in_huge_pages
 from hack_kernels.rivals import Rival, Rows, bf16_pages, read_all
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,6 +27,9 @@ from torch.nn.functional import scaled_dot_product_attention
 FORMAT = HackFormat(128, 64)
 PI, D = FORMAT.page_tokens, FORMAT.head_dim
 PAGE_BYTES = 5120  # of one KV head: codes, minima and scales of K and V
+SETTLE_S = (
+    0.01  # torch's OpenMP threads spin for some milliseconds after their work, on the cores of the next contender
+)
 SDPA_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -49,6 +52,7 @@ def race(contenders: dict[str, Callable[[], object]], rounds: int) -> tuple[dict
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
+            sleep(SETTLE_S)
             began = perf_counter()
             run()
             times[name].append((perf_counter() - began) * 1e3)
@@ -77,8 +81,10 @@ def decode_row(kernels: CpuKernels, tokens: int, batch: int, kv_heads: int, grou
     pages_each = tokens // PI
     pages, rows = decode_inputs(kernels, pages_each, batch, kv_heads, group)
     bf16, dequantize = Rival("bf16", kernels.threads), Rival("dequantize", kernels.threads)
-    raw = torch.randn(batch * pages_each, kv_heads, PI, D, dtype=torch.bfloat16)
-    bf16_pool = {"k_codes": raw.view(torch.uint8), "v_codes": raw.flip(0).view(torch.uint8)}
+    bf16_pool = {
+        name: zeros_in_huge_pages((batch * pages_each, kv_heads, PI, D), torch.bfloat16).normal_().view(torch.uint8)
+        for name in ("k_codes", "v_codes")
+    }
     contenders: dict[str, Callable[[], object]] = {
         "hack": lambda: kernels.attn_decode(FORMAT, 0, pages, rows.open_k, rows.open_v, rows.spans, rows.q),
         "bf16": lambda: bf16.attend(FORMAT, bf16_pool, rows),
