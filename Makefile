@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check proto bench clean
+.PHONY: help demo serve test check proto bench sanitize clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -29,8 +29,12 @@ check: $(STAMP)  ## format, lint, types, layers, generated code
 proto: $(STAMP)  ## regenerate transport/pb from kv.proto
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. transport/pb/kv.proto
 
-bench: $(STAMP)  ## measure the wires and the cluster
+bench: $(STAMP)  ## measure the wires and the CPU kernels beside their rivals
 	$(BIN)/python -m bench.wire
+	$(BIN)/python -m bench.kernels
+
+sanitize: $(STAMP)  ## kernel tests under the address and undefined-behaviour sanitizers
+	PATH=$(CURDIR)/$(BIN):$$PATH kernels/csrc/sanitize.sh
 
 clean:  ## remove the virtual environment and caches
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -30,8 +30,9 @@ ROUTER_GRACE_S = 1.0
 """The nodes stop at the same moment as the router, so requests in flight have nothing to wait for."""
 POLL_S = 0.1
 
-_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", **os.environ}
-"""gRPC's own notes on connections that end would only repeat what we say ourselves."""
+_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+"""gRPC's own notes on connections that end would only repeat what we say ourselves; and compute threads that wait must
+not spin, since processes share the cores."""
 
 ENTRIES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
 """Role -> module that `python -m` runs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -168,7 +168,7 @@ async def paired(
     """Start both nodes; close them at the end. By default the decode node differs from the other in its timers only."""
     if decode is None:
         gated = isinstance(prefill.codec, GatedCodec)
-        decode = prefill if gated else replace(prefill, codec=deepcopy(prefill.codec))
+        decode = prefill if gated else replace(prefill, codec=copy(prefill.codec))
     wire = WIRES["inproc"](TIMEOUT_S)
     sender, listener = wire.sender(), wire.listener()
     prefill_service = PrefillService(

@@ -97,6 +97,12 @@ class CpuKernels:
     def install(self, fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: HackPages) -> None:
         """Wire order to native order; absent sums are counted."""
         check_install(fmt, pages, page_ids, planes)
+        if not _is_whole(pages):
+            local = self.new_pages(fmt, page_ids.numel(), pages["k_codes"].shape[1])
+            self.install(fmt, local, torch.arange(page_ids.numel()), planes)
+            for name, plane in pages.items():
+                plane[page_ids] = local[name]
+            return
         if SUM_PLANES[0] not in planes or SUM_PLANES[1] not in planes:
             planes = {name: plane for name, plane in planes.items() if name not in SUM_PLANES}
         wire = {name: plane.contiguous() for name, plane in planes.items()}
@@ -104,6 +110,9 @@ class CpuKernels:
 
     def export(self, fmt: HackFormat, pages: HackPages, page_ids: Tensor) -> HackPages:
         """Native order to wire order."""
+        if not _is_whole(pages):
+            local = {name: plane[page_ids].contiguous() for name, plane in pages.items()}
+            return self.export(fmt, local, torch.arange(page_ids.numel()))
         heads, count = pages["k_codes"].shape[1], page_ids.numel()
         wire = {
             name: torch.empty((heads, count, *shape), dtype=dtype) for name, (shape, dtype) in fmt.plane_specs().items()
@@ -179,6 +188,11 @@ def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _is_whole(pages: HackPages) -> bool:
+    """False for a view of some KV heads of a pool, which C++ does not take: its pages are handled in a copy."""
+    return pages["k_codes"].is_contiguous()
 
 
 def create() -> HackKernels:
