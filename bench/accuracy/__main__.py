@@ -140,7 +140,10 @@ def _answer(
         bar = progress.add_task("", total=len(rows) * sum(len(column.examples) for column in columns))
 
         def on_answers(row: Variant, column: Column, count: int) -> None:
-            progress.update(bar, advance=count, description=f"{column.task.name} {column.point}: {row.name}")
+            what = f"{column.task.name} {column.point}: {row.name}"
+            progress.update(bar, advance=count, description=what)
+            if not console.is_terminal:  # where a bar cannot be drawn, in a log
+                console.print(f"{progress.tasks[0].percentage:5.1f} %  {what}")
 
         return answer_all(subject, rows, columns, jobs, on_answers)
 

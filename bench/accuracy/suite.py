@@ -121,7 +121,7 @@ SUITE: Final = (
         _window,
         (Measure.PERPLEXITY, Measure.TAIL),
         (1024,),
-        24,
+        16,
     ),
     Task(
         "decode",
@@ -130,7 +130,7 @@ SUITE: Final = (
         _window_tail,
         (Measure.PERPLEXITY,),
         (1024,),
-        24,
+        16,
     ),
     Task(
         "copy",
@@ -139,7 +139,7 @@ SUITE: Final = (
         _copy,
         (Measure.TOKENS,),
         (128, 512, 1024, 2048),
-        16,
+        12,
     ),
     Task(
         "recall",
@@ -148,7 +148,7 @@ SUITE: Final = (
         _recall,
         (Measure.WHOLE, Measure.TOKENS),
         _REACH,
-        12,
+        8,
     ),
     Task(
         "needle",
@@ -157,7 +157,7 @@ SUITE: Final = (
         _needle,
         (Measure.WHOLE, Measure.TOKENS),
         _REACH,
-        8,
+        6,
     ),
     Task(
         "code",
@@ -166,7 +166,7 @@ SUITE: Final = (
         _code,
         (Measure.EDIT,),
         (512,),
-        32,
+        24,
     ),
     Task(
         "restate",
@@ -175,7 +175,7 @@ SUITE: Final = (
         _restate,
         (Measure.ROUGE1,),
         (512, 1024),
-        16,
+        12,
     ),
     Task(
         "data",
