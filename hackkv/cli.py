@@ -113,8 +113,6 @@ def _plan(model: ModelConfig, codec: CodecConfig, prefill: int, decode: int, rou
     threads = max(1, (os.cpu_count() or 1) // (prefill + decode))
     found = model.model_copy(update={"path": str(folder.path), "threads": threads})
     check_worker(found, codec)
-    if folder.note:
-        console.print(f"[yellow]{folder.note}[/]")
     router = {**router, "control": {"port": 0}, "model": str(folder.path)}
     router["served_model_name"] = router.get("served_model_name") or folder.name
     return ClusterPlan(router, {"model": found.model_dump(), "codec": codec.model_dump()}, prefill, decode)

@@ -19,19 +19,20 @@ from hackkv.timing import Stage
 CODE_PROMPT = '''def read_lines(path):
     """Return the lines of a text file, without their line ends."""
 '''
-CHAT_PROMPT = "What does the function os.path.join do?"
+CHAT_PROMPT = "Repeat this text:\nThe quick method returns a list of strings."
 TOPICS = (
-    "def parse_arguments(argv):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "The module provides functions to ",
-    "import os\nimport sys\n\ndef main():\n",
-    "for name in sorted(names):\n",
-    "Return a new list containing ",
+    "def __init__(self, name, value):\n",
+    "import os\nimport sys\n\n\ndef main(",
+    "for key in sorted(",
+    "The :mod:`os` module provides",
+    ".. function:: open(path)\n\n   Return",
+    "   This function returns",
+    "class Queue:\n    def put(self, item):\n",
     "try:\n    value = int(text)\nexcept ",
-    "with open(path) as file:\n",
 )
 LONG_PROMPT = Path(__file__).read_text(encoding="utf-8")[:5000]
 MAX_TOKENS = 48
+SEED = 1
 TIMEOUT_S = 120.0
 
 
@@ -42,7 +43,8 @@ async def demonstrate(url: str, model: str, console: Console) -> None:
         streamed = await _stream(client, model, console)
         console.rule("a chat completion")
         chat = await _post(client, "/v1/chat/completions", _chat(model))
-        console.print(f"[dim]{CHAT_PROMPT}[/]\n{chat['choices'][0]['message']['content']}", markup=True)
+        console.print(CHAT_PROMPT, style="dim", markup=False)
+        console.print(chat["choices"][0]["message"]["content"], markup=False)
         long = await _post(client, "/v1/completions", _completion(model, LONG_PROMPT))
         console.rule(f"{len(TOPICS)} completions at once")
         began = perf_counter()
@@ -64,7 +66,7 @@ async def demonstrate(url: str, model: str, console: Console) -> None:
 
 
 def _completion(model: str, prompt: str) -> dict[str, Any]:
-    return {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "return_stages": True}
+    return {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "seed": SEED, "return_stages": True}
 
 
 def _chat(model: str) -> dict[str, Any]:
@@ -89,7 +91,7 @@ async def _post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> d
 async def _stream(client: httpx.AsyncClient, model: str, console: Console) -> dict[str, Any]:
     """Print a completion as it comes; return its closing chunk, which carries usage and stages."""
     body = {**_completion(model, CODE_PROMPT), "stream": True, "stream_options": {"include_usage": True}}
-    console.print(f"[dim]{CODE_PROMPT}[/]", end="")
+    console.print(CODE_PROMPT, style="dim", markup=False, end="")
     last: dict[str, Any] = {}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()

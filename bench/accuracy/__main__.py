@@ -93,8 +93,6 @@ def _measure(args: argparse.Namespace, command: str, console: Console) -> Result
     records = read_records(args.data) if args.data else ()
     torch.set_num_threads(1)
     subject = load_subject(ModelConfig(path=args.model, dtype=args.dtype, threads=1, backend=args.backend), records)
-    if subject.note:
-        console.print(subject.note, style="yellow", markup=False)
     columns, left_out = suite.columns(subject, tasks, samples=args.samples, seed=args.seed, longest=args.longest)
     for line in left_out:
         console.print(f"left out: {line}", style="yellow", markup=False, soft_wrap=True)
@@ -105,7 +103,6 @@ def _measure(args: argparse.Namespace, command: str, console: Console) -> Result
     seconds = perf_counter() - clock
     settings = results_of.Settings(
         model=subject.worker.name,
-        note=subject.note,
         model_hash=dict(subject.worker.fingerprint.fields)["model_hash"],
         dtype=args.dtype,
         backend=args.backend,

@@ -83,7 +83,7 @@ def markdown(results: Results, plot: str) -> str:
 
 def _circumstances(results: Results) -> Iterable[str]:
     settings, machine = results.settings, results.machine
-    yield f"Model: {settings.model} (hash {settings.model_hash[:12]}), {settings.dtype}. {settings.note}".rstrip()
+    yield f"Model: {settings.model} (hash {settings.model_hash[:12]}), {settings.dtype}."
     yield f"Held-out text: {settings.held_out}"
     yield f"Seed {settings.seed}; sample i of a task is drawn with seed {settings.seed} + i."
     versions = f"Python {machine.python}, torch {machine.torch}"

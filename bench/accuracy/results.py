@@ -78,7 +78,6 @@ class Settings:
     """Everything that decides the numbers."""
 
     model: str
-    note: str
     model_hash: str
     dtype: str
     backend: str

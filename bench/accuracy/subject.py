@@ -27,7 +27,6 @@ class Subject:
 
     worker: Worker
     backend: str
-    note: str
     tokenizer: Tokenizer
     phrases: Phrases
     documents: tuple[Document, ...]
@@ -69,7 +68,7 @@ def load_subject(model: ModelConfig, records: Sequence[Record] = ()) -> Subject:
     text = held_out(folder.path)
     named = replace(worker, name=folder.name)
     made = build_phrases(tokenizer)
-    return Subject(named, model.backend, folder.note, tokenizer, made, text.documents, text.source, tuple(records))
+    return Subject(named, model.backend, tokenizer, made, text.documents, text.source, tuple(records))
 
 
 def build_phrases(tokenizer: Tokenizer) -> Phrases:

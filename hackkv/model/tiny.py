@@ -1,7 +1,7 @@
 """Small random checkpoints in Hugging Face's format, written without transformers' modelling code.
 
-They have the real thing's files (config, safetensors, byte-level BPE tokenizer, chat template), so tests of the whole
-cluster, and a first start before the shipped model has landed, go the same way as a real model.
+They have the real thing's files (config, safetensors, byte-level BPE tokenizer, chat template), so tests and soaks of
+the whole cluster go the same way as a real model.
 """
 
 from __future__ import annotations

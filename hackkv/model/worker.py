@@ -86,8 +86,6 @@ def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, Model
     except BackendUnavailable as error:
         raise ConfigError(f"model.backend: {error}") from error
     folder = find_model(model.path)
-    if folder.note:
-        log.warning("%s", folder.note)
     spec = read_spec(folder.path, model.max_context)
     kv_codec = make_codec(codec, spec.head_dim, kernels)
     log.info("model %s, codec %s on backend %s", folder.name, kv_codec.name, kernels.name)

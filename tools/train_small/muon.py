@@ -1,8 +1,7 @@
 """Muon: momentum whose update is brought near an orthogonal matrix by a Newton-Schulz iteration.
 
-For small Llamas it needs about half of AdamW's tokens. torch.optim.Muon does the same one matrix at a time, which took
-30% of a training step on 2 cores; here all matrices of one shape are iterated together, in a quarter of the time.
-The state is torch.optim.Muon's.
+torch.optim.Muon does the same one matrix at a time; here all matrices of one shape are iterated together, which means
+fewer and larger products. The state, and the steps it takes, are torch.optim.Muon's.
 """
 
 from collections import defaultdict
