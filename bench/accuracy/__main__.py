@@ -88,7 +88,7 @@ def _positive(text: str) -> int:
 
 
 def _measure(args: argparse.Namespace, command: str, console: Console) -> Results:
-    began, clock = datetime.now(UTC), perf_counter()
+    began, clock, code = datetime.now(UTC), perf_counter(), commit()  # others may commit while we run
     rows, tasks = variants.choose(args.variants), suite.choose(args.tasks)
     records = read_records(args.data) if args.data else ()
     torch.set_num_threads(1)
@@ -116,7 +116,7 @@ def _measure(args: argparse.Namespace, command: str, console: Console) -> Result
         command=command,
         began=began.isoformat(timespec="seconds"),
         seconds=round(seconds, 1),
-        commit=commit(),
+        commit=code,
         machine=this_machine(load(args.backend).name, args.jobs),
         settings=settings,
         tasks=_task_notes(columns),

@@ -113,17 +113,17 @@ def _modes(results: Results) -> list[str]:
             continue
         other = results.find(cell.variant, "perplexity", cell.point, Measure.TAIL)
         if other and len(other.samples) == len(cell.samples):
-            gap = abs(cell.score.value / other.score.value - 1)
-            gaps[cell.variant] = max(gap, gaps.get(cell.variant, 0.0))
+            gap = cell.score.value / other.score.value - 1
+            gaps[cell.variant] = max(gap, gaps.get(cell.variant, 0.0), key=abs)
     if not gaps:
         return []
-    worst = max(gaps, key=lambda name: gaps[name])
     text = "Perplexity of the same 64 tokens by prefill and by decode steps: "
     same = {name: gap for name, gap in gaps.items() if not name.endswith("no-rqe")}
     if same:
-        text += f"at most {100 * max(same.values()):.3f} % apart where no page is requantized"
-    if worst not in same:
-        text += f"; {100 * gaps[worst]:.2f} % apart for `{worst}`, whose open page is quantized again with every token"
+        text += f"at most {100 * max(map(abs, same.values())):.1g} % apart where no page is requantized"
+    others = [f"`{name}` {100 * gap:+.1f} %" for name, gap in gaps.items() if name not in same]
+    if others:
+        text += f"; decode against prefill where every token quantizes the open page again: {', '.join(others)}"
     return [text + "."]
 
 

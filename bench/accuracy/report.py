@@ -38,8 +38,9 @@ luck of the samples, which all rows share; a star marks a cell whose paired diff
 Answers of copy, recall and needle are scored under teacher forcing, so one wrong token costs one token.
 Windows of perplexity begin without context: up to Π tokens of each see no codes at all.
 `hack-paper` quantizes K at once and keeps V of a query's own page in FP16, in prefill and decode alike. The paper's
-prefill quantizes full blocks of V before the queries inside them read them, so taken by the letter it lies between
-`hack-paper` and `hack-paper-no-rqe`.
+prefill quantizes full blocks of V before the queries inside them read them, so taken by the letter it should lie
+between `hack-paper` and `hack-paper-no-rqe`. The rows without RQE show a query its own page as codes in prefill too,
+which the paper's Table 7 has on both sides of its comparison: what requantizing itself does is decode against prefill.
 """
 
 
