@@ -29,7 +29,7 @@ def test_greedy_tokens_equal_transformers(prompt: str) -> None:
     ids = tuple(Tokenizer(FOLDER).encode(prompt))
     oracle = LlamaForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     prompt_ids = torch.tensor([ids])
-    whole = oracle.generate(  # type: ignore[operator]
+    whole = oracle.generate(  # type: ignore[misc]
         prompt_ids,
         attention_mask=torch.ones_like(prompt_ids),
         max_new_tokens=NEW_TOKENS,
