@@ -155,9 +155,13 @@ class CompletionRenderer:
 
 
 def _row(tokenizer: Tokenizer, token: Token) -> tuple[str, float | None, dict[str, float] | None]:
-    """Text, log-probability and alternatives of one token; the chosen one is always among the alternatives."""
+    """Text, log-probability and alternatives of one token; the chosen one is always among the alternatives.
+
+    OpenAI keys alternatives by text, and several tokens can have one text (parts of characters all show as U+FFFD): the
+    most probable of them stands for it, but the chosen token always stands for its own.
+    """
     text = tokenizer.token_text(token.token_id)
-    top = {tokenizer.token_text(other.token_id): other.logprob for other in token.top}
+    top = {tokenizer.token_text(other.token_id): other.logprob for other in reversed(token.top)}
     if token.logprob is not None:
-        top.setdefault(text, token.logprob)
+        top[text] = token.logprob
     return text, token.logprob, top
