@@ -21,6 +21,7 @@ __all__ = [
     "ModelFolder",
     "ModelSpec",
     "SamplerState",
+    "check_dtype",
     "find_model",
     "flat_positions",
     "load_model",
@@ -39,6 +40,12 @@ def _silent(done: int, total: int) -> None:
     """Report no progress."""
 
 
+def check_dtype(dtype: str, device: torch.device = CPU) -> None:
+    """Raise `ConfigError` for a dtype that we do not compute in on `device`."""
+    if dtype not in DTYPES or (dtype == "float16" and device.type == "cpu"):
+        raise ConfigError(f"model.dtype: {dtype!r} is not available on {device.type}; known: {', '.join(DTYPES)}")
+
+
 def load_model(
     folder: Path,
     dtype: str = "bfloat16",
@@ -54,8 +61,7 @@ def load_model(
     and makes greedy tokens independent of batching. Raises `CheckpointError` that names the file and tensor or field,
     `ConfigError` for a dtype that we do not compute in.
     """
-    if dtype not in DTYPES or (dtype == "float16" and device.type == "cpu"):
-        raise ConfigError(f"dtype: {dtype!r} is not available on {device.type}")
+    check_dtype(dtype, device)
     spec = read_spec(folder, max_context)
     weights = load_weights(folder, spec, DTYPES[dtype], device, on_bytes)
     if batch_invariant is None:

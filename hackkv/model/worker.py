@@ -13,17 +13,17 @@ from hackkv.codec import KvCodec
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
+from hackkv.model import check_dtype, load_model
 from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.identity import model_hash
 from hackkv.model.llama import Llama
 from hackkv.model.shipped import ModelFolder, find_model
-from hackkv.model.weights import check_weights, load_weights, progress_bar
+from hackkv.model.weights import check_weights, progress_bar
 from hackkv.types import Fingerprint, KvLayout
 
 log = logging.getLogger(__name__)
 
 WIRE_VERSION = "1"
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
         torch.set_num_threads(model.threads)
     folder, spec, kv_codec = _checked(model, codec)
     with progress_bar(f"loading {folder.name}") as on_bytes:
-        weights = load_weights(folder.path, spec, DTYPES[model.dtype], torch.device("cpu"), on_bytes)
+        llama = load_model(folder.path, model.dtype, max_context=model.max_context, on_bytes=on_bytes)
     fields = (
         ("wire_version", WIRE_VERSION),
         ("model_hash", model_hash(folder.path)),
@@ -68,7 +68,6 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
         ("head_dim", str(spec.head_dim)),
         *kv_codec.fingerprint(),
     )
-    llama = Llama(spec, weights, batch_invariant=model.dtype == "float32")
     return Worker(folder.name, llama, kv_codec, Fingerprint(fields))
 
 
@@ -79,8 +78,7 @@ def check_worker(model: ModelConfig, codec: CodecConfig) -> None:
 
 
 def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, ModelSpec, KvCodec]:
-    if model.dtype not in DTYPES:
-        raise ConfigError(f"model.dtype: {model.dtype!r} is unknown; known: {', '.join(DTYPES)}")
+    check_dtype(model.dtype)
     try:
         kernels = load(model.backend)
     except BackendUnavailable as error:

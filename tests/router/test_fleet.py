@@ -58,6 +58,7 @@ async def test_a_single_node_may_change_its_own_fingerprint() -> None:
     await cluster.join()
     other = Fingerprint((("codec", "fp16"),))
     await cluster.fleet.register(info(Role.PREFILL, "p0", fingerprint=other, incarnation="2"))
+    assert cluster.fleet.codec == "fp16"
 
 
 @pytest.mark.parametrize("change", [{"max_context": 0}, {"page_tokens": 0}, {"total_pages": 0}])
