@@ -5,8 +5,8 @@ they mean there. Importing this module costs about a second and does not load to
 
 Two small machines turn a growing list of ids into text that can be sent as it comes:
 
-- `Detokenizer` never shows half a character. (`tokenizers.decoders.DecodeStream` was tried first: it raises "Invalid
-  prefix encountered" for good on byte sequences that are not UTF-8, which sampled text does contain.)
+- `Detokenizer` never shows half a character. (`tokenizers.decoders.DecodeStream` was tried: where ids are not
+  whole UTF-8, which sampled text does contain, its pieces do not add up to the decoded whole.)
 - `StopMatcher` finds stop strings across token boundaries and holds back what could still become one.
 """
 

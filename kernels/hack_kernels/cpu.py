@@ -180,8 +180,7 @@ class CpuKernels:
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros whose memory the system is asked to map in huge pages.
 
-    A KV page touches six planes at places that a page table in units of 4 KiB finds only by walking: without huge pages
-    a long decode spends almost half of its time there.
+    A KV page touches six planes at scattered places, and each is a walk of a page table in units of 4 KiB otherwise.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE") or math.prod(shape) * dtype.itemsize < HUGE_PAGE_BYTES:
         return torch.zeros(shape, dtype=dtype)
