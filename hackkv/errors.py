@@ -10,6 +10,7 @@ HackkvError
 ├── DeadlineExceeded         a state outlived its deadline (HTTP 504)
 ├── Cancelled                the client left (HTTP 499)
 ├── NodeLost                 a peer process or connection died (HTTP 502, retried first)
+│   └── NodeDraining         a node that is asked to stop lets go of a request; nothing is wrong with it
 └── TransferError            a handoff failed (HTTP 502, retried first)
     ├── HandshakeRefused     fingerprints differ, or the transfer is unknown or stale; names the field
     └── FrameRefused         a frame is corrupt, truncated, out of order, duplicated, stale or oversized
@@ -90,6 +91,12 @@ class NodeLost(HackkvError):
     """A node stopped answering."""
 
     code = "node_lost"
+
+
+class NodeDraining(NodeLost):
+    """A node that is about to stop hands this request over: another node goes on with it."""
+
+    code = "node_draining"
 
 
 class TransferError(HackkvError):

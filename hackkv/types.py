@@ -58,6 +58,8 @@ class Request:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
+    cache_salt: str = ""
+    """Only requests of equal salt may share sealed pages of a common prefix: one tenant cannot time another's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,25 +211,48 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """The decode node committed the KV. Both durations count from token 0 on: what prefill hid is not in them."""
+    """The decode node committed the KV of this epoch; the prefill node keeps a copy for as long as it has room.
+
+    Both durations count from token 0 on, so what prefill hid is not in them; those of a later epoch count from the
+    `assign` that asked for it.
+    """
 
     receipt: Receipt
     swap_wait_s: float
     transfer_s: float
     overlapped_bytes: int
     """Payload bytes that had left before token 0 was chosen."""
+    epoch: int = 0
 
 
-PrefillEvent = Prefilled | HandedOff
+@dataclass(frozen=True, slots=True)
+class HandoffFailed:
+    """A push did not reach its decode node, but the KV is still here: `assign` may name another node, or the same.
+
+    `code` and `message` are those of the error (`hackkv.errors.by_code`).
+    """
+
+    epoch: int
+    code: str
+    message: str
+
+
+PrefillEvent = Prefilled | HandedOff | HandoffFailed
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """Asks a decode node to reserve room for a request and to go on with it once its KV has landed."""
+    """Asks a decode node to reserve room for a request and to go on with it once its KV has landed.
+
+    `emitted` are the tokens that the client has already, from an earlier epoch: the node runs them through its model
+    once their prompt has landed, sends none of them again, and goes on with the token after them. Where the handoff's
+    first token is not `emitted[0]`, the replay has diverged and the job fails with `TransferError`.
+    """
 
     request: Request
     transfer_id: str
     epoch: int
+    emitted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +269,14 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The last token was sent. `attend_s` and `approximation_s` lie within `decode_s`."""
+    """The last token was sent. `attend_s` and `approximation_s` lie within `decode_s`; `swapped_s`, the time that the
+    sequence lay in host memory, does not."""
 
     queue_s: float
     decode_s: float
     attend_s: float
     approximation_s: float
+    swapped_s: float = 0.0
 
 
 DecodeEvent = Reserved | Landed | Token | Decoded
@@ -286,6 +313,8 @@ class NodeInfo:
     running: int
     waiting: int
     stats: tuple[tuple[str, float], ...] = ()
+    draining: bool = False
+    """The node finishes what it has and wants nothing new."""
 
 
 @dataclass(frozen=True, slots=True)

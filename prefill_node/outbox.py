@@ -32,6 +32,11 @@ class Shipment:
         if address:
             self.assign(address)
 
+    @property
+    def epoch(self) -> int:
+        """The attempt that this is."""
+        return self._handoff.epoch
+
     def assign(self, address: str) -> None:
         """Name the decode node. Raises `TransferError` when it was named before."""
         if self._address.done():
@@ -107,11 +112,12 @@ class Outbox:
         self._shipments[job.transfer_id] = shipment
         return shipment
 
-    def find(self, transfer_id: str) -> Shipment:
-        """The shipment of a transfer. Raises `HandshakeRefused` when there is none."""
-        if transfer_id not in self._shipments:
-            raise HandshakeRefused(f"transfer {transfer_id} is not known here")
-        return self._shipments[transfer_id]
+    def find(self, transfer_id: str, epoch: int) -> Shipment:
+        """The shipment of a transfer. Raises `HandshakeRefused` when there is none of that epoch."""
+        shipment = self._shipments.get(transfer_id)
+        if shipment is None or shipment.epoch != epoch:
+            raise HandshakeRefused(f"transfer {transfer_id}, epoch {epoch} is not known here")
+        return shipment
 
     def forget(self, transfer_id: str) -> None:
         """Drop a shipment's name; harmless when it is gone."""

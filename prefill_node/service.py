@@ -91,9 +91,9 @@ class PrefillService:
             self._shipments.pop(work, None)
             await _drop(first_token, delivery)
 
-    async def assign(self, transfer_id: str, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
         """Name the decode node of a job that was sent without one."""
-        self.outbox.find(transfer_id).assign(decode_address)
+        self.outbox.find(transfer_id, epoch).assign(decode_address)
 
     async def describe(self) -> NodeInfo:
         """Identity, capacity and load."""

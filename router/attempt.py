@@ -216,13 +216,13 @@ class Attempt:
 
     async def _assign(self, prefill: PrefillNode, address: str) -> None:
         try:
-            await prefill.assign(self._transfer_id, address)
+            await prefill.assign(self._transfer_id, self._epoch, address)
         except HandshakeRefused:
             if self._token0.is_set():
                 raise
             # A job and its assignment travel side by side; after token 0 the job is certainly known.
             await self._token0.wait()
-            await prefill.assign(self._transfer_id, address)
+            await prefill.assign(self._transfer_id, self._epoch, address)
 
     async def _receive(self, leg: _DecodeLeg) -> None:
         flight, who = self._flight, f"decode node {leg.booking.member.node_id}"

@@ -63,11 +63,20 @@ class PrefillNode(Protocol):
     """What the router may ask of a prefill node."""
 
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Run a prompt: yields `Prefilled`, then, if `job.handoff` and token 0 did not end the request, `HandedOff`."""
+        """Run a prompt: yields `Prefilled`, then, if `job.handoff` and token 0 did not end the request, the fate of
+        each push: `HandedOff` or `HandoffFailed`.
+
+        The stream stays open for as long as the node keeps the KV, so that `assign` can send it once more; it ends when
+        the KV had to go. The caller closes it when the request is over, and with it the KV's last owner is gone.
+        """
         ...
 
-    async def assign(self, transfer_id: str, decode_address: str) -> None:
-        """Name the decode node of a job that was sent without one."""
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+        """Name the decode node of a job: for the first time (with the job's epoch), or again (with a later one) after
+        that node was lost. A push of an earlier epoch that is still under way is given up.
+
+        Raises `HandshakeRefused` when the transfer is not known here, its KV is gone, or the epoch is not newer.
+        """
         ...
 
     async def describe(self) -> NodeInfo:
@@ -79,9 +88,11 @@ class DecodeNode(Protocol):
     """What the router may ask of a decode node."""
 
     def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
-        """Serve one request: yields `Reserved`, `Landed`, the tokens from index 1 on, then `Decoded`.
+        """Serve one request: yields `Reserved`, `Landed`, the tokens from index 1 on (or after `job.emitted`), then
+        `Decoded`.
 
-        Raises `Overloaded` instead of yielding `Reserved` when there is no room.
+        Raises `Overloaded` instead of yielding `Reserved` when there is no room, and `NodeDraining` at any point when
+        the node is about to stop: another node must go on.
         """
         ...
 

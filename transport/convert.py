@@ -10,6 +10,7 @@ from hackkv.types import (
     DecodeJob,
     Finish,
     HandedOff,
+    HandoffFailed,
     Landed,
     Lease,
     Logprob,
@@ -53,6 +54,7 @@ class Assignment:
     """The arguments of `PrefillNode.assign`."""
 
     transfer_id: str
+    epoch: int
     decode_address: str
 
 
@@ -104,7 +106,10 @@ def _unpack_sampling(message: pb.Sampling) -> Sampling:
 
 def _pack_request(request: Request) -> pb.Request:
     return pb.Request(
-        request_id=request.request_id, prompt_ids=request.prompt_ids, sampling=_pack_sampling(request.sampling)
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        sampling=_pack_sampling(request.sampling),
+        cache_salt=request.cache_salt,
     )
 
 
@@ -114,6 +119,7 @@ def _unpack_request(message: pb.Request) -> Request:
         request_id=text("request_id", message.request_id),
         prompt_ids=tuple(capped("prompt_ids", message.prompt_ids, MAX_PROMPT_TOKENS)),
         sampling=_unpack_sampling(message.sampling),
+        cache_salt=text("cache_salt", message.cache_salt),
     )
 
 
@@ -162,12 +168,15 @@ def _unpack_prefill_job(message: pb.PrefillJob) -> PrefillJob:
 
 
 def _pack_assignment(assignment: Assignment) -> pb.Assignment:
-    return pb.Assignment(transfer_id=assignment.transfer_id, decode_address=assignment.decode_address)
+    return pb.Assignment(
+        transfer_id=assignment.transfer_id, epoch=assignment.epoch, decode_address=assignment.decode_address
+    )
 
 
 def _unpack_assignment(message: pb.Assignment) -> Assignment:
     return Assignment(
         transfer_id=text("transfer_id", message.transfer_id),
+        epoch=message.epoch,
         decode_address=text("decode_address", message.decode_address),
     )
 
@@ -179,8 +188,12 @@ def _pack_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
             swap_wait_s=event.swap_wait_s,
             transfer_s=event.transfer_s,
             overlapped_bytes=event.overlapped_bytes,
+            epoch=event.epoch,
         )
         return pb.PrefillEvent(handed_off=handed_off)
+    if isinstance(event, HandoffFailed):
+        failed = pb.HandoffFailed(epoch=event.epoch, code=event.code, message=event.message)
+        return pb.PrefillEvent(handoff_failed=failed)
     prefilled = pb.Prefilled(
         token=_pack_token(event.token),
         queue_s=event.queue_s,
@@ -212,6 +225,7 @@ def _unpack_handed_off(message: pb.HandedOff) -> HandedOff:
         swap_wait_s=duration("swap_wait_s", message.swap_wait_s),
         transfer_s=duration("transfer_s", message.transfer_s),
         overlapped_bytes=message.overlapped_bytes,
+        epoch=message.epoch,
     )
 
 
@@ -221,11 +235,16 @@ def _unpack_prefill_event(message: pb.PrefillEvent) -> PrefillEvent:
             return _unpack_prefilled(message.prefilled)
         case "handed_off":
             return _unpack_handed_off(message.handed_off)
+        case "handoff_failed":
+            failed = message.handoff_failed
+            return HandoffFailed(failed.epoch, text("code", failed.code), text("message", failed.message))
     raise Malformed("body", "no member of the oneof is set")
 
 
 def _pack_decode_job(job: DecodeJob) -> pb.DecodeJob:
-    return pb.DecodeJob(request=_pack_request(job.request), transfer_id=job.transfer_id, epoch=job.epoch)
+    return pb.DecodeJob(
+        request=_pack_request(job.request), transfer_id=job.transfer_id, epoch=job.epoch, emitted=job.emitted
+    )
 
 
 def _unpack_decode_job(message: pb.DecodeJob) -> DecodeJob:
@@ -234,6 +253,7 @@ def _unpack_decode_job(message: pb.DecodeJob) -> DecodeJob:
         request=_unpack_request(message.request),
         transfer_id=text("transfer_id", message.transfer_id),
         epoch=message.epoch,
+        emitted=tuple(capped("emitted", message.emitted, MAX_PROMPT_TOKENS)),
     )
 
 
@@ -249,6 +269,7 @@ def _pack_decode_event(event: DecodeEvent) -> pb.DecodeEvent:
         decode_s=event.decode_s,
         attend_s=event.attend_s,
         approximation_s=event.approximation_s,
+        swapped_s=event.swapped_s,
     )
     return pb.DecodeEvent(decoded=decoded)
 
@@ -259,6 +280,7 @@ def _unpack_decoded(message: pb.Decoded) -> Decoded:
         decode_s=duration("decode_s", message.decode_s),
         attend_s=duration("attend_s", message.attend_s),
         approximation_s=duration("approximation_s", message.approximation_s),
+        swapped_s=duration("swapped_s", message.swapped_s),
     )
 
 
@@ -292,6 +314,7 @@ def _pack_node_info(info: NodeInfo) -> pb.NodeInfo:
         running=info.running,
         waiting=info.waiting,
         stats=[pb.Stat(name=name, value=value) for name, value in info.stats],
+        draining=info.draining,
     )
 
 
@@ -316,6 +339,7 @@ def _unpack_node_info(message: pb.NodeInfo) -> NodeInfo:
         running=message.running,
         waiting=message.waiting,
         stats=stats,
+        draining=message.draining,
     )
 
 

@@ -67,9 +67,9 @@ class PrefillClient(_Client):
             async for event in events:
                 yield PREFILL_EVENT.decode(event)
 
-    async def assign(self, transfer_id: str, decode_address: str) -> None:
-        """Name the decode node of a waiting job."""
-        await self._ask(methods.PREFILL_ASSIGN, ASSIGNMENT.encode(Assignment(transfer_id, decode_address)))
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+        """Name the decode node of a job, for the first time or again."""
+        await self._ask(methods.PREFILL_ASSIGN, ASSIGNMENT.encode(Assignment(transfer_id, epoch, decode_address)))
 
     async def describe(self) -> NodeInfo:
         """Ask for identity, capacity and load."""

@@ -37,6 +37,7 @@ _STATUS = {
     "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "unavailable": grpc.StatusCode.UNAVAILABLE,
     "node_lost": grpc.StatusCode.UNAVAILABLE,
+    "node_draining": grpc.StatusCode.UNAVAILABLE,
     "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
     # Never CANCELLED: grpc.aio raises asyncio.CancelledError at a client that gets that status from its peer.
     "cancelled": grpc.StatusCode.ABORTED,

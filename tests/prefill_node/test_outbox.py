@@ -59,7 +59,7 @@ async def test_bytes_are_held_until_they_leave_and_room_is_announced_once(bench:
     assert await delivery == RECEIPT
     assert (bench.taken, shipment.sent_bytes, bench.outbox.held_bytes, bench.rooms) == ([60, 39, 1], 100, 0, 1)
     with pytest.raises(HandshakeRefused):
-        bench.outbox.find("t")
+        bench.outbox.find("t", 0)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "lost"])

@@ -128,16 +128,16 @@ async def test_kv_waits_in_the_outbox_until_a_decode_node_is_named() -> None:
             decoding = nodes.decode.decode(DecodeJob(request, "t", 0))
             async with closing(decoding):
                 assert await anext(decoding) == Reserved()
-                await nodes.prefill.assign("t", nodes.address)
+                await nodes.prefill.assign("t", 0, nodes.address)
                 with pytest.raises(TransferError, match="assigned before"):
-                    await nodes.prefill.assign("t", nodes.address)
+                    await nodes.prefill.assign("t", 0, nodes.address)
                 handed_off = await anext(events)
                 assert isinstance(handed_off, HandedOff)
                 assert (handed_off.overlapped_bytes, nodes.prefill.outbox.held_bytes) == (0, 0)
                 assert handed_off.swap_wait_s > 0
                 assert handed_off.receipt.tokens == 70
         with pytest.raises(HandshakeRefused, match="transfer t is not known"):
-            await nodes.prefill.assign("t", nodes.address)
+            await nodes.prefill.assign("t", 0, nodes.address)
         await nodes.assert_idle()
 
 
@@ -155,7 +155,7 @@ async def test_a_full_outbox_starts_no_prompt_until_it_drains(assigned: bool) ->
         if assigned:
             decoding = nodes.decode.decode(DecodeJob(first, "first", 0))
             assert await anext(decoding) == Reserved()
-            await nodes.prefill.assign("first", nodes.address)
+            await nodes.prefill.assign("first", 0, nodes.address)
             assert isinstance(await anext(held), HandedOff)
             await decoding.aclose()  # type: ignore[attr-defined]
         await held.aclose()  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ async def test_cancelling_frees_everything(phase: str) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         with pytest.raises(HandshakeRefused):
-            await nodes.prefill.assign("victim", nodes.address)
+            await nodes.prefill.assign("victim", 0, nodes.address)
         codec.open()
         if ahead:
             await ahead
@@ -339,7 +339,7 @@ async def test_a_transfer_id_in_use_is_refused_and_harms_nobody() -> None:
         assert isinstance(await anext(held), Prefilled)
         with pytest.raises(TransferError, match="t is under way already"):
             await collect(nodes.prefill.prefill(PrefillJob(greedy("r", prompt(13, 9), 4), "t", 1)))
-        await nodes.prefill.assign("t", "nowhere")
+        await nodes.prefill.assign("t", 0, "nowhere")
         with pytest.raises(NodeLost):
             await anext(held)
         await nodes.assert_idle()

@@ -167,7 +167,7 @@ class ScriptedPrefill:
         finally:
             del self.open[job.transfer_id]
 
-    async def assign(self, transfer_id: str, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
         """Name the decode node."""
         if transfer_id not in self.open:
             raise HandshakeRefused("unknown transfer")

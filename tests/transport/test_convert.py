@@ -66,7 +66,7 @@ samplings = st.builds(
     logprobs=st.none() | U32,
     prompt_logprobs=st.none() | U32,
 )
-requests = st.builds(types.Request, TEXT, short_tuples(U32), samplings)
+requests = st.builds(types.Request, TEXT, short_tuples(U32), samplings, TEXT)
 tokens = st.builds(
     Token,
     U32,
@@ -80,14 +80,16 @@ kv_frames = st.builds(
     KvFrame, TEXT, U32, U32, U32, U32, U32, U32, U32, U32, short_tuples(planes), st.binary(max_size=200)
 )
 receipts = st.builds(Receipt, TEXT, U32, short_tuples(st.tuples(TEXT, U64)), U64, U64, SECONDS)
-prefill_events = st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, short_tuples(tokens)) | st.builds(
-    types.HandedOff, receipts, SECONDS, SECONDS, U64
+prefill_events = (
+    st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, short_tuples(tokens))
+    | st.builds(types.HandedOff, receipts, SECONDS, SECONDS, U64, U32)
+    | st.builds(types.HandoffFailed, U32, TEXT, TEXT)
 )
 decode_events = (
     st.builds(types.Reserved)
     | st.builds(types.Landed, receipts)
     | tokens
-    | st.builds(types.Decoded, SECONDS, SECONDS, SECONDS, SECONDS)
+    | st.builds(types.Decoded, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS)
 )
 node_infos = st.builds(
     NodeInfo,
@@ -105,6 +107,7 @@ node_infos = st.builds(
     U32,
     U32,
     short_tuples(st.tuples(TEXT, LOGPROB)),
+    st.booleans(),
 )
 
 CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [
@@ -117,8 +120,8 @@ CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [
     (convert_kv.PUSH_REPLY, receipts | st.just(Accepted())),
     (convert.PREFILL_JOB, st.builds(PrefillJob, requests, TEXT, U32, TEXT, st.booleans())),
     (convert.PREFILL_EVENT, prefill_events),
-    (convert.ASSIGNMENT, st.builds(Assignment, TEXT, TEXT)),
-    (convert.DECODE_JOB, st.builds(DecodeJob, requests, TEXT, U32)),
+    (convert.ASSIGNMENT, st.builds(Assignment, TEXT, U32, TEXT)),
+    (convert.DECODE_JOB, st.builds(DecodeJob, requests, TEXT, U32, short_tuples(U32))),
     (convert.DECODE_EVENT, decode_events),
     (convert.NODE_INFO, node_infos),
     (convert.LEASE, st.builds(Lease, SECONDS)),

@@ -29,7 +29,7 @@ from transport.status import rebuild
 
 SEEDS: dict[str, list[bytes]] = {
     methods.PREFILL_RUN: [PREFILL_JOB.encode(nouns.prefill_job())],
-    methods.PREFILL_ASSIGN: [ASSIGNMENT.encode(Assignment("t-1", "a:1"))],
+    methods.PREFILL_ASSIGN: [ASSIGNMENT.encode(Assignment("t-1", 0, "a:1"))],
     methods.PREFILL_DESCRIBE: [EMPTY.encode(Empty())],
     methods.DECODE_RUN: [DECODE_JOB.encode(nouns.decode_job())],
     methods.DECODE_DESCRIBE: [EMPTY.encode(Empty())],

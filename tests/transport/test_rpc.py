@@ -28,6 +28,7 @@ from hackkv.types import (
     DecodeJob,
     Finish,
     HandedOff,
+    HandoffFailed,
     Landed,
     Lease,
     NodeInfo,
@@ -46,7 +47,8 @@ from transport.rpc_server import RpcServer
 
 PREFILL_EVENTS: list[PrefillEvent] = [
     Prefilled(Token(0, 11, None, -0.5), 0.1, 0.2, 0.05, 3),
-    HandedOff(nouns.receipt(), 0.0, 0.3, 512),
+    HandoffFailed(0, "node_lost", "d-1 went away"),
+    HandedOff(nouns.receipt(), 0.0, 0.3, 512, epoch=1),
 ]
 DECODE_EVENTS: list[DecodeEvent] = [
     Reserved(),
@@ -65,7 +67,7 @@ class FakePrefill:
         self.error: Exception | None = None
         self.hang = False
         self.jobs: list[PrefillJob] = []
-        self.assigned: list[tuple[str, str]] = []
+        self.assigned: list[tuple[str, int, str]] = []
         self.closed = asyncio.Event()
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
@@ -80,10 +82,10 @@ class FakePrefill:
         finally:
             self.closed.set()
 
-    async def assign(self, transfer_id: str, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
         if self.error is not None:
             raise self.error
-        self.assigned.append((transfer_id, decode_address))
+        self.assigned.append((transfer_id, epoch, decode_address))
 
     async def describe(self) -> NodeInfo:
         if self.hang:
@@ -167,8 +169,8 @@ async def test_decode_yields_its_events(cluster: Cluster) -> None:
 
 
 async def test_unary_calls(cluster: Cluster) -> None:
-    await cluster.prefill.assign("t-1", "10.0.0.1:7")
-    assert cluster.fake.assigned == [("t-1", "10.0.0.1:7")]
+    await cluster.prefill.assign("t-1", 0, "10.0.0.1:7")
+    assert cluster.fake.assigned == [("t-1", 0, "10.0.0.1:7")]
     assert await cluster.prefill.describe() == nouns.node_info("p-1")
     assert await cluster.decode.describe() == nouns.node_info()
     assert await cluster.registry.register(nouns.node_info()) == Lease(3.5)
@@ -203,7 +205,7 @@ async def test_errors_keep_their_class_message_and_fields(cluster: Cluster, erro
     assert str(caught.value) == str(error)
     assert vars(caught.value) == vars(error)
     with pytest.raises(type(error)):
-        await cluster.prefill.assign("t-1", "a:1")
+        await cluster.prefill.assign("t-1", 0, "a:1")
 
 
 async def test_closing_the_iterator_closes_the_generator_at_the_node(cluster: Cluster) -> None:
@@ -235,7 +237,7 @@ async def test_an_unexpected_exception_is_internal_and_the_server_lives(
 ) -> None:
     remote.fake.error = KeyError("secret detail")
     with pytest.raises(HackkvError, match="KeyError") as caught:
-        await remote.prefill.assign("t-1", "a:1")
+        await remote.prefill.assign("t-1", 0, "a:1")
     assert caught.value.code == "internal"
     assert "secret detail" not in str(caught.value)
     assert "Traceback" in caplog.text
@@ -244,7 +246,7 @@ async def test_an_unexpected_exception_is_internal_and_the_server_lives(
 
 async def test_a_malformed_job_never_leaves_the_caller(remote: Cluster) -> None:
     with pytest.raises(RequestError):
-        await remote.prefill.assign("t-1", "\ud800")
+        await remote.prefill.assign("t-1", 0, "\ud800")
     assert remote.fake.assigned == []
 
 

@@ -72,14 +72,16 @@ class Sampling(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[TokenBias, _Mapping]]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "sampling")
+    __slots__ = ("request_id", "prompt_ids", "sampling", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Logprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -256,12 +258,14 @@ class PrefillJob(_message.Message):
     def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., handoff: _Optional[bool] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("transfer_id", "decode_address")
+    __slots__ = ("transfer_id", "decode_address", "epoch")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     decode_address: str
-    def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("token", "queue_s", "prefill_s", "quantize_s", "computed_tokens", "prompt_logprobs")
@@ -280,34 +284,50 @@ class Prefilled(_message.Message):
     def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., quantize_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class HandedOff(_message.Message):
-    __slots__ = ("receipt", "swap_wait_s", "transfer_s", "overlapped_bytes")
+    __slots__ = ("receipt", "swap_wait_s", "transfer_s", "overlapped_bytes", "epoch")
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     SWAP_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     OVERLAPPED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     receipt: Receipt
     swap_wait_s: float
     transfer_s: float
     overlapped_bytes: int
-    def __init__(self, receipt: _Optional[_Union[Receipt, _Mapping]] = ..., swap_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., overlapped_bytes: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, receipt: _Optional[_Union[Receipt, _Mapping]] = ..., swap_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., overlapped_bytes: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class HandoffFailed(_message.Message):
+    __slots__ = ("epoch", "code", "message")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    code: str
+    message: str
+    def __init__(self, epoch: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("prefilled", "handed_off")
+    __slots__ = ("prefilled", "handed_off", "handoff_failed")
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     HANDED_OFF_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FAILED_FIELD_NUMBER: _ClassVar[int]
     prefilled: Prefilled
     handed_off: HandedOff
-    def __init__(self, prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ...) -> None: ...
+    handoff_failed: HandoffFailed
+    def __init__(self, prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., handoff_failed: _Optional[_Union[HandoffFailed, _Mapping]] = ...) -> None: ...
 
 class DecodeJob(_message.Message):
-    __slots__ = ("request", "transfer_id", "epoch")
+    __slots__ = ("request", "transfer_id", "epoch", "emitted")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_FIELD_NUMBER: _ClassVar[int]
     request: Request
     transfer_id: str
     epoch: int
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    emitted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., emitted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ()
@@ -320,16 +340,18 @@ class Landed(_message.Message):
     def __init__(self, receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
 
 class Decoded(_message.Message):
-    __slots__ = ("queue_s", "decode_s", "attend_s", "approximation_s")
+    __slots__ = ("queue_s", "decode_s", "attend_s", "approximation_s", "swapped_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     ATTEND_S_FIELD_NUMBER: _ClassVar[int]
     APPROXIMATION_S_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     decode_s: float
     attend_s: float
     approximation_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., attend_s: _Optional[float] = ..., approximation_s: _Optional[float] = ...) -> None: ...
+    swapped_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., attend_s: _Optional[float] = ..., approximation_s: _Optional[float] = ..., swapped_s: _Optional[float] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("reserved", "landed", "token", "decoded")
@@ -352,7 +374,7 @@ class Stat(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "role", "address", "incarnation", "model", "fingerprint", "page_tokens", "max_context", "total_pages", "free_pages", "queued_tokens", "running", "waiting", "stats")
+    __slots__ = ("node_id", "role", "address", "incarnation", "model", "fingerprint", "page_tokens", "max_context", "total_pages", "free_pages", "queued_tokens", "running", "waiting", "stats", "draining")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +389,7 @@ class NodeInfo(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     role: Role
     address: str
@@ -381,7 +404,8 @@ class NodeInfo(_message.Message):
     running: int
     waiting: int
     stats: _containers.RepeatedCompositeFieldContainer[Stat]
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., page_tokens: _Optional[int] = ..., max_context: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., stats: _Optional[_Iterable[_Union[Stat, _Mapping]]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., page_tokens: _Optional[int] = ..., max_context: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., stats: _Optional[_Iterable[_Union[Stat, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("ttl_s",)

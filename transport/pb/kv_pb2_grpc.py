@@ -57,14 +57,14 @@ class PrefillServicer:
     """
 
     def Run(self, request, context):
-        """Runs a prompt: Prefilled, then HandedOff unless the request ended with its first token.
+        """Runs a prompt: Prefilled, then the fate of each push, HandedOff or HandoffFailed. Open while the KV is kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Assign(self, request, context):
-        """Names the decode node of a job that was sent without one.
+        """Names the decode node of a job that was sent without one, or the next one after that was lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
