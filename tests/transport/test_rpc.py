@@ -265,8 +265,8 @@ async def test_a_role_that_is_not_served_is_unavailable(server: RpcServer, chann
 async def test_closing_the_server_ends_streams_with_node_lost(server: RpcServer, remote: Cluster) -> None:
     remote.fake.hang = True
     events = remote.prefill.prefill(nouns.prefill_job())
-    await anext(events)
-    await anext(events)
+    for event in PREFILL_EVENTS:
+        assert await anext(events) == event
     waiting = asyncio.ensure_future(anext(events))
     await server.close()
     assert remote.fake.closed.is_set()
@@ -277,8 +277,8 @@ async def test_closing_the_server_ends_streams_with_node_lost(server: RpcServer,
 async def test_closing_the_pool_ends_calls_with_node_lost(channels: ChannelPool, remote: Cluster) -> None:
     remote.fake.hang = True
     events = remote.prefill.prefill(nouns.prefill_job())
-    await anext(events)
-    await anext(events)
+    for event in PREFILL_EVENTS:
+        assert await anext(events) == event
     waiting = asyncio.ensure_future(anext(events))
     await channels.close()
     with pytest.raises(NodeLost):
