@@ -136,7 +136,7 @@ async def test_kv_waits_in_the_outbox_until_a_decode_node_is_named() -> None:
                 assert (handed_off.overlapped_bytes, nodes.prefill.outbox.held_bytes) == (0, 0)
                 assert handed_off.swap_wait_s > 0
                 assert handed_off.receipt.tokens == 70
-        with pytest.raises(HandshakeRefused, match="transfer t is not known"):
+        with pytest.raises(HandshakeRefused, match="transfer t, epoch 0 is not known"):
             await nodes.prefill.assign("t", 0, nodes.address)
         await nodes.assert_idle()
 

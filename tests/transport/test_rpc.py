@@ -375,8 +375,8 @@ async def test_a_silent_peer_is_noticed_on_both_ends() -> None:
     relay = Relay(int((await server.start()).rpartition(":")[2]))
     address = await relay.start()
     events = PrefillClient(address, channels).prefill(nouns.prefill_job())
-    await anext(events)
-    await anext(events)
+    for event in PREFILL_EVENTS:
+        assert await anext(events) == event
     relay.go_silent()
     with pytest.raises(NodeLost, match=address):
         await asyncio.wait_for(anext(events), 5)
