@@ -14,12 +14,14 @@ from hackkv.types import NodeIdentity
 from transport.grpc_wire import GrpcListener
 from transport.membership import stay_member
 from transport.rpc_server import RpcServer
+from transport.trust import load_trust
 
 
 async def serve(config: DecodeConfig, stop: asyncio.Event) -> None:
     """Run one decode node until `stop` is set; control calls and KV share its port."""
+    trust = load_trust(config.internal, config.listen.host)
     worker = load_worker(config.model, config.codec)
-    server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host)
+    server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host, trust=trust)
     address = await server.start()
     identity = NodeIdentity(config.node_id or f"decode@{address}", address, uuid4().hex)
     service = DecodeService(
@@ -34,7 +36,7 @@ async def serve(config: DecodeConfig, stop: asyncio.Event) -> None:
     server.add_decode(service)
     announce(node=identity.node_id, address=address)
     try:
-        await stay_member(config.router, service.describe, stop)
+        await stay_member(config.router, service.describe, stop, trust)
     finally:
         await listener.close()
         await server.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -66,6 +67,9 @@ class LocalCluster:
         self._plan = plan
         self._folder = folder
         self._progress = progress
+        self._token_file = folder / "token"
+        self._token_file.touch(mode=0o600)
+        self._token_file.write_text(secrets.token_hex(32), encoding="ascii")
         self.members: list[Member] = []
 
     @property
@@ -116,7 +120,8 @@ class LocalCluster:
 
     async def _spawn(self, name: str, role: str, settings: dict[str, Any], deadline: float) -> Member:
         config = self._folder / f"{name}.yaml"
-        config.write_text(yaml.safe_dump({"log_level": "warning", **settings}), encoding="utf-8")
+        common = {"log_level": "warning", "internal": {"token_file": str(self._token_file)}}
+        config.write_text(yaml.safe_dump({**common, **settings}), encoding="utf-8")
         command = (sys.executable, "-m", ENTRIES[role], "--config", str(config), "--supervised")
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=_ENVIRONMENT)
         member = Member(name, process, {})

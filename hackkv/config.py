@@ -20,12 +20,34 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class TlsConfig(Frozen):
+    """Mutual TLS between the processes of a cluster; all files are PEM."""
+
+    authority: Path
+    """Certificate of the authority that signed every process's own."""
+    certificate: Path
+    key: Path
+    server_name: str = ""
+    """The name that peers' certificates carry, where it is not the host that is dialled."""
+
+
+class InternalConfig(Frozen):
+    """Who may use the internal ports (control calls and KV). All processes of a cluster need the same."""
+
+    token_file: Path | None = None
+    """A secret that every call must show."""
+    tls: TlsConfig | None = None
+    open: bool = False
+    """Let a port that other machines reach open with neither."""
+
+
 class RoleConfig(Frozen):
     """What every role's configuration begins with."""
 
     node_id: str = ""
     """A stable name of this process; empty takes role and address."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    internal: InternalConfig = InternalConfig()
 
 
 class CodecConfig(Frozen):

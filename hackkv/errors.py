@@ -9,6 +9,7 @@ HackkvError
 ├── Unavailable              no node of a role is alive (HTTP 503)
 ├── DeadlineExceeded         a state outlived its deadline (HTTP 504)
 ├── Cancelled                the client left (HTTP 499)
+├── Unauthorized             a stranger at an internal port, or we are one to the peer (HTTP 502)
 ├── NodeLost                 a peer process or connection died (HTTP 502, retried first)
 │   └── NodeDraining         a node that is asked to stop lets go of a request; nothing is wrong with it
 └── TransferError            a handoff failed (HTTP 502, retried first)
@@ -85,6 +86,12 @@ class Cancelled(HackkvError):
     """The request was cancelled before it finished."""
 
     code = "cancelled"
+
+
+class Unauthorized(HackkvError):
+    """A call to an internal port did not show the cluster's token."""
+
+    code = "unauthorized"
 
 
 class NodeLost(HackkvError):

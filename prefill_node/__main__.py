@@ -14,15 +14,17 @@ from prefill_node.service import PrefillService
 from transport.grpc_wire import GrpcSender
 from transport.membership import stay_member
 from transport.rpc_server import RpcServer
+from transport.trust import load_trust
 
 
 async def serve(config: PrefillConfig, stop: asyncio.Event) -> None:
     """Run one prefill node until `stop` is set."""
+    trust = load_trust(config.internal, config.listen.host)
     worker = load_worker(config.model, config.codec)
-    server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host)
+    server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host, trust=trust)
     address = await server.start()
     identity = NodeIdentity(config.node_id or f"prefill@{address}", address, uuid4().hex)
-    sender = GrpcSender()
+    sender = GrpcSender(trust=trust)
     service = PrefillService(
         identity,
         worker,
@@ -35,7 +37,7 @@ async def serve(config: PrefillConfig, stop: asyncio.Event) -> None:
     server.add_prefill(service)
     announce(node=identity.node_id, address=address)
     try:
-        await stay_member(config.router, service.describe, stop)
+        await stay_member(config.router, service.describe, stop, trust)
     finally:
         await server.close()
         await service.close()

@@ -2,7 +2,7 @@
 
 HTTPError         what this API itself refuses: 401, 404, 405, 408, 413
 RequestError  400 | NonFiniteError 500 | Overloaded 429 (Retry-After) | Cancelled 499 | Unavailable 503 (Retry-After)
-DeadlineExceeded 504 | NodeLost, TransferError 502 | anything else 500
+DeadlineExceeded 504 | Unauthorized, NodeLost, TransferError 502 | anything else 500
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hackkv.errors import (
     Overloaded,
     RequestError,
     TransferError,
+    Unauthorized,
     Unavailable,
 )
 from router.metrics import Outcome
@@ -51,6 +52,7 @@ _STATUS: tuple[tuple[type[HackkvError], int, Outcome], ...] = (
     (Cancelled, CLIENT_GONE, Outcome.CANCELLED),
     (Unavailable, 503, Outcome.OVERLOADED),
     (DeadlineExceeded, 504, Outcome.DEADLINE),
+    (Unauthorized, 502, Outcome.FAILED),
     (NodeLost, 502, Outcome.FAILED),
     (TransferError, 502, Outcome.FAILED),
 )

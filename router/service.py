@@ -26,6 +26,7 @@ from router.metrics import Metrics
 from transport.channels import ChannelPool
 from transport.rpc_client import DecodeClient, PrefillClient
 from transport.rpc_server import RpcServer
+from transport.trust import load_trust
 
 _BACKLOG = 2048
 
@@ -43,7 +44,8 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
     """Run until `stop` is set. Raises `ConfigError` before any port is open if something is wrong with the files."""
     api_keys = config.keys()
     tokenizer = Tokenizer(config.model)
-    channels = ChannelPool()
+    trust = load_trust(config.internal, config.control.host)
+    channels = ChannelPool(trust=trust)
     fleet = Fleet(
         lambda address: PrefillClient(address, channels),
         lambda address: DecodeClient(address, channels),
@@ -51,7 +53,9 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         max_waiting=config.limits.max_waiting,
     )
     app = build_app(_backend(config, tokenizer, fleet), api_keys, config.limits.max_body_bytes, config.deadlines.body_s)
-    control = RpcServer(config.control.host, config.control.port, advertise_host=config.control.advertise_host)
+    control = RpcServer(
+        config.control.host, config.control.port, advertise_host=config.control.advertise_host, trust=trust
+    )
     control.add_registry(fleet)
     static = tuple(
         (role, address)

@@ -13,6 +13,7 @@ import grpc.aio
 
 from hackkv.errors import NodeLost
 from transport.coder import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+from transport.trust import EVERYBODY, Metadata, Trust
 
 MAX_METADATA_BYTES = 96 << 10
 """Room for a failure: 16,000 characters of up to 4 bytes, and base64 on the way."""
@@ -71,8 +72,9 @@ def server_options(keepalive: Keepalive) -> list[tuple[str, int]]:
 class ChannelPool:
     """One connection per address, opened on first use and replaced when it has failed."""
 
-    def __init__(self, keepalive: Keepalive | None = None) -> None:
+    def __init__(self, keepalive: Keepalive | None = None, trust: Trust = EVERYBODY) -> None:
         self._options = client_options(keepalive or Keepalive())
+        self._trust = trust
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = False
 
@@ -87,10 +89,15 @@ class ChannelPool:
         known = self._channels.get(address)
         if known is not None and known.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             return known
-        fresh = self._channels[address] = grpc.aio.insecure_channel(address, options=self._options)
+        fresh = self._channels[address] = self._trust.dial(address, self._options)
         if known is not None:
             await known.close(None)
         return fresh
+
+    @property
+    def metadata(self) -> Metadata:
+        """What every call on these channels must carry."""
+        return self._trust.metadata
 
     async def close(self) -> None:
         """Drop every connection; calls under way fail with `NodeLost`. Closing twice is fine."""

@@ -27,6 +27,7 @@ from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, encode_push
 from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
 from transport.rpc_server import RpcServer
 from transport.status import Context, answer, cancelled_from_outside, translating
+from transport.trust import EVERYBODY, Trust
 
 STALL_TIMEOUT_S = 60.0
 """How long a sender waits for the receiver: to accept, to take one frame, to commit."""
@@ -37,8 +38,14 @@ PushCall = grpc.aio.StreamStreamCall[bytes, bytes]
 class GrpcSender:
     """A `KvSender`. Its connections are its own, so that bulk KV never delays a control call on the same socket."""
 
-    def __init__(self, *, stall_timeout_s: float = STALL_TIMEOUT_S, keepalive: Keepalive | None = None) -> None:
-        self._channels = ChannelPool(keepalive)
+    def __init__(
+        self,
+        *,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        keepalive: Keepalive | None = None,
+        trust: Trust = EVERYBODY,
+    ) -> None:
+        self._channels = ChannelPool(keepalive, trust)
         self._stall_timeout_s = stall_timeout_s
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
@@ -50,7 +57,7 @@ class GrpcSender:
         """
         channel = await self._channels.get(address)
         with translating(address):
-            call: PushCall = channel.stream_stream(methods.KV_PUSH, None, None)(None)
+            call: PushCall = channel.stream_stream(methods.KV_PUSH, None, None)(None, metadata=self._channels.metadata)
         accepted = asyncio.Event()
         verdict = asyncio.create_task(self._listen(call, address, accepted))
         pump = asyncio.create_task(self._pump(call, address, handoff, frames, accepted))

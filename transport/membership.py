@@ -11,6 +11,7 @@ from hackkv.types import NodeInfo
 from transport.base import Registry
 from transport.channels import ChannelPool
 from transport.rpc_client import RegistryClient
+from transport.trust import EVERYBODY, Trust
 
 log = logging.getLogger(__name__)
 
@@ -18,15 +19,17 @@ RETRY_S = 0.5
 """Pause before a router that does not answer is asked again."""
 
 
-async def stay_member(router: str, describe: Callable[[], Awaitable[NodeInfo]], stop: asyncio.Event) -> None:
+async def stay_member(
+    router: str, describe: Callable[[], Awaitable[NodeInfo]], stop: asyncio.Event, trust: Trust = EVERYBODY
+) -> None:
     """Keep registered with the router at address `router` (empty: with nobody) until `stop` is set.
 
-    Raises `HandshakeRefused` when the fleet serves something else.
+    Raises `HandshakeRefused` when the fleet serves something else, `Unauthorized` when it does not know our token.
     """
     if not router:
         await stop.wait()
         return
-    channels = ChannelPool()
+    channels = ChannelPool(trust=trust)
     tasks = (
         asyncio.create_task(keep_registered(RegistryClient(router, channels), describe)),
         asyncio.create_task(stop.wait()),

@@ -38,14 +38,16 @@ class _Client:
         """One request, one answer."""
         channel = await self._channels.get(self.address)
         with translating(self.address):
-            answer: bytes = await channel.unary_unary(method, None, None)(request, timeout=self._timeout_s)
+            answer: bytes = await channel.unary_unary(method, None, None)(
+                request, timeout=self._timeout_s, metadata=self._channels.metadata
+            )
         return answer
 
     async def _listen(self, method: str, request: bytes) -> AsyncIterator[bytes]:
         """One request, many answers; leaving the generator in any way cancels the call at the peer."""
         channel = await self._channels.get(self.address)
         with translating(self.address):
-            call = channel.unary_stream(method, None, None)(request)
+            call = channel.unary_stream(method, None, None)(request, metadata=self._channels.metadata)
         try:
             while True:
                 with translating(self.address):

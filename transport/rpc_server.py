@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from hackkv.errors import ConfigError
+from hackkv.errors import ConfigError, Unauthorized
 from hackkv.types import NodeInfo
 from transport import methods
 from transport.base import DecodeNode, PrefillNode, Registry
@@ -28,7 +28,8 @@ from transport.convert import (
     Assignment,
     Empty,
 )
-from transport.status import Context, answer, reporting
+from transport.status import Context, abort, answer, reporting
+from transport.trust import EVERYBODY, Trust
 
 _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]"})
 _CLOSE_GRACE_S = 5.0
@@ -41,11 +42,22 @@ T = TypeVar("T")
 class _Table(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stub only
     """Finds the handler of a method by path; methods may be added while the server runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, trust: Trust) -> None:
+        self._trust = trust
         self.handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        if not self._trust.knows(handler_call_details.invocation_metadata):
+            return _STRANGER
         return self.handlers.get(handler_call_details.method)
+
+
+async def _turn_away(_: AsyncIterator[bytes], context: Context) -> None:
+    await abort(context, Unauthorized("this call does not show the cluster's token (internal.token_file)"))
+
+
+# Of any call, not a byte is read.
+_STRANGER: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(_turn_away)
 
 
 class RpcServer:
@@ -55,14 +67,21 @@ class RpcServer:
     """
 
     def __init__(
-        self, host: str, port: int, *, advertise_host: str | None = None, keepalive: Keepalive | None = None
+        self,
+        host: str,
+        port: int,
+        *,
+        advertise_host: str | None = None,
+        keepalive: Keepalive | None = None,
+        trust: Trust = EVERYBODY,
     ) -> None:
         if advertise_host is None and host in _WILDCARDS:
             raise ConfigError(f"host {host!r} is a wildcard: set the advertised host that peers can dial")
         self._bind = f"{_bracketed(host or '::')}:{port}"
         self._advertise_host = _bracketed(advertise_host or host)
         self._options = server_options(keepalive or Keepalive())
-        self._table = _Table()
+        self._trust = trust
+        self._table = _Table(trust)
         self._server: grpc.aio.Server | None = None
         self._address: str | None = None
         self._calls: set[asyncio.Task[Any]] = set()
@@ -112,7 +131,7 @@ class RpcServer:
             return self._address
         server = grpc.aio.server(handlers=(self._table,), options=self._options)
         try:
-            port = server.add_insecure_port(self._bind)
+            port = self._trust.bind(server, self._bind)
         except RuntimeError as exc:
             await server.stop(None)
             raise ConfigError(f"cannot listen on {self._bind}: {exc}") from exc

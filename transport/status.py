@@ -36,6 +36,7 @@ _STATUS = {
     "checkpoint": grpc.StatusCode.FAILED_PRECONDITION,
     "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "unavailable": grpc.StatusCode.UNAVAILABLE,
+    "unauthorized": grpc.StatusCode.UNAUTHENTICATED,
     "node_lost": grpc.StatusCode.UNAVAILABLE,
     "node_draining": grpc.StatusCode.UNAVAILABLE,
     "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
