@@ -129,7 +129,7 @@ async def test_strangers_are_turned_away(ours: Trust, stranger: Trust, refusal: 
 async def test_a_stranger_is_answered_before_it_has_said_anything(method: str) -> None:
     """It also cannot find out which methods there are."""
     async with guarded(Trust(TOKEN)) as port, grpc.aio.insecure_channel(port.address) as channel:
-        call = channel.stream_stream(method, None, None)(metadata=((TOKEN_KEY, "guess"),))
+        call = channel.stream_stream(method, None, None)(None, metadata=((TOKEN_KEY, "guess"),))
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -150,8 +150,9 @@ class Files:
 
     def tls(self, **changes: bytes) -> TlsConfig:
         tls = OURS.tls()
-        files = {"authority": tls.authority, "certificate": tls.certificate, "key": tls.key, **changes}
-        return TlsConfig(**{name: self.write(name, data) for name, data in files.items()})
+        data = {"authority": tls.authority, "certificate": tls.certificate, "key": tls.key, **changes}
+        files = {name: self.write(name, content) for name, content in data.items()}
+        return TlsConfig(authority=files["authority"], certificate=files["certificate"], key=files["key"])
 
 
 @pytest.fixture
