@@ -268,6 +268,11 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
+class Swapped:
+    """The sequence was moved to the decode node's host memory; the next token says that it is back."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decoded:
     """The last token was sent. `attend_s` and `approximation_s` lie within `decode_s`; `swapped_s`, the time that the
     sequence lay in host memory, does not."""
@@ -279,7 +284,7 @@ class Decoded:
     swapped_s: float = 0.0
 
 
-DecodeEvent = Reserved | Landed | Token | Decoded
+DecodeEvent = Reserved | Landed | Token | Swapped | Decoded
 
 
 @dataclass(frozen=True, slots=True)

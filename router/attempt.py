@@ -30,6 +30,7 @@ from hackkv.types import (
     Prefilled,
     PrefillJob,
     Reserved,
+    Swapped,
     Token,
 )
 from router.fleet import Fleet
@@ -238,6 +239,8 @@ class Attempt:
         async with deadline(self._deadlines.token_s, "the next token") as limit:
             async for event in leg.events:
                 limit.reschedule(asyncio.get_running_loop().time() + self._deadlines.token_s)
+                if isinstance(event, Swapped):
+                    continue
                 if isinstance(event, Token):
                     self._decoding = True
                     finished = event.finish is not None

@@ -89,7 +89,7 @@ class DecodeNode(Protocol):
 
     def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """Serve one request: yields `Reserved`, `Landed`, the tokens from index 1 on (or after `job.emitted`), then
-        `Decoded`.
+        `Decoded`; and `Swapped` each time that the sequence has to leave the node's page pool for a while.
 
         Raises `Overloaded` instead of yielding `Reserved` when there is no room, and `NodeDraining` at any point when
         the node is about to stop: another node must go on.

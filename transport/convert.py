@@ -22,6 +22,7 @@ from hackkv.types import (
     Reserved,
     Role,
     Sampling,
+    Swapped,
     Token,
 )
 from transport.coder import (
@@ -264,6 +265,8 @@ def _pack_decode_event(event: DecodeEvent) -> pb.DecodeEvent:
         return pb.DecodeEvent(reserved=pb.Reserved())
     if isinstance(event, Landed):
         return pb.DecodeEvent(landed=pb.Landed(receipt=pack_receipt(event.receipt)))
+    if isinstance(event, Swapped):
+        return pb.DecodeEvent(swapped=pb.Swapped())
     decoded = pb.Decoded(
         queue_s=event.queue_s,
         decode_s=event.decode_s,
@@ -293,6 +296,8 @@ def _unpack_decode_event(message: pb.DecodeEvent) -> DecodeEvent:
         case "landed":
             required("receipt", message.landed)
             return Landed(unpack_receipt(message.landed.receipt))
+        case "swapped":
+            return Swapped()
         case "decoded":
             return _unpack_decoded(message.decoded)
     raise Malformed("body", "no member of the oneof is set")

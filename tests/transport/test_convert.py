@@ -89,6 +89,7 @@ decode_events = (
     st.builds(types.Reserved)
     | st.builds(types.Landed, receipts)
     | tokens
+    | st.builds(types.Swapped)
     | st.builds(types.Decoded, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS)
 )
 node_infos = st.builds(

@@ -36,6 +36,7 @@ from hackkv.types import (
     PrefillEvent,
     PrefillJob,
     Reserved,
+    Swapped,
     Token,
 )
 from tests.transport import nouns
@@ -54,6 +55,7 @@ DECODE_EVENTS: list[DecodeEvent] = [
     Reserved(),
     Landed(nouns.receipt()),
     Token(1, 12),
+    Swapped(),
     Token(2, 13, Finish.STOP),
     Decoded(0.1, 0.2, 0.1, 0.01),
 ]

@@ -339,6 +339,10 @@ class Landed(_message.Message):
     receipt: Receipt
     def __init__(self, receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
 
+class Swapped(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Decoded(_message.Message):
     __slots__ = ("queue_s", "decode_s", "attend_s", "approximation_s", "swapped_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
@@ -354,16 +358,18 @@ class Decoded(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., attend_s: _Optional[float] = ..., approximation_s: _Optional[float] = ..., swapped_s: _Optional[float] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("reserved", "landed", "token", "decoded")
+    __slots__ = ("reserved", "landed", "token", "decoded", "swapped")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     DECODED_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_FIELD_NUMBER: _ClassVar[int]
     reserved: Reserved
     landed: Landed
     token: Token
     decoded: Decoded
-    def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., decoded: _Optional[_Union[Decoded, _Mapping]] = ...) -> None: ...
+    swapped: Swapped
+    def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., decoded: _Optional[_Union[Decoded, _Mapping]] = ..., swapped: _Optional[_Union[Swapped, _Mapping]] = ...) -> None: ...
 
 class Stat(_message.Message):
     __slots__ = ("name", "value")

@@ -215,7 +215,7 @@ class DecodeServicer:
     """
 
     def Run(self, request, context):
-        """Serves one request: Reserved, Landed, tokens from index 1 on, Decoded.
+        """Serves one request: Reserved, Landed, tokens from index 1 on (between them Swapped), Decoded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
