@@ -43,6 +43,9 @@ Context = Annotated[int, typer.Option(min=0, help="Longest prompt plus output in
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File with API keys, one a line.")]
 Name = Annotated[str, typer.Option("--served-model-name", help="Name that clients use; default: the folder's name.")]
 
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Of a command whose arguments, `--help` among them, another process parses."""
+
 
 @app.command()
 def serve(
@@ -76,7 +79,7 @@ def _role(role: str) -> None:
     @app.command(
         role,
         help=f"Run one {role} process: --config FILE [--set key=value ...].",
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+        context_settings=_PASSED_ON,
     )
     def run(context: typer.Context) -> None:
         command = role_command(role, context.args)
@@ -90,20 +93,41 @@ for _name in ("router", "prefill", "decode"):
 @app.command(
     "eval",
     help="Measure what every codec costs in accuracy, and write a report; --help lists rows and tasks.",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    context_settings=_PASSED_ON,
 )
 def evaluate(context: typer.Context) -> None:
-    missing = [module for module in ("matplotlib", "rapidfuzz", "rouge_score") if find_spec(module) is None]
-    if missing:
-        console.print(f"[red]hackkv: {', '.join(missing)} not installed: pip install 'hackkv\\[eval]'[/]")
-        raise typer.Exit(2)
-    os.execv(sys.executable, [sys.executable, "-m", "bench.accuracy", *context.args])
+    _become("bench.accuracy", context.args, "matplotlib", "rapidfuzz", "rouge_score")
+
+
+bench = typer.Typer(no_args_is_help=True, help="Measure a running server.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command(
+    "serve", help="Send any OpenAI-style server a load; --help lists the options.", context_settings=_PASSED_ON
+)
+def bench_serve(context: typer.Context) -> None:
+    _become("bench.serve", context.args)
+
+
+@bench.command("plot", help="Job completion time by stage of several runs, side by side.", context_settings=_PASSED_ON)
+def bench_plot(context: typer.Context) -> None:
+    _become("bench.serve.plot", context.args, "matplotlib")
 
 
 @app.command()
 def version() -> None:
     """Print the version."""
     print(__version__)
+
+
+def _become(module: str, arguments: list[str], *needed: str) -> None:
+    """Go on as `python -m module`, if all that it imports beyond our own dependencies is there."""
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        console.print(f"[red]hackkv: {', '.join(missing)} not installed: pip install 'hackkv\\[eval]'[/]")
+        raise typer.Exit(2)
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 def _plan(model: ModelConfig, codec: CodecConfig, prefill: int, decode: int, router: dict[str, object]) -> ClusterPlan:

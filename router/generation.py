@@ -201,6 +201,7 @@ class Generation:
             "sub_stages": {str(stage): seconds for stage, seconds in flight.clock.sub_stages.items()},
             "total_s": sum(stages.values()),
             "kv": {
+                "codec": self._backend.dispatcher.fleet.codec,
                 "bytes_by_plane": planes,
                 "header_bytes": header,
                 "fp16_bytes": fp16,
