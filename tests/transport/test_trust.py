@@ -121,7 +121,8 @@ async def test_strangers_are_turned_away(ours: Trust, stranger: Trust, refusal: 
     async with guarded(ours) as port:
         with pytest.raises(refusal):
             await port.registers(stranger)
-        with pytest.raises(refusal):
+        # The refusal may find the sender writing, and grpc.aio hides the status of a call behind a write that failed.
+        with pytest.raises((refusal, NodeLost)):
             await port.receives(stranger)
 
 
