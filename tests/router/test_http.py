@@ -176,7 +176,7 @@ async def test_stages_come_back_and_sum_to_the_total(api: Api) -> None:
     report = (await api.http.post(COMPLETIONS, json=body)).json()["hackkv"]
     assert sum(report["stages"].values()) == pytest.approx(report["total_s"])
     assert report["kv"] == {
-        "bytes_by_plane": {"k_codes": 6, "v_codes": 9}, "header_bytes": 7, "fp16_bytes": 96,
+        "codec": "hack", "bytes_by_plane": {"k_codes": 6, "v_codes": 9}, "header_bytes": 7, "fp16_bytes": 96,
         "ratio": pytest.approx(22 / 96), "tokens": 3,
     }  # fmt: skip
     assert (report["prefill_node"], report["decode_node"], report["attempts"]) == ("p0", "d0", 1)
