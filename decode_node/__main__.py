@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from uuid import uuid4
 
 from decode_node.config import DecodeConfig
 from decode_node.service import DecodeService
 from hackkv.model.worker import load_worker
-from hackkv.process import announce, run_role
+from hackkv.process import Shutdown, announce, run_role
 from hackkv.types import NodeIdentity
 from transport.grpc_wire import GrpcListener
 from transport.membership import stay_member
@@ -17,8 +16,8 @@ from transport.rpc_server import RpcServer
 from transport.trust import load_trust
 
 
-async def serve(config: DecodeConfig, stop: asyncio.Event) -> None:
-    """Run one decode node until `stop` is set; control calls and KV share its port."""
+async def serve(config: DecodeConfig, shutdown: Shutdown) -> None:
+    """Run one decode node until it is told to end; control calls and KV share its port."""
     trust = load_trust(config.internal, config.listen.host)
     worker = load_worker(config.model, config.codec)
     server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host, trust=trust)
@@ -36,7 +35,7 @@ async def serve(config: DecodeConfig, stop: asyncio.Event) -> None:
     server.add_decode(service)
     announce(node=identity.node_id, address=address)
     try:
-        await stay_member(config.router, service.describe, stop, trust)
+        await stay_member(config.router, service.describe, shutdown.drain, trust)
     finally:
         await listener.close()
         await server.close()

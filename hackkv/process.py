@@ -2,21 +2,25 @@
 
     python -m ROLE --config FILE [--set key=value ...] [--supervised]
 
-Exit codes: 0 after SIGTERM, SIGINT or the end of standard input (`--supervised`), 1 when the role failed, 2 when its
-configuration or checkpoint is wrong; the message is then one line on standard error and no port was opened.
+SIGTERM asks a role to drain: to take nothing new and to finish what it has. SIGINT, a second SIGTERM and the end of
+standard input (`--supervised`) end it at once.
+
+Exit codes: 0 after any of these, 1 when the role failed, 2 when its configuration or checkpoint is wrong; the message is
+then one line on standard error and no port was opened.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,11 +29,55 @@ import yaml
 from hackkv.config import RoleConfig, load
 from hackkv.errors import ConfigError, HackkvError
 
-ConfigT = TypeVar("ConfigT", bound=RoleConfig)
-Serve = Callable[[ConfigT, asyncio.Event], Awaitable[None]]
-"""Runs a role until the event is set."""
-
 log = logging.getLogger(__name__)
+
+
+class Shutdown:
+    """How a role is told to end: first to `drain`, then, or without that, to `stop`. `stop` implies `drain`."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        """Take nothing new and finish what you have."""
+        self.stop = asyncio.Event()
+        """End now."""
+
+    def ask(self) -> None:
+        """Ask to drain; asking again is an order to stop."""
+        if self.drain.is_set():
+            self.stop.set()
+        self.drain.set()
+
+    def order(self) -> None:
+        """Order to stop."""
+        self.drain.set()
+        self.stop.set()
+
+    @contextlib.asynccontextmanager
+    async def draining(self, drain: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """While the body runs, answer a request to drain: call `drain`, and set `stop` when it has returned.
+
+        The body should end with `stop`, which cancels a `drain` that still runs. Raises what `drain` raised.
+        """
+        task = asyncio.create_task(self._drain(drain))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+    async def _drain(self, drain: Callable[[], Awaitable[None]]) -> None:
+        await self.drain.wait()
+        try:
+            await drain()
+        finally:
+            self.stop.set()
+
+
+ConfigT = TypeVar("ConfigT", bound=RoleConfig)
+Serve = Callable[[ConfigT, Shutdown], Awaitable[None]]
+"""Runs a role until it is told to end."""
 
 
 def run_role(role: str, config_class: type[ConfigT], serve: Serve[ConfigT], argv: Sequence[str] | None = None) -> int:
@@ -73,19 +121,19 @@ def read_announcement(line: str) -> dict[str, str] | None:
 
 
 async def _until_stopped(serve: Serve[ConfigT], config: ConfigT, *, supervised: bool) -> None:
-    stop = asyncio.Event()
+    shutdown = Shutdown()
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, shutdown.ask)
+    loop.add_signal_handler(signal.SIGINT, shutdown.order)
 
     def on_stdin() -> None:
         if not os.read(sys.stdin.fileno(), 4096):
-            stop.set()
+            shutdown.order()
 
     if supervised:
         # The supervisor holds the other end of standard input: when it dies, however it dies, we read its end.
         loop.add_reader(sys.stdin.fileno(), on_stdin)
-    serving = asyncio.ensure_future(serve(config, stop))
+    serving = asyncio.ensure_future(serve(config, shutdown))
     try:
         await serving
     finally:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from uuid import uuid4
 
 from hackkv.model.worker import load_worker
-from hackkv.process import announce, run_role
+from hackkv.process import Shutdown, announce, run_role
 from hackkv.types import NodeIdentity
 from prefill_node.config import PrefillConfig
 from prefill_node.service import PrefillService
@@ -17,8 +16,8 @@ from transport.rpc_server import RpcServer
 from transport.trust import load_trust
 
 
-async def serve(config: PrefillConfig, stop: asyncio.Event) -> None:
-    """Run one prefill node until `stop` is set."""
+async def serve(config: PrefillConfig, shutdown: Shutdown) -> None:
+    """Run one prefill node until it is told to end."""
     trust = load_trust(config.internal, config.listen.host)
     worker = load_worker(config.model, config.codec)
     server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host, trust=trust)
@@ -37,7 +36,7 @@ async def serve(config: PrefillConfig, stop: asyncio.Event) -> None:
     server.add_prefill(service)
     announce(node=identity.node_id, address=address)
     try:
-        await stay_member(config.router, service.describe, stop, trust)
+        await stay_member(config.router, service.describe, shutdown.drain, trust)
     finally:
         await server.close()
         await service.close()

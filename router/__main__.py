@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from hackkv.process import run_role
+from hackkv.process import Shutdown, run_role
 from router.config import RouterConfig
 from router.service import serve
 
+
+async def run(config: RouterConfig, shutdown: Shutdown) -> None:
+    """Run the router until it is told to end, however: requests in flight get the same grace."""
+    await serve(config, shutdown.drain)
+
+
 if __name__ == "__main__":
-    sys.exit(run_role("router", RouterConfig, serve))
+    sys.exit(run_role("router", RouterConfig, run))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -20,18 +21,24 @@ RETRY_S = 0.5
 
 
 async def stay_member(
-    router: str, describe: Callable[[], Awaitable[NodeInfo]], stop: asyncio.Event, trust: Trust = EVERYBODY
+    router: str,
+    describe: Callable[[], Awaitable[NodeInfo]],
+    stop: asyncio.Event,
+    trust: Trust = EVERYBODY,
+    *,
+    news: asyncio.Event | None = None,
 ) -> None:
     """Keep registered with the router at address `router` (empty: with nobody) until `stop` is set.
 
-    Raises `HandshakeRefused` when the fleet serves something else, `Unauthorized` when it does not know our token.
+    When `news` is set, the router hears at once of what `describe` says then. Raises `HandshakeRefused` when the fleet
+    serves something else, `Unauthorized` when it does not know our token.
     """
     if not router:
         await stop.wait()
         return
     channels = ChannelPool(trust=trust)
     tasks = (
-        asyncio.create_task(keep_registered(RegistryClient(router, channels), describe)),
+        asyncio.create_task(keep_registered(RegistryClient(router, channels), describe, news or asyncio.Event())),
         asyncio.create_task(stop.wait()),
     )
     try:
@@ -45,10 +52,14 @@ async def stay_member(
         await channels.close()
 
 
-async def keep_registered(registry: Registry, describe: Callable[[], Awaitable[NodeInfo]]) -> None:
-    """Renew the lease three times per term, forever. Raises `HandshakeRefused` if the fleet serves something else."""
+async def keep_registered(registry: Registry, describe: Callable[[], Awaitable[NodeInfo]], news: asyncio.Event) -> None:
+    """Renew the lease three times per term, forever, and once more as soon as `news` is set.
+
+    Raises `HandshakeRefused` if the fleet serves something else.
+    """
     registered = False
     while True:
+        told = news.is_set()
         try:
             lease = await registry.register(await describe())
         except (NodeLost, DeadlineExceeded) as error:
@@ -60,4 +71,9 @@ async def keep_registered(registry: Registry, describe: Callable[[], Awaitable[N
         if not registered:
             log.info("registered with the router, lease %.1f s", lease.ttl_s)
         registered = True
-        await asyncio.sleep(lease.ttl_s / 3)
+        if told:
+            await asyncio.sleep(lease.ttl_s / 3)
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(lease.ttl_s / 3):
+                    await news.wait()
