@@ -14,7 +14,7 @@ from hackkv.types import Sampling, Token
 from router.choices import Choice, Delta
 from router.generation import Backend, Generation, nth_seed, sampling_of
 from router.intake import arrival, backend_of, read_body
-from router.reply import JsonReply
+from router.reply import JsonReply, running_usage
 from router.schema import ChatRequest
 from router.sse import StreamReply
 
@@ -92,30 +92,27 @@ class ChatRenderer:
             self._begun.add(index)
             content = {"role": "assistant", **content}
         logprobs = self._logprobs([delta.token] if delta.token else [])
-        events = [self._chunk({"index": index, "delta": content, "logprobs": logprobs, "finish_reason": None})]
+        events = [self._chunk(delta, {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": None})]
         if delta.finish is not None:
-            events.append(self._chunk({"index": index, "delta": {}, "logprobs": None, "finish_reason": delta.finish}))
+            ending = {"index": index, "delta": {}, "logprobs": None, "finish_reason": delta.finish}
+            events.append(self._chunk(delta, ending))
         return events
 
     def closing_chunk(self, generation: Generation) -> dict[str, Any] | None:
         """Usage and stages, on request."""
-        if not self._include_usage and not self._body.return_stages:
+        if not self._body.include_usage and not self._body.return_stages:
             return None
         event: dict[str, Any] = {**self._head, "object": "chat.completion.chunk", "choices": []}
-        if self._include_usage:
+        if self._body.include_usage:
             event["usage"] = generation.usage()
         if self._body.return_stages:
             event["hackkv"] = generation.report()
         return event
 
-    @property
-    def _include_usage(self) -> bool:
-        return self._body.stream_options is not None and self._body.stream_options.include_usage
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
         event = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        if self._include_usage:
-            event["usage"] = None
+        if self._body.include_usage:
+            event["usage"] = running_usage(self._body, delta)
         return event
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:

@@ -19,6 +19,16 @@ class Delta:
     token: Token | None
     finish: Finish | None
 
+    def usage(self) -> dict[str, int]:
+        """Token counts of its choice up to here."""
+        completion = 0 if self.token is None else self.token.index + 1
+        return token_counts(len(self.choice.prompt_ids), completion)
+
+
+def token_counts(prompt: int, completion: int) -> dict[str, int]:
+    """OpenAI's `usage`."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
 
 class Choice:
     """One output: collects its text and tokens, and tells `on_delta` about each."""

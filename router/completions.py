@@ -14,7 +14,7 @@ from hackkv.types import Sampling, Token
 from router.choices import Choice, Delta
 from router.generation import Backend, Generation, nth_seed, sampling_of
 from router.intake import arrival, backend_of, read_body
-from router.reply import JsonReply
+from router.reply import JsonReply, running_usage
 from router.schema import CompletionRequest
 from router.sse import StreamReply
 
@@ -91,17 +91,16 @@ class CompletionRenderer:
             **self._head,
             "choices": [self._choice(choice, text, tokens, prompt_tokens, delta.finish)],
         }
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            event["usage"] = None
+        if self._body.include_usage:
+            event["usage"] = running_usage(self._body, delta)
         return [event]
 
     def closing_chunk(self, generation: Generation) -> dict[str, Any] | None:
         """Usage and stages, on request."""
-        include_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
-        if not include_usage and not self._body.return_stages:
+        if not self._body.include_usage and not self._body.return_stages:
             return None
         event: dict[str, Any] = {**self._head, "choices": []}
-        if include_usage:
+        if self._body.include_usage:
             event["usage"] = generation.usage()
         if self._body.return_stages:
             event["hackkv"] = generation.report()

@@ -13,7 +13,7 @@ from hackkv.errors import RequestError
 from hackkv.timing import StageClock
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Request, Sampling
-from router.choices import Choice, Delta
+from router.choices import Choice, Delta, token_counts
 from router.dispatch import Dispatcher
 from router.errors import outcome_of
 from router.flight import Flight
@@ -181,7 +181,7 @@ class Generation:
         """OpenAI's token counts. A prompt counts once, however many choices it has."""
         prompt = sum(len(ids) for ids in {id(choice.prompt_ids): choice.prompt_ids for choice in self.choices}.values())
         completion = sum(len(choice.tokens) for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return token_counts(prompt, completion)
 
     def report(self) -> dict[str, Any]:
         """Where the time went and what was moved: the opt-in field `hackkv`. Seconds and bytes.

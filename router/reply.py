@@ -15,6 +15,7 @@ from hackkv.errors import Cancelled, HackkvError
 from router.choices import Delta
 from router.errors import envelope
 from router.generation import Generation
+from router.schema import Generate
 from router.scopes import unwrapped
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,12 @@ class Renderer(Protocol):
     def closing_chunk(self, generation: Generation) -> dict[str, Any] | None:
         """The event after the last choice: usage or stages, if asked for."""
         ...
+
+
+def running_usage(body: Generate, delta: Delta) -> dict[str, int] | None:
+    """What an event of a stream with usage says of it: OpenAI's null, or vLLM's count so far if that was asked for."""
+    continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
+    return delta.usage() if continuous else None
 
 
 def to_json(value: dict[str, Any]) -> bytes:

@@ -29,6 +29,11 @@ def _neutral(*values: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _not_none(default: Any) -> BeforeValidator:
+    """OpenAI's clients may send null for a field they leave at its default."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
 Unsupported = Annotated[Any, _neutral()]
 Ignored = Annotated[Any, "accepted for compatibility; has no effect"]
 
@@ -86,12 +91,9 @@ class StreamOptions(Strict):
     """Options that go with `stream: true`."""
 
     include_usage: bool = False
+    continuous_usage_stats: Annotated[bool, _not_none(False)] = False
+    """vLLM's: with `include_usage`, every event says how many tokens there are so far."""
     include_obfuscation: Annotated[Any, _neutral(False)] = None
-
-
-def _not_none(default: Any) -> BeforeValidator:
-    """OpenAI's clients may send null for a field they leave at its default."""
-    return BeforeValidator(lambda value: default if value is None else value)
 
 
 class Generate(Strict):
@@ -128,6 +130,11 @@ class Generate(Strict):
     metadata: Ignored = None
     service_tier: Annotated[Any, _neutral("auto", "default")] = None
     store: Annotated[Any, _neutral(False)] = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Generate:
