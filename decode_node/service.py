@@ -94,7 +94,11 @@ class DecodeService:
             queued_tokens=self._reserved_tokens,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
-            stats=(("received_tokens", float(self.inbox.received_tokens)), *refused),
+            stats=(
+                ("received_tokens", float(self.inbox.received_tokens)),
+                ("refused_handoffs", float(self.inbox.refused.total())),
+                *refused,
+            ),
         )
 
     async def close(self) -> None:

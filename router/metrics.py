@@ -63,7 +63,7 @@ class Metrics:
         self._stage = Histogram(
             "hackkv_request_stage_seconds",
             "Time of one sequence in each stage of its life, in seconds; the stages sum to its total.",
-            ["stage"],
+            ["codec", "stage"],
             buckets=_SECONDS,
             registry=registry,
         )
@@ -77,9 +77,13 @@ class Metrics:
         self._requests = Counter(
             "hackkv_requests", "Sequences that ended, by outcome (count).", ["outcome"], registry=registry
         )
+        for outcome in Outcome:
+            self._requests.labels(outcome)  # a series that begins with its first event hides it from rate()
         self._retries = Counter(
             "hackkv_retries", "Sequences dispatched again, by reason (count).", ["reason"], registry=registry
         )
+        for reason in RetryReason:
+            self._retries.labels(reason)
         self._diverged = Counter(
             "hackkv_replayed_tokens_diverged", "Replayed tokens that differ from those sent (count).", registry=registry
         )
@@ -147,7 +151,7 @@ class Metrics:
         self._requests.labels(outcome).inc()
         stages = flight.clock.stages()
         for stage in Stage:
-            self._stage.labels(stage).observe(stages[stage])
+            self._stage.labels(self._fleet.codec, stage).observe(stages[stage])
         for sub_stage in SubStage:
             self._sub_stage.labels(sub_stage).observe(flight.clock.sub_stages[sub_stage])
         self._count_transfers(flight)

@@ -11,7 +11,7 @@ import grpc.aio
 
 from hackkv.errors import ConfigError, Unauthorized
 from hackkv.types import NodeInfo
-from transport import methods
+from transport import health, methods
 from transport.base import DecodeNode, PrefillNode, Registry
 from transport.channels import Keepalive, server_options
 from transport.closing import closing
@@ -129,7 +129,7 @@ class RpcServer:
         """
         if self._address is not None:
             return self._address
-        server = grpc.aio.server(handlers=(self._table,), options=self._options)
+        server = grpc.aio.server(handlers=(health.HANDLER, self._table), options=self._options)
         try:
             port = self._trust.bind(server, self._bind)
         except RuntimeError as exc:

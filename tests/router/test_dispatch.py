@@ -370,7 +370,7 @@ async def test_stages_sum_to_the_total(cluster: Cluster) -> None:
     assert sum(stages.values()) == pytest.approx(total, abs=1e-3)
     run.metrics.ended(run.flight, Outcome.LENGTH)
     page = run.metrics.render().decode()
-    assert 'hackkv_request_stage_seconds_count{stage="stream"} 1.0' in page
+    assert f'hackkv_request_stage_seconds_count{{codec="{cluster.fleet.codec}",stage="stream"}} 1.0' in page
 
 
 async def test_too_many_at_once_is_overload(cluster: Cluster) -> None:

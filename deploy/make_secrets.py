@@ -1,0 +1,26 @@
+"""Makes the secrets of a compose cluster: one file each in /secrets, once; files that exist are left alone."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+
+NAMES = ("internal_token", "api_key", "grafana_password")
+READABLE_BY_GROUP = 0o440
+
+
+def main(folder: Path) -> None:
+    """Write every missing secret to `folder`, readable by its owner and group."""
+    for name in NAMES:
+        path = folder / name
+        if path.exists():
+            continue
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_urlsafe(32), encoding="ascii")
+        path.chmod(READABLE_BY_GROUP)
+        print(f"made {path}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
