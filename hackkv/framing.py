@@ -7,6 +7,7 @@ against the layout that both ends agreed on in the handshake. `FrameLedger` hold
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -161,21 +162,45 @@ class FrameLedger:
         return planes
 
 
+def reissued(frame: KvFrame, epoch: int) -> KvFrame:
+    """`frame` in another epoch: the same bytes, under the checksums that belong to the new header.
+
+    Raises `FrameRefused` when the bytes are no longer those that were written: a new checksum must not bless damage.
+    """
+    renewed = replace(frame, epoch=epoch)
+    seed = _seed(renewed)
+    spans = tuple(
+        replace(span, checksum=xxhash.xxh3_64_intdigest(piece, seed)) for span, piece in _verified_pieces(frame)
+    )
+    return replace(renewed, planes=spans)
+
+
 def _verify(frame: KvFrame, planes: tuple[Plane, ...]) -> dict[str, Tensor]:
-    payload = memoryview(frame.payload)
-    place = (frame.layer, frame.head_start, frame.head_count, frame.page_start, frame.page_count, frame.rows)
-    seed = _digest(frame.transfer_id, frame.epoch, frame.seq, *place)
     tensors: dict[str, Tensor] = {}
-    at = 0
-    for span, plane in zip(frame.planes, planes, strict=True):
-        piece = payload[at : at + span.coded_bytes]
-        if xxhash.xxh3_64_intdigest(piece, seed) != span.checksum:
-            raise FrameRefused(f"checksum of plane {plane.name}, layer {frame.layer}, frame {frame.seq}", "corrupt")
+    for (_, piece), plane in zip(_verified_pieces(frame), planes, strict=True):
         # bytearray: torch wants writable memory; the copy also frees the payload with the frame.
         flat = torch.frombuffer(bytearray(piece), dtype=plane.dtype)
         tensors[plane.name] = flat.view(frame.head_count, frame.page_count, *plane.shape)
-        at += span.coded_bytes
     return tensors
+
+
+def _verified_pieces(frame: KvFrame) -> Iterator[tuple[PlaneSpan, memoryview]]:
+    """Each plane's part of the payload, once its checksum was found right. Raises `FrameRefused`."""
+    payload = memoryview(frame.payload)
+    seed = _seed(frame)
+    at = 0
+    for span in frame.planes:
+        piece = payload[at : at + span.coded_bytes]
+        if xxhash.xxh3_64_intdigest(piece, seed) != span.checksum:
+            raise FrameRefused(f"checksum of plane {span.name}, layer {frame.layer}, frame {frame.seq}", "corrupt")
+        yield span, piece
+        at += span.coded_bytes
+
+
+def _seed(frame: KvFrame) -> int:
+    """The seed of a frame's checksums: its header."""
+    place = (frame.layer, frame.head_start, frame.head_count, frame.page_start, frame.page_count, frame.rows)
+    return _digest(frame.transfer_id, frame.epoch, frame.seq, *place)
 
 
 def handoff_end(transfer_id: str, epoch: int, num_frames: int, first_token: int) -> HandoffEnd:

@@ -10,6 +10,7 @@ from hackkv.process import Shutdown, announce, run_role
 from hackkv.types import NodeIdentity
 from prefill_node.config import PrefillConfig
 from prefill_node.service import PrefillService
+from prefill_node.shipment import Patience
 from transport.grpc_wire import GrpcSender
 from transport.membership import stay_member
 from transport.rpc_server import RpcServer
@@ -31,7 +32,8 @@ async def serve(config: PrefillConfig, shutdown: Shutdown) -> None:
         num_pages=worker.pages_in(config.kv_bytes),
         max_prompts=config.max_prompts,
         chunk_tokens=config.chunk_tokens,
-        outbox_bytes=config.outbox_bytes,
+        host_bytes=config.host_bytes,
+        patience=Patience(config.unassigned_s, config.kept_s),
     )
     server.add_prefill(service)
     announce(node=identity.node_id, address=address)

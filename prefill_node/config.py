@@ -21,5 +21,10 @@ class PrefillConfig(RoleConfig):
     """Prompts that may be under way at once; each owns an open FP16 page per layer."""
     chunk_tokens: int = Field(default=512, gt=0)
     """Token budget of one forward pass; rounded down to whole pages."""
-    outbox_bytes: int = Field(default=1 << 30, gt=0)
-    """Host memory for compressed KV that waits for a decode node; above it no further prompt starts."""
+    host_bytes: int = Field(default=1 << 30, gt=0)
+    """Host memory for compressed KV: of prompts that run or wait for a decode node, and, as long as there is room, of
+    requests that are being decoded, kept in case their decode node dies."""
+    unassigned_s: float = Field(default=300.0, gt=0)
+    """How long finished KV waits for a decode node to be named before it is given up, in seconds."""
+    kept_s: float = Field(default=1800.0, gt=0)
+    """How long KV is kept after its handoff, in seconds; the end of the request ends it sooner."""

@@ -29,6 +29,8 @@ class Work:
     queued_at: float
     writer: FrameWriter = field(init=False)
     started_at: float | None = None
+    finished_at: float = 0.0
+    """When token 0 was chosen."""
     sent_layers: int = 0
     """Layers of the current chunk whose frames have left; a repeated pass does not send them again."""
     quantize_s: float = 0.0
@@ -44,7 +46,6 @@ class FirstToken:
 
     work: Work
     token: Token
-    finished_at: float
 
 
 class PrefillEngine:
@@ -129,9 +130,10 @@ class PrefillEngine:
     def _first_tokens(self, tokens: list[tuple[Work, Token]]) -> list[FirstToken]:
         now = perf_counter()
         for work, token in tokens:
+            work.finished_at = now
             if work.job.handoff and token.finish is None:
                 self._emit(work, work.writer.end(token.token_id))
-        return [FirstToken(work, token, now) for work, token in tokens]
+        return [FirstToken(work, token) for work, token in tokens]
 
 
 def _span(chunk: Chunk[Work]) -> Span:

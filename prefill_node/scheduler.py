@@ -8,6 +8,7 @@ holds pages for all its tokens from its first chunk until its last.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -78,19 +79,22 @@ class PrefillScheduler(Generic[Owner]):
         """Queue a prompt."""
         self._waiting.append(prompt)
 
-    def schedule(self, *, admit: bool = True) -> list[Chunk[Owner]]:
-        """Start a pass: its chunks, oldest prompt first; empty when nothing can run. `admit` False starts no prompt."""
+    def schedule(self, admit: Callable[[Owner], bool] = lambda _: True) -> list[Chunk[Owner]]:
+        """Start a pass: its chunks, oldest prompt first; empty when nothing can run.
+
+        `admit` is asked last of all before a prompt starts: whether there is room for what it will leave behind.
+        """
         budget = self._chunk_tokens
         chunks: list[Chunk[Owner]] = []
         for prompt in self._running:
             budget -= self._take(prompt, budget, chunks)
-        while admit and budget and self._waiting:
+        while budget and self._waiting:
             prompt = self._waiting[0]
-            if self._next_count(prompt, budget) == 0:
+            pages = -(-prompt.num_tokens // self._page_tokens)
+            fits = pages <= self._pool.free_pages and self._pool.free_slots > 0
+            if self._next_count(prompt, budget) == 0 or not fits or not admit(prompt.owner):
                 break
-            prompt.grant = self._pool.take(-(-prompt.num_tokens // self._page_tokens))
-            if prompt.grant is None:
-                break
+            prompt.grant = self._pool.take(pages)
             self._running.append(self._waiting.popleft())
             budget -= self._take(prompt, budget, chunks)
         self._in_pass = chunks

@@ -7,14 +7,13 @@ import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import Any
 
+from hackkv.codec import FP16_BYTES
 from hackkv.errors import HackkvError, NonFiniteError, RequestError
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
 from hackkv.pages import PagePool
 from hackkv.types import (
-    HandedOff,
     HandoffEnd,
     KvFrame,
     NodeIdentity,
@@ -22,12 +21,13 @@ from hackkv.types import (
     Prefilled,
     PrefillEvent,
     PrefillJob,
-    Receipt,
     Role,
 )
 from prefill_node.engine import FirstToken, PrefillEngine, Work
-from prefill_node.outbox import Outbox, Shipment
+from prefill_node.host_pool import HostPool, Tenant
+from prefill_node.outbox import Outbox
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
+from prefill_node.shipment import DEFAULT_PATIENCE, Patience, Shipment
 from transport.base import KvSender
 
 log = logging.getLogger(__name__)
@@ -45,14 +45,16 @@ class PrefillService:
         num_pages: int,
         max_prompts: int,
         chunk_tokens: int,
-        outbox_bytes: int,
+        host_bytes: int,
+        patience: Patience = DEFAULT_PATIENCE,
     ) -> None:
         self._identity = identity
         self._worker = worker
         self._pool = PagePool(num_pages, max_prompts)
         self._scheduler: PrefillScheduler[Work] = PrefillScheduler(self._pool, worker.layout.page_tokens, chunk_tokens)
         self._wake = asyncio.Event()
-        self.outbox = Outbox(sender, worker.fingerprint, outbox_bytes, self._wake.set)
+        self._host = HostPool(host_bytes, self._left)
+        self.outbox = Outbox(sender, worker.fingerprint, self._host, patience, self._kv_bytes)
         self._shipments: dict[Work, Shipment] = {}
         self._first_tokens: dict[Work, asyncio.Future[FirstToken]] = {}
         runner = ModelRunner(worker.model, worker.codec, num_pages, max_prompts)
@@ -67,37 +69,34 @@ class PrefillService:
         work = Work(job, perf_counter())
         prompt = Prompt(work, len(job.request.prompt_ids))
         first_token = self._first_tokens[work] = self._loop.create_future()
-        delivery: asyncio.Task[Receipt] | None = None
         shipment: Shipment | None = None
         try:
             if job.handoff:
                 shipment = self._shipments[work] = self.outbox.open(job)
-                delivery = asyncio.create_task(shipment.deliver())
             self._scheduler.add(prompt)
             self._wake.set()
-            # A handoff that fails while the prompt still runs ends the job at once.
-            waits = {first_token, delivery} if delivery else {first_token}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if delivery and delivery.done() and not first_token.done():
-                delivery.result()
             first = await first_token
-            overlapped = shipment.sent_bytes if shipment else 0
+            if shipment and first.token.finish is not None:
+                shipment.let_go()
             yield _prefilled(first)
-            if shipment and delivery and first.token.finish is None:
-                yield await _handed_off(shipment, delivery, first, overlapped)
+            if shipment:
+                async for fate in shipment.fates():
+                    yield fate
         finally:
             self._scheduler.leave(prompt)
             del self._first_tokens[work]
-            self._shipments.pop(work, None)
-            await _drop(first_token, delivery)
+            if first_token.done() and not first_token.cancelled():
+                first_token.exception()  # nobody may have asked for it
+            if shipment:
+                del self._shipments[work]
+                await self.outbox.close(shipment)
 
     async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
-        """Name the decode node of a job that was sent without one."""
-        self.outbox.find(transfer_id, epoch).assign(decode_address)
+        """Name the decode node of a job, for the first time or again; see `PrefillNode`."""
+        self.outbox.assign(transfer_id, epoch, decode_address)
 
     async def describe(self) -> NodeInfo:
         """Identity, capacity and load."""
-        stats = (("hackkv_outbox_bytes", float(self.outbox.held_bytes)),)
         return NodeInfo(
             node_id=self._identity.node_id,
             role=Role.PREFILL,
@@ -112,7 +111,7 @@ class PrefillService:
             queued_tokens=self._scheduler.queued_tokens,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
-            stats=stats,
+            stats=self._stats(),
         )
 
     async def close(self) -> None:
@@ -132,18 +131,51 @@ class PrefillService:
             raise RequestError(f"prompt and output need {total} tokens; the model allows {spec.max_context}", "prompt")
         if not self._scheduler.fits(len(ids)):
             raise RequestError(f"a prompt of {len(ids)} tokens exceeds this node's page pool", "prompt")
+        if job.handoff and self._kv_bytes(len(ids)) > self._host.capacity_bytes:
+            raise RequestError(f"the KV of {len(ids)} tokens exceeds this node's host memory", "prompt")
+
+    def _stats(self) -> tuple[tuple[str, float], ...]:
+        """Gauges and counters for the metrics page."""
+        return (
+            ("hackkv_host_pool_capacity_bytes", float(self._host.capacity_bytes)),
+            *((f"hackkv_host_pool_{tenant}_bytes", float(self._host.bytes_of(tenant))) for tenant in Tenant),
+            ("hackkv_kept_dropped_total", float(self.outbox.dropped)),
+            ("hackkv_resends_total", float(self.outbox.resends)),
+            *((f"hackkv_assign_refused_{why}_total", float(count)) for why, count in self.outbox.refused.items()),
+        )
 
     def _emit(self, work: Work, item: KvFrame | HandoffEnd) -> None:
         """From the engine's thread to the event loop's."""
         self._loop.call_soon_threadsafe(self._put, work, item)
 
     def _put(self, work: Work, item: KvFrame | HandoffEnd) -> None:
-        if work in self._shipments:
+        if work not in self._shipments:
+            return
+        if isinstance(item, KvFrame):
             self._shipments[work].put(item)
+        else:
+            self._shipments[work].finish(item, work.finished_at)
+
+    def _left(self, num_bytes: int) -> None:
+        """KV ceased to wait in host memory: there may be room for the next prompt."""
+        self._wake.set()
+
+    def _kv_bytes(self, tokens: int) -> int:
+        """Payload bytes of the KV of so many tokens."""
+        layout, sealed = self._worker.layout, self._worker.codec.sealed_pages(tokens)
+        open_rows = max(0, tokens - sealed * layout.page_tokens)
+        open_bytes = 2 * FP16_BYTES * layout.head_dim * open_rows
+        per_head = sealed * self._worker.codec.format.wire_bytes + open_bytes
+        return layout.num_layers * layout.num_kv_heads * per_head
+
+    def _admit(self, work: Work) -> bool:
+        """Whether host memory has room for the KV of a prompt; it is claimed then."""
+        shipment = self._shipments.get(work)
+        return shipment is None or shipment.claim_room()
 
     async def _run_passes(self) -> None:
         while True:
-            chunks = self._scheduler.schedule(admit=self.outbox.has_room)
+            chunks = self._scheduler.schedule(self._admit)
             if not chunks:
                 self._wake.clear()
                 await self._wake.wait()
@@ -174,31 +206,14 @@ class PrefillService:
             self._first_tokens[work].set_exception(error)
 
 
-async def _drop(*futures: asyncio.Future[Any] | None) -> None:
-    """Cancel what still runs, wait for it, and take note of errors that nobody will ask for any more."""
-    left = [future for future in futures if future is not None]
-    for future in left:
-        future.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-
-
 def _prefilled(first: FirstToken) -> Prefilled:
     work = first.work
-    started = work.started_at if work.started_at is not None else first.finished_at
+    started = work.started_at if work.started_at is not None else work.finished_at
     return Prefilled(
         token=first.token,
         queue_s=started - work.queued_at,
-        prefill_s=first.finished_at - started,
+        prefill_s=work.finished_at - started,
         quantize_s=work.quantize_s,
         computed_tokens=len(work.job.request.prompt_ids),
         prompt_logprobs=tuple(work.prompt_logprobs),
     )
-
-
-async def _handed_off(
-    shipment: Shipment, delivery: asyncio.Task[Receipt], first: FirstToken, overlapped_bytes: int
-) -> HandedOff:
-    receipt = await delivery
-    done = perf_counter()
-    exposed_from = max(first.finished_at, shipment.assigned_at or first.finished_at)
-    return HandedOff(receipt, exposed_from - first.finished_at, done - exposed_from, overlapped_bytes)

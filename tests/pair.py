@@ -161,7 +161,7 @@ async def paired(
     *,
     num_pages: int = 64,
     chunk_pages: int = 2,
-    outbox_bytes: int = 1 << 30,
+    host_bytes: int = 1 << 30,
     max_sequences: int = 8,
     max_batch: int = 8,
 ) -> AsyncIterator[Pair]:
@@ -178,7 +178,7 @@ async def paired(
         num_pages=num_pages,
         max_prompts=32,
         chunk_tokens=chunk_pages * prefill.layout.page_tokens,
-        outbox_bytes=outbox_bytes,
+        host_bytes=host_bytes,
     )
     decode_service = DecodeService(
         NodeIdentity("d", "d", "1"),

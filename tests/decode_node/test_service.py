@@ -276,7 +276,7 @@ async def test_a_storm_of_cancellations_leaves_nothing_behind(seed: int) -> None
     turns = prompt(seed, 16)
     requests = [greedy(f"r{i}", prompt(100 + i % 4, 10 + 20 * (i % 4)), 6) for i in range(16)]
     expected = {len(request.prompt_ids): generate(worker, request) for request in requests[:4]}
-    async with paired(worker, num_pages=12, max_sequences=4, max_batch=2, outbox_bytes=1 << 14) as nodes:
+    async with paired(worker, num_pages=12, max_sequences=4, max_batch=2, host_bytes=3 << 13) as nodes:
         tasks = [asyncio.create_task(nodes.serve(request)) for request in requests]
         for turn in range(500):
             for task, last in zip(tasks[::2], turns[::2], strict=True):

@@ -68,7 +68,7 @@ async def _prefill_node(
         num_pages=NUM_PAGES,
         max_prompts=32,
         chunk_tokens=chunk_pages * worker.layout.page_tokens,
-        outbox_bytes=1 << 30,
+        host_bytes=1 << 30,
     )
     server.add_prefill(node)
     stack.push_async_callback(node.close)

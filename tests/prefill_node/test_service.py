@@ -94,7 +94,7 @@ async def test_frames_leave_before_the_prompt_is_complete() -> None:
             num_pages=8,
             max_prompts=8,
             chunk_tokens=2 * PI,
-            outbox_bytes=1 << 30,
+            host_bytes=1 << 30,
         )
         task = asyncio.create_task(collect(service.prefill(PrefillJob(request, "t", 0, address))))
         expected = [(0, 0, 2, 0), (1, 0, 2, 0), (0, 2, 1, 0), (0, 3, 1, 5), (1, 2, 1, 0), (1, 3, 1, 5)]
@@ -146,7 +146,7 @@ async def test_a_full_outbox_starts_no_prompt_until_it_drains(assigned: bool) ->
     """And then goes on by itself, whether the frames that waited were sent or dropped."""
     worker = tiny_worker("hack")
     first, second = greedy("first", prompt(3, 40), 4), greedy("second", prompt(4, 40), 4)
-    async with paired(worker, outbox_bytes=1) as nodes:
+    async with paired(worker, host_bytes=1) as nodes:
         held = nodes.prefill.prefill(PrefillJob(first, "first", 0))
         assert isinstance(await anext(held), Prefilled)
         waiting = asyncio.create_task(prefill_only(nodes.prefill, second))

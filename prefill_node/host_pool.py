@@ -1,0 +1,101 @@
+"""Host memory for compressed KV: one budget of bytes, shared by tenants of different right. Numbers only.
+
+    waiting   KV that no decode node has yet, counted in full from the moment its prompt starts. Never pushed out.
+    kept      KV that a decode node has, kept in case that node dies. The oldest is pushed out first.
+    prefix    Sealed pages of earlier prompts. The least recently used is pushed out first.
+
+Bytes are claimed before they are filled, so the budget is never exceeded. A claim pushes out tenants of less right, and
+a prefix page also pushes out other prefix pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class Tenant(StrEnum):
+    """What host memory is held for."""
+
+    WAITING = "waiting"
+    KEPT = "kept"
+    PREFIX = "prefix"
+
+
+_YIELDING: Final = {
+    Tenant.WAITING: (Tenant.PREFIX, Tenant.KEPT),
+    Tenant.KEPT: (),
+    Tenant.PREFIX: (Tenant.PREFIX,),
+}
+"""Who makes room for whom, first to go first. What is kept was claimed while it waited."""
+
+
+@dataclass(eq=False, slots=True)
+class Claim:
+    """A tenant's share of the pool. `pushed_out` is called when it is lost to a tenant of more right."""
+
+    num_bytes: int
+    tenant: Tenant
+    pushed_out: Callable[[], None]
+
+
+class HostPool:
+    """Hands out bytes of a fixed budget. "No room" is a return value."""
+
+    def __init__(self, capacity_bytes: int, on_left: Callable[[int], None]) -> None:
+        """`on_left` is called with the bytes that cease to wait: another prompt may find room now."""
+        self.capacity_bytes = capacity_bytes
+        self._on_left = on_left
+        self._claims: dict[Tenant, dict[Claim, None]] = {tenant: {} for tenant in Tenant}
+        self._bytes = dict.fromkeys(Tenant, 0)
+
+    def bytes_of(self, tenant: Tenant) -> int:
+        """Bytes that one kind of tenant holds."""
+        return self._bytes[tenant]
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes nobody holds."""
+        return self.capacity_bytes - sum(self._bytes.values())
+
+    def claim(self, tenant: Tenant, num_bytes: int, pushed_out: Callable[[], None]) -> Claim | None:
+        """Take bytes, pushing out as few tenants of less right as it needs; None, and nothing changes, if they are too
+        few."""
+        yielding = _YIELDING[tenant]
+        if num_bytes > self.free_bytes + sum(self._bytes[other] for other in yielding):
+            return None
+        for other in yielding:
+            while self._claims[other] and num_bytes > self.free_bytes:
+                oldest = next(iter(self._claims[other]))
+                self.release(oldest)
+                oldest.pushed_out()
+        claim = Claim(num_bytes, tenant, pushed_out)
+        self._add(claim)
+        return claim
+
+    def turn(self, claim: Claim, tenant: Tenant) -> None:
+        """Make a claim the youngest of `tenant`, which may be the kind that it is. Without effect once it is lost."""
+        if not self._remove(claim):
+            return
+        waited, claim.tenant = claim.tenant is Tenant.WAITING, tenant
+        self._add(claim)
+        if waited and tenant is not Tenant.WAITING:
+            self._on_left(claim.num_bytes)
+
+    def release(self, claim: Claim) -> None:
+        """Give a claim's bytes back. Without effect once it is lost."""
+        if self._remove(claim) and claim.tenant is Tenant.WAITING:
+            self._on_left(claim.num_bytes)
+
+    def _add(self, claim: Claim) -> None:
+        self._claims[claim.tenant][claim] = None
+        self._bytes[claim.tenant] += claim.num_bytes
+
+    def _remove(self, claim: Claim) -> bool:
+        if claim not in self._claims[claim.tenant]:
+            return False
+        del self._claims[claim.tenant][claim]
+        self._bytes[claim.tenant] -= claim.num_bytes
+        return True
