@@ -29,7 +29,14 @@ REQUEST_S = 120.0
 """A request that takes longer hangs."""
 BASELINE_S = 10.0
 MAX_GROWTH_MIB = 100.0
-GAUGES = ("hackkv_router_inflight", "hackkv_node_tokens", "hackkv_kv_pages", "hackkv_outbox_bytes", "vllm:num_requests")
+OUTBOX = ("hackkv_host_pool_waiting_bytes", "hackkv_host_pool_kept_bytes")
+GAUGES = (
+    "hackkv_router_inflight",
+    "hackkv_node_tokens",
+    "hackkv_kv_pages",
+    "hackkv_host_pool_waiting_bytes",
+    "vllm:num_requests",
+)
 WARM_UP = 32
 
 Leave = Callable[[Connection, random.Random], Awaitable[str]]
@@ -111,7 +118,7 @@ async def _held(cluster: LocalCluster) -> dict[str, float]:
             "queued tokens": info.queued_tokens,
             "running": info.running,
             "waiting": info.waiting,
-            "outbox bytes": dict(info.stats).get("hackkv_outbox_bytes", 0.0),
+            "outbox bytes": sum(dict(info.stats).get(name, 0.0) for name in OUTBOX),
         }
         held |= {f"{info.node_id}: {name}": float(value) for name, value in numbers.items()}
     router = psutil.Process(cluster.members[0].process.pid)
@@ -140,7 +147,7 @@ async def _time_to_baseline(cluster: LocalCluster, before: dict[str, float]) -> 
 
 async def _idle(cluster: LocalCluster) -> bool:
     held = await _held(cluster)
-    busy = ("hackkv_router_inflight", "hackkv_node_tokens", "hackkv_outbox", "vllm:num_requests")
+    busy = ("hackkv_router_inflight", "hackkv_node_tokens", "hackkv_host_pool_waiting", "vllm:num_requests")
     return not any(value for name, value in held.items() if name.startswith(busy) or 'state="used"' in name)
 
 

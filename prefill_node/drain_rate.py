@@ -31,9 +31,9 @@ class DrainRate:
         """How long `num_bytes` will take to leave at the measured rate, within `SHORTEST_S` .. `LONGEST_S`."""
         self._forget()
         watched = min(WINDOW_S, self._clock() - self._since)
-        if num_bytes * watched >= LONGEST_S * self._sum:
+        if not self._sum:
             return LONGEST_S
-        return max(SHORTEST_S, num_bytes * watched / self._sum)
+        return min(LONGEST_S, max(SHORTEST_S, num_bytes * watched / self._sum))
 
     def _forget(self) -> None:
         past = self._clock() - WINDOW_S

@@ -138,6 +138,7 @@ class PrefillService:
         """Gauges and counters for the metrics page."""
         return (
             ("hackkv_host_pool_capacity_bytes", float(self._host.capacity_bytes)),
+            ("hackkv_host_pool_bytes", float(self._host.capacity_bytes - self._host.free_bytes)),
             *((f"hackkv_host_pool_{tenant}_bytes", float(self._host.bytes_of(tenant))) for tenant in Tenant),
             ("hackkv_kept_dropped_total", float(self.outbox.dropped)),
             ("hackkv_resends_total", float(self.outbox.resends)),

@@ -5,8 +5,9 @@
        └────failed──────┘    └──────assign──────┘
 
 The frames stay all the time, so any of them can be sent once more: `assign` may come at any moment, also while the
-prompt still runs, and a later epoch gives up a push that is under way. The shipment owns its bytes in the host pool; a timer bounds how long it waits and how long it is kept, whatever its
-reader does. All methods belong to the event loop's thread.
+prompt still runs, and a later epoch gives up a push that is under way. The shipment owns its bytes in the host pool; a
+timer bounds how long it waits and how long it is kept, whatever its reader does. All methods belong to the event loop's
+thread.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class Shipment:
 
     def claim_room(self) -> bool:
         """Take the host memory that the whole KV will need; False if there is none now."""
-        if self._claim is None and not self._gone:
+        if self._gone:
+            return False
+        if self._claim is None:
             self._claim = self._pool.claim(Tenant.WAITING, self._num_bytes, self._pushed_out)
         return self._claim is not None
 

@@ -10,13 +10,22 @@ import pytest
 from torch import Tensor
 
 from hackkv.codec import Batch, LayerPages
-from hackkv.errors import HackkvError, HandshakeRefused, NodeLost, NonFiniteError, Overloaded, RequestError
+from hackkv.errors import (
+    HackkvError,
+    HandshakeRefused,
+    NodeLost,
+    NonFiniteError,
+    Overloaded,
+    RequestError,
+    by_code,
+)
 from hackkv.model.generate import generate
 from hackkv.types import (
     DecodeEvent,
     DecodeJob,
     Finish,
     HandedOff,
+    HandoffFailed,
     Landed,
     Prefilled,
     PrefillJob,
@@ -192,9 +201,13 @@ async def test_cancelling_frees_everything(phase: str) -> None:
 
 
 async def drain(nodes: Pair, job: PrefillJob) -> None:
+    """Prefill up to the fate of the first push; a failure is raised."""
     async with closing(nodes.prefill.prefill(job)) as events:
-        async for _ in events:
-            pass
+        async for event in events:
+            if isinstance(event, HandoffFailed):
+                raise by_code(event.code, event.message)
+            if isinstance(event, HandedOff):
+                return
 
 
 async def test_cancelling_during_the_transfer_stops_the_sender() -> None:
@@ -276,7 +289,7 @@ async def test_a_storm_of_cancellations_leaves_nothing_behind(seed: int) -> None
     turns = prompt(seed, 16)
     requests = [greedy(f"r{i}", prompt(100 + i % 4, 10 + 20 * (i % 4)), 6) for i in range(16)]
     expected = {len(request.prompt_ids): generate(worker, request) for request in requests[:4]}
-    async with paired(worker, num_pages=12, max_sequences=4, max_batch=2, host_bytes=3 << 13) as nodes:
+    async with paired(worker, num_pages=12, max_sequences=4, max_batch=2, host_bytes=1 << 16) as nodes:
         tasks = [asyncio.create_task(nodes.serve(request)) for request in requests]
         for turn in range(500):
             for task, last in zip(tasks[::2], turns[::2], strict=True):

@@ -41,7 +41,7 @@ class Queue(RuleBasedStateMachine):
     @rule(admit=st.booleans())
     def start(self, admit: bool) -> None:
         """A pass starts: its chunks go on where their prompts stand, within the budget, the oldest first."""
-        chunks = self.in_pass = self.scheduler.schedule(admit=admit)
+        chunks = self.in_pass = self.scheduler.schedule(lambda _: admit)
         alive, had_pages = self.alive, [prompt for prompt in self.alive if prompt.grant]
         assert sum(chunk.count for chunk in chunks) <= self.budget
         for chunk in chunks:

@@ -1,0 +1,114 @@
+"""The budget of host memory: exact at every moment, and taken from whom it should be taken."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from prefill_node.drain_rate import LONGEST_S, SHORTEST_S, WINDOW_S, DrainRate
+from prefill_node.host_pool import Claim, HostPool, Tenant
+
+CAPACITY = 100
+ORDER = [Tenant.PREFIX, Tenant.KEPT]
+"""Who goes first."""
+
+
+class Tenants(RuleBasedStateMachine):
+    """Claims of every kind come, change and go; a list of the living, oldest of its kind first, is the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 0
+        self.pool = HostPool(CAPACITY, self.on_left)
+        self.living: list[Claim] = []
+        self.gone: list[Claim] = []
+        self.lost: list[int] = []
+        self.count = 0
+
+    def on_left(self, num_bytes: int) -> None:
+        self.left += num_bytes
+
+    def held(self, *kinds: Tenant) -> int:
+        return sum(claim.num_bytes for claim in self.living if claim.tenant in kinds)
+
+    @rule(tenant=st.sampled_from([Tenant.WAITING, Tenant.PREFIX]), num_bytes=st.integers(0, CAPACITY + 10))
+    def claim(self, tenant: Tenant, num_bytes: int) -> None:
+        """A claim pushes out just enough of those below it, prefix pages first, the oldest first."""
+        below = ORDER if tenant is Tenant.WAITING else [Tenant.PREFIX]
+        due, free = [], CAPACITY - self.held(*Tenant)
+        for claim in [claim for kind in below for claim in self.living if claim.tenant is kind]:
+            if free < num_bytes:
+                due.append(claim)
+                free += claim.num_bytes
+        self.lost.clear()
+        self.count += 1
+        name = self.count
+        made = self.pool.claim(tenant, num_bytes, lambda: self.lost.append(name))
+        if free < num_bytes:
+            assert made is None
+            assert self.lost == []
+            return
+        assert made is not None
+        assert len(self.lost) == len(due)
+        self.living = [claim for claim in self.living if claim not in due] + [made]
+        self.gone += due
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), tenant=st.sampled_from([Tenant.WAITING, Tenant.KEPT]))
+    def turn(self, data: st.DataObject, tenant: Tenant) -> None:
+        """Committed, assigned again: the claim is the youngest of its new kind."""
+        claim = data.draw(st.sampled_from(self.living))
+        if claim.tenant is Tenant.PREFIX:
+            tenant = Tenant.PREFIX
+        due = self.left + claim.num_bytes * (claim.tenant is Tenant.WAITING is not tenant)
+        self.pool.turn(claim, tenant)
+        assert self.left == due
+        assert claim.tenant is tenant
+        self.living.remove(claim)
+        self.living.append(claim)
+
+    @precondition(lambda self: self.living or self.gone)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Also a second time, and also what was lost."""
+        claim = data.draw(st.sampled_from(self.living + self.gone))
+        due = self.left + claim.num_bytes * (claim in self.living and claim.tenant is Tenant.WAITING)
+        self.pool.release(claim)
+        assert self.left == due
+        if claim in self.living:
+            self.living.remove(claim)
+            self.gone.append(claim)
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data(), tenant=st.sampled_from(Tenant))
+    def turn_what_is_gone(self, data: st.DataObject, tenant: Tenant) -> None:
+        """Nothing comes back to life."""
+        self.pool.turn(data.draw(st.sampled_from(self.gone)), tenant)
+
+    @invariant()
+    def bytes_add_up(self) -> None:
+        """By kind and in all, and never above the budget."""
+        for tenant in Tenant:
+            assert self.pool.bytes_of(tenant) == self.held(tenant)
+        assert self.pool.free_bytes == CAPACITY - self.held(*Tenant) >= 0
+
+
+TestTenants = Tenants.TestCase
+TestTenants.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_the_drain_rate_is_that_of_the_last_seconds() -> None:
+    now = 100.0
+    rate = DrainRate(lambda: now)
+    now += 10
+    assert rate.seconds(50) == LONGEST_S, "nothing left in ten seconds"
+    rate.left(100)
+    assert rate.seconds(50) == 5.0
+    assert rate.seconds(1) == SHORTEST_S
+    assert rate.seconds(10_000) == LONGEST_S
+    now += WINDOW_S / 2
+    rate.left(200)
+    assert rate.seconds(60) == 60 * 25 / 300
+    now += WINDOW_S / 2 + 1
+    assert rate.seconds(60) == 60 * WINDOW_S / 200, "the first hundred bytes are too long ago"
