@@ -6,10 +6,10 @@ STAMP := .venv/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check proto bench sanitize clean
+.PHONY: help demo serve test check dashboards proto bench sanitize clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
 demo: $(STAMP)  ## start a cluster, send real requests, show where their time went, stop
 	$(BIN)/hackkv demo
@@ -25,6 +25,9 @@ check: $(STAMP)  ## format, lint, types, layers, generated code
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+dashboards: $(STAMP)  ## regenerate the Grafana dashboards
+	$(BIN)/python -m tools.dashboards
 
 proto: $(STAMP)  ## regenerate transport/pb from kv.proto
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. transport/pb/kv.proto

@@ -1,0 +1,1 @@
+"""Writes the Grafana dashboards in deploy/grafana/dashboards."""
