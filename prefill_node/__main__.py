@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from uuid import uuid4
 
 from hackkv.model.worker import load_worker
@@ -33,12 +34,14 @@ async def serve(config: PrefillConfig, shutdown: Shutdown) -> None:
         max_prompts=config.max_prompts,
         chunk_tokens=config.chunk_tokens,
         host_bytes=config.host_bytes,
+        queue_tokens=config.queue_tokens,
         patience=Patience(config.unassigned_s, config.kept_s),
     )
     server.add_prefill(service)
     announce(node=identity.node_id, address=address)
     try:
-        await stay_member(config.router, service.describe, shutdown.drain, trust)
+        async with shutdown.draining(partial(service.drain, config.drain_s)):
+            await stay_member(config.router, service.describe, shutdown.stop, trust, news=service.draining)
     finally:
         await server.close()
         await service.close()

@@ -28,3 +28,7 @@ class PrefillConfig(RoleConfig):
     """How long finished KV waits for a decode node to be named before it is given up, in seconds."""
     kept_s: float = Field(default=1800.0, gt=0)
     """How long KV is kept after its handoff, in seconds; the end of the request ends it sooner."""
+    queue_tokens: int = Field(default=1 << 20, gt=0)
+    """Prompt tokens that may wait to be computed; a prompt beyond that is turned away, unless it is the only one."""
+    drain_s: float = Field(default=30.0, gt=0)
+    """How long a node that was told to stop (SIGTERM) goes on with what it has, in seconds."""

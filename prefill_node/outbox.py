@@ -65,6 +65,11 @@ class Outbox:
             raise
         self.resends += not first
 
+    def stop_keeping(self) -> None:
+        """Give up every KV as soon as a decode node has it."""
+        for shipment in self._shipments.values():
+            shipment.stop_keeping()
+
     async def close(self, shipment: Shipment) -> None:
         """End a shipment; returns when nothing of it is under way."""
         try:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 from hackkv.codec import FP16_BYTES
-from hackkv.errors import HackkvError, NonFiniteError, RequestError
+from hackkv.errors import HackkvError, NodeDraining, NonFiniteError
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
 from hackkv.pages import PagePool
@@ -23,14 +23,19 @@ from hackkv.types import (
     PrefillJob,
     Role,
 )
+from prefill_node.drain_rate import DrainRate
 from prefill_node.engine import FirstToken, PrefillEngine, Work
 from prefill_node.host_pool import HostPool, Tenant
+from prefill_node.intake import Intake
 from prefill_node.outbox import Outbox
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
 from prefill_node.shipment import DEFAULT_PATIENCE, Patience, Shipment
 from transport.base import KvSender
 
 log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 1.0
+"""Time for the last words of a drained node to leave it."""
 
 
 class PrefillService:
@@ -46,6 +51,7 @@ class PrefillService:
         max_prompts: int,
         chunk_tokens: int,
         host_bytes: int,
+        queue_tokens: int = 1 << 20,
         patience: Patience = DEFAULT_PATIENCE,
     ) -> None:
         self._identity = identity
@@ -53,19 +59,29 @@ class PrefillService:
         self._pool = PagePool(num_pages, max_prompts)
         self._scheduler: PrefillScheduler[Work] = PrefillScheduler(self._pool, worker.layout.page_tokens, chunk_tokens)
         self._wake = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._drain_rate = DrainRate(self._loop.time)
         self._host = HostPool(host_bytes, self._left)
         self.outbox = Outbox(sender, worker.fingerprint, self._host, patience, self._kv_bytes)
+        self._intake = Intake(
+            worker.model.spec,
+            self._host,
+            self._drain_rate,
+            page_pool_tokens=num_pages * worker.layout.page_tokens,
+            queue_tokens=queue_tokens,
+        )
         self._shipments: dict[Work, Shipment] = {}
         self._first_tokens: dict[Work, asyncio.Future[FirstToken]] = {}
         runner = ModelRunner(worker.model, worker.codec, num_pages, max_prompts)
         self._engine = PrefillEngine(runner, self._emit)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefill-engine")
-        self._loop = asyncio.get_running_loop()
         self._passes = asyncio.create_task(self._run_passes())
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         """Run a prompt; see `PrefillNode`. Closing the iterator stops the work within one pass."""
-        self._check(job)
+        kv_bytes = self._kv_bytes(len(job.request.prompt_ids)) if job.handoff else 0
+        self._intake.check(job, kv_bytes, self._scheduler.queued_tokens)
         work = Work(job, perf_counter())
         prompt = Prompt(work, len(job.request.prompt_ids))
         first_token = self._first_tokens[work] = self._loop.create_future()
@@ -87,6 +103,7 @@ class PrefillService:
             del self._first_tokens[work]
             if first_token.done() and not first_token.cancelled():
                 first_token.exception()  # nobody may have asked for it
+            self._ended.set()
             if shipment:
                 del self._shipments[work]
                 await self.outbox.close(shipment)
@@ -112,27 +129,36 @@ class PrefillService:
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             stats=self._stats(),
+            draining=self.draining.is_set(),
         )
+
+    @property
+    def draining(self) -> asyncio.Event:
+        """Set for good when the node takes no job any more."""
+        return self._intake.draining
+
+    async def drain(self, within_s: float) -> None:
+        """Take no job any more and finish those at hand: KV stays until a decode node has it.
+
+        What is left after `within_s` ends with `NodeDraining`: another node has to go on.
+        """
+        self.draining.set()
+        self.outbox.stop_keeping()
+        if await self._idle(within_s):
+            return
+        error = NodeDraining("this prefill node stops")
+        for first_token in self._first_tokens.values():
+            if not first_token.done():
+                first_token.set_exception(error)
+        for shipment in self._shipments.values():
+            shipment.let_go(error)
+        await self._idle(LAST_WORDS_S)
 
     async def close(self) -> None:
         """Stop after the current pass."""
         self._passes.cancel()
         await asyncio.wait([self._passes])
         self._thread.shutdown(wait=True)
-
-    def _check(self, job: PrefillJob) -> None:
-        ids, spec = job.request.prompt_ids, self._worker.model.spec
-        total = len(ids) + job.request.sampling.max_tokens
-        if not ids:
-            raise RequestError("the prompt is empty", "prompt")
-        if min(ids) < 0 or max(ids) >= spec.vocab:
-            raise RequestError(f"the prompt holds a token id outside 0..{spec.vocab - 1}", "prompt")
-        if total > spec.max_context:
-            raise RequestError(f"prompt and output need {total} tokens; the model allows {spec.max_context}", "prompt")
-        if not self._scheduler.fits(len(ids)):
-            raise RequestError(f"a prompt of {len(ids)} tokens exceeds this node's page pool", "prompt")
-        if job.handoff and self._kv_bytes(len(ids)) > self._host.capacity_bytes:
-            raise RequestError(f"the KV of {len(ids)} tokens exceeds this node's host memory", "prompt")
 
     def _stats(self) -> tuple[tuple[str, float], ...]:
         """Gauges and counters for the metrics page."""
@@ -143,7 +169,19 @@ class PrefillService:
             ("hackkv_kept_dropped_total", float(self.outbox.dropped)),
             ("hackkv_resends_total", float(self.outbox.resends)),
             *((f"hackkv_assign_refused_{why}_total", float(count)) for why, count in self.outbox.refused.items()),
+            *((f"hackkv_prefill_refused_{why}_total", float(count)) for why, count in self._intake.refused.items()),
         )
+
+    async def _idle(self, within_s: float) -> bool:
+        """Wait until no job is left; False if that takes too long."""
+        try:
+            async with asyncio.timeout(within_s):
+                while self._first_tokens:
+                    self._ended.clear()
+                    await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _emit(self, work: Work, item: KvFrame | HandoffEnd) -> None:
         """From the engine's thread to the event loop's."""
@@ -159,6 +197,7 @@ class PrefillService:
 
     def _left(self, num_bytes: int) -> None:
         """KV ceased to wait in host memory: there may be room for the next prompt."""
+        self._drain_rate.left(num_bytes)
         self._wake.set()
 
     def _kv_bytes(self, tokens: int) -> int:

@@ -87,6 +87,7 @@ class Shipment:
         self._epoch = job.epoch - 1
         self._fates: asyncio.Queue[HandedOff | HandoffFailed | HackkvError | None] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
+        self._keeps = True
         self._gone = False
         if job.decode_address:
             self.assign(job.epoch, job.decode_address)
@@ -137,16 +138,22 @@ class Shipment:
     async def fates(self) -> AsyncIterator[HandedOff | HandoffFailed]:
         """What becomes of each push that was not given up; ends when the KV is gone.
 
-        Raises `DeadlineExceeded` when no decode node was named in time.
+        Raises `DeadlineExceeded` when no decode node was named in time, or what `let_go` was given.
         """
         while (fate := await self._fates.get()) is not None:
             if isinstance(fate, HackkvError):
                 raise fate
             yield fate
 
-    def let_go(self) -> None:
-        """Give up the KV: the stream ends, and `assign` is refused."""
-        self._drop(None)
+    def let_go(self, error: HackkvError | None = None) -> None:
+        """Give up the KV: the stream ends, with `error` if there is one, and `assign` is refused."""
+        self._drop(error)
+
+    def stop_keeping(self) -> None:
+        """Give up the KV as soon as a decode node has it."""
+        self._keeps = False
+        if self._claim is not None and self._claim.tenant is Tenant.KEPT:
+            self._drop(None)
 
     async def close(self) -> None:
         """Give everything back; returns when no push is under way."""
@@ -209,6 +216,9 @@ class Shipment:
         self._fates.put_nowait(
             HandedOff(receipt, swap_wait_s, now - exposed_from, push.overlapped_bytes, epoch=push.epoch)
         )
+        if not self._keeps:
+            self._drop(None)
+            return
         if self._claim is not None:
             self._pool.turn(self._claim, Tenant.KEPT)
         self._arm(self._patience.kept_s, None)

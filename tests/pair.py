@@ -162,6 +162,7 @@ async def paired(
     num_pages: int = 64,
     chunk_pages: int = 2,
     host_bytes: int = 1 << 30,
+    queue_tokens: int = 1 << 20,
     max_sequences: int = 8,
     max_batch: int = 8,
 ) -> AsyncIterator[Pair]:
@@ -179,6 +180,7 @@ async def paired(
         max_prompts=32,
         chunk_tokens=chunk_pages * prefill.layout.page_tokens,
         host_bytes=host_bytes,
+        queue_tokens=queue_tokens,
     )
     decode_service = DecodeService(
         NodeIdentity("d", "d", "1"),

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from hackkv.codec import Batch, LayerPages, Span
 from hackkv.codecs import CODECS
-from hackkv.errors import HackkvError, HandshakeRefused, NonFiniteError, RequestError, TransferError
+from hackkv.errors import (
+    HackkvError,
+    HandshakeRefused,
+    NodeDraining,
+    NonFiniteError,
+    Overloaded,
+    RequestError,
+    TransferError,
+)
 from hackkv.model.generate import generate
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import prompt_logprobs
@@ -33,6 +41,7 @@ from hackkv.types import (
     Reserved,
     Token,
 )
+from prefill_node.drain_rate import LONGEST_S
 from prefill_node.service import PrefillService
 from tests.pair import PI, TIMEOUT_S, GatedCodec, greedy, paired, poisoned, prompt, tiny_worker, unspeakable
 from transport.closing import closing
@@ -206,6 +215,72 @@ async def test_a_full_host_pool_starts_no_prompt_until_it_drains(assigned: bool)
         assert prefilled.token == generate(worker, second)[0]
         assert isinstance(fate, HandoffFailed)
         await nodes.assert_idle()
+
+
+async def test_a_full_queue_turns_prompts_away_and_says_when_to_come_back() -> None:
+    """The longest wait while nothing leaves; a prompt that is the only one is never too long for the queue."""
+    codec = GatedCodec()
+    async with paired(replace(tiny_worker("fp16"), codec=codec), chunk_pages=1, queue_tokens=3 * PI) as nodes:
+        first = asyncio.create_task(prefill_only(nodes.prefill, greedy("long", prompt(1, 4 * PI), 1)))
+        await asyncio.to_thread(codec.reached)
+        with pytest.raises(Overloaded, match="128 prompt tokens wait already") as caught:
+            await prefill_only(nodes.prefill, greedy("refused", (5,), 1))
+        assert caught.value.retry_after_s == LONGEST_S
+        codec.open()
+        await first
+        await prefill_only(nodes.prefill, greedy("welcome", (5,), 1))
+        assert ("hackkv_prefill_refused_overloaded_total", 1.0) in (await nodes.prefill.describe()).stats
+
+
+async def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> None:
+    """A prompt that runs is computed and handed off, kept KV is given up, and then the node is idle."""
+    codec = GatedCodec()
+    request = greedy("r", prompt(1, 2 * PI), 4)
+    async with paired(replace(tiny_worker("fp16"), codec=codec), chunk_pages=1) as nodes:
+        codec.permits.release(2)
+        kept = nodes.prefill.prefill(PrefillJob(greedy("kept", (5,), 2), "kept", 0, nodes.address))
+        decoding = nodes.decode.decode(DecodeJob(greedy("kept", (5,), 2), "kept", 0))
+        assert await anext(decoding) == Reserved()
+        assert [type(await anext(kept)) for _ in range(2)] == [Prefilled, HandedOff]
+        await close(decoding)
+        running = nodes.prefill.prefill(PrefillJob(request, "r", 0))
+        computing = asyncio.ensure_future(anext(running))
+        while not await asyncio.to_thread(codec.arrived.acquire, timeout=0.01):
+            pass
+        draining = asyncio.create_task(nodes.prefill.drain(TIMEOUT_S))
+        with pytest.raises(StopAsyncIteration):
+            await anext(kept)
+        with pytest.raises(NodeDraining):
+            await prefill_only(nodes.prefill, greedy("late", (5,), 1))
+        assert (await nodes.prefill.describe()).draining
+        codec.open()
+        assert isinstance(await computing, Prefilled)
+        assert not draining.done()
+        decoding = nodes.decode.decode(DecodeJob(request, "r", 0))
+        assert await anext(decoding) == Reserved()
+        await nodes.prefill.assign("r", 0, nodes.address)
+        assert [type(event) async for event in running] == [HandedOff]
+        await asyncio.wait_for(draining, TIMEOUT_S)
+        await close(decoding)
+        await nodes.assert_idle()
+
+
+@pytest.mark.parametrize("phase", ["in a pass", "in the outbox"])
+async def test_what_a_draining_node_cannot_finish_in_time_is_for_another_node(phase: str) -> None:
+    codec = GatedCodec()
+    async with paired(replace(tiny_worker("fp16"), codec=codec)) as nodes:
+        events = nodes.prefill.prefill(PrefillJob(greedy("r", prompt(1, PI), 4), "r", 0))
+        computing = asyncio.ensure_future(anext(events))
+        if phase == "in the outbox":
+            codec.open()
+            await computing
+            computing = asyncio.ensure_future(anext(events))
+        await asyncio.to_thread(codec.reached)
+        await nodes.prefill.drain(0.01)
+        with pytest.raises(NodeDraining):
+            await computing
+        codec.open()
+        assert nodes.prefill.outbox.held_bytes == 0
 
 
 @pytest.mark.parametrize("phase", ["queued", "in a pass", "between passes", "in the outbox"])
