@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from uuid import uuid4
 
 from decode_node.config import DecodeConfig
@@ -29,13 +30,17 @@ async def serve(config: DecodeConfig, shutdown: Shutdown) -> None:
         num_pages=worker.pages_in(config.kv_bytes),
         max_sequences=config.max_sequences,
         max_batch=config.max_batch,
+        host_bytes=config.host_bytes,
+        replay_tokens=config.replay_tokens,
+        landing_s=config.landing_s,
     )
     listener = GrpcListener(server, frame_timeout_s=config.frame_timeout_s)
     await listener.serve(service.inbox.deliver)
     server.add_decode(service)
     announce(node=identity.node_id, address=address)
     try:
-        await stay_member(config.router, service.describe, shutdown.drain, trust)
+        async with shutdown.draining(partial(service.drain, config.drain_s)):
+            await stay_member(config.router, service.describe, shutdown.stop, trust, news=service.draining)
     finally:
         await listener.close()
         await server.close()

@@ -1,11 +1,17 @@
-"""One decode step: a token for every sequence of the batch. Runs in a thread of its own."""
+"""One decode step: a token for every sequence of the batch, and a piece of each replay. Runs in a thread of its own."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from time import perf_counter
 
+from torch import Tensor
+
 from hackkv.codec import Span
+from hackkv.errors import NonFiniteError
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, sample
 from hackkv.pages import Grant
@@ -14,19 +20,37 @@ from hackkv.types import Token
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence on its way: `length` tokens are in the cache, `next_id` is the one to run next."""
+    """What the engine remembers of a sequence from step to step."""
 
-    grant: Grant
-    length: int
-    next_id: int
+    pending: list[int]
+    """Tokens that it has but that are not in the cache yet: one, or more in a replay."""
     sampler: SamplerState
     joined_at: float
-    started_at: float = 0.0
-    """When its first step began."""
+    queue_s: float = 0.0
+    """Until its first step began, swaps apart."""
     stepped_at: float = 0.0
     """When its last step ended; 0 before the first."""
+    swapped_s: float = 0.0
+    """In host memory, and on the way there and back."""
     attend_s: float = 0.0
     approximation_s: float = 0.0
+
+    @property
+    def decode_s(self) -> float:
+        """From its first step to the end of its last, swaps apart."""
+        return self.stepped_at - self.joined_at - self.queue_s - self.swapped_s
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A sequence's part in a step: the first `rows` of its pending tokens, behind the `start` that are in the cache."""
+
+    sequence: Sequence
+    grant: Grant
+    start: int
+    rows: int
+    replay: bool
+    """The tokens after these rows are known: none is chosen."""
 
 
 class DecodeEngine:
@@ -35,23 +59,59 @@ class DecodeEngine:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def step(self, batch: list[Sequence]) -> list[Token]:
-        """Append each sequence's next token to its cache and choose the one after.
+    def step(self, batch: list[Work]) -> list[Token | None]:
+        """Append each one's rows to its cache; choose the token after them, None in a replay.
 
-        Raises `NonFiniteError` whose `span` is the index at fault; no sequence has advanced then.
+        Replays run as a batch of their own, so that those who decode do the same arithmetic with and without them.
+        Raises `NonFiniteError` whose `span` is the index in `batch` at fault; no sequence has advanced then.
         """
-        codec, layout = self._runner.codec, self._runner.layout
+        codec = self._runner.codec
         began, attended, approximated = perf_counter(), codec.attend_s, codec.approximation_s
-        spans = [Span(seq.grant.slot, seq.length, 1, seq.grant.pages[: layout.pages(seq.length + 1)]) for seq in batch]
-        hidden = self._runner.forward(spans, [seq.next_id for seq in batch])
-        tokens = sample(self._runner.model.logits(hidden), [seq.sampler for seq in batch])
+        self._forward(batch, lambda work: work.replay)
+        chosen = iter(self._choose(batch))
+        tokens = [None if work.replay else next(chosen) for work in batch]
         ended = perf_counter()
-        for seq, token in zip(batch, tokens, strict=True):
-            seq.started_at = seq.started_at or began
+        for work, token in zip(batch, tokens, strict=True):
+            seq = work.sequence
+            if not seq.stepped_at:
+                seq.queue_s = began - seq.joined_at - seq.swapped_s
             seq.stepped_at = ended
-            seq.length += 1
-            seq.next_id = token.token_id
+            del seq.pending[: work.rows]
+            if token is not None:
+                seq.pending.append(token.token_id)
             # A step's time is every member's time: the stages are what a request waited for, not what it cost.
             seq.attend_s += codec.attend_s - attended
             seq.approximation_s += codec.approximation_s - approximated
         return tokens
+
+    def _choose(self, batch: list[Work]) -> list[Token]:
+        hidden = self._forward(batch, lambda work: not work.replay)
+        if hidden is None:
+            return []
+        at = [index for index, work in enumerate(batch) if not work.replay]
+        with _named(at):
+            return sample(self._runner.model.logits(hidden), [batch[index].sequence.sampler for index in at])
+
+    def _forward(self, batch: list[Work], part: Callable[[Work], bool]) -> Tensor | None:
+        """Hidden states of the rows of that part of the batch, if there is any."""
+        at = [index for index, work in enumerate(batch) if part(work)]
+        if not at:
+            return None
+        works = [batch[index] for index in at]
+        ids = [token_id for work in works for token_id in work.sequence.pending[: work.rows]]
+        with _named(at):
+            return self._runner.forward([self._span(work) for work in works], ids)
+
+    def _span(self, work: Work) -> Span:
+        sealed = self._runner.codec.sealed_pages(work.start + work.rows)
+        return Span(work.grant.slot, work.start, work.rows, work.grant.pages[:sealed])
+
+
+@contextlib.contextmanager
+def _named(at: Series[int]) -> Iterator[None]:
+    """Translate the span that an error names, an index into `at`, to the index in the batch."""
+    try:
+        yield
+    except NonFiniteError as error:
+        error.span = at[error.span]
+        raise

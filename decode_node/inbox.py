@@ -1,7 +1,8 @@
 """Where handoffs land: into pages that nobody can see yet, frame by verified frame, then committed at once.
 
 A reservation is made by the router's `decode` call and owned by it. When that call ends, for whatever reason, the
-reservation is closed and its pages go back; a frame that comes later finds it closed and is refused.
+reservation is closed and its pages go back; a frame that comes later finds it closed and is refused. Whatever comes
+late, twice, or from nobody we know is refused by name and counted, and changes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from time import perf_counter
 
 import torch
 
-from hackkv.errors import FrameRefused, HackkvError, HandshakeRefused, NodeLost, TransferError
+from hackkv.errors import DeadlineExceeded, FrameRefused, HackkvError, HandshakeRefused, NodeLost, TransferError
 from hackkv.framing import FrameLedger, fp16_bytes
 from hackkv.model.runner import ModelRunner
 from hackkv.pages import Grant
@@ -47,72 +48,88 @@ class Inbox:
         self._fingerprint = fingerprint
         self._reservations: dict[str, Reservation] = {}
         self.refused: Counter[str] = Counter()
-        """Handoffs refused, by reason."""
+        """Handoffs refused, by reason: one of `FrameRefused.reason`, or why the handshake failed."""
         self.received_tokens = 0
 
     def reserve(self, job: DecodeJob, grant: Grant) -> Reservation:
-        """Expect the handoff of `job`. Raises `HandshakeRefused` when its transfer id is in use."""
-        if job.transfer_id in self._reservations:
-            raise HandshakeRefused(f"transfer_id {job.transfer_id} is in use")
+        """Expect the handoff of `job`; one of an earlier epoch fails with `TransferError`.
+
+        Raises `HandshakeRefused` when the transfer id is in use in this epoch or a later one.
+        """
+        earlier = self._reservations.get(job.transfer_id)
+        if earlier is not None:
+            if earlier.job.epoch >= job.epoch:
+                raise HandshakeRefused(f"transfer_id {job.transfer_id} is in use")
+            self.fail(earlier, TransferError(f"transfer {job.transfer_id} has moved on to epoch {job.epoch}"))
         arrival: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
         reservation = self._reservations[job.transfer_id] = Reservation(job, grant, arrival)
         return reservation
 
     def close(self, reservation: Reservation) -> None:
-        """Stop expecting it: nothing more is written to its pages."""
+        """Stop expecting it: nothing more is written to its pages. Once is enough."""
         if not reservation.arrival.cancel() and not reservation.arrival.cancelled():
             reservation.arrival.exception()  # takes note of an error that nobody will ask for any more
-        del self._reservations[reservation.job.transfer_id]
+        if self._reservations.get(reservation.job.transfer_id) is reservation:
+            del self._reservations[reservation.job.transfer_id]
 
     async def deliver(self, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Receive one handoff; see `transport.base.Deliver`."""
-        try:
-            reservation = self._admit(handoff)
-        except HandshakeRefused:
-            self.refused["handshake"] += 1
-            raise
+        reservation = self._admit(handoff)
         try:
             arrival = await self._receive(reservation, handoff, frames)
         except FrameRefused as error:
             self.refused[error.reason] += 1
-            self._fail(reservation, error)
+            self.fail(reservation, error)
+            raise
+        except (NodeLost, DeadlineExceeded) as error:
+            # Not this node is lost: whoever reads our stream must not think so.
+            self.fail(reservation, TransferError(f"the prefill node: {error}"))
             raise
         except HackkvError as error:
-            self._fail(reservation, error)
+            self.fail(reservation, error)
             raise
         except asyncio.CancelledError:
-            self._fail(reservation, NodeLost("the prefill node dropped the handoff"))
+            self.fail(reservation, TransferError("the prefill node dropped the handoff"))
             raise
         except Exception as error:
-            self._fail(reservation, TransferError(f"transfer {handoff.transfer_id} failed: {type(error).__name__}"))
+            self.fail(reservation, TransferError(f"transfer {handoff.transfer_id} failed: {type(error).__name__}"))
             raise
         reservation.arrival.set_result(arrival)
         self.received_tokens += arrival.receipt.tokens
         return arrival.receipt
 
+    def fail(self, reservation: Reservation, error: HackkvError) -> None:
+        """Give up a reservation whose KV has not landed; without effect on one that has."""
+        if not reservation.arrival.done():
+            reservation.arrival.set_exception(error)
+
     def _admit(self, handoff: Handoff) -> Reservation:
         reservation = self._reservations.get(handoff.transfer_id)
         if reservation is None:
-            raise HandshakeRefused(f"transfer_id {handoff.transfer_id!r} is not expected here")
+            raise self._refusal("unknown", f"transfer_id {handoff.transfer_id!r} is not expected here")
         if handoff.epoch != reservation.job.epoch:
-            raise HandshakeRefused(f"epoch {handoff.epoch}, expected {reservation.job.epoch}")
+            raise self._refusal("stale", f"epoch {handoff.epoch}, expected {reservation.job.epoch}")
         if reservation.receiving:
-            raise HandshakeRefused(f"transfer_id {handoff.transfer_id!r} is being received already")
+            raise self._refusal("duplicate", f"transfer_id {handoff.transfer_id!r} is being received already")
         reservation.receiving = True  # from here on this is the transfer that was expected, good or bad
-        try:
-            self._check_agreement(reservation, handoff)
-        except HandshakeRefused as error:
-            self._fail(reservation, error)
-            raise
+        error = self._disagreement(reservation, handoff)
+        if error is not None:
+            self.fail(reservation, error)
+            raise error
         return reservation
 
-    def _check_agreement(self, reservation: Reservation, handoff: Handoff) -> None:
+    def _disagreement(self, reservation: Reservation, handoff: Handoff) -> HandshakeRefused | None:
         field = self._fingerprint.mismatch(handoff.fingerprint)
         if field is not None:
-            raise HandshakeRefused(f"fingerprints differ in {field}")
+            return self._refusal("fingerprint", f"fingerprints differ in {field}")
         prompt_tokens = len(reservation.job.request.prompt_ids)
         if handoff.num_tokens != prompt_tokens:
-            raise HandshakeRefused(f"num_tokens {handoff.num_tokens}, expected {prompt_tokens}")
+            return self._refusal("length", f"num_tokens {handoff.num_tokens}, expected {prompt_tokens}")
+        return None
+
+    def _refusal(self, reason: str, message: str) -> HandshakeRefused:
+        self.refused[reason] += 1
+        return HandshakeRefused(message)
 
     async def _receive(
         self, reservation: Reservation, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]
@@ -152,7 +169,3 @@ class Inbox:
         else:
             pages = grant.pages[frame.page_start : frame.page_start + frame.page_count]
             self._runner.codec.from_wire(pool, torch.tensor(pages), planes)
-
-    def _fail(self, reservation: Reservation, error: HackkvError) -> None:
-        if not reservation.arrival.done():
-            reservation.arrival.set_exception(error)

@@ -3,83 +3,87 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from time import perf_counter
 
-from decode_node.engine import DecodeEngine, Sequence
-from decode_node.inbox import Arrival, Inbox
+from decode_node.engine import Sequence
+from decode_node.inbox import Arrival, Inbox, Reservation
 from decode_node.scheduler import DecodeScheduler
-from hackkv.errors import HackkvError, NonFiniteError, Overloaded, RequestError
+from decode_node.steps import Steps, footprint
+from decode_node.stream import Stream
+from hackkv.errors import DeadlineExceeded, HackkvError, NodeDraining, Overloaded, RequestError, TransferError
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.model.worker import Worker
-from hackkv.pages import Grant, PagePool
-from hackkv.types import Decoded, DecodeEvent, DecodeJob, Landed, NodeIdentity, NodeInfo, Reserved, Role, Token
+from hackkv.pages import PagePool
+from hackkv.types import DecodeEvent, DecodeJob, Landed, NodeIdentity, NodeInfo, Reserved, Role
+from transport.closing import closing
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """A sequence and the queue through which its tokens leave; an error in the queue ends it."""
-
-    sequence: Sequence
-    tokens: asyncio.Queue[Token | HackkvError] = field(default_factory=asyncio.Queue)
+FAREWELL_S = 5.0
+"""Time for the last words of a drained node to leave it."""
 
 
 class DecodeService:
     """Implements `DecodeNode` on one model and one engine thread. `close` ends it."""
 
     def __init__(
-        self, identity: NodeIdentity, worker: Worker, *, num_pages: int, max_sequences: int, max_batch: int
+        self,
+        identity: NodeIdentity,
+        worker: Worker,
+        *,
+        num_pages: int,
+        max_sequences: int,
+        max_batch: int,
+        host_bytes: int,
+        replay_tokens: int = 256,
+        landing_s: float = 600.0,
     ) -> None:
+        """`host_bytes` is memory for swapped sequences, `replay_tokens` what all replays may add to one step, and
+        `landing_s` how long a reservation waits for its KV."""
         self._identity = identity
         self._worker = worker
-        self._runner = ModelRunner(worker.model, worker.codec, num_pages, max_sequences)
-        self.inbox = Inbox(self._runner, worker.fingerprint)
+        self._landing_s = landing_s
+        runner = ModelRunner(worker.model, worker.codec, num_pages, max_sequences)
+        self.inbox = Inbox(runner, worker.fingerprint)
         self._pool = PagePool(num_pages, max_sequences)
-        self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(max_batch)
-        self._engine = DecodeEngine(self._runner)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-engine")
-        self._in_step: list[Stream] = []
-        self._departed: list[Grant] = []
-        self._reserved_tokens = 0
-        self._wake = asyncio.Event()
-        self._steps = asyncio.create_task(self._run_steps())
+        self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(
+            self._pool, footprint(runner), host_bytes=host_bytes, max_batch=max_batch, replay_tokens=replay_tokens
+        )
+        self._steps = Steps(runner, self._scheduler)
+        self._streams: set[Stream] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._counts: Counter[str] = Counter()
+        self.draining = asyncio.Event()
+        """Set when the node wants nothing new."""
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """Serve one request; see `DecodeNode`. Closing the iterator stops it within one step."""
-        prompt_tokens = len(job.request.prompt_ids)
-        tokens = prompt_tokens + job.request.sampling.max_tokens
-        grant = self._reserve_pages(tokens)
-        self._reserved_tokens += tokens
-        reservation, stream = None, None
+        stream = self._admit(job)
+        landing: asyncio.Task[None] | None = None
         try:
-            reservation = self.inbox.reserve(job, grant)
+            assert stream.seat.grant is not None
+            stream.reservation = self.inbox.reserve(job, stream.seat.grant)
+            landing = asyncio.create_task(self._land(stream, stream.reservation))
             yield Reserved()
-            arrival = await reservation.arrival
-            yield Landed(arrival.receipt)
-            stream = self._join(job, grant, arrival)
-            finished = False
-            while not finished:
-                token = await stream.tokens.get()
-                if isinstance(token, HackkvError):
-                    raise token
-                yield token
-                finished = token.finish is not None
-            yield _decoded(stream.sequence)
+            async with closing(stream.events()) as events:
+                async for event in events:
+                    yield event
         finally:
-            self._reserved_tokens -= tokens
-            if reservation:
-                self.inbox.close(reservation)
-            self._release(grant, stream)
+            self._let_go(stream)
+            if landing is not None:
+                landing.cancel()
+                await asyncio.wait([landing])
+            self._streams.discard(stream)
+            if not self._streams:
+                self._idle.set()
 
     async def describe(self) -> NodeInfo:
-        """Identity, capacity and load."""
-        refused = tuple((f"refused_{reason}", float(count)) for reason, count in sorted(self.inbox.refused.items()))
+        """Identity, capacity and load. Raises `HackkvError` when this node will never run a step again."""
+        if self._steps.failed:
+            raise HackkvError("the decode loop failed")
         return NodeInfo(
             node_id=self._identity.node_id,
             role=Role.DECODE,
@@ -91,93 +95,117 @@ class DecodeService:
             max_context=self._worker.model.spec.max_context,
             total_pages=self._pool.num_pages,
             free_pages=self._pool.free_pages,
-            queued_tokens=self._reserved_tokens,
+            queued_tokens=self._scheduler.reserved_tokens,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
-            stats=(
-                ("received_tokens", float(self.inbox.received_tokens)),
-                ("refused_handoffs", float(self.inbox.refused.total())),
-                *refused,
-            ),
+            stats=self._stats(),
+            draining=self.draining.is_set(),
         )
+
+    async def drain(self, within_s: float) -> None:
+        """Take nothing new and finish what is here; after `within_s` the rest ends with `NodeDraining`."""
+        self.draining.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._idle.wait()
+        for stream in [stream for stream in self._streams if not stream.over]:
+            self._end(stream, self._refusal())
+            self._counts["drained"] += 1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._idle.wait()
 
     async def close(self) -> None:
         """Stop after the current step."""
-        self._steps.cancel()
-        await asyncio.wait([self._steps])
-        self._thread.shutdown(wait=True)
+        await self._steps.close()
 
-    def _reserve_pages(self, tokens: int) -> Grant:
-        if tokens > self._worker.model.spec.max_context:
-            raise RequestError(f"{tokens} tokens exceed the model's {self._worker.model.spec.max_context}", "prompt")
-        need = self._worker.layout.pages(tokens)
-        if need > self._pool.num_pages:
-            raise RequestError(f"{tokens} tokens need {need} pages; this node has {self._pool.num_pages}", "prompt")
-        grant = self._pool.take(need)
-        if grant is None:
-            free, slots = self._pool.free_pages, self._pool.free_slots
-            raise Overloaded(f"{need} pages and a slot are needed; {free} pages and {slots} slots are free")
-        return grant
+    # A request's way in ---------------------------------------------------------------------------------------------
 
-    def _join(self, job: DecodeJob, grant: Grant, arrival: Arrival) -> Stream:
-        request = job.request
-        eos_ids = self._worker.model.spec.eos_ids
-        sampler = SamplerState(request.sampling, request.prompt_ids, eos_ids, emitted=(arrival.first_token,))
-        sequence = Sequence(grant, len(request.prompt_ids), arrival.first_token, sampler, perf_counter())
-        stream = Stream(sequence)
-        self._scheduler.join(stream)
-        self._wake.set()
+    def _admit(self, job: DecodeJob) -> Stream:
+        """Room for a job. Raises `RequestError`, `Overloaded` or `NodeDraining`."""
+        if self.draining.is_set():
+            raise self._refusal()
+        self._check(job)
+        # The last token is chosen but never run, so it needs no room.
+        prompt_tokens = len(job.request.prompt_ids)
+        stream = Stream(job)
+        try:
+            limit = prompt_tokens + job.request.sampling.max_tokens - 1
+            stream.seat = self._scheduler.admit(stream, prompt_tokens, limit)
+        except Overloaded:
+            self._counts["overloaded"] += 1
+            raise
+        self._streams.add(stream)
+        self._idle.clear()
         return stream
 
-    def _release(self, grant: Grant, stream: Stream | None) -> None:
-        """Give pages back; those that the current step still writes to, when it is over."""
-        if stream is not None:
-            self._scheduler.leave(stream)
-            if stream in self._in_step:
-                self._departed.append(grant)
-                return
-        self._pool.give_back(grant)
+    def _check(self, job: DecodeJob) -> None:
+        spec, sampling = self._worker.model.spec, job.request.sampling
+        tokens = len(job.request.prompt_ids) + sampling.max_tokens
+        if tokens > spec.max_context:
+            raise RequestError(f"{tokens} tokens exceed the model's {spec.max_context}", "prompt")
+        if job.emitted and not (min(job.emitted) >= 0 and max(job.emitted) < spec.vocab):
+            raise RequestError(f"emitted holds a token id outside 0..{spec.vocab - 1}", "emitted")
+        if len(job.emitted) >= sampling.max_tokens:
+            raise RequestError(f"{len(job.emitted)} of {sampling.max_tokens} tokens are emitted already", "emitted")
 
-    async def _run_steps(self) -> None:
-        while True:
-            self._in_step = self._scheduler.schedule()
-            if not self._in_step:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            await self._run_step(self._in_step)
-
-    async def _run_step(self, streams: list[Stream]) -> None:
-        loop = asyncio.get_running_loop()
+    async def _land(self, stream: Stream, reservation: Reservation) -> None:
+        """Wait for the KV and join the batch: a task of its own, so that no reader can hold up what it has reserved."""
         try:
-            batch = [stream.sequence for stream in streams]
-            tokens = await loop.run_in_executor(self._thread, self._engine.step, batch)
-        except NonFiniteError as error:
-            self._fail([streams[error.span]], error)
-        except Exception as error:  # the engine's outermost loop: one bad step must not end the node
-            log.exception("a decode step failed")
-            self._fail(streams, HackkvError(f"decode failed: {type(error).__name__}: {error}"))
+            async with asyncio.timeout(self._landing_s):
+                arrival = await reservation.arrival
+            self._check_replay(stream.job, arrival)
+        except TimeoutError:
+            self._counts["landing_timeouts"] += 1
+            self._end(stream, DeadlineExceeded(f"no KV landed within {self._landing_s:g} s"))
+        except HackkvError as error:
+            self._end(stream, error)
         else:
-            for stream, token in zip(streams, tokens, strict=True):
-                stream.tokens.put_nowait(token)
-                if token.finish is not None:
-                    self._scheduler.leave(stream)
-        finally:
-            self._in_step = []
-            departed, self._departed = self._departed, []
-            for grant in departed:
-                self._pool.give_back(grant)
+            self.inbox.close(reservation)
+            stream.put(Landed(arrival.receipt))
+            self._steps.join(stream, self._sequence(stream.job, arrival))
 
-    def _fail(self, streams: list[Stream], error: HackkvError) -> None:
-        for stream in streams:
-            self._scheduler.leave(stream)
-            stream.tokens.put_nowait(error)
+    def _check_replay(self, job: DecodeJob, arrival: Arrival) -> None:
+        if job.emitted and job.emitted[0] != arrival.first_token:
+            self._counts["diverged"] += 1
+            tokens = f"token 0 was {job.emitted[0]} and is {arrival.first_token} now"
+            raise TransferError(f"the replay of transfer {job.transfer_id} has diverged: {tokens}")
 
+    def _sequence(self, job: DecodeJob, arrival: Arrival) -> Sequence:
+        request = job.request
+        emitted = job.emitted or (arrival.first_token,)
+        sampler = SamplerState(request.sampling, request.prompt_ids, self._worker.model.spec.eos_ids, emitted)
+        return Sequence(list(emitted), sampler, perf_counter())
 
-def _decoded(sequence: Sequence) -> Decoded:
-    return Decoded(
-        queue_s=sequence.started_at - sequence.joined_at,
-        decode_s=sequence.stepped_at - sequence.started_at,
-        attend_s=sequence.attend_s,
-        approximation_s=sequence.approximation_s,
-    )
+    def _end(self, stream: Stream, error: HackkvError) -> None:
+        self._let_go(stream)
+        stream.put(error)
+
+    def _let_go(self, stream: Stream) -> None:
+        """Free what a stream holds. First nobody may write to its pages any more, then they may have a new owner."""
+        if stream.reservation is not None:
+            self.inbox.close(stream.reservation)
+        self._steps.leave(stream)
+
+    def _refusal(self) -> NodeDraining:
+        return NodeDraining(f"{self._identity.node_id} is about to stop")
+
+    def _stats(self) -> tuple[tuple[str, float], ...]:
+        """Gauges, and counters (`_total`), for the metrics page."""
+        steps, inbox = self._steps, self.inbox
+        stats = {
+            "hackkv_host_pool_bytes": self._scheduler.host_bytes,
+            "hackkv_swapped_sequences": self._scheduler.swapped,
+            "hackkv_swap_out_total": steps.counts["swap_out"],
+            "hackkv_swap_in_total": steps.counts["swap_in"],
+            "hackkv_swapped_seconds_total": steps.swapped_s,
+            "hackkv_replayed_tokens_total": steps.counts["replayed_tokens"],
+            "hackkv_replays_diverged_total": self._counts["diverged"],
+            "hackkv_landing_timeouts_total": self._counts["landing_timeouts"],
+            "hackkv_drained_total": self._counts["drained"],
+            "hackkv_admission_refused_total": self._counts["overloaded"],
+            "hackkv_received_tokens_total": inbox.received_tokens,
+            "hackkv_handoffs_refused_total": inbox.refused.total(),
+        }
+        refused = {f"hackkv_handoffs_refused_{reason}_total": count for reason, count in sorted(inbox.refused.items())}
+        return tuple((name, float(value)) for name, value in {**stats, **refused}.items())

@@ -43,10 +43,25 @@ class PagePool:
         self._held[grant.slot] = grant
         return grant
 
+    def extend(self, grant: Grant, num_pages: int) -> Grant | None:
+        """Add pages to what is held, or None if they are not free. The grant that it returns takes the old one's place.
+
+        Raises `ValueError` when `grant` is not held.
+        """
+        self._check_held(grant)
+        if num_pages > len(self._pages):
+            return None
+        grown = Grant((*grant.pages, *(self._pages.pop() for _ in range(num_pages))), grant.slot)
+        self._held[grant.slot] = grown
+        return grown
+
     def give_back(self, grant: Grant) -> None:
         """Return everything. Raises `ValueError` when it is not held, also if its slot has a new holder by now."""
-        if self._held.get(grant.slot) is not grant:
-            raise ValueError(f"the grant of slot {grant.slot} is not held")
+        self._check_held(grant)
         del self._held[grant.slot]
         self._pages.extend(reversed(grant.pages))
         self._slots.append(grant.slot)
+
+    def _check_held(self, grant: Grant) -> None:
+        if self._held.get(grant.slot) is not grant:
+            raise ValueError(f"the grant of slot {grant.slot} is not held")

@@ -5,8 +5,8 @@
 SIGTERM asks a role to drain: to take nothing new and to finish what it has. SIGINT, a second SIGTERM and the end of
 standard input (`--supervised`) end it at once.
 
-Exit codes: 0 after any of these, 1 when the role failed, 2 when its configuration or checkpoint is wrong; the message is
-then one line on standard error and no port was opened.
+Exit codes: 0 after any of these, 1 when the role failed, 2 when its configuration or checkpoint is wrong; the message
+is then one line on standard error and no port was opened.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -115,7 +116,10 @@ class Pair:
     address: str
 
     async def assert_idle(self) -> None:
-        """Nothing is held any more: pages, prompts, sequences, frames."""
+        """Nothing is held any more: pages, prompts, sequences, frames. What a step still uses comes back after it."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while (await self.decode.describe()).running:  # noqa: ASYNC110  # nothing tells of a step's end
+                await asyncio.sleep(0)
         for info in (await self.prefill.describe(), await self.decode.describe()):
             assert (info.free_pages, info.running, info.waiting, info.queued_tokens) == (info.total_pages, 0, 0, 0)
         assert self.prefill.outbox.held_bytes == 0
@@ -165,6 +169,9 @@ async def paired(
     queue_tokens: int = 1 << 20,
     max_sequences: int = 8,
     max_batch: int = 8,
+    swap_bytes: int = 1 << 30,
+    replay_tokens: int = 256,
+    landing_s: float = TIMEOUT_S,
 ) -> AsyncIterator[Pair]:
     """Start both nodes; close them at the end. By default the decode node differs from the other in its timers only."""
     if decode is None:
@@ -188,6 +195,9 @@ async def paired(
         num_pages=num_pages,
         max_sequences=max_sequences,
         max_batch=max_batch,
+        host_bytes=swap_bytes,
+        replay_tokens=replay_tokens,
+        landing_s=landing_s,
     )
     try:
         address = await listener.serve(decode_service.inbox.deliver)

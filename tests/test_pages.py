@@ -42,6 +42,22 @@ class Pool(RuleBasedStateMachine):
         self.grants = [other for other in self.grants if other is not grant]
         return grant
 
+    @rule(target=held, grant=consumes(held), count=st.integers(0, PAGES))
+    def extend(self, grant: Grant, count: int) -> Grant:
+        """More pages behind those there are, same slot; the old grant is not held any more. No room changes nothing."""
+        room = count <= self.pool.free_pages
+        grown = self.pool.extend(grant, count)
+        assert (grown is not None) == room
+        if grown is None:
+            return grant
+        assert grown.slot == grant.slot
+        assert grown.pages[: len(grant.pages)] == grant.pages
+        assert len(grown.pages) == len(grant.pages) + count
+        self.grants = [grown if other is grant else other for other in self.grants]
+        with pytest.raises(ValueError, match="not held"):
+            self.pool.give_back(grant)
+        return grown
+
     @rule(grant=returned)
     def give_back_again(self, grant: Grant) -> None:
         """A second return is refused, also when the same pages and slot have a new holder."""

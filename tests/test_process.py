@@ -60,15 +60,17 @@ async def test_an_order_to_stop_ends_a_drain_that_takes_long() -> None:
 
 
 async def test_a_drain_that_fails_is_heard_of() -> None:
-    shutdown = Shutdown()
-
     async def drain() -> None:
         raise RuntimeError("the disk is full")
 
-    with pytest.raises(RuntimeError, match="the disk is full"):
+    async def serve() -> None:
+        shutdown = Shutdown()
         async with asyncio.timeout(TIMEOUT_S), shutdown.draining(drain):
             shutdown.ask()
             await shutdown.stop.wait()
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        await serve()
 
 
 @pytest.mark.parametrize(

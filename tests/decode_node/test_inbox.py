@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode_node.inbox import Inbox, Reservation
 from hackkv.codecs import CODECS
-from hackkv.errors import FrameRefused, HackkvError, HandshakeRefused, NodeLost, TransferError
+from hackkv.errors import FrameRefused, HackkvError, HandshakeRefused, TransferError
 from hackkv.framing import FrameWriter, handoff_end
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
@@ -143,18 +143,18 @@ def less_fingerprint(handoff: Handoff) -> Handoff:
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "fails_reservation"),
+    ("change", "words", "reason", "fails_reservation"),
     [
-        (other_fingerprint, "fingerprints differ in codec.seed: '0' here, '7' at the peer", True),
-        (less_fingerprint, "fingerprints differ in wire_version: '1' here, 'absent' at the peer", True),
-        (lambda h: replace(h, num_tokens=TOKENS + 1), f"num_tokens {TOKENS + 1}, expected {TOKENS}", True),
-        (lambda h: replace(h, epoch=1), "epoch 1, expected 2", False),
-        (lambda h: replace(h, transfer_id="u"), "transfer_id 'u' is not expected here", False),
+        (other_fingerprint, "fingerprints differ in codec.seed: '0' here, '7' at the peer", "fingerprint", True),
+        (less_fingerprint, "fingerprints differ in wire_version: '1' here, 'absent' at the peer", "fingerprint", True),
+        (lambda h: replace(h, num_tokens=TOKENS + 1), f"num_tokens {TOKENS + 1}, expected {TOKENS}", "length", True),
+        (lambda h: replace(h, epoch=1), "epoch 1, expected 2", "stale", False),
+        (lambda h: replace(h, transfer_id="u"), "transfer_id 'u' is not expected here", "unknown", False),
     ],
     ids=["fingerprint", "missing field", "num_tokens", "stale", "unknown"],
 )
 async def test_a_handshake_is_refused_by_name_before_any_frame(
-    wire: Wire, change: Callable[[Handoff], Handoff], words: str, fails_reservation: bool
+    wire: Wire, change: Callable[[Handoff], Handoff], words: str, reason: str, fails_reservation: bool
 ) -> None:
     """A stranger does not harm the transfer that is expected; the expected one with wrong settings ends it."""
     async with Decode(wire) as node:
@@ -162,7 +162,7 @@ async def test_a_handshake_is_refused_by_name_before_any_frame(
         with pytest.raises(HandshakeRefused, match=words):
             await node.sender.push(node.address, change(node.handoff), source.frames())
         assert not source.touched
-        assert node.inbox.refused == {"handshake": 1}
+        assert node.inbox.refused == {reason: 1}
         assert all(torch.equal(x, y) for x, y in zip(before, node.bytes(), strict=True))
         if fails_reservation:
             with pytest.raises(HandshakeRefused, match=words):
@@ -325,7 +325,7 @@ async def test_a_sender_that_dies_fails_the_reservation(wire: Wire) -> None:
 
         with pytest.raises(Exception, match="the engine died"):
             await node.sender.push(node.address, node.handoff, frames())
-        with pytest.raises(NodeLost):
+        with pytest.raises(TransferError, match="the prefill node"):
             await reservation.arrival
         node.inbox.close(reservation)
 

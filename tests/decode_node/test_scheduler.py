@@ -1,48 +1,288 @@
-"""Continuous batching: first come, first served, never above the batch limit, and who leaves is gone."""
+"""Whatever arrives, lands, leaves and takes its time: everybody who was admitted ends, and nobody's pages are lost."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler import DecodeScheduler, Footprint, Place, Plan, Seat
+from hackkv.errors import Overloaded, RequestError
+from hackkv.pages import PagePool
 
-STEPS = st.lists(st.tuples(st.sampled_from(["join", "leave", "schedule"]), st.integers(0, 30)), max_size=60)
+PI = 4
+PAGE_BYTES, ROW_BYTES = 10, 3
+FOOTPRINT = Footprint(lambda tokens: tokens // PI, PI, PAGE_BYTES, ROW_BYTES)
 
 
-@given(STEPS, st.integers(1, 5))
-def test_batches_are_the_oldest_that_are_there(steps: list[tuple[str, int]], max_batch: int) -> None:
-    """Against a plain list of who is there, in order of joining."""
-    scheduler: DecodeScheduler[int] = DecodeScheduler(max_batch)
-    there: list[int] = []
-    running: list[int] = []
-    joined = 0
-    for action, which in steps:
-        if action == "join":
-            scheduler.join(joined)
-            there.append(joined)
-            joined += 1
-        elif action == "leave":
-            scheduler.leave(which)
-            there, running = ([other for other in group if other != which] for group in (there, running))
+def scheduler(
+    pages: int = 8, slots: int = 8, *, host_bytes: int = 10_000, max_batch: int = 4, replay_tokens: int = 2 * PI
+) -> tuple[DecodeScheduler[str], PagePool]:
+    pool = PagePool(pages, slots)
+    made: DecodeScheduler[str] = DecodeScheduler(
+        pool, FOOTPRINT, host_bytes=host_bytes, max_batch=max_batch, replay_tokens=replay_tokens
+    )
+    return made, pool
+
+
+class Schedules(RuleBasedStateMachine):
+    """Any interleaving of requests, landings, steps, copies of any duration, and departures."""
+
+    @initialize(
+        pages=st.integers(1, 12),
+        slots=st.integers(1, 6),
+        host_pages=st.integers(0, 40),
+        max_batch=st.integers(1, 4),
+    )
+    def start(self, pages: int, slots: int, host_pages: int, max_batch: int) -> None:
+        """A node of any size."""
+        self.pool = PagePool(pages, slots)
+        self.capacity = host_pages * PAGE_BYTES
+        self.scheduler: DecodeScheduler[int] = DecodeScheduler(
+            self.pool, FOOTPRINT, host_bytes=self.capacity, max_batch=max_batch, replay_tokens=2 * PI
+        )
+        self.max_batch = max_batch
+        self.landing: list[Seat[int]] = []
+        self.landed: list[Seat[int]] = []
+        self.copies: list[Seat[int]] = []
+        self.plan: Plan[int] | None = None
+        self.names = 0
+
+    @rule(prompt=st.integers(1, 30), output=st.integers(2, 30))
+    def request(self, prompt: int, output: int) -> None:
+        """A refusal takes nothing; what could not run alone is refused for good, and nothing else is."""
+        limit, free = prompt + output - 1, self.pool.free_pages
+        try:
+            seat = self.scheduler.admit(self.names, prompt, limit)
+        except RequestError:
+            assert limit // PI > self.pool.num_pages
+            assert self.pool.free_pages == free
+        except Overloaded:
+            assert limit // PI <= self.pool.num_pages
+            assert self.pool.free_pages == free
+            assert self.holders(), "an empty node takes every request that fits"
         else:
-            batch = scheduler.schedule()
-            running = there[:max_batch]
-            assert batch == running
-        assert (scheduler.running, scheduler.waiting) == (len(running), len(there) - len(running))
+            self.names += 1
+            self.landing.append(seat)
+
+    @precondition(lambda self: self.landing)
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        """The KV of anybody has landed, maybe with tokens to replay."""
+        seat = self.landing.pop(data.draw(st.integers(0, len(self.landing) - 1)))
+        self.scheduler.land(seat, data.draw(st.integers(1, seat.limit - seat.tokens)))
+        self.landed.append(seat)
+
+    @precondition(lambda self: self.landing or self.landed)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        """Somebody leaves, wherever they are."""
+        group = data.draw(st.sampled_from([group for group in (self.landing, self.landed) if group]))
+        seat = group.pop(data.draw(st.integers(0, len(group) - 1)))
+        self.scheduler.leave(seat)
+        self.scheduler.leave(seat)
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def begin_step(self) -> None:
+        """Who is in a step owns what it needs, and nobody else touches it."""
+        plan = self.scheduler.schedule()
+        self.copies += [*plan.leaving, *plan.returning]
+        assert len(plan.turns) <= self.max_batch
+        tickets = [turn.seat.ticket for turn in plan.turns]
+        assert tickets == sorted(tickets)
+        replayed = 0
+        for turn in plan.turns:
+            seat = turn.seat
+            assert seat.place is Place.DEVICE
+            assert turn.rows >= 1
+            assert seat.pages >= (seat.tokens + turn.rows) // PI
+            assert turn.replay == (seat.pending > 1)
+            if turn.replay:
+                assert turn.rows < seat.pending
+                crosses = seat.tokens % PI and (seat.tokens + turn.rows - 1) // PI > seat.tokens // PI
+                assert not crosses, "a chunk that starts inside a page ends with it"
+                replayed += turn.rows
+            else:
+                assert turn.rows == 1
+        assert replayed <= 2 * PI
+        self.plan = plan
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(works=st.booleans())
+    def end_step(self, works: bool = True) -> None:
+        """The step is over; who has all their tokens leaves."""
+        assert self.plan is not None
+        self.scheduler.stepped(self.plan.turns, advanced=works)
+        self.plan = None
+        for seat in [seat for seat in self.landed if seat.tokens == seat.limit]:
+            self.landed.remove(seat)
+            self.scheduler.leave(seat)
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data())
+    def end_copy(self, data: st.DataObject) -> None:
+        """Copies end in any order, at any time."""
+        self.scheduler.copied(self.copies.pop(data.draw(st.integers(0, len(self.copies) - 1))))
+
+    def holders(self) -> set[Seat[int]]:
+        """Who may hold something."""
+        in_step = [turn.seat for turn in self.plan.turns] if self.plan else []
+        return {*self.landing, *self.landed, *self.copies, *in_step}
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        """Pages, slots and host bytes are held by somebody who is here, or by a step or copy that is not over."""
+        if not hasattr(self, "pool"):
+            return
+        here = self.holders()
+        assert sum(seat.pages for seat in here) == self.pool.num_pages - self.pool.free_pages
+        assert sum(seat.grant is not None for seat in here) == self.pool.num_slots - self.pool.free_slots
+        assert sum(seat.host_bytes for seat in here) == self.scheduler.host_bytes <= self.capacity
+        assert set(self.scheduler.seats) == {*self.landing, *self.landed}
+
+    def teardown(self) -> None:
+        """No more requests: everybody ends, in a number of steps that their tokens bound."""
+        if not hasattr(self, "pool"):
+            return
+        if self.plan is not None:
+            self.end_step()
+        while self.landing:
+            seat = self.landing.pop()
+            self.scheduler.land(seat)
+            self.landed.append(seat)
+        patience = 10 + 2 * sum(seat.limit - seat.tokens for seat in self.landed)
+        while self.landed:
+            before = sum(seat.limit - seat.tokens for seat in self.landed)
+            self.begin_step()
+            moved = bool(self.plan and self.plan.turns) or bool(self.copies)
+            assert moved, "nobody runs and nothing moves"
+            self.end_step()
+            for seat in self.copies:
+                self.scheduler.copied(seat)
+            self.copies.clear()
+            patience -= 1
+            assert patience >= 0, f"{before} tokens are left and nobody runs"
+        for seat in self.copies:
+            self.scheduler.copied(seat)
+        self.copies.clear()
+        self.everything_is_accounted_for()
+        assert self.pool.free_pages == self.pool.num_pages
+        assert self.scheduler.host_bytes == 0
 
 
-def test_a_batch_is_a_copy() -> None:
-    """A sequence may leave while the step that holds the batch runs."""
-    scheduler: DecodeScheduler[str] = DecodeScheduler(2)
-    scheduler.join("a")
-    batch = scheduler.schedule()
-    scheduler.leave("a")
-    assert batch == ["a"]
-    assert scheduler.schedule() == []
+TestSchedules = Schedules.TestCase
+TestSchedules.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def landed(made: DecodeScheduler[str], name: str, tokens: int, limit: int, pending: int = 1) -> Seat[str]:
+    """A sequence that may run."""
+    seat = made.admit(name, tokens, limit)
+    made.land(seat, pending)
+    return seat
+
+
+def run(made: DecodeScheduler[str], steps: int) -> list[str]:
+    """Run steps with copies that take no time; return who was in the last one."""
+    names: list[str] = []
+    for _ in range(steps):
+        plan = made.schedule()
+        names = [turn.seat.owner for turn in plan.turns]
+        made.stepped(plan.turns, advanced=True)
+        for seat in (*plan.leaving, *plan.returning):
+            made.copied(seat)
+    return names
+
+
+def test_the_batch_is_the_oldest_that_are_there_and_a_copy() -> None:
+    made, _ = scheduler(max_batch=2)
+    a, b, c = (landed(made, name, 1, 9) for name in "abc")
+    plan = made.schedule()
+    assert [turn.seat for turn in plan.turns] == [a, b]
+    assert (made.running, made.waiting) == (2, 1)
+    made.leave(a)
+    assert [turn.seat for turn in plan.turns] == [a, b]
+    made.stepped(plan.turns, advanced=True)
+    assert [turn.seat for turn in made.schedule().turns] == [b, c]
+
+
+def test_pages_are_taken_as_they_fill() -> None:
+    made, pool = scheduler(pages=3)
+    seat = landed(made, "a", PI - 1, 3 * PI)
+    assert (seat.pages, pool.free_pages) == (1, 2)
+    run(made, 1)
+    assert (seat.tokens, seat.pages) == (PI, 1)
+    run(made, PI)
+    assert (seat.tokens, seat.pages) == (2 * PI, 2)
+
+
+def test_the_youngest_leaves_in_time_and_goes_before_every_new_request() -> None:
+    """Its pages are wanted soon, not now: the copy has time. Then it waits until those who are here can go on."""
+    made, pool = scheduler(pages=8)
+    for name in "abc":
+        landed(made, name, 2 * PI, 8 * PI)
+    assert run(made, 1) == ["a", "b", "c"]
+    while not made.swapped:
+        names = run(made, 1)
+    assert names == ["a", "b"]
+    assert pool.free_pages > 0
+    with pytest.raises(Overloaded, match="1 sequences wait in host memory and go first"):
+        made.admit("d", 1, 2)
+    held = made.host_bytes
+    assert held >= 2 * PAGE_BYTES
+    made.leave(next(seat for seat in made.seats if seat.owner == "a"))
+    made.leave(next(seat for seat in made.seats if seat.owner == "b"))
+    run(made, 1)
+    assert made.host_bytes == 0
+    assert run(made, 1) == ["c"]
+
+
+def test_pages_that_a_copy_reads_or_writes_stay_taken_until_it_is_over() -> None:
+    made, pool = scheduler(pages=4)
+    landed(made, "a", 2 * PI, 4 * PI)
+    young = landed(made, "b", 2 * PI - 3, 3 * PI)
+    plan = made.schedule()
+    while not plan.leaving:
+        made.stepped(plan.turns, advanced=True)
+        plan = made.schedule()
+    assert plan.leaving == [young]
+    before, held = pool.free_pages, young.pages
+    made.leave(young)
+    assert pool.free_pages == before
+    made.copied(young)
+    assert pool.free_pages == before + held
+    assert made.host_bytes == 0
+
+
+def test_without_host_memory_nobody_is_ever_swapped() -> None:
+    made, _ = scheduler(pages=4, host_bytes=0)
+    landed(made, "a", 1, 2 * PI)
+    with pytest.raises(Overloaded, match="may not fit into this node's device and host memory"):
+        made.admit("b", 1, 3 * PI)
+    landed(made, "c", 1, 2 * PI)
+    assert run(made, 2 * PI - 1) == ["a", "c"]
+
+
+def test_replays_share_a_budget_and_decode_goes_on_beside_them() -> None:
+    made, _ = scheduler(pages=20, replay_tokens=2 * PI)
+    for name in "ab":
+        landed(made, name, 1, 8 * PI, pending=4 * PI)
+    landed(made, "c", 1, 9)
+    rows = []
+    for _ in range(4):
+        plan = made.schedule()
+        rows.append({turn.seat.owner: turn.rows for turn in plan.turns})
+        made.stepped(plan.turns, advanced=True)
+    # To the end of the page, then whole pages: what one leaves of the budget is not enough for a page of the other.
+    assert rows == [
+        {"a": PI - 1, "b": PI - 1, "c": 1},
+        {"a": 2 * PI, "c": 1},
+        {"a": PI, "b": PI, "c": 1},
+        {"a": 1, "b": 2 * PI, "c": 1},
+    ]
 
 
 def test_an_impossible_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="max_batch is 0"):
-        DecodeScheduler(0)
+        scheduler(max_batch=0)

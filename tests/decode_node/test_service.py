@@ -13,10 +13,10 @@ from hackkv.codec import Batch, LayerPages
 from hackkv.errors import (
     HackkvError,
     HandshakeRefused,
-    NodeLost,
     NonFiniteError,
     Overloaded,
     RequestError,
+    TransferError,
     by_code,
 )
 from hackkv.model.generate import generate
@@ -68,7 +68,7 @@ async def test_prefill_handoff_decode_equals_one_process(codec: str, settings: d
         served = await asyncio.gather(*(nodes.serve(request) for request in requests))
         await nodes.assert_idle()
         info = await nodes.decode.describe()
-        assert dict(info.stats)["received_tokens"] == sum(LENGTHS)
+        assert dict(info.stats)["hackkv_received_tokens_total"] == sum(LENGTHS)
     assert [result.tokens for result in served] == [generate(worker, request) for request in requests]
     for result in served:
         assert result.decoded is not None
@@ -112,25 +112,41 @@ async def test_eos_ends_a_sequence_within_the_batch() -> None:
     assert served.tokens[:-1] == tokens[: stop.index]
 
 
+async def reserved(nodes: Pair, name: str, prompt_tokens: int, max_tokens: int) -> AsyncIterator[DecodeEvent]:
+    """A decode call that has room."""
+    events = nodes.decode.decode(DecodeJob(greedy(name, (5,) * prompt_tokens, max_tokens), name, 0))
+    assert await anext(events) == Reserved()
+    return events
+
+
 async def test_no_room_is_said_before_anything_is_held() -> None:
     async with paired(tiny_worker("hack"), num_pages=4, max_sequences=2) as nodes:
-        first = nodes.decode.decode(DecodeJob(greedy("a", prompt(1, PI), 2 * PI), "a", 0))
-        assert await anext(first) == Reserved()
-        second = nodes.decode.decode(DecodeJob(greedy("b", prompt(1, PI), PI), "b", 0))
-        with pytest.raises(Overloaded, match="2 pages and a slot are needed; 1 pages and 1 slots are free"):
-            await anext(second)
-        third = nodes.decode.decode(DecodeJob(greedy("c", (5,), 2), "c", 0))
-        assert await anext(third) == Reserved()
-        fourth = nodes.decode.decode(DecodeJob(greedy("d", (5,), 2), "d", 0))
+        first = await reserved(nodes, "a", 3 * PI + PI // 2, PI)
+        named = "1 pages, 1 more to grow and a slot are needed; 1 pages and 1 slots are free"
+        with pytest.raises(Overloaded, match=named):
+            await reserved(nodes, "b", PI, PI)
+        second = await reserved(nodes, "c", 1, 2)
         with pytest.raises(Overloaded, match="0 slots are free"):
-            await anext(fourth)
+            await reserved(nodes, "d", 1, 2)
+        assert dict((await nodes.decode.describe()).stats)["hackkv_admission_refused_total"] == 2
         await close(first)
-        await close(third)
+        await close(second)
+        await nodes.assert_idle()
+
+
+async def test_without_host_memory_all_that_a_request_may_come_to_is_kept() -> None:
+    async with paired(tiny_worker("hack"), num_pages=4, swap_bytes=0) as nodes:
+        first = await reserved(nodes, "a", 1, 3 * PI)
+        with pytest.raises(Overloaded, match="64 tokens more may not fit into this node's device and host memory"):
+            await reserved(nodes, "b", 1, 2 * PI)
+        second = await reserved(nodes, "c", 1, 2 * PI - 1)
+        await close(first)
+        await close(second)
         await nodes.assert_idle()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "named"), [(5 * PI, "need 5 pages; this node has 4"), (1025, "exceed the model's 1024")]
+    ("tokens", "named"), [(5 * PI + 1, "need 5 pages; this node has 4"), (1025, "exceed the model's 1024")]
 )
 async def test_requests_that_can_never_run_are_refused(tokens: int, named: str) -> None:
     async with paired(tiny_worker("hack"), num_pages=4) as nodes:
@@ -174,7 +190,7 @@ async def test_cancelling_frees_everything(phase: str) -> None:
             token.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await token
-            assert (await nodes.decode.describe()).free_pages == 2, "the step still writes to the victim's pages"
+            assert (await nodes.decode.describe()).free_pages == 3, "the step still writes to the victim's pages"
             codec.open()
         else:
             busy = await landed(nodes, other)
@@ -260,7 +276,7 @@ async def test_a_prefill_node_that_drops_a_handoff_is_reported_to_the_decode_cal
         for _ in range(2):
             await asyncio.to_thread(codec.reached)
         sending.cancel()
-        with pytest.raises(NodeLost):
+        with pytest.raises(TransferError, match="the prefill node: the sender of r went away"):
             await anext(events)
         codec.open()
         served = await nodes.serve(greedy("next", prompt(12, 5), 3))

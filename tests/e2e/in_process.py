@@ -81,7 +81,14 @@ async def _decode_node(
 ) -> NodeInfo:
     server = RpcServer("127.0.0.1", 0)
     address = await server.start()
-    node = DecodeService(NodeIdentity(name, address, "1"), worker, num_pages=NUM_PAGES, max_sequences=32, max_batch=16)
+    node = DecodeService(
+        NodeIdentity(name, address, "1"),
+        worker,
+        num_pages=NUM_PAGES,
+        max_sequences=32,
+        max_batch=16,
+        host_bytes=1 << 30,
+    )
     server.add_decode(node)
     # The in-process network uses the control address as a mere name.
     listener: KvListener = GrpcListener(server, frame_timeout_s=30) if wire == "grpc" else network.listener(address)

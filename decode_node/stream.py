@@ -1,0 +1,49 @@
+"""One request on this node: where its events wait until the router reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from decode_node.engine import Sequence
+from decode_node.inbox import Reservation
+from decode_node.scheduler import Place, Seat
+from decode_node.swap import HostKv
+from hackkv.errors import HackkvError
+from hackkv.types import Decoded, DecodeEvent, DecodeJob
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Stream:
+    """A job and what became of it. Nothing here waits for the reader: a slow one holds no pages."""
+
+    job: DecodeJob
+    seat: Seat[Stream] = field(init=False)
+    reservation: Reservation | None = None
+    """Set while its KV may come."""
+    sequence: Sequence = field(init=False)
+    """Set when the KV has landed."""
+    kv: HostKv | None = None
+    """Its KV while it is swapped out."""
+    swapped_at: float = 0.0
+    _events: asyncio.Queue[DecodeEvent | HackkvError] = field(default_factory=asyncio.Queue)
+
+    @property
+    def over(self) -> bool:
+        """Whether it holds nothing any more; there may be events to read."""
+        return self.seat.place is Place.GONE
+
+    def put(self, event: DecodeEvent | HackkvError) -> None:
+        """Append an event; an error or `Decoded` is the last."""
+        self._events.put_nowait(event)
+
+    async def events(self) -> AsyncIterator[DecodeEvent]:
+        """Everything up to `Decoded`. Raises the error that ended the stream instead."""
+        while True:
+            event = await self._events.get()
+            if isinstance(event, HackkvError):
+                raise event
+            yield event
+            if isinstance(event, Decoded):
+                return

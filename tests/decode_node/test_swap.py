@@ -1,0 +1,53 @@
+"""What leaves for host memory comes back bit by bit, for every codec of `CODECS`, to other pages and another slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode_node.steps import footprint
+from decode_node.swap import copy_back, copy_out
+from hackkv.codec import LayerPages
+from hackkv.codecs import CODECS
+from hackkv.model.runner import ModelRunner
+from hackkv.pages import Grant
+from tests.pair import PI, tiny_worker
+
+OLD, NEW = Grant((3, 0, 5), 2), Grant((1, 4, 2, 6), 0)
+
+
+def randomized(pools: tuple[LayerPages, ...]) -> None:
+    """Every byte of the pools becomes random."""
+    generator = torch.Generator().manual_seed(1)
+    for pool in pools:
+        for tensor in (*pool.planes.values(), pool.open_k, pool.open_v):
+            raw = tensor.view(torch.uint8)
+            raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Its bytes: NaN differs from itself."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("rows", [0, 1, PI - 1])
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_round_trip_is_bit_exact_and_touches_nothing_else(codec: str, rows: int) -> None:
+    worker = tiny_worker(codec)
+    runner = ModelRunner(worker.model, worker.codec, 7, 3)
+    randomized(runner.pools)
+    before = [[plane.clone() for plane in pool.planes.values()] for pool in runner.pools]
+    opened = [(pool.open_k.clone(), pool.open_v.clone()) for pool in runner.pools]
+    kv = copy_out(runner.pools, OLD, 3, rows)
+    assert kv.num_bytes == footprint(runner).host_bytes(3 * PI + rows)
+    copy_back(runner.pools, NEW, kv)
+    for pool, planes, opens in zip(runner.pools, before, opened, strict=True):
+        for now, old in zip(pool.planes.values(), planes, strict=True):
+            assert torch.equal(raw(now[list(NEW.pages[:3])]), raw(old[list(OLD.pages)]))
+            rest = [page for page in range(7) if page not in NEW.pages[:3]]
+            assert torch.equal(raw(now[rest]), raw(old[rest]))
+        for now, old in zip((pool.open_k, pool.open_v), opens, strict=True):
+            assert torch.equal(raw(now[NEW.slot, :, :rows]), raw(old[OLD.slot, :, :rows]))
+            assert torch.equal(raw(now[NEW.slot, :, rows:]), raw(old[NEW.slot, :, rows:]))
+            assert torch.equal(raw(now[1:]), raw(old[1:]))
