@@ -1,4 +1,4 @@
-"""One try at a request on one pair of nodes.
+"""One computation of a prompt, and as many decode nodes after it as it takes.
 
 Two legs run side by side: the prefill leg brings token 0 and word of the handoff, the decode leg everything after.
 Token 0 goes to the client without waiting for the other leg. The decode leg is opened first if a node has room, so
@@ -8,169 +8,144 @@ leg stands in line meanwhile.
     router_queue ──▶ prefill ──▶ swap_wait ──▶ transfer ──▶ decode_queue ──▶ decode
                         │        (no room)                                     │
                      token 0 ──▶ client                              tokens ──▶ client
+
+When a decode node is lost and the prefill node still keeps the KV, the next decode leg gets it with a later epoch, and
+the tokens that the client has. When the KV is gone too, the attempt has failed and `router.dispatch` makes another.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import TypeVar
+from contextlib import AsyncExitStack, suppress
 from uuid import uuid4
 
-from hackkv.errors import HandshakeRefused, NodeLost, Overloaded, TransferError
+from hackkv.errors import NodeLost, Overloaded, TransferError
 from hackkv.timing import Stage, SubStage
 from hackkv.types import (
     Decoded,
-    DecodeEvent,
     DecodeJob,
-    HandedOff,
-    Landed,
+    HandoffFailed,
     Prefilled,
+    PrefillEvent,
     PrefillJob,
-    Reserved,
     Swapped,
     Token,
 )
+from router.decode_leg import DecodeLeg
+from router.failover import Failovers, Failure, Kind, KvGone
 from router.fleet import Fleet
 from router.flight import Flight
-from router.members import Booking, Member
-from router.scopes import deadline, unwrapped
-from transport.base import DecodeNode, PrefillNode
+from router.lifecycle import Stalled
+from router.members import Booking
+from router.prefill_leg import PrefillLeg
+from router.scopes import unwrapped
+from router.states import State
+from transport.base import DecodeNode
 from transport.closing import closing
 
 _LATE_S = 0.1
 """How long a finished request waits for the prefill node's account of the handoff, which took another way round."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """How long a request may stay in one state, in seconds."""
-
-    queue_s: float = 120.0
-    prefill_s: float = 300.0
-    transfer_s: float = 60.0
-    token_s: float = 60.0
-    total_s: float = 1800.0
-
-
-EventT = TypeVar("EventT")
-
-
-async def _expect(events: AsyncIterator[object], kind: type[EventT], who: str) -> EventT:
-    """The next event, which must be a `kind`. Raises `NodeLost` if the stream ends or breaks the protocol."""
-    async for event in events:
-        if isinstance(event, kind):
-            return event
-        raise NodeLost(f"{who} sent {type(event).__name__} where {kind.__name__} was due")
-    raise NodeLost(f"{who} ended its stream before {kind.__name__}")
-
-
-class _DecodeLeg:
-    """An open decode stream and the pages booked for it."""
-
-    def __init__(self, booking: Booking[DecodeNode], events: AsyncIterator[DecodeEvent]) -> None:
-        self.booking, self.events = booking, events
-
-
 class Attempt:
-    """One try. Afterwards, `nodes` says who took part and `prefill_refused` whether prefill had no capacity."""
+    """Afterwards, `to_avoid` names nodes that failed it, and `prefill_refused` says that prefill had no capacity."""
 
     def __init__(
-        self, flight: Flight, fleet: Fleet, deadlines: Deadlines, epoch: int, avoid: frozenset[str] = frozenset()
+        self, flight: Flight, fleet: Fleet, failovers: Failovers, to_avoid: frozenset[str] = frozenset()
     ) -> None:
-        self._flight, self._fleet, self._deadlines = flight, fleet, deadlines
-        self._epoch, self._avoid = epoch, avoid
+        self._flight, self._fleet, self._failovers = flight, fleet, failovers
         self._transfer_id = uuid4().hex
-        self._kv_tokens = len(flight.request.prompt_ids) + flight.request.sampling.max_tokens
+        self._epoch = 0
         self._handoff = flight.request.sampling.max_tokens > 1
+        self._decode: DecodeLeg | None = None
+        self._decode_state = State.WAITING
         self._measured: dict[Stage, float] = {}
-        self._watchers: list[asyncio.Task[None]] = []
-        self._token0 = asyncio.Event()
-        self._landed = asyncio.Event()
+        self._handed_off = False
+        self._told = asyncio.Event()
         self._complete = asyncio.Event()
-        self._transfer_limit: asyncio.Timeout | None = None
-        self._dispatched = self._assigned = self._decoding = self._accounted = False
-        self.nodes: set[str] = set()
+        self._accounted = False
+        self.to_avoid = set(to_avoid)
         self.prefill_refused = False
-
-    @property
-    def stage(self) -> Stage:
-        """Where the request is now."""
-        if not self._dispatched:
-            return Stage.ROUTER_QUEUE
-        if not self._token0.is_set():
-            return Stage.PREFILL
-        if self._landed.is_set():
-            return Stage.DECODE if self._decoding else Stage.DECODE_QUEUE
-        return Stage.TRANSFER if self._assigned else Stage.SWAP_WAIT
 
     async def run(self) -> None:
         """Serve the request to its end, or until the client wants no more. Raises what went wrong; leaves nothing."""
-        clock = self._flight.clock
-        clock.enter(Stage.ROUTER_QUEUE)
+        flight = self._flight
+        flight.clock.enter(Stage.ROUTER_QUEUE)
+        flight.life.move(State.QUEUED)
         try:
             async with AsyncExitStack() as held:
-                leg = await self._reserve_if_room(held) if self._handoff else None
-                prefill = held.enter_context(
-                    self._fleet.book_prefill(len(self._flight.request.prompt_ids), self._avoid)
-                )
-                self._flight.prefill_node = prefill.member.node_id
-                self.nodes.add(prefill.member.node_id)
+                tokens = len(flight.request.prompt_ids)
+                booking = held.enter_context(await self._fleet.book_prefill(tokens, flight.turn, self.to_avoid))
+                flight.prefill_node = booking.member.node_id
+                held.push_async_callback(self._close_decode)
+                if self._handoff:
+                    self._decode = await self._reserve_if_room()
+                address = self._decode.booking.address if self._decode else ""
+                job = PrefillJob(flight.request, self._transfer_id, self._epoch, address, self._handoff)
                 with unwrapped():
-                    await self._run_legs(held, prefill, leg)
+                    await self._run_legs(PrefillLeg(booking, job))
         finally:
             # The workers' durations first; the rest is ours if all is told, else it belongs to where we were.
-            clock.enter(Stage.STREAM, self._measured, rest=Stage.STREAM if self._accounted else self.stage)
+            rest = Stage.STREAM if self._accounted else flight.life.stage
+            flight.clock.enter(Stage.STREAM, self._measured, rest=rest)
 
-    async def _run_legs(self, held: AsyncExitStack, prefill: Booking[PrefillNode], leg: _DecodeLeg | None) -> None:
+    async def _run_legs(self, prefill: PrefillLeg) -> None:
         flight = self._flight
         async with asyncio.TaskGroup() as tasks:
-            self._watch(tasks, prefill.member)
-            if leg is not None:
-                self._watch(tasks, leg.booking.member)
-            self._assigned = leg is not None
             flight.clock.enter(Stage.PREFILL)
-            self._dispatched = True
+            flight.life.move(State.PREFILLING)
             if flight.dispatched_s is None:
                 flight.dispatched_s = flight.clock.total_s
-            legs = [tasks.create_task(self._run_prefill(prefill, leg.booking.address if leg else ""))]
+            if self._decode is not None:
+                self._decode_state = State.TRANSFERRING
+            legs = [tasks.create_task(self._run_prefill(prefill))]
             if self._handoff:
-                legs.append(tasks.create_task(self._run_decode(tasks, held, prefill, leg)))
+                legs.append(tasks.create_task(self._run_decode(prefill)))
             await self._complete.wait()
-            await asyncio.wait(legs[:1], timeout=_LATE_S)
-            rest = [*legs, *self._watchers]
-            for task in rest:
+            flight.life.move(State.STREAMING)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LATE_S):
+                    await self._told.wait()
+            for task in legs:
                 task.cancel()
-            await asyncio.wait(rest)
+            await asyncio.wait(legs)
 
     # Prefill leg ----------------------------------------------------------------------------------------------------
 
-    async def _run_prefill(self, booking: Booking[PrefillNode], address: str) -> None:
-        job = PrefillJob(self._flight.request, self._transfer_id, self._epoch, address, self._handoff)
-        who = f"prefill node {booking.member.node_id}"
-        async with closing(booking.node.prefill(job)) as events:
-            try:
-                async with deadline(self._deadlines.prefill_s, "prefill"):
-                    prefilled = await _expect(events, Prefilled, who)
-            except NodeLost:
-                booking.failed()
+    async def _run_prefill(self, prefill: PrefillLeg) -> None:
+        """Raises when the request cannot go on with what this prefill node has; without harm once the KV has landed."""
+        try:
+            await prefill.booking.guard(self._read_prefill(prefill))
+        except Overloaded:
+            self.prefill_refused = True
+            self.to_avoid.add(prefill.node_id)
+            raise
+        except (NodeLost, TransferError) as error:
+            if not prefill.token0.is_set() or not self._delivered:
+                if not isinstance(error, KvGone):
+                    self.to_avoid.add(prefill.node_id)
                 raise
-            except Overloaded:
-                self.prefill_refused = True
-                raise
-            booking.worked()
-            booking.release()  # the queue is shorter now, whatever becomes of the handoff
+        finally:
+            prefill.kept = False
+            self._told.set()
+
+    async def _read_prefill(self, prefill: PrefillLeg) -> None:
+        async with closing(prefill.events) as events:
+            prefilled = await prefill.first()
             if not self._take_token0(prefilled):
                 self._complete.set()
                 return
-            try:
-                self._take_handoff(await _expect(events, HandedOff, who))
-            except (NodeLost, TransferError):
-                if not self._landed.is_set():
-                    raise
-                # The decode node has the KV: this prefill node is not needed any more.
+            prefill.token0.set()
+            self._enter(self._decode_state, prefill)
+            async for fate in events:
+                self._take_fate(fate)
+        if not self._delivered:
+            raise KvGone(f"prefill node {prefill.node_id} let go of KV that had not landed")
+
+    @property
+    def _delivered(self) -> bool:
+        """The current decode node has the KV, by its own word or by the prefill node's."""
+        return self._decode is not None and (self._decode.landed or self._handed_off)
 
     def _take_token0(self, prefilled: Prefilled) -> bool:
         """Credit prefill and hand token 0 on. False if the request ends with it."""
@@ -182,127 +157,144 @@ class Attempt:
         )
         flight.clock.sub_stages[SubStage.QUANTIZE] += prefilled.quantize_s
         flight.prefilled = prefilled
-        self._token0.set()
         wanted = flight.deliver(prefilled.token)
-        if not wanted or not self._handoff or prefilled.token.finish is not None:
-            self._accounted = True
-            return False
-        self._arm_transfer_limit()
-        return True
+        self._accounted = not wanted or not self._handoff or prefilled.token.finish is not None
+        return not self._accounted
 
-    def _take_handoff(self, handed_off: HandedOff) -> None:
-        self._measured[Stage.SWAP_WAIT] = handed_off.swap_wait_s
-        self._measured[Stage.TRANSFER] = handed_off.transfer_s
+    def _take_fate(self, fate: PrefillEvent) -> None:
+        """Word of a push; that of a decode leg which is over comes too late to matter."""
+        if isinstance(fate, Prefilled) or self._decode is None or fate.epoch != self._epoch:
+            self._flight.strays[type(fate).__name__] += 1
+        elif isinstance(fate, HandoffFailed):
+            self._decode.undelivered(fate)
+        else:
+            self._measured[Stage.SWAP_WAIT] = self._measured.get(Stage.SWAP_WAIT, 0.0) + fate.swap_wait_s
+            self._measured[Stage.TRANSFER] = fate.transfer_s
+            self._handed_off = True
+            self._told.set()
 
-    # Decode leg -----------------------------------------------------------------------------------------------------
+    # Decode legs ----------------------------------------------------------------------------------------------------
 
-    async def _run_decode(
-        self,
-        tasks: asyncio.TaskGroup,
-        held: AsyncExitStack,
-        prefill: Booking[PrefillNode],
-        leg: _DecodeLeg | None,
-    ) -> None:
-        if leg is None:
-            async with deadline(self._deadlines.queue_s, "waiting for decode capacity"):
-                leg = await self._reserve_in_line(held)
-            self._watch(tasks, leg.booking.member)
-            await self._assign(prefill.node, leg.booking.address)
-            self._assigned = True
-        try:
-            await self._receive(leg)
-        except NodeLost:
-            leg.booking.failed()
-            raise
-
-    async def _assign(self, prefill: PrefillNode, address: str) -> None:
-        try:
-            await prefill.assign(self._transfer_id, self._epoch, address)
-        except HandshakeRefused:
-            if self._token0.is_set():
-                raise
-            # A job and its assignment travel side by side; after token 0 the job is certainly known.
-            await self._token0.wait()
-            await prefill.assign(self._transfer_id, self._epoch, address)
-
-    async def _receive(self, leg: _DecodeLeg) -> None:
-        flight, who = self._flight, f"decode node {leg.booking.member.node_id}"
-        async with deadline(None, "the KV transfer") as self._transfer_limit:
-            self._arm_transfer_limit()
-            landed = await _expect(leg.events, Landed, who)
-        self._transfer_limit = None
-        self._landed.set()
-        self._watchers[0].cancel()  # the prefill node may go now
-        flight.receipts.append(landed.receipt)
-        await self._token0.wait()  # token 1 may overtake token 0, which comes from the other node
-        finished = False
-        async with deadline(self._deadlines.token_s, "the next token") as limit:
-            async for event in leg.events:
-                limit.reschedule(asyncio.get_running_loop().time() + self._deadlines.token_s)
-                if isinstance(event, Swapped):
+    async def _run_decode(self, prefill: PrefillLeg) -> None:
+        while True:
+            if self._decode is None:
+                self._decode = await self._reserve_in_line()
+                await self._offer(prefill, self._decode)
+            self._flight.life.on_stall = self._decode.fail
+            try:
+                await self._decode.guard(self._receive(prefill, self._decode))
+            except (NodeLost, TransferError, Stalled) as error:
+                if not self._flight.complete:
+                    await self._leave_decode(prefill, self._decode, error)
                     continue
-                if isinstance(event, Token):
-                    self._decoding = True
-                    finished = event.finish is not None
-                    # A token that ends the request is followed by the node's account of its time, which we want.
-                    if not flight.deliver(event) and not finished:
-                        self._complete.set()
-                        return
-                elif isinstance(event, Decoded) and finished:
-                    self._take_decoded(event)
-                    self._complete.set()
+            self._complete.set()
+            return
+
+    async def _offer(self, prefill: PrefillLeg, leg: DecodeLeg) -> None:
+        self._enter(State.OFFERED, prefill)
+        if self._epoch and prefill.token0.is_set():
+            self._flight.clock.enter(Stage.TRANSFER)  # ends the window in which a lost decode node was replaced
+        await prefill.assign(leg.job.epoch, leg.booking.address)
+        self._enter(State.TRANSFERRING, prefill)
+
+    async def _leave_decode(self, prefill: PrefillLeg, leg: DecodeLeg, error: Failure) -> None:
+        """Give a decode node up and prepare for the next epoch. Raises `error` when the KV is gone too."""
+        self.to_avoid.add(leg.node_id)
+        if not prefill.kept:
+            raise error
+        self._failovers.survive(error, Kind.REASSIGNED)
+        if prefill.token0.is_set():
+            self._flight.clock.enter(Stage.SWAP_WAIT, self._measured, rest=self._flight.life.stage)
+        self._measured.clear()
+        self._handed_off = False
+        self._told.clear()
+        self._epoch += 1
+        await self._close_decode()
+        self._enter(State.WAITING, prefill)
+
+    async def _receive(self, prefill: PrefillLeg, leg: DecodeLeg) -> None:
+        """From the first page to the last token, or to the last one that the client wants."""
+        flight = self._flight
+        landed = await leg.land()
+        flight.receipts.append(landed.receipt)
+        flight.replayed += max(0, len(leg.job.emitted) - 1)  # the last one would have been the next input anyway
+        self._enter(State.LANDED, prefill)
+        await prefill.token0.wait()  # token 1 may overtake token 0, which comes from the other node
+        finished = False
+        async for event in leg.events:
+            if isinstance(event, Token):
+                # A token that ends the request is followed by the node's account of its time, which we want.
+                finished = event.finish is not None
+                wanted = flight.deliver(event)
+                self._enter(State.STREAMING if finished else State.DECODING, prefill)
+                if not wanted and not finished:
                     return
-                else:
-                    raise NodeLost(f"{who} sent {type(event).__name__} out of turn")
+            elif isinstance(event, Swapped):
+                self._enter(State.SWAPPED, prefill)
+            elif isinstance(event, Decoded) and finished:
+                self._take_decoded(event)
+                return
+            else:
+                flight.strays[type(event).__name__] += 1
         if not finished:
-            raise NodeLost(f"{who} ended its stream before the last token")
-        self._complete.set()
+            raise NodeLost(f"decode node {leg.node_id} ended its stream before the last token")
 
     def _take_decoded(self, decoded: Decoded) -> None:
+        self._measured[Stage.SWAP_WAIT] = self._measured.get(Stage.SWAP_WAIT, 0.0) + decoded.swapped_s
         self._measured[Stage.DECODE_QUEUE] = decoded.queue_s
         self._measured[Stage.DECODE] = decoded.decode_s
         self._flight.clock.sub_stages[SubStage.ATTEND] += decoded.attend_s
         self._flight.clock.sub_stages[SubStage.APPROXIMATION] += decoded.approximation_s
         self._accounted = True
 
-    async def _reserve_if_room(self, held: AsyncExitStack) -> _DecodeLeg | None:
-        async with deadline(self._deadlines.queue_s, "reserving decode capacity"):
-            while booking := self._fleet.try_book_decode(self._kv_tokens, self._avoid):
-                if leg := await self._reserve(held, booking):
-                    return leg
+    def _enter(self, state: State, prefill: PrefillLeg) -> None:
+        """Where the decode side is now; that is where the request is, once it has left prefill."""
+        self._decode_state = state
+        if prefill.token0.is_set():
+            self._flight.life.move(state)
+
+    # Room -----------------------------------------------------------------------------------------------------------
+
+    async def _reserve_if_room(self) -> DecodeLeg | None:
+        flight = self._flight
+        while booking := self._fleet.try_book_decode(
+            flight.need, flight.turn, self.to_avoid, recovering=flight.recovering
+        ):
+            if leg := await self._open(booking):
+                return leg
         return None
 
-    async def _reserve_in_line(self, held: AsyncExitStack) -> _DecodeLeg:
+    async def _reserve_in_line(self) -> DecodeLeg:
+        flight = self._flight
         while True:
-            booking = await self._fleet.book_decode(self._kv_tokens, self._avoid)
-            if leg := await self._reserve(held, booking):
+            booking = await self._fleet.book_decode(
+                flight.need, flight.turn, self.to_avoid, recovering=flight.recovering
+            )
+            if leg := await self._open(booking):
                 return leg
 
-    async def _reserve(self, held: AsyncExitStack, booking: Booking[DecodeNode]) -> _DecodeLeg | None:
-        """Open the decode stream and wait until the node holds the pages; None if it has no room after all."""
-        held.enter_context(booking)
-        node_id = booking.member.node_id
-        job = DecodeJob(self._flight.request, self._transfer_id, self._epoch)
-        events = await held.enter_async_context(closing(booking.node.decode(job)))
-        self.nodes.add(node_id)
+    async def _open(self, booking: Booking[DecodeNode]) -> DecodeLeg | None:
+        """Open the decode stream and wait until the node holds room; None if it has none, or is gone."""
+        flight = self._flight
+        leg = DecodeLeg(booking, DecodeJob(flight.request, self._transfer_id, self._epoch, tuple(flight.token_ids)))
         try:
-            await _expect(events, Reserved, f"decode node {node_id}")
+            await leg.reserve()
         except Overloaded:
-            booking.refused()
+            await leg.close()
             return None
-        except NodeLost:
-            booking.failed()
+        except (NodeLost, TransferError) as error:
+            await leg.close()
+            self.to_avoid.add(leg.node_id)
+            self._failovers.survive(error, Kind.REASSIGNED)
+            return None
+        except BaseException:
+            await leg.close()
             raise
-        booking.worked()
-        self._flight.decode_node = node_id
-        return _DecodeLeg(booking, events)
+        flight.decode_node = leg.node_id
+        return leg
 
-    # Both -----------------------------------------------------------------------------------------------------------
-
-    def _watch(self, tasks: asyncio.TaskGroup, member: Member[PrefillNode] | Member[DecodeNode]) -> None:
-        self._watchers.append(tasks.create_task(member.watch()))
-
-    def _arm_transfer_limit(self) -> None:
-        """The transfer's time runs from token 0 or from the assignment, whichever is later."""
-        if self._transfer_limit is not None and self._token0.is_set():
-            self._transfer_limit.reschedule(asyncio.get_running_loop().time() + self._deadlines.transfer_s)
+    async def _close_decode(self) -> None:
+        self._flight.life.on_stall = None
+        if self._decode is not None:
+            await self._decode.close()
+            self._decode = None

@@ -18,18 +18,26 @@ class NodesConfig(Frozen):
 
 
 class DeadlinesConfig(Frozen):
-    """How long a request may stay in one state, in seconds; longer is a 504."""
+    """How long a request may stay in one state of `router.states`, in seconds; longer is a 504."""
 
     body_s: float = Field(default=30.0, gt=0)
     """Reading the request body; longer is a 408."""
     queue_s: float = Field(default=120.0, gt=0)
-    """Waiting for room on a decode node, and for its word that the room is held."""
+    """Waiting for a prefill node, and again for room on a decode node; also while nodes restart."""
     prefill_s: float = Field(default=300.0, gt=0)
     """From dispatch to the first token."""
+    offer_s: float = Field(default=10.0, gt=0)
+    """Telling the prefill node which decode node holds room."""
     transfer_s: float = Field(default=60.0, gt=0)
-    """From the first token (or the decode node's assignment) until the KV has landed."""
+    """From the first token (or the decode node's assignment) until the KV has landed; and on top of it"""
+    transfer_ktoken_s: float = Field(default=1.0, ge=0)
+    """for every thousand tokens of prompt and output."""
+    landed_s: float = Field(default=120.0, gt=0)
+    """From landing to the next new token: the decode node's queue, and the replay after a failover."""
     token_s: float = Field(default=60.0, gt=0)
     """Between two tokens."""
+    swapped_s: float = Field(default=300.0, gt=0)
+    """In the decode node's host memory."""
     total_s: float = Field(default=1800.0, gt=0)
     """The whole request."""
 
@@ -48,6 +56,12 @@ class LimitsConfig(Frozen):
     """Sequences inside the router; one more is a 429."""
     max_waiting: int = Field(default=1024, gt=0)
     """Sequences that wait for room on a decode node; one more is a 429."""
+    ageing_s: float = Field(default=5.0, ge=0)
+    """How long smaller requests may pass one that finds no room."""
+    max_passed: int = Field(default=16, ge=0)
+    """How many may."""
+    max_failovers: int = Field(default=3, ge=0)
+    """Lost nodes and failed transfers that one request survives; nodes that drain do not count."""
 
 
 class RouterConfig(RoleConfig):

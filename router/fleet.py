@@ -5,37 +5,32 @@ A node is in the fleet while it renews its lease. Joining, renewing and coming b
 
 Load is the router's own count, exact at every moment, because everything a node does for us was dispatched here.
 Only free pages are combined with the node's last report, and then the node has the last word (`Overloaded`).
-Whoever finds no room waits in line: strictly first come, first served, woken by a release, a report or a new node.
+Whoever finds no node, or no room on one, waits in line (`router.line`), woken by a release, a report or a new node.
+Only a role that nobody has filled since the router started is refused at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from time import monotonic
+from itertools import count
 
 from hackkv.errors import HackkvError, HandshakeRefused, Overloaded, Unavailable
 from hackkv.types import Fingerprint, Lease, NodeInfo, Role
+from router.capacity import Memory
+from router.line import Line, Patience, Place
 from router.members import Booking, Member, NodeT
-from router.policy import pages_for, pick_decode, pick_prefill
+from router.policy import Need, pages_for, pick_decode, pick_prefill
 from transport.base import DecodeNode, PrefillNode
 
 log = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2
 """Weight of the newest interval between two releases in their moving mean."""
-
-
-class _Waiter:
-    """Someone in line for room on a decode node."""
-
-    def __init__(self, tokens: int, avoid: AbstractSet[str]) -> None:
-        self.tokens, self.avoid = tokens, avoid
-        self.future: asyncio.Future[Booking[DecodeNode]] = asyncio.get_running_loop().create_future()
+_PATIENCE = Patience()
 
 
 class Fleet:
@@ -47,13 +42,24 @@ class Fleet:
         dial_decode: Callable[[str], DecodeNode],
         lease_ttl_s: float = 3.0,
         max_waiting: int = 1024,
-        now: Callable[[], float] = monotonic,
+        patience: Patience = _PATIENCE,
+        remember_s: float = 120.0,
+        now: Callable[[], float] | None = None,
     ) -> None:
+        """`now` defaults to the event loop's clock. `remember_s` is how long a node that left may come back."""
         self._dial_prefill, self._dial_decode = dial_prefill, dial_decode
-        self._ttl, self._max_waiting, self._now = lease_ttl_s, max_waiting, now
+        self._ttl, self._max_waiting = lease_ttl_s, max_waiting
+        self._now = now or asyncio.get_running_loop().time
         self._prefill: dict[str, Member[PrefillNode]] = {}
         self._decode: dict[str, Member[DecodeNode]] = {}
-        self._waiters: deque[_Waiter] = deque()
+        self._for_prefill: Line[Booking[PrefillNode]] = Line(
+            self._take_prefill, self._prefill_fits, lambda place: False, self._now, patience
+        )
+        self._for_decode: Line[Booking[DecodeNode]] = Line(
+            self._take_decode, self._decode_fits, self._decode_could_fit, self._now, patience
+        )
+        self._memory = Memory(remember_s)
+        self._turns = count(1)
         self._choices = 0
         self.codec = "unknown"
         """Name of the fleet's codec, as its fingerprint has it; a label of metrics."""
@@ -67,20 +73,19 @@ class Fleet:
         self._check(info)
         if info.role is Role.PREFILL:
             self._admit(info, self._prefill, self._dial_prefill)
+            self._for_prefill.serve()
         else:
             self._admit(info, self._decode, self._dial_decode)
-            self._seat_waiters()
+            self._for_decode.serve()
         return Lease(self._ttl)
 
     def expire(self) -> None:
         """Take out every node whose lease has run out; requests on it fail with `NodeLost` at once."""
-        now = self._now()
-        for table in (self._prefill, self._decode):
-            for node_id in [node_id for node_id, member in table.items() if member.expires_at <= now]:
-                member = table.pop(node_id)
-                member.gone.set()
-                log.warning("%s node %s lost its lease", member.info.role, node_id)
-        self._seat_waiters()
+        self._expire(self._prefill)
+        self._expire(self._decode)
+        # A suspension may have run out.
+        self._for_prefill.serve()
+        self._for_decode.serve()
 
     def members(self, role: Role | None = None) -> tuple[Member[PrefillNode] | Member[DecodeNode], ...]:
         """Every live node, or those of one role."""
@@ -90,68 +95,75 @@ class Fleet:
 
     @property
     def missing(self) -> tuple[Role, ...]:
-        """Roles that no live node fills."""
-        return tuple(role for role, table in ((Role.PREFILL, self._prefill), (Role.DECODE, self._decode)) if not table)
+        """Roles that no live node fills, those apart that are about to stop."""
+        return tuple(role for role in Role if all(member.draining for member in self.members(role)))
+
+    @property
+    def known(self) -> bool:
+        """Whether every role was filled since the router started, so that the limits below are known."""
+        return all(self._known(role) for role in Role)
 
     @property
     def max_context(self) -> int:
-        """Longest prompt plus output, in tokens, that every live node can serve. Raises `Unavailable` without nodes."""
-        self._require(*self.missing)
-        return min(member.info.max_context for member in self.members())
+        """Longest prompt plus output, in tokens, that every node can serve. Raises `Unavailable` before it is known."""
+        known = {role: self._known(role) for role in Role}
+        self._require(*(role for role, infos in known.items() if not infos))
+        return min(info.max_context for infos in known.values() for info in infos)
 
     @property
     def max_request_tokens(self) -> int:
         """Tokens of KV that fit on the largest decode node when it is empty."""
-        return max((member.info.total_pages * member.info.page_tokens for member in self._decode.values()), default=0)
+        return max((info.total_pages * info.page_tokens for info in self._known(Role.DECODE)), default=0)
+
+    def next_turn(self) -> int:
+        """A request's place in the order of arrival."""
+        return next(self._turns)
 
     @property
     def waiting(self) -> int:
-        """Sequences in line for a decode node."""
-        return len(self._waiters)
+        """Sequences in line for a node."""
+        return len(self._for_decode) + len(self._for_prefill)
 
     @property
     def retry_after_s(self) -> float:
         """About how long the line is, from the mean time between two releases."""
-        return min(60.0, max(1.0, self._release_interval_s * (len(self._waiters) + 1)))
+        return min(60.0, max(1.0, self._release_interval_s * (len(self._for_decode) + 1)))
 
     # Load -----------------------------------------------------------------------------------------------------------
 
-    def book_prefill(self, tokens: int, avoid: AbstractSet[str] = frozenset()) -> Booking[PrefillNode]:
-        """Put `tokens` on the shortest prefill queue. Raises `Unavailable` when there is no prefill node."""
-        node_id = pick_prefill((member.prefill_load() for member in self._prefill.values()), self._now(), avoid)
-        if node_id is None:
-            raise Unavailable("no prefill node is alive")
-        return self._book(self._prefill[node_id], tokens, pages=0)
+    async def book_prefill(
+        self, tokens: int, turn: int | None = None, avoid: AbstractSet[str] = frozenset()
+    ) -> Booking[PrefillNode]:
+        """Put `tokens` on the shortest prefill queue; waits for a node when those that were here are away.
 
-    def try_book_decode(self, tokens: int, avoid: AbstractSet[str] = frozenset()) -> Booking[DecodeNode] | None:
-        """Hold room for `tokens` tokens of KV, or None if there is none or others wait for it already.
-
-        Raises `Overloaded` if there is not even room to wait, and `Unavailable` if there is no decode node.
+        Raises `Unavailable` when there never was one.
         """
-        self._require(*(role for role in self.missing if role is Role.DECODE))
-        if not self._waiters and (booking := self._book_decode(tokens, avoid)):
-            return booking
-        if len(self._waiters) >= self._max_waiting:
-            raise Overloaded("too many requests wait for decode capacity", self.retry_after_s)
-        return None
+        self._require_known(Role.PREFILL)
+        turn = self.next_turn() if turn is None else turn
+        return await self._for_prefill.wait(turn, Need(tokens, tokens), avoid)
 
-    async def book_decode(self, tokens: int, avoid: AbstractSet[str] = frozenset()) -> Booking[DecodeNode]:
+    def try_book_decode(
+        self, need: Need, turn: int | None = None, avoid: AbstractSet[str] = frozenset(), *, recovering: bool = False
+    ) -> Booking[DecodeNode] | None:
+        """Hold room for KV, or None if there is none or it is kept for others.
+
+        Raises `Overloaded` if there is not even room to wait (unless `recovering`: who was let in is not turned away),
+        and `Unavailable` if there never was a decode node.
+        """
+        self._require_known(Role.DECODE)
+        booking = self._for_decode.try_now(self.next_turn() if turn is None else turn, need, avoid)
+        if booking is None and not recovering and len(self._for_decode) >= self._max_waiting:
+            raise Overloaded("too many requests wait for decode capacity", self.retry_after_s)
+        return booking
+
+    async def book_decode(
+        self, need: Need, turn: int | None = None, avoid: AbstractSet[str] = frozenset(), *, recovering: bool = False
+    ) -> Booking[DecodeNode]:
         """Like `try_book_decode`, but stand in line."""
-        if booking := self.try_book_decode(tokens, avoid):
+        turn = self.next_turn() if turn is None else turn
+        if booking := self.try_book_decode(need, turn, avoid, recovering=recovering):
             return booking
-        waiter = _Waiter(tokens, avoid)
-        self._waiters.append(waiter)
-        try:
-            return await waiter.future
-        except asyncio.CancelledError:
-            # Cancelled between being served and waking up: the room must not stay held.
-            if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
-                waiter.future.result().release()
-            raise
-        finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-                self._seat_waiters()
+        return await self._for_decode.wait(turn, need, avoid)
 
     # Housekeeping ---------------------------------------------------------------------------------------------------
 
@@ -208,27 +220,67 @@ class Fleet:
             member.renew(info, expires_at)
             return
         if member is not None:
-            del table[info.node_id]
-            member.gone.set()
+            self._remove(table, info.node_id, "was restarted")
+        self._memory.came(info)
         table[info.node_id] = Member(info, dial(info.address), expires_at)
         self.codec = dict(info.fingerprint.fields).get("codec", self.codec)
         log.info("%s node %s joined at %s", info.role, info.node_id, info.address)
+
+    def _expire(self, table: dict[str, Member[NodeT]]) -> None:
+        now = self._now()
+        for node_id in [node_id for node_id, member in table.items() if member.expires_at <= now]:
+            self._remove(table, node_id, "lost its lease")
+
+    def _remove(self, table: dict[str, Member[NodeT]], node_id: str, why: str) -> None:
+        member = table.pop(node_id)
+        self._memory.left(member.info, self._now())
+        log.log(logging.INFO if member.draining else logging.WARNING, "%s node %s %s", member.info.role, node_id, why)
+        member.leave(why)
+
+    def _known(self, role: Role) -> list[NodeInfo]:
+        return self._memory.of(role, (member.info for member in self.members(role)), self._now())
 
     def _require(self, *missing: Role) -> None:
         if missing:
             raise Unavailable(f"no {' and no '.join(missing)} node is alive")
 
+    def _require_known(self, role: Role) -> None:
+        if not self.members(role) and not self._memory.knows(role):
+            self._require(role)
+
+    # What the lines ask ---------------------------------------------------------------------------------------------
+
+    def _choose_prefill(self, place: Place) -> str | None:
+        return pick_prefill((member.prefill_load() for member in self._prefill.values()), self._now(), place.avoid)
+
+    def _choose_decode(self, place: Place) -> str | None:
+        loads = (member.decode_load() for member in self._decode.values())
+        return pick_decode(loads, place.need, self._now(), place.avoid)
+
+    def _prefill_fits(self, place: Place) -> bool:
+        return self._choose_prefill(place) is not None
+
+    def _decode_fits(self, place: Place) -> bool:
+        return self._choose_decode(place) is not None
+
+    def _decode_could_fit(self, place: Place) -> bool:
+        return any(member.decode_load().could_hold(place.need) for member in self._decode.values())
+
+    def _take_prefill(self, place: Place) -> Booking[PrefillNode]:
+        node_id = self._choose_prefill(place)
+        assert node_id is not None, "the line serves only who fits"
+        return self._book(self._prefill[node_id], place.need.whole, pages=0)
+
+    def _take_decode(self, place: Place) -> Booking[DecodeNode]:
+        node_id = self._choose_decode(place)
+        assert node_id is not None, "the line serves only who fits"
+        member = self._decode[node_id]
+        return self._book(member, place.need.whole, pages_for(place.need.landing, member.info.page_tokens))
+
     def _book(self, member: Member[NodeT], tokens: int, pages: int) -> Booking[NodeT]:
         self._choices += 1
         member.chosen_at = self._choices
         return Booking(member, tokens, pages, self._now, self._on_release)
-
-    def _book_decode(self, tokens: int, avoid: AbstractSet[str]) -> Booking[DecodeNode] | None:
-        node_id = pick_decode((member.decode_load() for member in self._decode.values()), tokens, self._now(), avoid)
-        if node_id is None:
-            return None
-        member = self._decode[node_id]
-        return self._book(member, tokens, pages_for(tokens, member.info.page_tokens))
 
     def _on_release(self, role: Role) -> None:
         if role is Role.PREFILL:
@@ -237,19 +289,4 @@ class Fleet:
         if self._released_at is not None:
             self._release_interval_s += _SMOOTHING * (now - self._released_at - self._release_interval_s)
         self._released_at = now
-        self._seat_waiters()
-
-    def _seat_waiters(self) -> None:
-        """Serve the line from its head; the head is never overtaken, so nobody starves."""
-        while self._waiters:
-            waiter = self._waiters[0]
-            if not self._decode:
-                self._waiters.popleft()
-                waiter.future.set_exception(Unavailable("no decode node is alive"))
-            elif waiter.future.done():
-                self._waiters.popleft()
-            elif booking := self._book_decode(waiter.tokens, waiter.avoid):
-                self._waiters.popleft()
-                waiter.future.set_result(booking)
-            else:
-                return
+        self._for_decode.serve()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hackkv.errors import NodeLost, TransferError
 from hackkv.timing import StageClock
 from hackkv.types import Prefilled, Receipt, Request, Token
+from router.lifecycle import Lifecycle
+from router.policy import Need
 
 
 @dataclass(slots=True)
@@ -25,7 +28,11 @@ class Flight:
     """When each token was handed to the client, in seconds since arrival."""
     dispatched_s: float | None = None
     """When the first attempt left for a prefill node, in seconds since arrival."""
-    attempts: int = 0
+    life: Lifecycle = field(default_factory=Lifecycle)
+    turn: int = 0
+    """Place in the order of arrival; whoever waits keeps it through every failure."""
+    attempts: int = 1
+    """How often the request was placed on nodes: once more for each that was lost, was full or let go of it."""
     prefill_node: str = ""
     decode_node: str = ""
     prefilled: Prefilled | None = None
@@ -35,6 +42,21 @@ class Flight:
     """The client has all of it, or wants no more: what fails from here on is not the client's problem."""
     diverged: int = 0
     """Replayed tokens that differ from those the client already has."""
+    replayed: int = 0
+    """Tokens that the client had already and a decode node computed again, to go on after them."""
+    strays: Counter[str] = field(default_factory=Counter)
+    """Events of nodes that came twice, too late or out of turn, by name; they change nothing."""
+
+    @property
+    def recovering(self) -> bool:
+        """It was placed before: whoever was let in is not turned away."""
+        return self.attempts > 1
+
+    @property
+    def need(self) -> Need:
+        """Room that a decode node must have for it now."""
+        prompt = len(self.request.prompt_ids)
+        return Need(prompt + len(self.token_ids), prompt + self.request.sampling.max_tokens)
 
     def deliver(self, token: Token) -> bool:
         """Hand a token on, unless the client has it from an earlier attempt. False: the client wants no more.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from hackkv.errors import NodeLost
+from hackkv.errors import HackkvError, NodeDraining, NodeLost
 from hackkv.types import NodeInfo, Role
 from router.policy import DecodeLoad, Health, PrefillLoad
+from router.scopes import guarded
 from transport.base import DecodeNode, PrefillNode
 
 _SUSPENSION_S = 1.0
@@ -17,6 +19,7 @@ _LONGEST_SUSPENSION_S = 16.0
 
 
 NodeT = TypeVar("NodeT", bound=PrefillNode | DecodeNode)
+T = TypeVar("T")
 
 
 class Member(Generic[NodeT]):
@@ -26,8 +29,8 @@ class Member(Generic[NodeT]):
         self.info = info
         self.node = node
         self.expires_at = expires_at
-        self.gone = asyncio.Event()
-        """Set when the node leaves the fleet."""
+        self.gone: asyncio.Future[HackkvError] = asyncio.get_running_loop().create_future()
+        """Done when the node has left the fleet, with what its requests are told."""
         self.tokens = 0
         """Queued (prefill) or outstanding (decode) tokens of requests that we sent there."""
         self.pages = 0
@@ -37,6 +40,12 @@ class Member(Generic[NodeT]):
         self._pages_at_report = 0
         self._free_at_report = info.free_pages
         self._failures = 0
+        self._let_go = False
+
+    @property
+    def draining(self) -> bool:
+        """The node is about to stop: it finishes what it has, and this process of it gets nothing new."""
+        return self.info.draining or self._let_go
 
     @property
     def node_id(self) -> str:
@@ -44,8 +53,9 @@ class Member(Generic[NodeT]):
         return self.info.node_id
 
     def renew(self, info: NodeInfo, expires_at: float) -> None:
-        """Take in a new report."""
+        """Take in a new report; the node is alive, whatever happened to a connection of ours before."""
         self.info, self.expires_at = info, expires_at
+        self.health = replace(self.health, doubted=False)
         self._free_at_report, self._pages_at_report = info.free_pages, self.pages
 
     @property
@@ -60,29 +70,45 @@ class Member(Generic[NodeT]):
 
     def prefill_load(self) -> PrefillLoad:
         """Snapshot for the policy."""
-        return PrefillLoad(self.node_id, self.tokens, self.chosen_at, self.health)
+        return PrefillLoad(self.node_id, self.tokens, self.chosen_at, self.health, self.draining)
 
     def decode_load(self) -> DecodeLoad:
         """Snapshot for the policy."""
         info = self.info
-        return DecodeLoad(info.node_id, self.tokens, self.free_pages, info.page_tokens, self.chosen_at, self.health)
+        return DecodeLoad(
+            info.node_id,
+            self.tokens,
+            self.free_pages,
+            info.total_pages,
+            info.page_tokens,
+            self.chosen_at,
+            self.health,
+            self.draining,
+        )
 
     def suspend(self, now: float) -> None:
-        """Keep requests away for a while; longer each time until one succeeds."""
+        """A connection to it broke: nothing new before its next report, and then only if no other node is well, for a
+        while that doubles until a request succeeds."""
         if now < self.health.suspended_until:
+            self.health = replace(self.health, doubted=True)
             return  # many requests fail together; that is one failure
         pause = min(_LONGEST_SUSPENSION_S, _SUSPENSION_S * 2**self._failures)
         self._failures += 1
-        self.health = Health(suspended_until=now + pause)
+        self.health = Health(suspended_until=now + pause, doubted=True)
 
     def trust(self) -> None:
         """It answered as it should: forget failures."""
         self._failures, self.health = 0, Health()
 
-    async def watch(self) -> None:
-        """Raise `NodeLost` as soon as the node leaves the fleet."""
-        await self.gone.wait()
-        raise NodeLost(f"{self.info.role} node {self.node_id} lost its lease")
+    def drain(self) -> None:
+        """It let go of a request because it is about to stop."""
+        self._let_go = True
+
+    def leave(self, why: str) -> None:
+        """The node is out of the fleet; requests on it hear of it at once."""
+        kind = NodeDraining if self.draining else NodeLost
+        if not self.gone.done():
+            self.gone.set_result(kind(f"{self.info.role} node {self.node_id} {why}"))
 
 
 class Booking(Generic[NodeT]):
@@ -105,7 +131,7 @@ class Booking(Generic[NodeT]):
         # The first request after a suspension finds out whether the node works again; others wait for its word.
         self._probe = member.health.suspended_until > 0 and member.health.usable(now())
         if self._probe:
-            member.health = Health(member.health.suspended_until, probing=True)
+            member.health = replace(member.health, probing=True)
 
     @property
     def node(self) -> NodeT:
@@ -117,6 +143,23 @@ class Booking(Generic[NodeT]):
         """Where other nodes reach it."""
         return self.member.info.address
 
+    async def guard(self, work: Coroutine[Any, Any, T], *alarms: asyncio.Future[HackkvError]) -> T:
+        """The result of `work` on the node, unless the node leaves the fleet or another alarm goes off.
+
+        What a node that drains does to its requests is no fault: then `NodeLost` is a `NodeDraining`.
+        """
+        try:
+            return await guarded(work, self.member.gone, *alarms)
+        except NodeDraining:
+            self.drained()
+            raise
+        except NodeLost as error:
+            if not self.member.draining:
+                self.failed()
+                raise
+            self.drained()
+            raise NodeDraining(str(error)) from error
+
     def worked(self) -> None:
         """The node did its part."""
         self.member.trust()
@@ -125,6 +168,11 @@ class Booking(Generic[NodeT]):
     def failed(self) -> None:
         """The node was lost under this request."""
         self.member.suspend(self._now())
+        self._probe = False
+
+    def drained(self) -> None:
+        """The node let go of this request because it is about to stop."""
+        self.member.drain()
         self._probe = False
 
     def refused(self) -> None:
@@ -142,7 +190,7 @@ class Booking(Generic[NodeT]):
         self.member.pages -= self._pages
         self.member.requests -= 1
         if self._probe:  # neither worked nor failed: let the next request try
-            self.member.health = Health(self.member.health.suspended_until)
+            self.member.health = replace(self.member.health, probing=False)
         self._on_release(self.member.info.role)
 
     def __enter__(self) -> Self:

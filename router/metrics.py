@@ -6,23 +6,19 @@ the last byte has been handed to the socket. Every HELP line names its unit.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from hackkv.timing import Stage, SubStage
-from hackkv.types import Role
+from router.failover import Cause, Kind
 from router.fleet import Fleet
 from router.flight import Flight
+from router.node_metrics import FleetGauges
+from router.states import State
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
-
-_METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
 class Outcome(StrEnum):
@@ -40,13 +36,6 @@ class Outcome(StrEnum):
     """A node, a transfer or this program failed (500, 502)."""
 
 
-class RetryReason(StrEnum):
-    """Why a request was dispatched again."""
-
-    FAILED = "failed"
-    PREFILL_FULL = "prefill_full"
-
-
 class Metrics:
     """All series of one router, in a registry of its own."""
 
@@ -56,7 +45,8 @@ class Metrics:
         self._cluster_series()
         self._vllm_series()
         self._inflight = Gauge("hackkv_router_inflight", "Sequences inside the router (count).", registry=self.registry)
-        self.registry.register(_FleetGauges(fleet, model_name))
+        ours = frozenset(family.name for family in self.registry.collect())
+        self.registry.register(FleetGauges(fleet, model_name, ours))
 
     def _cluster_series(self) -> None:
         registry = self.registry
@@ -79,11 +69,33 @@ class Metrics:
         )
         for outcome in Outcome:
             self._requests.labels(outcome)  # a series that begins with its first event hides it from rate()
-        self._retries = Counter(
-            "hackkv_retries", "Sequences dispatched again, by reason (count).", ["reason"], registry=registry
+        self._failovers = Counter(
+            "hackkv_failovers",
+            "Times that a sequence went on with other nodes: how (redispatched before its first token, reassigned with "
+            "its KV, prefilled again), and why (count).",
+            ["kind", "cause"],
+            registry=registry,
         )
-        for reason in RetryReason:
-            self._retries.labels(reason)
+        for kind in Kind:
+            for cause in Cause:
+                self._failovers.labels(kind, cause)
+        self._replayed = Counter(
+            "hackkv_replayed_tokens",
+            "Tokens computed again after a failover because the client had them already (count).",
+            registry=registry,
+        )
+        self._strays = Counter(
+            "hackkv_stray_events",
+            "Events of nodes that came twice, too late or out of turn, and changed nothing (count).",
+            ["event"],
+            registry=registry,
+        )
+        self._illegal_moves = Counter(
+            "hackkv_illegal_moves",
+            "Moves of a request that its state machine does not know (count); must stay 0.",
+            ["now", "to"],
+            registry=registry,
+        )
         self._diverged = Counter(
             "hackkv_replayed_tokens_diverged", "Replayed tokens that differ from those sent (count).", registry=registry
         )
@@ -142,9 +154,13 @@ class Metrics:
         """A sequence is not the router's any more."""
         self._inflight.dec()
 
-    def retried(self, reason: RetryReason) -> None:
-        """A sequence goes to another pair of nodes."""
-        self._retries.labels(reason).inc()
+    def failed_over(self, kind: Kind, cause: Cause) -> None:
+        """A sequence goes on with other nodes."""
+        self._failovers.labels(kind, cause).inc()
+
+    def moved_illegally(self, now: State, to: State) -> None:
+        """A sequence made a move that `router.states` does not know."""
+        self._illegal_moves.labels(now, to).inc()
 
     def ended(self, flight: Flight, outcome: Outcome) -> None:
         """A sequence is over and its last byte is out."""
@@ -156,6 +172,9 @@ class Metrics:
             self._sub_stage.labels(sub_stage).observe(flight.clock.sub_stages[sub_stage])
         self._count_transfers(flight)
         self._diverged.inc(flight.diverged)
+        self._replayed.inc(flight.replayed)
+        for event, times in flight.strays.items():
+            self._strays.labels(event).inc(times)
         self._generation_total.inc(len(flight.token_ids))
         if flight.prefilled is not None:
             self._prompt_total.inc(len(flight.request.prompt_ids))
@@ -189,75 +208,3 @@ class Metrics:
     def render(self) -> bytes:
         """The page, in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-class _FleetGauges(Collector):
-    """Gauges that are read from the fleet when somebody looks."""
-
-    def __init__(self, fleet: Fleet, model_name: str) -> None:
-        self._fleet, self._model = fleet, model_name
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The fleet now."""
-        nodes = GaugeMetricFamily("hackkv_nodes", "Nodes with a live lease, by role (count).", labels=["role"])
-        for role in Role:
-            nodes.add_metric([role], len(self._fleet.members(role)))
-        yield nodes
-        yield from self._pages()
-        yield from self._queues()
-        yield from self._node_stats()
-
-    def _pages(self) -> Iterator[GaugeMetricFamily]:
-        pages = GaugeMetricFamily(
-            "hackkv_kv_pages",
-            "KV pages by node and state: free and used as last reported, reserved by the router (pages).",
-            labels=["node", "role", "state"],
-        )
-        used, total = 0, 0
-        for member in self._fleet.members():
-            info = member.info
-            pages.add_metric([info.node_id, info.role, "free"], info.free_pages)
-            pages.add_metric([info.node_id, info.role, "used"], info.total_pages - info.free_pages)
-            pages.add_metric([info.node_id, info.role, "reserved"], member.pages)
-            if info.role is Role.DECODE:
-                used, total = used + info.total_pages - info.free_pages, total + info.total_pages
-        yield pages
-        usage = GaugeMetricFamily(
-            "vllm:kv_cache_usage_perc", "Share of the decode nodes' KV pages in use (1 = all).", labels=["model_name"]
-        )
-        usage.add_metric([self._model], used / total if total else 0.0)
-        yield usage
-
-    def _queues(self) -> Iterator[GaugeMetricFamily]:
-        loads = GaugeMetricFamily(
-            "hackkv_node_tokens",
-            "Tokens of requests that the router has placed on a node: queued (prefill) or outstanding (decode).",
-            labels=["node", "role"],
-        )
-        running, waiting = 0, self._fleet.waiting
-        for member in self._fleet.members():
-            loads.add_metric([member.node_id, member.info.role], member.tokens)
-            running += member.info.running
-            waiting += member.info.waiting
-        yield loads
-        for name, text, value in (
-            ("vllm:num_requests_running", "Sequences that nodes compute, as last reported (count).", running),
-            ("vllm:num_requests_waiting", "Sequences waiting in the router or on nodes (count).", waiting),
-        ):
-            family = GaugeMetricFamily(name, text, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
-
-    def _node_stats(self) -> Iterator[GaugeMetricFamily]:
-        """Gauges that the nodes sent along, under the names they gave them."""
-        families: dict[str, GaugeMetricFamily] = {}
-        for member in self._fleet.members():
-            for name, value in member.info.stats:
-                if not _METRIC_NAME.fullmatch(name):
-                    continue  # one bad name would make the whole page unreadable
-                name = name if name.startswith("hackkv_") else f"hackkv_node_{name}"
-                family = families.setdefault(
-                    name, GaugeMetricFamily(name, "Reported by the nodes; its name says the unit.", labels=["node"])
-                )
-                family.add_metric([member.node_id], value)
-        yield from families.values()

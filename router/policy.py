@@ -12,6 +12,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Need:
+    """Tokens of KV that a request asks of a decode node: when it lands, and when its output is complete."""
+
+    landing: int
+    """Room for these must be free; the node makes room for the rest as it grows, by swapping if it must."""
+    whole: int
+    """A node that has no pages for these can never serve it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """When a node failed us last, in seconds on the router's clock."""
 
@@ -19,6 +29,8 @@ class Health:
     """Later than now: do not use the node, unless there is no other."""
     probing: bool = False
     """A suspension has run out and one request is out to see whether the node works again."""
+    doubted: bool = False
+    """A connection broke, and the node has not reported since: it may well be dead."""
 
     def usable(self, now: float) -> bool:
         """Whether requests may go there."""
@@ -34,6 +46,7 @@ class PrefillLoad:
     chosen_at: int = 0
     """Count of choices when this node was last chosen."""
     health: Health = Health()
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +56,19 @@ class DecodeLoad:
     node_id: str
     outstanding_tokens: int
     free_pages: int
+    total_pages: int
     page_tokens: int
     chosen_at: int = 0
     health: Health = Health()
+    draining: bool = False
 
-    def has_room(self, tokens: int) -> bool:
-        """Whether `tokens` tokens of KV fit in the free pages."""
-        return pages_for(tokens, self.page_tokens) <= self.free_pages
+    def has_room(self, need: Need) -> bool:
+        """Whether the request fits in the free pages now, and on the whole node in the end."""
+        return pages_for(need.landing, self.page_tokens) <= self.free_pages and self.could_hold(need)
+
+    def could_hold(self, need: Need) -> bool:
+        """Whether the request fits once others have ended."""
+        return pages_for(need.whole, self.page_tokens) <= self.total_pages and not self.draining
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
@@ -60,15 +79,16 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 def _eligible(
     nodes: Sequence[PrefillLoad] | Sequence[DecodeLoad], now: float, avoid: AbstractSet[str]
 ) -> frozenset[str]:
-    """Nodes to choose from. Wishes narrow the choice one after another and never empty it."""
-    choice = {node.node_id for node in nodes}
+    """Nodes to choose from: those that take requests at all. Wishes narrow the choice one after another and never
+    empty it."""
+    choice = {node.node_id for node in nodes if not node.draining and not node.health.doubted}
     for wish in ({node.node_id for node in nodes if node.health.usable(now)}, choice - avoid):
         choice = (choice & wish) or choice
     return frozenset(choice)
 
 
 def pick_prefill(nodes: Iterable[PrefillLoad], now: float = 0.0, avoid: AbstractSet[str] = frozenset()) -> str | None:
-    """The prefill node with the fewest queued tokens; None only if there is no node."""
+    """The prefill node with the fewest queued tokens; None only if no node takes requests."""
     nodes = list(nodes)
     eligible = _eligible(nodes, now, avoid)
     ranked = sorted((node.queued_tokens, node.chosen_at, node.node_id) for node in nodes if node.node_id in eligible)
@@ -76,9 +96,9 @@ def pick_prefill(nodes: Iterable[PrefillLoad], now: float = 0.0, avoid: Abstract
 
 
 def pick_decode(
-    nodes: Iterable[DecodeLoad], tokens: int, now: float = 0.0, avoid: AbstractSet[str] = frozenset()
+    nodes: Iterable[DecodeLoad], need: Need, now: float = 0.0, avoid: AbstractSet[str] = frozenset()
 ) -> str | None:
-    """The decode node with the fewest outstanding tokens among those with room for `tokens`; None if none has.
+    """The decode node with the fewest outstanding tokens among those with room for `need`; None if none has.
 
     Health comes before room: a suspended node does not get a request because the healthy ones are full.
     """
@@ -87,6 +107,6 @@ def pick_decode(
     ranked = sorted(
         (node.outstanding_tokens, node.chosen_at, node.node_id)
         for node in nodes
-        if node.node_id in eligible and node.has_room(tokens)
+        if node.node_id in eligible and node.has_room(need)
     )
     return ranked[0][2] if ranked else None

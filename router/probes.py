@@ -27,9 +27,12 @@ async def live() -> Response:
 @routes.get("/ready")
 @routes.get("/health")
 async def ready(request: Request) -> Response:
-    """200 when at least one node of each role holds a lease, else 503 with what is missing; and how many there are."""
-    fleet = backend_of(request).dispatcher.fleet
-    nodes = {str(role): len(fleet.members(role)) for role in Role}
+    """200 when at least one node of each role holds a lease and is here to stay; else 503 with what is missing."""
+    dispatcher = backend_of(request).dispatcher
+    fleet = dispatcher.fleet
+    nodes = {str(role): sum(not member.draining for member in fleet.members(role)) for role in Role}
+    if dispatcher.closing:
+        return JSONResponse({"status": "stopping", "missing": list(fleet.missing), "nodes": nodes}, status_code=503)
     if fleet.missing:
         return JSONResponse({"status": "not ready", "missing": list(fleet.missing), "nodes": nodes}, status_code=503)
     return JSONResponse({"status": "ready", "nodes": nodes})
@@ -65,7 +68,7 @@ async def model(request: Request, model: str) -> Response:
 def _model(request: Request) -> dict[str, Any]:
     backend = backend_of(request)
     fleet = backend.dispatcher.fleet
-    max_model_len = None if fleet.missing else fleet.max_context
+    max_model_len = fleet.max_context if fleet.known else None
     return {
         "id": backend.model_name,
         "object": "model",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from copy import copy
+from typing import Any, TypeVar
 
-from hackkv.errors import DeadlineExceeded
+from hackkv.errors import DeadlineExceeded, HackkvError
+from transport.closing import reap
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -42,3 +47,17 @@ def unwrapped() -> Iterator[None]:
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def guarded(work: Coroutine[Any, Any, T], *alarms: asyncio.Future[HackkvError]) -> T:
+    """The result of `work`, unless an alarm goes off first: then its error, and `work` is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        waits: set[asyncio.Future[Any]] = {task, *alarms}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for alarm in alarms:
+            if alarm.done() and not task.done():
+                raise copy(alarm.result())  # many tasks hear the same alarm
+        return task.result()
+    finally:
+        await reap(task)

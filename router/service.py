@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,11 +17,12 @@ from hackkv.process import announce
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Role
 from router.app import build_app
-from router.attempt import Deadlines
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.generation import Backend, PromptLimits
+from router.lifecycle import Deadlines
+from router.line import Patience
 from router.metrics import Metrics
 from transport.channels import ChannelPool
 from transport.rpc_client import DecodeClient, PrefillClient
@@ -29,6 +30,8 @@ from transport.rpc_server import RpcServer
 from transport.trust import load_trust
 
 _BACKLOG = 2048
+_LAST_BYTES_S = 1
+"""Time for answers that are complete to reach clients that read slowly."""
 
 
 class _Server(uvicorn.Server):
@@ -51,8 +54,11 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         lambda address: DecodeClient(address, channels),
         lease_ttl_s=config.lease_ttl_s,
         max_waiting=config.limits.max_waiting,
+        patience=Patience(config.limits.ageing_s, config.limits.max_passed),
+        remember_s=config.deadlines.queue_s,
     )
-    app = build_app(_backend(config, tokenizer, fleet), api_keys, config.limits.max_body_bytes, config.deadlines.body_s)
+    backend = _backend(config, tokenizer, fleet)
+    app = build_app(backend, api_keys, config.limits.max_body_bytes, config.deadlines.body_s)
     control = RpcServer(
         config.control.host, config.control.port, advertise_host=config.control.advertise_host, trust=trust
     )
@@ -68,7 +74,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         announce(http=_url(http, config.listen.advertise_host), control=control_address)
         async with asyncio.TaskGroup() as tasks:
             housekeeping = tasks.create_task(fleet.run(static))
-            await _serve_http(app, http, config.shutdown_grace_s, stop)
+            await _serve_http(app, http, stop, lambda: backend.dispatcher.close(config.shutdown_grace_s))
             housekeeping.cancel()
     finally:
         http.close()
@@ -76,8 +82,10 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         await channels.close()
 
 
-async def _serve_http(app: ASGIApp, http: socket.socket, grace_s: float, stop: asyncio.Event) -> None:
-    """Serve until `stop`; then requests in flight have `grace_s` seconds to end before they are cancelled."""
+async def _serve_http(
+    app: ASGIApp, http: socket.socket, stop: asyncio.Event, close: Callable[[], Awaitable[None]]
+) -> None:
+    """Serve until `stop`, then until `close` is through: meanwhile probes and new requests hear that it is over."""
     server = _Server(
         uvicorn.Config(
             app,
@@ -86,12 +94,13 @@ async def _serve_http(app: ASGIApp, http: socket.socket, grace_s: float, stop: a
             access_log=False,
             lifespan="off",
             server_header=False,
-            timeout_graceful_shutdown=max(1, round(grace_s)),
+            timeout_graceful_shutdown=_LAST_BYTES_S,
         )
     )
 
     async def stop_server() -> None:
         await stop.wait()
+        await close()
         server.should_exit = True
 
     async with asyncio.TaskGroup() as tasks:
@@ -103,12 +112,11 @@ async def _serve_http(app: ASGIApp, http: socket.socket, grace_s: float, stop: a
 def _backend(config: RouterConfig, tokenizer: Tokenizer, fleet: Fleet) -> Backend:
     metrics = Metrics(config.model_name, fleet)
     limits = config.limits
-    times = config.deadlines
-    deadlines = Deadlines(times.queue_s, times.prefill_s, times.transfer_s, times.token_s, times.total_s)
+    deadlines = Deadlines(**config.deadlines.model_dump(exclude={"body_s"}))
     return Backend(
         config.model_name,
         tokenizer,
-        Dispatcher(fleet, metrics, deadlines, limits.max_inflight),
+        Dispatcher(fleet, metrics, deadlines, limits.max_inflight, limits.max_failovers),
         metrics,
         PromptLimits(limits.max_prompt_tokens, limits.max_sequences, limits.default_chat_tokens),
         read_sampling_defaults(config.model),

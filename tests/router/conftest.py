@@ -19,9 +19,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from hackkv.defaults import SamplingDefaults
 from hackkv.tokenizer import Tokenizer
 from router.app import build_app
-from router.attempt import Deadlines
 from router.dispatch import Dispatcher
 from router.generation import Backend, PromptLimits
+from router.lifecycle import Deadlines
 from router.metrics import Metrics
 from tests.router.scripted import Cluster
 
@@ -75,7 +75,7 @@ class Api:
 def make_backend(cluster: Cluster, tokenizer: Tokenizer, deadlines: Deadlines | None = None) -> Backend:
     """The router's inside over a scripted cluster."""
     metrics = Metrics("tiny", cluster.fleet)
-    dispatcher = Dispatcher(cluster.fleet, metrics, deadlines or Deadlines(), max_inflight=64)
+    dispatcher = Dispatcher(cluster.fleet, metrics, deadlines or Deadlines(), max_inflight=64, max_failovers=1)
     return Backend("tiny", tokenizer, dispatcher, metrics, PromptLimits(400, 32, 24), SamplingDefaults(top_k=7))
 
 

@@ -1,4 +1,8 @@
-"""A small cluster in this process: nodes that follow a script where real ones compute."""
+"""A small cluster in this process: nodes that follow a script where real ones compute.
+
+They keep the contract of `transport.base`: a prefill node keeps the KV until its stream is closed (unless the script
+says that its pool is full) and sends it as often as it is assigned; a decode node goes on after the tokens it is told.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hackkv.errors import HackkvError, HandshakeRefused, NodeLost, Overloaded
+from hackkv.errors import HackkvError, HandshakeRefused, NodeLost, Overloaded, TransferError
 from hackkv.types import (
     Decoded,
     DecodeEvent,
@@ -15,6 +19,7 @@ from hackkv.types import (
     Fingerprint,
     Finish,
     HandedOff,
+    HandoffFailed,
     Landed,
     Logprob,
     NodeInfo,
@@ -25,9 +30,12 @@ from hackkv.types import (
     Request,
     Reserved,
     Role,
+    Swapped,
     Token,
 )
 from router.fleet import Fleet
+from router.line import Patience
+from router.policy import Need
 
 FINGERPRINT = Fingerprint((("codec", "hack"), ("model", "tiny")))
 PAGE_TOKENS = 16
@@ -75,6 +83,10 @@ class Script:
     gates: dict[Point, asyncio.Event] = field(default_factory=dict)
     reached: dict[Point, asyncio.Event] = field(default_factory=lambda: {point: asyncio.Event() for point in Point})
     fail_at_token: int = 2
+    keeps_kv: bool = True
+    """Whether prefill nodes have room to keep KV that was handed off."""
+    swaps: bool = False
+    """Whether a sequence is swapped out before `fail_at_token`."""
 
     async def meet(self, node_id: str, point: Point) -> None:
         """Be at a point: say so, wait at its gate, fail if a fault is due."""
@@ -118,9 +130,13 @@ class ScriptedDecode:
             receipt = await landing
             await self.script.meet(self.node_id, Point.LANDED)
             yield Landed(receipt)
-            index, finish = 1, None
+            if job.emitted and job.emitted[0] != self.script.token(job.request, 0).token_id:
+                raise TransferError("the replay has diverged")
+            index, finish = max(1, len(job.emitted)), None
             while finish is None:
                 if index == self.script.fail_at_token:
+                    if self.script.swaps:
+                        yield Swapped()
                     await self.script.meet(self.node_id, Point.TOKEN)
                 token = self.script.token(job.request, index)
                 index, finish = index + 1, token.finish
@@ -140,38 +156,45 @@ class ScriptedPrefill:
 
     def __init__(self, node_id: str, script: Script, decode: dict[str, ScriptedDecode]) -> None:
         self.node_id, self.script, self._decode = node_id, script, decode
-        self.open: dict[str, asyncio.Future[str]] = {}
+        self.open: dict[str, asyncio.Queue[tuple[int, str]]] = {}
         self.jobs: list[PrefillJob] = []
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Token 0, then the handoff."""
+        """Token 0, then a push for each assignment."""
         self.jobs.append(job)
-        assigned = self.open[job.transfer_id] = asyncio.get_running_loop().create_future()
+        assigned = self.open[job.transfer_id] = asyncio.Queue()
         if job.decode_address:
-            assigned.set_result(job.decode_address)
+            assigned.put_nowait((job.epoch, job.decode_address))
         try:
             await self.script.meet(self.node_id, Point.PREFILL)
             prompt, wanted = job.request.prompt_ids, job.request.sampling.prompt_logprobs
             logprobs = tuple(Token(index, prompt[index], None, -1.0) for index in range(1, len(prompt)))
             token = self.script.token(job.request, 0)
             yield Prefilled(token, 0.0, 0.0, 0.0, len(prompt), logprobs if wanted is not None else ())
-            if job.handoff and token.finish is None:
-                address = await assigned
-                await self.script.meet(self.node_id, Point.HANDOFF)
-                receipt = receipt_for(job)
-                landing = self._decode[address].open.get(job.transfer_id)
-                if landing is None:
-                    raise HandshakeRefused("unknown transfer")
-                landing.set_result(receipt)
-                yield HandedOff(receipt, 0.0, 0.0, 0)
+            while job.handoff and token.finish is None:
+                yield await self._push(job, *await assigned.get())
+                if not self.script.keeps_kv:
+                    return
         finally:
             del self.open[job.transfer_id]
 
+    async def _push(self, job: PrefillJob, epoch: int, address: str) -> HandedOff | HandoffFailed:
+        try:
+            await self.script.meet(self.node_id, Point.HANDOFF)
+            landing = self._decode[address].open.get(job.transfer_id)
+            if landing is None:
+                raise HandshakeRefused("unknown transfer")
+        except TransferError as error:
+            return HandoffFailed(epoch, error.code, str(error))
+        receipt = receipt_for(job)
+        landing.set_result(receipt)
+        return HandedOff(receipt, 0.0, 0.0, 0, epoch)
+
     async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
-        """Name the decode node."""
+        """Name a decode node."""
         if transfer_id not in self.open:
             raise HandshakeRefused("unknown transfer")
-        self.open[transfer_id].set_result(decode_address)
+        self.open[transfer_id].put_nowait((epoch, decode_address))
 
     async def describe(self) -> NodeInfo:
         """Report."""
@@ -187,23 +210,41 @@ def receipt_for(job: PrefillJob) -> Receipt:
 class Cluster:
     """A fleet of scripted nodes, reached by their names."""
 
-    def __init__(self, prefill: int = 2, decode: int = 2, pages: int = 64, max_waiting: int = 100) -> None:
+    def __init__(
+        self,
+        prefill: int = 2,
+        decode: int = 2,
+        pages: int = 64,
+        max_waiting: int = 100,
+        patience: Patience = Patience(),  # noqa: B008  (frozen)
+    ) -> None:
         self.script = Script()
         self.decode = {f"d{i}": ScriptedDecode(f"d{i}", self.script) for i in range(decode)}
         self.prefill = {f"p{i}": ScriptedPrefill(f"p{i}", self.script, self.decode) for i in range(prefill)}
         self.now = 0.0
         self.fleet = Fleet(
-            self.prefill.__getitem__, self.decode.__getitem__, 3.0, max_waiting=max_waiting, now=lambda: self.now
+            self.prefill.__getitem__,
+            self.decode.__getitem__,
+            3.0,
+            max_waiting=max_waiting,
+            patience=patience,
+            now=lambda: self.now,
         )
         self._pages = pages
 
     async def join(self) -> Cluster:
-        """Register every node."""
-        for node_id in self.prefill:
-            await self.fleet.register(info(Role.PREFILL, node_id))
-        for node_id in self.decode:
-            await self.fleet.register(info(Role.DECODE, node_id, total_pages=self._pages, free_pages=self._pages))
+        """Register every node; again, it is a report."""
+        for node_id in (*self.prefill, *self.decode):
+            await self.report(node_id)
         return self
+
+    async def report(self, node_id: str, **changes: object) -> None:
+        """Let one node register or renew its lease."""
+        if node_id in self.prefill:
+            await self.fleet.register(info(Role.PREFILL, node_id, **changes))
+        else:
+            pages = {"total_pages": self._pages, "free_pages": self._pages}
+            await self.fleet.register(info(Role.DECODE, node_id, **{**pages, **changes}))
 
     def fail(self, node_id: str, point: Point, *errors: HackkvError) -> None:
         """Make a node fail the next times it gets to a point."""
@@ -228,6 +269,11 @@ class Cluster:
             self.fleet.members()
         )
         assert self.fleet.waiting == 0
+
+
+def whole(tokens: int) -> Need:
+    """Room for a request that takes all it needs when it lands."""
+    return Need(tokens, tokens)
 
 
 async def settled(work: Awaitable[None]) -> None:

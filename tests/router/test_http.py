@@ -13,7 +13,7 @@ from hackkv.errors import HackkvError, NodeLost, NonFiniteError, Overloaded
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Request
 from router.app import build_app
-from router.attempt import Deadlines
+from router.lifecycle import Deadlines
 from tests.router.conftest import Api, check_error, make_backend
 from tests.router.scripted import Cluster, Point
 
@@ -268,9 +268,23 @@ async def test_readiness_names_what_is_missing(api: Api) -> None:
         assert response.status_code == 503
         assert response.json()["missing"] == ["prefill", "decode"]
     assert (await api.http.get("/live")).status_code == 200
-    response = await api.http.post(COMPLETIONS, json={"prompt": "x"})
-    check_error(response, 503)
-    assert response.headers["retry-after"] == "1"
+
+
+async def test_a_fleet_that_never_was_is_a_503_and_one_that_restarts_is_waited_for(tokenizer: Tokenizer) -> None:
+    nobody = Cluster()
+    app = build_app(make_backend(nobody, tokenizer))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        response = await client.post(COMPLETIONS, json={"prompt": "x"})
+        check_error(response, 503)
+        assert response.headers["retry-after"] == "1"
+        await nobody.join()
+        nobody.now = 10.0
+        nobody.fleet.expire()
+        waiting = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "x"}))
+        while not nobody.fleet.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await nobody.join()
+        assert (await waiting).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import DecodeLoad, Health, PrefillLoad, pages_for, pick_decode, pick_prefill
+from router.policy import DecodeLoad, Health, Need, PrefillLoad, pages_for, pick_decode, pick_prefill
 
 HEALTH = st.builds(Health, st.sampled_from([0.0, 5.0, 20.0]), st.booleans())
 NAMES = st.integers(0, 9).map(str)
@@ -13,7 +13,9 @@ PREFILL = st.lists(
     st.builds(PrefillLoad, NAMES, st.integers(0, 50), st.integers(0, 9), HEALTH), unique_by=lambda node: node.node_id
 )
 DECODE = st.lists(
-    st.builds(DecodeLoad, NAMES, st.integers(0, 50), st.integers(0, 8), st.just(16), st.integers(0, 9), HEALTH),
+    st.builds(
+        DecodeLoad, NAMES, st.integers(0, 50), st.integers(0, 8), st.just(99), st.just(16), st.integers(0, 9), HEALTH
+    ),
     unique_by=lambda node: node.node_id,
 )
 AVOID = st.frozensets(NAMES)
@@ -39,7 +41,7 @@ def test_nobody_better_was_passed_over(nodes: list[PrefillLoad], avoid: frozense
 def test_decode_goes_where_there_is_room(nodes: list[DecodeLoad], tokens: int) -> None:
     healthy = [node for node in nodes if node.health.usable(10.0)] or nodes
     roomy = [node for node in healthy if node.free_pages * 16 >= tokens]
-    picked = pick_decode(nodes, tokens, 10.0)
+    picked = pick_decode(nodes, Need(tokens, tokens), 10.0)
     assert (picked is None) == (not roomy)
     if picked is not None:
         loads = {node.node_id: node.outstanding_tokens for node in roomy}

@@ -149,10 +149,10 @@ CLUSTER = Board(
             (Query("hackkv_outbox_bytes", "{{node}} outbox"),),
         ),
         Chart(
-            "Second tries",
-            "Sequences that were dispatched again, by reason.",
+            "Failovers",
+            "Sequences that went on with other nodes after one was lost, full or about to stop.",
             "reqps",
-            (Query(f"sum by (reason) (rate(hackkv_retries_total[{RATE}]))", "{{reason}}"),),
+            (Query(f"sum by (kind) (rate(hackkv_failovers_total[{RATE}]))", "{{kind}}"),),
         ),
     ),
 )

@@ -1,0 +1,75 @@
+"""One request over a scripted cluster: what the client got of it, and what was left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from hackkv.timing import Stage, StageClock
+from hackkv.types import Finish, Request, Sampling, Token
+from router.dispatch import Dispatcher
+from router.flight import Flight
+from router.lifecycle import Deadlines
+from router.metrics import Metrics
+from router.states import State
+from tests.router.scripted import Cluster, count_up
+
+PROMPT = tuple(range(20))
+
+
+def request(max_tokens: int = 5, seed: int = 3) -> Request:
+    """A request of two pages."""
+    return Request("r", PROMPT, Sampling(seed=seed, max_tokens=max_tokens))
+
+
+class Run:
+    """A flight and what the client got."""
+
+    def __init__(
+        self, cluster: Cluster, max_tokens: int = 5, deadlines: Deadlines | None = None, max_failovers: int = 3
+    ) -> None:
+        self.tokens: list[Token] = []
+        self.enough: Callable[[Token], bool] = lambda token: False
+        self.flight = Flight(request(max_tokens), StageClock(), self._take)
+        self.metrics = Metrics("tiny", cluster.fleet)
+        self.dispatcher = Dispatcher(cluster.fleet, self.metrics, deadlines or Deadlines(), max_failovers=max_failovers)
+
+    def _take(self, token: Token) -> bool:
+        self.tokens.append(token)
+        return not self.enough(token)
+
+    async def serve(self) -> None:
+        """See `Dispatcher.serve`."""
+        await self.dispatcher.serve(self.flight)
+
+    @property
+    def ids(self) -> list[int]:
+        """What the client has."""
+        return [token.token_id for token in self.tokens]
+
+    def stages(self) -> dict[Stage, float]:
+        """Where time was spent, in seconds."""
+        return {stage: seconds for stage, seconds in self.flight.clock.stages().items() if seconds > 0}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop turn until something is so; a test that waits in vain is ended by its timeout."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def assert_served(run: Run, cluster: Cluster) -> None:
+    """The whole answer, each token once, and everything given back."""
+    assert run.ids == count_up(run.flight.request)
+    assert [token.index for token in run.tokens] == list(range(len(run.tokens)))
+    assert run.tokens[-1].finish is Finish.LENGTH
+    assert run.flight.life.state is State.DONE
+    assert "hackkv_illegal_moves_total{" not in run.metrics.render().decode()
+    cluster.assert_idle()
+
+
+def counted(run: Run, name: str) -> dict[str, float]:
+    """Every series of a counter that has counted, by its labels."""
+    lines = (line for line in run.metrics.render().decode().splitlines() if line.startswith(f"{name}_total"))
+    series = {labels: float(value) for labels, _, value in (line.rpartition(" ") for line in lines)}
+    return {labels.removeprefix(f"{name}_total"): value for labels, value in series.items() if value}
