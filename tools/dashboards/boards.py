@@ -173,7 +173,7 @@ WIRE = Board(
             "Handoffs refused",
             "KV that a decode node found damaged, incomplete or not meant for it, since the node started.",
             "none",
-            (Query("hackkv_node_refused_handoffs", "{{node}}"),),
+            (Query("hackkv_handoffs_refused_total", "{{node}}"),),
             Draw.NUMBERS,
             width=8,
         ),
@@ -223,7 +223,7 @@ WIRE = Board(
             "Handoffs refused",
             "In five minutes, by node.",
             "none",
-            (Query("increase(hackkv_node_refused_handoffs[5m])", "{{node}}"),),
+            (Query("increase(hackkv_handoffs_refused_total[5m])", "{{node}}"),),
         ),
     ),
 )
