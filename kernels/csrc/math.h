@@ -6,19 +6,17 @@
 
 namespace hack {
 
-// 2^x for x <= 0, also -inf; relative error 2e-7. Cephes' polynomial on [-1/2, 1/2].
-template <class S>
-typename S::F exp2(typename S::F x) {
-  x = S::max(x, S::splat(-160.0f));
+// factor * 2^x for finite x <= 0; relative error 2e-7. The polynomial is the minimax of degree 5 on [-1/2, 1/2].
+template <class S, int factor = 1>
+[[gnu::always_inline]] inline typename S::F exp2(typename S::F x) {
   const auto whole = S::round(x);
   const auto r = S::sub(x, whole);
-  auto y = S::splat(1.535336188319500e-4f);
-  y = S::fma(y, r, S::splat(1.339887440266574e-3f));
-  y = S::fma(y, r, S::splat(9.618437357674640e-3f));
-  y = S::fma(y, r, S::splat(5.550332471162809e-2f));
-  y = S::fma(y, r, S::splat(2.402264791363012e-1f));
-  y = S::fma(y, r, S::splat(6.931472028550421e-1f));
-  y = S::fma(y, r, S::splat(1.0f));
+  auto y = S::splat(factor * 1.326472731e-3f);
+  y = S::fma(y, r, S::splat(factor * 9.671512991e-3f));
+  y = S::fma(y, r, S::splat(factor * 5.550733581e-2f));
+  y = S::fma(y, r, S::splat(factor * 2.402224243e-1f));
+  y = S::fma(y, r, S::splat(factor * 6.931470037e-1f));
+  y = S::fma(y, r, S::splat(factor * 1.0f));
   return S::scale_by_power(y, whole);
 }
 

@@ -135,19 +135,31 @@ void write_state(const Format& fmt, const AttendItem& item, int rows, State& sta
 inline constexpr int kPackedRows = 12;
 
 template <class S>
+Strip strip_at(const Format& fmt, const Pool& pool, const AttendItem& item, std::int64_t first) {
+  const auto page = [&](std::int64_t i) {
+    return page_at<S>(fmt, pool, item.page_ids[i < item.last ? i : item.last - 1], item.head);
+  };
+  Strip strip;
+  strip.pages = int(item.last - first < kStrip ? item.last - first : kStrip);
+  for (int i = 0; i < kStrip; ++i) {
+    strip.page[i] = page(first + i);
+    strip.next[i] = page(first + kStrip + i);
+  }
+  return strip;
+}
+
+template <class S>
 void attend(const Format& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
   Arena<S> arena(scratch);
   const Query query = make_query<S>(fmt, item, arena);
   State state = make_state<S>(fmt, query.rows, arena);
   const WidePage wide = make_wide_page<S>(fmt, arena);
-  const bool packed = !fmt.asymmetric && query.rows <= kPackedRows;
-  for (std::int64_t i = item.first; i < item.last; ++i) {
-    const ConstPage page = page_at<S>(fmt, pool, item.page_ids[i], item.head);
-    if (packed) {
-      const std::int64_t next = item.page_ids[i + 1 < item.last ? i + 1 : i];
-      attend_packed<S>(fmt, {page, page_at<S>(fmt, pool, next, item.head)}, query, state, arena);
-    } else {
-      widen_page<S>(fmt, page, wide);
+  if (!fmt.asymmetric && query.rows <= kPackedRows) {
+    for (std::int64_t i = item.first; i < item.last; i += kStrip)
+      attend_packed<S>(fmt, strip_at<S>(fmt, pool, item, i), query, state, arena);
+  } else {
+    for (std::int64_t i = item.first; i < item.last; ++i) {
+      widen_page<S>(fmt, page_at<S>(fmt, pool, item.page_ids[i], item.head), wide);
       attend_wide<S>(fmt, wide, query, state, arena);
     }
   }

@@ -23,16 +23,18 @@ RowPointers own_rows(const Format& fmt, const OwnRows& own) {
   return rows;
 }
 
-// Scores of NR exact rows with one key.
-template <class S, int NR>
+// Scores of kTile exact rows with one key.
+template <class S>
 void exact_scores(const float* q, const std::uint16_t* key, int d, float* scores, int stride) {
-  typename S::F dots[NR];
+  typename S::F dots[kTile];
   for (auto& lanes : dots) lanes = S::zero();
   for (int i = 0; i < d; i += kLanes) {
     const auto k = S::load_half(key + i);
-    for (int r = 0; r < NR; ++r) dots[r] = S::fma(S::load(q + r * d + i), k, dots[r]);
+    for (int r = 0; r < kTile; ++r) dots[r] = S::fma(S::load(q + r * d + i), k, dots[r]);
   }
-  for (int r = 0; r < NR; ++r) scores[r * stride] = S::reduce_add(dots[r]);
+  float sums[kTile];
+  S::fold_add(dots, sums);
+  for (int r = 0; r < kTile; ++r) scores[r * stride] = sums[r];
 }
 
 // Codes of the own page's K in the order of a wide page; rows past the last stay 0.
@@ -58,31 +60,29 @@ void widen_own_k(const Format& fmt, const OwnRows& own, const RowPointers& rows,
   if (fmt.asymmetric) widen_k_sums<S>(fmt, wide);
 }
 
-// Weights of one row, in place of its scores, and the row's share of the merge. Keys past `visible` weigh 0.
+// Weights of one row, in place of its scores; the state takes them. Keys past `visible` weigh 0.
 template <class S>
-float own_weights(State& state, int row, int visible, int padded, float* scores) {
-  for (int j = visible; j < padded; ++j) scores[j] = -std::numeric_limits<float>::infinity();
-  const float top = largest<S>(scores, padded);
-  const Factors factors = raise_tops<S>(state, row, 1, &top);
+void own_weights(const Format& fmt, State& state, int row, int visible, int padded, float* scores) {
+  for (int j = visible; j < padded; ++j) scores[j] = kUnseen;
+  const float top = S::reduce_max(lane_maxima<S>(scores, padded));
+  raise_tops<S>(fmt, state, row, 1, &top);
   auto sum = S::zero();
   for (int j = 0; j < padded; j += kLanes) {
     const auto p = exp2<S>(S::sub(S::load(scores + j), S::splat(state.top[row])));
     S::store(scores + j, p);
     sum = S::add(sum, p);
   }
-  state.weight[row] = state.weight[row] * factors.keep[0] + S::reduce_add(sum);
-  return factors.keep[0];
+  state.weight[row] += S::reduce_add(sum);
 }
 
-// out = keep * out + P·V for kTile rows; p is [kTile, Π].
+// out += P·V for kTile rows; p is [kTile, Π].
 template <class S>
-void own_values(const Format& fmt, const RowPointers& rows, int total, const float* p, const float* keep, float* out) {
+void own_values(const Format& fmt, const RowPointers& rows, int total, const float* p, float* out) {
   constexpr int NB = 2;
   for (int d = 0; d < fmt.head_dim; d += NB * kLanes) {
     typename S::F sums[kTile][NB];
     for (int r = 0; r < kTile; ++r)
-      for (int b = 0; b < NB; ++b)
-        sums[r][b] = S::mul(S::splat(keep[r]), S::load(out + r * fmt.head_dim + d + b * kLanes));
+      for (int b = 0; b < NB; ++b) sums[r][b] = S::load(out + r * fmt.head_dim + d + b * kLanes);
     for (int j = 0; j < total; ++j) {
       const auto first = S::load_half(rows.v[j] + d), second = S::load_half(rows.v[j] + d + kLanes);
       for (int r = 0; r < kTile; ++r) {
@@ -110,15 +110,14 @@ void attend_own(const Format& fmt, const AttendItem& item, const Query& query, c
     if (fmt.own_k_codes) {
       wide_scores<S>(fmt, wide, query, r0, scores);
     } else {
-      for (int j = 0; j < total; ++j) exact_scores<S, kTile>(query.exact + r0 * d, rows.k[j], d, scores + j, pi);
+      for (int j = 0; j < total; ++j) exact_scores<S>(query.exact + r0 * d, rows.k[j], d, scores + j, pi);
     }
-    float keep[kTile];
     for (int r = 0; r < kTile; ++r) {
       const int row = r0 + r <= last ? r0 + r : last;
       const int visible = item.visible + row / item.group;
-      keep[r] = own_weights<S>(state, r0 + r, visible, padded, scores + r * pi);
+      own_weights<S>(fmt, state, r0 + r, visible, padded, scores + r * pi);
     }
-    own_values<S>(fmt, rows, total, scores, keep, state.out + std::size_t(r0) * d);
+    own_values<S>(fmt, rows, total, scores, state.out + std::size_t(r0) * d);
   }
 }
 

@@ -1,6 +1,7 @@
-// Decode: few rows against a page, codes read straight from their packed order. Symmetric form only.
+// Decode: few rows against pages whose codes are read straight from their packed order. Symmetric form only.
 //
-// Codes are touched once per 4 rows and never written: one load, one shift and AND per plane, then integer dots.
+// Pages are taken in strips: all scores, then all weights, then all products with V. The softmax of one page is a chain
+// of dependent instructions; those of a strip overlap.
 #pragma once
 
 #include "softmax.h"
@@ -8,134 +9,139 @@
 
 namespace hack {
 
-// The planes of one KV head of one page, and of the page that comes next: it is fetched meanwhile.
-struct PackedPage {
-  ConstPage page;
-  ConstPage next;
+inline constexpr int kStrip = kLanes / kTile;  // pages: one vector holds a number for each of their rows
+
+// Consecutive pages of one KV head, and the pages of the next strip, which are fetched meanwhile.
+struct Strip {
+  int pages;
+  ConstPage page[kStrip];
+  ConstPage next[kStrip];
 };
 
 [[gnu::always_inline]] inline void fetch(const void* p) {
   __builtin_prefetch(p, 0, 2);
 }
 
-// dots[q][b] += codes · operand, over `chunks` vectors of two blocks of lanes; operand rows are `stride` bytes apart.
-template <class S, int bits, int NR>
-[[gnu::always_inline]] inline void packed_dots(const std::uint8_t* codes, std::int64_t block_bytes, std::int64_t ahead,
-                                               int chunks, const void* operand, int stride,
-                                               typename S::I (&dots)[NR][2]) {
-  const auto* bytes = static_cast<const std::uint8_t*>(operand);
-  for (int c = 0; c < chunks; ++c) {
-    const auto* at = codes + c * kVectorBytes;
-    const auto first = S::load_int(at), second = S::load_int(at + block_bytes);
-    fetch(at + ahead);
-    fetch(at + ahead + block_bytes);
-    const auto* quads = bytes + c * chunk_of(bits);
+// dots = codes · rows, over `chunks` vectors of NB blocks of lanes. Rows are `stride` bytes apart, blocks follow one
+// another, and the lines at `next` are fetched.
+template <class S, int bits, int NR, int NB>
+[[gnu::always_inline]] inline void packed_dots(const std::uint8_t* codes, const std::uint8_t* next, int block_bytes,
+                                               int chunks, const std::uint8_t* rows, int stride,
+                                               typename S::I (&dots)[NR][NB]) {
+  unrolled<NR * NB>([&](auto i) { dots[i / NB][i % NB] = S::zero_int(); });
+  for (int c = 0; c < chunks; ++c, codes += kVectorBytes, next += kVectorBytes, rows += chunk_of(bits)) {
+    typename S::I packed[NB];
+    unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+      packed[b] = S::load_int(codes + b * block_bytes);
+      fetch(next + b * block_bytes);
+    });
     unrolled<planes_of(bits)>([&](auto f) __attribute__((always_inline)) {
-      const auto low = S::template plane<bits, f>(first), high = S::template plane<bits, f>(second);
+      typename S::I plane[NB];
+      unrolled<NB>([&](auto b) { plane[b] = S::template plane<bits, f>(packed[b]); });
       unrolled<NR>([&](auto r) __attribute__((always_inline)) {
-        const auto quad = S::broadcast_quad(quads + r * stride + kQuad * f);
-        dots[r][0] = S::dot(dots[r][0], low, quad);
-        dots[r][1] = S::dot(dots[r][1], high, quad);
+        const auto quad = S::broadcast_quad(rows + r * stride + kQuad * f);
+        unrolled<NB>([&](auto b) { dots[r][b] = S::dot(dots[r][b], plane[b], quad); });
       });
     });
   }
 }
 
-// Scores [NR, Π] of rows r0.. with a page.
+// tile(t, NB) for NB blocks of lanes from lane t on, as many at a time as registers allow.
+template <class S, class Tile>
+[[gnu::always_inline]] inline void each_block(int lanes, Tile tile) {
+  constexpr int NB = S::kTileBlocks;
+  int t = 0;
+  for (; t + NB * kLanes <= lanes; t += NB * kLanes) tile(t, std::integral_constant<int, NB>{});
+  for (; t < lanes; t += 2 * kLanes) tile(t, std::integral_constant<int, 2>{});
+}
+
+// Scores of rows r0.. with a page, added to `scores` [NR, Π].
 template <class S, int bits, int NR>
-void packed_scores(const Format& fmt, const PackedPage& at, const Query& query, int r0, float* scores) {
-  using I = typename S::I;
-  const int d = fmt.head_dim, groups = fmt.k_groups(), pi = fmt.page_tokens;
-  const int chunks = fmt.k_partition / chunk_of(bits);
-  const std::int64_t block_bytes = std::int64_t(d) * 2 * bits, ahead = at.next.k_codes - at.page.k_codes;
-  for (int t = 0; t < pi; t += 2 * kLanes) {
-    typename S::F score[NR][2];
-    unrolled<NR>([&](auto r) { score[r][0] = score[r][1] = S::zero(); });
-    for (int g = 0; g < groups; ++g) {
-      I dots[NR][2];
-      unrolled<NR>([&](auto r) { dots[r][0] = dots[r][1] = S::zero_int(); });
-      const auto* codes = at.page.k_codes + t / kLanes * block_bytes + g * chunks * kVectorBytes;
-      packed_dots<S, bits, NR>(codes, block_bytes, ahead, chunks, query.codes + r0 * d + g * fmt.k_partition, d, dots);
-      unrolled<2>([&](auto b) __attribute__((always_inline)) {
-        const auto k_scale = S::load_half(at.page.k_scale + g * pi + t + b * kLanes);
-        const auto k_min = S::load_half(at.page.k_min + g * pi + t + b * kLanes);
-        unrolled<NR>([&](auto r) __attribute__((always_inline)) {
-          const int q = (r0 + r) * groups + g;
-          score[r][b] = add_score<S>(score[r][b], S::to_float(dots[r][b]), k_scale, k_min, S::splat(query.scale[q]),
-                                     S::splat(query.sums[q]));
+void packed_scores(const Format& fmt, ConstPage page, ConstPage next, const Query& query, int r0, float* scores) {
+  const int groups = fmt.k_groups(), pi = fmt.page_tokens, chunks = fmt.k_partition / chunk_of(bits);
+  const int group_bytes = chunks * kVectorBytes, block_bytes = groups * group_bytes;
+  each_block<S>(
+      pi, [&](int t, auto blocks) __attribute__((always_inline)) {
+        constexpr int NB = blocks;
+        for (int g = 0; g < groups; ++g) {
+          typename S::I dots[NR][NB];
+          const int at_codes = t / kLanes * block_bytes + g * group_bytes;
+          const auto* rows =
+              reinterpret_cast<const std::uint8_t*>(query.codes + r0 * fmt.head_dim + g * fmt.k_partition);
+          packed_dots<S, bits, NR, NB>(page.k_codes + at_codes, next.k_codes + at_codes, block_bytes, chunks, rows,
+                                       fmt.head_dim, dots);
+          const float *q_scale = query.scale + g * query.padded + r0, *q_sums = query.sums + g * query.padded + r0;
+          unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+            const int at = g * pi + t + b * kLanes;
+            const auto scale = S::load_half(page.k_scale + at), minimum = S::load_half(page.k_min + at);
+            fetch(next.k_scale + at);
+            fetch(next.k_min + at);
+            unrolled<NR>([&](auto r) __attribute__((always_inline)) {
+              float* score = scores + r * pi + t + b * kLanes;
+              S::store(score,
+                       add_product<S>(S::load(score), S::to_float(dots[r][b]), scale, minimum, q_scale[r], q_sums[r]));
+            });
+          });
+        }
+      });
+}
+
+// P·V of NR rows with a page, added to `out` [NR, D].
+template <class S, int bits, int NR>
+void packed_values(const Format& fmt, ConstPage page, ConstPage next, const std::uint8_t* p, const RowMerge* merges,
+                   float* out) {
+  const int chunks = fmt.page_tokens / chunk_of(bits), block_bytes = chunks * kVectorBytes;
+  each_block<S>(
+      fmt.head_dim, [&](int d, auto blocks) __attribute__((always_inline)) {
+        constexpr int NB = blocks;
+        typename S::I dots[NR][NB];
+        const int at_codes = d / kLanes * block_bytes;
+        packed_dots<S, bits, NR, NB>(page.v_codes + at_codes, next.v_codes + at_codes, block_bytes, chunks, p,
+                                     fmt.page_tokens, dots);
+        unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+          const int channel = d + b * kLanes;
+          const auto scale = S::load_half(page.v_scale + channel), minimum = S::load_half(page.v_min + channel);
+          fetch(next.v_scale + channel);
+          fetch(next.v_min + channel);
+          unrolled<NR>([&](auto r) __attribute__((always_inline)) {
+            float* at = out + r * fmt.head_dim + channel;
+            S::store(at, add_product<S>(S::load(at), S::to_float(dots[r][b]), scale, minimum, merges[r].take,
+                                        merges[r].sum));
+          });
         });
       });
-    }
-    unrolled<NR>([&](auto r) {
-      S::store(scores + r * pi + t, score[r][0]);
-      S::store(scores + r * pi + t + kLanes, score[r][1]);
-    });
-  }
 }
 
-// P·V of rows r0.. with a page, into the state.
-template <class S, int bits, int NR>
-void packed_values(const Format& fmt, const PackedPage& at, const std::uint8_t* p, const RowMerge* merges, float* out) {
-  using I = typename S::I;
-  const int chunks = fmt.page_tokens / chunk_of(bits);
-  const std::int64_t block_bytes = std::int64_t(chunks) * kVectorBytes, ahead = at.next.v_codes - at.page.v_codes;
-  for (int d = 0; d < fmt.head_dim; d += 2 * kLanes) {
-    I dots[NR][2];
-    unrolled<NR>([&](auto r) { dots[r][0] = dots[r][1] = S::zero_int(); });
-    packed_dots<S, bits, NR>(at.page.v_codes + d / kLanes * block_bytes, block_bytes, ahead, chunks, p, fmt.page_tokens,
-                             dots);
-    unrolled<2>([&](auto b) __attribute__((always_inline)) {
-      const int channel = d + b * kLanes;
-      const auto v_scale = S::load_half(at.page.v_scale + channel), v_min = S::load_half(at.page.v_min + channel);
-      unrolled<NR>([&](auto r) __attribute__((always_inline)) {
-        add_values<S>(out + r * fmt.head_dim + channel, S::to_float(dots[r][b]), v_scale, v_min, merges[r]);
-      });
-    });
-  }
-}
-
+// Scores [kStrip, NR, Π] and codes of P likewise.
 template <class S, int NR>
-void packed_rows(const Format& fmt, const PackedPage& at, const Query& query, int r0, State& state, float* scores,
+void packed_rows(const Format& fmt, const Strip& strip, const Query& query, int r0, State& state, float* scores,
                  std::uint8_t* codes) {
-  PageWeights weights[NR];
-  RowMerge merges[NR];
-  if (fmt.k_bits == 2) {
-    packed_scores<S, 2, NR>(fmt, at, query, r0, scores);
-  } else {
-    packed_scores<S, 4, NR>(fmt, at, query, r0, scores);
-  }
   const int pi = fmt.page_tokens;
-  for (int r = 0; r < NR; ++r) weights[r] = weigh_symmetric<S>(scores + r * pi, pi, codes + r * pi);
-  merge_weights<S>(fmt, state, r0, NR, weights, merges);
-  float* out = state.out + std::size_t(r0) * fmt.head_dim;
-  if (fmt.v_bits == 2) {
-    packed_values<S, 2, NR>(fmt, at, codes, merges, out);
-  } else {
-    packed_values<S, 4, NR>(fmt, at, codes, merges, out);
+  std::memset(scores, 0, sizeof(float) * kStrip * NR * pi);
+  for (int i = 0; i < strip.pages; ++i) {
+    const auto scores_of = fmt.k_bits == 2 ? packed_scores<S, 2, NR> : packed_scores<S, 4, NR>;
+    scores_of(fmt, strip.page[i], strip.next[i], query, r0, scores + i * NR * pi);
+  }
+  PageWeights weights[kLanes];
+  RowMerge merges[kLanes];
+  for (int i = 0; i < strip.pages * NR; i += kTile)
+    weigh_symmetric<S>(scores + i * pi, pi, codes + i * pi, weights + i);
+  merge_weights<S, NR>(fmt, state, r0, strip.pages, weights, merges);
+  for (int i = 0; i < strip.pages; ++i) {
+    const auto values_of = fmt.v_bits == 2 ? packed_values<S, 2, NR> : packed_values<S, 4, NR>;
+    values_of(fmt, strip.page[i], strip.next[i], codes + i * NR * pi, merges + i * NR,
+              state.out + std::size_t(r0) * fmt.head_dim);
   }
 }
 
-// Every row of the query takes the page.
+// Every row of the query takes the strip.
 template <class S>
-void attend_packed(const Format& fmt, const PackedPage& at, const Query& query, State& state, Arena<S> arena) {
-  float* scores = arena.template take<float>(kTile * fmt.page_tokens);
-  auto* codes = arena.template take<std::uint8_t>(kTile * fmt.page_tokens);
-  constexpr int kHalvesPerLine = 32;
-  for (std::size_t i = 0; i < fmt.k_meta(); i += kHalvesPerLine) {
-    fetch(at.next.k_scale + i);
-    fetch(at.next.k_min + i);
-  }
-  for (std::size_t i = 0; i < fmt.v_meta(); i += kHalvesPerLine) {
-    fetch(at.next.v_scale + i);
-    fetch(at.next.v_min + i);
-  }
-  for (int r = 0; r < query.rows; r += kTile) {
-    switch (query.rows - r) {
-      case 1: packed_rows<S, 1>(fmt, at, query, r, state, scores, codes); break;
-      case 2: packed_rows<S, 2>(fmt, at, query, r, state, scores, codes); break;
-      case 3: packed_rows<S, 3>(fmt, at, query, r, state, scores, codes); break;
-      default: packed_rows<S, 4>(fmt, at, query, r, state, scores, codes); break;
-    }
+void attend_packed(const Format& fmt, const Strip& strip, const Query& query, State& state, Arena<S> arena) {
+  float* scores = arena.template take<float>(kLanes * fmt.page_tokens);
+  auto* codes = arena.template take<std::uint8_t>(kLanes * fmt.page_tokens);
+  for (int r = 0; r < query.rows; r += S::kTileRows) {
+    with_constant<S::kTileRows>(query.rows - r,
+                                [&](auto rows) { packed_rows<S, rows>(fmt, strip, query, r, state, scores, codes); });
   }
 }
 

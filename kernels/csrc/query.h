@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "arena.h"
 #include "half.h"
@@ -18,16 +17,20 @@ constexpr int padded_rows(int rows) {
   return (rows + kTile - 1) / kTile * kTile;
 }
 
-// Rows of Q, padded to a multiple of kTile with zeros. Scores are kept in units of log2, so `scale`, `minimum` and
+// Rows of Q, padded with zeros to R, a multiple of kTile. Scores are kept in units of log2, so `scale`, `minimum` and
 // `exact` carry a factor log2(e): exp(x) is then a power of two without a further product.
 struct Query {
   int rows;
+  int padded;          // R
   std::int8_t* codes;  // [R, D]
-  float* scale;        // [R, G]
-  float* sums;         // [R, G] Σ codes
-  float* minimum;      // [R, G], asymmetric form only
+  float* scale;        // [G, R]
+  float* sums;         // [G, R] Σ codes
+  float* minimum;      // [G, R], asymmetric form only
   float* exact;        // [R, D]
 };
+
+// Below any score, yet finite: differences of it are numbers.
+inline constexpr float kUnseen = -1e30f;
 
 // Online softmax: out / weight is the result for the keys seen so far, both relative to 2^top.
 struct State {
@@ -94,6 +97,7 @@ template <class S>
 Query make_query(const Format& fmt, const AttendItem& item, Arena<S>& arena) {
   const int rows = item.tokens * item.group, padded = padded_rows(rows), d = fmt.head_dim, groups = fmt.k_groups();
   Query query{rows,
+              padded,
               arena.template take<std::int8_t>(padded * d),
               arena.template take<float>(padded * groups),
               arena.template take<float>(padded * groups),
@@ -110,7 +114,7 @@ Query make_query(const Format& fmt, const AttendItem& item, Arena<S>& arena) {
     }
     for (int i = 0; i < d; i += kLanes) S::store(row + i, S::div(S::load(row + i), S::splat(root)));
     for (int g = 0; g < groups; ++g) {
-      const int z = g * fmt.k_partition, at = r * groups + g;
+      const int z = g * fmt.k_partition, at = g * padded + r;
       quantize_partition<S>(fmt, row + z, query.codes + r * d + z, query.scale + at, query.sums + at,
                             query.minimum + at);
     }
@@ -125,7 +129,7 @@ State make_state(const Format& fmt, int rows, Arena<S>& arena) {
   State state{arena.template take<float>(padded + kLanes), arena.template take<float>(padded + kLanes),
               arena.template take<float>(std::size_t(padded) * fmt.head_dim)};
   for (int r = 0; r < padded; ++r) {
-    state.top[r] = -std::numeric_limits<float>::infinity();
+    state.top[r] = kUnseen;
     state.weight[r] = 0.0f;
   }
   std::memset(state.out, 0, sizeof(float) * std::size_t(padded) * fmt.head_dim);

@@ -16,18 +16,13 @@ namespace hack {
 
 using V512 = Avx512;
 
-// Factors by which a tile's outputs are kept, its weights made relative to the new maxima.
-struct TileWeights {
-  float keep[kTile];
-};
-
-// Scores [NR, Π] become weights in place, and the state's maxima and weights take them.
+// Scores [NR, Π] become weights in place, and the state takes them.
 template <int NR>
-TileWeights weigh_tile(int pi, State& state, int r0, float* scores) {
-  TileWeights tile;
+void weigh_tile(const Format& fmt, State& state, int r0, float* scores) {
+  const int pi = fmt.page_tokens;
   float tops[NR];
-  for (int r = 0; r < NR; ++r) tops[r] = largest<V512>(scores + r * pi, pi);
-  const Factors factors = raise_tops<V512>(state, r0, NR, tops);
+  for (int r = 0; r < NR; ++r) tops[r] = V512::reduce_max(lane_maxima<V512>(scores + r * pi, pi));
+  raise_tops<V512>(fmt, state, r0, NR, tops);
   for (int r = 0; r < NR; ++r) {
     auto sum = V512::zero();
     for (int j = 0; j < pi; j += kLanes) {
@@ -35,10 +30,8 @@ TileWeights weigh_tile(int pi, State& state, int r0, float* scores) {
       V512::store(scores + r * pi + j, p);
       sum = V512::add(sum, p);
     }
-    state.weight[r0 + r] = state.weight[r0 + r] * factors.keep[r] + V512::reduce_add(sum);
-    tile.keep[r] = factors.keep[r];
+    state.weight[r0 + r] += V512::reduce_add(sum);
   }
-  return tile;
 }
 
 inline void narrow(const float* in, int n, std::uint16_t* out) {
@@ -86,28 +79,20 @@ void bf16_tile(const Format& fmt, const Bf16Page& page, const std::uint16_t* q, 
     unrolled<NR * NB>(
         [&](auto i) { _mm512_storeu_ps(scores + i / NB * pi + t + i % NB * kLanes, sums[i / NB][i % NB]); });
   }
-  const TileWeights tile = weigh_tile<NR>(pi, state, r0, scores);
+  weigh_tile<NR>(fmt, state, r0, scores);
   narrow(scores, NR * pi, p);
   for (int c = 0; c < d; c += NB * kLanes) {
     pair_dots<NR, NB>(page.v + std::size_t(c) * pi, pi / 2, page.ahead, p, pi, sums);
     unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
       float* out = state.out + std::size_t(r0 + i / NB) * d + c + i % NB * kLanes;
-      const __m512 kept = _mm512_mul_ps(_mm512_set1_ps(tile.keep[i / NB]), _mm512_loadu_ps(out));
-      _mm512_storeu_ps(out, _mm512_add_ps(kept, sums[i / NB][i % NB]));
+      _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), sums[i / NB][i % NB]));
     });
   }
 }
 
 template <class Tile>
 void each_tile(int rows, Tile tile) {
-  for (int r = 0; r < rows; r += kTile) {
-    switch (rows - r) {
-      case 1: tile(std::integral_constant<int, 1>{}, r); break;
-      case 2: tile(std::integral_constant<int, 2>{}, r); break;
-      case 3: tile(std::integral_constant<int, 3>{}, r); break;
-      default: tile(std::integral_constant<int, 4>{}, r); break;
-    }
-  }
+  for (int r = 0; r < rows; r += kTile) with_constant<kTile>(rows - r, [&](auto count) { tile(count, r); });
 }
 
 inline void attend_bf16(const Format& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
@@ -150,6 +135,12 @@ template <int NR>
   });
 }
 
+// A page, and the one that comes next: it is fetched meanwhile.
+struct PackedPage {
+  ConstPage page;
+  ConstPage next;
+};
+
 template <int NR>
 void dequantize_tile(const Format& fmt, const PackedPage& at, const float* q, int r0, State& state, float* scores) {
   const int pi = fmt.page_tokens, d = fmt.head_dim, z = fmt.k_partition;
@@ -166,12 +157,12 @@ void dequantize_tile(const Format& fmt, const PackedPage& at, const float* q, in
     }
     unrolled<NR>([&](auto r) { _mm512_storeu_ps(scores + r * pi + t, sums[r]); });
   }
-  const TileWeights tile = weigh_tile<NR>(pi, state, r0, scores);
+  weigh_tile<NR>(fmt, state, r0, scores);
   codes = at.page.v_codes;
   for (int c = 0; c < d; c += kLanes) {
     __m512 sums[NR];
     float* out = state.out + std::size_t(r0) * d + c;
-    unrolled<NR>([&](auto r) { sums[r] = _mm512_mul_ps(_mm512_set1_ps(tile.keep[r]), _mm512_loadu_ps(out + r * d)); });
+    unrolled<NR>([&](auto r) { sums[r] = _mm512_loadu_ps(out + r * d); });
     const __m512 scale = V512::load_half(at.page.v_scale + c), minimum = V512::load_half(at.page.v_min + c);
     for (int t = 0; t < pi; t += 16, codes += kVectorBytes) {
       fetch(codes + v_ahead);

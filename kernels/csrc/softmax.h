@@ -5,6 +5,7 @@
 #pragma once
 
 #include "query.h"
+#include "unrolled.h"
 
 namespace hack {
 
@@ -16,106 +17,106 @@ struct PageWeights {
   float sum;
 };
 
-// One partition's share of 16 scores: Eq. (4) of the paper without the terms of Q's minimum.
+// One partition's share of an integer product, Eq. (4) of the paper without the terms of the row's own minimum:
+// sum + row_scale * (scale * dots + minimum * Σ row codes). It serves Q·K^T and P·V.
 template <class S>
-typename S::F add_score(typename S::F score, typename S::F dots, typename S::F k_scale, typename S::F k_min,
-                        typename S::F q_scale, typename S::F q_sum) {
-  return S::fma(q_scale, S::fma(k_scale, dots, S::mul(k_min, q_sum)), score);
+typename S::F add_product(typename S::F sum, typename S::F dots, typename S::F scale, typename S::F minimum,
+                          float row_scale, float row_codes) {
+  return S::fma(S::splat(row_scale), S::fma(scale, dots, S::mul(minimum, S::splat(row_codes))), sum);
 }
 
 template <class S>
-float largest(const float* scores, int n) {
+typename S::F lane_maxima(const float* scores, int n) {
   auto top = S::load(scores);
   for (int i = kLanes; i < n; i += kLanes) top = S::max(top, S::load(scores + i));
-  return S::reduce_max(top);
+  return top;
 }
 
-// Symmetric form: p in 0..1 becomes a code in 0..127.
+// Symmetric form: p in 0..1 becomes a code in 0..127. Four rows of scores [4, n], for their reductions share work.
 template <class S>
-PageWeights weigh_symmetric(const float* scores, int n, std::uint8_t* codes) {
-  const float top = largest<S>(scores, n);
-  auto sum = S::zero_int();
+void weigh_symmetric(const float* scores, int n, std::uint8_t* codes, PageWeights* weights) {
+  typename S::F lanes[kTile];
+  float tops[kTile], sums[kTile];
+  for (int r = 0; r < kTile; ++r) lanes[r] = lane_maxima<S>(scores + r * n, n);
+  S::fold_max(lanes, tops);
+  typename S::I codes_sum[kTile];
+  for (auto& sum : codes_sum) sum = S::zero_int();
   for (int i = 0; i < n; i += kLanes) {
-    const auto p = exp2<S>(S::sub(S::load(scores + i), S::splat(top)));
-    const auto code = S::truncate(S::fma(p, S::splat(kSymmetricLevels), S::splat(0.5f)));
-    S::store_low_bytes(codes + i, code);
-    sum = S::add_int(sum, code);
+    unrolled<kTile>([&](auto r) __attribute__((always_inline)) {
+      const auto p = exp2<S, int(kSymmetricLevels)>(S::sub(S::load(scores + r * n + i), S::splat(tops[r])));
+      const auto code = S::nearest(p);
+      S::store_low_bytes(codes + r * n + i, code);
+      codes_sum[r] = S::add_int(codes_sum[r], code);
+    });
   }
-  return {top, 1.0f / kSymmetricLevels, 0.0f, float(S::reduce_add_int(sum))};
+  for (int r = 0; r < kTile; ++r) lanes[r] = S::to_float(codes_sum[r]);
+  S::fold_add(lanes, sums);
+  for (int r = 0; r < kTile; ++r) weights[r] = {tops[r], 1.0f / kSymmetricLevels, 0.0f, sums[r]};
 }
 
-// Asymmetric form: 256 levels between the page's smallest weight and 1.
+// Asymmetric form: 256 levels between the page's smallest weight and 1. Scores [4, n] become weights in place.
 template <class S>
-PageWeights weigh_asymmetric(float* scores, int n, std::uint8_t* codes) {
-  const float top = largest<S>(scores, n);
-  auto least = S::splat(1.0f);
-  for (int i = 0; i < n; i += kLanes) {
-    const auto p = exp2<S>(S::sub(S::load(scores + i), S::splat(top)));
-    least = S::min(p, least);
-    S::store(scores + i, p);
+void weigh_asymmetric(float* scores, int n, std::uint8_t* codes, PageWeights* weights) {
+  for (int r = 0; r < kTile; ++r, scores += n, codes += n) {
+    const float top = S::reduce_max(lane_maxima<S>(scores, n));
+    auto least = S::splat(1.0f);
+    for (int i = 0; i < n; i += kLanes) {
+      const auto p = exp2<S>(S::sub(S::load(scores + i), S::splat(top)));
+      least = S::min(p, least);
+      S::store(scores + i, p);
+    }
+    const float low = S::reduce_min(least), range = (1.0f - low) / kAsymmetricLevels, scale = range == 0 ? 1.0f : range;
+    auto sum = S::zero_int();
+    for (int i = 0; i < n; i += kLanes) {
+      const auto steps = S::div(S::sub(S::load(scores + i), S::splat(low)), S::splat(scale));
+      const auto code = S::truncate(S::add(steps, S::splat(0.5f)));
+      S::store_low_bytes(codes + i, code);
+      sum = S::add_int(sum, code);
+    }
+    weights[r] = {top, scale, low, float(S::reduce_add_int(sum))};
   }
-  const float low = S::reduce_min(least), range = (1.0f - low) / kAsymmetricLevels, scale = range == 0 ? 1.0f : range;
-  auto sum = S::zero_int();
-  for (int i = 0; i < n; i += kLanes) {
-    const auto steps = S::div(S::sub(S::load(scores + i), S::splat(low)), S::splat(scale));
-    const auto code = S::truncate(S::add(steps, S::splat(0.5f)));
-    S::store_low_bytes(codes + i, code);
-    sum = S::add_int(sum, code);
-  }
-  return {top, scale, low, float(S::reduce_add_int(sum))};
 }
 
-// Factors of one merge: old output times `keep`, new values times `take`.
-struct Factors {
-  float keep[kLanes];
-  float take[kLanes];
-};
-
-// Take maxima `tops` of up to 16 rows into the state's, both at `row`.
+// Raises the state's maxima at `row`.. to `tops`, and its weights and outputs fall by as much.
 template <class S>
-Factors raise_tops(State& state, int row, int rows, const float* tops) {
-  Factors factors;
-  alignas(64) float before[kLanes], after[kLanes];
-  for (int i = 0; i < kLanes; ++i) {
-    before[i] = i < rows ? state.top[row + i] : 0.0f;
-    after[i] = i < rows ? (tops[i] > before[i] ? tops[i] : before[i]) : 0.0f;
-    if (i < rows) state.top[row + i] = after[i];
+void raise_tops(const Format& fmt, State& state, int row, int rows, const float* tops) {
+  alignas(64) float keep[kLanes] = {};
+  for (int r = 0; r < rows; ++r) {
+    const float before = state.top[row + r];
+    state.top[row + r] = tops[r] > before ? tops[r] : before;
+    keep[r] = before - state.top[row + r];
   }
-  alignas(64) float now[kLanes];
-  for (int i = 0; i < kLanes; ++i) now[i] = i < rows ? tops[i] : 0.0f;
-  const auto top = S::load(after);
-  S::store(factors.keep, exp2<S>(S::sub(S::load(before), top)));
-  S::store(factors.take, exp2<S>(S::sub(S::load(now), top)));
-  return factors;
+  S::store(keep, exp2<S>(S::load(keep)));
+  for (int r = 0; r < rows; ++r) {
+    if (keep[r] == 1.0f) continue;
+    state.weight[row + r] *= keep[r];
+    float* out = state.out + std::size_t(row + r) * fmt.head_dim;
+    for (int d = 0; d < fmt.head_dim; d += kLanes) S::store(out + d, S::mul(S::splat(keep[r]), S::load(out + d)));
+  }
 }
 
-// What the integer products of one row with a page are multiplied by.
+// What the integer products of one row with a page's V are multiplied by.
 struct RowMerge {
-  float keep;
   float take;      // of s_v Σp'v' + m_v Σp'
   float take_low;  // of s_v Σv' + Π m_v; asymmetric form only
   float sum;
 };
 
-template <class S>
-void merge_weights(const Format& fmt, State& state, int row, int rows, const PageWeights* weights, RowMerge* merges) {
-  float tops[kTile];
-  for (int i = 0; i < rows; ++i) tops[i] = weights[i].top;
-  const Factors factors = raise_tops<S>(state, row, rows, tops);
-  for (int i = 0; i < rows; ++i) {
+// The state's maxima and weights of NR rows take `pages` pages; weights and merges are [pages, NR], at most kLanes.
+template <class S, int NR>
+void merge_weights(const Format& fmt, State& state, int row, int pages, const PageWeights* weights, RowMerge* merges) {
+  float tops[NR];
+  for (int r = 0; r < NR; ++r) tops[r] = weights[r].top;
+  for (int i = NR; i < pages * NR; ++i) tops[i % NR] = tops[i % NR] < weights[i].top ? weights[i].top : tops[i % NR];
+  raise_tops<S>(fmt, state, row, NR, tops);
+  alignas(64) float take[kLanes] = {};
+  for (int i = 0; i < pages * NR; ++i) take[i] = weights[i].top - state.top[row + i % NR];
+  S::store(take, exp2<S>(S::load(take)));
+  for (int i = 0; i < pages * NR; ++i) {
     const PageWeights& w = weights[i];
-    const float keep = factors.keep[i], take = factors.take[i];
-    merges[i] = {keep, take * w.scale, take * w.low, w.sum};
-    const float total = w.scale * w.sum + float(fmt.page_tokens) * w.low;
-    state.weight[row + i] = state.weight[row + i] * keep + take * total;
+    merges[i] = {take[i] * w.scale, take[i] * w.low, w.sum};
+    state.weight[row + i % NR] += take[i] * (w.scale * w.sum + float(fmt.page_tokens) * w.low);
   }
-}
-
-// 16 channels of a row's output take a page's integer products.
-template <class S>
-void add_values(float* out, typename S::F dots, typename S::F v_scale, typename S::F v_min, const RowMerge& merge) {
-  const auto values = S::fma(v_scale, dots, S::mul(v_min, S::splat(merge.sum)));
-  S::store(out, S::fma(S::splat(merge.take), values, S::mul(S::splat(merge.keep), S::load(out))));
 }
 
 }  // namespace hack

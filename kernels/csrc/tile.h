@@ -130,9 +130,9 @@ void score_tile(const Format& fmt, const WidePage& wide, const Query& query, int
       const int at = g * pi + t0 + b * kLanes;
       const auto k_scale = S::load(wide.k_scale + at), k_min = S::load(wide.k_min + at);
       unrolled<NR>([&](auto r) __attribute__((always_inline)) {
-        const int q = (r0 + r) * groups + g;
-        score[r][b] = add_score<S>(score[r][b], S::to_float(dots[r][b]), k_scale, k_min, S::splat(query.scale[q]),
-                                   S::splat(query.sums[q]));
+        const int q = g * query.padded + r0 + r;
+        score[r][b] =
+            add_product<S>(score[r][b], S::to_float(dots[r][b]), k_scale, k_min, query.scale[q], query.sums[q]);
       });
     });
   }
@@ -144,7 +144,7 @@ template <class S>
 void add_minimum_terms(const Format& fmt, const WidePage& wide, const Query& query, int row, float* scores) {
   const int groups = fmt.k_groups(), pi = fmt.page_tokens;
   for (int g = 0; g < groups; ++g) {
-    const auto minimum = S::splat(query.minimum[row * groups + g]), z = S::splat(float(fmt.k_partition));
+    const auto minimum = S::splat(query.minimum[g * query.padded + row]), z = S::splat(float(fmt.k_partition));
     for (int t = 0; t < pi; t += kLanes) {
       const int at = g * pi + t;
       const auto low = S::mul(z, S::load(wide.k_min + at));
@@ -157,13 +157,11 @@ void add_minimum_terms(const Format& fmt, const WidePage& wide, const Query& que
 // Scores [kTile, Π] of rows r0..r0+3.
 template <class S>
 void wide_scores(const Format& fmt, const WidePage& wide, const Query& query, int r0, float* scores) {
-  constexpr int NR = S::kTileRows, NB = S::kTileBlocks;
+  constexpr int NR = S::kTileRows;
   for (int r = 0; r < kTile; r += NR) {
-    float* rows = scores + r * fmt.page_tokens;
-    int t = 0;
-    for (; t + NB * kLanes <= fmt.page_tokens; t += NB * kLanes)
-      score_tile<S, NR, NB>(fmt, wide, query, r0 + r, t, rows);
-    for (; t < fmt.page_tokens; t += 2 * kLanes) score_tile<S, NR, 2>(fmt, wide, query, r0 + r, t, rows);
+    each_block<S>(fmt.page_tokens, [&](int t, auto blocks) {
+      score_tile<S, NR, blocks>(fmt, wide, query, r0 + r, t, scores + r * fmt.page_tokens);
+    });
   }
   if (!fmt.asymmetric) return;
   for (int r = 0; r < kTile; ++r) add_minimum_terms<S>(fmt, wide, query, r0 + r, scores + r * fmt.page_tokens);
@@ -181,26 +179,24 @@ void value_tile(const Format& fmt, const WidePage& wide, const std::uint8_t* p, 
     const auto v_scale = S::load(wide.v_scale + channel), v_min = S::load(wide.v_min + channel);
     unrolled<NR>([&](auto r) __attribute__((always_inline)) {
       float* at = out + r * fmt.head_dim + channel;
-      add_values<S>(at, S::to_float(dots[r][b]), v_scale, v_min, merges[r]);
+      auto sum = S::load(at);
       if constexpr (asymmetric) {
         const auto low = S::mul(S::splat(float(fmt.page_tokens)), v_min);
         const auto terms = S::fma(v_scale, S::load(wide.v_sums + channel), low);
-        S::store(at, S::fma(S::splat(merges[r].take_low), terms, S::load(at)));
+        sum = S::fma(S::splat(merges[r].take_low), terms, sum);
       }
+      S::store(at, add_product<S>(sum, S::to_float(dots[r][b]), v_scale, v_min, merges[r].take, merges[r].sum));
     });
   });
 }
 
 template <class S, bool asymmetric>
 void wide_values(const Format& fmt, const WidePage& wide, const std::uint8_t* p, const RowMerge* merges, float* out) {
-  constexpr int NR = S::kTileRows, NB = S::kTileBlocks;
+  constexpr int NR = S::kTileRows;
   for (int r = 0; r < kTile; r += NR) {
-    const auto* rows = p + r * fmt.page_tokens;
-    float* at = out + r * fmt.head_dim;
-    int d = 0;
-    for (; d + NB * kLanes <= fmt.head_dim; d += NB * kLanes)
-      value_tile<S, NR, NB, asymmetric>(fmt, wide, rows, merges + r, d, at);
-    for (; d < fmt.head_dim; d += 2 * kLanes) value_tile<S, NR, 2, asymmetric>(fmt, wide, rows, merges + r, d, at);
+    each_block<S>(fmt.head_dim, [&](int d, auto blocks) {
+      value_tile<S, NR, blocks, asymmetric>(fmt, wide, p + r * fmt.page_tokens, merges + r, d, out + r * fmt.head_dim);
+    });
   }
 }
 
@@ -214,11 +210,8 @@ void attend_wide(const Format& fmt, const WidePage& wide, const Query& query, St
   RowMerge merges[kTile];
   for (int r0 = 0; r0 < query.rows; r0 += kTile) {
     wide_scores<S>(fmt, wide, query, r0, scores);
-    for (int r = 0; r < kTile; ++r) {
-      weights[r] = fmt.asymmetric ? weigh_asymmetric<S>(scores + r * pi, pi, codes + r * pi)
-                                  : weigh_symmetric<S>(scores + r * pi, pi, codes + r * pi);
-    }
-    merge_weights<S>(fmt, state, r0, kTile, weights, merges);
+    fmt.asymmetric ? weigh_asymmetric<S>(scores, pi, codes, weights) : weigh_symmetric<S>(scores, pi, codes, weights);
+    merge_weights<S, kTile>(fmt, state, r0, 1, weights, merges);
     float* out = state.out + std::size_t(r0) * fmt.head_dim;
     if (fmt.asymmetric) {
       wide_values<S, true>(fmt, wide, codes, merges, out);

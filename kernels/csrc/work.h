@@ -94,7 +94,7 @@ constexpr std::size_t scratch_bytes(const Format& fmt, int rows) {
   const std::size_t padded = std::size_t(rows + 3) / 4 * 4, d = fmt.head_dim, groups = fmt.k_groups();
   const std::size_t queries = padded * (d + 4 * d + 12 * groups), state = padded * (4 * d + 8);
   const std::size_t codes = 4 * fmt.elements(), meta = 4 * (6 * fmt.k_meta() + 6 * d + 256);
-  const std::size_t tile = 4 * 2 * 4 * std::size_t(kMaxPageTokens) + 4 * padded;
+  const std::size_t tile = 5 * kLanes * std::size_t(fmt.page_tokens);  // scores and codes of P
   return queries + state + codes + meta + tile + 64 * 64;
 }
 

@@ -51,6 +51,13 @@ struct Avx2 {
   static float reduce_add(F x) {
     return fold(_mm256_add_ps(x.a, x.b), [](__m128 p, __m128 q) { return _mm_add_ps(p, q); });
   }
+  // out[i] = maximum or sum of the lanes of rows[i].
+  static void fold_max(const F (&rows)[4], float* out) {
+    fold(rows, out, [](__m128 p, __m128 q) { return _mm_max_ps(p, q); });
+  }
+  static void fold_add(const F (&rows)[4], float* out) {
+    fold(rows, out, [](__m128 p, __m128 q) { return _mm_add_ps(p, q); });
+  }
 
   static I zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   static I splat_int(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -73,6 +80,7 @@ struct Avx2 {
   static I bit_xor(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
   static F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
   static I truncate(F x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
+  static I nearest(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
   static int reduce_add_int(I x) {
     const __m256i sum = _mm256_add_epi32(x.a, x.b);
     __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
@@ -125,6 +133,18 @@ struct Avx2 {
     __m128 half = with(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     half = with(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(with(half, _mm_shuffle_ps(half, half, 1)));
+  }
+  template <class With>
+  static void fold(const F (&rows)[4], float* out, With with) {
+    __m128 x[4];
+    for (int i = 0; i < 4; ++i) {
+      const __m128 first = with(_mm256_castps256_ps128(rows[i].a), _mm256_extractf128_ps(rows[i].a, 1));
+      const __m128 second = with(_mm256_castps256_ps128(rows[i].b), _mm256_extractf128_ps(rows[i].b, 1));
+      x[i] = with(first, second);
+    }
+    const __m128 even = with(_mm_unpacklo_ps(x[0], x[2]), _mm_unpackhi_ps(x[0], x[2]));
+    const __m128 odd = with(_mm_unpacklo_ps(x[1], x[3]), _mm_unpackhi_ps(x[1], x[3]));
+    _mm_storeu_ps(out, with(_mm_unpacklo_ps(even, odd), _mm_unpackhi_ps(even, odd)));
   }
   static __m256i half_dot(__m256i acc, __m256i u, __m256i s) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));

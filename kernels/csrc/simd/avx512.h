@@ -39,6 +39,13 @@ struct Avx512 {
   static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
   static float reduce_min(F x) { return _mm512_reduce_min_ps(x); }
   static float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+  // out[i] = maximum or sum of the lanes of rows[i], in a third of the instructions of four reductions.
+  static void fold_max(const F (&rows)[4], float* out) {
+    fold(rows, out, [](F a, F b) { return _mm512_max_ps(a, b); });
+  }
+  static void fold_add(const F (&rows)[4], float* out) {
+    fold(rows, out, [](F a, F b) { return _mm512_add_ps(a, b); });
+  }
 
   static I zero_int() { return _mm512_setzero_si512(); }
   static I splat_int(std::int32_t x) { return _mm512_set1_epi32(x); }
@@ -54,6 +61,7 @@ struct Avx512 {
   static I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
   static I truncate(F x) { return _mm512_cvttps_epi32(x); }
+  static I nearest(F x) { return _mm512_cvtps_epi32(x); }
   static int reduce_add_int(I x) { return _mm512_reduce_add_epi32(x); }
   static void store_low_bytes(std::uint8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
   template <int bits>
@@ -78,6 +86,17 @@ struct Avx512 {
     const I even = _mm512_mul_epu32(a, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor);
     high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
     low = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+  }
+
+ private:
+  template <class With>
+  static void fold(const F (&rows)[4], float* out, With with) {
+    const F even = with(_mm512_unpacklo_ps(rows[0], rows[2]), _mm512_unpackhi_ps(rows[0], rows[2]));
+    const F odd = with(_mm512_unpacklo_ps(rows[1], rows[3]), _mm512_unpackhi_ps(rows[1], rows[3]));
+    F all = with(_mm512_unpacklo_ps(even, odd), _mm512_unpackhi_ps(even, odd));
+    all = with(all, _mm512_shuffle_f32x4(all, all, 0x4E));
+    all = with(all, _mm512_shuffle_f32x4(all, all, 0xB1));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(all));
   }
 };
 

@@ -67,8 +67,8 @@ struct Portable {
   }
   static F scale_by_power(F x, F n) {  // 0 below the normal range
     return lanes<F>([&](int i) {
-      const int exponent = int(n.v[i]) + 127;
-      return x.v[i] * std::bit_cast<float>(std::uint32_t(exponent > 0 ? exponent : 0) << 23);
+      const std::uint32_t exponent = n.v[i] > -127.0f ? std::uint32_t(int(n.v[i]) + 127) : 0;
+      return x.v[i] * std::bit_cast<float>(exponent << 23);
     });
   }
   static float reduce_max(F x) {
@@ -85,6 +85,13 @@ struct Portable {
     for (int width = 8; width > 0; width /= 2)
       for (int i = 0; i < width; ++i) x.v[i] += x.v[i + width];
     return x.v[0];
+  }
+  // out[i] = maximum or sum of the lanes of rows[i].
+  static void fold_max(const F (&rows)[4], float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = reduce_max(rows[i]);
+  }
+  static void fold_add(const F (&rows)[4], float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = reduce_add(rows[i]);
   }
 
   static I zero_int() { return splat_int(0); }
@@ -117,6 +124,7 @@ struct Portable {
   static I truncate(F x) {
     return lanes<I>([&](int i) { return std::uint32_t(std::int32_t(x.v[i])); });
   }
+  static I nearest(F x) { return truncate(round(x)); }
   static int reduce_add_int(I x) {
     std::uint32_t sum = 0;
     for (std::uint32_t lane : x.v) sum += lane;
