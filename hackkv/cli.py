@@ -149,8 +149,8 @@ async def _serve(plan: ClusterPlan) -> int:
         auth = "-H 'Authorization: Bearer KEY' " if "api_key_file" in plan.router else ""
         console.print(f"[bold]serving {name} at {cluster.url}[/]; Ctrl-C stops it. Try:")
         print(f"curl -N {cluster.url}/v1/completions {auth}-H 'Content-Type: application/json' -d '{body}'", flush=True)
-        member = await cluster.wait()
-        console.print(f"[red]{member.name} ended with exit code {member.process.returncode}; stopping[/]")
+        code = await cluster.watch()
+        console.print(f"[red]the router ended with exit code {code}; stopping[/]")
         return 1
 
 

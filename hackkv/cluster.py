@@ -1,7 +1,8 @@
 """A whole cluster on one machine: router, prefill and decode nodes as processes, each with a YAML file of its own.
 
 Every child holds the reading end of a pipe to us as its standard input and stops when that ends, so no process outlives
-the cluster, not even when this one is killed.
+the cluster, not even when this one is killed. A node that dies is started again (`watch`): meanwhile requests wait for
+it or go on elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import httpx
 import yaml
 
-from hackkv.errors import ConfigError, NodeLost
+from hackkv.errors import ConfigError, HackkvError, NodeLost
 from hackkv.process import read_announcement
 
 STOP_S = 3.0
@@ -30,6 +31,10 @@ STOP_S = 3.0
 ROUTER_GRACE_S = 1.0
 """The nodes stop at the same moment as the router, so requests in flight have nothing to wait for."""
 POLL_S = 0.1
+START_S = 120.0
+"""Time that a process gets until it is ready."""
+RESTART_S, LONGEST_RESTART_S = 1.0, 30.0
+"""Pause before a node is started again; it doubles each time that the node did not live for the longest."""
 
 _ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 """gRPC's own notes on connections that end would only repeat what we say ourselves; and compute threads that wait must
@@ -56,8 +61,9 @@ class Member:
     """One child process."""
 
     name: str
+    command: tuple[str, ...]
     process: Process
-    ready: dict[str, str]
+    ready: dict[str, str] = field(default_factory=dict)
 
 
 class LocalCluster:
@@ -93,15 +99,36 @@ class LocalCluster:
         await asyncio.gather(*starting)
         await self._until_registered(deadline)
 
-    async def wait(self) -> Member:
-        """Return the first member that ends."""
-        tasks = {asyncio.create_task(member.process.wait()): member for member in self.members}
+    async def watch(self) -> int:
+        """Start nodes that die again, until the router ends; return its exit code."""
+        router, *nodes = self.members
+        keepers = [asyncio.create_task(self._keep(node)) for node in nodes]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return await router.process.wait()
         finally:
-            for task in tasks:
-                task.cancel()
-        return tasks[done.pop()]
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.wait(keepers)
+
+    async def restart(self, name: str) -> None:
+        """Start a node again whose process has ended. Raises `ConfigError` or `NodeLost`."""
+        member = next(member for member in self.members if member.name == name)
+        await self._launch(member, monotonic() + START_S)
+
+    async def _keep(self, node: Member) -> None:
+        pause = RESTART_S
+        while True:
+            began = monotonic()
+            code = await node.process.wait()
+            if monotonic() - began > LONGEST_RESTART_S:
+                pause = RESTART_S
+            self._progress(f"{node.name} ended with exit code {code}; starting it again in {pause:g} s")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_RESTART_S)
+            try:
+                await self._launch(node, monotonic() + START_S)
+            except HackkvError as error:
+                self._progress(str(error))
 
     async def stop(self) -> None:
         """Stop every process: first by closing its standard input, after `STOP_S` by force."""
@@ -123,16 +150,26 @@ class LocalCluster:
         common = {"log_level": "warning", "internal": {"token_file": str(self._token_file)}}
         config.write_text(yaml.safe_dump({**common, **settings}), encoding="utf-8")
         command = (sys.executable, "-m", ENTRIES[role], "--config", str(config), "--supervised")
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=_ENVIRONMENT)
-        member = Member(name, process, {})
+        member = Member(name, command, await self._exec(command))
         self.members.append(member)
+        await self._until_ready(member, deadline)
+        return member
+
+    async def _launch(self, member: Member, deadline: float) -> None:
+        member.process = await self._exec(member.command)
+        await self._until_ready(member, deadline)
+
+    async def _exec(self, command: Sequence[str]) -> Process:
+        return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=_ENVIRONMENT)
+
+    async def _until_ready(self, member: Member, deadline: float) -> None:
         try:
             async with asyncio.timeout(deadline - monotonic()):
                 member.ready = await _announcement(member)
         except TimeoutError as error:
-            raise NodeLost(f"{name} was not ready in time") from error
-        self._progress(f"{name} ready at {member.ready.get('http', member.ready.get('address', '?'))}")
-        return member
+            member.process.kill()
+            raise NodeLost(f"{member.name} was not ready in time") from error
+        self._progress(f"{member.name} ready at {member.ready.get('http', member.ready.get('address', '?'))}")
 
     async def _until_registered(self, deadline: float) -> None:
         wanted = {"prefill": self._plan.num_prefill, "decode": self._plan.num_decode}
@@ -159,7 +196,7 @@ async def _announcement(member: Member) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def running(
-    plan: ClusterPlan, progress: Callable[[str], None], timeout_s: float = 120.0
+    plan: ClusterPlan, progress: Callable[[str], None], timeout_s: float = START_S
 ) -> AsyncIterator[LocalCluster]:
     """Start a cluster, and stop every process at the end, whatever happened."""
     with TemporaryDirectory(prefix="hackkv-") as folder:

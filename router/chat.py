@@ -29,7 +29,8 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     backend = backend_of(request)
     body = await read_body(request, ChatRequest, backend.model_name)
-    generation = Generation(backend, f"chatcmpl-{uuid4().hex}", arrival(request), await _plan(backend, body))
+    jobs = await _plan(backend, body)
+    generation = Generation(backend, f"chatcmpl-{uuid4().hex}", arrival(request), jobs, body.cache_salt)
     renderer = ChatRenderer(backend, body, generation.request_id)
     return (StreamReply if body.stream else JsonReply)(generation, renderer)
 

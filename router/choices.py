@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from hackkv.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from hackkv.types import Finish, Token
@@ -19,15 +20,20 @@ class Delta:
     token: Token | None
     finish: Finish | None
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Token counts of its choice up to here."""
         completion = 0 if self.token is None else self.token.index + 1
-        return token_counts(len(self.choice.prompt_ids), completion)
+        return token_counts(len(self.choice.prompt_ids), completion, self.choice.cached_tokens)
 
 
-def token_counts(prompt: int, completion: int) -> dict[str, int]:
-    """OpenAI's `usage`."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def token_counts(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """OpenAI's `usage`; `cached` of the prompt's tokens were not computed again."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 class Choice:
@@ -64,6 +70,11 @@ class Choice:
         """Log-probabilities of the prompt from its second token on, if they were asked for."""
         prefilled = self.flight.prefilled if self.flight else None
         return prefilled.prompt_logprobs if prefilled else ()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that a prefill node had computed for an earlier request."""
+        return self.flight.cached_tokens if self.flight else 0
 
     def take(self, token: Token) -> bool:
         """Add a token; False once the choice is complete."""

@@ -29,7 +29,8 @@ async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     backend = backend_of(request)
     body = await read_body(request, CompletionRequest, backend.model_name)
-    generation = Generation(backend, f"cmpl-{uuid4().hex}", arrival(request), await _plan(backend, body))
+    jobs = await _plan(backend, body)
+    generation = Generation(backend, f"cmpl-{uuid4().hex}", arrival(request), jobs, body.cache_salt)
     renderer = CompletionRenderer(backend, body, generation.request_id)
     return (StreamReply if body.stream else JsonReply)(generation, renderer)
 

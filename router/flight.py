@@ -48,6 +48,11 @@ class Flight:
     """Events of nodes that came twice, too late or out of turn, by name; they change nothing."""
 
     @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV the prefill node had already."""
+        return len(self.request.prompt_ids) - self.prefilled.computed_tokens if self.prefilled else 0
+
+    @property
     def recovering(self) -> bool:
         """It was placed before: whoever was let in is not turned away."""
         return self.attempts > 1

@@ -140,14 +140,19 @@ class Generation:
     """Runs the sequences of one HTTP request side by side."""
 
     def __init__(
-        self, backend: Backend, request_id: str, arrived: float, jobs: Sequence[tuple[Choice, Sampling]]
+        self,
+        backend: Backend,
+        request_id: str,
+        arrived: float,
+        jobs: Sequence[tuple[Choice, Sampling]],
+        cache_salt: str = "",
     ) -> None:
         self._backend = backend
         self.request_id = request_id
         self.choices = [choice for choice, _ in jobs]
         self._flights = [
             Flight(
-                Request(f"{request_id}-{choice.index}", choice.prompt_ids, sampling),
+                Request(f"{request_id}-{choice.index}", choice.prompt_ids, sampling, cache_salt),
                 StageClock(start=arrived),
                 choice.take,
             )
@@ -177,11 +182,12 @@ class Generation:
                 outcome = Outcome.FAILED
             self._backend.metrics.ended(flight, outcome)
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """OpenAI's token counts. A prompt counts once, however many choices it has."""
-        prompt = sum(len(ids) for ids in {id(choice.prompt_ids): choice.prompt_ids for choice in self.choices}.values())
+        prompts = {id(choice.prompt_ids): choice for choice in reversed(self.choices)}.values()
+        prompt = sum(len(choice.prompt_ids) for choice in prompts)
         completion = sum(len(choice.tokens) for choice in self.choices)
-        return token_counts(prompt, completion)
+        return token_counts(prompt, completion, sum(choice.cached_tokens for choice in prompts))
 
     def report(self) -> dict[str, Any]:
         """Where the time went and what was moved: the opt-in field `hackkv`. Seconds and bytes.

@@ -37,7 +37,7 @@ class Renderer(Protocol):
         ...
 
 
-def running_usage(body: Generate, delta: Delta) -> dict[str, int] | None:
+def running_usage(body: Generate, delta: Delta) -> dict[str, Any] | None:
     """What an event of a stream with usage says of it: OpenAI's null, or vLLM's count so far if that was asked for."""
     continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
     return delta.usage() if continuous else None

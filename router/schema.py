@@ -124,6 +124,8 @@ class Generate(Strict):
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], BeforeValidator(_parse_list)] = ()
     skip_special_tokens: Annotated[bool, _not_none(True)] = True
     return_stages: Annotated[bool, _not_none(False)] = False
+    cache_salt: Annotated[str, _not_none("")] = ""
+    """Only requests of equal salt share KV of a common prefix: one tenant cannot time another's prompts."""
 
     # OpenAI's, without effect here.
     user: Ignored = None

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import Start
-from tests.e2e.processes import START_S, Child, alive, family, until
+from tests.e2e.processes import START_S, Api, Child, alive, family, until
 
 STOP_S = 5.0
 SMALL = ("--prefill", "1", "--decode", "1")
@@ -26,6 +26,18 @@ def test_a_killed_supervisor_leaves_no_orphan(checkpoint: Path, start: Start) ->
     assert len(processes) == 4
     child.kill()
     until(lambda: not alive(processes), STOP_S, "every process has ended")
+
+
+def test_a_node_that_dies_is_started_again_and_requests_wait_for_it(checkpoint: Path, start: Start) -> None:
+    child = start("serve", str(checkpoint), *SMALL, "--port", "0", "--dtype", "float32")
+    api = Api(child.serving())
+    expected = api.complete([5, 6, 7])["choices"][0]["token_ids"]
+    for victim in family(child)[1:]:
+        if "router" not in victim.cmdline():
+            victim.kill()
+    answer = api.complete([5, 6, 7])  # both roles were filled before, so it waits
+    assert answer["choices"][0]["token_ids"] == expected
+    assert child.err.count("starting it again in 1 s") == 2
 
 
 def unknown_architecture(folder: Path) -> str:

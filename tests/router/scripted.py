@@ -85,6 +85,8 @@ class Script:
     fail_at_token: int = 2
     keeps_kv: bool = True
     """Whether prefill nodes have room to keep KV that was handed off."""
+    cached_tokens: int = 0
+    """Of each prompt, by an earlier request."""
     swaps: bool = False
     """Whether a sequence is swapped out before `fail_at_token`."""
 
@@ -170,7 +172,8 @@ class ScriptedPrefill:
             prompt, wanted = job.request.prompt_ids, job.request.sampling.prompt_logprobs
             logprobs = tuple(Token(index, prompt[index], None, -1.0) for index in range(1, len(prompt)))
             token = self.script.token(job.request, 0)
-            yield Prefilled(token, 0.0, 0.0, 0.0, len(prompt), logprobs if wanted is not None else ())
+            computed = len(prompt) - self.script.cached_tokens
+            yield Prefilled(token, 0.0, 0.0, 0.0, computed, logprobs if wanted is not None else ())
             while job.handoff and token.finish is None:
                 yield await self._push(job, *await assigned.get())
                 if not self.script.keeps_kv:

@@ -36,6 +36,12 @@ def events(response: httpx.Response) -> list[Any]:
     return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
+def usage(prompt: int, completion: int) -> dict[str, Any]:
+    """OpenAI's account of an answer none of which was cached."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
 # What is served -------------------------------------------------------------------------------------------------------
 
 
@@ -66,6 +72,17 @@ async def test_stop_strings_are_found_across_tokens(
     api.cluster.assert_idle()
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_salt_goes_along_and_cached_tokens_are_told(api: Api, path: str) -> None:
+    api.cluster.script.cached_tokens = 1
+    body = {"messages": MESSAGES} if path == CHAT else {"prompt": ["xy", "z"]}
+    answer = (await api.http.post(path, json={**body, "n": 2, "max_tokens": 2, "cache_salt": "tenant"})).json()
+    prompts = 1 if path == CHAT else 2
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": prompts}
+    jobs = [job for node in api.cluster.prefill.values() for job in node.jobs]
+    assert [job.request.cache_salt for job in jobs] == ["tenant"] * 2 * prompts
+
+
 async def test_stop_strings_wait_for_min_tokens(api: Api) -> None:
     say(api, "aaaaaaaa")
     count = len(api.backend.tokenizer.encode("aaaaaaaa"))
@@ -81,7 +98,7 @@ async def test_a_stream_is_one_event_per_token_with_usage_at_the_end(api: Api) -
     assert len(data) == 5 + 2
     assert all(event["usage"] is None for event in data[:5])
     assert data[5]["choices"] == []
-    assert data[5]["usage"] == {"prompt_tokens": 1, "completion_tokens": 5, "total_tokens": 6}
+    assert data[5]["usage"] == usage(1, 5)
     assert data[6] == "[DONE]"
 
 
@@ -89,7 +106,7 @@ async def test_batches_and_n_are_numbered_and_counted(api: Api) -> None:
     body = {"prompt": ["a", "zw"], "n": 2, "max_tokens": 3, "seed": 5, "temperature": 0}
     answer = (await api.http.post(COMPLETIONS, json=body)).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+    assert answer["usage"] == usage(3, 12)
     seeds = sorted(job.request.sampling.seed for node in api.cluster.prefill.values() for job in node.jobs)
     assert seeds == [5, 5, 6, 6]
 
@@ -107,7 +124,7 @@ async def test_echo_with_logprobs_scores_the_prompt(api: Api) -> None:
     assert choice["logprobs"]["tokens"] == ["x", "y", "z"]
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert answer["usage"] == usage(3, 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -47,6 +47,7 @@ REFUSED = [
     ({"prompt": "x", "stream": True, "stream_options": {"what": 1}}, "stream_options.what"),
     ({"prompt": "x", "seed": 1 << 63}, "seed"),
     ({"prompt": "x", "store": True}, "store"),
+    ({"prompt": "x", "cache_salt": 7}, "cache_salt"),
     ({"prompt": "x", "stream": "yes"}, "stream"),
     ({"prompt": [97] * 401}, "prompt"),
     ({"prompt": "x", "max_tokens": 512}, "prompt"),
