@@ -35,6 +35,7 @@ async def serve(config: PrefillConfig, shutdown: Shutdown) -> None:
         chunk_tokens=config.chunk_tokens,
         host_bytes=config.host_bytes,
         queue_tokens=config.queue_tokens,
+        prefix_cache=config.prefix_cache,
         patience=Patience(config.unassigned_s, config.kept_s),
     )
     server.add_prefill(service)

@@ -23,11 +23,13 @@ class PrefillConfig(RoleConfig):
     """Token budget of one forward pass; rounded down to whole pages."""
     host_bytes: int = Field(default=1 << 30, gt=0)
     """Host memory for compressed KV: of prompts that run or wait for a decode node, and, as long as there is room, of
-    requests that are being decoded, kept in case their decode node dies."""
+    requests that are being decoded, kept in case their decode node dies, and of prefixes that prompts may share."""
     unassigned_s: float = Field(default=300.0, gt=0)
     """How long finished KV waits for a decode node to be named before it is given up, in seconds."""
     kept_s: float = Field(default=1800.0, gt=0)
     """How long KV is kept after its handoff, in seconds; the end of the request ends it sooner."""
+    prefix_cache: bool = True
+    """Whether prompts share the pages of a common beginning; idle ones stay in the page pool, then in host memory."""
     queue_tokens: int = Field(default=1 << 20, gt=0)
     """Prompt tokens that may wait to be computed; a prompt beyond that is turned away, unless it is the only one."""
     drain_s: float = Field(default=30.0, gt=0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from hackkv.framing import FrameWriter
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
 from hackkv.types import HandoffEnd, KvFrame, PrefillJob, Token
+from prefill_node.prefix_pool import Moves
 from prefill_node.scheduler import Chunk
 
 Emit = Callable[["Work", KvFrame | HandoffEnd], None]
@@ -31,8 +34,8 @@ class Work:
     started_at: float | None = None
     finished_at: float = 0.0
     """When token 0 was chosen."""
-    sent_layers: int = 0
-    """Layers of the current chunk whose frames have left; a repeated pass does not send them again."""
+    sent_pages: Counter[int] = field(default_factory=Counter)
+    """Pages that have left, by layer; a repeated pass does not send them again."""
     quantize_s: float = 0.0
     prompt_logprobs: list[Token] = field(default_factory=list)
 
@@ -55,9 +58,10 @@ class PrefillEngine:
         self._runner = runner
         self._emit = emit
 
-    def step(self, chunks: list[Chunk[Work]]) -> list[FirstToken]:
-        """Run one pass. Raises `NonFiniteError` whose `span` is the index of the chunk at fault."""
+    def step(self, chunks: list[Chunk[Work]], moves: Moves) -> list[FirstToken]:
+        """Run one pass, after `moves`. Raises `NonFiniteError` whose `span` is the index of the chunk at fault."""
         began = perf_counter()
+        self._move(moves)
         quantized = self._runner.codec.quantize_s
         for chunk in chunks:
             work = chunk.prompt.owner
@@ -68,7 +72,6 @@ class PrefillEngine:
         tokens = self._sample(chunks, hidden)
         for chunk, rows in _rows(chunks, hidden):
             work = chunk.prompt.owner
-            work.sent_layers = 0
             work.quantize_s += self._runner.codec.quantize_s - quantized
             self._score_prompt(chunk, rows)
         return self._first_tokens(tokens)
@@ -76,25 +79,37 @@ class PrefillEngine:
     def _prompt_ids(self, chunk: Chunk[Work]) -> tuple[int, ...]:
         return chunk.prompt.owner.job.request.prompt_ids[chunk.start : chunk.start + chunk.count]
 
+    def _move(self, moves: Moves) -> None:
+        """Copy pages between the pools and host memory, in wire order."""
+        codec, pools = self._runner.codec, self._runner.pools
+        for shared, page in moves.saves:
+            shared.copy = [codec.to_wire(pool, torch.tensor([page])) for pool in pools]
+        for shared, page in moves.loads:
+            planes = cast(list[dict[str, Tensor]], shared.copy)
+            for pool, of_layer in zip(pools, planes, strict=True):
+                codec.from_wire(pool, torch.tensor([page]), of_layer)
+            shared.copy = None
+
     def _ship(self, layer: int, chunks: list[Chunk[Work]]) -> None:
-        """Send what this pass sealed of one layer, and the open page of prompts that it completes."""
+        """Send what is sealed of one layer and has not left, and the open page of prompts that this pass completes."""
         codec, pool = self._runner.codec, self._runner.pools[layer]
         page_tokens = self._runner.layout.page_tokens
         for chunk in chunks:
             work = chunk.prompt.owner
-            if not work.job.handoff or layer < work.sent_layers:
+            if not work.job.handoff:
                 continue
             end = chunk.start + chunk.count
-            first, last = chunk.start // page_tokens, codec.sealed_pages(end)
+            first, last = work.sent_pages[layer], codec.sealed_pages(end)
             if last > first:
-                planes = codec.to_wire(pool, torch.tensor(chunk.grant.pages[first:last]))
+                planes = codec.to_wire(pool, torch.tensor(chunk.lease.pages[first:last]))
                 self._send(work, work.writer.frames(layer, first, planes))
+                work.sent_pages[layer] = last
             rows = end - last * page_tokens
-            if chunk.is_last and rows > 0:
-                slot = chunk.grant.slot
+            if chunk.is_last and rows > 0 and work.sent_pages[layer] == last:
+                slot = chunk.lease.slot
                 tail = {"open_k": pool.open_k[slot, :, None, :rows], "open_v": pool.open_v[slot, :, None, :rows]}
                 self._send(work, work.writer.frames(layer, last, tail, rows))
-            work.sent_layers = layer + 1
+                work.sent_pages[layer] = last + 1
 
     def _send(self, work: Work, frames: Iterator[KvFrame]) -> None:
         for frame in frames:
@@ -137,7 +152,7 @@ class PrefillEngine:
 
 
 def _span(chunk: Chunk[Work]) -> Span:
-    return Span(chunk.grant.slot, chunk.start, chunk.count, chunk.grant.pages)
+    return Span(chunk.lease.slot, chunk.start, chunk.count, tuple(chunk.lease.pages))
 
 
 def _rows(chunks: list[Chunk[Work]], hidden: Tensor) -> Iterator[tuple[Chunk[Work], Tensor]]:

@@ -1,18 +1,25 @@
-"""Which prompt tokens run next: first come, first served, by a token budget. Numbers only, no tensors.
+"""Which prompt tokens run next, by a token budget. Numbers only, no tensors.
 
-A forward pass takes up to `chunk_tokens` tokens: the oldest prompt first, then as much of the following ones as fits.
-A prompt that does not end in a pass is cut at a page boundary, so every chunk but the last is whole pages. A prompt
-holds pages for all its tokens from its first chunk until its last.
+A forward pass takes up to `chunk_tokens` tokens. Half of them (with a budget of one page: every other pass) belong to
+the oldest prompt, so that a long one ends however many others come; the rest goes to those that need the least to end,
+so that a short prompt does not wait for a long one: it runs in the pass after the one during which it came. What one
+side leaves over, the other gets. A prompt that does not end in a pass is cut at a page boundary, so every chunk but the
+last is whole pages.
+
+A prompt starts when the pool has all its pages, and holds them until its last chunk, so whoever has started can end. If
+the oldest of those that wait finds no room, at most `PATIENCE` others start before it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hackkv.pages import Grant, PagePool
+from prefill_node.page_names import PageName
+from prefill_node.prefix_pool import Lease, PrefixPool
+
+PATIENCE = 8
 
 Owner = TypeVar("Owner")
 
@@ -23,17 +30,36 @@ class Prompt(Generic[Owner]):
 
     owner: Owner
     num_tokens: int
+    names: Sequence[PageName] = ()
+    """What its full pages are known by."""
+    hit: bool = True
+    """Whether pages that are known already need not be computed."""
     done: int = 0
-    grant: Grant | None = None
-    left: bool = field(default=False)
+    lease: Lease | None = None
+    left: bool = False
+    number: int = 0
+    """Age: less is older."""
+    last_pass: int = -1
+    """The last pass in which it ran."""
+    blocked: bool = False
+    """There was no room when it should have started."""
+    overtaken: int = 0
+    """How many younger prompts started since, while it was the oldest that waited."""
+    cached_tokens: int = 0
+    """Tokens that were in the cache when it started."""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to compute."""
+        return self.num_tokens - self.done
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Generic[Owner]):
-    """Tokens [start, start + count) of a prompt, to run in the next pass; the prompt holds `grant`."""
+    """Tokens [start, start + count) of a prompt, to run in the next pass; the prompt holds `lease`."""
 
     prompt: Prompt[Owner]
-    grant: Grant
+    lease: Lease
     start: int
     count: int
 
@@ -46,20 +72,21 @@ class Chunk(Generic[Owner]):
 class PrefillScheduler(Generic[Owner]):
     """Queue of prompts over a pool of pages. Prompts that leave during a pass give their pages back after it."""
 
-    def __init__(self, pool: PagePool, page_tokens: int, chunk_tokens: int) -> None:
-        if chunk_tokens < page_tokens:
-            raise ValueError(f"chunk_tokens {chunk_tokens} is less than a page of {page_tokens}")
+    def __init__(self, pool: PrefixPool, chunk_tokens: int) -> None:
+        if chunk_tokens < pool.page_tokens:
+            raise ValueError(f"chunk_tokens {chunk_tokens} is less than a page of {pool.page_tokens}")
         self._pool = pool
-        self._page_tokens = page_tokens
-        self._chunk_tokens = chunk_tokens // page_tokens * page_tokens
-        self._waiting: deque[Prompt[Owner]] = deque()
+        self._budget = chunk_tokens // pool.page_tokens * pool.page_tokens
+        self._waiting: list[Prompt[Owner]] = []
         self._running: list[Prompt[Owner]] = []
         self._in_pass: list[Chunk[Owner]] = []
+        self._pass = 0
+        self._added = 0
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens not yet computed."""
-        return sum(prompt.num_tokens - prompt.done for prompt in (*self._waiting, *self._running))
+        return sum(prompt.remaining for prompt in (*self._waiting, *self._running))
 
     @property
     def waiting(self) -> int:
@@ -71,12 +98,10 @@ class PrefillScheduler(Generic[Owner]):
         """Prompts that hold pages."""
         return len(self._running)
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a prompt of this length can ever run here."""
-        return -(-num_tokens // self._page_tokens) <= self._pool.num_pages
-
     def add(self, prompt: Prompt[Owner]) -> None:
         """Queue a prompt."""
+        self._added += 1
+        prompt.number = self._added
         self._waiting.append(prompt)
 
     def schedule(self, admit: Callable[[Owner], bool] = lambda _: True) -> list[Chunk[Owner]]:
@@ -84,30 +109,34 @@ class PrefillScheduler(Generic[Owner]):
 
         `admit` is asked last of all before a prompt starts: whether there is room for what it will leave behind.
         """
-        budget = self._chunk_tokens
-        chunks: list[Chunk[Owner]] = []
-        for prompt in self._running:
-            budget -= self._take(prompt, budget, chunks)
-        while budget and self._waiting:
-            prompt = self._waiting[0]
-            pages = -(-prompt.num_tokens // self._page_tokens)
-            fits = pages <= self._pool.free_pages and self._pool.free_slots > 0
-            if self._next_count(prompt, budget) == 0 or not fits or not admit(prompt.owner):
+        prompts = sorted((*self._running, *self._waiting), key=lambda prompt: prompt.number)
+        if not prompts:
+            return []
+        counts = dict.fromkeys(prompts, 0)
+        budget = self._budget - self._give(prompts[0], counts, self._reserve(prompts[0]), admit)
+        for prompt in sorted(prompts, key=lambda prompt: prompt.remaining):
+            if not budget:
                 break
-            prompt.grant = self._pool.take(pages)
-            self._running.append(self._waiting.popleft())
-            budget -= self._take(prompt, budget, chunks)
-        self._in_pass = chunks
-        return chunks
+            budget -= self._give(prompt, counts, budget, admit)
+        self._in_pass = [
+            Chunk(prompt, prompt.lease, prompt.done, count)
+            for prompt, count in counts.items()
+            if count and prompt.lease is not None
+        ]
+        for chunk in self._in_pass:
+            chunk.prompt.last_pass = self._pass
+        self._pass += 1
+        return self._in_pass
 
     def commit(self) -> None:
         """End a pass that succeeded: its tokens are done, and complete or departed prompts give their pages back."""
         for chunk in self._in_pass:
             chunk.prompt.done = chunk.start + chunk.count
+            self._pool.publish(chunk.lease, chunk.prompt.done // self._pool.page_tokens)
         self._end_pass()
 
     def abandon(self) -> None:
-        """End a pass that failed: nothing is done, and the same chunks will be scheduled again."""
+        """End a pass that failed: nothing is done, and the same tokens will be scheduled again."""
         self._end_pass()
 
     def leave(self, prompt: Prompt[Owner]) -> None:
@@ -118,25 +147,52 @@ class PrefillScheduler(Generic[Owner]):
         elif not any(chunk.prompt is prompt for chunk in self._in_pass):
             self._release(prompt)
 
-    def _take(self, prompt: Prompt[Owner], budget: int, chunks: list[Chunk[Owner]]) -> int:
-        count = self._next_count(prompt, budget)
-        if count and prompt.grant:
-            chunks.append(Chunk(prompt, prompt.grant, prompt.done, count))
+    def _reserve(self, oldest: Prompt[Owner]) -> int:
+        """The oldest prompt's share of the budget, in tokens."""
+        page = self._pool.page_tokens
+        if self._budget > page:
+            return self._budget // page // 2 * page
+        return 0 if oldest.last_pass == self._pass - 1 else page
+
+    def _give(
+        self, prompt: Prompt[Owner], counts: dict[Prompt[Owner], int], limit: int, admit: Callable[[Owner], bool]
+    ) -> int:
+        """Grant a prompt up to `limit` tokens of the pass, starting it if it waits; returns how many."""
+        if not self._cut(prompt.remaining, limit) or not (prompt.lease or self._start(prompt, admit)):
+            return 0
+        count = self._cut(prompt.remaining - counts[prompt], limit)  # starting may have found cached pages
+        counts[prompt] += count
         return count
 
-    def _next_count(self, prompt: Prompt[Owner], budget: int) -> int:
-        """All that is left of the prompt, or as many whole pages as fit."""
-        remaining = prompt.num_tokens - prompt.done
-        return remaining if remaining <= budget else budget // self._page_tokens * self._page_tokens
+    def _cut(self, remaining: int, limit: int) -> int:
+        """All that is left, or as many whole pages as fit."""
+        return remaining if remaining <= limit else limit // self._pool.page_tokens * self._pool.page_tokens
+
+    def _start(self, prompt: Prompt[Owner], admit: Callable[[Owner], bool]) -> bool:
+        first = self._waiting[0]
+        overtakes = prompt is not first and first.blocked
+        if overtakes and first.overtaken >= PATIENCE:
+            return False
+        names = prompt.names if prompt.hit else ()
+        prompt.blocked = not (self._pool.has_room(prompt.num_tokens, names) and admit(prompt.owner))
+        if prompt.blocked:
+            return False
+        prompt.lease = self._pool.take(prompt.num_tokens, prompt.names, hit=prompt.hit)
+        assert prompt.lease is not None
+        prompt.done = prompt.cached_tokens = prompt.lease.cached_tokens
+        self._waiting.remove(prompt)
+        self._running.append(prompt)
+        first.overtaken += overtakes
+        return True
 
     def _end_pass(self) -> None:
         chunks, self._in_pass = self._in_pass, []
         for chunk in chunks:
-            if chunk.prompt.left or chunk.prompt.done == chunk.prompt.num_tokens:
+            if chunk.prompt.left or not chunk.prompt.remaining:
                 self._release(chunk.prompt)
 
     def _release(self, prompt: Prompt[Owner]) -> None:
-        if prompt.grant is not None:
-            self._pool.give_back(prompt.grant)
-            prompt.grant = None
+        if prompt.lease is not None:
+            self._pool.give_back(prompt.lease)
+            prompt.lease = None
             self._running.remove(prompt)

@@ -12,7 +12,6 @@ from hackkv.codec import FP16_BYTES
 from hackkv.errors import HackkvError, NodeDraining, NonFiniteError
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
-from hackkv.pages import PagePool
 from hackkv.types import (
     HandoffEnd,
     KvFrame,
@@ -28,6 +27,8 @@ from prefill_node.engine import FirstToken, PrefillEngine, Work
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.intake import Intake
 from prefill_node.outbox import Outbox
+from prefill_node.page_names import PageName, page_names
+from prefill_node.prefix_pool import PrefixPool
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
 from prefill_node.shipment import DEFAULT_PATIENCE, Patience, Shipment
 from transport.base import KvSender
@@ -52,23 +53,29 @@ class PrefillService:
         chunk_tokens: int,
         host_bytes: int,
         queue_tokens: int = 1 << 20,
+        prefix_cache: bool = True,
         patience: Patience = DEFAULT_PATIENCE,
     ) -> None:
         self._identity = identity
         self._worker = worker
-        self._pool = PagePool(num_pages, max_prompts)
-        self._scheduler: PrefillScheduler[Work] = PrefillScheduler(self._pool, worker.layout.page_tokens, chunk_tokens)
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._drain_rate = DrainRate(self._loop.time)
         self._host = HostPool(host_bytes, self._left)
+        # Where the last page's codes change with each token, a page's bytes depend on how its prompt was cut.
+        self._reuse = prefix_cache and worker.codec.sealed_pages(1) == 0
+        page_tokens = worker.layout.page_tokens
+        self._pool = PrefixPool(
+            num_pages, max_prompts, page_tokens, self._host, self._kv_bytes(page_tokens), reuse=self._reuse
+        )
+        self._scheduler: PrefillScheduler[Work] = PrefillScheduler(self._pool, chunk_tokens)
         self.outbox = Outbox(sender, worker.fingerprint, self._host, patience, self._kv_bytes)
         self._intake = Intake(
             worker.model.spec,
             self._host,
             self._drain_rate,
-            page_pool_tokens=num_pages * worker.layout.page_tokens,
+            page_pool_tokens=num_pages * page_tokens,
             queue_tokens=queue_tokens,
         )
         self._shipments: dict[Work, Shipment] = {}
@@ -83,7 +90,7 @@ class PrefillService:
         kv_bytes = self._kv_bytes(len(job.request.prompt_ids)) if job.handoff else 0
         self._intake.check(job, kv_bytes, self._scheduler.queued_tokens)
         work = Work(job, perf_counter())
-        prompt = Prompt(work, len(job.request.prompt_ids))
+        prompt = self._prompt(work)
         first_token = self._first_tokens[work] = self._loop.create_future()
         shipment: Shipment | None = None
         try:
@@ -94,7 +101,7 @@ class PrefillService:
             first = await first_token
             if shipment and first.token.finish is not None:
                 shipment.let_go()
-            yield _prefilled(first)
+            yield _prefilled(first, prompt.cached_tokens)
             if shipment:
                 async for fate in shipment.fates():
                     yield fate
@@ -160,14 +167,28 @@ class PrefillService:
         await asyncio.wait([self._passes])
         self._thread.shutdown(wait=True)
 
+    def _prompt(self, work: Work) -> Prompt[Work]:
+        request = work.job.request
+        ids = request.prompt_ids
+        names: tuple[PageName, ...] = ()
+        if self._reuse:
+            names = page_names(ids, self._pool.page_tokens, self._worker.fingerprint, request.cache_salt)
+        # Who asks for the prompt's own log-probabilities needs every token computed.
+        return Prompt(work, len(ids), names, hit=request.sampling.prompt_logprobs is None)
+
     def _stats(self) -> tuple[tuple[str, float], ...]:
         """Gauges and counters for the metrics page."""
+        counts = self._pool.counts
         return (
             ("hackkv_host_pool_capacity_bytes", float(self._host.capacity_bytes)),
             ("hackkv_host_pool_bytes", float(self._host.capacity_bytes - self._host.free_bytes)),
             *((f"hackkv_host_pool_{tenant}_bytes", float(self._host.bytes_of(tenant))) for tenant in Tenant),
             ("hackkv_kept_dropped_total", float(self.outbox.dropped)),
             ("hackkv_resends_total", float(self.outbox.resends)),
+            ("hackkv_prefix_queries_total", float(counts.queried_tokens)),
+            ("hackkv_prefix_hits_total", float(counts.hit_tokens)),
+            ("hackkv_prefix_evictions_total", float(counts.evicted_pages)),
+            ("hackkv_prefix_pages", float(self._pool.known_pages[0])),
             *((f"hackkv_assign_refused_{why}_total", float(count)) for why, count in self.outbox.refused.items()),
             *((f"hackkv_prefill_refused_{why}_total", float(count)) for why, count in self._intake.refused.items()),
         )
@@ -224,12 +245,13 @@ class PrefillService:
 
     async def _run_pass(self, chunks: list[Chunk[Work]]) -> None:
         try:
-            first_tokens = await self._loop.run_in_executor(self._thread, self._engine.step, chunks)
+            first_tokens = await self._loop.run_in_executor(self._thread, self._engine.step, chunks, self._pool.moves())
         except NonFiniteError as error:
             self._fail(chunks[error.span], error)
             self._scheduler.abandon()
         except Exception as error:  # the engine's outermost loop: one bad pass must not end the node
             log.exception("a prefill pass failed")
+            self._pool.forget()
             for chunk in chunks:
                 self._fail(chunk, HackkvError(f"prefill failed: {type(error).__name__}: {error}"))
             self._scheduler.abandon()
@@ -246,7 +268,7 @@ class PrefillService:
             self._first_tokens[work].set_exception(error)
 
 
-def _prefilled(first: FirstToken) -> Prefilled:
+def _prefilled(first: FirstToken, cached_tokens: int) -> Prefilled:
     work = first.work
     started = work.started_at if work.started_at is not None else work.finished_at
     return Prefilled(
@@ -254,6 +276,6 @@ def _prefilled(first: FirstToken) -> Prefilled:
         queue_s=started - work.queued_at,
         prefill_s=work.finished_at - started,
         quantize_s=work.quantize_s,
-        computed_tokens=len(work.job.request.prompt_ids),
+        computed_tokens=len(work.job.request.prompt_ids) - cached_tokens,
         prompt_logprobs=tuple(work.prompt_logprobs),
     )

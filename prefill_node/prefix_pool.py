@@ -1,0 +1,247 @@
+"""Pages and slots of a prefill node, as numbers: who holds what, and which sealed pages serve prompts to come.
+
+    free ──take──▶ private ──publish──▶ shared ──give back──▶ idle ──evict──▶ in host memory ──▶ dropped
+     ▲                │                   ▲                    │                  │
+     └────give back───┘                   └────────take────────┴──────────────────┘
+
+A page is published when a pass has sealed it, so a prompt that comes while another computes the same prefix shares what
+is sealed by then and computes the rest itself; whichever seals a page second drops its own copy. Idle pages are evicted
+when pages run short, least recently used first and the end of a prefix before its beginning: compressed planes go to
+host memory, if that has room for them. No tensors: `Moves` tells the engine what to copy before a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from prefill_node.host_pool import Claim, HostPool, Tenant
+from prefill_node.page_names import PageName
+
+
+@dataclass(eq=False, slots=True)
+class SharedPage:
+    """A sealed page that has a name."""
+
+    name: PageName
+    parent: SharedPage | None
+    page: int | None
+    """Its place in the page pool; None while it lies in host memory."""
+    users: int = 0
+    """Prompts that hold it."""
+    claim: Claim | None = None
+    """Its share of host memory."""
+    copy: object = None
+    """Its planes in host memory; the engine's, and opaque here."""
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """What one prompt holds: pool indices of its pages, in order, and its open page's slot."""
+
+    pages: list[int]
+    slot: int
+    names: Sequence[PageName]
+    shared: list[SharedPage]
+    """Its first pages that have a name."""
+    cached_tokens: int
+    """Tokens of the pages that were shared when it was taken."""
+    publishes: bool
+    held: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Copies that come before the next pass: first all pages that leave the pool, then those that enter it."""
+
+    saves: tuple[tuple[SharedPage, int], ...] = ()
+    loads: tuple[tuple[SharedPage, int], ...] = ()
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """What became of the prefixes so far."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    """Pages that left the page pool, for host memory or for good."""
+
+
+class PrefixPool:
+    """Hands out pages and slots of a fixed pool. "No room" is a return value; giving back twice is an error."""
+
+    def __init__(
+        self, num_pages: int, num_slots: int, page_tokens: int, host: HostPool, page_bytes: int, *, reuse: bool = True
+    ) -> None:
+        """`page_bytes` is what a page weighs in host memory; `reuse` False keeps no page beyond its prompt."""
+        self.num_pages = num_pages
+        self.num_slots = num_slots
+        self.page_tokens = page_tokens
+        self.counts = PrefixCounts()
+        self._host, self._page_bytes, self._reuse = host, page_bytes, reuse
+        # Popped from the end, so low numbers first.
+        self._pages = list(reversed(range(num_pages)))
+        self._slots = list(reversed(range(num_slots)))
+        self._known: dict[bytes, SharedPage] = {}
+        self._idle: dict[SharedPage, None] = {}
+        self._saves: list[tuple[SharedPage, int]] = []
+        self._loads: list[tuple[SharedPage, int]] = []
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no prompt holds."""
+        return len(self._pages) + len(self._idle)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no prompt holds."""
+        return len(self._slots)
+
+    @property
+    def known_pages(self) -> tuple[int, int]:
+        """How many pages could be hit, in the page pool and in host memory."""
+        here = sum(shared.page is not None for shared in self._known.values())
+        return here, len(self._known) - here
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens, the open one included."""
+        return -(-num_tokens // self.page_tokens)
+
+    def has_room(self, num_tokens: int, names: Sequence[PageName] = ()) -> bool:
+        """Whether `take` would succeed."""
+        num_pages = self.pages_for(num_tokens)
+        found = self._match(names[: num_pages - 1])
+        here = sum(shared.page is not None for shared in found)
+        idle = sum(shared in self._idle for shared in found)
+        return num_pages - here <= self.free_pages - idle and bool(self._slots)
+
+    def take(self, num_tokens: int, names: Sequence[PageName] = (), *, hit: bool = True) -> Lease | None:
+        """Take one slot and all pages of a prompt whose full pages are `names`; None if either is short.
+
+        The longest known prefix that leaves at least one token to compute is shared; `hit` False shares nothing.
+        """
+        num_pages = self.pages_for(num_tokens)
+        wanted = names[: num_pages - 1] if hit else ()
+        if not self.has_room(num_tokens, wanted):
+            return None
+        found = self._match(wanted)
+        for shared in found:
+            shared.users += 1
+            self._idle.pop(shared, None)
+            self._leave_host(shared)
+        pages = []
+        for shared in found:
+            if shared.page is None:
+                shared.page = self._new_page()
+                self._loads.append((shared, shared.page))
+            pages.append(shared.page)
+        pages += [self._new_page() for _ in range(num_pages - len(pages))]
+        cached_tokens = len(found) * self.page_tokens
+        if hit and self._reuse:
+            self.counts.queried_tokens += num_tokens
+            self.counts.hit_tokens += cached_tokens
+        return Lease(pages, self._slots.pop(), names, found, cached_tokens, publishes=self._reuse)
+
+    def publish(self, lease: Lease, num_pages: int) -> None:
+        """The first `num_pages` pages of a prompt are sealed: name those that have none yet."""
+        while lease.publishes and len(lease.shared) < min(num_pages, len(lease.names)):
+            index = len(lease.shared)
+            parent = lease.shared[-1] if lease.shared else None
+            name, page = lease.names[index], lease.pages[index]
+            known = self._known.get(name.digest)
+            if known is not None and known.name != name:
+                lease.publishes = False  # two names with one digest: the first one stays
+                return
+            if known is not None and known.parent is not parent:
+                self._drop(known)  # the page before it was dropped earlier, so nothing leads here any more
+                known = None
+            if known is None:
+                known = self._known[name.digest] = SharedPage(name, parent, page)
+            elif known.page is None:
+                self._leave_host(known)
+                known.page, known.copy = page, None
+            else:
+                self._pages.append(page)
+                lease.pages[index] = known.page
+                self._idle.pop(known, None)
+            known.users += 1
+            lease.shared.append(known)
+
+    def give_back(self, lease: Lease) -> None:
+        """Return everything. Raises `ValueError` when it is not held."""
+        if not lease.held:
+            raise ValueError(f"the lease of slot {lease.slot} is not held")
+        lease.held = False
+        self._slots.append(lease.slot)
+        self._pages.extend(reversed(lease.pages[len(lease.shared) :]))
+        for shared in reversed(lease.shared):  # so that the beginning of a prefix is the last to be evicted
+            shared.users -= 1
+            if shared.users:
+                continue
+            if self._known.get(shared.name.digest) is shared:
+                self._idle[shared] = None
+            elif shared.page is not None:
+                self._pages.append(shared.page)
+
+    def forget(self) -> None:
+        """Drop every name: what the pages hold is in doubt. Prompts go on with what they have."""
+        for shared in tuple(self._known.values()):
+            self._drop(shared)
+        self._saves.clear()
+        self._loads.clear()
+
+    def moves(self) -> Moves:
+        """What must be copied before the next pass, once."""
+        moves = Moves(tuple(self._saves), tuple(self._loads))
+        self._saves.clear()
+        self._loads.clear()
+        return moves
+
+    def _match(self, names: Sequence[PageName]) -> list[SharedPage]:
+        """The longest known prefix."""
+        found: list[SharedPage] = []
+        for name in names:
+            shared = self._known.get(name.digest)
+            parent = found[-1] if found else None
+            if shared is None or shared.name != name or shared.parent is not parent:
+                break
+            found.append(shared)
+        return found
+
+    def _new_page(self) -> int:
+        """A free page; if there is none, the least recently used idle one makes room."""
+        if self._pages:
+            return self._pages.pop()
+        shared = next(iter(self._idle))
+        del self._idle[shared]
+        page, shared.page = shared.page, None
+        assert page is not None
+        self.counts.evicted_pages += 1
+        shared.claim = self._host.claim(Tenant.PREFIX, self._page_bytes, partial(self._pushed_out, shared))
+        if shared.claim is None:
+            self._drop(shared)
+        else:
+            self._saves.append((shared, page))
+        return page
+
+    def _leave_host(self, shared: SharedPage) -> None:
+        if shared.claim is not None:
+            self._host.release(shared.claim)
+            shared.claim = None
+
+    def _pushed_out(self, shared: SharedPage) -> None:
+        shared.claim = None
+        self._drop(shared)
+
+    def _drop(self, shared: SharedPage) -> None:
+        """Forget a page's name; its place is free unless a prompt holds it."""
+        self._known.pop(shared.name.digest, None)
+        self._leave_host(shared)
+        if shared in self._idle:
+            del self._idle[shared]
+            assert shared.page is not None
+            self._pages.append(shared.page)
+        if shared.page is None:
+            shared.copy = None

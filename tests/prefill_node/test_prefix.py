@@ -1,0 +1,263 @@
+"""A prompt whose beginning was computed before: equal bytes, equal tokens, less work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from hackkv.codec import Batch, LayerPages
+from hackkv.codecs import CODECS
+from hackkv.errors import HackkvError
+from hackkv.framing import FrameLedger
+from hackkv.model.generate import generate
+from hackkv.types import Handoff, HandoffEnd, KvFrame, NodeIdentity, Prefilled, PrefillJob, Receipt, Token
+from prefill_node.service import PrefillService
+from tests.pair import PI, TIMEOUT_S, GatedCodec, greedy, paired, prompt, tiny_worker
+from transport.closing import closing
+from transport.wires import WIRES
+
+HIT_LENGTHS = (PI - 1, PI, PI + 1, 2 * PI - 1, 2 * PI, 2 * PI + 1)
+SETTINGS = [
+    *((codec, {}) for codec in sorted(CODECS)),
+    ("hack", {"rounding": "stochastic"}),
+    ("hack", {"open_page": "k_codes"}),
+    ("hack-paper", {"send_sums": True}),
+]
+
+
+class Served(NamedTuple):
+    """One prompt's outcome: token 0, how much was computed, and every plane of every page as it arrived."""
+
+    token: Token
+    computed_tokens: int
+    planes: dict[tuple[int, int, int, str], bytes]
+    """(layer, KV head, page, plane) -> bytes."""
+
+
+class Bench:
+    """A prefill node and a receiver that keeps what arrives."""
+
+    def __init__(
+        self,
+        codec: str = "hack",
+        *,
+        num_pages: int = 16,
+        chunk_pages: int = 2,
+        host_bytes: int = 1 << 24,
+        prefix_cache: bool = True,
+        codec_object: GatedCodec | None = None,
+        **settings: int | str | bool,
+    ) -> None:
+        self.worker = tiny_worker(codec, **settings)
+        if codec_object:
+            self.worker = replace(tiny_worker("fp16"), codec=codec_object)
+        self.wire = WIRES["inproc"](TIMEOUT_S)
+        self.listener = self.wire.listener()
+        self.planes: dict[str, dict[tuple[int, int, int, str], bytes]] = {}
+        self.service = PrefillService(
+            NodeIdentity("p", "p", "1"),
+            self.worker,
+            self.wire.sender(),
+            num_pages=num_pages,
+            max_prompts=8,
+            chunk_tokens=chunk_pages * PI,
+            host_bytes=host_bytes,
+            prefix_cache=prefix_cache,
+        )
+        self.count = 0
+
+    async def __aenter__(self) -> Bench:
+        self.address = await self.listener.serve(self.deliver)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        info = await self.service.describe()
+        assert (info.free_pages, info.running, info.waiting) == (info.total_pages, 0, 0)
+        assert self.service.outbox.held_bytes == 0
+        await self.service.close()
+        await self.listener.close()
+
+    async def deliver(self, handoff: Handoff, items: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
+        """Check everything, as a decode node does, and keep the bytes."""
+        sealed = self.worker.codec.sealed_pages(handoff.num_tokens)
+        ledger = FrameLedger(
+            self.worker.layout, self.worker.codec.format, handoff.transfer_id, handoff.epoch, handoff.num_tokens, sealed
+        )
+        planes = self.planes.setdefault(handoff.transfer_id, {})
+        async for item in items:
+            if isinstance(item, HandoffEnd):
+                ledger.finish(item)
+                continue
+            for name, plane in ledger.accept(item).items():
+                for head in range(item.head_count):
+                    for page in range(item.page_count):
+                        place = (item.layer, item.head_start + head, item.page_start + page, name)
+                        planes[place] = plane[head, page].contiguous().numpy().tobytes()
+        return Receipt(handoff.transfer_id, handoff.num_tokens, (), 0, 0, 0.0)
+
+    async def serve(self, ids: tuple[int, ...], salt: str = "") -> Served:
+        """Run a prompt up to its handoff."""
+        self.count += 1
+        name = f"r{self.count}"
+        request = replace(greedy(name, ids, 4), cache_salt=salt)
+        async with closing(self.service.prefill(PrefillJob(request, name, 0, self.address))) as events:
+            prefilled = await anext(events)
+            assert isinstance(prefilled, Prefilled)
+            await anext(events)
+        return Served(prefilled.token, prefilled.computed_tokens, self.planes.pop(name))
+
+    async def stat(self, name: str) -> float:
+        return dict((await self.service.describe()).stats)[name]
+
+
+@pytest.mark.parametrize("common", HIT_LENGTHS)
+@pytest.mark.parametrize(("codec", "settings"), SETTINGS, ids=str)
+async def test_a_hit_changes_no_byte_and_no_token(codec: str, settings: dict[str, Any], common: int) -> None:
+    """Whole pages of what two prompts have in common are computed once."""
+    ids = prompt(1, common) + prompt(2, PI + 5)
+    other = prompt(1, common) + prompt(3, 40)
+    async with Bench(codec, prefix_cache=False, **settings) as cold, Bench(codec, **settings) as warm:
+        expected = await cold.serve(ids)
+        assert expected.computed_tokens == len(ids)
+        await warm.serve(other)
+        found = await warm.serve(ids)
+        assert found.computed_tokens == len(ids) - common // PI * PI
+        assert found.token == expected.token
+        assert found.planes == expected.planes
+
+
+@pytest.mark.parametrize("length", [PI - 1, PI, PI + 1, 2 * PI, 3 * PI + 7])
+async def test_the_last_token_of_a_prompt_is_always_computed(length: int) -> None:
+    """The same prompt again: everything but its last page, or what follows that."""
+    async with Bench() as bench:
+        first, again = await bench.serve(prompt(1, length)), await bench.serve(prompt(1, length))
+    assert first.computed_tokens == length
+    assert again.computed_tokens == length - (length - 1) // PI * PI
+    assert (again.token, again.planes) == (first.token, first.planes)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+async def test_pages_go_to_host_memory_and_come_back_bit_equal(codec: str) -> None:
+    """A pool of four pages, whose prefix is evicted by another prompt and then asked for again."""
+    ids, other = prompt(1, 3 * PI + 9), prompt(2, 4 * PI)
+    async with Bench(codec, num_pages=4) as bench:
+        first = await bench.serve(ids)
+        await bench.serve(other)
+        assert await bench.stat("hackkv_prefix_evictions_total") == 3
+        assert await bench.stat("hackkv_host_pool_prefix_bytes") == 3 * 4 * bench.worker.codec.format.wire_bytes
+        again = await bench.serve(ids)
+        assert again.computed_tokens == 9
+        assert (again.token, again.planes) == (first.token, first.planes)
+        assert await bench.stat("hackkv_prefix_hits_total") == 3 * PI
+        assert await bench.stat("hackkv_prefix_queries_total") == 2 * len(ids) + len(other)
+
+
+async def test_without_room_in_host_memory_pages_are_dropped() -> None:
+    ids, other = prompt(1, 3 * PI), prompt(2, 4 * PI)
+    async with Bench(num_pages=4) as bench:
+        host_bytes = 4 * 4 * bench.worker.codec.format.wire_bytes
+    async with Bench(num_pages=4, host_bytes=host_bytes) as bench:
+        await bench.serve(ids)
+        held = bench.service.prefill(PrefillJob(greedy("waits", other, 4), "waits", 0))
+        async with closing(held):
+            assert isinstance(await anext(held), Prefilled)
+            assert bench.service.outbox.held_bytes == host_bytes
+            assert await bench.stat("hackkv_host_pool_prefix_bytes") == 0
+        assert (await bench.serve(ids)).computed_tokens == len(ids)
+
+
+async def test_a_salt_separates_tenants() -> None:
+    ids = prompt(1, 2 * PI + 3)
+    async with Bench() as bench:
+        served = [await bench.serve(ids, salt) for salt in ("", "a", "b", "a", "")]
+    assert [each.computed_tokens for each in served] == [len(ids)] * 3 + [3, 3]
+    assert all(each.planes == served[0].planes for each in served)
+
+
+async def test_prompts_that_share_a_prefix_which_is_just_being_computed() -> None:
+    """Each computes what nobody had sealed when it started; all get the same bytes, and one copy stays."""
+    common, ends = prompt(1, 5 * PI), [prompt(seed, 10 + seed) for seed in range(2, 8)]
+    async with Bench(prefix_cache=False) as cold, Bench(num_pages=64, chunk_pages=2) as warm:
+        expected = [await cold.serve(common + end) for end in ends]
+        found = await asyncio.gather(*(warm.serve(common + end) for end in ends))
+        for one, other in zip(found, expected, strict=True):
+            assert (one.token, one.planes) == (other.token, other.planes)
+        assert await warm.stat("hackkv_prefix_pages") == 5
+        assert (await warm.serve(common + prompt(9, 4))).computed_tokens == 4
+
+
+async def test_a_prompt_joins_what_another_has_sealed_so_far() -> None:
+    codec = GatedCodec()
+    async with Bench(chunk_pages=1, codec_object=codec) as bench:
+        first = asyncio.create_task(bench.serve(prompt(1, 4 * PI)))
+        codec.permits.release(2)  # one page: two layers
+        for _ in range(3):
+            await asyncio.to_thread(codec.reached)
+        second = asyncio.create_task(bench.serve(prompt(1, 2 * PI)))
+        await asyncio.sleep(0)
+        codec.open()
+        assert (await first).computed_tokens == 4 * PI
+        assert (await second).computed_tokens == PI
+
+
+async def test_where_pages_depend_on_how_a_prompt_was_cut_nothing_is_shared() -> None:
+    """HACK/RQE quantizes a page again with each token."""
+    ids = prompt(1, 3 * PI)
+    async with Bench(open_page="requantize") as bench:
+        assert [(await bench.serve(ids)).computed_tokens for _ in range(2)] == [len(ids)] * 2
+        assert await bench.stat("hackkv_prefix_queries_total") == 0
+
+
+async def test_prompt_logprobs_need_every_token() -> None:
+    ids = prompt(1, 2 * PI + 3)
+    async with Bench() as bench:
+        await bench.serve(ids)
+        job = PrefillJob(greedy("scored", ids, 1, prompt_logprobs=0), "scored", 0, handoff=False)
+        async with closing(bench.service.prefill(job)) as events:
+            prefilled = await anext(events)
+        assert isinstance(prefilled, Prefilled)
+        assert prefilled.computed_tokens == len(ids)
+        assert len(prefilled.prompt_logprobs) == len(ids) - 1
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+async def test_a_decode_node_goes_on_from_a_hit(codec: str) -> None:
+    worker = tiny_worker(codec)
+    common = prompt(1, 2 * PI)
+    async with paired(worker) as nodes:
+        await nodes.serve(greedy("first", common + prompt(2, 9), 4))
+        request = greedy("second", common + prompt(3, 21), 6)
+        served = await nodes.serve(request)
+        assert served.prefilled.computed_tokens == 21
+        assert served.tokens == generate(worker, request)
+        await nodes.assert_idle()
+
+
+async def test_after_a_pass_that_broke_nothing_is_believed(caplog: pytest.LogCaptureFixture) -> None:
+    """What the pages hold is in doubt then, so the prefix is computed again."""
+
+    class Breaking(GatedCodec):
+        broken = False
+
+        def attend(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self.broken:
+                raise RuntimeError("boom")
+            return super().attend(layer, pool, batch, q, k, v)
+
+    codec = Breaking()
+    codec.open()
+    ids = prompt(1, 3 * PI)
+    async with Bench(codec_object=codec) as bench:
+        first = await bench.serve(ids)
+        codec.broken = True
+        with pytest.raises(HackkvError, match="boom"):
+            await bench.serve(ids)
+        codec.broken = False
+        again = await bench.serve(ids)
+        assert (again.computed_tokens, again.planes) == (len(ids), first.planes)
+    assert "a prefill pass failed" in caplog.text

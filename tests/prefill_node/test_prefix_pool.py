@@ -1,0 +1,180 @@
+"""Shared pages: whoever holds a page finds in it what its name says, and every page and byte has one owner."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hackkv.types import Fingerprint
+from prefill_node import page_names as naming
+from prefill_node.host_pool import Claim, HostPool, Tenant
+from prefill_node.page_names import page_names
+from prefill_node.prefix_pool import Lease, PrefixPool
+
+PAGES, SLOTS, PI, PAGE_BYTES, HOST_BYTES = 8, 4, 2, 10, 45
+FINGERPRINT = Fingerprint((("codec", "hack"),))
+
+prompts = st.builds(
+    lambda pages, rest: tuple(token for page in pages for token in (page, page)) + (9,) * rest,
+    st.lists(st.integers(0, 1), max_size=PAGES),
+    st.integers(0, 1),
+).filter(bool)
+"""Token ids that often begin alike."""
+
+
+class Running:
+    """A prompt that holds a lease: `done` of its pages are sealed."""
+
+    def __init__(self, ids: tuple[int, ...], salt: str, lease: Lease) -> None:
+        self.ids, self.salt, self.lease = ids, salt, lease
+        self.done = lease.cached_tokens // PI
+
+    def content(self, index: int) -> object:
+        """What page `index` must hold: everything that its bytes depend on."""
+        return (self.salt, self.ids[: (index + 1) * PI])
+
+
+class Pages(RuleBasedStateMachine):
+    """Passes over prompts that come and go, with a device and a host memory that remember what was written where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = HostPool(HOST_BYTES, lambda _: None)
+        self.pool = PrefixPool(PAGES, SLOTS, PI, self.host, PAGE_BYTES)
+        self.device: dict[int, object] = {}
+        self.running: list[Running] = []
+        self.others: list[Claim] = []
+
+    @rule(
+        wanted=st.lists(st.tuples(prompts, st.sampled_from(["", "salt"]), st.booleans()), max_size=3),
+        data=st.data(),
+        succeeds=st.booleans(),
+    )
+    def run_a_pass(self, wanted: list[tuple[tuple[int, ...], str, bool]], data: st.DataObject, succeeds: bool) -> None:
+        """Prompts start, pages move, pages are computed, and published if the pass succeeds."""
+        for ids, salt, hit in wanted:
+            names = page_names(ids, PI, FINGERPRINT, salt)
+            room = self.pool.has_room(len(ids), names if hit else ())
+            lease = self.pool.take(len(ids), names, hit=hit)
+            assert (lease is not None) == room
+            if lease is not None:
+                assert len(lease.pages) == -(-len(ids) // PI)
+                assert lease.cached_tokens < len(ids)
+                assert hit or not lease.cached_tokens
+                self.running.append(Running(ids, salt, lease))
+        moves = self.pool.moves()
+        for shared, page in moves.saves:
+            shared.copy = self.device[page]
+        for shared, page in moves.loads:
+            assert shared.copy is not None
+            self.device[page], shared.copy = shared.copy, None
+        for each in self.running:
+            sealed = data.draw(st.integers(each.done, len(each.ids) // PI))
+            for index in range(each.done, sealed):
+                self.device[each.lease.pages[index]] = each.content(index)
+            if succeeds:
+                each.done = sealed
+                self.pool.publish(each.lease, sealed)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """A prompt ends, or its client leaves."""
+        each = data.draw(st.sampled_from(self.running))
+        self.running.remove(each)
+        self.pool.give_back(each.lease)
+        with pytest.raises(ValueError, match="is not held"):
+            self.pool.give_back(each.lease)
+
+    @rule(num_bytes=st.integers(0, HOST_BYTES))
+    def press(self, num_bytes: int) -> None:
+        """Waiting KV takes host memory from prefixes."""
+        if claim := self.host.claim(Tenant.WAITING, num_bytes, lambda: None):
+            self.others.append(claim)
+
+    @precondition(lambda self: self.others)
+    @rule()
+    def relax(self) -> None:
+        """And gives it back."""
+        self.host.release(self.others.pop())
+
+    @rule()
+    def forget(self) -> None:
+        """Something went wrong: no name is believed any more."""
+        self.pool.forget()
+        assert self.pool.known_pages == (0, 0)
+
+    @invariant()
+    def every_sealed_page_holds_what_its_prompt_needs(self) -> None:
+        """However it came there."""
+        for each in self.running:
+            for index in range(each.done):
+                assert self.device[each.lease.pages[index]] == each.content(index)
+
+    @invariant()
+    def pages_slots_and_bytes_add_up(self) -> None:
+        """Prompts share pages, but never with the free ones; host memory is counted by the page."""
+        held = {page for each in self.running for page in each.lease.pages}
+        assert self.pool.free_pages == PAGES - len(held)
+        assert self.pool.free_slots == SLOTS - len(self.running)
+        assert self.host.bytes_of(Tenant.PREFIX) == PAGE_BYTES * self.pool.known_pages[1]
+
+    def teardown(self) -> None:
+        """Nothing is lost: a prompt that needs every page can have them."""
+        for each in self.running:
+            self.pool.give_back(each.lease)
+        self.running.clear()
+        lease = self.pool.take(PAGES * PI)
+        assert lease is not None
+        assert sorted(lease.pages) == list(range(PAGES))
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+
+
+def test_names_follow_tokens_fingerprint_and_salt() -> None:
+    ids = (1, 2, 3, 4, 5)
+    names = page_names(ids, 2, FINGERPRINT, "")
+    assert len(names) == 2
+    assert page_names(ids[:4], 2, FINGERPRINT, "") == names
+    assert page_names((*ids, 6), 2, FINGERPRINT, "")[:2] == names
+    others = [
+        page_names((1, 9, 3, 4), 2, FINGERPRINT, ""),
+        page_names(ids, 2, FINGERPRINT, "salt"),
+        page_names(ids, 2, Fingerprint((("codec", "fp16"),)), ""),
+    ]
+    assert len({name.digest for each in (names, *others) for name in each}) == 8
+
+
+def test_digests_that_collide_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every page of every prompt has the same digest here; still no prompt gets the pages of another."""
+    monkeypatch.setattr(naming, "_digest", lambda _: b"same")
+    pool = PrefixPool(PAGES, SLOTS, PI, HostPool(0, lambda _: None), PAGE_BYTES)
+    for ids, salt, cached in (((1, 2, 3), "", 0), ((1, 2, 3), "", 2), ((1, 3, 3), "", 0), ((1, 2, 3), "salt", 0)):
+        lease = pool.take(3, page_names(ids, PI, FINGERPRINT, salt))
+        assert lease is not None
+        assert lease.cached_tokens == cached
+        pool.publish(lease, 1)
+        pool.give_back(lease)
+
+
+def test_the_beginning_of_a_prefix_outlives_its_end() -> None:
+    """Least recently used first, and of one prompt its last page first."""
+    pool = PrefixPool(4, SLOTS, PI, HostPool(0, lambda _: None), PAGE_BYTES)
+    for ids in ((1, 1, 2, 2), (3, 3, 4, 4)):
+        lease = pool.take(4, page_names(ids, PI, FINGERPRINT, ""))
+        assert lease is not None
+        pool.publish(lease, 2)
+        pool.give_back(lease)
+    lease = pool.take(2)
+    assert lease is not None
+    assert pool.counts.evicted_pages == 1
+    pool.give_back(lease)
+    for begins, cached in (((3, 3, 4, 4), 4), ((1, 1, 2, 2), 2)):
+        lease = pool.take(5, page_names((*begins, 5), PI, FINGERPRINT, ""))
+        assert lease is not None
+        assert lease.cached_tokens == cached
+        pool.give_back(lease)
