@@ -33,6 +33,7 @@ from hackkv.types import (
     Request,
     Reserved,
     Sampling,
+    Swapped,
     Token,
 )
 from prefill_node.service import PrefillService
@@ -124,10 +125,12 @@ class Pair:
             assert (info.free_pages, info.running, info.waiting, info.queued_tokens) == (info.total_pages, 0, 0, 0)
         assert self.prefill.outbox.held_bytes == 0
 
-    async def serve(self, request: Request, transfer_id: str = "", epoch: int = 0) -> Served:
-        """Go through the whole life of a request, as a router would."""
+    async def serve(
+        self, request: Request, transfer_id: str = "", epoch: int = 0, emitted: tuple[int, ...] = ()
+    ) -> Served:
+        """Go through the whole life of a request, as a router would; of one whose `emitted` is known, the rest."""
         transfer_id = transfer_id or request.request_id
-        async with closing(self.decode.decode(DecodeJob(request, transfer_id, epoch))) as decoding:
+        async with closing(self.decode.decode(DecodeJob(request, transfer_id, epoch, emitted))) as decoding:
             assert await anext(decoding) == Reserved()
             job = PrefillJob(request, transfer_id, epoch, self.address)
             async with closing(self.prefill.prefill(job)) as prefilling:
@@ -138,14 +141,16 @@ class Pair:
                 handed_off = await anext(prefilling)
                 assert isinstance(handed_off, HandedOff)
             assert await anext(decoding) == Landed(handed_off.receipt)
-            tokens, decoded = [prefilled.token], None
+            tokens, decoded, swaps = [] if emitted else [prefilled.token], None, 0
             async for event in decoding:
                 if isinstance(event, Token):
                     tokens.append(event)
+                elif isinstance(event, Swapped):
+                    swaps += 1
                 else:
                     assert isinstance(event, Decoded)
                     decoded = event
-            return Served(tokens, prefilled, handed_off, decoded)
+            return Served(tokens, prefilled, handed_off, decoded, swaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +161,7 @@ class Served:
     prefilled: Prefilled
     handed_off: HandedOff | None
     decoded: Decoded | None
+    swaps: int = 0
 
 
 @asynccontextmanager

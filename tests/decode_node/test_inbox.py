@@ -67,10 +67,10 @@ class Decode:
         return [plane.clone().view(torch.uint8) for pool in pools for plane in pool]
 
 
-def planned(worker: Worker) -> list[KvFrame | HandoffEnd]:
+def planned(worker: Worker, transfer_id: str = "t", epoch: int = 2, seed: int = 3) -> list[KvFrame | HandoffEnd]:
     """An honest handoff of random bytes: two sealed pages and five open rows of each layer, and token 9."""
-    generator = torch.Generator().manual_seed(3)
-    writer, items = FrameWriter("t", 2), list[KvFrame | HandoffEnd]()
+    generator = torch.Generator().manual_seed(seed)
+    writer, items = FrameWriter(transfer_id, epoch), list[KvFrame | HandoffEnd]()
     for layer in range(2):
         planes = {}
         for plane in worker.codec.format.wire_planes:
@@ -297,6 +297,51 @@ async def test_a_reservation_closed_mid_transfer_stops_the_sender_and_the_writin
         again = node.reserve()
         assert (await node.sender.push(node.address, node.handoff, send(items))).tokens == TOKENS
         node.inbox.close(again)
+
+
+async def test_late_frames_do_not_reach_pages_that_have_a_new_owner(wire: Wire) -> None:
+    """The same pages and slot, while the first sender still sends and does not know yet that it is over."""
+    async with Decode(wire) as node:
+        old, items = node.reserve(), planned(node.worker)
+        half, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> Frames:
+            for index, item in enumerate(items):
+                if index == 3:
+                    half.set()
+                    await go_on.wait()
+                yield item
+
+        first = asyncio.create_task(node.sender.push(node.address, node.handoff, slow()))
+        await half.wait()
+        node.inbox.close(old)
+        new = node.inbox.reserve(DecodeJob(REQUEST, "u", 0), GRANT)
+        handoff = replace(node.handoff, transfer_id="u", epoch=0)
+        await node.sender.push(node.address, handoff, send(planned(node.worker, "u", 0, seed=4)))
+        assert (await new.arrival).first_token == 9
+        landed = node.bytes()
+        go_on.set()
+        with pytest.raises(TransferError, match="transfer t was cancelled at the decode node"):
+            await first
+        assert all(torch.equal(x, y) for x, y in zip(landed, node.bytes(), strict=True))
+        node.inbox.close(new)
+
+
+async def test_a_later_epoch_replaces_an_earlier_one_and_never_the_other_way(wire: Wire) -> None:
+    async with Decode(wire) as node:
+        old = node.reserve()
+        new = node.inbox.reserve(DecodeJob(REQUEST, "t", 3), Grant((1, 3, 4), 0))
+        with pytest.raises(TransferError, match="transfer t has moved on to epoch 3"):
+            await old.arrival
+        with pytest.raises(HandshakeRefused, match="transfer_id t is in use"):
+            node.reserve()
+        node.inbox.close(old)
+        with pytest.raises(HandshakeRefused, match="epoch 2, expected 3"):
+            await node.sender.push(node.address, node.handoff, send(planned(node.worker)))
+        await node.sender.push(node.address, replace(node.handoff, epoch=3), send(planned(node.worker, "t", 3)))
+        assert (await new.arrival).first_token == 9
+        assert node.inbox.refused == {"stale": 1}
+        node.inbox.close(new)
 
 
 async def test_the_arrival_is_cancelled_at_the_last_moment(wire: Wire) -> None:
