@@ -32,7 +32,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hack_kernels.base import HackFormat, HackPages, sum_dtype
+from hack_kernels.base import Arithmetic, HackFormat, HackPages, sum_dtype
 from hack_kernels.quantize import pack, unpack
 
 TILE_ROWS: Final = 16
@@ -102,7 +102,7 @@ class CodeTiles:
         fields = torch.stack([(plain >> (self.bits * f)) & mask for f in range(self.fields)], dim=-8)
         ordered = fields.unflatten(-8, (self.column_fields, self.row_fields))
         split = ordered.movedim((-9, -8, -7, -6, -5, -4, -3, -2, -1), (-4, -8, -9, -5, -6, -2, -3, -7, -1))
-        codes = split.flatten(-5).flatten(-5, -2)
+        codes: Tensor = split.flatten(-5).flatten(-5, -2)
         return codes[..., : self.rows, : self.columns].contiguous()
 
 
@@ -178,16 +178,31 @@ class PageLayout:
         """Type of V's sums."""
         return sum_dtype(self.fmt.v_bits, self.fmt.page_tokens)
 
+    @property
+    def wide_k_sums(self) -> bool:
+        """Whether K's sums need 16 bits."""
+        return self.k_sum_dtype is torch.int16
+
+    @property
+    def wide_v_sums(self) -> bool:
+        """Whether V's sums need 16 bits."""
+        return self.v_sum_dtype is torch.int16
+
+    @property
+    def asymmetric(self) -> bool:
+        """Whether Q and P have minima."""
+        return self.fmt.arithmetic is Arithmetic.ASYMMETRIC
+
     def pages(self, records: Tensor) -> HackPages:
         """Planes as views into records uint8 [N, Hkv, nbytes]: codes [N, Hkv, bytes], others [N, Hkv, U/2, 8, 2, 2]."""
 
         def metadata(begin: int, units: int) -> Tensor:
             plane = records[..., begin : begin + units * TILE_ROWS * 4].view(torch.float16)
-            return plane.unflatten(-1, (units // 2, 8, 2, 2, 2))
+            return plane.view(*plane.shape[:2], units // 2, 8, 2, 2, 2)
 
         def sums(begin: int, units: int, dtype: torch.dtype) -> Tensor:
             plane = records[..., begin : begin + units * TILE_ROWS * dtype.itemsize].view(dtype)
-            return plane.unflatten(-1, (units // 2, 8, 2, 2))
+            return plane.view(*plane.shape[:2], units // 2, 8, 2, 2)
 
         k_meta, v_meta = metadata(self.k_meta, self.k_units), metadata(self.v_meta, self.v_units)
         planes = {

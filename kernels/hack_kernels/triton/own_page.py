@@ -1,0 +1,71 @@
+"""A sequence's own page: FP16 rows, seen exactly as the open-page rule wants.
+
+Products of FP16 and FP32 run on FP16 matrix units: the FP32 side is the sum of two FP16 numbers, 22 bits of mantissa.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+HALF_STEP = tl.constexpr(2048.0)
+"""2^11: what is left of an FP32 number in -1..1 after rounding to FP16, times this, is of the same size again."""
+
+
+@triton.jit
+def two_halves(x):
+    """x in -1..1 as FP16 numbers (high, low) with x = high + low / 2^11 to 22 bits."""
+    high = x.to(tl.float16)
+    return high, ((x - high.to(tl.float32)) * HALF_STEP).to(tl.float16)
+
+
+@triton.jit
+def load_rows(rows, block, seen, first, columns: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """Rows 16·block[w].. of FP16 [Π, D], channels `first`.. of them: [W, 16, columns], zero where not `seen`."""
+    row = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    channel = first + tl.arange(0, columns)
+    return tl.load(rows + row[:, :, None] * D + channel[None, None, :], mask=seen[:, :, None], other=0.0)
+
+
+@triton.jit
+def scaled_query(q, first, heads, D: tl.constexpr, N: tl.constexpr):
+    """Channels `first`.. `first`+31 of query heads [heads, D], over sqrt(D): FP32 [32, N], zero past `heads`."""
+    channel, head = first + tl.arange(0, 32)[:, None], tl.arange(0, N)[None, :]
+    x = tl.load(q + head * D + channel, mask=head < heads, other=0.0).to(tl.float32)
+    return tl.div_rn(x, tl.full((32, N), D**0.5, tl.float32))
+
+
+@triton.jit
+def exact_scores(q, heads, rows, block, seen, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """Scores FP32 [W, 16, N] of row blocks of K against the query heads at `q`, in units of log2."""
+    size = tl.zeros((N,), tl.float32)
+    for first in range(0, D, 32):
+        size = tl.maximum(size, tl.max(tl.abs(scaled_query(q, first, heads, D, N)), 0))
+    size = tl.where(size == 0.0, 1.0, size)
+    large = tl.zeros((W, 16, N), tl.float32)
+    small = tl.zeros((W, 16, N), tl.float32)
+    for first in range(0, D, 32):
+        high, low = two_halves(scaled_query(q, first, heads, D, N) / size[None, :])
+        k = load_rows(rows, block, seen, first, 32, D, W)
+        large = tl.dot(k, tl.broadcast_to(high[None, :, :], (W, 32, N)), large)
+        small = tl.dot(k, tl.broadcast_to(low[None, :, :], (W, 32, N)), small)
+    return (large + small / HALF_STEP) * (size * LOG2_E)[None, None, :]
+
+
+@triton.jit
+def add_rows(state, scores, rows, block, seen, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """Row blocks of V with `scores` [W, 16, N] added to the running softmax of `decode.add_pages`."""
+    top, weight, out = state
+    scores = tl.where(seen[:, :, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    kept = tl.exp2(top - new_top)
+    weights = tl.exp2(scores - new_top[:, None, :])
+    weight = weight * kept[:, None, :] + tl.sum(weights, 1)[:, None, :]
+    high, low = two_halves(weights)
+    added = ()
+    for m in tl.static_range(D // 16):
+        v = tl.permute(load_rows(rows, block, seen, m * 16, 16, D, W), (0, 2, 1))
+        small = tl.dot(v, low)
+        added = added + (tl.dot(v, high, out[m] * kept[:, None, :]) + small / HALF_STEP,)
+    return new_top, weight, added

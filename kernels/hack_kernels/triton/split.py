@@ -1,0 +1,116 @@
+"""One launch for a ragged batch: how its pages are divided among programs, and how what they find is merged.
+
+Work is counted in units: one for every sealed page, `OWN_UNITS` for a sequence's own page. The units of a batch stand
+in one row, sequence after sequence, and every one of the `parts` programs of a KV head takes an equal stretch of it.
+Lengths are read on the device, so the grid does not depend on them and a CUDA graph replays for any.
+
+A sequence that lies in several stretches is merged by the program that finishes it last: each writes its share
+(outputs, weight and largest score) to `partials`, then draws a ticket; who draws the last one adds all shares up, in
+the order of the stretches, and puts the ticket back to 0. Results do not depend on who it was.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+OWN_UNITS = tl.constexpr(8)
+"""Cost of a sequence's own page in sealed pages: it has 6.4 times their bytes and other costs once per sequence."""
+
+
+@triton.jit
+def page_ends(starts, batch, PI: tl.constexpr, BATCH: tl.constexpr):
+    """Where the stretch of each sequence ends, int64 [BATCH]; sequences past `batch` take no room."""
+    row = tl.arange(0, BATCH)
+    cached = tl.load(starts + row, mask=row < batch, other=0)
+    return tl.cumsum(tl.where(row < batch, cached // PI + OWN_UNITS, 0), 0)
+
+
+@triton.jit
+def sequence_of(unit, ends):
+    """The sequence whose stretch holds `unit`."""
+    return tl.sum((ends <= unit).to(tl.int32), 0)
+
+
+@triton.jit
+def part_of(unit, parts, total):
+    """The program whose stretch holds `unit`."""
+    return ((unit + 1) * parts - 1) // total
+
+
+@triton.jit
+def partial_of(group, groups, part, slot, SIZE: tl.constexpr):
+    """Offset of a share: a program has two of them, for the first sequence of its stretch and for the last."""
+    return ((part.to(tl.int64) * groups + group) * 2 + slot) * SIZE
+
+
+@triton.jit
+def merged(partials, first, count, group, groups, opens_inside, D: tl.constexpr, N: tl.constexpr, W: tl.constexpr):
+    """Adds up the shares of `count` programs from `first` on. Returns outputs [D', N], D' a power of two, and weights.
+
+    `opens_inside`: 1 if the sequence does not begin where the stretch of program `first` does.
+    """
+    SIZE: tl.constexpr = (D + 32) * N
+    channel = tl.arange(0, triton.next_power_of_2(D))
+    column = tl.arange(0, N)
+    top = tl.full((N,), float("-inf"), tl.float32)
+    weight = tl.zeros((N,), tl.float32)
+    out = tl.zeros((triton.next_power_of_2(D), N), tl.float32)
+    for begin in range(0, count, W):
+        i = begin + tl.arange(0, W)
+        share = partials + partial_of(group, groups, first + i, tl.where(i == 0, opens_inside, 0), SIZE)
+        present = i < count
+        tops = tl.load(
+            share[:, None] + (D * N + column)[None, :],
+            mask=present[:, None],
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        weights = tl.load(
+            share[:, None] + ((D + 16) * N + column)[None, :], mask=present[:, None], other=0.0, cache_modifier=".cg"
+        )
+        outs = tl.load(
+            share[:, None, None] + (channel[:, None] * N + column[None, :])[None, :, :],
+            mask=present[:, None, None] & (channel < D)[None, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        kept, factors = tl.exp2(top - new_top), tl.exp2(tops - new_top[None, :])
+        weight = weight * kept + tl.sum(weights * factors, 0)
+        out = out * kept[None, :] + tl.sum(outs * factors[:, None, :], 0)
+        top = new_top
+    return out, weight
+
+
+class Workspace:
+    """Device memory that launches share, one after another on one stream: shares of split sequences, and tickets.
+
+    It grows as larger batches come. A CUDA graph keeps the memory that it was captured with, so capture the largest
+    batch first, or give each graph a workspace of its own.
+    """
+
+    def __init__(self, device: torch.device, programs: int) -> None:
+        """`programs`: how many run at once on this device, over all KV heads."""
+        self._programs = programs
+        self._partials = torch.empty(0, dtype=torch.float32, device=device)
+        self._tickets = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def parts(self, groups: int) -> int:
+        """Programs per group of query heads."""
+        return max(1, self._programs // groups)
+
+    def partials(self, groups: int, parts: int, head_dim: int, columns: int) -> Tensor:
+        """Room for two shares per program, FP32."""
+        size = groups * parts * 2 * (head_dim + 32) * columns
+        if self._partials.numel() < size:
+            self._partials = self._partials.new_empty(size)
+        return self._partials
+
+    def tickets(self, batch: int, groups: int) -> Tensor:
+        """Zeroed counters, one per sequence and group of query heads."""
+        if self._tickets.numel() < batch * groups:
+            self._tickets = self._tickets.new_zeros(batch * groups)
+        return self._tickets

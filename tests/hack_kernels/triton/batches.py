@@ -1,0 +1,67 @@
+"""Ragged batches for tests of decode: sealed pages in a shuffled pool, open pages, and NaN where nothing may look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hack_kernels.base import HackFormat, HackPages, Spans
+from hack_kernels.reference import ReferenceKernels
+from hack_kernels.triton.layout import from_wire, new_pages
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Arguments of `attn_decode`, with the same pages in wire order and in the GPU's."""
+
+    fmt: HackFormat
+    wire: HackPages
+    pages: HackPages
+    k: Tensor
+    """FP16 [N, Hkv, Π, D]: what the pages were sealed from."""
+    v: Tensor
+    open_k: Tensor
+    open_v: Tensor
+    spans: Spans
+    q: Tensor
+
+    def expected(self) -> Tensor:
+        """The reference's answer."""
+        rows = (self.open_k, self.open_v, self.spans, self.q)
+        return ReferenceKernels().attn_decode(self.fmt, 0, self.wire, *rows)
+
+
+def decode_batch(
+    fmt: HackFormat, cached: list[int], heads: int, group: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> DecodeBatch:
+    """One query per sequence; `cached[b]` tokens precede its own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(count: int) -> Tensor:
+        return torch.randn(count, heads, fmt.page_tokens, fmt.head_dim, generator=generator).half()
+
+    pi, batch = fmt.page_tokens, len(cached)
+    counts = [n // pi for n in cached]
+    order = torch.randperm(sum(counts) + 2, generator=generator)
+    table = torch.zeros(batch, max(counts) + 1, dtype=torch.int64)
+    for b, count in enumerate(counts):
+        table[b, :count] = order[sum(counts[:b]) :][:count]
+    k, v = rows(len(order)), rows(len(order))
+    wire = ReferenceKernels().new_pages(fmt, len(order), heads)
+    ReferenceKernels().seal(fmt, 0, wire, torch.arange(len(order)), torch.zeros(len(order), dtype=torch.int64), k, v)
+    pages = new_pages(fmt, len(order), heads, "cpu")
+    for name, plane in from_wire(fmt, wire).items():
+        pages[name].copy_(plane)
+    for name in ("k_min", "v_scale"):
+        pages[name][order[sum(counts) :]] = float("nan")
+
+    slots = torch.randperm(batch + 1, generator=generator)[:batch]
+    open_k, open_v = rows(batch + 1), rows(batch + 1)
+    for slot, n in zip(slots.tolist(), cached, strict=True):
+        open_k[slot, :, n % pi + 1 :] = float("nan")
+        open_v[slot, :, n % pi + 1 :] = float("nan")
+    ones = torch.ones(batch, dtype=torch.int64)
+    spans = Spans(torch.tensor(cached), ones, torch.arange(batch), table, slots)
+    q = torch.randn(batch, heads * group, fmt.head_dim, generator=generator).to(dtype)
+    return DecodeBatch(fmt, wire, pages, k, v, open_k, open_v, spans, q)
