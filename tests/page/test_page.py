@@ -21,6 +21,11 @@ DESK = {"width": 1280, "height": 900}
 PATIENCE_MS = 20_000
 CHUNKS = "document.querySelectorAll('#answer > span')[1]?.childNodes.length"
 """Pieces of text in the answer: each event of the stream brought one."""
+WATCH_STREAM = f"""() => {{
+  window.seen = new Set();
+  const note = () => document.getElementById("stop").disabled || window.seen.add({CHUNKS});
+  new MutationObserver(note).observe(document.getElementById("answer"), {{ childList: true, subtree: true }});
+}}"""
 CANVAS_COLOURS = """() => {
   const canvas = document.querySelector("#jct-plot canvas");
   const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -55,7 +60,7 @@ def ready(page: Page) -> Page:
     return page
 
 
-def when(page: Page, condition: str, action: str = "") -> None:
+def when(page: Page, condition: str, action: str) -> None:
     """Wait for a condition, and act on it at once. (Playwright's own way to wait is forbidden by the page's policy.)"""
     page.evaluate(
         f"""() => new Promise((done, fail) => {{
@@ -90,16 +95,16 @@ def test_a_completion_typed_into_the_playground_streams(fleet: Fleet, open_page:
     page.fill("#prompt", "")
     page.locator("#prompt").press_sequentially("the <b>quick</b> fox")
     page.fill("#max-tokens", "400")
+    page.evaluate(WATCH_STREAM)
     page.locator("#prompt").press("Control+Enter")
     answer = page.locator("#answer")
-    # Text is there while more of it comes: Stop can still be pressed.
-    when(page, f"{CHUNKS} > 3 && !document.getElementById('stop').disabled")
-    expect(answer).to_contain_text("the <b>quick</b> fox")
     status = page.locator("#playground-status")
     expect(status).to_contain_text("out in", timeout=PATIENCE_MS)
     told = re.search(r"(\d+) out in", status.inner_text())
     assert told is not None
     assert page.evaluate(CHUNKS) == int(told[1]) > 20
+    assert page.evaluate("window.seen.size") > 3  # text was there, and grew, while Stop could be pressed
+    expect(answer).to_contain_text("the <b>quick</b> fox")
     expect(page.locator("#run")).to_be_enabled()
     expect(page.locator("#playground-bar .bar")).to_be_visible()
 
