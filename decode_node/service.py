@@ -199,6 +199,7 @@ class DecodeService:
             "hackkv_swap_out_total": steps.counts["swap_out"],
             "hackkv_swap_in_total": steps.counts["swap_in"],
             "hackkv_swapped_seconds_total": steps.swapped_s,
+            "hackkv_generated_tokens_total": steps.counts["generated_tokens"],
             "hackkv_replayed_tokens_total": steps.counts["replayed_tokens"],
             "hackkv_replays_diverged_total": self._counts["diverged"],
             "hackkv_landing_timeouts_total": self._counts["landing_timeouts"],
