@@ -26,6 +26,12 @@ WATCH_STREAM = f"""() => {{
   const note = () => document.getElementById("stop").disabled || window.seen.add({CHUNKS});
   new MutationObserver(note).observe(document.getElementById("answer"), {{ childList: true, subtree: true }});
 }}"""
+"""Notes how long the answer was while Stop could be pressed. From within: the way through the driver takes longer than
+many an answer."""
+STOP_EARLY = f"""() => {{
+  const note = () => {CHUNKS} > 3 && document.getElementById("stop").click();
+  new MutationObserver(note).observe(document.getElementById("answer"), {{ childList: true, subtree: true }});
+}}"""
 CANVAS_COLOURS = """() => {
   const canvas = document.querySelector("#jct-plot canvas");
   const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -58,21 +64,6 @@ def ready(page: Page) -> Page:
     """Wait until the page shows a ready cluster."""
     expect(page.locator("#state.ok")).to_have_text("ready", timeout=PATIENCE_MS)
     return page
-
-
-def when(page: Page, condition: str, action: str) -> None:
-    """Wait for a condition, and act on it at once. (Playwright's own way to wait is forbidden by the page's policy.)"""
-    page.evaluate(
-        f"""() => new Promise((done, fail) => {{
-          const began = performance.now();
-          const look = () => {{
-            if ({condition}) {{ {action}; done(); }}
-            else if (performance.now() - began > {PATIENCE_MS}) fail(new Error("it did not come true"));
-            else setTimeout(look, 2);
-          }};
-          look();
-        }})"""
-    )
 
 
 def served(fleet: Fleet, count: int = 3) -> None:
@@ -113,9 +104,8 @@ def test_stop_stops_and_an_error_is_shown(fleet: Fleet, open_page: Open) -> None
     page = ready(open_page(fleet.api.url, may_complain=True))  # a browser notes a refused request as an error
     page.fill("#prompt", "hello world")
     page.fill("#max-tokens", "900")
+    page.evaluate(STOP_EARLY)
     page.click("#run")
-    # At once, from within: the way through the driver takes longer than many an answer.
-    when(page, f"{CHUNKS} > 3", "document.getElementById('stop').click()")
     expect(page.locator("#playground-status")).to_have_text("Stopped.")
     page.fill("#max-tokens", "5000")
     page.click("#run")
