@@ -21,7 +21,6 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.generation import Backend, PromptLimits
-from router.journal import Journal
 from router.lifecycle import Deadlines
 from router.line import Patience
 from router.metrics import Metrics
@@ -74,10 +73,9 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         control_address = await control.start()
         announce(http=_url(http, config.listen.advertise_host), control=control_address)
         async with asyncio.TaskGroup() as tasks:
-            housekeeping = [tasks.create_task(fleet.run(static)), tasks.create_task(backend.journal.run())]
+            housekeeping = tasks.create_task(fleet.run(static))
             await _serve_http(app, http, stop, lambda: backend.dispatcher.close(config.shutdown_grace_s))
-            for task in housekeeping:
-                task.cancel()
+            housekeeping.cancel()
     finally:
         http.close()
         await control.close()
@@ -122,7 +120,6 @@ def _backend(config: RouterConfig, tokenizer: Tokenizer, fleet: Fleet) -> Backen
         metrics,
         PromptLimits(limits.max_prompt_tokens, limits.max_sequences, limits.default_chat_tokens),
         read_sampling_defaults(config.model),
-        Journal(fleet),
     )
 
 
