@@ -6,10 +6,10 @@ STAMP := .venv/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check dashboards proto bench sanitize clean
+.PHONY: help demo serve test check dashboards compose-test proto bench sanitize clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 demo: $(STAMP)  ## start a cluster, send real requests, show where their time went, stop
 	$(BIN)/hackkv demo
@@ -19,6 +19,9 @@ serve: $(STAMP)  ## run a cluster until Ctrl-C (MODEL=folder or hub name)
 
 test: $(STAMP)  ## run the test suite
 	$(BIN)/python -m pytest
+
+compose-test: $(STAMP)  ## build and run docker-compose.yml on a real Docker engine (root; starts one if none runs)
+	deploy/tests/engine.sh $(BIN)/python -m pytest deploy/tests -s
 
 check: $(STAMP)  ## format, lint, types, layers, generated code
 	$(BIN)/ruff format --check .

@@ -13,10 +13,12 @@ import psutil
 
 from bench.connection import Connection
 from hackkv.cluster import ClusterPlan, LocalCluster, running
+from hackkv.config import InternalConfig
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.types import NodeInfo
 from transport.channels import ChannelPool
 from transport.rpc_client import DecodeClient, PrefillClient
+from transport.trust import load_trust
 
 TINY = Tiny(max_context=4608, head_dim=128)
 KV_BYTES = 64 << 20
@@ -62,7 +64,7 @@ def total(series: Series, name: str) -> float:
 
 async def describe(cluster: LocalCluster) -> list[NodeInfo]:
     """Ask every node itself, past the lease."""
-    channels = ChannelPool()
+    channels = ChannelPool(trust=load_trust(InternalConfig(token_file=cluster.token_file), "127.0.0.1"))
     try:
         infos = []
         for member in cluster.members[1:]:

@@ -8,8 +8,6 @@ from uuid import uuid4
 
 from decode_node.config import DecodeConfig
 from decode_node.service import DecodeService
-from faults.process import suffer
-from faults.seams import FaultyDecode
 from hackkv.model.worker import load_worker
 from hackkv.process import Shutdown, announce, run_role
 from hackkv.types import NodeIdentity
@@ -38,13 +36,11 @@ async def serve(config: DecodeConfig, shutdown: Shutdown) -> None:
     )
     listener = GrpcListener(server, frame_timeout_s=config.frame_timeout_s)
     await listener.serve(service.inbox.deliver)
-    faults = suffer(config.faults, identity.node_id, service.pool)
-    node = FaultyDecode(service, faults) if faults else service
-    server.add_decode(node)
+    server.add_decode(service)
     announce(node=identity.node_id, address=address)
     try:
         async with shutdown.draining(partial(service.drain, config.drain_s)):
-            await stay_member(config.router, node.describe, shutdown.stop, trust, news=service.draining)
+            await stay_member(config.router, service.describe, shutdown.stop, trust, news=service.draining)
     finally:
         await listener.close()
         await server.close()

@@ -47,9 +47,9 @@ class DecodeService:
         self._landing_s = landing_s
         runner = ModelRunner(worker.model, worker.codec, num_pages, max_sequences)
         self.inbox = Inbox(runner, worker.fingerprint)
-        self.pool = PagePool(num_pages, max_sequences)
+        self._pool = PagePool(num_pages, max_sequences)
         self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(
-            self.pool, footprint(runner), host_bytes=host_bytes, max_batch=max_batch, replay_tokens=replay_tokens
+            self._pool, footprint(runner), host_bytes=host_bytes, max_batch=max_batch, replay_tokens=replay_tokens
         )
         self._steps = Steps(runner, self._scheduler)
         self._streams: set[Stream] = set()
@@ -93,8 +93,8 @@ class DecodeService:
             fingerprint=self._worker.fingerprint,
             page_tokens=self._worker.layout.page_tokens,
             max_context=self._worker.model.spec.max_context,
-            total_pages=self.pool.num_pages,
-            free_pages=self.pool.free_pages,
+            total_pages=self._pool.num_pages,
+            free_pages=self._pool.free_pages,
             queued_tokens=self._scheduler.reserved_tokens,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
@@ -199,6 +199,7 @@ class DecodeService:
             "hackkv_swap_out_total": steps.counts["swap_out"],
             "hackkv_swap_in_total": steps.counts["swap_in"],
             "hackkv_swapped_seconds_total": steps.swapped_s,
+            "hackkv_generated_tokens_total": steps.counts["generated_tokens"],
             "hackkv_replayed_tokens_total": steps.counts["replayed_tokens"],
             "hackkv_replays_diverged_total": self._counts["diverged"],
             "hackkv_landing_timeouts_total": self._counts["landing_timeouts"],

@@ -48,7 +48,7 @@ class Steps:
         self._wake = asyncio.Event()
         self._loop = asyncio.create_task(self._run())
         self.counts: Counter[str] = Counter()
-        """swap_out, swap_in, replayed_tokens."""
+        """swap_out, swap_in, generated_tokens, replayed_tokens."""
         self.swapped_s = 0.0
         """Seconds that sequences were swapped out, in sum, of those that came back."""
 
@@ -121,6 +121,7 @@ class Steps:
     def _emit(self, stream: Stream, token: Token | None) -> None:
         if token is None:
             return
+        self.counts["generated_tokens"] += 1
         stream.put(token)
         if token.finish is not None:
             self.leave(stream)

@@ -73,9 +73,10 @@ class LocalCluster:
         self._plan = plan
         self._folder = folder
         self._progress = progress
-        self._token_file = folder / "token"
-        self._token_file.touch(mode=0o600)
-        self._token_file.write_text(secrets.token_hex(32), encoding="ascii")
+        self.token_file = folder / "token"
+        """What the internal ports ask callers for."""
+        self.token_file.touch(mode=0o600)
+        self.token_file.write_text(secrets.token_hex(32), encoding="ascii")
         self.members: list[Member] = []
 
     @property
@@ -147,7 +148,7 @@ class LocalCluster:
 
     async def _spawn(self, name: str, role: str, settings: dict[str, Any], deadline: float) -> Member:
         config = self._folder / f"{name}.yaml"
-        common = {"log_level": "warning", "internal": {"token_file": str(self._token_file)}}
+        common = {"log_level": "warning", "internal": {"token_file": str(self.token_file)}}
         config.write_text(yaml.safe_dump({**common, **settings}), encoding="utf-8")
         command = (sys.executable, "-m", ENTRIES[role], "--config", str(config), "--supervised")
         member = Member(name, command, await self._exec(command))

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from hackkv import __version__
 from hackkv.errors import HackkvError
-from router import chat, completions, probes
+from router import chat, completions, page, probes
 from router.errors import HTTPError, error_response, handle
 from router.generation import Backend
 from router.intake import Gate
@@ -26,7 +26,7 @@ def build_app(
     """The router's HTTP API over a backend."""
     app = FastAPI(title="hackkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.backend, app.state.max_body_bytes, app.state.body_s = backend, max_body_bytes, body_s
-    for module in (completions, chat, probes):
+    for module in (completions, chat, probes, page):
         app.include_router(module.routes)
     app.add_exception_handler(HackkvError, handle)
     app.add_exception_handler(HTTPError, handle)

@@ -13,10 +13,12 @@ from hackkv.errors import RequestError
 from hackkv.timing import StageClock
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Request, Sampling
+from router.account import kv_account, time_account
 from router.choices import Choice, Delta, token_counts
 from router.dispatch import Dispatcher
 from router.errors import outcome_of
 from router.flight import Flight
+from router.journal import Journal
 from router.metrics import Metrics, Outcome
 from router.schema import Generate, Prompt
 from router.scopes import unwrapped
@@ -44,6 +46,7 @@ class Backend:
     metrics: Metrics
     limits: PromptLimits
     defaults: SamplingDefaults
+    journal: Journal
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a prompt; checks ids that the client chose. An empty prompt becomes BOS if there is one."""
@@ -166,6 +169,8 @@ class Generation:
         if on_delta is not None:
             for choice in self.choices:
                 choice.on_delta = on_delta
+        for flight in self._flights:
+            self._backend.journal.began(flight)
         with unwrapped():
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._backend.dispatcher.serve(flight)) for flight in self._flights]
@@ -181,6 +186,7 @@ class Generation:
             else:
                 outcome = Outcome.FAILED
             self._backend.metrics.ended(flight, outcome)
+            self._backend.journal.ended(flight, outcome)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's token counts. A prompt counts once, however many choices it has."""
@@ -196,24 +202,9 @@ class Generation:
         """
         flight = max(self._flights, key=lambda flight: flight.token_at_s[-1] if flight.token_at_s else 0.0)
         receipts = [receipt for each in self._flights for receipt in each.receipts]
-        planes: dict[str, int] = {}
-        for receipt in receipts:
-            for plane, size in receipt.bytes_by_plane:
-                planes[plane] = planes.get(plane, 0) + size
-        header, fp16 = sum(receipt.header_bytes for receipt in receipts), sum(r.fp16_bytes for r in receipts)
-        stages = {str(stage): seconds for stage, seconds in flight.clock.stages().items()}
         return {
-            "stages": stages,
-            "sub_stages": {str(stage): seconds for stage, seconds in flight.clock.sub_stages.items()},
-            "total_s": sum(stages.values()),
-            "kv": {
-                "codec": self._backend.dispatcher.fleet.codec,
-                "bytes_by_plane": planes,
-                "header_bytes": header,
-                "fp16_bytes": fp16,
-                "ratio": (sum(planes.values()) + header) / fp16 if fp16 else None,
-                "tokens": sum(receipt.tokens for receipt in receipts),
-            },
+            **time_account(flight.clock),
+            "kv": kv_account(self._backend.dispatcher.fleet.codec, receipts),
             "prefill_node": flight.prefill_node,
             "decode_node": flight.decode_node,
             "attempts": flight.attempts,

@@ -16,8 +16,10 @@ from router.errors import HTTPError, error_response, from_validation
 from router.generation import Backend
 from router.schema import Generate
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/health"})
-"""Probes: they need no key."""
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
+"""Probes, and the page itself, which has nothing to hide: they need no key."""
+PAGE_FILES = "/page/"
+"""What the page consists of lies below; it is open too."""
 
 BodyT = TypeVar("BodyT", bound=Generate)
 
@@ -33,7 +35,7 @@ class Gate:
         """Let a request in, or answer 401."""
         if scope["type"] == "http":
             scope.setdefault("state", {})["arrived"] = perf_counter()
-            if scope["path"] not in OPEN_PATHS and not self._knows(dict(scope["headers"]).get(b"authorization", b"")):
+            if not _is_open(scope["path"]) and not self._knows(dict(scope["headers"]).get(b"authorization", b"")):
                 error = HTTPError(
                     401, "a valid API key is required", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
                 )
@@ -44,6 +46,10 @@ class Gate:
     def _knows(self, given: bytes) -> bool:
         """Compares with every key, in constant time each."""
         return not self._expected or any(hmac.compare_digest(given, expected) for expected in self._expected)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(PAGE_FILES)
 
 
 def arrival(request: Request) -> float:

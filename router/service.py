@@ -21,6 +21,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.generation import Backend, PromptLimits
+from router.journal import Journal
 from router.lifecycle import Deadlines
 from router.line import Patience
 from router.metrics import Metrics
@@ -73,9 +74,10 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         control_address = await control.start()
         announce(http=_url(http, config.listen.advertise_host), control=control_address)
         async with asyncio.TaskGroup() as tasks:
-            housekeeping = tasks.create_task(fleet.run(static))
+            housekeeping = [tasks.create_task(fleet.run(static)), tasks.create_task(backend.journal.run())]
             await _serve_http(app, http, stop, lambda: backend.dispatcher.close(config.shutdown_grace_s))
-            housekeeping.cancel()
+            for task in housekeeping:
+                task.cancel()
     finally:
         http.close()
         await control.close()
@@ -120,6 +122,7 @@ def _backend(config: RouterConfig, tokenizer: Tokenizer, fleet: Fleet) -> Backen
         metrics,
         PromptLimits(limits.max_prompt_tokens, limits.max_sequences, limits.default_chat_tokens),
         read_sampling_defaults(config.model),
+        Journal(fleet),
     )
 
 

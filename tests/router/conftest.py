@@ -21,6 +21,7 @@ from hackkv.tokenizer import Tokenizer
 from router.app import build_app
 from router.dispatch import Dispatcher
 from router.generation import Backend, PromptLimits
+from router.journal import Journal
 from router.lifecycle import Deadlines
 from router.metrics import Metrics
 from tests.router.scripted import Cluster
@@ -76,7 +77,8 @@ def make_backend(cluster: Cluster, tokenizer: Tokenizer, deadlines: Deadlines | 
     """The router's inside over a scripted cluster."""
     metrics = Metrics("tiny", cluster.fleet)
     dispatcher = Dispatcher(cluster.fleet, metrics, deadlines or Deadlines(), max_inflight=64, max_failovers=1)
-    return Backend("tiny", tokenizer, dispatcher, metrics, PromptLimits(400, 32, 24), SamplingDefaults(top_k=7))
+    limits, defaults = PromptLimits(400, 32, 24), SamplingDefaults(top_k=7)
+    return Backend("tiny", tokenizer, dispatcher, metrics, limits, defaults, Journal(cluster.fleet))
 
 
 @pytest.fixture

@@ -144,9 +144,30 @@ CLUSTER = Board(
         ),
         Chart(
             "KV in host memory",
-            "Compressed KV that waits in a prefill node's outbox for a decode node.",
+            "Compressed KV outside the pages: what waits for a decode node or is kept for a failover (prefill), and "
+            "sequences swapped out (decode).",
             "bytes",
-            (Query("hackkv_outbox_bytes", "{{node}} outbox"),),
+            (Query("hackkv_host_pool_bytes", "{{node}}"),),
+        ),
+        Chart(
+            "Swaps",
+            "Sequences that a decode node moved to host memory because its pages ran out, and back.",
+            "ops",
+            (
+                Query(f"sum(rate(hackkv_swap_out_total[{RATE}]))", "out"),
+                Query(f"sum(rate(hackkv_swap_in_total[{RATE}]))", "in"),
+            ),
+        ),
+        Chart(
+            "Prefix reuse",
+            "Share of prompt tokens that a prefill node had in its pages already.",
+            "percentunit",
+            (
+                Query(
+                    f"rate(hackkv_prefix_hits_total[{RATE}]) / rate(hackkv_prefix_queries_total[{RATE}])",
+                    "{{node}}",
+                ),
+            ),
         ),
         Chart(
             "Failovers",

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from bench.serve.__main__ import main
-from hackkv.errors import NodeLost
+from hackkv.errors import NonFiniteError
 from hackkv.model.shipped import SHIPPED
 from hackkv.timing import Stage
 from hackkv.tokenizer import Tokenizer
@@ -78,14 +78,14 @@ async def test_a_stream_that_breaks_off_is_a_failure_and_the_exit_code_says_so(
     cluster: Cluster, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for node_id in ("d0", "d1"):
-        cluster.fail(node_id, Point.TOKEN, *(NodeLost("gone") for _ in range(9)))
+        cluster.fail(node_id, Point.TOKEN, *(NonFiniteError("K holds NaN") for _ in range(3)))
     out = tmp_path / "result.json"
     options = ("--input-len", "8", "--output-len", "8", "--num-prompts", "3", "--num-warmups", "0")
     async with serving(cluster, tokenizer) as where:
         code = await asyncio.to_thread(main, [*where, *options, "--out", str(out)])
     assert code == 1
     assert json.loads(out.read_text())["failed"] == 3
-    assert "3 failed: gone" in capsys.readouterr().out
+    assert "3 failed: K holds NaN" in capsys.readouterr().out
 
 
 BAD = {

@@ -1,0 +1,181 @@
+"""`docker compose up` on a real Docker engine: it comes up, serves, is watched, and survives the loss of nodes.
+
+Run by `make compose-test`. Grafana is left out: it comes from an image registry, and this builds without one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from deploy.tests.compose import ROOT, Compose, run
+from tests.e2e.processes import Api, until
+from tests.e2e.test_serve import free_port
+
+pytestmark = pytest.mark.timeout(1800)  # the first test builds the images
+
+NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+SERVICES = (*NODES, "router", "prometheus")
+READY_S = 120.0
+RECOVERED_S = 60.0
+RECORDED_S = 60.0
+PROMPT = "def read_lines(path):\n    " + "# one more line of a prompt that fills pages\n    " * 20
+BURST_BITS = 8 * 65536
+"""What a link lets through at once (deploy/link.sh)."""
+LONG_PROMPT = "".join(f"value_{i} = {i * i}\n" for i in range(150))
+
+
+class Cluster:
+    """The compose project that these tests share."""
+
+    def __init__(self, compose: Compose, http_port: int, prometheus_port: int) -> None:
+        self.compose = compose
+        self.url = f"http://127.0.0.1:{http_port}"
+        self._prometheus = f"http://127.0.0.1:{prometheus_port}"
+        key = compose("exec", "-T", "router", "cat", "/secrets/api_key").strip()
+        self.api = Api(self.url, {"Authorization": f"Bearer {key}"})
+
+    def whole(self) -> bool:
+        """Whether every container is healthy and every node registered."""
+        healthy = all(self.compose.health(service) == "healthy" for service in SERVICES)
+        return healthy and self.api.nodes == {"prefill": 2, "decode": 2}
+
+    def ask(self, expr: str) -> list[dict[str, Any]]:
+        """An instant query to Prometheus."""
+        answer = httpx.get(f"{self._prometheus}/api/v1/query", params={"query": expr}).json()
+        result: list[dict[str, Any]] = answer["data"]["result"]
+        return result
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Build, up, healthy; down at the end, whatever happened."""
+    http, prometheus = free_port(), free_port()
+    settings = {
+        "HACKKV_PORT": str(http),
+        "HACKKV_PROMETHEUS_PORT": str(prometheus),
+        "HACKKV_API_KEY_FILE": "/secrets/api_key",
+    }
+    compose = Compose(f"hackkv-test-{os.getpid()}", settings)
+    run("deploy/offline.sh", env={"PYTHON": sys.executable})
+    compose("--profile", "throttle", "build")
+    try:
+        compose("up", "-d")
+        running = Cluster(compose, http, prometheus)
+        took = until(running.whole, READY_S, "every container is healthy")
+        print(f"ready {took:.0f} s after the containers were started")
+        yield running
+    except BaseException:
+        print(compose("logs", "--tail", "20"))
+        raise
+    finally:
+        compose("--profile", "throttle", "--profile", "chaos", "down", "--volumes", "--timeout", "5")
+
+
+def test_it_serves(cluster: Cluster) -> None:
+    assert cluster.api.complete(PROMPT)["usage"]["completion_tokens"] == 8
+    body = {"prompt": PROMPT, "max_tokens": 8, "stream": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, headers=cluster.api.headers) as answer:
+        events = [line for line in answer.iter_lines() if line]
+    assert events[-1] == "data: [DONE]"
+    assert len(events) > 2
+    chat = {"messages": [{"role": "user", "content": "Repeat this text:\na list of strings"}], "max_tokens": 8, "n": 2}
+    answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=chat, headers=cluster.api.headers, timeout=60)
+    assert [choice["message"]["role"] for choice in answer.json()["choices"]] == ["assistant"] * 2
+
+
+def test_a_stranger_is_refused(cluster: Cluster) -> None:
+    assert httpx.post(f"{cluster.url}/v1/completions", json={"prompt": "x"}).status_code == 401
+    assert httpx.get(f"{cluster.url}/metrics").status_code == 401
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_containers_hold_no_privilege(cluster: Cluster, service: str) -> None:
+    container = cluster.compose.container(service)
+    host = container["HostConfig"]
+    assert container["Config"]["User"] not in ("", "root", "0")
+    assert host["ReadonlyRootfs"]
+    assert host["CapDrop"] == ["ALL"]
+    assert "no-new-privileges:true" in host["SecurityOpt"]
+    assert host["RestartPolicy"]["Name"] == "unless-stopped"
+    assert host["Memory"] > 0
+    assert host["NanoCpus"] > 0
+    assert host["PidsLimit"] > 0
+    if service in NODES:
+        assert list(container["NetworkSettings"]["Networks"]) == [f"{cluster.compose.project}_cluster"]
+        assert not any((container["NetworkSettings"]["Ports"] or {}).values())
+
+
+def test_prometheus_records_every_series(cluster: Cluster) -> None:
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text(encoding="utf-8"))["groups"]
+    names = {rule["record"] for group in groups for rule in group["rules"]}
+    assert names
+    served = "rate(vllm:e2e_request_latency_seconds_count[1m]) > 0"
+    until(lambda: cluster.api.complete(PROMPT) and cluster.ask(served), RECORDED_S, "Prometheus sees requests")
+    for name in sorted(names):
+        until(lambda name=name: cluster.ask(name), RECORDED_S, f"{name} is recorded")  # type: ignore[misc]
+    assert cluster.ask("sum by (role) (hackkv_nodes)")
+
+
+@pytest.mark.parametrize("service", ["decode-1", "prefill-0"])
+def test_a_node_that_crashes_under_load_is_replaced(cluster: Cluster, service: str) -> None:
+    role = service.partition("-")[0]
+    answers: list[dict[str, Any]] = []
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            answers.append(cluster.api.complete(PROMPT, max_tokens=32))
+
+    clients = [threading.Thread(target=load) for _ in range(3)]
+    for client in clients:
+        client.start()
+    try:
+        until(lambda: answers, RECOVERED_S, "requests are served")
+        cluster.compose.crash(service)
+        until(lambda: cluster.api.nodes[role] == 1, RECOVERED_S, f"the router drops {service}")
+        served = len(answers)
+        until(lambda: len(answers) > served + len(clients), RECOVERED_S, "the others serve on")
+        until(cluster.whole, RECOVERED_S, f"{service} is back")
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+    assert cluster.compose.container(service)["RestartCount"] == 1
+    used = f"{role}_node"
+    until(lambda: cluster.api.complete(PROMPT)["hackkv"][used] == service, RECOVERED_S, f"{service} serves again")
+    texts = {answer["choices"][0]["text"] for answer in answers}
+    assert len(texts) == 1, "greedy answers differ"
+
+
+def test_a_throttled_link_takes_the_time_that_its_rate_asks_for(cluster: Cluster) -> None:
+    bits_per_s = 2e6
+    cluster.compose("--profile", "throttle", "up", "-d", "--no-deps", "link-0", "link-1", HACKKV_LINK="2mbit")
+    try:
+        for link in ("link-0", "link-1"):
+            until(lambda link=link: "2Mbit" in cluster.compose("logs", link), RECOVERED_S, f"{link} shapes")  # type: ignore[misc]
+        report = cluster.api.complete(LONG_PROMPT)["hackkv"]
+    finally:
+        cluster.compose("--profile", "throttle", "rm", "--stop", "--force", "link-0", "link-1")
+    sent_bits = 8 * (sum(report["kv"]["bytes_by_plane"].values()) + report["kv"]["header_bytes"])
+    assert report["total_s"] > (sent_bits - BURST_BITS) / bits_per_s
+    # Nearly all of it is waited for: the prompt is prefilled in a fraction of that time.
+    assert report["stages"]["transfer"] > report["total_s"] / 2
+
+
+def test_chaos_strikes_and_the_cluster_heals(cluster: Cluster) -> None:
+    chaos = {"HACKKV_CHAOS_EVERY_S": "1", "HACKKV_CHAOS_DOWN_S": "2"}
+    cluster.compose("--profile", "chaos", "up", "-d", "--no-deps", "chaos", **chaos)
+    try:
+        until(lambda: "start " in cluster.compose("logs", "chaos"), RECOVERED_S, "chaos killed and started a node")
+    finally:
+        cluster.compose("--profile", "chaos", "rm", "--stop", "--force", "chaos")
+    until(cluster.whole, RECOVERED_S, "every node is back")
+    assert cluster.api.complete(PROMPT)["usage"]["completion_tokens"] == 8

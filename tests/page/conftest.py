@@ -1,0 +1,69 @@
+"""A real browser. Without one these tests are skipped, and say so; `make browser` installs it where it may."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
+)
+
+Open = Callable[..., Page]
+"""Opens an address in a window of its own; keywords are those of a Playwright context."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Headless Chromium: the machine's own. Not for longer than a module: it keeps an event loop running meanwhile."""
+    path = os.environ.get("HACKKV_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip(f"NO BROWSER, THE PAGE IS NOT TESTED: none of {', '.join(NAMES)} is installed (make browser)")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, headless=True, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """What a page said and asked for while a test looked at it."""
+
+    def __init__(self, page: Page) -> None:
+        self.complaints: list[str] = []
+        self.addresses: set[str] = set()
+        page.on("console", self._hear)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self.addresses.add(request.url))
+
+    def _hear(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """See `Open`. In the end no page may have complained, nor asked another origin for anything."""
+    contexts: list[BrowserContext] = []
+    watched: list[tuple[str, Watched, bool]] = []
+
+    def begin(url: str, may_complain: bool = False, **keywords: Any) -> Page:
+        keywords = {"viewport": {"width": 1280, "height": 900}, **keywords}
+        contexts.append(browser.new_context(**keywords))
+        page = contexts[-1].new_page()
+        watched.append((url, Watched(page), may_complain))
+        page.goto(url)
+        return page
+
+    yield begin
+    for context in contexts:
+        context.close()
+    for url, seen, may_complain in watched:
+        assert {address for address in seen.addresses if not address.startswith(f"{url}/")} == set()
+        assert may_complain or seen.complaints == []
