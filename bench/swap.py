@@ -154,7 +154,8 @@ async def play_round(side: Side, work: list[Job], order: Any, seconds: float) ->
 def plan(model: str, kv_bytes: int, codec: str) -> ClusterPlan:
     """One prefill and one decode node; they differ in the decode node's pages only."""
     worker = {"model": {"path": model, "dtype": "float32", "threads": 1}, "codec": {"name": codec}}
-    router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model}
+    # A lease that outlives a busy machine: what is tried here is memory, and nobody is to be taken for dead.
+    router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model, "lease_ttl_s": 30.0}
     decode = {"kv_bytes": kv_bytes, "max_batch": MAX_BATCH, "max_sequences": 2 * MAX_BATCH}
     return ClusterPlan(router, worker, 1, 1, prefill={"kv_bytes": 64 << 20}, decode=decode)
 

@@ -146,8 +146,9 @@ class DecodeService:
             raise RequestError(f"{tokens} tokens exceed the model's {spec.max_context}", "prompt")
         if job.emitted and not (min(job.emitted) >= 0 and max(job.emitted) < spec.vocab):
             raise RequestError(f"emitted holds a token id outside 0..{spec.vocab - 1}", "emitted")
-        if len(job.emitted) >= sampling.max_tokens:
-            raise RequestError(f"{len(job.emitted)} of {sampling.max_tokens} tokens are emitted already", "emitted")
+        chosen = max(1, len(job.emitted))  # token 0 comes with the KV
+        if chosen >= sampling.max_tokens:
+            raise RequestError(f"{chosen} of {sampling.max_tokens} tokens are chosen already", "max_tokens")
 
     async def _land(self, stream: Stream, reservation: Reservation) -> None:
         """Wait for the KV and join the batch: a task of its own, so that no reader can hold up what it has reserved."""

@@ -18,10 +18,11 @@ from typing import Any
 from decode_node.engine import DecodeEngine, Sequence, Work
 from decode_node.scheduler import DecodeScheduler, Footprint, Seat, Turn
 from decode_node.stream import Stream
-from decode_node.swap import Swapper
+from decode_node.swap import HostKv, Swapper
 from hackkv.codec import FP16_BYTES
 from hackkv.errors import HackkvError, NonFiniteError
 from hackkv.model.runner import ModelRunner
+from hackkv.pages import Grant
 from hackkv.types import Decoded, Swapped, Token
 
 log = logging.getLogger(__name__)
@@ -87,10 +88,11 @@ class Steps:
     async def _run_steps(self) -> None:
         while True:
             plan = self._scheduler.schedule()
+            # What a copy needs is taken now: the sequence may leave before the copy's first moment.
             for seat in plan.leaving:
-                self._start(self._swap_out(seat))
+                self._start(self._swap_out(seat, _grant(seat)))
             for seat in plan.returning:
-                self._start(self._swap_in(seat))
+                self._start(self._swap_in(seat, _grant(seat), seat.owner.kv))
             if plan.turns:
                 await self._step(plan.turns)
             else:
@@ -139,22 +141,20 @@ class Steps:
         self._copies.add(task)
         task.add_done_callback(self._copies.discard)
 
-    async def _swap_out(self, seat: Seat[Stream]) -> None:
+    async def _swap_out(self, seat: Seat[Stream], grant: Grant) -> None:
         stream, tokens = seat.owner, seat.tokens
-        assert seat.grant is not None
         stream.swapped_at = perf_counter()
         stream.put(Swapped())
         with self._moving(seat):
             pages, rows = self._footprint.sealed(tokens), self._footprint.rows(tokens)
-            stream.kv = await self._swapper.out(seat.grant, pages, rows)
+            stream.kv = await self._swapper.out(grant, pages, rows)
             self.counts["swap_out"] += 1
 
-    async def _swap_in(self, seat: Seat[Stream]) -> None:
+    async def _swap_in(self, seat: Seat[Stream], grant: Grant, kv: HostKv | None) -> None:
         stream = seat.owner
-        assert seat.grant is not None
-        assert stream.kv is not None
         with self._moving(seat):
-            await self._swapper.back(seat.grant, stream.kv)
+            assert kv is not None
+            await self._swapper.back(grant, kv)
             stream.kv = None
             self.counts["swap_in"] += 1
             seconds = perf_counter() - stream.swapped_at
@@ -175,12 +175,14 @@ class Steps:
 
 
 def _work(turns: Iterable[Turn[Stream]]) -> list[Work]:
-    work = []
-    for turn in turns:
-        seat = turn.seat
-        assert seat.grant is not None
-        work.append(Work(seat.owner.sequence, seat.grant, seat.tokens, turn.rows, turn.replay))
-    return work
+    return [
+        Work(turn.seat.owner.sequence, _grant(turn.seat), turn.seat.tokens, turn.rows, turn.replay) for turn in turns
+    ]
+
+
+def _grant(seat: Seat[Stream]) -> Grant:
+    assert seat.grant is not None, "who is planned for holds pages"
+    return seat.grant
 
 
 def _decoded(sequence: Sequence) -> Decoded:

@@ -24,12 +24,6 @@ class HostKv:
 
     layers: tuple[LayerPages, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        """What it takes in host memory."""
-        tensors = [x for layer in self.layers for x in (*layer.planes.values(), layer.open_k, layer.open_v)]
-        return sum(x.numel() * x.itemsize for x in tensors)
-
 
 def copy_out(pools: Sequence[LayerPages], grant: Grant, pages: int, rows: int) -> HostKv:
     """The first `pages` pages of a grant and the first `rows` rows of its open page."""

@@ -257,7 +257,7 @@ class DecodeJob:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The decode node holds pages for the whole request; the handoff may start."""
+    """The decode node holds pages for the prompt and the step after it; the handoff may start."""
 
 
 @dataclass(frozen=True, slots=True)

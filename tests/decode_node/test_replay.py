@@ -87,7 +87,11 @@ async def test_a_replay_that_begins_with_another_token_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("emitted", "named"),
-    [((5, 512), "a token id outside 0..511"), ((5, -1), "outside 0..511"), ((5,) * 4, "4 of 4 tokens are emitted")],
+    [
+        ((5, 512), "a token id outside 0..511"),
+        ((5, -1), "outside 0..511"),
+        ((5,) * 4, "4 of 4 tokens are chosen already"),
+    ],
 )
 async def test_a_replay_that_makes_no_sense_is_refused_at_once(emitted: tuple[int, ...], named: str) -> None:
     async with paired(tiny_worker("hack")) as nodes:

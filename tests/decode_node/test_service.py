@@ -150,7 +150,7 @@ async def test_without_host_memory_all_that_a_request_may_come_to_is_kept() -> N
 )
 async def test_requests_that_can_never_run_are_refused(tokens: int, named: str) -> None:
     async with paired(tiny_worker("hack"), num_pages=4) as nodes:
-        events = nodes.decode.decode(DecodeJob(greedy("r", (5,) * (tokens - 1), 1), "r", 0))
+        events = nodes.decode.decode(DecodeJob(greedy("r", (5,) * (tokens - 2), 2), "r", 0))
         with pytest.raises(RequestError, match=named):
             await anext(events)
         await nodes.assert_idle()
