@@ -321,6 +321,28 @@ async def test_cancelling_frees_everything(phase: str) -> None:
         await nodes.assert_idle()
 
 
+@pytest.mark.parametrize("long_prompt", ["cancelled", "goes on"])
+async def test_a_short_prompt_waits_for_one_chunk_of_a_long_one(long_prompt: str) -> None:
+    """Two passes of two layers each take it to its token: the one during which it came, and its own."""
+    codec = GatedCodec()
+    async with paired(replace(tiny_worker("fp16"), codec=codec)) as nodes:
+        long = asyncio.create_task(prefill_only(nodes.prefill, greedy("long", prompt(1, 30 * PI), 1)))
+        await asyncio.to_thread(codec.reached)
+        short = asyncio.create_task(prefill_only(nodes.prefill, greedy("short", prompt(2, PI), 1)))
+        await asyncio.sleep(0)
+        if long_prompt == "cancelled":
+            long.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await long
+        codec.permits.release(4)
+        assert (await asyncio.wait_for(short, TIMEOUT_S)).token.index == 0
+        codec.open()
+        if long_prompt == "goes on":
+            assert (await long).computed_tokens == 30 * PI
+        await prefill_only(nodes.prefill, greedy("barrier", (5,), 1))
+        await nodes.assert_idle()
+
+
 async def test_nan_fails_its_own_request_only() -> None:
     """Three prompts in one pass, NaN weights for a token of the second: named, and its neighbours are unharmed.
 
