@@ -178,7 +178,7 @@ class PrefillService:
 
     def _stats(self) -> tuple[tuple[str, float], ...]:
         """Gauges and counters for the metrics page."""
-        counts = self._pool.counts
+        counts, (here, in_host) = self._pool.counts, self._pool.known_pages
         return (
             ("hackkv_host_pool_capacity_bytes", float(self._host.capacity_bytes)),
             ("hackkv_host_pool_bytes", float(self._host.capacity_bytes - self._host.free_bytes)),
@@ -188,7 +188,8 @@ class PrefillService:
             ("hackkv_prefix_queries_total", float(counts.queried_tokens)),
             ("hackkv_prefix_hits_total", float(counts.hit_tokens)),
             ("hackkv_prefix_evictions_total", float(counts.evicted_pages)),
-            ("hackkv_prefix_pages", float(self._pool.known_pages[0])),
+            ("hackkv_prefix_pages", float(here)),
+            ("hackkv_prefix_host_pages", float(in_host)),
             *((f"hackkv_assign_refused_{why}_total", float(count)) for why, count in self.outbox.refused.items()),
             *((f"hackkv_prefill_refused_{why}_total", float(count)) for why, count in self._intake.refused.items()),
         )
