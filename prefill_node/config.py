@@ -32,5 +32,5 @@ class PrefillConfig(RoleConfig):
     """Whether prompts share the pages of a common beginning; idle ones stay in the page pool, then in host memory."""
     queue_tokens: int = Field(default=1 << 20, gt=0)
     """Prompt tokens that may wait to be computed; a prompt beyond that is turned away, unless it is the only one."""
-    drain_s: float = Field(default=30.0, gt=0)
+    drain_s: float = Field(default=30.0, ge=0)
     """How long a node that was told to stop (SIGTERM) goes on with what it has, in seconds."""

@@ -68,6 +68,31 @@ def test_a_killed_decode_node_costs_no_token_and_comes_back(paper: Fleet) -> Non
     until(lambda: "decode-1" in decode_nodes_of(paper.api, 2), START_S, "the restarted node serves")
 
 
+@pytest.mark.parametrize("drain_s", [START_S, 0.0], ids=["finishes", "hands over"])
+def test_a_prefill_node_that_is_asked_to_stop_costs_nothing(paper: Fleet, drain_s: float) -> None:
+    """The same on the other side: prompts that it runs or has just run, and requests that are being decoded."""
+    prompt = PROMPT * 20
+    expected = paper.api.complete(prompt, ANSWER_TOKENS)["choices"][0]["token_ids"]
+    leaver = paper.node("prefill", "prefill-1", drain_s=drain_s)
+    until(lambda: paper.api.nodes["prefill"] == 2, START_S, "the new node is registered")
+
+    answers: list[dict[str, Any]] = []
+    clients = [
+        threading.Thread(target=lambda: answers.append(paper.api.complete(prompt, ANSWER_TOKENS))) for _ in range(6)
+    ]
+    for client in clients:
+        client.start()
+    held = 'hackkv_node_tokens{node="prefill-1",role="prefill"}'
+    until(lambda: paper.api.metrics().get(held), START_S, "prefill-1 has work")
+    leaver.process.terminate()
+    until(lambda: paper.api.nodes["prefill"] == 1, NOTICE_S, "the router sends it nothing more")
+    for client in clients:
+        client.join(START_S)
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 6
+    assert leaver.wait(START_S) == 0
+    assert leaver.err == ""
+
+
 def test_a_node_with_other_settings_is_refused_by_name(paper: Fleet) -> None:
     other = {"name": "hack-paper", "settings": {"page_tokens": 32, "send_sums": True}}
     stranger = paper.node("decode", "decode-odd", codec=other)
