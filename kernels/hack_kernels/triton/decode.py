@@ -4,12 +4,10 @@ A warp takes one page of one KV head, and all query heads that share it are the 
 two loads of 16 bytes per 1024 codes, one mask per four codes and one matrix instruction per 512 codes and 8 queries;
 Eq. (4) of the paper is then evaluated in FP32. Scores never leave registers.
 
-`split.py` divides the pages of a batch among the programs and merges what they found.
+`paged.py` is the frame around it, which the rivals share.
 """
 
 from __future__ import annotations
-
-from typing import Final
 
 import torch
 import triton
@@ -20,16 +18,10 @@ from hack_kernels.base import HackFormat, HackPages, Spans
 from hack_kernels.triton.fragments import field, load_row, load_sums, load_tile, load_unit
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import check_records, page_layout
-from hack_kernels.triton.own_page import LOG2_E, add_rows, exact_scores, scaled_query
-from hack_kernels.triton.split import OWN_UNITS, Workspace, merged, page_ends, part_of, partial_of, sequence_of
+from hack_kernels.triton.own_page import LOG2_E, scaled_query
+from hack_kernels.triton.paged import LOWEST, REGISTERS, PageReader, paged_launch
+from hack_kernels.triton.split import Workspace
 
-WARPS: Final = 4
-"""Pages that a program reads at once, each by one warp."""
-REGISTERS: Final = 168
-"""Per thread, so that three programs run on a multiprocessor: 12 pages on their way hide the latency of memory."""
-
-LOWEST = tl.constexpr(-1e30)
-"""Stands for minus infinity where a difference of two of them is taken."""
 ROUND = tl.constexpr(12582912.0)
 """1.5·2^23: added to a small FP32, its low byte is the nearest integer."""
 
@@ -215,7 +207,7 @@ def add_channels(
 
 
 @triton.jit
-def add_pages(state, record, valid, query, layout: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def add_pages(state, record, _, valid, query, layout: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """W pages at `record` [W] added to the running softmax: (largest score [W, N], weight [W, 16, N], outputs)."""
     top, weight, out = state
     PI: tl.constexpr = layout.fmt.page_tokens
@@ -247,136 +239,6 @@ def add_pages(state, record, valid, query, layout: tl.constexpr, W: tl.constexpr
     return new_top, weight * kept[:, None, :] + p_total, added
 
 
-@triton.jit
-def own_page(state, q, open_k, open_v, own_rows, layout: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
-    """The first `own_rows` rows of the open page added to the running softmax, 16·W rows at a time."""
-    D: tl.constexpr = layout.fmt.head_dim
-    for begin in range(0, own_rows, 16 * W):
-        block = begin // 16 + tl.arange(0, W)
-        seen = block[:, None] * 16 + tl.arange(0, 16)[None, :] < own_rows
-        scores = exact_scores(q, heads, open_k, block, seen, D, W, N)
-        state = add_rows(state, scores, open_v, block, seen, D, W, N)
-    return state
-
-
-@triton.jit
-def store_share(share, state, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """What W warps found, merged, to `share`: outputs [D, N], then top and weight [16, N] with equal rows."""
-    top, weight, out = state
-    row = tl.arange(0, 16)[:, None] * N + tl.arange(0, N)[None, :]
-    top_all = tl.max(top, 0)
-    factors = tl.exp2(top - top_all[None, :])
-    for m in tl.static_range(D // 16):
-        tl.store(share + m * 16 * N + row, tl.sum(out[m] * factors[:, None, :], 0))
-    tl.store(share + D * N + row, tl.broadcast_to(top_all[None, :], (16, N)))
-    tl.store(share + (D + 16) * N + row, tl.sum(weight * factors[:, None, :], 0))
-
-
-@triton.jit
-def store_outputs(out, state, heads, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """What W warps found, merged and divided by its weight, to the query heads at `out`."""
-    top, weight, found = state
-    channel, head = tl.arange(0, 16)[:, None], tl.arange(0, N)[None, :]
-    factors = tl.exp2(top - tl.max(top, 0)[None, :])
-    total = tl.sum(weight * factors[:, None, :], 0)
-    for m in tl.static_range(D // 16):
-        x = tl.sum(found[m] * factors[:, None, :], 0) / total
-        tl.store(out + head * D + m * 16 + channel, x.to(out.dtype.element_ty), mask=head < heads)
-
-
-@triton.jit
-def decode_kernel(
-    records,
-    page_stride,
-    table,
-    table_stride,
-    starts,
-    slots,
-    batch,
-    open_k,
-    open_v,
-    slot_stride,
-    q,
-    out,
-    partials,
-    tickets,
-    layout: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    N: tl.constexpr,
-    BATCH: tl.constexpr,
-    W: tl.constexpr,
-):
-    """Grid (HEADS · ceil(GROUP / N), parts), W warps: N query heads of a KV head, an equal share of all pages.
-
-    records uint8 [pages, HEADS, layout.nbytes] with a stride of `page_stride`; table int64 [batch, ...]; starts, slots
-    int64 [batch]; open_k, open_v FP16 [slots, HEADS, Π, D]; q, out [batch, HEADS·GROUP, D]; partials FP32
-    [parts, grid[0], 2, (D + 32)·N]; tickets int32 [batch, grid[0]], zero before and after.
-    """
-    D: tl.constexpr = layout.fmt.head_dim
-    PI: tl.constexpr = layout.fmt.page_tokens
-    BLOCKS: tl.constexpr = (GROUP + N - 1) // N
-    group, groups = tl.program_id(0), tl.num_programs(0)
-    part = tl.program_id(1)
-    head = group // BLOCKS
-    first_query = head * GROUP + group % BLOCKS * N
-    heads_here = GROUP if BLOCKS == 1 else tl.minimum(GROUP - group % BLOCKS * N, N)
-    warp = tl.arange(0, W)
-    records += head.to(tl.int64) * layout.nbytes
-
-    ends = page_ends(starts, batch, PI, BATCH)
-    total = tl.max(ends, 0)
-    parts = tl.minimum(tl.num_programs(1), total)  # no stretch is empty; the programs left over have nothing to do
-    mine, stop = part * total // parts, (part + 1) * total // parts
-    past = tl.where(part < parts, sequence_of(stop - 1, ends) + 1, 0)
-    # Offsets of lanes hoisted out of this loop would fill the registers that the pages need.
-    for b in tl.range(sequence_of(mine, ends), past, disable_licm=True):
-        start = tl.load(starts + b)
-        pages = start // PI
-        end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
-        begin = end - pages - OWN_UNITS
-        at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
-        rows = b * (HEADS * GROUP) + first_query
-        query = quantized_query(q + rows * D, layout, heads_here, W, N)
-        zeros = ()
-        for _ in tl.static_range(D // 16):
-            zeros = zeros + (tl.zeros((W, 16, N), tl.float32),)
-        state = (tl.full((W, N), LOWEST, tl.float32), tl.zeros((W, 16, N), tl.float32), zeros)
-
-        last = tl.minimum(until - begin, pages)
-        entry = table + b * table_stride
-        index = tl.minimum(at - begin + warp, pages - 1)
-        page = tl.load(entry + index, mask=index >= 0, other=0)
-        for i in range(at - begin, last, W):
-            record = records + page * page_stride
-            valid = i + warp < last
-            page = tl.load(entry + tl.minimum(i + W + warp, pages - 1))
-            state = add_pages(state, record, valid, query, layout, W, N)
-        if until == end:
-            place = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (PI * D)
-            own_rows = (start % PI + 1).to(tl.int32)
-            state = own_page(state, q + rows * D, open_k + place, open_v + place, own_rows, layout, heads_here, W, N)
-
-        first = part_of(begin, parts, total)
-        count = part_of(end - 1, parts, total) - first + 1
-        if count == 1:
-            store_outputs(out + rows * D, state, heads_here, D, W, N)
-        else:
-            SIZE: tl.constexpr = (D + 32) * N
-            slot = tl.where(begin > mine, 1, 0)
-            store_share(partials + partial_of(group, groups, part, slot, SIZE), state, D, W, N)
-            tl.debug_barrier()
-            ticket = tickets + b * groups + group
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == count - 1:
-                opens_inside = tl.where(begin > first * total // parts, 1, 0)
-                found, weight = merged(partials, first, count, group, groups, opens_inside, D, N, W)
-                channel, column = tl.arange(0, triton.next_power_of_2(D))[:, None], tl.arange(0, N)[None, :]
-                x = (found / weight[None, :]).to(out.dtype.element_ty)
-                seen = (column < heads_here) & (channel < D)
-                tl.store(out + rows * D + column * D + channel, x, mask=seen)
-                tl.store(ticket, 0)
-
-
 def attn_decode(
     fmt: HackFormat, pages: HackPages, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor, workspace: Workspace
 ) -> Tensor:
@@ -399,38 +261,10 @@ def decode_launch(
     workspace: Workspace,
 ) -> Launch:
     """The launch that writes `out`; `q` and `out` are contiguous."""
-    batch, heads = q.shape[0], pages["k_codes"].shape[1]
-    group = q.shape[1] // heads
-    columns = query_columns(fmt.head_dim, group)
-    groups = heads * -(-group // columns)
-    parts = workspace.parts(groups)
-    arguments = {
-        "records": pages["k_codes"],
-        "page_stride": pages["k_codes"].stride(0),
-        "table": spans.table,
-        "table_stride": spans.table.stride(0),
-        "starts": spans.starts,
-        "slots": spans.slots,
-        "batch": batch,
-        "open_k": open_k,
-        "open_v": open_v,
-        "slot_stride": open_k.stride(0),
-        "q": q,
-        "out": out,
-        "partials": workspace.partials(groups, parts, fmt.head_dim, columns),
-        "tickets": workspace.tickets(batch, groups),
-        "layout": page_layout(fmt),
-        "HEADS": heads,
-        "GROUP": group,
-        "N": columns,
-        "BATCH": triton.next_power_of_2(batch),
-        "W": WARPS,
-    }
-    registers = REGISTERS if columns * fmt.head_dim <= 1024 else None
-    return Launch(decode_kernel, (groups, parts), arguments, warps=WARPS, registers=registers)
-
-
-def query_columns(head_dim: int, group: int) -> int:
-    """Query heads that one program takes: the group padded to a power of two, as far as registers reach."""
-    most = 8 if head_dim > 128 else 16
-    return min(1 << (group - 1).bit_length(), most)
+    layout = page_layout(fmt)
+    registers = None if layout.asymmetric else REGISTERS
+    reader = PageReader(
+        quantized_query, add_pages, layout, layout.nbytes, fmt.head_dim, fmt.page_tokens, registers=registers
+    )
+    records = pages["k_codes"]
+    return paged_launch(reader, records, records, open_k, open_v, spans, q, out, workspace)

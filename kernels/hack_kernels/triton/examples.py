@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Arithmetic, HackFormat, Spans
+from hack_kernels.base import PAGE_TOKENS, Arithmetic, HackFormat, Spans
 from hack_kernels.triton.decode import decode_launch
+from hack_kernels.triton.dequantize import dequantize_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import new_pages
+from hack_kernels.triton.rows import rows_launch
 from hack_kernels.triton.split import Workspace
 
 KV_HEADS: Final = 8
@@ -32,13 +33,34 @@ class Example:
 
 def decode(fmt: HackFormat, group: int) -> Example:
     """One sequence of 128K tokens, 8 KV heads, BF16 queries."""
-    open_k, open_v = (_empty(1, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
-    q = _empty(1, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
+    open_k, open_v, q, spans, workspace = _decode_inputs(fmt, group)
     pages = new_pages(fmt, TOKENS // fmt.page_tokens, KV_HEADS, "meta")
-    spans = _one_sequence(TOKENS // fmt.page_tokens)
-    workspace = Workspace(torch.device("meta"), PROGRAMS)
     launch = decode_launch(fmt, pages, open_k, open_v, spans, q, torch.empty_like(q), workspace)
     return Example(f"decode {_name(fmt)} G={group}", launch, fmt.page_tokens)
+
+
+def dequantize(fmt: HackFormat, group: int) -> Example:
+    """The rival on the same pages."""
+    open_k, open_v, q, spans, workspace = _decode_inputs(fmt, group)
+    pages = new_pages(fmt, TOKENS // fmt.page_tokens, KV_HEADS, "meta")
+    launch = dequantize_launch(fmt, pages, open_k, open_v, spans, q, torch.empty_like(q), workspace)
+    return Example(f"dequantize {_name(fmt)} G={group}", launch, fmt.page_tokens)
+
+
+def rows(fmt: HackFormat, group: int) -> Example:
+    """Pages of FP16 rows."""
+    open_k, open_v, q, spans, workspace = _decode_inputs(fmt, group)
+    shape = (TOKENS // fmt.page_tokens, KV_HEADS, fmt.page_tokens, fmt.head_dim)
+    k, v = (_empty(*shape, dtype=torch.float16) for _ in range(2))
+    launch = rows_launch(k, v, open_k, open_v, spans, q, torch.empty_like(q), workspace)
+    return Example(f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}", launch, fmt.page_tokens)
+
+
+def _decode_inputs(fmt: HackFormat, group: int) -> tuple[Tensor, Tensor, Tensor, Spans, Workspace]:
+    open_k, open_v = (_empty(1, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    q = _empty(1, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
+    spans = _one_sequence(TOKENS // fmt.page_tokens)
+    return open_k, open_v, q, spans, Workspace(torch.device("meta"), PROGRAMS)
 
 
 def _one_sequence(pages: int) -> Spans:
@@ -57,16 +79,14 @@ def _name(fmt: HackFormat) -> str:
 
 DECODE: Final = (
     *(decode(HackFormat(128, 64), group) for group in (8, 4, 1, 16)),
-    *(
-        decode(HackFormat(d, pi), 8)
-        for d, pi in itertools.product((64, 96, 128, 256), (32, 64, 128))
-        if (d, pi) != (128, 64)
-    ),
+    *(decode(HackFormat(d, pi), 8) for d in (64, 96, 256) for pi in PAGE_TOKENS),
+    *(decode(HackFormat(128, pi), 8) for pi in (32, 128)),
     decode(HackFormat(128, 64, k_bits=4), 8),
     decode(HackFormat(128, 64, k_bits=4, v_bits=4), 8),
     decode(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC), 8),
     decode(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC, stored_sums=False), 8),
 )
+RIVALS: Final = (dequantize(HackFormat(128, 64), 8), rows(HackFormat(128, 64), 8))
 
-EXAMPLES: Final[tuple[Example, ...]] = (*DECODE,)
+EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS)
 """Everything that the tool prints and the gates read; add a kernel's examples here."""

@@ -1,0 +1,90 @@
+"""What 8-bit Q and P cost in accuracy, in both forms of the arithmetic: `python -m bench.forms`.
+
+The error of homomorphic decode against FP64 attention on the same dequantized pages, so that only the rounding of Q and
+P shows, beside the error of the 2-bit pages themselves. Backend `reference`; random rows, a few seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from hack_kernels.base import Arithmetic, HackFormat, Spans
+from hack_kernels.quantize import quantize_k, quantize_v
+from hack_kernels.reference import ReferenceKernels
+from torch import Tensor
+
+TOKENS: Final = 1024
+QUERIES: Final = 16
+HEAD_DIM: Final = 128
+SHARPNESS: Final = {"flat": 0.0, "random": 1.0, "peaked": 6.0}
+"""Factor on the queries: 0 weighs all keys alike, 6 puts most weight on few."""
+
+
+def main() -> None:
+    """Print one line per kind of rows and page size."""
+    print(f"{TOKENS} tokens, {QUERIES} queries, head_dim {HEAD_DIM}: relative error of the outputs")
+    print(f"{'Π':>4} {'attention':>10} {'K':>10} {'2-bit K, V':>12} {'symmetric':>11} {'asymmetric':>11}")
+    for page_tokens in (32, 64, 128):
+        for attention, sharpness in SHARPNESS.items():
+            for kind in ("normal", "outliers"):
+                pages, *forms = errors(page_tokens, sharpness, outliers=kind == "outliers")
+                line = f"{page_tokens:>4} {attention:>10} {kind:>10} {pages:>12.1e}"
+                print(line + "".join(f" {error:>11.1e}" for error in forms))
+
+
+def errors(page_tokens: int, sharpness: float, *, outliers: bool) -> tuple[float, float, float]:
+    """Errors of the pages alone, then of each form against the pages."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(TOKENS, 1, HEAD_DIM, generator=generator) for _ in range(2))
+    q = torch.randn(1, QUERIES, HEAD_DIM, generator=generator) * sharpness
+    if outliers:
+        k[:, :, :4] = k[:, :, :4] * 4 + 8  # channels with an offset, as keys of real models have
+    k, v = k.half(), v.half()
+    exact = attention(q[0], k[:, 0], v[:, 0])
+    fmt = HackFormat(HEAD_DIM, page_tokens)
+    on_pages = attention(q[0], *reconstructed(fmt, k, v))
+    symmetric, asymmetric = (
+        relative(decode(HackFormat(HEAD_DIM, page_tokens, arithmetic=form), q, k, v), on_pages) for form in Arithmetic
+    )
+    return relative(on_pages, exact), symmetric, asymmetric
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FP64 softmax(q k^T / sqrt(D)) v."""
+    scores = q.double() @ k.double().T / HEAD_DIM**0.5
+    return torch.softmax(scores, dim=-1) @ v.double()
+
+
+def reconstructed(fmt: HackFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """K^ and V^ [TOKENS, D] FP64; the last row exact, as it is the query's own page."""
+    rows_k, rows_v = k[:, 0].double(), v[:, 0].double()
+    for start in range(0, TOKENS - 1, fmt.page_tokens):
+        page = slice(start, start + fmt.page_tokens)
+        if start + fmt.page_tokens <= TOKENS - fmt.page_tokens:
+            positions = torch.arange(start, start + fmt.page_tokens)
+            rows_k[page] = quantize_k(fmt, 0, k[page], positions).dequantize(torch.float64).flatten(1)
+            rows_v[page] = quantize_v(fmt, 0, v[page], positions).dequantize(torch.float64)[0].T
+    return rows_k, rows_v
+
+
+def decode(fmt: HackFormat, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Homomorphic decode of QUERIES heads over one KV head; the last page is open."""
+    kernels, pi = ReferenceKernels(), fmt.page_tokens
+    sealed = TOKENS // pi - 1
+    pages = kernels.new_pages(fmt, sealed, 1)
+    own_k, own_v = (x[sealed * pi :].transpose(0, 1)[None].contiguous() for x in (k, v))
+    blocks = (x[: sealed * pi].view(sealed, pi, 1, HEAD_DIM).transpose(1, 2) for x in (k, v))
+    kernels.seal(fmt, 0, pages, torch.arange(sealed), torch.arange(sealed) * pi, *blocks)
+    zero = torch.zeros(1, dtype=torch.int64)
+    spans = Spans(zero + TOKENS - 1, zero + 1, zero, torch.arange(sealed)[None], zero)
+    return kernels.attn_decode(fmt, 0, pages, own_k, own_v, spans, q)[0]
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over norm of what is expected."""
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Decode over paged KV, whatever a page is made of: the frame that homomorphic attention and its rivals share.
+
+A program of W warps walks through its stretch of the batch (`split.py`), W pages at a time and one per warp, keeps a
+running softmax for every warp, adds the sequence's own FP16 page, and merges. What to make of the queries and of a
+page's bytes are functions that the kernel is compiled with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hack_kernels.base import Spans
+from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.own_page import add_rows, exact_scores
+from hack_kernels.triton.split import OWN_UNITS, Workspace, merged, page_ends, part_of, partial_of, sequence_of
+
+WARPS: Final = 4
+"""Pages that a program reads at once, each by one warp."""
+REGISTERS: Final = 168
+"""Per thread, so that three programs run on a multiprocessor: 12 pages on their way hide the latency of memory."""
+REGISTERS_FOR_OUTPUTS: Final = 1024
+"""Outputs (channels × queries) up to which a program fits that; with more it takes what it needs."""
+
+LOWEST = tl.constexpr(-1e30)
+"""Stands for minus infinity where a difference of two of them is taken."""
+
+
+@triton.jit
+def own_page(state, q, open_k, open_v, own_rows, heads, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """The first `own_rows` rows of the open page added to the running softmax, 16·W rows at a time."""
+    for begin in range(0, own_rows, 16 * W):
+        block = begin // 16 + tl.arange(0, W)
+        seen = block[:, None] * 16 + tl.arange(0, 16)[None, :] < own_rows
+        scores = exact_scores(q, heads, open_k, block, seen, D, W, N)
+        state = add_rows(state, scores, open_v, block, seen, D, W, N)
+    return state
+
+
+@triton.jit
+def store_share(share, state, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """What W warps found, merged, to `share`: outputs [D, N], then top and weight [16, N] with equal rows."""
+    top, weight, out = state
+    row = tl.arange(0, 16)[:, None] * N + tl.arange(0, N)[None, :]
+    top_all = tl.max(top, 0)
+    factors = tl.exp2(top - top_all[None, :])
+    for m in tl.static_range(D // 16):
+        tl.store(share + m * 16 * N + row, tl.sum(out[m] * factors[:, None, :], 0))
+    tl.store(share + D * N + row, tl.broadcast_to(top_all[None, :], (16, N)))
+    tl.store(share + (D + 16) * N + row, tl.sum(weight * factors[:, None, :], 0))
+
+
+@triton.jit
+def store_outputs(out, state, heads, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """What W warps found, merged and divided by its weight, to the query heads at `out`."""
+    top, weight, found = state
+    channel, head = tl.arange(0, 16)[:, None], tl.arange(0, N)[None, :]
+    factors = tl.exp2(top - tl.max(top, 0)[None, :])
+    total = tl.sum(weight * factors[:, None, :], 0)
+    for m in tl.static_range(D // 16):
+        x = tl.sum(found[m] * factors[:, None, :], 0) / total
+        tl.store(out + head * D + m * 16 + channel, x.to(out.dtype.element_ty), mask=head < heads)
+
+
+@triton.jit
+def decode_kernel(
+    keys,
+    values,
+    page_stride,
+    table,
+    table_stride,
+    starts,
+    slots,
+    batch,
+    open_k,
+    open_v,
+    slot_stride,
+    q,
+    out,
+    partials,
+    tickets,
+    PREPARE: tl.constexpr,
+    ADD: tl.constexpr,
+    layout: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    PI: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,
+    BATCH: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Grid (HEADS · ceil(GROUP / N), parts), W warps: N query heads of a KV head, an equal share of all pages.
+
+    PREPARE(q, layout, heads, W, N) makes of a KV head's query heads what ADD(state, keys, values, valid, query,
+    layout, W, N) wants, which adds W pages at the pointers keys and values [W] to the running softmax.
+
+    keys, values: pools [pages, HEADS, ...] with strides `page_stride` and HEAD_STRIDE; table int64 [batch, ...];
+    starts, slots int64 [batch]; open_k, open_v [slots, HEADS, PI, D]; q, out [batch, HEADS·GROUP, D]; partials FP32
+    [parts, grid[0], 2, (D + 32)·N]; tickets int32 [batch, grid[0]], zero before and after.
+    """
+    BLOCKS: tl.constexpr = (GROUP + N - 1) // N
+    group, groups = tl.program_id(0), tl.num_programs(0)
+    part = tl.program_id(1)
+    head = group // BLOCKS
+    first_query = head * GROUP + group % BLOCKS * N
+    heads_here = GROUP if BLOCKS == 1 else tl.minimum(GROUP - group % BLOCKS * N, N)
+    warp = tl.arange(0, W)
+    keys += head.to(tl.int64) * HEAD_STRIDE
+    values += head.to(tl.int64) * HEAD_STRIDE
+
+    ends = page_ends(starts, batch, PI, BATCH)
+    total = tl.max(ends, 0)
+    parts = tl.minimum(tl.num_programs(1), total)  # no stretch is empty; the programs left over have nothing to do
+    mine, stop = part * total // parts, (part + 1) * total // parts
+    past = tl.where(part < parts, sequence_of(stop - 1, ends) + 1, 0)
+    # Offsets of lanes hoisted out of this loop would fill the registers that the pages need.
+    for b in tl.range(sequence_of(mine, ends), past, disable_licm=True):
+        start = tl.load(starts + b)
+        pages = start // PI
+        end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
+        begin = end - pages - OWN_UNITS
+        at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
+        rows = b * (HEADS * GROUP) + first_query
+        query = PREPARE(q + rows * D, layout, heads_here, W, N)
+        zeros = ()
+        for _ in tl.static_range(D // 16):
+            zeros = zeros + (tl.zeros((W, 16, N), tl.float32),)
+        state = (tl.full((W, N), LOWEST, tl.float32), tl.zeros((W, 16, N), tl.float32), zeros)
+
+        last = tl.minimum(until - begin, pages)
+        entry = table + b * table_stride
+        index = tl.minimum(at - begin + warp, pages - 1)
+        page = tl.load(entry + index, mask=index >= 0, other=0)
+        for i in range(at - begin, last, W):
+            place = page * page_stride
+            valid = i + warp < last
+            page = tl.load(entry + tl.minimum(i + W + warp, pages - 1))
+            state = ADD(state, keys + place, values + place, valid, query, layout, W, N)
+        if until == end:
+            own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (PI * D)
+            own_rows = (start % PI + 1).to(tl.int32)
+            state = own_page(state, q + rows * D, open_k + own, open_v + own, own_rows, heads_here, D, W, N)
+
+        first = part_of(begin, parts, total)
+        count = part_of(end - 1, parts, total) - first + 1
+        if count == 1:
+            store_outputs(out + rows * D, state, heads_here, D, W, N)
+        else:
+            SIZE: tl.constexpr = (D + 32) * N
+            slot = tl.where(begin > mine, 1, 0)
+            store_share(partials + partial_of(group, groups, part, slot, SIZE), state, D, W, N)
+            tl.debug_barrier()
+            ticket = tickets + b * groups + group
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == count - 1:
+                opens_inside = tl.where(begin > first * total // parts, 1, 0)
+                found, weight = merged(partials, first, count, group, groups, opens_inside, D, N, W)
+                channel, column = tl.arange(0, triton.next_power_of_2(D))[:, None], tl.arange(0, N)[None, :]
+                x = (found / weight[None, :]).to(out.dtype.element_ty)
+                seen = (column < heads_here) & (channel < D)
+                tl.store(out + rows * D + column * D + channel, x, mask=seen)
+                tl.store(ticket, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PageReader:
+    """What a kind of page adds to the frame: two device functions (see `decode_kernel`) and numbers."""
+
+    prepare: Any
+    add: Any
+    layout: Any
+    head_stride: int
+    """Elements of a pool from one KV head's page to the next head's."""
+    head_dim: int
+    page_tokens: int
+    registers: int | None = REGISTERS
+
+
+def paged_launch(
+    reader: PageReader,
+    keys: Tensor,
+    values: Tensor,
+    open_k: Tensor,
+    open_v: Tensor,
+    spans: Spans,
+    q: Tensor,
+    out: Tensor,
+    workspace: Workspace,
+) -> Launch:
+    """The launch that writes `out` [B, Hq, D]; `q` and `out` are contiguous, pools have strides (any, head_stride)."""
+    batch, heads = q.shape[0], keys.shape[1]
+    group = q.shape[1] // heads
+    columns = query_columns(reader.head_dim, group)
+    groups = heads * -(-group // columns)
+    parts = workspace.parts(groups)
+    arguments = {
+        "keys": keys,
+        "values": values,
+        "page_stride": keys.stride(0),
+        "table": spans.table,
+        "table_stride": spans.table.stride(0),
+        "starts": spans.starts,
+        "slots": spans.slots,
+        "batch": batch,
+        "open_k": open_k,
+        "open_v": open_v,
+        "slot_stride": open_k.stride(0),
+        "q": q,
+        "out": out,
+        "partials": workspace.partials(groups, parts, reader.head_dim, columns),
+        "tickets": workspace.tickets(batch, groups),
+        "PREPARE": reader.prepare,
+        "ADD": reader.add,
+        "layout": reader.layout,
+        "HEAD_STRIDE": reader.head_stride,
+        "D": reader.head_dim,
+        "PI": reader.page_tokens,
+        "HEADS": heads,
+        "GROUP": group,
+        "N": columns,
+        "BATCH": 1 << (batch - 1).bit_length(),
+        "W": WARPS,
+    }
+    registers = reader.registers if columns * reader.head_dim <= REGISTERS_FOR_OUTPUTS else None
+    return Launch(decode_kernel, (groups, parts), arguments, warps=WARPS, registers=registers)
+
+
+def query_columns(head_dim: int, group: int) -> int:
+    """Query heads that one program takes: the group padded to a power of two, as far as registers reach."""
+    most = 8 if head_dim > 128 else 16
+    return min(1 << (group - 1).bit_length(), most)

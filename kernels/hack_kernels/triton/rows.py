@@ -1,0 +1,103 @@
+"""Decode over uncompressed pages: the codec `fp16` on a GPU, and what compression is measured against.
+
+Pages are FP16 or BF16 rows [N, Hkv, Π, D]. A warp reads 32 rows at a time; K goes from memory to the matrix unit as it
+is, V once through shared memory to be transposed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hack_kernels.base import HEAD_DIMS, PAGE_TOKENS, Spans
+from hack_kernels.triton.fragments import INTERPRETED
+from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.own_page import LOG2_E
+from hack_kernels.triton.paged import LOWEST, PageReader, paged_launch
+from hack_kernels.triton.split import Workspace
+
+
+@triton.jit
+def rounded_query(q, layout: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
+    """Query heads in the type of the pages, scaled for scores in log2: a tuple over 32 channels of [W, 32, N]."""
+    D: tl.constexpr = layout[0]
+    head = tl.arange(0, N)[None, :]
+    query = ()
+    for c in tl.static_range(D // 32):
+        # The order in which a lane's 16 bytes of a K row are operands: bits (step, half, quad, quad, one) of the place.
+        place = tl.arange(0, 32)
+        channel = c * 32 + place // 2 % 4 * 8 + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
+        x = tl.load(q + head * D + channel[:, None], mask=head < heads, other=0.0).to(tl.float32)
+        x = (x * (LOG2_E * D**-0.5)).to(layout[2])
+        query = query + (tl.broadcast_to(x[None, :, :], (W, 32, N)),)
+    return query
+
+
+@triton.jit
+def product(a, b, added):
+    """a·b + added in FP32. Triton 3.9's interpreter would multiply the bit patterns of BF16."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), added)
+    return tl.dot(a, b, added)
+
+
+@triton.jit
+def load_keys(rows, first, c: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+    """Channels 32·c.. of 32 rows from `first` on: [W, 32, 32] in the order of `rounded_query`, 16-byte loads."""
+    row, channel = first + tl.arange(0, 32), c * 32 + tl.arange(0, 32)
+    k = tl.load(rows[:, None, None] + (row[:, None] * D + channel[None, :])[None, :, :])
+    split = tl.permute(tl.reshape(k, (W, 32, 4, 2, 2, 2)), (0, 1, 3, 4, 2, 5))  # quad, step, half, one
+    return tl.reshape(split, (W, 32, 32))
+
+
+@triton.jit
+def add_row_pages(state, keys, values, valid, query, layout: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """W pages whose rows begin at `keys` and `values` [W] added to the running softmax."""
+    D: tl.constexpr = layout[0]
+    PI: tl.constexpr = layout[1]
+    for first in tl.static_range(0, PI, 32):
+        top, weight, out = state
+        score = tl.zeros((W, 32, N), tl.float32)
+        for c in tl.static_range(D // 32):
+            score = product(load_keys(keys, first, c, D, W), query[c], score)
+        new_top = tl.maximum(top, tl.where(valid[:, None], tl.max(score, 1), LOWEST))
+        kept = tl.exp2(top - new_top)
+        base = tl.where(valid[:, None], new_top, -LOWEST)  # pages that do not count get weights of 0
+        p = tl.exp2(score - base[:, None, :]).to(layout[2])
+        weight = product(tl.full((W, 16, 32), 1.0, layout[2]), p, weight * kept[:, None, :])
+        row = first + tl.arange(0, 32)
+        added = ()
+        for m in tl.static_range(D // 16):
+            place = row[:, None] * D + (m * 16 + tl.arange(0, 16))[None, :]
+            v = tl.permute(tl.load(values[:, None, None] + place[None, :, :]), (0, 2, 1))
+            added = added + (product(v, p, out[m] * kept[:, None, :]),)
+        state = (new_top, weight, added)
+    return state
+
+
+def attn_decode_rows(
+    k: Tensor, v: Tensor, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor, workspace: Workspace
+) -> Tensor:
+    """Decode over pages k, v [N, Hkv, Π, D]; the rest as in `decode.attn_decode`. Raises `ValueError`."""
+    if k.shape != v.shape or k.dtype is not v.dtype or k.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"k is {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}; expected FP16 or BF16 alike"
+        )
+    if k.shape[2] not in PAGE_TOKENS or k.shape[3] not in HEAD_DIMS or k.stride() != v.stride():
+        raise ValueError(f"pages are {tuple(k.shape)} with strides {k.stride()} and {v.stride()}")
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    rows_launch(k, v, open_k, open_v, spans, q, out, workspace).run()
+    return out
+
+
+def rows_launch(
+    k: Tensor, v: Tensor, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace
+) -> Launch:
+    """The launch that writes `out`; `q` and `out` are contiguous."""
+    page_tokens, head_dim = k.shape[2:]
+    layout = (head_dim, page_tokens, tl.float16 if k.dtype is torch.float16 else tl.bfloat16)
+    reader = PageReader(rounded_query, add_row_pages, layout, page_tokens * head_dim, head_dim, page_tokens, None)
+    return paged_launch(reader, k, v, open_k, open_v, spans, q, out, workspace)
