@@ -154,6 +154,11 @@ async def _idle(cluster: LocalCluster) -> bool:
 # Ways to leave -----------------------------------------------------------------------------------------------------
 
 
+async def visit(url: str, rng: random.Random) -> str:
+    """One client that finishes or leaves somewhere; returns how it ended."""
+    return await _one(url, rng.choices(WAYS, weights=WEIGHTS)[0], rng)
+
+
 async def _one(url: str, leave: Leave, rng: random.Random) -> str:
     try:
         async with asyncio.timeout(REQUEST_S), Connection.to(url) as connection:

@@ -1,4 +1,4 @@
-"""Soak tests on a cluster of real processes: `python -m bench.soak stages` and `python -m bench.soak disconnects`."""
+"""Soak tests on a cluster of real processes: `python -m bench.soak stages|disconnects|endurance`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from bench import disconnects, stages
+from bench import disconnects, endurance, stages
 from bench.cluster import load_note, tiny_cluster
 
 
@@ -28,16 +28,28 @@ async def _disconnects(arguments: argparse.Namespace, model: Path, console: Cons
     return result.holds
 
 
+async def _endurance(arguments: argparse.Namespace, model: Path, console: Console) -> bool:
+    async with tiny_cluster(model, arguments.codec) as cluster:
+        result = await endurance.endure(cluster, arguments.minutes, arguments.concurrency, arguments.seed, console)
+    endurance.report(result, console)
+    return result.holds
+
+
+DEFAULTS = {"stages": (500, 8, _stages), "disconnects": (1000, 16, _disconnects), "endurance": (0, 8, _endurance)}
+"""What to run -> requests, concurrency, how."""
+
+
 def main() -> int:
     """Run one soak; the exit code says whether what it proves holds."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("stages", "disconnects"))
+    parser.add_argument("what", choices=tuple(DEFAULTS))
     parser.add_argument("--requests", type=int, default=0, help="default: 500 for stages, 1000 for disconnects")
-    parser.add_argument("--concurrency", type=int, default=0, help="default: 8 for stages, 16 for disconnects")
+    parser.add_argument("--concurrency", type=int, default=0, help="default: 16 for disconnects, 8 for the others")
+    parser.add_argument("--minutes", type=float, default=30.0, help="length of endurance (default %(default)g)")
     parser.add_argument("--codec", default="hack")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    requests, concurrency, run = {"stages": (500, 8, _stages), "disconnects": (1000, 16, _disconnects)}[arguments.what]
+    requests, concurrency, run = DEFAULTS[arguments.what]
     arguments.requests = arguments.requests or requests
     arguments.concurrency = arguments.concurrency or concurrency
     console = Console(highlight=False)

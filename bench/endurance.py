@@ -1,0 +1,88 @@
+"""Half an hour of clients of every kind: does any process grow?
+
+Resident memory of every process is read every ten seconds. After a warm-up (the first fifth: pools and caches fill) a
+line is fitted through it by least squares; its slope is what counts, since a leak has one and noise has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass
+from statistics import linear_regression
+from time import perf_counter
+
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+from rich.table import Table
+
+from bench.cluster import dead, memory_mib
+from bench.disconnects import visit
+from hackkv.cluster import LocalCluster
+
+SAMPLE_S = 10.0
+WARM_UP = 0.2
+MAX_SLOPE = 1.0
+"""MiB a minute, for every process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endurance:
+    """How clients fared, and each process's memory over time."""
+
+    minutes: float
+    endings: Counter[str]
+    at_min: list[float]
+    memory: dict[str, list[float]]
+    """Process -> MiB at each moment of `at_min`."""
+    dead: list[str]
+
+    def slope(self, name: str) -> float:
+        """MiB a minute after the warm-up."""
+        first = round(WARM_UP * len(self.at_min))
+        return linear_regression(self.at_min[first:], self.memory[name][first:]).slope
+
+    @property
+    def holds(self) -> bool:
+        """Nobody died or hung, and nothing grows."""
+        healthy = not self.dead and not self.endings["hung"] and not self.endings["wrong"]
+        return healthy and all(self.slope(name) < MAX_SLOPE for name in self.memory)
+
+
+async def endure(cluster: LocalCluster, minutes: float, concurrency: int, seed: int, console: Console) -> Endurance:
+    """Let clients come and go for `minutes`, `concurrency` at a time."""
+    endings: Counter[str] = Counter()
+    at_min: list[float] = []
+    memory: dict[str, list[float]] = {name: [] for name in memory_mib(cluster)}
+    began = perf_counter()
+
+    async def come_and_go(rng: random.Random) -> None:
+        while True:
+            endings[await visit(cluster.url, rng)] += 1
+
+    clients = [asyncio.create_task(come_and_go(random.Random(f"{seed}/{nth}"))) for nth in range(concurrency)]
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, transient=True) as progress:
+        bar = progress.add_task("endurance", total=60 * minutes)
+        while (elapsed_s := perf_counter() - began) < 60 * minutes and not dead(cluster):
+            at_min.append(elapsed_s / 60)
+            for name, mib in memory_mib(cluster).items():
+                memory[name].append(mib)
+            progress.update(bar, completed=elapsed_s)
+            await asyncio.sleep(SAMPLE_S)
+    for client in clients:
+        client.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
+    return Endurance((perf_counter() - began) / 60, endings, at_min, memory, dead(cluster))
+
+
+def report(result: Endurance, console: Console) -> None:
+    """Print what was served and how memory moved."""
+    console.print(f"{result.endings.total()} clients in {result.minutes:.1f} minutes: {dict(result.endings)}")
+    table = Table("process", "after warm-up, MiB", "at the end, MiB", "slope, MiB/min", title="resident memory")
+    for name, samples in result.memory.items():
+        warm = samples[round(WARM_UP * len(samples))]
+        table.add_row(name, f"{warm:.1f}", f"{samples[-1]:.1f}", f"{result.slope(name):+.3f}")
+    console.print(table)
+    for name in result.dead:
+        console.print(f"[red]{name} died[/]")
