@@ -1,4 +1,4 @@
-# Everything a newcomer or CI runs. Targets set up what they need; nothing outside .venv is touched.
+# Everything a newcomer or CI runs. Targets set up what they need; nothing outside .venv is touched, but by `browser`.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check dashboards compose-test proto bench sanitize clean
+.PHONY: help demo serve test browser compose-test check dashboards proto bench sanitize clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -19,6 +19,11 @@ serve: $(STAMP)  ## run a cluster until Ctrl-C (MODEL=folder or hub name)
 
 test: $(STAMP)  ## run the test suite
 	$(BIN)/python -m pytest
+
+browser:  ## install Chromium for the tests of the page, as root on Debian; without it they are skipped
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
+	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >/dev/null; } \
+	  || echo "!!! no Chromium, and no way to install it: THE TESTS OF THE PAGE WILL BE SKIPPED" >&2
 
 compose-test: $(STAMP)  ## build and run docker-compose.yml on a real Docker engine (root; starts one if none runs)
 	deploy/tests/engine.sh $(BIN)/python -m pytest deploy/tests -s

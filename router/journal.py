@@ -1,4 +1,4 @@
-"""What the router's own page shows: the last requests, the last minutes, and nodes that were lost.
+"""What the router's own page shows: the last requests, the last minutes, and nodes that are gone.
 
 All of it is bounded, lives in memory and says nothing of what was asked or answered: prompts and outputs are counted,
 never kept. For more than the last minutes there is `/metrics`.
@@ -14,16 +14,17 @@ from time import perf_counter, time
 from typing import Any, Final
 
 from hackkv.timing import Stage
-from hackkv.types import Role
 from router.account import kv_account, time_account
 from router.fleet import Fleet
 from router.flight import Flight
+from router.members import Member
 from router.metrics import Outcome
+from transport.base import DecodeNode, PrefillNode
 
 SAMPLE_S: Final = 1.0
 SAMPLES: Final = 300
 ENDED: Final = 200
-LOST_S: Final = 600.0
+GONE_S: Final = 600.0
 """How long a node that is gone is remembered."""
 
 FINISHED: Final = (Outcome.STOP, Outcome.LENGTH)
@@ -42,7 +43,7 @@ FIELDS: Final = ("seq", "at_s", "live", "waiting", *TOTALS)
 class _Seen:
     """A node, and when it was last in the fleet."""
 
-    role: Role
+    member: Member[PrefillNode] | Member[DecodeNode]
     at_s: float
 
 
@@ -94,8 +95,8 @@ class Journal:
         """Note where everything stands."""
         now_s = self.at_s
         for member in self._fleet.members():
-            self._seen[member.node_id] = _Seen(member.info.role, now_s)
-        self._seen = {node_id: seen for node_id, seen in self._seen.items() if now_s - seen.at_s <= LOST_S}
+            self._seen[member.node_id] = _Seen(member, now_s)
+        self._seen = {node_id: seen for node_id, seen in self._seen.items() if now_s - seen.at_s <= GONE_S}
         self._num_samples += 1
         under_way = sum(len(flight.token_ids) for flight in self._live.values())
         totals = {**self._totals, "output_tokens": self._totals["output_tokens"] + under_way}
@@ -107,11 +108,16 @@ class Journal:
         """Samples with a number above `after`."""
         return {"fields": FIELDS, "rows": [row for row in self._samples if row[0] > after]}
 
-    def lost(self) -> list[dict[str, Any]]:
-        """Nodes that were in the fleet and are not."""
+    def gone(self) -> list[dict[str, Any]]:
+        """Nodes that were in the fleet and are not: lost, or stopped in good order."""
         alive = {member.node_id for member in self._fleet.members()}
         return [
-            {"id": node_id, "role": seen.role, "gone_s": self.at_s - seen.at_s}
+            {
+                "id": node_id,
+                "role": seen.member.info.role,
+                "drained": seen.member.draining,
+                "gone_s": self.at_s - seen.at_s,
+            }
             for node_id, seen in self._seen.items()
             if node_id not in alive
         ]
@@ -158,6 +164,8 @@ def _account(flight: Flight, codec: str) -> dict[str, Any]:
     return {
         **_progress(flight),
         **time_account(flight.clock),
+        "cached_tokens": flight.cached_tokens,
+        "replayed_tokens": flight.replayed,
         "ttft_s": times[0] if times else None,
         "tpot_s": (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
         "kv": kv_account(codec, flight.receipts),

@@ -63,7 +63,7 @@ async def cluster(request: Request) -> Response:
             "live": journal.live,
             "waiting": fleet.waiting,
             "nodes": [_node(member) for member in fleet.members()],
-            "lost": journal.lost(),
+            "gone": journal.gone(),
             "samples": journal.samples(_after(request)),
         }
     )
@@ -96,6 +96,7 @@ def _node(member: Member[PrefillNode] | Member[DecodeNode]) -> dict[str, Any]:
         "role": info.role,
         "address": info.address,
         "suspended": member.health.suspended_until > 0,
+        "draining": member.draining,
         "requests": member.requests,
         "tokens": member.tokens,
         "running": info.running,

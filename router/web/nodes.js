@@ -1,12 +1,12 @@
 // Who serves, how loaded they are, and who was lost.
 
 import { byId, el } from "./dom.js";
-import { ago, bytes, count } from "./format.js";
+import { ago, bytes, count, percent } from "./format.js";
 
-export function showNodes({ nodes, lost, missing }) {
-  const items = [...nodes.map(node), ...lost.map(gone)];
+export function showNodes({ nodes, gone, missing }) {
+  const items = [...nodes.map(node), ...gone.map(absentee)];
   for (const role of missing) {
-    if (!lost.some((node) => node.role === role)) items.push(absent(role));
+    if (!gone.some((node) => node.role === role)) items.push(absent(role));
   }
   byId("nodes").replaceChildren(...items);
 }
@@ -17,9 +17,15 @@ function item(state, name, what, ...more) {
 }
 
 function node(node) {
-  const what = node.suspended ? `${node.role}, held back after a failure` : `${node.role}, ${busy(node)}`;
   const work = node.role === "decode" ? pages(node) : queue(node);
-  return item(node.suspended ? "warn" : "ok", node.id, what, ...work, ...gauges(node.stats));
+  const [state, what] = condition(node);
+  return item(state, node.id, `${node.role}, ${what}`, ...work, ...gauges(node.stats));
+}
+
+function condition(node) {
+  if (node.draining) return ["warn", `about to stop, ${busy(node)} left`];
+  if (node.suspended) return ["warn", "held back after a failure"];
+  return ["ok", busy(node)];
 }
 
 function busy({ requests }) {
@@ -39,16 +45,20 @@ function queue({ tokens, running, waiting }) {
   return [el("p", { class: "work" }, says)];
 }
 
-// What a node says of itself beyond that, under its own names; nothing of what is zero.
+// Of what a node says of itself, that which tells of pressure; /metrics has the rest.
 function gauges(stats) {
-  const told = Object.entries(stats).filter(([, value]) => value > 0);
-  const says = told.map(([name, value]) => {
-    const words = name.replace(/^hackkv_/, "").replace(/_(total|bytes)$/, "").replaceAll("_", " ");
-    return `${words} ${name.endsWith("_bytes") ? bytes(value) : count(value)}`;
-  });
+  const says = [];
+  const pool = stats.hackkv_host_pool_bytes;
+  const capacity = stats.hackkv_host_pool_capacity_bytes;
+  if (pool) says.push(`host pool ${bytes(pool)}${capacity ? ` of ${bytes(capacity)}` : ""}`);
+  if (stats.hackkv_swapped_sequences) says.push(`${count(stats.hackkv_swapped_sequences)} swapped out`);
+  if (stats.hackkv_prefix_hits_total) {
+    says.push(`${percent(stats.hackkv_prefix_hits_total / stats.hackkv_prefix_queries_total)} of prompt tokens from the prefix cache`);
+  }
   return says.length ? [el("p", { class: "work" }, says.join("; "))] : [];
 }
 
-const gone = ({ id, role, gone_s }) => item("bad", id, `${role}, lost ${ago(gone_s)}`);
+const absentee = ({ id, role, drained, gone_s }) =>
+  drained ? item("", id, `${role}, stopped ${ago(gone_s)}`) : item("bad", id, `${role}, lost ${ago(gone_s)}`);
 
 const absent = (role) => item("bad", `no ${role} node`, "requests are refused until one registers");

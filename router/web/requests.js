@@ -108,7 +108,9 @@ function detail(one) {
     ["tokens", `${count(one.prompt_tokens)} in, ${count(one.output_tokens)} of ${count(one.max_tokens)} out`],
     ["first token, per token", `${seconds(one.ttft_s)}, ${seconds(one.tpot_s)}`],
     ["nodes", [one.prefill_node, one.decode_node].filter(Boolean).join(" → ") || "none"],
-    ["attempts", count(one.attempts)],
+    ["placed on nodes", one.attempts === 1 ? "once" : `${count(one.attempts)} times`],
+    ["prompt tokens found in a cache", count(one.cached_tokens)],
+    ["tokens computed again", count(one.replayed_tokens)],
     ...Object.entries(one.sub_stages).map(([name, spent]) => [`${name}, within a stage`, seconds(spent)]),
     ...Object.entries(one.kv.bytes_by_plane).map(([plane, size]) => [`KV: ${plane}`, bytes(size)]),
   ];

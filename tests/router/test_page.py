@@ -17,7 +17,7 @@ from hackkv.timing import Stage
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Role
 from router.app import build_app
-from router.journal import ENDED, LOST_S, SAMPLES, TOTALS, Journal
+from router.journal import ENDED, GONE_S, SAMPLES, TOTALS, Journal
 from tests.router.conftest import Api, check_error, make_backend
 from tests.router.scripted import Cluster, Point, info
 
@@ -147,10 +147,10 @@ async def test_a_node_that_is_gone_is_remembered_for_a_while(api: Api) -> None:
     cluster.now += 2
     cluster.fleet.expire()
     now += 5
-    assert journal.lost() == [{"id": "d1", "role": "decode", "gone_s": 5}]
-    now += LOST_S
+    assert journal.gone() == [{"id": "d1", "role": "decode", "drained": False, "gone_s": 5}]
+    now += GONE_S
     journal.sample()
-    assert journal.lost() == []
+    assert journal.gone() == []
     assert {node["id"] for node in (await api.http.get("/api/cluster")).json()["nodes"]} == {"p0", "p1", "d0"}
 
 
