@@ -60,7 +60,7 @@ export class Playground {
           first = (performance.now() - began) / 1e3;
           this.say("Generating.");
         }
-        const atEnd = answer.scrollHeight - answer.scrollTop - answer.clientHeight < 30;
+        const atEnd = answer.scrollHeight - answer.scrollTop - answer.clientHeight < 60;
         text.append(choice.text);
         if (atEnd) answer.scrollTop = answer.scrollHeight;
       }

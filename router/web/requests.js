@@ -109,18 +109,28 @@ function detail(one) {
     ["first token, per token", `${seconds(one.ttft_s)}, ${seconds(one.tpot_s)}`],
     ["nodes", [one.prefill_node, one.decode_node].filter(Boolean).join(" → ") || "none"],
     ["placed on nodes", one.attempts === 1 ? "once" : `${count(one.attempts)} times`],
-    ["prompt tokens found in a cache", count(one.cached_tokens)],
+    ["prompt tokens from a cache", count(one.cached_tokens)],
     ["tokens computed again", count(one.replayed_tokens)],
-    ...Object.entries(one.sub_stages).map(([name, spent]) => [`${name}, within a stage`, seconds(spent)]),
-    ...Object.entries(one.kv.bytes_by_plane).map(([plane, size]) => [`KV: ${plane}`, bytes(size)]),
+    ...Object.entries(one.sub_stages).map(([name, spent]) => [`${name}, part of a stage`, seconds(spent)]),
   ];
-  if (one.kv.fp16_bytes) {
-    facts.push(["KV: headers", bytes(one.kv.header_bytes)]);
-    facts.push(["KV: share of FP16", `${percent(one.kv.ratio)} of ${bytes(one.kv.fp16_bytes)}`]);
-  }
-  const body = el("tbody", {}, ...facts.map(([name, value]) => fact(name, value)));
-  const columns = el("div", { class: "columns" }, stageTable(one), el("table", { class: "facts" }, body));
+  const columns = el("div", { class: "columns" }, stageTable(one), factTable("This request", facts), kvTable(one.kv));
   return el("tr", { class: "detail" }, el("td", { colSpan: 6 }, columns));
+}
+
+function kvTable({ bytes_by_plane, header_bytes, fp16_bytes, ratio }) {
+  if (!fp16_bytes) return factTable("KV moved", [["nothing", ""]]);
+  const planes = Object.entries(bytes_by_plane).map(([plane, size]) => [plane, bytes(size)]);
+  return factTable("KV moved", [
+    ...planes,
+    ["headers", bytes(header_bytes)],
+    ["as FP16", bytes(fp16_bytes)],
+    ["share", percent(ratio)],
+  ]);
+}
+
+function factTable(title, facts) {
+  const body = el("tbody", {}, ...facts.map(([name, value]) => fact(name, value)));
+  return el("table", { class: "facts" }, el("caption", {}, title), body);
 }
 
 const fact = (name, value) => el("tr", {}, el("td", { class: "name" }, name), el("td", { class: "number" }, value));

@@ -56,7 +56,7 @@ export function stageTable(account) {
   total.className = "total";
   body.append(total);
   const head = el("tr", {}, ...HEADINGS.map(([name, kind]) => el("th", { scope: "col", class: kind }, name)));
-  return el("table", { class: "stages" }, el("thead", {}, head), body);
+  return el("table", { class: "stages" }, el("caption", {}, "Stages"), el("thead", {}, head), body);
 }
 
 function row(name, meaning, spent, share) {
