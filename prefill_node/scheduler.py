@@ -7,7 +7,8 @@ side leaves over, the other gets. A prompt that does not end in a pass is cut at
 last is whole pages.
 
 A prompt starts when the pool has all its pages, and holds them until its last chunk, so whoever has started can end. If
-the oldest of those that wait finds no room, at most `PATIENCE` others start before it.
+the oldest of those that wait finds no room, at most `PATIENCE` others start before it; and a pass looks for room at most
+`PATIENCE` times in vain, since who comes later in its order needs more.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class PrefillScheduler(Generic[Owner]):
         self._running: list[Prompt[Owner]] = []
         self._in_pass: list[Chunk[Owner]] = []
         self._pass = 0
+        self._in_vain = 0
         self._added = 0
 
     @property
@@ -112,6 +114,7 @@ class PrefillScheduler(Generic[Owner]):
         prompts = sorted((*self._running, *self._waiting), key=lambda prompt: prompt.number)
         if not prompts:
             return []
+        self._in_vain = 0
         counts = dict.fromkeys(prompts, 0)
         budget = self._budget - self._give(prompts[0], counts, self._reserve(prompts[0]), admit)
         for prompt in sorted(prompts, key=lambda prompt: prompt.remaining):
@@ -171,11 +174,12 @@ class PrefillScheduler(Generic[Owner]):
     def _start(self, prompt: Prompt[Owner], admit: Callable[[Owner], bool]) -> bool:
         first = self._waiting[0]
         overtakes = prompt is not first and first.blocked
-        if overtakes and first.overtaken >= PATIENCE:
+        if self._in_vain >= PATIENCE or (overtakes and first.overtaken >= PATIENCE):
             return False
         names = prompt.names if prompt.hit else ()
         prompt.blocked = not (self._pool.has_room(prompt.num_tokens, names) and admit(prompt.owner))
         if prompt.blocked:
+            self._in_vain += 1
             return False
         prompt.lease = self._pool.take(prompt.num_tokens, prompt.names, hit=prompt.hit)
         assert prompt.lease is not None
