@@ -134,7 +134,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPages.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def test_names_follow_tokens_fingerprint_and_salt() -> None:

@@ -111,7 +111,7 @@ class Queue(RuleBasedStateMachine):
 
 
 TestQueue = Queue.TestCase
-TestQueue.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestQueue.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 @settings(deadline=None)

@@ -409,10 +409,10 @@ async def test_a_request_that_ends_with_token_0_is_not_handed_off(ending: Finish
         first = generate(worker, request)[0].token_id
         request = replace(request, sampling=replace(request.sampling, stop_token_ids=(first,)))
     async with paired(worker) as nodes:
-        served = await nodes.serve(request)
-        assert [token.finish for token in served.tokens] == [ending]
-        assert served.tokens == generate(worker, request)
-        assert served.handed_off is None
+        (event,) = await collect(nodes.prefill.prefill(PrefillJob(request, "r", 0, nodes.address)))
+        assert isinstance(event, Prefilled)
+        assert event.token.finish is ending
+        assert [event.token] == generate(worker, request)
         await nodes.assert_idle()
 
 
