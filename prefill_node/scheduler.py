@@ -7,8 +7,8 @@ side leaves over, the other gets. A prompt that does not end in a pass is cut at
 last is whole pages.
 
 A prompt starts when the pool has all its pages, and holds them until its last chunk, so whoever has started can end. If
-the oldest of those that wait finds no room, at most `PATIENCE` others start before it; and a pass looks for room in vain
-at most `PATIENCE` times, since who comes later in its order needs more.
+the oldest of those that wait finds no room, at most `PATIENCE` others start before it; and a pass looks for room in
+vain at most `PATIENCE` times, since who comes later in its order needs more.
 """
 
 from __future__ import annotations

@@ -99,10 +99,11 @@ class PrefillService:
             self._scheduler.add(prompt)
             self._wake.set()
             first = await first_token
-            if shipment and first.token.finish is not None:
+            wanted = first.token.finish is None
+            if shipment and not wanted:
                 shipment.let_go()
             yield _prefilled(first, prompt.cached_tokens)
-            if shipment:
+            if shipment and wanted:
                 async for fate in shipment.fates():
                     yield fate
         finally:
