@@ -6,6 +6,10 @@ import os
 
 import torch
 
+# Kernels for GPUs run on the processor here, one operation after another; Triton reads this when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Tests share few cores with the processes that they start; a second compute thread would mostly wait for the first.
 torch.set_num_threads(1)
 

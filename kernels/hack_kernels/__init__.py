@@ -1,7 +1,7 @@
 """Homomorphic attention kernels: one protocol, several backends, loaded by name.
 
-`load("auto")` takes the fastest backend that this machine can run; asking for a particular one that it cannot run is an
-error, never a silent fallback.
+`load("auto")` takes the fastest backend of the processor that this machine can run, as hackkv's engine computes there;
+kernels for a GPU are loaded by name. Asking for one that the machine cannot run is an error, never a silent fallback.
 """
 
 from __future__ import annotations
@@ -12,8 +12,15 @@ from typing import Final, cast
 
 from hack_kernels.base import BackendUnavailable, HackKernels
 
-BACKENDS: Final = {"reference": "hack_kernels.reference", "cpu": "hack_kernels.cpu"}
-"""Name -> module with `create() -> HackKernels`; it raises `BackendUnavailable` where it cannot run. Fastest last."""
+BACKENDS: Final = {
+    "reference": "hack_kernels.reference",
+    "cpu": "hack_kernels.cpu",
+    "triton": "hack_kernels.triton.backend",
+}
+"""Name -> module with `create() -> HackKernels`; module or function raise `BackendUnavailable` where it cannot run."""
+
+AUTO: Final = ("cpu", "reference")
+"""What `auto` tries, fastest first."""
 
 
 def load(name: str = "auto") -> HackKernels:
@@ -27,7 +34,7 @@ def load(name: str = "auto") -> HackKernels:
 
 def _first_available() -> HackKernels:
     missing: list[str] = []
-    for name in reversed(BACKENDS):
+    for name in AUTO:
         try:
             return _create(name)
         except BackendUnavailable as error:

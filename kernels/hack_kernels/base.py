@@ -170,6 +170,8 @@ class HackKernels(Protocol):
     """
 
     name: str
+    device: torch.device
+    """Where pools and all arguments lie."""
     approximation_s: float
     """Seconds spent so far on the correction terms of Eq. (4), where the backend can tell them apart, else 0."""
 

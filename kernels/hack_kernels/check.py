@@ -1,4 +1,8 @@
-"""Preconditions of the kernel operations, shared by all backends: a wrong input is named before any work."""
+"""Preconditions of the kernel operations, shared by all backends: a wrong input is named before any work.
+
+Shapes, types and devices are always checked; values (page ids, lengths) only where they lie in the processor's memory,
+as reading them from a GPU would make every call wait for it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ def check_seal(fmt: HackFormat, pages: HackPages, page_ids: Tensor, starts: Tens
     for name, rows in (("k", k), ("v", v)):
         _shape(name, rows, (count, heads, fmt.page_tokens, fmt.head_dim), torch.float16)
     _shape("starts", starts, (count,), torch.int64)
+    _same_device(pages, page_ids=page_ids, starts=starts, k=k, v=v)
     _page_ids(pages, page_ids)
 
 
@@ -28,6 +33,7 @@ def check_install(fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: H
             _shape(name, planes[name], (heads, count, *shape), dtype)
         elif name not in SUM_PLANES:
             raise ValueError(f"plane {name} is missing")
+    _same_device(pages, page_ids=page_ids, **planes)
     _page_ids(pages, page_ids)
 
 
@@ -53,15 +59,26 @@ def check_attention(
     batch = spans.starts.numel()
     for name in ("starts", "counts", "offsets", "slots"):
         _shape(f"spans.{name}", getattr(spans, name), (batch,), torch.int64)
+    given = {"q": q, "open_k": open_k, "open_v": open_v, "spans.starts": spans.starts, "spans.table": spans.table}
+    _same_device(pages, **given, **({} if k is None or v is None else {"k": k, "v": v}))
     rows_given = q.shape[0] if k is not None else batch
+    if q.device.type != "cpu":
+        return
     if int(spans.counts.sum()) != rows_given or rows_given != q.shape[0]:
         raise ValueError(f"spans cover {int(spans.counts.sum())} rows of {batch} sequences; q has {q.shape[0]}")
 
 
 def _page_ids(pages: HackPages, page_ids: Tensor) -> None:
     total = pages["k_codes"].shape[0]
-    if page_ids.numel() and (int(page_ids.min()) < 0 or int(page_ids.max()) >= total):
+    if page_ids.numel() and page_ids.device.type == "cpu" and (int(page_ids.min()) < 0 or int(page_ids.max()) >= total):
         raise ValueError(f"page ids {page_ids.tolist()} do not lie in a pool of {total}")
+
+
+def _same_device(pages: HackPages, **tensors: Tensor) -> None:
+    device = pages["k_codes"].device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}; the pages are on {device}")
 
 
 def _shape(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

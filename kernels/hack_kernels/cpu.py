@@ -43,6 +43,7 @@ class CpuKernels:
     """Implements `HackKernels`. Raises `BackendUnavailable` where the extension or the instruction set is missing."""
 
     name = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
         self.approximation_s = 0.0  # the correction terms are fused into the products; they have no time of their own

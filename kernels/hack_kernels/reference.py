@@ -62,6 +62,7 @@ class ReferenceKernels:
     """Backend `reference`; implements `HackKernels`."""
 
     name = "reference"
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.approximation_s = 0.0

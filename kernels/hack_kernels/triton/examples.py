@@ -8,12 +8,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hack_kernels.base import PAGE_TOKENS, Arithmetic, HackFormat, Spans
+from hack_kernels.base import PAGE_TOKENS, Arithmetic, HackFormat, OpenPage, Rounding, Spans
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.dequantize import dequantize_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import new_pages
+from hack_kernels.triton.prefill import prefill_launch
 from hack_kernels.triton.rows import rows_launch
+from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
 
 KV_HEADS: Final = 8
@@ -56,6 +58,26 @@ def rows(fmt: HackFormat, group: int) -> Example:
     return Example(f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}", launch, fmt.page_tokens)
 
 
+def prefill(fmt: HackFormat, group: int) -> Example:
+    """A prompt of 16K tokens, BF16 queries."""
+    open_k, open_v, _, spans, _ = _decode_inputs(fmt, group)
+    tokens = 2**14
+    k, v = (_empty(tokens, KV_HEADS, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    q = _empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
+    pages = new_pages(fmt, tokens // fmt.page_tokens, KV_HEADS, "meta")
+    launch = prefill_launch(fmt, 0, pages, open_k, open_v, spans, q, k, v, torch.empty_like(q))
+    return Example(f"prefill {_name(fmt)} G={group}", launch)
+
+
+def seal(fmt: HackFormat) -> Example:
+    """Pages of a prompt of 16K tokens."""
+    count = 2**14 // fmt.page_tokens
+    k, v = (_empty(count, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    ids = _empty(count, dtype=torch.int64)
+    launch = seal_launch(fmt, 0, new_pages(fmt, count, KV_HEADS, "meta"), ids, ids, k, v)
+    return Example(f"seal {_name(fmt)} {fmt.rounding}", launch)
+
+
 def _decode_inputs(fmt: HackFormat, group: int) -> tuple[Tensor, Tensor, Tensor, Spans, Workspace]:
     open_k, open_v = (_empty(1, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
     q = _empty(1, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
@@ -87,6 +109,18 @@ DECODE: Final = (
     decode(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC, stored_sums=False), 8),
 )
 RIVALS: Final = (dequantize(HackFormat(128, 64), 8), rows(HackFormat(128, 64), 8))
+PREFILL: Final = (
+    prefill(HackFormat(128, 64), 4),
+    prefill(HackFormat(64, 32), 7),
+    prefill(HackFormat(96, 128), 1),
+    prefill(HackFormat(256, 128, k_bits=4, v_bits=4), 8),
+    prefill(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC, open_page=OpenPage.K_CODES), 4),
+)
+SEAL: Final = (
+    seal(HackFormat(128, 64)),
+    seal(HackFormat(256, 128, k_bits=4, v_bits=4)),
+    seal(HackFormat(128, 64, rounding=Rounding.STOCHASTIC, arithmetic=Arithmetic.ASYMMETRIC)),
+)
 
-EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS)
+EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL)
 """Everything that the tool prints and the gates read; add a kernel's examples here."""

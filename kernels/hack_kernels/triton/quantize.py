@@ -1,0 +1,91 @@
+"""The arithmetic of `hack_kernels.quantize` and of the reference's query, for use inside Triton kernels.
+
+Codes must equal the reference's bit for bit on a GPU too, and Triton's plain division is good to 2 ulp only. A quotient
+by a scale that many elements share is corrected from the scale's reciprocal instead of divided anew: half the price of
+`div_rn`, same result. Kernels that use this file switch off the fusion of multiplications into additions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def quotient(x, y, reciprocal):
+    """x / y in FP32, correctly rounded; `reciprocal` is 1/y correctly rounded.
+
+    Two steps of Markstein's correction: the first estimate is off by at most 2 ulp, the second faithful. Nothing here
+    over- or underflows, as x and y are differences of FP16 numbers and their fractions.
+    """
+    estimate = x * reciprocal
+    estimate = tl.fma(tl.fma(-estimate, y, x), reciprocal, estimate)
+    return tl.fma(tl.fma(-estimate, y, x), reciprocal, estimate)
+
+
+@triton.jit
+def divided(x, y: tl.constexpr):
+    """x / y in FP32 for a constant y, correctly rounded."""
+    return tl.div_rn(x, tl.full(x.shape, y, tl.float32))
+
+
+@triton.jit
+def scale_of(low, high, LEVELS: tl.constexpr):
+    """Scale of partitions with FP32 extremes: the smallest FP16 not below (high - low) / LEVELS, 1 where that is 0."""
+    exact = divided(high - low, LEVELS)
+    half = exact.to(tl.float16)
+    bits = half.to(tl.int16, bitcast=True)  # not negative: the next FP16 above is the next bit pattern
+    rounded = tl.where(half.to(tl.float32) < exact, bits + 1, bits).to(tl.int16)
+    return tl.where(rounded == 0, 0x3C00, rounded).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def codes_of(x, low, scale, noise, LEVELS: tl.constexpr):
+    """Codes INT32 of FP32 rows [R, C]; `low` and `scale` are FP32 [R], `noise` in [0, 1), or 0.5, [R, C]."""
+    reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    steps = quotient(x - low[:, None], scale[:, None], reciprocal[:, None]) + noise
+    return tl.minimum(steps, LEVELS).to(tl.int32)  # steps are not negative: truncation rounds down
+
+
+@triton.jit
+def noise_of(seed, layer, head, positions, channels, WORD: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """What is added before rounding down: 1/2, or Philox at (layer, head, position, channel); word 0 is K's, 1 V's."""
+    zero = tl.zeros_like(positions + channels).to(tl.uint32)
+    if STOCHASTIC:
+        words = tl.philox(
+            seed, zero + layer.to(tl.uint32), zero + head.to(tl.uint32), zero + positions.to(tl.uint32), zero + channels
+        )
+        noise = (words[WORD] >> 8).to(tl.float32) * (1.0 / 16777216.0)
+    else:
+        noise = zero.to(tl.float32) + 0.5
+    return noise
+
+
+@triton.jit
+def extremes(x, seen):
+    """Minimum and maximum of every row, of the elements that `seen` marks."""
+    return tl.min(tl.where(seen, x, float("inf")), axis=1), tl.max(tl.where(seen, x, float("-inf")), axis=1)
+
+
+@triton.jit
+def query_codes(q, seen, ASYMMETRIC: tl.constexpr):
+    """Q rows [M, Z] FP32, scaled by 1/sqrt(D), to INT8: codes [M, Z], then scale, minimum and sum of codes [M] FP32.
+
+    The minimum is 0 in the symmetric form and the value of code 0 in the other, whose codes are shifted by 128 steps.
+    Elements that `seen` leaves out get code 0, which adds nothing to a product.
+    """
+    if ASYMMETRIC:
+        low, high = extremes(q, seen)
+        scale = divided(high - low, 255.0)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+        levels = tl.floor(tl.div_rn(q - low[:, None], scale[:, None] + tl.zeros_like(q)) + 0.5)
+        codes = tl.minimum(levels, 255.0) - 128.0
+        minimum = low + 128.0 * scale
+    else:
+        scale = divided(tl.max(tl.abs(q), axis=1), 127.0)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+        codes = tl.floor(tl.div_rn(q, scale[:, None] + tl.zeros_like(q)) + 0.5)
+        codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
+        minimum = tl.zeros_like(scale)
+    codes = tl.where(seen, codes, 0.0)
+    return codes.to(tl.int8), scale, minimum, tl.sum(codes, axis=1)
