@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
 )
+
+PATIENCE_MS = 60_000
+"""For a machine with more work than cores; what is waited for comes within a second or two elsewhere."""
 
 Open = Callable[..., Page]
 """Opens an address in a window of its own; keywords are those of a Playwright context."""
@@ -26,6 +29,7 @@ def browser() -> Iterator[Browser]:
     path = os.environ.get("HACKKV_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip(f"NO BROWSER, THE PAGE IS NOT TESTED: none of {', '.join(NAMES)} is installed (make browser)")
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, headless=True, args=list(FLAGS))
         yield browser
@@ -56,6 +60,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
     def begin(url: str, may_complain: bool = False, **keywords: Any) -> Page:
         keywords = {"viewport": {"width": 1280, "height": 900}, **keywords}
         contexts.append(browser.new_context(**keywords))
+        contexts[-1].set_default_timeout(PATIENCE_MS)
         page = contexts[-1].new_page()
         watched.append((url, Watched(page), may_complain))
         page.goto(url)
