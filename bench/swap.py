@@ -1,8 +1,9 @@
 """A decode node with a tenth of the memory that its load wants, beside one with all of it: `python -m bench.swap`.
 
-Two clusters of real processes serve the same requests in turns, three times as many at once as a decode step takes.
-Throughput is what the decode node generates while that load stands. Every output of the small node is compared with the
-large node's, which never swaps. `--minutes 10` is the long form; `--json FILE` keeps the numbers.
+Two clusters of real processes serve the same requests side by side, each with three times as many at once as a decode
+step takes. They share the machine's cores, so whatever else it does touches both; the one that does more work per token
+gets fewer tokens. Throughput is what the decode nodes generate while the load stands. Every output of the small node is
+compared with the large node's, which never swaps. `--seconds 600` is the long form; `--json FILE` keeps the numbers.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import json
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 
+import psutil
 from hack_kernels import load
 from rich.console import Console
 from rich.progress import Progress
@@ -33,14 +36,15 @@ from hackkv.config import CodecConfig
 from hackkv.model.tiny import write_tiny
 from hackkv.types import NodeInfo, Role
 
-MAX_BATCH = 64
+MAX_BATCH = 128
+"""Where this model is saturated: twice the batch gives hardly more tokens a second."""
 LOAD = 3
 SHARE = 0.1
 WANTED = 0.9
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 160), (64, 384)
 REQUESTS = 600
 """Different requests; they come round again."""
-WARM_S, MEASURE_S = 5.0, 10.0
+WARM_S, WINDOW_S = 30.0, 10.0
 REQUEST_S = 900.0
 COUNTERS = ("hackkv_swap_out_total", "hackkv_swap_in_total", "hackkv_swapped_seconds_total")
 
@@ -71,8 +75,13 @@ class Side:
     name: str
     cluster: LocalCluster
     pages: int
-    rounds: list[float] = field(default_factory=list)
-    """Tokens per second of each round."""
+    windows: list[float] = field(default_factory=list)
+    """Tokens per second of each window."""
+    tokens: float = 0.0
+    cpu_s: float = 0.0
+    """Of the decode node, in the same time."""
+    batches: list[int] = field(default_factory=list)
+    """Sequences in a step, looked at once a second."""
     outputs: dict[int, list[int]] = field(default_factory=dict)
     served: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -81,6 +90,12 @@ class Side:
         """What its decode node says of itself."""
         (info,) = [info for info in await describe(self.cluster) if info.role is Role.DECODE]
         return info
+
+    def cpu_time(self) -> float:
+        """CPU seconds of its decode node so far."""
+        (member,) = [member for member in self.cluster.members if member.name == "decode-0"]
+        times = psutil.Process(member.process.pid).cpu_times()
+        return times.user + times.system
 
     async def generated(self) -> float:
         """Tokens that its decode node has generated."""
@@ -96,6 +111,10 @@ class Result:
     ample_tokens_per_s: list[float]
     tight_tokens_per_s: list[float]
     ratio: float
+    """Of the tokens per second of both."""
+    cpu_ratio: float
+    """The same per CPU second of the decode nodes: what a machine with a core to spare for each would show."""
+    mean_batch: dict[str, float]
     requests: dict[str, int]
     failures: dict[str, int]
     different_outputs: int
@@ -121,7 +140,7 @@ def jobs(seed: int) -> list[Job]:
     ]
 
 
-async def serve_forever(side: Side, work: list[Job], order: Any, stop: asyncio.Event) -> None:
+async def serve_forever(side: Side, work: list[Job], order: Iterator[int], stop: asyncio.Event) -> None:
     """One client: one request after another, each to its end."""
     while not stop.is_set():
         index = next(order)
@@ -136,16 +155,23 @@ async def serve_forever(side: Side, work: list[Job], order: Any, stop: asyncio.E
             side.failures["a request got other tokens the second time"] += 1
 
 
-async def play_round(side: Side, work: list[Job], order: Any, seconds: float) -> None:
-    """Put the load on one side, and measure once it stands."""
-    stop = asyncio.Event()
+async def play(side: Side, work: list[Job], windows: int, window_done: Callable[[], None]) -> None:
+    """Put the load on one side, and measure once it stands, window by window."""
+    stop, order = asyncio.Event(), cycle(range(REQUESTS))
     clients = [asyncio.create_task(serve_forever(side, work, order, stop)) for _ in range(LOAD * MAX_BATCH)]
     try:
         await asyncio.sleep(WARM_S)
-        before, began = await side.generated(), perf_counter()
-        await asyncio.sleep(seconds)
-        after, ended = await side.generated(), perf_counter()
-        side.rounds.append((after - before) / (ended - began))
+        cpu_s, first = side.cpu_time(), await side.generated()
+        before, began = first, perf_counter()
+        for _ in range(windows):
+            while perf_counter() - began < WINDOW_S:
+                await asyncio.sleep(1.0)
+                side.batches.append((await side.decode()).running)
+            after, ended = await side.generated(), perf_counter()
+            side.windows.append((after - before) / (ended - began))
+            before, began = after, ended
+            window_done()
+        side.tokens, side.cpu_s = before - first, side.cpu_time() - cpu_s
     finally:
         stop.set()
         await asyncio.gather(*clients)
@@ -161,29 +187,20 @@ def plan(model: str, kv_bytes: int, codec: str) -> ClusterPlan:
 
 
 async def measure(arguments: argparse.Namespace, model: str, console: Console) -> Result:
-    """Run both sides in turns."""
+    """Run both sides at once."""
     work = jobs(arguments.seed)
-    layout_pages, page_bytes = demand(work, arguments.codec)
-    tight_pages = round(SHARE * layout_pages)
-    seconds = MEASURE_S if not arguments.minutes else 60.0
-    rounds = 2 if not arguments.minutes else max(1, round(arguments.minutes * 60 / (seconds + WARM_S)))
+    pages, page_bytes = demand(work, arguments.codec)
+    tight_pages = round(SHARE * pages)
+    windows = max(1, round(arguments.seconds / WINDOW_S))
     async with (
-        running(plan(model, layout_pages * page_bytes, arguments.codec), lambda _: None) as large,
+        running(plan(model, pages * page_bytes, arguments.codec), lambda _: None) as large,
         running(plan(model, tight_pages * page_bytes, arguments.codec), lambda _: None) as small,
     ):
-        ample, tight = Side("ample", large, layout_pages), Side("tight", small, tight_pages)
-        orders = {side.name: cycle(range(REQUESTS)) for side in (ample, tight)}
+        ample, tight = Side("ample", large, pages), Side("tight", small, tight_pages)
         with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("rounds", total=2 * rounds)
-            for _ in range(rounds):
-                for side in (ample, tight):
-                    began = monotonic()
-                    await play_round(side, work, orders[side.name], seconds)
-                    progress.advance(bar)
-                    console.print(
-                        f"{side.name}: {side.rounds[-1]:.0f} tokens/s; {monotonic() - began:.0f} s, {load_note()}"
-                    )
-        return await verdict(ample, tight, arguments, rounds, seconds)
+            bar = progress.add_task("windows", total=2 * windows)
+            await asyncio.gather(*(play(side, work, windows, lambda: progress.advance(bar)) for side in (ample, tight)))
+        return await verdict(ample, tight, arguments)
 
 
 def demand(work: list[Job], codec_name: str) -> tuple[int, int]:
@@ -193,7 +210,7 @@ def demand(work: list[Job], codec_name: str) -> tuple[int, int]:
     return round(LOAD * MAX_BATCH * pages), codec.format.resident_bytes * TINY.layers * TINY.kv_heads
 
 
-async def verdict(ample: Side, tight: Side, arguments: argparse.Namespace, rounds: int, seconds: float) -> Result:
+async def verdict(ample: Side, tight: Side, arguments: argparse.Namespace) -> Result:
     """Compare what both sides did."""
     common = ample.outputs.keys() & tight.outputs.keys()
     stats = dict((await tight.decode()).stats)
@@ -209,15 +226,16 @@ async def verdict(ample: Side, tight: Side, arguments: argparse.Namespace, round
         "output_tokens": OUTPUT_TOKENS,
         "demand_pages": ample.pages,
         "tight_pages": tight.pages,
-        "rounds": rounds,
-        "seconds": seconds,
+        "seconds": arguments.seconds,
     }
     return Result(
         settings=settings,
         machine=load_note(),
-        ample_tokens_per_s=ample.rounds,
-        tight_tokens_per_s=tight.rounds,
-        ratio=mean(tight.rounds) / mean(ample.rounds),
+        ample_tokens_per_s=ample.windows,
+        tight_tokens_per_s=tight.windows,
+        ratio=mean(tight.windows) / mean(ample.windows),
+        cpu_ratio=(tight.tokens / tight.cpu_s) / (ample.tokens / ample.cpu_s),
+        mean_batch={side.name: round(mean(side.batches), 1) for side in (ample, tight)},
         requests={side.name: side.served for side in (ample, tight)},
         failures=dict(ample.failures + tight.failures),
         different_outputs=sum(ample.outputs[index] != tight.outputs[index] for index in common),
@@ -232,7 +250,7 @@ async def verdict(ample: Side, tight: Side, arguments: argparse.Namespace, round
 def main() -> int:
     """Measure; the exit code says whether what it proves holds."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=0.0, help="of load on each side; default: two short rounds")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of load that is measured, after a warm-up")
     parser.add_argument("--codec", choices=sorted(CODECS), default="hack")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)

@@ -121,7 +121,7 @@ async def reserved(nodes: Pair, name: str, prompt_tokens: int, max_tokens: int) 
 
 async def test_no_room_is_said_before_anything_is_held() -> None:
     async with paired(tiny_worker("hack"), num_pages=4, max_sequences=2) as nodes:
-        first = await reserved(nodes, "a", 3 * PI + PI // 2, PI)
+        first = await reserved(nodes, "a", 4 * PI - 4, PI)
         named = "1 pages, 1 more to grow and a slot are needed; 1 pages and 1 slots are free"
         with pytest.raises(Overloaded, match=named):
             await reserved(nodes, "b", PI, PI)
