@@ -36,8 +36,7 @@ from hackkv.pages import Grant, PagePool
 
 LOW_PAGES = 1 / 16
 HIGH_PAGES = 1 / 4
-"""How far ahead the watermarks look, in pages' worth of steps. What the high one keeps free is idle memory: half a page
-costs a tenth of the batch where memory is short, a quarter half of that, at one swap in a dozen steps."""
+"""How far ahead the watermarks look, in pages' worth of steps: farther leaves memory idle, nearer swaps more often."""
 
 Owner = TypeVar("Owner")
 
