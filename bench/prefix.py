@@ -2,8 +2,8 @@
 
 Prompts begin with one of `--prefixes` common beginnings, drawn at random, and end differently. Four nodes serve the
 same prompts, one at a time, each in its own codec, with and without prefix reuse, in the same bytes of page pool and
-host memory. The beginnings are more than memory holds, so the least recently used are dropped before they are asked for
-again. Nodes take turns with every prompt, so ratios of times hold also on a busy machine.
+host memory. The beginnings are more than memory holds, so the least recently used are dropped before they are asked
+for again. Nodes take turns with every prompt, so ratios of times hold also on a busy machine.
 """
 
 from __future__ import annotations

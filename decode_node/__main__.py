@@ -8,6 +8,8 @@ from uuid import uuid4
 
 from decode_node.config import DecodeConfig
 from decode_node.service import DecodeService
+from faults.process import suffer
+from faults.seams import FaultyDecode
 from hackkv.model.worker import load_worker
 from hackkv.process import Shutdown, announce, run_role
 from hackkv.types import NodeIdentity
@@ -36,11 +38,13 @@ async def serve(config: DecodeConfig, shutdown: Shutdown) -> None:
     )
     listener = GrpcListener(server, frame_timeout_s=config.frame_timeout_s)
     await listener.serve(service.inbox.deliver)
-    server.add_decode(service)
+    faults = suffer(config.faults, identity.node_id, service.pool)
+    node = FaultyDecode(service, faults) if faults else service
+    server.add_decode(node)
     announce(node=identity.node_id, address=address)
     try:
         async with shutdown.draining(partial(service.drain, config.drain_s)):
-            await stay_member(config.router, service.describe, shutdown.stop, trust, news=service.draining)
+            await stay_member(config.router, node.describe, shutdown.stop, trust, news=service.draining)
     finally:
         await listener.close()
         await server.close()

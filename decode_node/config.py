@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from hackkv.config import CodecConfig, ListenConfig, ModelConfig, RoleConfig
@@ -15,6 +17,8 @@ class DecodeConfig(RoleConfig):
     """Control address (host:port) of the router to register with; empty for nodes that the router lists itself."""
     model: ModelConfig = ModelConfig()
     codec: CodecConfig = CodecConfig()
+    faults: Path | None = None
+    """For tests: a plan of what goes wrong on this node (`faults/plan.py`)."""
     kv_bytes: int = Field(default=256 << 20, gt=0)
     """Memory for sealed pages."""
     host_bytes: int = Field(default=1 << 30, ge=0)

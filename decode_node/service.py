@@ -47,9 +47,9 @@ class DecodeService:
         self._landing_s = landing_s
         runner = ModelRunner(worker.model, worker.codec, num_pages, max_sequences)
         self.inbox = Inbox(runner, worker.fingerprint)
-        self._pool = PagePool(num_pages, max_sequences)
+        self.pool = PagePool(num_pages, max_sequences)
         self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(
-            self._pool, footprint(runner), host_bytes=host_bytes, max_batch=max_batch, replay_tokens=replay_tokens
+            self.pool, footprint(runner), host_bytes=host_bytes, max_batch=max_batch, replay_tokens=replay_tokens
         )
         self._steps = Steps(runner, self._scheduler)
         self._streams: set[Stream] = set()
@@ -93,8 +93,8 @@ class DecodeService:
             fingerprint=self._worker.fingerprint,
             page_tokens=self._worker.layout.page_tokens,
             max_context=self._worker.model.spec.max_context,
-            total_pages=self._pool.num_pages,
-            free_pages=self._pool.free_pages,
+            total_pages=self.pool.num_pages,
+            free_pages=self.pool.free_pages,
             queued_tokens=self._scheduler.reserved_tokens,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,

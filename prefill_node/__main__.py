@@ -6,6 +6,8 @@ import sys
 from functools import partial
 from uuid import uuid4
 
+from faults.process import suffer
+from faults.seams import FaultyPrefill, FaultySender
 from hackkv.model.worker import load_worker
 from hackkv.process import Shutdown, announce, run_role
 from hackkv.types import NodeIdentity
@@ -25,7 +27,9 @@ async def serve(config: PrefillConfig, shutdown: Shutdown) -> None:
     server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host, trust=trust)
     address = await server.start()
     identity = NodeIdentity(config.node_id or f"prefill@{address}", address, uuid4().hex)
-    sender = GrpcSender(trust=trust)
+    faults = suffer(config.faults, identity.node_id)
+    wire = GrpcSender(trust=trust)
+    sender = FaultySender(wire, faults) if faults else wire
     service = PrefillService(
         identity,
         worker,
@@ -38,11 +42,12 @@ async def serve(config: PrefillConfig, shutdown: Shutdown) -> None:
         prefix_cache=config.prefix_cache,
         patience=Patience(config.unassigned_s, config.kept_s),
     )
-    server.add_prefill(service)
+    node = FaultyPrefill(service, faults) if faults else service
+    server.add_prefill(node)
     announce(node=identity.node_id, address=address)
     try:
         async with shutdown.draining(partial(service.drain, config.drain_s)):
-            await stay_member(config.router, service.describe, shutdown.stop, trust, news=service.draining)
+            await stay_member(config.router, node.describe, shutdown.stop, trust, news=service.draining)
     finally:
         await server.close()
         await service.close()

@@ -175,8 +175,15 @@ class Fleet:
                 tasks.create_task(self._poll_forever(role, address))
 
     async def _expire_forever(self) -> None:
+        period = self._ttl / 4
         while True:
-            await asyncio.sleep(self._ttl / 4)
+            due = self._now() + period
+            await asyncio.sleep(period)
+            late = self._now() - due
+            if late > period:
+                log.warning("the router was held up for %.1f s; leases are extended by as much", late)
+                for member in self.members():
+                    member.expires_at += late  # it was us who heard nobody
             self.expire()
 
     async def _poll_forever(self, role: Role, address: str) -> None:

@@ -39,6 +39,8 @@ class Tiny:
     kv_heads: int = 2
     head_dim: int = 64
     ffn: int = 256
+    vocab: int = VOCAB
+    """Ids with an embedding; the tokenizer knows the first 512 of them."""
     max_context: int = 4096
     tie_embeddings: bool = False
     shards: int = 1
@@ -72,7 +74,7 @@ def _config(tiny: Tiny) -> dict[str, Any]:
         "head_dim": tiny.head_dim,
         "intermediate_size": tiny.ffn,
         "max_position_embeddings": tiny.max_context,
-        "vocab_size": VOCAB,
+        "vocab_size": tiny.vocab,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10_000.0,
         "hidden_act": "silu",

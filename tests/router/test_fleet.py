@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from chaos.loop import VirtualLoop
 from hackkv.errors import HandshakeRefused, NodeLost, Overloaded, Unavailable
 from hackkv.types import Fingerprint, Role
 from router.fleet import Fleet
@@ -30,6 +31,29 @@ async def test_a_lease_that_is_not_renewed_ends_and_the_node_may_return(cluster:
     assert str(member.gone.result()) == "decode node d0 lost its lease"
     await fleet.register(info(Role.DECODE, "d0"))
     assert not fleet.missing
+
+
+def test_a_router_that_was_held_up_does_not_take_its_nodes_for_dead() -> None:
+    """It could hear nobody meanwhile; nodes that are really gone are noticed one lease later."""
+
+    async def stopped_for_a_minute(loop: VirtualLoop) -> tuple[int, int]:
+        cluster = Cluster(prefill=1, decode=1)
+        fleet = Fleet(cluster.prefill.__getitem__, cluster.decode.__getitem__, lease_ttl_s=3.0)
+        for role, node_id in ((Role.PREFILL, "p0"), (Role.DECODE, "d0")):
+            await fleet.register(info(role, node_id))
+        housekeeping = asyncio.create_task(fleet.run())
+        await asyncio.sleep(1)
+        loop.skip(60)
+        await asyncio.sleep(1)
+        after_waking = len(fleet.members())
+        await asyncio.sleep(3)
+        housekeeping.cancel()
+        return after_waking, len(fleet.members())
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, VirtualLoop)
+        assert runner.run(stopped_for_a_minute(loop)) == (2, 0)
 
 
 async def test_a_restarted_node_takes_its_own_place(cluster: Cluster) -> None:

@@ -1,0 +1,72 @@
+"""What a scenario file may say.
+
+title: A decode node dies in the middle of an answer
+cluster: {prefill: 1, decode: 2}
+requests:
+  - {name: long, prompt: 200, tokens: 40}
+faults:
+  rules:
+    - {at: decode.token, request: long, nth: 10, do: kill}
+expect: {long: complete}
+at_least: {hackkv_replayed_tokens_total: 9}
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from faults.plan import FaultPlan
+from hackkv.config import Frozen
+
+
+class Setup(Frozen):
+    """The machines. Names are prefill-0, decode-0 and so on."""
+
+    prefill: int = Field(default=2, gt=0)
+    decode: int = Field(default=2, gt=0)
+    codec: str = "hack"
+    prefill_pages: int = Field(default=64, gt=0)
+    decode_pages: int = Field(default=64, gt=0)
+    max_batch: int = Field(default=8, gt=0)
+    chunk_tokens: int = Field(default=128, gt=0)
+    host_bytes: int = Field(default=64 << 20, gt=0)
+    lease_ttl_s: float = Field(default=3.0, gt=0)
+    frame_timeout_s: float = Field(default=30.0, gt=0)
+
+
+class Ask(Frozen):
+    """One request: `prompt` tokens in, at most `tokens` out, sent `at` seconds after the start."""
+
+    name: str
+    at: float = Field(default=0.0, ge=0)
+    prompt: int = Field(default=100, gt=0)
+    tokens: int = Field(default=20, gt=0)
+    temperature: float = Field(default=0.0, ge=0)
+    text: str = ""
+    """Requests of the same text and length have the same prompt; the name by default."""
+
+
+class Scenario(Frozen):
+    """A bad day and how it must end."""
+
+    title: str = ""
+    cluster: Setup = Setup()
+    requests: tuple[Ask, ...]
+    faults: FaultPlan = FaultPlan()
+    expect: dict[str, str] = Field(default_factory=dict)
+    """Request -> `complete` (the default), `aborted`, or the code of an error (`hackkv.errors`)."""
+    failovers: int | None = None
+    """How many there must be in all; None does not say."""
+    at_least: dict[str, float] = Field(default_factory=dict)
+    """Statistics of the nodes (`NodeInfo.stats`), summed: what the day was about must have happened."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        names = [ask.name for ask in self.requests]
+        if len(set(names)) != len(names):
+            raise ValueError("two requests have the same name")
+        if unknown := set(self.expect) - set(names):
+            raise ValueError(f"expect names {', '.join(sorted(unknown))}, which no request is called")
+        return self

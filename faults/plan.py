@@ -1,0 +1,105 @@
+"""What goes wrong, as data.
+
+    seed: 7
+    rules:
+      - {at: wire.frame, do: corrupt, node: prefill-0, chance: 0.01, times: 3}
+      - {at: decode.token, do: kill, node: decode-1, nth: 40, seconds: 5}
+
+A rule counts the moments that match it on each node by itself. Whether it strikes depends on the seed, the node, the
+rule and that count, never on time: the same plan strikes at the same moments.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from hackkv.config import Frozen
+
+
+class Point(StrEnum):
+    """Moments in a request's life at which a node can be struck, in their usual order."""
+
+    REPORT = "node.report"
+    """Before the node says to the router how it is: registration and every renewal."""
+    DECODE_JOB = "decode.job"
+    RESERVED = "decode.reserved"
+    PREFILL_JOB = "prefill.job"
+    ASSIGN = "prefill.assign"
+    HANDOFF = "wire.handoff"
+    FRAME = "wire.frame"
+    FIRST_TOKEN = "prefill.first_token"
+    END = "wire.end"
+    RECEIPT = "wire.receipt"
+    HANDED_OFF = "prefill.handed_off"
+    HANDOFF_FAILED = "prefill.handoff_failed"
+    LANDED = "decode.landed"
+    TOKEN = "decode.token"
+    SWAPPED = "decode.swapped"
+    DECODED = "decode.decoded"
+
+
+class Action(StrEnum):
+    """What happens."""
+
+    DELAY = "delay"
+    """It takes `seconds` longer."""
+    STALL = "stall"
+    """It never comes, and nobody says so."""
+    CUT = "cut"
+    """The connection breaks."""
+    DROP = "drop"
+    """A frame is lost."""
+    CORRUPT = "corrupt"
+    """A bit of a frame's payload flips."""
+    DUPLICATE = "duplicate"
+    """A frame comes twice."""
+    SLOW = "slow"
+    """A frame takes its size over `bytes_per_s`."""
+    KILL = "kill"
+    """The node dies at once; after `seconds` (if any) it is started again."""
+    ABORT = "abort"
+    """The client leaves."""
+    FILL = "fill"
+    """All pages that a decode node has free are taken for `seconds`."""
+
+
+ON_FRAMES = frozenset({Action.DROP, Action.CORRUPT, Action.DUPLICATE, Action.SLOW})
+TIMED = frozenset({Action.DELAY, Action.FILL})
+
+
+class Rule(Frozen):
+    """One thing that goes wrong. `node` and `request` are shell patterns over their names."""
+
+    at: Point
+    do: Action
+    node: str = "*"
+    request: str = "*"
+    nth: int = Field(default=0, ge=0)
+    """Strike at the nth matching moment of a node only, from 1; 0 is any."""
+    chance: float = Field(default=1.0, ge=0, le=1)
+    times: int = Field(default=1, ge=0)
+    """Strike each node at most so often; 0 is no limit."""
+    seconds: float = Field(default=0.0, ge=0)
+    bytes_per_s: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if self.do in ON_FRAMES and self.at is not Point.FRAME:
+            raise ValueError(f"{self.do} strikes at {Point.FRAME} only")
+        if self.do is Action.FILL and not self.at.startswith("decode."):
+            raise ValueError(f"{self.do} strikes decode nodes only")
+        if self.do in TIMED and not self.seconds:
+            raise ValueError(f"{self.do} needs seconds")
+        if (self.do is Action.SLOW) != bool(self.bytes_per_s):
+            raise ValueError(f"bytes_per_s goes with {Action.SLOW}, and it needs it")
+        return self
+
+
+class FaultPlan(Frozen):
+    """Everything that goes wrong in one cluster."""
+
+    seed: int = 0
+    rules: tuple[Rule, ...] = ()
