@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test browser compose-test check dashboards proto bench sanitize clean
+.PHONY: help demo serve test browser compose-test check dashboards proto bench sanitize arm clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -40,12 +40,15 @@ dashboards: $(STAMP)  ## regenerate the Grafana dashboards
 proto: $(STAMP)  ## regenerate transport/pb from kv.proto
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. transport/pb/kv.proto
 
-bench: $(STAMP)  ## measure the wires and the CPU kernels beside their rivals
+bench: $(STAMP)  ## measure the wires, and the CPU kernels beside their rivals (docs/performance.md)
 	$(BIN)/python -m bench.wire
-	$(BIN)/python -m bench.kernels
+	$(BIN)/python -m bench.kernels --out docs
 
 sanitize: $(STAMP)  ## kernel tests under the address and undefined-behaviour sanitizers
 	PATH=$(CURDIR)/$(BIN):$$PATH kernels/csrc/sanitize.sh
+
+arm:  ## portable kernels on aarch64, emulated, against this machine's (g++-aarch64-linux-gnu, qemu-user)
+	kernels/csrc/agree.sh
 
 clean:  ## remove the virtual environment and caches
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis

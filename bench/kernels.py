@@ -1,19 +1,19 @@
-"""Speed of the CPU kernels beside their rivals: `python -m bench.kernels [--json FILE]`.
+"""Speed of the CPU kernels beside their rivals: `python -m bench.kernels [--out docs]`.
 
 Contenders of a row take turns, so that a noisy machine is noisy for all; times are medians, ratios are medians of the
-ratios within a round. Every call finds its KV cache cold where the others' data exceed the last cache, as between the
-layers of a model. Traffic counts codes, minima and scales of sealed pages.
+ratios within a round. A turn walks over several KV caches, as a step walks over the layers of a model, so that every
+call finds its cache in main memory. Traffic counts codes, minima and scales of sealed pages. Asks for real-time
+priority, which takes root; the report says whether it was granted.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 
@@ -24,6 +24,9 @@ from hack_kernels.rivals import Rival, Rows, bf16_pages, read_all
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.kernels_report import write_report
+from bench.row import Row
+
 FORMAT = HackFormat(128, 64)
 PI, D = FORMAT.page_tokens, FORMAT.head_dim
 PAGE_BYTES = 5120  # of one KV head: codes, minima and scales of K and V
@@ -31,31 +34,25 @@ SETTLE_S = (
     0.01  # torch's OpenMP threads spin for some milliseconds after their work, on the cores of the next contender
 )
 SDPA_DTYPES = (torch.float32, torch.bfloat16)
+COLD_BYTES = 128 * 2**20  # a turn's caches together: several times the last-level cache
+
+Calls = Sequence[Callable[[], object]]
+"""What one contender does in a turn: the same call over one KV cache after another."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table. `ms` are medians by contender; `ratios` say how many times faster `hack` is."""
-
-    what: str
-    shape: str
-    ms: dict[str, float]
-    ratios: dict[str, float] = field(default_factory=dict)
-    gb_per_s: float | None = None
-    of_read_bandwidth: float | None = None
-
-
-def race(contenders: dict[str, Callable[[], object]], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds of each contender, and the median of every other one's time over that of `hack`."""
-    for run in contenders.values():
-        run()
+def race(contenders: dict[str, Calls], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds of a call of each contender, and the median of every other one's time over that of `hack`."""
+    for calls in contenders.values():
+        calls[0]()
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
-        for name, run in contenders.items():
+        for name, calls in contenders.items():
             sleep(SETTLE_S)
+            calls[-1]()  # after the pause: code, tables and threads are awake, the first cache is cold
             began = perf_counter()
-            run()
-            times[name].append((perf_counter() - began) * 1e3)
+            for call in calls:
+                call()
+            times[name].append((perf_counter() - began) * 1e3 / len(calls))
     ours = times.get("hack", [])
     ratios = {
         name: statistics.median(theirs / mine for theirs, mine in zip(rows, ours, strict=True))
@@ -78,22 +75,30 @@ def read_bandwidth(threads: int) -> float:
 
 def decode_row(kernels: CpuKernels, tokens: int, batch: int, kv_heads: int, group: int, bandwidth: float) -> Row:
     """One step of decode over random codes; the rivals read caches of the same length."""
-    pages_each = tokens // PI
-    pages, rows = decode_inputs(kernels, pages_each, batch, kv_heads, group)
+    pages_each, size = tokens // PI, batch * tokens * kv_heads
+    inputs = [
+        decode_inputs(kernels, pages_each, batch, kv_heads, group) for _ in range(copies(size * PAGE_BYTES // PI))
+    ]
+    rows = inputs[0][1]
     bf16, dequantize = Rival("bf16", kernels.threads), Rival("dequantize", kernels.threads)
-    bf16_pool = {
-        name: zeros_in_huge_pages((batch * pages_each, kv_heads, PI, D), torch.bfloat16).normal_().view(torch.uint8)
-        for name in ("k_codes", "v_codes")
-    }
-    contenders: dict[str, Callable[[], object]] = {
-        "hack": lambda: kernels.attn_decode(FORMAT, 0, pages, rows.open_k, rows.open_v, rows.spans, rows.q),
-        "bf16": lambda: bf16.attend(FORMAT, bf16_pool, rows),
-        "dequantize": lambda: dequantize.attend(FORMAT, pages, rows),
+    bf16_pools = [
+        {
+            name: zeros_in_huge_pages((batch * pages_each, kv_heads, PI, D), torch.bfloat16).normal_().view(torch.uint8)
+            for name in ("k_codes", "v_codes")
+        }
+        for _ in range(copies(size * D * 4))
+    ]
+    contenders: dict[str, Calls] = {
+        "hack": [
+            partial(kernels.attn_decode, FORMAT, 0, pages, x.open_k, x.open_v, x.spans, x.q) for pages, x in inputs
+        ],
+        "bf16": [partial(bf16.attend, FORMAT, pool, rows) for pool in bf16_pools],
+        "dequantize": [partial(dequantize.attend, FORMAT, pages, x) for pages, x in inputs],
     }
     sdpa_batch = 1 if batch * tokens > 2**18 else batch  # torch's time is proportional to the batch; memory is short
     for dtype in SDPA_DTYPES:
-        contenders[f"sdpa {str(dtype)[6:]}"] = sdpa_decode(rows.q[:sdpa_batch], tokens, kv_heads, dtype)
-    ms, ratios = race(contenders, rounds=9)
+        contenders.update(sdpa_decode(rows.q[:sdpa_batch], tokens, kv_heads, dtype))
+    ms, ratios = race(contenders, rounds=7)
     scale = batch / sdpa_batch
     for name in [name for name in ms if name.startswith("sdpa")]:
         ms[name], ratios[name] = ms[name] * scale, ratios[name] * scale
@@ -120,12 +125,25 @@ def decode_inputs(
     )
 
 
-def sdpa_decode(q: Tensor, tokens: int, kv_heads: int, dtype: torch.dtype) -> Callable[[], object]:
-    """Contiguous K and V; the heads of a group are rows of one query, which is faster here than `enable_gqa`."""
-    batch = q.shape[0]
-    query = q.view(batch, kv_heads, -1, D).to(dtype)
-    key, value = (torch.randn(batch, kv_heads, tokens, D, dtype=dtype) for _ in range(2))
-    return lambda: scaled_dot_product_attention(query, key, value)
+def copies(num_bytes: int) -> int:
+    """How many KV caches of this size a turn walks over."""
+    return -(-COLD_BYTES // num_bytes)
+
+
+def sdpa_decode(q: Tensor, tokens: int, kv_heads: int, dtype: torch.dtype) -> dict[str, Calls]:
+    """Contiguous K and V, in two ways: a group of heads as rows of one query, and the usual `enable_gqa`."""
+    batch, name = q.shape[0], str(dtype).removeprefix("torch.")
+    as_rows, as_heads = q.view(batch, kv_heads, -1, D).to(dtype), q.view(batch, -1, 1, D).to(dtype)
+    caches = [
+        [torch.randn(batch, kv_heads, tokens, D, dtype=dtype) for _ in range(2)]
+        for _ in range(copies(batch * kv_heads * tokens * D * 2 * dtype.itemsize))
+    ]
+    return {
+        f"sdpa {name}, rows": [partial(scaled_dot_product_attention, as_rows, k, v) for k, v in caches],
+        f"sdpa {name}, gqa": [
+            partial(scaled_dot_product_attention, as_heads, k, v, enable_gqa=True) for k, v in caches
+        ],
+    }
 
 
 def prefill_row(kernels: CpuKernels, tokens: int, kv_heads: int, group: int) -> Row:
@@ -139,12 +157,12 @@ def prefill_row(kernels: CpuKernels, tokens: int, kv_heads: int, group: int) -> 
     empty = torch.zeros(1, kv_heads, PI, D, dtype=torch.float16)
     spans = Spans(zero, torch.tensor([tokens]), zero, ids[None], zero)
     rows, bf16_pool, bf16 = Rows(empty, empty, spans, q, k, v), bf16_pages(*paged), Rival("bf16", kernels.threads)
-    contenders: dict[str, Callable[[], object]] = {
-        "hack": lambda: kernels.attn_prefill(FORMAT, 0, pages, empty, empty, spans, q, k, v),
-        "bf16": lambda: bf16.attend(FORMAT, bf16_pool, rows),
+    contenders: dict[str, Calls] = {
+        "hack": [partial(kernels.attn_prefill, FORMAT, 0, pages, empty, empty, spans, q, k, v)],
+        "bf16": [partial(bf16.attend, FORMAT, bf16_pool, rows)],
     }
     for dtype in SDPA_DTYPES:
-        contenders[f"sdpa {str(dtype)[6:]}"] = sdpa_prefill(q, k, v, dtype)
+        contenders[f"sdpa {str(dtype).removeprefix('torch.')}"] = [sdpa_prefill(q, k, v, dtype)]
     ms, ratios = race(contenders, rounds=5)
     return Row("attn_prefill", f"{tokens} tokens, {kv_heads}x{group} heads, causal", ms, ratios)
 
@@ -164,11 +182,11 @@ def page_rows(tokens: int, kv_heads: int) -> list[Row]:
     pages = kernels.new_pages(FORMAT, len(ids), kv_heads)
     stochastic = HackFormat(D, PI, rounding=Rounding.STOCHASTIC)
     wire = kernels.export(FORMAT, pages, ids)
-    contenders: dict[str, Callable[[], object]] = {
-        "seal, nearest": lambda: kernels.seal(FORMAT, 0, pages, ids, ids * PI, *paged),
-        "seal, stochastic": lambda: kernels.seal(stochastic, 0, pages, ids, ids * PI, *paged),
-        "install": lambda: kernels.install(FORMAT, pages, ids, wire),
-        "export": lambda: kernels.export(FORMAT, pages, ids),
+    contenders: dict[str, Calls] = {
+        "seal, nearest": [lambda: kernels.seal(FORMAT, 0, pages, ids, ids * PI, *paged)],
+        "seal, stochastic": [lambda: kernels.seal(stochastic, 0, pages, ids, ids * PI, *paged)],
+        "install": [lambda: kernels.install(FORMAT, pages, ids, wire)],
+        "export": [lambda: kernels.export(FORMAT, pages, ids)],
     }
     ms, _ = race(contenders, rounds=15)
     packed, rows = len(ids) * kv_heads * PAGE_BYTES, 4 * tokens * kv_heads * D
@@ -181,12 +199,21 @@ def page_rows(tokens: int, kv_heads: int) -> list[Row]:
 def call_row(kernels: CpuKernels) -> Row:
     """The fixed price of one call: one short sequence, one KV head."""
     pages, rows = decode_inputs(kernels, 1, 1, 1, 1)
-    run = {"hack": lambda: kernels.attn_decode(FORMAT, 0, pages, rows.open_k, rows.open_v, rows.spans, rows.q)}
-    ms, _ = race(dict(run), rounds=300)
+    call = partial(kernels.attn_decode, FORMAT, 0, pages, rows.open_k, rows.open_v, rows.spans, rows.q)
+    ms, _ = race({"hack": [call] * 20}, rounds=50)
     return Row("attn_decode call", "64 tokens, 1 head, batch 1", ms)
 
 
-def machine(kernels: CpuKernels, bandwidth: float) -> dict[str, object]:
+def take_priority() -> bool:
+    """Real-time priority for this process and the threads that it will start; False where it is not allowed."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except (AttributeError, PermissionError):
+        return False
+    return True
+
+
+def machine(kernels: CpuKernels, bandwidth: float, priority: bool) -> dict[str, object]:
     """What the numbers belong to."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -198,6 +225,7 @@ def machine(kernels: CpuKernels, bandwidth: float) -> dict[str, object]:
         "torch": torch.__version__,
         "read_gb_per_s": round(bandwidth, 1),
         "load_average": os.getloadavg()[0],
+        "real_time_priority": priority,
     }
 
 
@@ -218,14 +246,15 @@ def describe(row: Row) -> str:
 def main() -> None:
     """Run all rows, print them as they come, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write machine and rows here")
+    parser.add_argument("--out", type=Path, help="folder whose performance.md, .json and .png get this section")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", choices=["decode", "prefill", "pages"], help="one part of the table")
     arguments = parser.parse_args()
+    priority = take_priority()
     torch.set_num_threads(arguments.threads)
     kernels = CpuKernels(threads=arguments.threads)
     bandwidth = read_bandwidth(arguments.threads)
-    about = machine(kernels, bandwidth)
+    about = machine(kernels, bandwidth, priority)
     print(*(f"{name}: {value}" for name, value in about.items()), sep="\n")
     rows: list[Row] = []
 
@@ -242,8 +271,8 @@ def main() -> None:
     if arguments.only in (None, "decode"):
         for tokens, batch in ((16384, 1), (16384, 8), (65536, 1), (65536, 8)):
             report(decode_row(kernels, tokens, batch, 8, 4, bandwidth))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": about, "rows": [asdict(row) for row in rows]}, indent=1))
+    if arguments.out:
+        write_report(arguments.out, about, rows)
 
 
 if __name__ == "__main__":

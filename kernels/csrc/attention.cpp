@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -10,7 +11,7 @@
 namespace hack {
 namespace {
 
-constexpr int kItemsPerThread = 4;       // enough that a thread that falls behind costs little
+constexpr int kItemsPerThread = 8;       // enough that a thread that falls behind costs little
 constexpr std::int64_t kMinSplit = 4;    // pages
 constexpr std::int64_t kAloneWork = 96;  // pages times tiles of 4 rows that one thread does while another would wake
 
@@ -129,43 +130,55 @@ std::int64_t cost(const AttendItem& item) {
   return (item.last + 1) * ((rows_of(item) + 3) / 4);
 }
 
-// Whole items cut into ranges of pages, so that a few long sequences still fill all threads.
+// Whole items cut into ranges of pages, so that a few long sequences still fill all threads. Whoever finishes the last
+// part of an item merges its parts.
 class Splits {
  public:
   Splits(const Format& fmt, const std::vector<AttendItem>& items, std::int64_t most) {
-    std::vector<std::int64_t> places;
-    std::int64_t floats = 0;
-    for (const AttendItem& whole : items) {
-      const std::int64_t pages = std::max(kMinSplit, most / std::max<std::int64_t>(1, cost(whole) / (whole.last + 1)));
-      const std::int64_t count = std::max<std::int64_t>(1, (whole.last + pages - 1) / pages);
-      const std::int64_t size = partial_floats(fmt, rows_of(whole));
-      for (std::int64_t s = 0; s < count; ++s) parts.push_back(part(whole, s, count));
-      if (count > 1) merges.push_back({nullptr, int(count), whole});
-      for (std::int64_t s = 0; s < count; ++s) places.push_back(count > 1 ? floats + s * size : -1);
-      if (count > 1) floats += count * size;
-    }
-    memory_.resize(std::size_t(floats));
-    for (std::size_t i = 0, merge = 0; i < parts.size(); ++i) {
-      if (places[i] < 0) continue;
-      parts[i].partial = memory_.data() + places[i];
-      if (parts[i].first == 0) merges[merge++].partials = parts[i].partial;
+    for (const AttendItem& item : items) {
+      const std::int64_t pages = std::max(kMinSplit, most / std::max<std::int64_t>(1, cost(item) / (item.last + 1)));
+      const int count = int(std::max<std::int64_t>(1, (item.last + pages - 1) / pages));
+      for (int s = 0; s < count; ++s) parts_.push_back({wholes_.size(), s});
+      const std::int64_t floats = count > 1 ? count * partial_floats(fmt, rows_of(item)) : 0;
+      wholes_.push_back({item, count, count, std::vector<float>(std::size_t(floats))});
     }
   }
 
-  std::vector<AttendItem> parts;
-  std::vector<MergeItem> merges;
+  std::int64_t size() const { return std::int64_t(parts_.size()); }
+
+  void run(std::int64_t index, const Operations& operations, const Format& fmt, const Pool& pool, std::byte* scratch) {
+    const Part& part = parts_[std::size_t(index)];
+    Whole& whole = wholes_[part.whole];
+    operations.attend(fmt, pool, item_of(fmt, whole, part.split), scratch);
+    if (whole.splits > 1 && std::atomic_ref(whole.left).fetch_sub(1, std::memory_order_acq_rel) == 1)
+      operations.merge(fmt, {whole.partials.data(), whole.splits, whole.item});
+  }
 
  private:
+  struct Whole {
+    AttendItem item;
+    int splits;
+    int left;  // parts that have not finished; counted by all threads
+    std::vector<float> partials;
+  };
+  struct Part {
+    std::size_t whole;
+    int split;
+  };
+
   // The last part also takes the own page.
-  static AttendItem part(const AttendItem& whole, std::int64_t s, std::int64_t count) {
-    AttendItem item = whole;
-    item.first = whole.last * s / count;
-    item.last = whole.last * (s + 1) / count;
-    if (s + 1 < count) item.own.total = 0;
+  static AttendItem item_of(const Format& fmt, Whole& whole, int split) {
+    AttendItem item = whole.item;
+    if (whole.splits == 1) return item;
+    item.first = whole.item.last * split / whole.splits;
+    item.last = whole.item.last * (split + 1) / whole.splits;
+    item.partial = whole.partials.data() + split * partial_floats(fmt, rows_of(item));
+    if (split + 1 < whole.splits) item.own.total = 0;
     return item;
   }
 
-  std::vector<float> memory_;
+  std::vector<Whole> wholes_;
+  std::vector<Part> parts_;
 };
 
 }  // namespace
@@ -183,11 +196,8 @@ void Engine::attend(const Format& fmt, int layer, const Pool& pool, const OpenPa
   const std::int64_t per_item = workers == 1 ? work : work / (std::int64_t(workers) * kItemsPerThread) + 1;
   Splits splits(fmt, items, per_item);
   const std::size_t bytes = scratch_bytes(fmt, most_rows);
-  parallel_for(workers, std::int64_t(splits.parts.size()), [&](std::int64_t i) {
-    operations.attend(fmt, pool, splits.parts[std::size_t(i)], thread_scratch(bytes));
-  });
-  parallel_for(workers, std::int64_t(splits.merges.size()),
-               [&](std::int64_t i) { operations.merge(fmt, splits.merges[std::size_t(i)]); });
+  parallel_for(workers, splits.size(),
+               [&](std::int64_t i) { splits.run(i, operations, fmt, pool, thread_scratch(bytes)); });
 }
 
 void Engine::seal(const Format& fmt, int layer, const Pool& pool, PageList pages, const std::int64_t* starts,

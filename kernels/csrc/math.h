@@ -25,34 +25,55 @@ struct Noise {
   typename S::F k, v;  // uniform in [0, 1), 24 bits
 };
 
-// Philox4x32-10 with counter (layer, head, position, channel..channel+15) and the seed as key; see philox.py.
+// Philox4x32-10 with the seed as key: the key of every round.
+struct RoundKeys {
+  static constexpr int kRounds = 10;
+  std::uint32_t a[kRounds];
+  std::uint32_t b[kRounds];
+};
+
 template <class S>
-Noise<S> noise(std::uint64_t seed, int layer, int head, std::int64_t position, int channel) {
+RoundKeys round_keys(std::uint64_t seed) {
+  RoundKeys keys;
+  for (std::uint32_t i = 0; i < RoundKeys::kRounds; ++i) {
+    keys.a[i] = std::uint32_t(seed) + i * 0x9E3779B9u;
+    keys.b[i] = std::uint32_t(seed >> 32) + i * 0xBB67AE85u;
+  }
+  return keys;
+}
+
+// Words 0 and 1 of the blocks with counter (layer, head, position, channel..channel+15); see philox.py.
+template <class S>
+Noise<S> noise(const RoundKeys& keys, int layer, int head, std::int64_t position, int channel) {
   using I = typename S::I;
+  struct Words {
+    I k, v;
+  };
   constexpr std::uint32_t factor_a = 0xD2511F53u, factor_b = 0xCD9E8D57u;
-  std::uint32_t k0 = std::uint32_t(seed), k1 = std::uint32_t(seed >> 32);
   // All lanes share three of the counter's words, so the first round needs no vectors but for the channel.
   const std::uint64_t first_a = std::uint64_t(factor_a) * std::uint32_t(layer);
   const std::uint64_t first_b = std::uint64_t(factor_b) * std::uint32_t(position);
-  I c0 = S::splat_int(std::int32_t(std::uint32_t(first_b >> 32) ^ std::uint32_t(head) ^ k0));
-  I c1 = S::splat_int(std::int32_t(first_b));
-  I c2 = S::bit_xor(S::add_int(S::lane_numbers(), S::splat_int(channel)),
-                    S::splat_int(std::int32_t(std::uint32_t(first_a >> 32) ^ k1)));
-  I c3 = S::splat_int(std::int32_t(first_a));
-  unrolled<9>([&](auto) __attribute__((always_inline)) {
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-    I high_a, low_a, high_b, low_b;
-    S::multiply_wide(c0, factor_a, high_a, low_a);
-    S::multiply_wide(c2, factor_b, high_b, low_b);
-    c0 = S::bit_xor(S::bit_xor(high_b, c1), S::splat_int(std::int32_t(k0)));
-    c2 = S::bit_xor(S::bit_xor(high_a, c3), S::splat_int(std::int32_t(k1)));
-    c1 = low_b;
-    c3 = low_a;
-  });
-  const auto step = S::splat(0x1p-24f);
-  return {S::mul(S::to_float(S::template shift_right<8>(c0)), step),
-          S::mul(S::to_float(S::template shift_right<8>(c1)), step)};
+  const auto key = [&](std::uint32_t word) { return S::splat_int(std::int32_t(word)); };
+  // Channels in the lower halves of 64 bits, which a product fills; nothing reads the upper halves of the words.
+  const auto words = [&](I channels) __attribute__((always_inline)) {
+    I c0 = key(std::uint32_t(first_b >> 32) ^ std::uint32_t(head) ^ keys.a[0]), c1 = key(std::uint32_t(first_b));
+    I c2 = S::bit_xor(channels, key(std::uint32_t(first_a >> 32) ^ keys.b[0])), c3 = key(std::uint32_t(first_a));
+    unrolled<RoundKeys::kRounds - 2>([&](auto round) __attribute__((always_inline)) {
+      const I a = S::multiply_lower(c0, factor_a), b = S::multiply_lower(c2, factor_b);
+      c0 = S::bit_xor(S::bit_xor(S::upper(b), c1), key(keys.a[round + 1]));
+      c2 = S::bit_xor(S::bit_xor(S::upper(a), c3), key(keys.b[round + 1]));
+      c1 = b;
+      c3 = a;
+    });
+    const I last = S::multiply_lower(c2, factor_b);
+    return Words{S::bit_xor(S::bit_xor(S::upper(last), c1), key(keys.a[RoundKeys::kRounds - 1])), last};
+  };
+  const I channels = S::add_int(S::lane_numbers(), S::splat_int(channel));
+  const Words even = words(channels), odd = words(S::upper(channels));
+  const auto uniform = [](I even, I odd) {
+    return S::mul(S::to_float(S::template shift_right<8>(S::interleave(even, odd))), S::splat(0x1p-24f));
+  };
+  return {uniform(even.k, odd.k), uniform(even.v, odd.v)};
 }
 
 }  // namespace hack

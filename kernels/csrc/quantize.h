@@ -39,7 +39,7 @@ void k_ranges(const Format& fmt, const std::uint16_t* const* rows, int n, RowCod
         low = S::min(value, low);
         high = S::max(value, high);
       }
-      out.minimum[t * groups + g] = S::reduce_min(low);
+      out.minimum[t * groups + g] = S::reduce_min(low) + 0.0f;  // of two zeros the positive one
       out.scale[t * groups + g] = S::reduce_max(high);
     }
   }
@@ -57,7 +57,7 @@ void v_ranges(const Format& fmt, const std::uint16_t* const* rows, int n, RowCod
       low = S::min(value, low);
       high = S::max(value, high);
     }
-    S::store(out.minimum + d, low);
+    S::store(out.minimum + d, S::add(low, S::zero()));
     S::store(out.scale + d, high);
   }
   scales_from_maxima<S>(out.scale, out.minimum, fmt.head_dim, fmt.v_bits);
@@ -75,11 +75,12 @@ void store_codes(std::uint8_t* out, typename S::F x, typename S::F low, typename
 template <class S>
 void quantize_k(const Format& fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
   k_ranges<S>(fmt, rows, n, out);
+  const RoundKeys keys = round_keys<S>(fmt.seed);
   const int groups = fmt.k_groups();
   for (int t = 0; t < n; ++t) {
     for (int d = 0; d < fmt.head_dim; d += kLanes) {
       const int partition = t * groups + d / fmt.k_partition;
-      const auto r = fmt.stochastic ? noise<S>(fmt.seed, at.layer, at.head, at.position + t, d).k : S::splat(0.5f);
+      const auto r = fmt.stochastic ? noise<S>(keys, at.layer, at.head, at.position + t, d).k : S::splat(0.5f);
       store_codes<S>(out.codes + t * fmt.head_dim + d, S::load_half(rows[t] + d), S::splat(out.minimum[partition]),
                      S::splat(out.scale[partition]), r, fmt.k_bits);
     }
@@ -92,11 +93,12 @@ void quantize_page(const Format& fmt, Place at, const std::uint16_t* const* k_ro
                    RowCodes k, RowCodes v) {
   k_ranges<S>(fmt, k_rows, fmt.page_tokens, k);
   v_ranges<S>(fmt, v_rows, fmt.page_tokens, v);
+  const RoundKeys keys = round_keys<S>(fmt.seed);
   const int groups = fmt.k_groups();
   for (int t = 0; t < fmt.page_tokens; ++t) {
     for (int d = 0; d < fmt.head_dim; d += kLanes) {
       Noise<S> r{S::splat(0.5f), S::splat(0.5f)};
-      if (fmt.stochastic) r = noise<S>(fmt.seed, at.layer, at.head, at.position + t, d);
+      if (fmt.stochastic) r = noise<S>(keys, at.layer, at.head, at.position + t, d);
       const int partition = t * groups + d / fmt.k_partition, at_code = t * fmt.head_dim + d;
       store_codes<S>(k.codes + at_code, S::load_half(k_rows[t] + d), S::splat(k.minimum[partition]),
                      S::splat(k.scale[partition]), r.k, fmt.k_bits);

@@ -13,6 +13,13 @@ namespace hack {
 namespace {
 
 constexpr std::align_val_t kAlignment{64};
+constexpr int kSpins = 4096;  // some tens of microseconds: less than it takes to sleep and be woken
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
 
 class ThreadPool {
  public:
@@ -42,6 +49,9 @@ class ThreadPool {
   void close() {
     std::unique_lock lock(mutex_);
     places_ = 0;  // a thread that wakes late finds nothing to join
+    lock.unlock();
+    for (int i = 0; i < kSpins && active_.load(std::memory_order_acquire) > 0; ++i) pause();
+    lock.lock();
     done_.wait(lock, [this] { return active_ == 0; });
   }
 
@@ -71,7 +81,7 @@ class ThreadPool {
   const Task* task_ = nullptr;
   std::int64_t count_ = 0;
   int places_ = 0;
-  int active_ = 0;
+  std::atomic<int> active_{0};
   int spawned_ = 0;
   std::atomic<std::int64_t> next_{0};
 };

@@ -1,7 +1,8 @@
 """Partitions to codes and back, and codes to bytes and back: the definitions that every backend must meet bit for bit.
 
 For a partition x with levels = 2^bits - 1:
-m = FP16 toward -inf of min(x); s = FP16 toward +inf of (max(x) - m) / levels, 1 where that is 0;
+m = FP16 toward -inf of min(x), and +0 where that is zero of either sign;
+s = FP16 toward +inf of (max(x) - m) / levels, 1 where that is 0;
 code = floor((x - m) / s + r), clamped to 0..levels, with r = 1/2 (nearest) or uniform in [0, 1) (stochastic). All
 arithmetic is IEEE FP32 with true division, so |x - (s·code + m)| <= s (s/2 for nearest) and constants are exact.
 """
@@ -35,7 +36,7 @@ def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> Quantized:
     """Quantize partitions that lie along the last axis; `noise` in [0, 1), shaped as x, rounds stochastically."""
     levels = 2**bits - 1
     x = x.to(torch.float32)
-    minimum = fp16_down(x.amin(-1))
+    minimum = fp16_down(x.amin(-1) + 0.0)
     low = minimum.to(torch.float32)
     scale = fp16_up((x.amax(-1) - low) / levels)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)

@@ -134,6 +134,20 @@ def test_bytes_equal_the_reference_at_extreme_scales(kernels: cpu.CpuKernels, sc
         assert torch.equal(ours[name], plane), name
 
 
+def test_a_minimum_of_zero_is_positive_whichever_zeros_stand_in_the_partition(kernels: cpu.CpuKernels) -> None:
+    """-0 and +0 compare equal, so which of them a minimum finds first depends on the order of the comparisons."""
+    fmt = HackFormat(64, 32)
+    case = Case(fmt, [64], heads=2)
+    for rows in (case.k[0], case.v[0]):
+        signs = random_rows(3, *rows.shape)
+        rows.copy_(torch.where(signs > 0.5, rows.abs(), torch.where(signs > 0, 0.0, -0.0).half()))
+    ids = case.table[0, :2]
+    ours, theirs = (k.export(fmt, case.pool(k), ids) for k in (kernels, load("reference")))
+    for name, plane in theirs.items():
+        assert torch.equal(ours[name].view(torch.uint8), plane.view(torch.uint8)), name
+    assert not bool(theirs["k_min"].signbit().any() or theirs["v_min"].signbit().any())
+
+
 @pytest.mark.parametrize("fmt", ATTENTION_FORMATS, ids=str)
 @pytest.mark.parametrize("group", [1, 7])
 def test_attention_agrees_with_the_reference(kernels: cpu.CpuKernels, fmt: HackFormat, group: int) -> None:

@@ -108,9 +108,15 @@ struct Avx2 {
   static I dot(I acc, I unsigned_bytes, I signed_bytes) {
     return {half_dot(acc.a, unsigned_bytes.a, signed_bytes.a), half_dot(acc.b, unsigned_bytes.b, signed_bytes.b)};
   }
-  static void multiply_wide(I x, std::uint32_t y, I& high, I& low) {
-    half_multiply(x.a, y, high.a, low.a);
-    half_multiply(x.b, y, high.b, low.b);
+  // Lanes in pairs of 64 bits: the product of the lower ones, the upper one, and pairs from two lower ones.
+  static I multiply_lower(I x, std::uint32_t y) {
+    const __m256i factor = _mm256_set1_epi64x(y);
+    return {_mm256_mul_epu32(x.a, factor), _mm256_mul_epu32(x.b, factor)};
+  }
+  static I upper(I x) { return {_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
+  static I interleave(I even, I odd) {
+    return {_mm256_blend_epi32(even.a, _mm256_slli_epi64(odd.a, 32), 0xAA),
+            _mm256_blend_epi32(even.b, _mm256_slli_epi64(odd.b, 32), 0xAA)};
   }
 
  private:
@@ -148,12 +154,6 @@ struct Avx2 {
   }
   static __m256i half_dot(__m256i acc, __m256i u, __m256i s) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
-  }
-  static void half_multiply(__m256i x, std::uint32_t y, __m256i& high, __m256i& low) {
-    const __m256i factor = _mm256_set1_epi64x(y);
-    const __m256i even = _mm256_mul_epu32(x, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), factor);
-    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
-    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
   }
 };
 

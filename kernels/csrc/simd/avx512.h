@@ -81,12 +81,10 @@ struct Avx512 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(unsigned_bytes), "v"(signed_bytes));
     return acc;
   }
-  static void multiply_wide(I a, std::uint32_t b, I& high, I& low) {
-    const I factor = _mm512_set1_epi64(b);
-    const I even = _mm512_mul_epu32(a, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor);
-    high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
-    low = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
-  }
+  // Lanes in pairs of 64 bits: the product of the lower ones, the upper one, and pairs from two lower ones.
+  static I multiply_lower(I x, std::uint32_t y) { return _mm512_mul_epu32(x, _mm512_set1_epi64(y)); }
+  static I upper(I x) { return _mm512_srli_epi64(x, 32); }
+  static I interleave(I even, I odd) { return _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32)); }
 
  private:
   template <class With>

@@ -154,12 +154,15 @@ struct Portable {
     }
     return acc;
   }
-  static void multiply_wide(I x, std::uint32_t y, I& high, I& low) {
-    for (int i = 0; i < 16; ++i) {
-      const std::uint64_t product = std::uint64_t(x.v[i]) * y;
-      high.v[i] = std::uint32_t(product >> 32);
-      low.v[i] = std::uint32_t(product);
-    }
+  // Lanes in pairs of 64 bits: the product of the lower ones, the upper one, and pairs from two lower ones.
+  static I multiply_lower(I x, std::uint32_t y) {
+    return pairs([&](int i) { return (pair(x, i) & 0xFFFFFFFFu) * y; });
+  }
+  static I upper(I x) {
+    return pairs([&](int i) { return pair(x, i) >> 32; });
+  }
+  static I interleave(I even, I odd) {
+    return pairs([&](int i) { return (pair(even, i) & 0xFFFFFFFFu) | pair(odd, i) << 32; });
   }
 
  private:
@@ -167,6 +170,20 @@ struct Portable {
   static V lanes(Make make) {
     V x;
     for (int i = 0; i < 16; ++i) x.v[i] = make(i);
+    return x;
+  }
+  static std::uint64_t pair(const I& x, int i) {
+    std::uint64_t bits;
+    std::memcpy(&bits, x.v + 2 * i, sizeof bits);
+    return bits;
+  }
+  template <class Make>
+  static I pairs(Make make) {
+    I x;
+    for (int i = 0; i < 8; ++i) {
+      const std::uint64_t bits = make(i);
+      std::memcpy(x.v + 2 * i, &bits, sizeof bits);
+    }
     return x;
   }
 };

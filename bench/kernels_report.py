@@ -1,0 +1,91 @@
+"""The section `cpu` of docs/performance.md: what `bench.kernels` measured, with the targets beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from bench.row import Row
+from bench.sections import write_section
+
+PICTURE: Final = "performance-cpu.png"
+NOTES: Final = Path(__file__).with_name("kernels_notes.md")
+"""What no run can find out: where the time goes, what was tried. Written by hand, part of the section."""
+
+
+def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) -> None:
+    """Table, record and picture. Ratios say how many times faster `hack` is within the same rounds."""
+    decode = [row for row in rows if row.what == "attn_decode"]
+    prefill = [row for row in rows if row.what == "attn_prefill"]
+    others = [row for row in rows if row not in decode and row not in prefill]
+    lines = ["## CPU kernels", "", "`python -m bench.kernels --out docs` · " + describe(machine), ""]
+    if decode:
+        lines += [
+            "| attn_decode, 2 bits | ms | of read speed | BF16 | dequantize | SDPA, group as rows | SDPA, enable_gqa |",
+            "|---|---|---|---|---|---|---|",
+            "| target | | ≥ 60% | ≥ 5× | ≥ 2× | | ≥ 30× |",
+            *map(decode_line, decode),
+            "",
+        ]
+        draw(decode, folder / PICTURE)
+    if prefill:
+        lines += ["| attn_prefill | ms | BF16 | SDPA |", "|---|---|---|---|", "| target | | ≥ 1.3× hoped for | ≥ 2× |"]
+        lines += [f"| {r.shape} | {r.ms['hack']:.0f} | {r.ratios['bf16']:.2f}× | {best(r, '')} |" for r in prefill] + [
+            ""
+        ]
+    if others:
+        lines += ["| others | ms | GB/s |", "|---|---|---|", "| target of seal | | ≥ 2 |"]
+        lines += [f"| {r.what}, {r.shape} | {r.ms['hack']:.3f} | {speed(r)} |" for r in others] + [""]
+    if decode:
+        lines += [f"![decode times]({PICTURE})", ""]
+    data = {"machine": machine, "rows": [asdict(row) for row in rows]}
+    write_section(folder, "cpu", "\n".join(lines) + "\n" + NOTES.read_text(), data)
+
+
+def describe(machine: dict[str, object]) -> str:
+    """The machine in one line."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items())
+
+
+def decode_line(row: Row) -> str:
+    """One shape of decode."""
+    share = "" if row.of_read_bandwidth is None else f"{row.of_read_bandwidth:.0%}"
+    return (
+        f"| {row.shape} | {row.ms['hack']:.2f} | {share} | {row.ratios['bf16']:.1f}× | {row.ratios['dequantize']:.1f}× "
+        f"| {best(row, ', rows')} | {best(row, ', gqa')} |"
+    )
+
+
+def best(row: Row, suffix: str) -> str:
+    """The ratio to torch's fastest dtype."""
+    ratio, name = min(
+        (ratio, name) for name, ratio in row.ratios.items() if name.startswith("sdpa") and name.endswith(suffix)
+    )
+    return f"{ratio:.1f}× ({name.removeprefix('sdpa ').removesuffix(suffix)})"
+
+
+def speed(row: Row) -> str:
+    """GB/s, where the row has them."""
+    return "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Milliseconds of every contender, one panel per shape."""
+    figure = Figure(figsize=(3.0 * len(rows), 2.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for i, row in enumerate(rows):
+        ax = figure.add_subplot(1, len(rows), i + 1)
+        bars = ax.barh(list(row.ms), list(row.ms.values()), color=["C0"] + ["C7"] * (len(row.ms) - 1))
+        ax.bar_label(bars, fmt="%.2f", fontsize=7)
+        ax.set_xscale("log")
+        ax.margins(x=0.3)
+        ax.invert_yaxis()
+        ax.set_title(row.shape, fontsize=8)
+        ax.tick_params(labelsize=7, labelleft=i == 0)
+        ax.set_xlabel("ms per call", fontsize=8)
+    figure.savefig(path, dpi=90)

@@ -1,0 +1,17 @@
+"""One line of a table of measured speeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`ms` are medians by contender; `ratios` say how many times faster `hack` is."""
+
+    what: str
+    shape: str
+    ms: dict[str, float]
+    ratios: dict[str, float] = field(default_factory=dict)
+    gb_per_s: float | None = None
+    of_read_bandwidth: float | None = None
