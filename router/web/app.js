@@ -145,9 +145,11 @@ function state(kind, text) {
   setText("state-text", text);
 }
 
-function alarm(text) {
+// Screen readers say an alarm once; how long it lasts is only shown.
+function alarm(text, lasting = "") {
   byId("banner").hidden = text === "";
-  setText("banner", text);
+  setText("banner-text", text);
+  setText("banner-time", lasting);
   document.documentElement.toggleAttribute("data-stale", text !== "");
 }
 
@@ -156,7 +158,7 @@ function failed() {
   const silent = (Date.now() - failedSince) / 1e3;
   state("bad", "no answer");
   const shown = cluster ? " What you see is from before." : "";
-  alarm(`The router has not answered for ${silent.toFixed(0)} s. Trying again.${shown}`);
+  alarm(`The router does not answer. Trying again.${shown}`, `${silent.toFixed(0)} s`);
 }
 
 function refused() {

@@ -244,7 +244,7 @@ def test_a_router_that_does_not_answer_is_an_alarm_until_it_does(fleet: Fleet, o
     page = ready(open_page(fleet.api.url, may_complain=True))
     page.context.set_offline(True)
     banner = page.locator("#banner")
-    expect(banner).to_contain_text("has not answered")
+    expect(banner).to_contain_text("does not answer")
     expect(page.locator("#state.bad")).to_have_text("no answer")
     page.context.set_offline(False)
     expect(banner).to_be_hidden()
