@@ -92,7 +92,7 @@ def add_partition(
     dot = tl.broadcast_to(flipped[None, None, :], (W, 16, N))
     for step in tl.static_range(steps):
         tile = tiles[m // row_fields * across + (p * steps + step) // column_fields]
-        dot = tl.dot(field(tile, f, bits), codes[step], dot)
+        dot = tl.dot(field(tile, f, bits), codes[step], dot, out_dtype=tl.int32)
     x = dot.to(tl.float32) * (q_scale * 2.0 ** (-bits * f))[None, None, :]
     if layout.asymmetric:
         if layout.fmt.stored_sums:
@@ -101,7 +101,7 @@ def add_partition(
             counted = tl.full((W, 16, N), layout.fmt.k_partition * 128 if last else 0, tl.int32)
             for step in tl.static_range(steps):
                 tile = tiles[m // row_fields * across + (p * steps + step) // column_fields]
-                counted = tl.dot(field(tile, f, bits), tl.full((W, 32, N), 1, tl.int8), counted)
+                counted = tl.dot(field(tile, f, bits), tl.full((W, 32, N), 1, tl.int8), counted, out_dtype=tl.int32)
             sums = counted.to(tl.float32) * 2.0 ** (-bits * f)
         x += sums * q_minimum[None, None, :]
     scale, minimum = load_unit(record + layout.k_meta, unit, W)
@@ -194,12 +194,12 @@ def add_channels(
             sums = load_sums(record + layout.v_sums, layout.wide_v_sums, m, W)[:, :, None] << (bits * f)
         else:
             sums = tl.full((W, 16, N), PI * 128 if last else 0, tl.int32)
-            sums = tl.dot(codes, tl.full((W, PI, N), 1, tl.int8), sums)
-        dot = tl.dot(codes, weights, flipped + sums * 128)
+            sums = tl.dot(codes, tl.full((W, PI, N), 1, tl.int8), sums, out_dtype=tl.int32)
+        dot = tl.dot(codes, weights, flipped + sums * 128, out_dtype=tl.int32)
         x = dot.to(tl.float32) * (p_scale * 2.0 ** (-bits * f))[:, None, :]
         x += sums.to(tl.float32) * (p_minimum * 2.0 ** (-bits * f))[:, None, :]
     else:
-        dot = tl.dot(codes, weights, flipped)
+        dot = tl.dot(codes, weights, flipped, out_dtype=tl.int32)
         x = dot.to(tl.float32) * (p_scale * 2.0 ** (-bits * f))[:, None, :]
     scale, minimum = load_unit(record + layout.v_meta, m, W)
     out = out * kept[:, None, :] + scale[:, :, None] * x
@@ -223,7 +223,7 @@ def add_pages(state, record, _, valid, query, layout: tl.constexpr, W: tl.conste
     weights, p_scale, p_minimum = quantized_weights(scores, page_top, layout, W, N)
     p_scale, p_minimum = p_scale * share, p_minimum * share
     # A product with ones sums the weights in the place and layout in which they are wanted.
-    p_sums = tl.dot(tl.full((W, 16, PI), 1, tl.int8), weights, tl.zeros((W, 16, N), tl.int32))
+    p_sums = tl.dot(tl.full((W, 16, PI), 1, tl.int8), weights, tl.zeros((W, 16, N), tl.int32), out_dtype=tl.int32)
     if layout.asymmetric:
         p_total = (p_sums + 128 * PI).to(tl.float32) * p_scale[:, None, :] + (PI * p_minimum)[:, None, :]
     else:

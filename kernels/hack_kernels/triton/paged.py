@@ -159,7 +159,7 @@ def decode_kernel(
             ticket = tickets + b * groups + group
             if tl.atomic_add(ticket, 1, sem="acq_rel") == count - 1:
                 opens_inside = tl.where(begin > first * total // parts, 1, 0)
-                found, weight = merged(partials, first, count, group, groups, opens_inside, D, N, W)
+                found, weight = merged(partials, first, count, group, groups, opens_inside, D, N)
                 channel, column = tl.arange(0, triton.next_power_of_2(D))[:, None], tl.arange(0, N)[None, :]
                 x = (found / weight[None, :]).to(out.dtype.element_ty)
                 seen = (column < heads_here) & (channel < D)

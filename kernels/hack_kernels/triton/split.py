@@ -47,19 +47,20 @@ def partial_of(group, groups, part, slot, SIZE: tl.constexpr):
 
 
 @triton.jit
-def merged(partials, first, count, group, groups, opens_inside, D: tl.constexpr, N: tl.constexpr, W: tl.constexpr):
+def merged(partials, first, count, group, groups, opens_inside, D: tl.constexpr, N: tl.constexpr):
     """Adds up the shares of `count` programs from `first` on. Returns outputs [D', N], D' a power of two, and weights.
 
     `opens_inside`: 1 if the sequence does not begin where the stretch of program `first` does.
     """
     SIZE: tl.constexpr = (D + 32) * N
+    AT_ONCE: tl.constexpr = 16 if D * N <= 512 else 8 if D * N <= 1024 else 4  # loads in flight; 64 registers
     channel = tl.arange(0, triton.next_power_of_2(D))
     column = tl.arange(0, N)
     top = tl.full((N,), float("-inf"), tl.float32)
     weight = tl.zeros((N,), tl.float32)
     out = tl.zeros((triton.next_power_of_2(D), N), tl.float32)
-    for begin in range(0, count, W):
-        i = begin + tl.arange(0, W)
+    for begin in range(0, count, AT_ONCE):
+        i = begin + tl.arange(0, AT_ONCE)
         share = partials + partial_of(group, groups, first + i, tl.where(i == 0, opens_inside, 0), SIZE)
         present = i < count
         tops = tl.load(
