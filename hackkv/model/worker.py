@@ -83,6 +83,11 @@ def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, Model
         kernels = load(model.backend)
     except BackendUnavailable as error:
         raise ConfigError(f"model.backend: {error}") from error
+    if kernels.device.type != "cpu":
+        raise ConfigError(
+            f"model.backend: {model.backend!r} computes on {kernels.device}, but the engine of this version on the "
+            "processor: use cpu or reference"
+        )
     folder = find_model(model.path)
     spec = read_spec(folder.path, model.max_context)
     kv_codec = make_codec(codec, spec.head_dim, kernels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hack_kernels import BACKENDS, load
+from hack_kernels import AUTO, load
 
 from hackkv.codec import KvCodec
 from hackkv.codecs import CODECS, make_codec
@@ -50,7 +50,7 @@ def test_bytes_per_token(head_dim: int, page_tokens: int, wire: int, with_sums: 
     assert paper.resident_bytes == with_sums * page_tokens
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", sorted(AUTO))
 @pytest.mark.parametrize("name", sorted(CODECS))
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("page_tokens", [32, 64, 128])
