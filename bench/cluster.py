@@ -22,6 +22,8 @@ from transport.trust import load_trust
 
 TINY = Tiny(max_context=4608, head_dim=128)
 KV_BYTES = 64 << 20
+HOST_BYTES = 64 << 20
+"""Small, so that host memory is full, and its use level, soon after the start."""
 POLL_S = 0.02
 
 Series = dict[str, float]
@@ -38,6 +40,7 @@ async def tiny_cluster(
         "model": {"path": model, "dtype": "float32", "threads": 1},
         "codec": {"name": codec},
         "kv_bytes": KV_BYTES,
+        "host_bytes": HOST_BYTES,
     }
     router = {
         "listen": {"port": 0},
