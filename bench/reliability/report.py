@@ -1,0 +1,125 @@
+"""Results of `python -m bench.reliability`: one JSON file for all scenarios, and a table made of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.reliability.load import Outcome
+from bench.reliability.scenarios import SCENARIOS, Scenario
+
+ERROR_WINDOW_S = 10.0
+BEGIN, END = "<!-- bench.reliability -->", "<!-- /bench.reliability -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One scenario, judged. Seconds; latencies are of whole requests."""
+
+    scenario: str
+    requests: int
+    rate: float
+    succeeded: int
+    errors: dict[str, int]
+    tokens_differ: int
+    """Requests that were served with other tokens than in the undisturbed run."""
+    moved: int
+    """Requests that a node's end sent elsewhere."""
+    disturbed_at_s: float
+    error_window_s: float
+    """From the disturbance to the last request that failed; 0 if none did."""
+    slowest_s: float
+    longest_wait_s: float
+    """The longest that a client waited for the next token."""
+    calm_p50_s: float
+    p50_s: float
+    failovers: dict[str, float]
+    replayed_tokens: float
+    machine: str
+    commit: str
+
+    @property
+    def holds(self) -> bool:
+        """What the issue asks for."""
+        enough = self.succeeded >= SCENARIOS[self.scenario].wanted_share * self.requests
+        return enough and not self.tokens_differ and self.error_window_s <= ERROR_WINDOW_S
+
+
+def judge(
+    scenario: Scenario,
+    calm: Sequence[Outcome],
+    outcomes: Sequence[Outcome],
+    rate: float,
+    disturbed_at_s: float,
+    after: dict[str, float],
+    where: tuple[str, str],
+) -> Result:
+    """Compare a disturbed run with the calm one, request by request; `after` is the router's metrics page."""
+    failed = [outcome for outcome in outcomes if outcome.error]
+    served = [(was, now) for was, now in zip(calm, outcomes, strict=True) if not now.error]
+    failovers = {key: value for key, value in after.items() if key.startswith("hackkv_failovers_total") and value}
+    return Result(
+        scenario=scenario.name,
+        requests=len(outcomes),
+        rate=rate,
+        succeeded=len(served),
+        errors=dict(Counter(outcome.error for outcome in failed)),
+        tokens_differ=sum(was.token_ids != now.token_ids for was, now in served),
+        moved=sum(outcome.attempts > 1 for outcome in outcomes),
+        disturbed_at_s=disturbed_at_s,
+        error_window_s=max((outcome.ended_s - disturbed_at_s for outcome in failed), default=0.0),
+        slowest_s=max(outcome.ended_s - outcome.began_s for outcome in outcomes),
+        longest_wait_s=max(outcome.longest_wait_s for outcome in outcomes),
+        calm_p50_s=_median(calm),
+        p50_s=_median(outcomes),
+        failovers={key.removeprefix("hackkv_failovers_total"): value for key, value in failovers.items()},
+        replayed_tokens=after.get("hackkv_replayed_tokens_total", 0.0),
+        machine=where[0],
+        commit=where[1],
+    )
+
+
+def _median(outcomes: Sequence[Outcome]) -> float:
+    times = sorted(outcome.ended_s - outcome.began_s for outcome in outcomes)
+    return times[len(times) // 2]
+
+
+def save(results: Sequence[Result], json_file: Path, page: Path) -> None:
+    """Merge into the JSON file, and write the table between the marks of the page."""
+    known: dict[str, Any] = json.loads(json_file.read_text(encoding="utf-8")) if json_file.exists() else {}
+    known |= {result.scenario: asdict(result) for result in results}
+    json_file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    ordered = [Result(**known[name]) for name in SCENARIOS if name in known]
+    page.write_text(f"{before}{BEGIN}\n{table(ordered)}\n{END}{after}", encoding="utf-8")
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results in Markdown."""
+    lines = [
+        "| what happens | served | tokens equal | sent elsewhere | error window | longest wait for a token "
+        "| median request, calm / disturbed | published |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        scenario = SCENARIOS[result.scenario]
+        cells = (
+            f"{scenario.what} ({scenario.num_prefill}P + {scenario.num_decode}D)",
+            f"{result.succeeded}/{result.requests}",
+            "all" if not result.tokens_differ else f"{result.tokens_differ} differ",
+            str(result.moved),
+            f"{result.error_window_s:.1f} s" if result.errors else "none",
+            f"{result.longest_wait_s:.1f} s",
+            f"{result.calm_p50_s:.2f} / {result.p50_s:.2f} s",
+            scenario.published,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    for where in sorted({(result.machine, result.commit) for result in results}):
+        lines += ["", f"Machine: {where[0]}. Commit {where[1]}."]
+    return "\n".join(lines)
