@@ -222,6 +222,7 @@ class Attempt:
         await prefill.token0.wait()  # token 1 may overtake token 0, which comes from the other node
         finished = False
         async for event in leg.events:
+            leg.booking.heard()
             if isinstance(event, Token):
                 # A token that ends the request is followed by the node's account of its time, which we want.
                 finished = event.finish is not None

@@ -221,15 +221,14 @@ class Fleet:
         return None
 
     def _admit(self, info: NodeInfo, table: dict[str, Member[NodeT]], dial: Callable[[str], NodeT]) -> None:
-        expires_at = self._now() + self._ttl
         member = table.get(info.node_id)
         if member is not None and (member.info.incarnation, member.info.address) == (info.incarnation, info.address):
-            member.renew(info, expires_at)
+            member.renew(info, self._now())
             return
         if member is not None:
             self._remove(table, info.node_id, "was restarted")
         self._memory.came(info)
-        table[info.node_id] = Member(info, dial(info.address), expires_at)
+        table[info.node_id] = Member(info, dial(info.address), self._now(), self._ttl)
         self.codec = dict(info.fingerprint.fields).get("codec", self.codec)
         log.info("%s node %s joined at %s", info.role, info.node_id, info.address)
 

@@ -25,10 +25,11 @@ T = TypeVar("T")
 class Member(Generic[NodeT]):
     """A node with a live lease: its last report, the way to reach it, and what we have given it to do."""
 
-    def __init__(self, info: NodeInfo, node: NodeT, expires_at: float) -> None:
+    def __init__(self, info: NodeInfo, node: NodeT, now: float, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
         self.info = info
         self.node = node
-        self.expires_at = expires_at
+        self.expires_at = now + ttl_s
         self.gone: asyncio.Future[HackkvError] = asyncio.get_running_loop().create_future()
         """Done when the node has left the fleet, with what its requests are told."""
         self.tokens = 0
@@ -52,9 +53,14 @@ class Member(Generic[NodeT]):
         """The name under which the node registered."""
         return self.info.node_id
 
-    def renew(self, info: NodeInfo, expires_at: float) -> None:
+    def heard(self, now: float) -> None:
+        """It sent us something, so it is alive: a node that is too busy to report in time must not lose its lease."""
+        self.expires_at = max(self.expires_at, now + self._ttl_s)
+
+    def renew(self, info: NodeInfo, now: float) -> None:
         """Take in a new report; the node is alive, whatever happened to a connection of ours before."""
-        self.info, self.expires_at = info, expires_at
+        self.heard(now)
+        self.info = info
         self.health = replace(self.health, doubted=False)
         self._free_at_report, self._pages_at_report = info.free_pages, self.pages
 
@@ -160,8 +166,13 @@ class Booking(Generic[NodeT]):
             self.drained()
             raise NodeDraining(str(error)) from error
 
+    def heard(self) -> None:
+        """The node sent something."""
+        self.member.heard(self._now())
+
     def worked(self) -> None:
         """The node did its part."""
+        self.heard()
         self.member.trust()
         self._probe = False
 

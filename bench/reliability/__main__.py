@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -51,7 +51,9 @@ async def _run(
     return load.result(), at_s
 
 
-async def measure(names: Sequence[str], count: int, rate: float, model: Path, console: Console) -> list[Result]:
+async def measure(
+    names: Sequence[str], count: int, rate: float, model: Path, console: Console
+) -> AsyncIterator[Result]:
     """The calm run, then each scenario on a cluster of its own."""
     requests = bodies(count, SEED)
     async with tiny_cluster(model) as cluster:
@@ -59,7 +61,6 @@ async def measure(names: Sequence[str], count: int, rate: float, model: Path, co
     if broken := [outcome.error for outcome in calm if outcome.error]:
         raise SystemExit(f"the undisturbed run failed: {broken[0]}")
     machine = this_machine("", 0)
-    results = []
     for name in names:
         scenario = SCENARIOS[name]
         async with tiny_cluster(model, num_prefill=scenario.num_prefill, num_decode=scenario.num_decode) as cluster:
@@ -67,12 +68,21 @@ async def measure(names: Sequence[str], count: int, rate: float, model: Path, co
             after = await metrics(cluster.url)
         where = f"{machine.cpu}, {machine.system}, {load_note()}"
         result = judge(scenario, calm, outcomes, rate, at_s, after, (where, commit()))
-        results.append(result)
         verdict = "[green]holds[/]" if result.holds else "[red]does not hold[/]"
         console.print(f"{name}: {result.succeeded}/{count} served, {result.tokens_differ} differ; {verdict}")
         for error, times in result.errors.items():
             console.print(f"  {times} x {error}", markup=False)
-    return results
+        yield result
+
+
+async def _main(arguments: argparse.Namespace, model: Path) -> int:
+    names = tuple(SCENARIOS) if arguments.scenario == "all" else (arguments.scenario,)
+    holds = True
+    async for result in measure(names, arguments.requests, arguments.rate, model, Console(highlight=False)):
+        holds &= result.holds
+        if not arguments.dry:
+            save(result, DOCS / "reliability.json", DOCS / "reliability.md")
+    return 0 if holds else 1
 
 
 def main() -> int:
@@ -83,13 +93,8 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=5.0, help="requests a second")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     arguments = parser.parse_args()
-    names = tuple(SCENARIOS) if arguments.scenario == "all" else (arguments.scenario,)
-    console = Console(highlight=False)
     with TemporaryDirectory(prefix="hackkv-reliability-") as folder:
-        results = asyncio.run(measure(names, arguments.requests, arguments.rate, Path(folder) / "tiny", console))
-    if not arguments.dry:
-        save(results, DOCS / "reliability.json", DOCS / "reliability.md")
-    return 0 if all(result.holds for result in results) else 1
+        return asyncio.run(_main(arguments, Path(folder) / "tiny"))
 
 
 if __name__ == "__main__":

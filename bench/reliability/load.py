@@ -19,7 +19,7 @@ from bench.connection import Connection
 REQUEST_S = 150.0
 """A request that takes longer hangs."""
 PROMPT_TOKENS = (16, 256)
-OUTPUT_TOKENS = (32, 128)
+OUTPUT_TOKENS = (16, 64)
 VOCABULARY = (3, 300)
 """Token ids to draw prompts from; special tokens come before them."""
 

@@ -88,10 +88,10 @@ def _median(outcomes: Sequence[Outcome]) -> float:
     return times[len(times) // 2]
 
 
-def save(results: Sequence[Result], json_file: Path, page: Path) -> None:
-    """Merge into the JSON file, and write the table between the marks of the page."""
+def save(result: Result, json_file: Path, page: Path) -> None:
+    """Put it into the JSON file, and write the table of all that is there between the marks of the page."""
     known: dict[str, Any] = json.loads(json_file.read_text(encoding="utf-8")) if json_file.exists() else {}
-    known |= {result.scenario: asdict(result) for result in results}
+    known[result.scenario] = asdict(result)
     json_file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
