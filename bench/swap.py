@@ -175,9 +175,12 @@ async def play(side: Side, work: list[Job], windows: int, window_done: Callable[
             before, began = after, ended
             window_done()
         side.tokens, side.cpu_s = before - first, side.cpu_time() - cpu_s
-    finally:
         stop.set()
         await asyncio.gather(*clients)
+    finally:
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
 
 
 def plan(model: str, kv_bytes: int, codec: str) -> ClusterPlan:
