@@ -1,0 +1,133 @@
+"""Check every GPU kernel against the reference, then time them beside BF16 attention and dequantization.
+
+One command, unattended, below 8 minutes on an H200: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton,
+numpy and `hack_kernels` from this checkout. Results are written after every row, as JSON and as a Markdown table. The
+exit status is 1 if a check failed. `--smoke` runs the same logic on tiny shapes, for Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import triton
+from hack_kernels import load
+from hack_kernels.base import BackendUnavailable, HackFormat, Rounding
+from hack_kernels.triton.backend import PROGRAMS_PER_PROCESSOR, TritonKernels
+from hack_kernels.triton.split import Workspace
+
+from bench.gpu.checks import checks
+from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, seal_row
+from bench.gpu.timing import copy_bandwidth
+
+HEADER = "| what | shape | us | faster than BF16 | GB/s | target |\n|---|---|---|---|---|---|"
+
+
+@dataclass(slots=True)
+class Results:
+    """What has been found so far; written to `folder` whenever it grows."""
+
+    machine: dict[str, object]
+    folder: Path
+    checks_passed: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def write(self) -> None:
+        """Both files, whole."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = {name: getattr(self, name) for name in ("machine", "checks_passed", "failures", "skipped")}
+        rows = [asdict(row) for row in self.rows]
+        (self.folder / "gpu.json").write_text(json.dumps(content | {"rows": rows}, indent=1), encoding="utf-8")
+        about = ", ".join(f"{name} {value}" for name, value in self.machine.items())
+        lines = [about, "", f"{self.checks_passed} checks passed, {len(self.failures)} failed.", "", HEADER]
+        (self.folder / "gpu.md").write_text("\n".join([*lines, *map(line, self.rows), ""]), encoding="utf-8")
+
+
+def line(row: Row) -> str:
+    """A row of the Markdown table."""
+    times = ", ".join(f"{name} {us:.1f}" for name, us in row.us.items())
+    ratio = "" if row.faster_than_bf16 is None else f"{row.faster_than_bf16:.2f}x"
+    rate = "" if row.gb_per_s is None else f"{row.gb_per_s:.0f}"
+    return f"| {row.what} | {row.shape} | {times} | {ratio} | {rate} | {row.target} |"
+
+
+def measurements(kernels: TritonKernels, results: Results, *, smoke: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Name and function of every row that fits into memory."""
+    processors = 1
+    if kernels.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(kernels.device).multi_processor_count
+    workspace = Workspace(kernels.device, PROGRAMS_PER_PROCESSOR * processors)
+    kv_heads = 1 if smoke else 8
+    for rounding in Rounding:
+        fmt = HackFormat(128, 64, rounding=rounding)
+        tokens = 64 if smoke else 2**17
+        yield f"seal {rounding}", lambda fmt=fmt, tokens=tokens: seal_row(kernels, tokens, kv_heads, fmt)  # type: ignore[misc]
+    for group in (4,) if smoke else (4, 8):
+        for tokens in (128,) if smoke else (2**12, 2**14, 2**15, 2**17):
+            for batch in (1,) if smoke else (1, 8, 32):
+                name = f"decode {tokens} x {batch}, group {group}"
+                if kernels.device.type == "cuda":
+                    free, _ = torch.cuda.mem_get_info(kernels.device)
+                    if decode_bytes(tokens, batch, kv_heads) > 0.8 * free:
+                        results.skipped.append(f"{name}: does not fit memory")
+                        continue
+                shape = (tokens, batch, kv_heads, group)
+                yield name, lambda shape=shape: decode_row(kernels, workspace, *shape)  # type: ignore[misc]
+    for tokens in (64,) if smoke else (2**12, 2**13, 2**14, 2**15):
+        yield f"prefill {tokens}", lambda tokens=tokens: prefill_row(kernels, tokens, kv_heads, 4)  # type: ignore[misc]
+
+
+def main() -> None:
+    """Checks, then measurements."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of gpu.json and gpu.md")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, for TRITON_INTERPRET=1")
+    arguments = parser.parse_args()
+    try:
+        kernels = load("triton")
+    except BackendUnavailable as error:
+        sys.exit(f"bench.gpu: {error}")
+    assert isinstance(kernels, TritonKernels)
+    on_gpu = kernels.device.type == "cuda"
+    machine: dict[str, object] = {
+        "gpu": torch.cuda.get_device_name(kernels.device) if on_gpu else "none (interpreted)",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "copy_gb_per_s": round(copy_bandwidth(kernels.device, 2048 if on_gpu else 16)),
+    }
+    results = Results(machine, arguments.out)
+    for name, check in checks(kernels, smoke=arguments.smoke):
+        try:
+            check()
+            results.checks_passed += 1
+        except Exception as error:  # noqa: BLE001  one broken kernel must not hide what the others do
+            results.failures[name] = str(error) or type(error).__name__
+            print(f"FAILED {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    results.write()
+    print(f"{results.checks_passed} checks passed, {len(results.failures)} failed", flush=True)
+    print(HEADER)
+    for name, run in measurements(kernels, results, smoke=arguments.smoke):
+        try:
+            results.rows.append(run())
+        except Exception as error:  # noqa: BLE001
+            results.failures[name] = str(error) or type(error).__name__
+            print(f"FAILED {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            continue
+        finally:
+            if on_gpu:
+                torch.cuda.empty_cache()
+        print(line(results.rows[-1]), flush=True)
+        results.write()
+    sys.exit(1 if results.failures else 0)
+
+
+if __name__ == "__main__":
+    main()

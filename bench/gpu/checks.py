@@ -1,0 +1,124 @@
+"""Every kernel against the reference on fresh random inputs, in memory that held poison before."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from hack_kernels.base import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, HackPages, OpenPage, Rounding, Spans
+from hack_kernels.reference import ReferenceKernels
+from hack_kernels.triton.backend import TritonKernels
+from torch import Tensor
+
+TOLERANCE = 2.0**-7
+"""Relative, one step of BF16: Triton's interpreter truncates where torch rounds, and a GPU's exp turns weights that are
+near a rounding tie. A wrong page, field or scale is off by far more."""
+
+Check = tuple[str, Callable[[], None]]
+"""A name, and a function that raises `AssertionError` saying what differs."""
+
+
+def checks(kernels: TritonKernels, *, smoke: bool) -> Iterator[Check]:
+    """All checks; with `smoke` one format of each kind, for the interpreter."""
+    sizes = [(64, 32)] if smoke else list(itertools.product(HEAD_DIMS, PAGE_TOKENS))
+    bits = [(2, 2)] if smoke else [(2, 2), (4, 2), (4, 4)]
+    groups = [3] if smoke else [1, 4, 7, 8]
+    for (d, pi), (k_bits, v_bits), arithmetic in itertools.product(sizes, bits, Arithmetic):
+        for rounding in Rounding:
+            fmt = HackFormat(d, pi, k_bits, v_bits, rounding, arithmetic, seed=torch.seed() % 2**64)
+            yield f"seal, export, install {_name(fmt)} {rounding}", lambda fmt=fmt: check_pages(kernels, fmt)  # type: ignore[misc]
+        for group, open_page in itertools.product(groups[:1] if (k_bits, v_bits) != (2, 2) else groups, _open_pages()):
+            fmt = HackFormat(d, pi, k_bits, v_bits, arithmetic=arithmetic, open_page=open_page)
+            name = f"{_name(fmt)} {open_page} G={group}"
+            yield f"prefill, decode {name}", lambda fmt=fmt, group=group: check_attention(kernels, fmt, group)  # type: ignore[misc]
+
+
+def check_pages(kernels: TritonKernels, fmt: HackFormat) -> None:
+    """Bytes of sealed pages, and the way over the wire."""
+    shape = (3, 2, fmt.page_tokens, fmt.head_dim)
+    k, v = (torch.randn(shape).half() for _ in range(2))
+    ids, starts = torch.tensor([4, 0, 2]), torch.tensor([0, 7, 1000]) * fmt.page_tokens
+    reference = ReferenceKernels()
+    expected = reference.new_pages(fmt, 5, 2)
+    reference.seal(fmt, 5, expected, ids, starts, k, v)
+    wire = reference.export(fmt, expected, ids)
+    pool = poisoned_pool(kernels, fmt, 5, 2)
+    on_device = [x.to(kernels.device) for x in (ids, starts, k, v)]
+    kernels.seal(fmt, 5, pool, *on_device)
+    _same(kernels.export(fmt, pool, on_device[0]), wire, "seal or export")
+    fresh = poisoned_pool(kernels, fmt, 5, 2)
+    kernels.install(fmt, fresh, on_device[0], {n: x.to(kernels.device) for n, x in wire.items() if "sums" not in n})
+    _same(kernels.export(fmt, fresh, on_device[0]), wire, "install")
+
+
+def check_attention(kernels: TritonKernels, fmt: HackFormat, group: int) -> None:
+    """A ragged prefill around page boundaries, and a decode step over the same pages."""
+    pi, heads = fmt.page_tokens, 2
+    pairs = [(0, pi), (pi - 1, 2), (2 * pi + 3, pi + 1), (3 * pi, 1)]
+    starts, counts = (torch.tensor(x) for x in zip(*pairs, strict=True))
+    order = torch.arange(len(pairs))
+    spans = Spans(starts, counts, counts.cumsum(0) - counts, torch.randperm(4 * len(pairs)).view(-1, 4), order)
+    reference, total = ReferenceKernels(), int(counts.sum())
+    expected = reference.new_pages(fmt, 4 * len(pairs), heads)
+    ids = torch.arange(4 * len(pairs))
+    reference.seal(
+        fmt, 0, expected, ids, ids * pi, *(torch.randn(len(ids), heads, pi, fmt.head_dim).half() for _ in "kv")
+    )
+    pool = poisoned_pool(kernels, fmt, len(ids), heads)
+    kernels.install(fmt, pool, ids.to(kernels.device), _moved(reference.export(fmt, expected, ids), kernels.device))
+    open_k, open_v = (torch.randn(len(pairs), heads, pi, fmt.head_dim).half() for _ in "kv")
+    q = torch.randn(total, heads * group, fmt.head_dim).bfloat16()
+    k, v = (torch.randn(total, heads, fmt.head_dim).half() for _ in "kv")
+    their_k, their_v, their_q = (x.to(kernels.device) for x in (open_k, open_v, q))
+    poison(q, kernels.device)
+    new = (k.to(kernels.device), v.to(kernels.device))
+    got = kernels.attn_prefill(fmt, 0, pool, their_k, their_v, _spans(spans, kernels.device), their_q, *new)
+    _close(got, reference.attn_prefill(fmt, 0, expected, open_k, open_v, spans, q, k, v), "prefill")
+
+    one, q = Spans(starts, torch.ones_like(counts), order, spans.table, order), q[: len(pairs)]
+    poison(q, kernels.device)
+    step = (their_k, their_v, _spans(one, kernels.device), their_q[: len(pairs)])
+    got = kernels.attn_decode(fmt, 0, pool, *step)
+    _close(got, reference.attn_decode(fmt, 0, expected, open_k, open_v, one, q), "decode")
+
+
+def poisoned_pool(kernels: TritonKernels, fmt: HackFormat, pages: int, heads: int) -> HackPages:
+    """A pool of bytes that mean nothing."""
+    pool = kernels.new_pages(fmt, pages, heads)
+    torch.empty(0, dtype=torch.uint8, device=kernels.device).set_(pool["k_codes"].untyped_storage()).fill_(0xFF)
+    return pool
+
+
+def poison(like: Tensor, device: torch.device) -> None:
+    """Leave NaN where the allocator will put the next tensor of this size."""
+    torch.full_like(like, float("nan"), device=device)
+
+
+def _open_pages() -> tuple[OpenPage, ...]:
+    return OpenPage.EXACT, OpenPage.K_CODES
+
+
+def _name(fmt: HackFormat) -> str:
+    return f"D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits} {fmt.arithmetic}"
+
+
+def _moved(planes: HackPages, device: torch.device) -> HackPages:
+    return {name: plane.to(device) for name, plane in planes.items()}
+
+
+def _spans(x: Spans, device: torch.device) -> Spans:
+    return Spans(*(t.to(device) for t in (x.starts, x.counts, x.offsets, x.table, x.slots)))
+
+
+def _same(got: HackPages, expected: HackPages, what: str) -> None:
+    for name, plane in expected.items():
+        differing = int((got[name].cpu() != plane).sum())
+        if differing:
+            raise AssertionError(f"{what}: {differing} of {plane.numel()} elements of {name} differ")
+
+
+def _close(got: Tensor, expected: Tensor, what: str) -> None:
+    error = float((got.cpu().float() - expected.float()).norm() / expected.float().norm())
+    if not error <= TOLERANCE:  # also NaN
+        raise AssertionError(f"{what}: relative error {error:.2e}")

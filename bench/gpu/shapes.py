@@ -1,0 +1,174 @@
+"""What is timed: each function returns one row, microseconds by contender and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+from hack_kernels.base import HackFormat, HackPages, Spans
+from hack_kernels.triton.backend import TritonKernels
+from hack_kernels.triton.decode import decode_launch
+from hack_kernels.triton.dequantize import dequantize_launch
+from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.layout import page_layout
+from hack_kernels.triton.split import Workspace
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.gpu.timing import measure
+
+FORMAT = HackFormat(128, 64)
+PI, D = FORMAT.page_tokens, FORMAT.head_dim
+SDPA = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    what: str
+    shape: str
+    us: dict[str, float]
+    faster_than_bf16: float | None = None
+    gb_per_s: float | None = None
+    """Bytes that the kernel must move over its time."""
+    target: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_records(records, table, out, page_stride, head_stride, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Decode's loads and nothing else: one page of one KV head."""
+    page = tl.load(table + tl.program_id(0))
+    at = (records + page * page_stride + tl.program_id(1) * head_stride).to(tl.pointer_type(tl.int32), bitcast=True)
+    word = tl.arange(0, 512)
+    total = tl.zeros((512,), tl.int32)
+    for begin in tl.static_range(0, BYTES // 4, 512):
+        total += tl.load(at + begin + word, mask=begin + word < BYTES // 4, other=0)
+    tl.store(out + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
+
+
+def decode_row(kernels: TritonKernels, workspace: Workspace, tokens: int, batch: int, kv_heads: int, group: int) -> Row:
+    """One decode step over random codes; BF16 reads a cache of the same length."""
+    device, each = kernels.device, tokens // PI
+    pages = random_pages(kernels, each * batch, kv_heads)
+    order = torch.arange(batch, device=device)
+    table = torch.randperm(each * batch, device=device).view(batch, each)
+    starts, ones = torch.full_like(order, each * PI), torch.ones_like(order)
+    spans = Spans(starts, ones, order, table, order)
+    resident = Spans(starts, ones, order, order[:, None].expand(batch, each).contiguous(), order)
+    open_k, open_v = (torch.randn(batch, kv_heads, PI, D, device=device).half() for _ in "kv")
+    q = torch.randn(batch, kv_heads * group, D, device=device).bfloat16()
+    out = torch.empty_like(q)
+    rows = (open_k, open_v)
+
+    codes = pages["k_codes"]
+    read = Launch(
+        read_records,
+        (each * batch, kv_heads),
+        {
+            "records": codes,
+            "table": table,
+            "out": torch.empty(each * batch, kv_heads, dtype=torch.int32, device=device),
+            "page_stride": codes.stride(0),
+            "head_stride": codes.stride(1),
+            "BYTES": page_layout(FORMAT).nbytes,
+        },
+        warps=4,
+    )
+    us = {
+        "hack": measure(decode_launch(FORMAT, pages, *rows, spans, q, out, workspace).run, device),
+        "loads only": measure(read.run, device),
+        "compute only": measure(
+            decode_launch(FORMAT, pages, *rows, resident, q, out, workspace).run, device, cold=False
+        ),
+        "dequantize": measure(dequantize_launch(FORMAT, pages, *rows, spans, q, out, workspace).run, device),
+    }
+    query = q.view(batch, kv_heads, group, D)
+    k, v = (torch.randn(batch, kv_heads, tokens, D, device=device, dtype=torch.bfloat16) for _ in "kv")
+    best, notes = best_sdpa(
+        {
+            "group as rows": lambda: scaled_dot_product_attention(query, k, v),
+            "enable_gqa": lambda: scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True),
+        },
+        device,
+    )
+    us["bf16"] = best
+    moved = each * batch * kv_heads * page_layout(FORMAT).nbytes
+    targets = {(2**17, 1): "<= 40 us, >= 3.5x", (2**15, 8): ">= 4x"}
+    target = targets.get((tokens, batch), ">= 1x" if tokens * batch > 8192 else "")
+    shape = f"{tokens} tokens x {batch}, {kv_heads}x{group} heads"
+    return Row("decode", shape, us, best / us["hack"], moved / us["hack"] / 1e3, target, notes)
+
+
+def seal_row(kernels: TritonKernels, tokens: int, kv_heads: int, fmt: HackFormat) -> Row:
+    """Full pages; bytes are those of the FP16 input."""
+    device, count = kernels.device, tokens // PI
+    k, v = (torch.randn(count, kv_heads, PI, D, device=device).half() for _ in "kv")
+    ids = torch.arange(count, device=device)
+    pages = kernels.new_pages(fmt, count, kv_heads)
+    us = {"hack": measure(lambda: kernels.seal(fmt, 0, pages, ids, ids * PI, k, v), device)}
+    return Row(
+        "seal",
+        f"{tokens} tokens, {kv_heads} heads, {fmt.rounding}",
+        us,
+        None,
+        2 * k.nbytes / us["hack"] / 1e3,
+        ">= 1500 GB/s",
+    )
+
+
+def prefill_row(kernels: TritonKernels, tokens: int, kv_heads: int, group: int) -> Row:
+    """A whole prompt, causal, INT8 on codes against BF16."""
+    device = kernels.device
+    k, v = (torch.randn(tokens, kv_heads, D, device=device).half() for _ in "kv")
+    q = torch.randn(tokens, kv_heads * group, D, device=device).bfloat16()
+    pages = random_pages(kernels, tokens // PI, kv_heads)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    table = torch.arange(tokens // PI, device=device)[None]
+    spans = Spans(zero, zero + tokens, zero, table, zero)
+    empty = torch.zeros(1, kv_heads, PI, D, dtype=torch.float16, device=device)
+    us = {
+        "hack": measure(lambda: kernels.attn_prefill(FORMAT, 0, pages, empty, empty, spans, q, k, v), device, rounds=5)
+    }
+    query, key, value = (x.bfloat16().transpose(0, 1)[None].contiguous() for x in (q, k, v))
+    best, notes = best_sdpa(
+        {"enable_gqa": lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)}, device
+    )
+    us["bf16"] = best
+    return Row("prefill", f"{tokens} tokens, {kv_heads}x{group} heads", us, best / us["hack"], None, "", notes)
+
+
+def best_sdpa(variants: dict[str, Callable[[], Tensor]], device: torch.device) -> tuple[float, list[str]]:
+    """Microseconds of torch's fastest way to attend, and which it was. `MATH` stands in where nothing else runs."""
+    times: dict[str, float] = {}
+    for (name, run), backend in ((pair, backend) for pair in variants.items() for backend in SDPA):
+        if backend is SDPBackend.MATH and times:
+            continue
+        try:
+            with sdpa_kernel(backend):
+                times[f"{backend.name.lower()}, {name}"] = measure(run, device, rounds=9)
+        except RuntimeError:  # this backend does not take these shapes, or not on this GPU
+            continue
+    best = min(times, key=lambda name: times[name])
+    return times[best], [f"bf16: {best}"]
+
+
+def random_pages(kernels: TritonKernels, count: int, kv_heads: int) -> HackPages:
+    """Random codes under small random scales."""
+    pages = kernels.new_pages(FORMAT, count, kv_heads)
+    for plane in pages.values():
+        if plane.dtype is torch.uint8:
+            plane.random_(0, 256)
+        else:
+            plane.uniform_(0.0, 0.1)
+    return pages
+
+
+def decode_bytes(tokens: int, batch: int, kv_heads: int) -> int:
+    """Device memory that `decode_row` takes, BF16 rivals included."""
+    return tokens * batch * kv_heads * (4 * D + 2 * page_layout(FORMAT).nbytes // PI)
