@@ -100,6 +100,7 @@ class DecodeService:
             waiting=self._scheduler.waiting,
             stats=self._stats(),
             draining=self.draining.is_set(),
+            kernels=self._worker.kernels,
         )
 
     async def drain(self, within_s: float) -> None:

@@ -320,6 +320,8 @@ class NodeInfo:
     stats: tuple[tuple[str, float], ...] = ()
     draining: bool = False
     """The node finishes what it has and wants nothing new."""
+    kernels: str = ""
+    """Backend and instruction set of its kernels, for people."""
 
 
 @dataclass(frozen=True, slots=True)

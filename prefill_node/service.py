@@ -138,6 +138,7 @@ class PrefillService:
             waiting=self._scheduler.waiting,
             stats=self._stats(),
             draining=self.draining.is_set(),
+            kernels=self._worker.kernels,
         )
 
     @property

@@ -39,9 +39,11 @@ async def ready(request: Request) -> Response:
 
 
 @routes.get("/version")
-async def version() -> Response:
-    """The program's version."""
-    return JSONResponse({"version": __version__})
+async def version(request: Request) -> Response:
+    """The program's version, and what computes on each node."""
+    members = backend_of(request).dispatcher.fleet.members()
+    nodes = {member.node_id: {"role": member.info.role, "kernels": member.info.kernels} for member in members}
+    return JSONResponse({"version": __version__, "nodes": nodes})
 
 
 @routes.get("/metrics")

@@ -320,6 +320,7 @@ def _pack_node_info(info: NodeInfo) -> pb.NodeInfo:
         waiting=info.waiting,
         stats=[pb.Stat(name=name, value=value) for name, value in info.stats],
         draining=info.draining,
+        kernels=info.kernels,
     )
 
 
@@ -345,6 +346,7 @@ def _unpack_node_info(message: pb.NodeInfo) -> NodeInfo:
         waiting=message.waiting,
         stats=stats,
         draining=message.draining,
+        kernels=text("kernels", message.kernels),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from hack_kernels import load
-from hack_kernels.base import BackendUnavailable
+from hack_kernels.base import BackendUnavailable, HackKernels
 
 from hackkv.codec import KvCodec
 from hackkv.codecs import make_codec
@@ -34,6 +34,8 @@ class Worker:
     model: Llama
     codec: KvCodec
     fingerprint: Fingerprint
+    kernels: str
+    """Backend and instruction set of the kernels, for people."""
 
     @property
     def layout(self) -> KvLayout:
@@ -56,7 +58,7 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
     """
     if model.threads:
         torch.set_num_threads(model.threads)
-    folder, spec, kv_codec = _checked(model, codec)
+    folder, spec, kv_codec, kernels = _checked(model, codec)
     with progress_bar(f"loading {folder.name}") as on_bytes:
         llama = load_model(folder.path, model.dtype, max_context=model.max_context, on_bytes=on_bytes)
     fields = (
@@ -68,16 +70,16 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
         ("head_dim", str(spec.head_dim)),
         *kv_codec.fingerprint(),
     )
-    return Worker(folder.name, llama, kv_codec, Fingerprint(fields))
+    return Worker(folder.name, llama, kv_codec, Fingerprint(fields), f"{kernels.name} ({kernels.isa})")
 
 
 def check_worker(model: ModelConfig, codec: CodecConfig) -> None:
     """Find everything that `load_worker` would complain about, without reading a weight."""
-    folder, spec, _ = _checked(model, codec)
+    folder, spec, _, _ = _checked(model, codec)
     check_weights(folder.path, spec)
 
 
-def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, ModelSpec, KvCodec]:
+def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, ModelSpec, KvCodec, HackKernels]:
     check_dtype(model.dtype)
     try:
         kernels = load(model.backend)
@@ -92,4 +94,4 @@ def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, Model
     spec = read_spec(folder.path, model.max_context)
     kv_codec = make_codec(codec, spec.head_dim, kernels)
     log.info("model %s, codec %s on backend %s", folder.name, kv_codec.name, kernels.name)
-    return folder, spec, kv_codec
+    return folder, spec, kv_codec, kernels

@@ -170,6 +170,8 @@ class HackKernels(Protocol):
     """
 
     name: str
+    isa: str
+    """What runs them, in a word: the CPU's instruction set, "torch", "triton"."""
     device: torch.device
     """Where pools and all arguments lie."""
     approximation_s: float

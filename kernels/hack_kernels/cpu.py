@@ -54,13 +54,9 @@ class CpuKernels:
             raise BackendUnavailable(
                 f"this processor or build does not run instruction set {chosen!r}; it runs {', '.join(supported)}"
             )
+        self.isa = chosen
         self._kernels = module.kernels(chosen, threads or torch.get_num_threads())
         self._format = lru_cache(maxsize=16)(native_format)
-
-    @property
-    def isa(self) -> str:
-        """The instruction set in use."""
-        return str(self._kernels.isa)
 
     @property
     def threads(self) -> int:

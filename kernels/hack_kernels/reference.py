@@ -62,6 +62,7 @@ class ReferenceKernels:
     """Backend `reference`; implements `HackKernels`."""
 
     name = "reference"
+    isa = "torch"
     device = torch.device("cpu")
 
     def __init__(self) -> None:

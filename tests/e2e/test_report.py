@@ -26,7 +26,9 @@ async def test_workers_account_for_their_stages(tmp_path: Path, stream: bool) ->
     async with in_process_cluster(tmp_path, worker, "grpc", 1) as client:
         response = await client.post("/v1/completions", json=body)
         metrics = (await client.get("/metrics")).text
+        nodes = (await client.get("/version")).json()["nodes"]
     report = response.json()["hackkv"] if not stream else _last_event(response.text)["hackkv"]
+    assert nodes["decode-0"] == {"role": "decode", "kernels": "reference (torch)"}
     stages, sub_stages = report["stages"], report["sub_stages"]
     assert set(stages) == set(Stage)
     assert sum(stages.values()) == pytest.approx(report["total_s"])

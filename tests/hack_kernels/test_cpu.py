@@ -267,7 +267,7 @@ def test_an_instruction_set_that_is_missing_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(BackendUnavailable, match="sve9"):
         load("cpu")
     monkeypatch.setenv(cpu.ISA_VARIABLE, "portable")
-    assert load("cpu").isa == "portable"  # type: ignore[attr-defined]
+    assert load("cpu").isa == "portable"
 
 
 def test_threads_must_be_positive(kernels: cpu.CpuKernels) -> None:

@@ -109,6 +109,7 @@ node_infos = st.builds(
     U32,
     short_tuples(st.tuples(TEXT, LOGPROB)),
     st.booleans(),
+    TEXT,
 )
 
 CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [

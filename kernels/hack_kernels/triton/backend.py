@@ -46,6 +46,7 @@ class TritonKernels:
     """Implements `HackKernels`; all arguments lie on `device`."""
 
     name = "triton"
+    isa = "triton"
 
     def __init__(self, device: torch.device, prefill: Prefill = Prefill.HOMOMORPHIC) -> None:
         self.approximation_s = 0.0  # the correction terms are fused into the products; they have no time of their own

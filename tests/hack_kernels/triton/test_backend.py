@@ -130,8 +130,8 @@ def test_exact_prefill_is_plain_attention_and_reads_what_was_cached() -> None:
     zero = torch.tensor([0])
     whole = Spans(zero, torch.tensor([40]), zero, torch.tensor([[0]]), zero)
     out = kernels.attn_prefill(fmt, 0, pool, empty, empty, whole, q, k, v)
-    heads = (x.float().transpose(0, 1)[None] for x in (q, k, v))
-    plain = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    queries, keys, values = (x.float().transpose(0, 1)[None] for x in (q, k, v))
+    plain = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     assert float((out - plain).norm() / plain.norm()) < 1e-2  # BF16
 
     kernels.seal(fmt, 0, pool, zero, zero, *(x[None, :32].transpose(1, 2) for x in (k, v)))
