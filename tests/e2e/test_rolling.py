@@ -19,7 +19,7 @@ async def test_a_rolling_restart_fails_no_request_and_changes_no_token(tmp_path:
     requests = bodies(8, seed=1)
     async with tiny_cluster(tmp_path / "tiny") as cluster:
         calm = await steady(cluster.url, requests, RATE, lambda: None)
-        rolling = asyncio.create_task(SCENARIOS["rolling"].disturb(cluster))
+        rolling = asyncio.ensure_future(SCENARIOS["rolling"].disturb(cluster))
         while not rolling.done():
             shaken = await steady(cluster.url, requests, RATE, lambda: None)
             assert [outcome.error for outcome in shaken] == [""] * len(requests)
