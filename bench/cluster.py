@@ -65,17 +65,24 @@ def total(series: Series, name: str) -> float:
     return sum(value for key, value in series.items() if key.partition("{")[0] == name)
 
 
-async def describe(cluster: LocalCluster) -> list[NodeInfo]:
-    """Ask every node itself, past the lease."""
+@contextlib.asynccontextmanager
+async def channels_into(cluster: LocalCluster) -> AsyncIterator[ChannelPool]:
+    """Connections to the nodes' internal ports, with the cluster's token."""
     channels = ChannelPool(trust=load_trust(InternalConfig(token_file=cluster.token_file), "127.0.0.1"))
     try:
-        infos = []
+        yield channels
+    finally:
+        await channels.close()
+
+
+async def describe(cluster: LocalCluster) -> list[NodeInfo]:
+    """Ask every node itself, past the lease."""
+    infos = []
+    async with channels_into(cluster) as channels:
         for member in cluster.members[1:]:
             client = PrefillClient if member.name.startswith("prefill") else DecodeClient
             infos.append(await client(member.ready["address"], channels).describe())
-        return infos
-    finally:
-        await channels.close()
+    return infos
 
 
 def memory_mib(cluster: LocalCluster) -> dict[str, float]:

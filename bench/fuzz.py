@@ -20,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import fuzz_frames, fuzz_http
-from bench.cluster import dead, load_note, memory_mib, tiny_cluster
+from bench.cluster import channels_into, dead, load_note, memory_mib, tiny_cluster
 from hackkv.cluster import LocalCluster
 
 FRAME_SHARE, LIVE_SHARE = 0.4, 0.02
@@ -55,22 +55,24 @@ async def attack(cluster: LocalCluster, folder: Path, count: int, seed: int, con
     frames, pushes = round(count * FRAME_SHARE), round(count * LIVE_SHARE)
     bodies = count - frames - pushes
     address = next(member.ready["address"] for member in cluster.members if member.name.startswith("decode"))
-    # Caches, thread pools and allocator arenas fill up on the first requests; that is not growth.
-    await fuzz_http.attack_http(cluster.url, WARM_UP, CONCURRENCY, seed + 1000, lambda _: None)
-    await fuzz_frames.attack_live(address, worker, WARM_UP // 10, CONCURRENCY, seed + 1000, lambda _: None)
-    fuzz_frames.attack_in_process(worker, WARM_UP, seed + 1000, lambda _: None)
-    before = _memory(cluster)
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("HTTP bodies", total=bodies)
-        by_body = await fuzz_http.attack_http(
-            cluster.url, bodies, CONCURRENCY, seed, lambda done: progress.advance(bar, done)
-        )
-        bar = progress.add_task("pushes into a live decode node", total=pushes)
-        by_push = await fuzz_frames.attack_live(
-            address, worker, pushes, CONCURRENCY, seed, lambda done: progress.advance(bar, done)
-        )
-        bar = progress.add_task("frames through decoder and ledger", total=frames)
-        by_frame = fuzz_frames.attack_in_process(worker, frames, seed, lambda done: progress.advance(bar, done))
+    async with channels_into(cluster) as channels:
+        node = fuzz_frames.LiveDecodeNode(address, worker, channels)
+        # Caches, thread pools and allocator arenas fill up on the first requests; that is not growth.
+        await fuzz_http.attack_http(cluster.url, WARM_UP, CONCURRENCY, seed + 1000, lambda _: None)
+        await fuzz_frames.attack_live(node, WARM_UP // 10, CONCURRENCY, seed + 1000, lambda _: None)
+        fuzz_frames.attack_in_process(worker, WARM_UP, seed + 1000, lambda _: None)
+        before = _memory(cluster)
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("HTTP bodies", total=bodies)
+            by_body = await fuzz_http.attack_http(
+                cluster.url, bodies, CONCURRENCY, seed, lambda done: progress.advance(bar, done)
+            )
+            bar = progress.add_task("pushes into a live decode node", total=pushes)
+            by_push = await fuzz_frames.attack_live(
+                node, pushes, CONCURRENCY, seed, lambda done: progress.advance(bar, done)
+            )
+            bar = progress.add_task("frames through decoder and ledger", total=frames)
+            by_frame = fuzz_frames.attack_in_process(worker, frames, seed, lambda done: progress.advance(bar, done))
     return Result(by_frame, by_push, by_body, before, _memory(cluster), dead(cluster))
 
 

@@ -244,11 +244,11 @@ def receive(conversation: Conversation, messages: list[bytes]) -> str:
 
 
 class LiveDecodeNode:
-    """A decode node process, attacked through its port."""
+    """A decode node process, attacked through its port by a peer that the cluster trusts."""
 
-    def __init__(self, address: str, worker: Worker) -> None:
+    def __init__(self, address: str, worker: Worker, channels: ChannelPool) -> None:
         self._address, self._worker = address, worker
-        self._channels = ChannelPool()
+        self._channels = channels
         self._decode = DecodeClient(address, self._channels)
 
     async def attack(self, rng: random.Random) -> str:
@@ -266,13 +266,9 @@ class LiveDecodeNode:
         """What the node says of itself."""
         return (await self._decode.describe()).free_pages
 
-    async def close(self) -> None:
-        """Hang up."""
-        await self._channels.close()
-
     async def _push(self, messages: list[bytes]) -> str:
         channel = await self._channels.get(self._address)
-        call = channel.stream_stream(methods.KV_PUSH, None, None)(_each(messages))
+        call = channel.stream_stream(methods.KV_PUSH, None, None)(_each(messages), metadata=self._channels.metadata)
         try:
             while True:
                 with translating(self._address):
@@ -296,10 +292,9 @@ async def _each(messages: list[bytes]) -> AsyncIterator[bytes]:
 
 
 async def attack_live(
-    address: str, worker: Worker, count: int, concurrency: int, seed: int, done: Callable[[int], None]
+    node: LiveDecodeNode, count: int, concurrency: int, seed: int, done: Callable[[int], None]
 ) -> Counter[str]:
     """Push `count` spoiled handoffs into a live decode node. Raises `TimeoutError` if a page does not come back."""
-    node = LiveDecodeNode(address, worker)
     endings: Counter[str] = Counter()
     rngs = [random.Random(seed + place) for place in range(concurrency)]
     before = await node.free_pages()
@@ -318,7 +313,6 @@ async def attack_live(
         return await node.free_pages() == before
 
     await until(returned, CALL_S, "every reserved page is free again")
-    await node.close()
     return endings
 
 
