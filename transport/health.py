@@ -1,20 +1,28 @@
 """`Check` of the standard gRPC health service (grpc.health.v1), so that any prober works, and a prober of our own.
 
-    python -m transport.health HOST:PORT     # exit code 0 if the process there serves
+    python -m transport.health HOST:PORT                        # exit code 0 if the process there serves
+    python -m transport.health HOST:PORT --config prefill.yaml  # through the mutual TLS that its configuration asks for
 
 Healthy means that the process answers; whether a node takes part in a fleet is the router's `/ready` to say. Probers
-need no token: the answer gives nothing away.
+need no token: the answer gives nothing away. With mutual TLS they need a certificate of the cluster's authority.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
+import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from hackkv.config import Frozen, InternalConfig, load
+from hackkv.errors import ConfigError
 from transport.status import Context
+from transport.trust import EVERYBODY, Trust, load_trust
 
 PROBE_S = 3.0
 
@@ -31,23 +39,37 @@ HANDLER = grpc.method_handlers_generic_handler(
 """Answers for a process whose event loop turns."""
 
 
-def probe(address: str, timeout_s: float = PROBE_S) -> str:
+class _Peer(Frozen, extra="ignore"):
+    """What a prober reads of any role's configuration."""
+
+    internal: InternalConfig = InternalConfig()
+
+
+async def probe(address: str, trust: Trust = EVERYBODY, timeout_s: float = PROBE_S) -> str:
     """Ask the server at `address` how it is: "SERVING", another word of the protocol, or what went wrong."""
-    with grpc.insecure_channel(address) as channel:
+    async with trust.dial(address, []) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            return f"{address}: {error.details() if isinstance(error, grpc.Call) else error}"
+            answer = await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=trust.metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            return f"{address}: {error.details()}"
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return name
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the state of one server; 0 if it serves, 1 if not, 2 if the command line is wrong."""
-    if len(arguments) != 1:
-        print("usage: python -m transport.health HOST:PORT", file=sys.stderr)
+    """Print the state of one server; 0 if it serves, 1 if not, 2 if command line or configuration is wrong."""
+    parser = argparse.ArgumentParser("python -m transport.health", description="Is the process at an internal port up?")
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the role's YAML; its section `internal` is used")
+    parsed = parser.parse_args(arguments)
+    try:
+        trust = load_trust(load(_Peer, parsed.config).internal, "localhost")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
         return 2
-    state = probe(arguments[0])
+    state = asyncio.run(probe(parsed.address, trust))
     print(state)
     return 0 if state == "SERVING" else 1
 

@@ -9,10 +9,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import trustme
 import yaml
 
 from deploy.tests.compose import ROOT, Compose, run
@@ -179,3 +181,28 @@ def test_chaos_strikes_and_the_cluster_heals(cluster: Cluster) -> None:
         cluster.compose("--profile", "chaos", "rm", "--stop", "--force", "chaos")
     until(cluster.whole, RECOVERED_S, "every node is back")
     assert cluster.api.complete(PROMPT)["usage"]["completion_tokens"] == 8
+
+
+def test_with_mutual_tls_every_health_check_passes(cluster: Cluster, tmp_path: Path) -> None:
+    """The last test: from here on the cluster runs with certificates."""
+    folder = tls_config(tmp_path)
+    cluster.compose("up", "-d", HACKKV_CONFIG=str(folder))
+    assert "tls:" in cluster.compose("exec", "-T", "decode-0", "cat", "/etc/hackkv/decode.yaml")
+    until(cluster.whole, READY_S, "every container is healthy with TLS")
+    assert cluster.api.complete(PROMPT)["usage"]["completion_tokens"] == 8
+
+
+def tls_config(folder: Path) -> Path:
+    """deploy/config with certificates beside the files, as docs/deploy.md tells to make it."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("hackkv")
+    authority.cert_pem.write_to_path(str(folder / "authority.pem"))
+    issued.cert_chain_pems[0].write_to_path(str(folder / "certificate.pem"))
+    issued.private_key_pem.write_to_path(str(folder / "key.pem"))
+    tls = {name: f"/etc/hackkv/{name}.pem" for name in ("authority", "certificate", "key")}
+    for path in (ROOT / "deploy/config").iterdir():
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config["internal"]["tls"] = {**tls, "server_name": "hackkv"}
+        (folder / path.name).write_text(yaml.safe_dump(config), encoding="utf-8")
+    folder.chmod(0o755)  # pytest's folders are their owner's only, and containers run as somebody else
+    return folder

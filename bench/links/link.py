@@ -1,0 +1,74 @@
+"""A link of so many bits a second inside a network namespace of its own, and what it really carries."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import threading
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Final
+
+from hackkv.errors import ConfigError
+
+FREE: Final = "none"
+DECODE_HOST: Final = "127.0.0.2"
+"""The decode node listens here; what is sent to this address passes the link, and nothing else does."""
+
+_UNITS: Final = {"mbit": 1e6, "gbit": 1e9}
+_PACKET: Final = 65536
+"""The largest of loopback."""
+_EARLY_S: Final = 0.0005
+"""A bucket of so much time is what the link may be early; smaller ones cost fast links their rate."""
+_PROBE_S: Final = 0.3
+_PROBE_BYTES: Final = 256 << 20
+"""What is sent to measure a link: as much as it carries in that time, or all of it where nothing limits."""
+_PIECE: Final = 1 << 20
+
+
+def bits_per_s(link: str) -> float:
+    """The rate that a name such as 200mbit or 10gbit stands for. Raises `ConfigError`."""
+    found = re.fullmatch(r"([1-9]\d*)(mbit|gbit)", link)
+    if found is None:
+        raise ConfigError(f"--links: {link!r}: expected a rate such as 200mbit or 10gbit, or {FREE}")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def behind(link: str, command: Sequence[str]) -> list[str]:
+    """`command` in a namespace whose packets to `DECODE_HOST` pass the link. Needs root."""
+    steps = ["ip link set lo up"]
+    if link != FREE:
+        burst = max(_PACKET, round(bits_per_s(link) / 8 * _EARLY_S))
+        # Without a default class, what no filter chooses is not shaped.
+        steps += [
+            "tc qdisc add dev lo root handle 1: htb",
+            f"tc class add dev lo parent 1: classid 1:1 htb rate {link} burst {burst} cburst {burst} quantum {_PACKET}",
+            f"tc filter add dev lo parent 1: protocol ip u32 match ip dst {DECODE_HOST}/32 flowid 1:1",
+        ]
+    return ["unshare", "--net", "sh", "-c", " && ".join([*steps, f"exec {shlex.join(command)}"])]
+
+
+def measure(link: str) -> float:
+    """Send something over the link; bits a second. To be called inside the namespace."""
+    size = _PROBE_BYTES if link == FREE else min(_PROBE_BYTES, round(bits_per_s(link) / 8 * _PROBE_S))
+    with socket.create_server((DECODE_HOST, 0)) as server:
+        reader = threading.Thread(target=_drain, args=(server, size))
+        reader.start()
+        with socket.create_connection(server.getsockname()) as sender:
+            began = perf_counter()
+            for start in range(0, size, _PIECE):
+                sender.sendall(bytes(min(_PIECE, size - start)))
+            sender.recv(1)
+            took = perf_counter() - began
+        reader.join()
+    return 8 * size / took
+
+
+def _drain(server: socket.socket, size: int) -> None:
+    connection, _ = server.accept()
+    with connection:
+        room = bytearray(_PIECE)
+        while size > 0:
+            size -= connection.recv_into(room)
+        connection.sendall(b".")
