@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from hack_kernels import load
 from torch import Tensor
 
 from decode_node.service import DecodeService
@@ -89,7 +90,7 @@ class GatedCodec(Fp16Codec):
     """Codec `fp16` whose engine thread waits for a permit before it attends: a test stops a pass where it wants."""
 
     def __init__(self, page_tokens: int = PI) -> None:
-        super().__init__("fp16", 64, page_tokens)
+        super().__init__("fp16", 64, page_tokens, load("auto"))
         self.permits = threading.Semaphore(0)
         self.arrived = threading.Semaphore(0)
         """Counts how often the engine came to the gate."""

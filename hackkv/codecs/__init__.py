@@ -57,7 +57,7 @@ def _hack(**preset: object) -> Factory:
 
 
 def _fp16(name: str, head_dim: int, kernels: HackKernels, settings: dict[str, Any]) -> KvCodec:
-    return Fp16Codec(name, head_dim, Fp16Settings.model_validate(settings).page_tokens)
+    return Fp16Codec(name, head_dim, Fp16Settings.model_validate(settings).page_tokens, kernels)
 
 
 CODECS: Final[Mapping[str, Factory]] = {

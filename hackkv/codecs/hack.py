@@ -6,11 +6,11 @@ The page format, the bit order and the arithmetic are those of `hack_kernels`; t
 from __future__ import annotations
 
 import torch
-from hack_kernels.base import SUM_PLANES, HackFormat, HackKernels, OpenPage, Spans
+from hack_kernels.base import SUM_PLANES, HackFormat, HackKernels, OpenPage
 from torch import Tensor
 
 from hackkv.codec import Batch, LayerPages, PageFormat, Plane
-from hackkv.codecs.paged import PagedCodec, filled_pages
+from hackkv.codecs.paged import PagedCodec, filled_pages, spans_of
 
 
 class HackCodec(PagedCodec):
@@ -75,12 +75,12 @@ class HackCodec(PagedCodec):
 
     def prefill(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Homomorphic attention of a chunk."""
-        rows = (pool.planes, pool.open_k, pool.open_v, _spans(batch), q, k, v)
+        rows = (pool.planes, pool.open_k, pool.open_v, spans_of(batch), q, k, v)
         return self.kernels.attn_prefill(self.fmt, layer, *rows)
 
     def decode(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor) -> Tensor:
         """Homomorphic attention of one row per sequence."""
-        rows = (pool.planes, pool.open_k, pool.open_v, _spans(batch), q)
+        rows = (pool.planes, pool.open_k, pool.open_v, spans_of(batch), q)
         return self.kernels.attn_decode(self.fmt, layer, *rows)
 
     def to_wire(self, pool: LayerPages, page_ids: Tensor) -> dict[str, Tensor]:
@@ -91,7 +91,3 @@ class HackCodec(PagedCodec):
     def from_wire(self, pool: LayerPages, page_ids: Tensor, planes: dict[str, Tensor]) -> None:
         """Install sealed pages; the kernels bring them into their own order."""
         self.kernels.install(self.fmt, pool.planes, page_ids, planes)
-
-
-def _spans(batch: Batch) -> Spans:
-    return Spans(batch.starts, batch.counts, batch.offsets, batch.table, batch.slots)

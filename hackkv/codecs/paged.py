@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from time import perf_counter
 
 import torch
+from hack_kernels.base import Spans
 from torch import Tensor
 
 from hackkv.codec import Batch, LayerPages, PageFormat, to_rows
@@ -57,6 +58,11 @@ class PagedCodec(ABC):
     @abstractmethod
     def decode(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor) -> Tensor:
         """Attention of one row per sequence, whose K and V stand in the open page already."""
+
+
+def spans_of(batch: Batch) -> Spans:
+    """What kernels need of a batch."""
+    return Spans(batch.starts, batch.counts, batch.offsets, batch.table, batch.slots)
 
 
 def write_open_rows(pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:

@@ -11,9 +11,11 @@
 namespace hack {
 namespace {
 
-constexpr int kItemsPerThread = 8;       // enough that a thread that falls behind costs little
-constexpr std::int64_t kMinSplit = 4;    // pages
-constexpr std::int64_t kAloneWork = 96;  // pages times tiles of 4 rows that one thread does while another would wake
+constexpr int kItemsPerThread = 8;     // enough that a thread that falls behind costs little
+constexpr std::int64_t kMinSplit = 4;  // pages
+// Pages times tiles of 4 rows that one thread does while another would wake: of codes, of 16-bit rows.
+constexpr std::int64_t kAloneWork = 96;
+constexpr std::int64_t kAloneRows = 24;
 
 template <class Byte, class Half>
 BasicPage<Byte, Half> advance(const Format& fmt, const BasicPage<Byte, Half>& base, std::size_t n) {
@@ -146,10 +148,11 @@ class Splits {
 
   std::int64_t size() const { return std::int64_t(parts_.size()); }
 
-  void run(std::int64_t index, const Operations& operations, const Format& fmt, const Pool& pool, std::byte* scratch) {
+  void run(std::int64_t index, Attend* attend, const Operations& operations, const Format& fmt, const Pool& pool,
+           std::byte* scratch) {
     const Part& part = parts_[std::size_t(index)];
     Whole& whole = wholes_[part.whole];
-    operations.attend(fmt, pool, item_of(fmt, whole, part.split), scratch);
+    attend(fmt, pool, item_of(fmt, whole, part.split), scratch);
     if (whole.splits > 1 && std::atomic_ref(whole.left).fetch_sub(1, std::memory_order_acq_rel) == 1)
       operations.merge(fmt, {whole.partials.data(), whole.splits, whole.item});
   }
@@ -192,12 +195,14 @@ void Engine::attend(const Format& fmt, int layer, const Pool& pool, const OpenPa
     work += cost(item);
     most_rows = std::max(most_rows, rows_of(item));
   }
-  const int workers = work <= kAloneWork ? 1 : threads;
+  const int workers = work <= (fmt.coded() ? kAloneWork : kAloneRows) ? 1 : threads;
   const std::int64_t per_item = workers == 1 ? work : work / (std::int64_t(workers) * kItemsPerThread) + 1;
   Splits splits(fmt, items, per_item);
   const std::size_t bytes = scratch_bytes(fmt, most_rows);
+  Attend* rows_of_pages = rows.dtype == Dtype::kBfloat ? rows_in_bfloat : operations.attend_rows;
+  Attend* attend = fmt.coded() ? operations.attend : rows_of_pages;
   parallel_for(workers, splits.size(),
-               [&](std::int64_t i) { splits.run(i, operations, fmt, pool, thread_scratch(bytes)); });
+               [&](std::int64_t i) { splits.run(i, attend, operations, fmt, pool, thread_scratch(bytes)); });
 }
 
 void Engine::seal(const Format& fmt, int layer, const Pool& pool, PageList pages, const std::int64_t* starts,

@@ -40,6 +40,7 @@ struct PageList {
 
 struct Engine {
   const Operations& operations;
+  Attend* rows_in_bfloat;
   int threads;
 
   // Raises std::invalid_argument where spans point outside their tensors.

@@ -126,7 +126,7 @@ PageList page_list(const Pool& pool, const Array& ids) {
 
 class Kernels {
  public:
-  Kernels(const Operations& operations, int threads) : engine_{operations, 1} { set_threads(threads); }
+  Kernels(const Operations& operations, int threads) : engine_{operations, rows_in_bfloat(operations), 1} { set_threads(threads); }
 
   std::string isa() const { return std::string(engine_.operations.name); }
   int threads() const { return engine_.threads; }

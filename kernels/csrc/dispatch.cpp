@@ -17,6 +17,10 @@ bool runs_avx512() {
          __builtin_cpu_supports("avx512vnni");
 }
 
+bool runs_bf16() {
+  return runs_avx512() && __builtin_cpu_supports("avx512bf16");
+}
+
 bool runs_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
@@ -47,9 +51,16 @@ const Operations& operations_for(const std::string& isa) {
   throw std::invalid_argument("this processor or build does not run '" + isa + "'; it runs " + known);
 }
 
+Attend* rows_in_bfloat(const Operations& operations) {
+#if defined(__x86_64__)
+  if (&operations == &avx512_operations() && runs_bf16()) return bf16_rows();
+#endif
+  return operations.attend_rows;
+}
+
 const Operations& rival_for(const std::string& name) {
 #if defined(__x86_64__)
-  if (runs_avx512() && __builtin_cpu_supports("avx512bf16")) {
+  if (runs_bf16()) {
     for (const Operations* rival : {&bf16_rival(), &dequantize_rival()})
       if (rival->name == name) return *rival;
   }

@@ -35,7 +35,7 @@ struct Format {
   bool own_k_codes;  // open page: K as codes (K_CODES) instead of FP16 (EXACT)
   std::uint64_t seed;
 
-  constexpr bool coded() const { return k_bits <= 4; }  // false: the rival `bf16`, whose "codes" are BF16 rows
+  constexpr bool coded() const { return k_bits <= 4; }  // false: the "codes" are rows of 16-bit floats
   constexpr int k_groups() const { return head_dim / k_partition; }
   constexpr bool sums_at_rest() const { return asymmetric && stored_sums; }
   constexpr std::size_t elements() const { return std::size_t(page_tokens) * head_dim; }

@@ -4,6 +4,7 @@
 #include "own_page.h"
 #include "packed.h"
 #include "quantize.h"
+#include "rows.h"
 #include "tile.h"
 #include "work.h"
 
@@ -112,28 +113,6 @@ void export_page(const Format& fmt, const Page& page, const Page& wire) {
   std::memcpy(wire.v_sums, page.v_sums, fmt.v_meta() * fmt.v_sum_bytes());
 }
 
-// Row r of the item's output = values / weight, in the dtype of the queries.
-template <class S>
-void write_row(const Format& fmt, const AttendItem& item, int r, float* values, float weight) {
-  for (int d = 0; d < fmt.head_dim; d += kLanes) S::store(values + d, S::div(S::load(values + d), S::splat(weight)));
-  const std::int64_t at = (r / item.group) * item.token_stride + std::int64_t(r % item.group) * fmt.head_dim;
-  store_row<S>(item.out + at * bytes_of(item.dtype), item.dtype, fmt.head_dim, values);
-}
-
-template <class S>
-void write_state(const Format& fmt, const AttendItem& item, int rows, State& state) {
-  if (item.partial != nullptr) {
-    std::memcpy(item.partial, state.top, sizeof(float) * rows);
-    std::memcpy(item.partial + rows, state.weight, sizeof(float) * rows);
-    std::memcpy(item.partial + 2 * rows, state.out, sizeof(float) * rows * fmt.head_dim);
-    return;
-  }
-  for (int r = 0; r < rows; ++r) write_row<S>(fmt, item, r, state.out + std::size_t(r) * fmt.head_dim, state.weight[r]);
-}
-
-// Rows below which unpacking a page costs more than reading its packed codes again for every four rows.
-inline constexpr int kPackedRows = 12;
-
 template <class S>
 Strip strip_at(const Format& fmt, const Pool& pool, const AttendItem& item, std::int64_t first) {
   const auto page = [&](std::int64_t i) {
@@ -190,7 +169,7 @@ void merge(const Format& fmt, const MergeItem& item) {
 
 template <class S>
 constexpr Operations operations_of() {
-  return {S::name, seal<S>, install<S>, export_page<S>, attend<S>, merge<S>};
+  return {S::name, seal<S>, install<S>, export_page<S>, attend<S>, attend_rows<S>, merge<S>};
 }
 
 }  // namespace hack

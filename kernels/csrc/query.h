@@ -1,4 +1,4 @@
-// Q in 8 bits, and the running state of the rows of one item.
+// Q in 8 bits, the running state of the rows of one item, and what it leaves.
 #pragma once
 
 #include <cmath>
@@ -13,6 +13,9 @@ namespace hack {
 
 inline constexpr int kTile = 4;  // rows that share one pass over a page's codes
 
+// Rows below which unpacking a page costs more than reading its packed codes again for every four rows.
+inline constexpr int kPackedRows = 12;
+
 constexpr int padded_rows(int rows) {
   return (rows + kTile - 1) / kTile * kTile;
 }
@@ -22,7 +25,7 @@ constexpr int padded_rows(int rows) {
 struct Query {
   int rows;
   int padded;          // R
-  std::int8_t* codes;  // [R, D]
+  std::int8_t* codes;  // [R, D]; this and the next three only where pages hold codes
   float* scale;        // [G, R]
   float* sums;         // [G, R] Σ codes
   float* minimum;      // [G, R], asymmetric form only
@@ -113,7 +116,7 @@ Query make_query(const Format& fmt, const AttendItem& item, Arena<S>& arena) {
       for (int i = 0; i < d; ++i) row[i] = 0.0f;
     }
     for (int i = 0; i < d; i += kLanes) S::store(row + i, S::div(S::load(row + i), S::splat(root)));
-    for (int g = 0; g < groups; ++g) {
+    for (int g = 0; fmt.coded() && g < groups; ++g) {
       const int z = g * fmt.k_partition, at = g * padded + r;
       quantize_partition<S>(fmt, row + z, query.codes + r * d + z, query.scale + at, query.sums + at,
                             query.minimum + at);
@@ -134,6 +137,25 @@ State make_state(const Format& fmt, int rows, Arena<S>& arena) {
   }
   std::memset(state.out, 0, sizeof(float) * std::size_t(padded) * fmt.head_dim);
   return state;
+}
+
+// Row r of the item's output = values / weight, in the dtype of the queries.
+template <class S>
+void write_row(const Format& fmt, const AttendItem& item, int r, float* values, float weight) {
+  for (int d = 0; d < fmt.head_dim; d += kLanes) S::store(values + d, S::div(S::load(values + d), S::splat(weight)));
+  const std::int64_t at = (r / item.group) * item.token_stride + std::int64_t(r % item.group) * fmt.head_dim;
+  store_row<S>(item.out + at * bytes_of(item.dtype), item.dtype, fmt.head_dim, values);
+}
+
+template <class S>
+void write_state(const Format& fmt, const AttendItem& item, int rows, State& state) {
+  if (item.partial != nullptr) {
+    std::memcpy(item.partial, state.top, sizeof(float) * rows);
+    std::memcpy(item.partial + rows, state.weight, sizeof(float) * rows);
+    std::memcpy(item.partial + 2 * rows, state.out, sizeof(float) * rows * fmt.head_dim);
+    return;
+  }
+  for (int r = 0; r < rows; ++r) write_row<S>(fmt, item, r, state.out + std::size_t(r) * fmt.head_dim, state.weight[r]);
 }
 
 }  // namespace hack

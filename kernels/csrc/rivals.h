@@ -1,99 +1,15 @@
 // What homomorphic attention is measured against, made with equal craft: the same items, threads, splits, merges,
 // vectors without horizontal sums, and exact own page. AVX-512 BF16 only; for benchmarks.
 //
-//   bf16        pages of BF16 rows, K [Π/16][D/2][16 tokens][2 channels], V [D/16][Π/2][16 channels][2 tokens]
+//   bf16        pages of BF16 rows in the order of bf16.h
 //   dequantize  the pages of `hack` at 2 bits, each code turned into its FP32 value and multiplied
 //
 // Both ask for page_tokens and head_dim that are multiples of 64.
 #pragma once
 
-#include <immintrin.h>
-
-#include "operations.h"
-#include "simd/avx512.h"
+#include "bf16.h"
 
 namespace hack {
-
-using V512 = Avx512;
-
-// Scores [NR, Π] become weights in place, and the state takes them.
-template <int NR>
-void weigh_tile(const Format& fmt, State& state, int r0, float* scores) {
-  const int pi = fmt.page_tokens;
-  float tops[NR];
-  for (int r = 0; r < NR; ++r) tops[r] = V512::reduce_max(lane_maxima<V512>(scores + r * pi, pi));
-  raise_tops<V512>(fmt, state, r0, NR, tops);
-  for (int r = 0; r < NR; ++r) {
-    auto sum = V512::zero();
-    for (int j = 0; j < pi; j += kLanes) {
-      const auto p = exp2<V512>(V512::sub(V512::load(scores + r * pi + j), V512::splat(state.top[r0 + r])));
-      V512::store(scores + r * pi + j, p);
-      sum = V512::add(sum, p);
-    }
-    state.weight[r0 + r] += V512::reduce_add(sum);
-  }
-}
-
-inline void narrow(const float* in, int n, std::uint16_t* out) {
-  for (int i = 0; i < n; i += kLanes) {
-    const __m256bh half = _mm512_cvtneps_pbh(_mm512_loadu_ps(in + i));
-    std::memcpy(out + i, &half, sizeof half);
-  }
-}
-
-// sums[r][b] = Σ over pairs of NR rows of BF16 with NB blocks of 16 lanes; `ahead` bytes on lies what comes next.
-template <int NR, int NB>
-[[gnu::always_inline]] inline void pair_dots(const std::uint16_t* blocks, int pairs, std::int64_t ahead,
-                                             const std::uint16_t* rows, int stride, __m512 (&sums)[NR][NB]) {
-  unrolled<NR * NB>([&](auto i) { sums[i / NB][i % NB] = _mm512_setzero_ps(); });
-  for (int j = 0; j < pairs; ++j) {
-    __m512i vectors[NB];
-    unrolled<NB>([&](auto b) {
-      const auto* at = blocks + (std::size_t(b) * pairs + j) * 2 * kLanes;
-      vectors[b] = _mm512_loadu_si512(at);
-      if (NR <= kTile && ahead != 0) fetch(reinterpret_cast<const std::byte*>(at) + ahead);
-    });
-    unrolled<NR>([&](auto r) __attribute__((always_inline)) {
-      const auto pair = V512::broadcast_quad(rows + r * stride + 2 * j);
-      unrolled<NB>([&](auto b) __attribute__((always_inline)) {
-        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sums[r][b]) : "v"(vectors[b]), "v"(pair));
-      });
-    });
-  }
-}
-
-struct Bf16Page {
-  const std::uint16_t* k;
-  const std::uint16_t* v;
-  std::int64_t ahead;  // bytes to the page that comes next, 0 when pages are read many times
-};
-
-template <int NR>
-void bf16_tile(const Format& fmt, const Bf16Page& page, const std::uint16_t* q, int r0, State& state, float* scores,
-               std::uint16_t* p) {
-  constexpr int NB = 4;
-  const int pi = fmt.page_tokens, d = fmt.head_dim;
-  __m512 sums[NR][NB];
-  for (int t = 0; t < pi; t += NB * kLanes) {
-    pair_dots<NR, NB>(page.k + std::size_t(t) * d, d / 2, page.ahead, q + r0 * d, d, sums);
-    unrolled<NR * NB>(
-        [&](auto i) { _mm512_storeu_ps(scores + i / NB * pi + t + i % NB * kLanes, sums[i / NB][i % NB]); });
-  }
-  weigh_tile<NR>(fmt, state, r0, scores);
-  narrow(scores, NR * pi, p);
-  for (int c = 0; c < d; c += NB * kLanes) {
-    pair_dots<NR, NB>(page.v + std::size_t(c) * pi, pi / 2, page.ahead, p, pi, sums);
-    unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
-      float* out = state.out + std::size_t(r0 + i / NB) * d + c + i % NB * kLanes;
-      _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), sums[i / NB][i % NB]));
-    });
-  }
-}
-
-template <class Tile>
-void each_tile(int rows, Tile tile) {
-  for (int r = 0; r < rows; r += kTile) with_constant<kTile>(rows - r, [&](auto count) { tile(count, r); });
-}
 
 inline void attend_bf16(const Format& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
   Arena<V512> arena(scratch);
@@ -157,7 +73,7 @@ void dequantize_tile(const Format& fmt, const PackedPage& at, const float* q, in
     }
     unrolled<NR>([&](auto r) { _mm512_storeu_ps(scores + r * pi + t, sums[r]); });
   }
-  weigh_tile<NR>(fmt, state, r0, scores);
+  weigh_rows<V512, NR>(fmt, state, r0, scores);
   codes = at.page.v_codes;
   for (int c = 0; c < d; c += kLanes) {
     __m512 sums[NR];

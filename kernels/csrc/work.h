@@ -71,6 +71,8 @@ struct MergeItem {
   AttendItem whole;
 };
 
+using Attend = void(const Format&, const Pool&, const AttendItem&, std::byte* scratch);
+
 struct Operations {
   std::string_view name;
   // k, v: one page of one KV head, FP16 [Π, D].
@@ -78,13 +80,16 @@ struct Operations {
   // Wire order to native and back; sums are read from the wire page where it has them, else counted.
   void (*install)(const Format&, const ConstPage& wire, const Page&, std::byte* scratch);
   void (*export_page)(const Format&, const Page&, const Page& wire);
-  void (*attend)(const Format&, const Pool&, const AttendItem&, std::byte* scratch);
+  Attend* attend;       // pages of codes
+  Attend* attend_rows;  // pages of FP16 rows, FP32 arithmetic
   void (*merge)(const Format&, const MergeItem&);
 };
 
 const Operations& portable_operations();
 const Operations& avx2_operations();
 const Operations& avx512_operations();
+// `attend_rows` on BF16 products, for queries in bfloat16.
+Attend* bf16_rows();
 // Rivals only attend and merge; their other operations are null.
 const Operations& bf16_rival();
 const Operations& dequantize_rival();
@@ -92,10 +97,10 @@ const Operations& dequantize_rival();
 // Bytes of scratch memory that any operation on this format needs for `rows` query rows.
 constexpr std::size_t scratch_bytes(const Format& fmt, int rows) {
   const std::size_t padded = std::size_t(rows + 3) / 4 * 4, d = fmt.head_dim, groups = fmt.k_groups();
-  const std::size_t queries = padded * (d + 4 * d + 12 * groups), state = padded * (4 * d + 8);
-  const std::size_t codes = 4 * fmt.elements(), meta = 4 * (6 * fmt.k_meta() + 6 * d + 256);
+  const std::size_t queries = padded * (2 * d + 4 * d + 12 * groups), state = padded * (4 * d + 8);
+  const std::size_t pages = (fmt.coded() ? 4 : 8) * fmt.elements(), meta = 4 * (6 * fmt.k_meta() + 6 * d + 256);
   const std::size_t tile = 5 * kLanes * std::size_t(fmt.page_tokens);  // scores and codes of P
-  return queries + state + codes + meta + tile + 64 * 64;
+  return queries + state + pages + meta + tile + 64 * 64;
 }
 
 }  // namespace hack

@@ -233,3 +233,24 @@ class HackKernels(Protocol):
         Same rule and result as `attn_prefill` with counts of 1. Returns [B, Hq, D] in q's dtype.
         """
         ...
+
+    def new_rows(self, num_pages: int, num_kv_heads: int, page_tokens: int, head_dim: int) -> HackPages:
+        """A zeroed pool of uncompressed pages for one layer: `k` and `v` [N, Hkv, Π, D] FP16."""
+        ...
+
+    def attn_rows(
+        self,
+        pages: HackPages,
+        open_k: Tensor,
+        open_v: Tensor,
+        spans: Spans,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention over uncompressed pages, for codec `fp16`: the rules of `attn_prefill`, without codes.
+
+        k, v [T, Hkv, D] FP16 are the batch's rows; None in decode, where they stand in the open pages already. FP32
+        arithmetic, or BF16 products where q is bfloat16 and the processor has them. Returns [T, Hq, D] in q's dtype.
+        """
+        ...

@@ -18,7 +18,7 @@ def check_seal(fmt: HackFormat, pages: HackPages, page_ids: Tensor, starts: Tens
     for name, rows in (("k", k), ("v", v)):
         _shape(name, rows, (count, heads, fmt.page_tokens, fmt.head_dim), torch.float16)
     _shape("starts", starts, (count,), torch.int64)
-    _same_device(pages, page_ids=page_ids, starts=starts, k=k, v=v)
+    _same_device(pages["k_codes"], page_ids=page_ids, starts=starts, k=k, v=v)
     _page_ids(pages, page_ids)
 
 
@@ -33,7 +33,7 @@ def check_install(fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: H
             _shape(name, planes[name], (heads, count, *shape), dtype)
         elif name not in SUM_PLANES:
             raise ValueError(f"plane {name} is missing")
-    _same_device(pages, page_ids=page_ids, **planes)
+    _same_device(pages["k_codes"], page_ids=page_ids, **planes)
     _page_ids(pages, page_ids)
 
 
@@ -48,24 +48,47 @@ def check_attention(
     v: Tensor | None,
 ) -> None:
     """q [T, Hq, D]; k, v [T, Hkv, D] FP16 or None (decode: one row per sequence). Raises `ValueError`."""
-    heads = pages["k_codes"].shape[1]
-    if q.dim() != 3 or q.shape[2] != fmt.head_dim or q.shape[1] % heads:
-        raise ValueError(f"q is {tuple(q.shape)}; expected [T, a multiple of {heads} heads, {fmt.head_dim}]")
+    _check_queries(pages["k_codes"], (fmt.page_tokens, fmt.head_dim), open_k, open_v, spans, q, k, v)
+
+
+def _check_queries(
+    plane: Tensor,
+    page: tuple[int, ...],
+    open_k: Tensor,
+    open_v: Tensor,
+    spans: Spans,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+) -> None:
+    """`plane` [N, Hkv, ...] is one of the pool's, `page` is (Π, D)."""
+    heads, head_dim = plane.shape[1], page[1]
+    if q.dim() != 3 or q.shape[2] != head_dim or q.shape[1] % heads:
+        raise ValueError(f"q is {tuple(q.shape)}; expected [T, a multiple of {heads} heads, {head_dim}]")
     for name, rows in (("k", k), ("v", v)):
         if rows is not None:
-            _shape(name, rows, (q.shape[0], heads, fmt.head_dim), torch.float16)
+            _shape(name, rows, (q.shape[0], heads, head_dim), torch.float16)
     for name, pool in (("open_k", open_k), ("open_v", open_v)):
-        _shape(name, pool, (pool.shape[0], heads, fmt.page_tokens, fmt.head_dim), torch.float16)
+        _shape(name, pool, (pool.shape[0], heads, *page), torch.float16)
     batch = spans.starts.numel()
     for name in ("starts", "counts", "offsets", "slots"):
         _shape(f"spans.{name}", getattr(spans, name), (batch,), torch.int64)
     given = {"q": q, "open_k": open_k, "open_v": open_v, "spans.starts": spans.starts, "spans.table": spans.table}
-    _same_device(pages, **given, **({} if k is None or v is None else {"k": k, "v": v}))
+    _same_device(plane, **given, **({} if k is None or v is None else {"k": k, "v": v}))
     rows_given = q.shape[0] if k is not None else batch
     if q.device.type != "cpu":
         return
     if int(spans.counts.sum()) != rows_given or rows_given != q.shape[0]:
         raise ValueError(f"spans cover {int(spans.counts.sum())} rows of {batch} sequences; q has {q.shape[0]}")
+
+
+def check_rows(
+    pages: HackPages, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor, k: Tensor | None, v: Tensor | None
+) -> None:
+    """Pages `k` and `v` [N, Hkv, Π, D] FP16, the rest as in `check_attention`. Raises `ValueError`."""
+    for name in ("k", "v"):
+        _shape(f"pages of {name}", pages[name], tuple(pages["k"].shape), torch.float16)
+    _check_queries(pages["k"], pages["k"].shape[2:], open_k, open_v, spans, q, k, v)
 
 
 def _page_ids(pages: HackPages, page_ids: Tensor) -> None:
@@ -74,11 +97,10 @@ def _page_ids(pages: HackPages, page_ids: Tensor) -> None:
         raise ValueError(f"page ids {page_ids.tolist()} do not lie in a pool of {total}")
 
 
-def _same_device(pages: HackPages, **tensors: Tensor) -> None:
-    device = pages["k_codes"].device
+def _same_device(plane: Tensor, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}; the pages are on {device}")
+        if tensor.device != plane.device:
+            raise ValueError(f"{name} is on {tensor.device}; the pages are on {plane.device}")
 
 
 def _shape(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -28,7 +28,7 @@ from hack_kernels.base import (
     Rounding,
     Spans,
 )
-from hack_kernels.check import check_attention, check_install, check_seal
+from hack_kernels.check import check_attention, check_install, check_rows, check_seal
 from hack_kernels.reference import ReferenceKernels
 
 ISA_VARIABLE: Final = "HACKKV_CPU_ISA"
@@ -57,6 +57,7 @@ class CpuKernels:
         self.isa = chosen
         self._kernels = module.kernels(chosen, threads or torch.get_num_threads())
         self._format = lru_cache(maxsize=16)(native_format)
+        self._row_format = lru_cache(maxsize=16)(row_format)
 
     @property
     def threads(self) -> int:
@@ -134,7 +135,8 @@ class CpuKernels:
         if fmt.open_page is OpenPage.REQUANTIZE:
             pool, local = self._on_reference(fmt, pages, spans)
             return ReferenceKernels().attn_prefill(fmt, layer, pool, open_k, open_v, local, q, k, v)
-        return self._attend(fmt, layer, pages, open_k, open_v, spans, q, k.contiguous(), v.contiguous())
+        rows = (open_k, open_v, spans, q, k.contiguous(), v.contiguous())
+        return self._attend(self._format(fmt), layer, pages, *rows)
 
     def attn_decode(
         self, fmt: HackFormat, layer: int, pages: HackPages, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor
@@ -144,11 +146,35 @@ class CpuKernels:
         if fmt.open_page is OpenPage.REQUANTIZE:
             pool, local = self._on_reference(fmt, pages, spans)
             return ReferenceKernels().attn_decode(fmt, layer, pool, open_k, open_v, local, q)
-        return self._attend(fmt, layer, pages, open_k, open_v, spans, q, None, None)
+        return self._attend(self._format(fmt), layer, pages, open_k, open_v, spans, q, None, None)
+
+    def new_rows(self, num_pages: int, num_kv_heads: int, page_tokens: int, head_dim: int) -> HackPages:
+        """Planes `k` and `v`, in huge pages where the system has them."""
+        shape = (num_pages, num_kv_heads, page_tokens, head_dim)
+        return {name: zeros_in_huge_pages(shape, torch.float16) for name in "kv"}
+
+    def attn_rows(
+        self,
+        pages: HackPages,
+        open_k: Tensor,
+        open_v: Tensor,
+        spans: Spans,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> Tensor:
+        """C++ on the FP16 rows as they rest; shapes that it does not take go to the reference (`takes_rows`)."""
+        check_rows(pages, open_k, open_v, spans, q, k, v)
+        page_tokens, head_dim = open_k.shape[2:]
+        if not takes_rows(page_tokens, head_dim):
+            return ReferenceKernels().attn_rows(pages, open_k, open_v, spans, q, k, v)
+        planes = {f"{name}_codes": pages[name].view(torch.uint8) for name in "kv"}
+        new = [None if x is None else x.contiguous() for x in (k, v)]
+        return self._attend(self._row_format(page_tokens, head_dim), 0, planes, open_k, open_v, spans, q, *new)
 
     def _attend(
         self,
-        fmt: HackFormat,
+        native: Any,
         layer: int,
         pages: HackPages,
         open_k: Tensor,
@@ -159,12 +185,12 @@ class CpuKernels:
         v: Tensor | None,
     ) -> Tensor:
         if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return self._attend(fmt, layer, pages, open_k, open_v, spans, q.float(), k, v).to(q.dtype)
+            return self._attend(native, layer, pages, open_k, open_v, spans, q.float(), k, v).to(q.dtype)
         q = q.contiguous()
         out = torch.empty_like(q)
         where = [t.contiguous() for t in (spans.starts, spans.counts, spans.offsets, spans.table, spans.slots)]
         open_rows = (open_k.contiguous(), open_v.contiguous())
-        self._kernels.attend(self._format(fmt), layer, pages, *open_rows, where, q, out, k, v)
+        self._kernels.attend(native, layer, pages, *open_rows, where, q, out, k, v)
         return out
 
     def _on_reference(self, fmt: HackFormat, pages: HackPages, spans: Spans) -> tuple[HackPages, Spans]:
@@ -211,13 +237,34 @@ def extension() -> Any:
         raise BackendUnavailable("the C++ extension hack_kernels._cpu is not built: pip install -e .") from error
 
 
-def native_format(fmt: HackFormat, code_bits: int | None = None) -> Any:
-    """`fmt` for C++; `code_bits` 16 stands for pages of BF16 rows (rivals.py)."""
+def takes_rows(page_tokens: int, head_dim: int) -> bool:
+    """Whether `csrc/rows.h` takes pages of this shape; those of every model that `hack` serves are among them."""
+    return page_tokens % 32 == 0 and page_tokens <= 128 and head_dim % 32 == 0 and head_dim <= 256
+
+
+def row_format(page_tokens: int, head_dim: int) -> Any:
+    """Pages of 16-bit rows for C++, which are what 16 bits per code stand for."""
+    return extension().make_format(
+        head_dim=head_dim,
+        page_tokens=page_tokens,
+        k_bits=16,
+        v_bits=16,
+        k_partition=head_dim,
+        stochastic=False,
+        asymmetric=False,
+        stored_sums=False,
+        own_k_codes=False,
+        seed=0,
+    )
+
+
+def native_format(fmt: HackFormat) -> Any:
+    """`fmt` for C++."""
     return extension().make_format(
         head_dim=fmt.head_dim,
         page_tokens=fmt.page_tokens,
-        k_bits=code_bits or fmt.k_bits,
-        v_bits=code_bits or fmt.v_bits,
+        k_bits=fmt.k_bits,
+        v_bits=fmt.v_bits,
         k_partition=fmt.k_partition,
         stochastic=fmt.rounding is Rounding.STOCHASTIC,
         asymmetric=fmt.arithmetic is Arithmetic.ASYMMETRIC,

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from hack_kernels.base import SUM_PLANES, Arithmetic, HackFormat, HackKernels, HackPages, OpenPage, Spans, sum_dtype
-from hack_kernels.check import check_attention, check_install, check_seal
+from hack_kernels.check import check_attention, check_install, check_rows, check_seal
 from hack_kernels.quantize import Quantized, pack, quantize_k, quantize_v, unpack
 
 Q_LEVELS_SYMMETRIC = 127
@@ -167,6 +168,38 @@ class ReferenceKernels:
             own_k, own_v = (pool[slot, :, :rows].transpose(0, 1) for pool in (open_k, open_v))
             row = slice(offset, offset + 1)
             out[row] = self._attend(fmt, layer, pages, spans.table[b], start, q[row], own_k, own_v)
+        return out
+
+    def new_rows(self, num_pages: int, num_kv_heads: int, page_tokens: int, head_dim: int) -> HackPages:
+        """Zeroed planes `k` and `v`."""
+        return {
+            name: torch.zeros((num_pages, num_kv_heads, page_tokens, head_dim), dtype=torch.float16) for name in "kv"
+        }
+
+    def attn_rows(
+        self,
+        pages: HackPages,
+        open_k: Tensor,
+        open_v: Tensor,
+        spans: Spans,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> Tensor:
+        """FP32 through torch's `scaled_dot_product_attention`, sequence by sequence."""
+        check_rows(pages, open_k, open_v, spans, q, k, v)
+        page_tokens = open_k.shape[2]
+        out = torch.empty_like(q)
+        for b, (start, count, offset) in enumerate(_rows(spans)):
+            rows = slice(offset, offset + count)
+            full, rest = divmod(start, page_tokens)
+            whole = []
+            for plane, open_rows, new in ((pages["k"], open_k, k), (pages["v"], open_v, v)):
+                sealed = plane[spans.table[b, :full]].transpose(1, 2).flatten(0, 1)
+                filled = open_rows[spans.slots[b]].transpose(0, 1)  # in decode the new row stands there already
+                own = filled[: rest + 1] if new is None else torch.cat((filled[:rest], new[rows]))
+                whole.append(torch.cat((sealed, own)))
+            out[rows] = _exact(q[rows], whole[0], whole[1], start)
         return out
 
     def _attend(
@@ -329,6 +362,15 @@ def quantize_query(fmt: HackFormat, q: Tensor) -> Query:
 def create() -> HackKernels:
     """The reference runs wherever torch does."""
     return ReferenceKernels()
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """Causal softmax attention: q [n, Hq, D] at positions start.., k, v [start + n, Hkv, D] -> [n, Hq, D]."""
+    n, total = q.shape[0], k.shape[0]
+    visible = torch.arange(total, device=q.device)[None, :] <= start + torch.arange(n, device=q.device)[:, None]
+    queries, keys, values = (x.float().transpose(0, 1)[None] for x in (q, k, v))
+    out = scaled_dot_product_attention(queries, keys, values, attn_mask=visible, enable_gqa=True)
+    return out[0].transpose(0, 1).to(q.dtype)
 
 
 def _group(q: Tensor, num_kv_heads: int) -> Tensor:

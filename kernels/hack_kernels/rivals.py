@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import Arithmetic, BackendUnavailable, HackFormat, HackPages, OpenPage, Spans
-from hack_kernels.cpu import extension, native_format
+from hack_kernels.cpu import extension, native_format, row_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Rival:
         return out
 
     def _format(self, fmt: HackFormat) -> Any:
-        return native_format(fmt) if self.name == "dequantize" else native_format(fmt, code_bits=16)
+        return native_format(fmt) if self.name == "dequantize" else row_format(fmt.page_tokens, fmt.head_dim)
 
 
 def bf16_pages(k: Tensor, v: Tensor) -> HackPages:

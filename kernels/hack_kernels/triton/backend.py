@@ -128,6 +128,24 @@ class TritonKernels:
         own_k, own_v = (pool[spans.slots, :, at] for pool in (open_k, open_v))
         return prefill.attn_prefill(fmt, layer, pages, open_k, open_v, spans, q, own_k, own_v)
 
+    def new_rows(self, num_pages: int, num_kv_heads: int, page_tokens: int, head_dim: int) -> HackPages:
+        """Planes `k` and `v`."""
+        pages = ReferenceKernels().new_rows(num_pages, num_kv_heads, page_tokens, head_dim)
+        return {name: plane.to(self.device) for name, plane in pages.items()}
+
+    def attn_rows(
+        self,
+        pages: HackPages,
+        open_k: Tensor,
+        open_v: Tensor,
+        spans: Spans,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> Tensor:
+        """By torch; `attn_decode_rows` of rows.py is what benchmarks measure, and no engine asks for it yet."""
+        return ReferenceKernels().attn_rows(pages, open_k, open_v, spans, q, k, v)
+
     def _on_reference(
         self, fmt: HackFormat, pages: HackPages, spans: Spans, rows: tuple[Tensor, ...]
     ) -> tuple[HackPages, tuple[Tensor, ...], Spans]:
