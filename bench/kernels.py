@@ -13,6 +13,7 @@ import gc
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
@@ -20,7 +21,7 @@ from time import perf_counter, sleep
 import torch
 from hack_kernels.base import HackFormat, HackPages, Rounding, Spans
 from hack_kernels.cpu import CpuKernels, zeros_in_huge_pages
-from hack_kernels.rivals import Rival, Rows, bf16_pages, read_all
+from hack_kernels.rivals import Rival, Rows, bf16_pages, read_all, run_dots
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -34,6 +35,7 @@ SETTLE_S = (
     0.01  # torch's OpenMP threads spin for some milliseconds after their work, on the cores of the next contender
 )
 SDPA_DTYPES = (torch.float32, torch.bfloat16)
+DOT_ROUNDS = 1_000_000  # some milliseconds
 COLD_BYTES = 128 * 2**20  # a turn's caches together: several times the last-level cache
 
 Calls = Sequence[Callable[[], object]]
@@ -73,7 +75,35 @@ def read_bandwidth(threads: int) -> float:
     return words.numel() * 8 / best / 1e9
 
 
-def decode_row(kernels: CpuKernels, tokens: int, batch: int, kv_heads: int, group: int, bandwidth: float) -> Row:
+def integer_dots(isa: str, threads: int) -> float:
+    """10^9 products of two bytes a second, best of several."""
+    run_dots(isa, 1000, threads)
+    best = 0.0
+    for _ in range(15):
+        began = perf_counter()
+        products = run_dots(isa, DOT_ROUNDS, threads)
+        best = max(best, products / (perf_counter() - began) / 1e9)
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine can do at best, on the threads of the kernels."""
+
+    read_gb_per_s: float
+    integer_dots: float
+    """10^9 products a second on all threads."""
+    one_core_dots: float
+    """On one thread."""
+
+
+def measure_limits(kernels: CpuKernels) -> Limits:
+    """Memory and vector units, each by the barest loop that uses it."""
+    dots = (integer_dots(kernels.isa, threads) for threads in (kernels.threads, 1))
+    return Limits(read_bandwidth(kernels.threads), *dots)
+
+
+def decode_row(kernels: CpuKernels, tokens: int, batch: int, kv_heads: int, group: int, limits: Limits) -> Row:
     """One step of decode over random codes; the rivals read caches of the same length."""
     pages_each, size = tokens // PI, batch * tokens * kv_heads
     inputs = [
@@ -104,7 +134,8 @@ def decode_row(kernels: CpuKernels, tokens: int, batch: int, kv_heads: int, grou
         ms[name], ratios[name] = ms[name] * scale, ratios[name] * scale
     moved = batch * pages_each * kv_heads * PAGE_BYTES / (ms["hack"] * 1e6)
     shape = f"{tokens} tokens, {kv_heads}x{group} heads, batch {batch}"
-    return Row("attn_decode", shape, ms, ratios, moved, moved / bandwidth)
+    products = 2 * batch * tokens * kv_heads * group * D / (ms["hack"] * 1e6)
+    return Row("attn_decode", shape, ms, ratios, moved, moved / limits.read_gb_per_s, products / limits.integer_dots)
 
 
 def decode_inputs(
@@ -213,7 +244,7 @@ def take_priority() -> bool:
     return True
 
 
-def machine(kernels: CpuKernels, bandwidth: float, priority: bool) -> dict[str, object]:
+def machine(kernels: CpuKernels, limits: Limits, priority: bool) -> dict[str, object]:
     """What the numbers belong to."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -223,7 +254,9 @@ def machine(kernels: CpuKernels, bandwidth: float, priority: bool) -> dict[str, 
         "threads": kernels.threads,
         "isa": kernels.isa,
         "torch": torch.__version__,
-        "read_gb_per_s": round(bandwidth, 1),
+        "read_gb_per_s": round(limits.read_gb_per_s, 1),
+        "integer_dots_g_per_s": round(limits.integer_dots),
+        "of_one_thread": round(limits.one_core_dots),
         "load_average": os.getloadavg()[0],
         "real_time_priority": priority,
     }
@@ -236,6 +269,8 @@ def describe(row: Row) -> str:
     traffic = "" if row.gb_per_s is None else f"{row.gb_per_s:.1f} GB/s"
     if row.of_read_bandwidth is not None:
         traffic += f" ({row.of_read_bandwidth:.0%} of read)"
+    if row.of_integer_dots is not None:
+        traffic += f", {row.of_integer_dots:.0%} of integer dots"
     return (
         f"{row.what:17} {row.shape:38} | ms: {times}"
         + (f" | hack faster: {ratios}" if ratios else "")
@@ -253,8 +288,8 @@ def main() -> None:
     priority = take_priority()
     torch.set_num_threads(arguments.threads)
     kernels = CpuKernels(threads=arguments.threads)
-    bandwidth = read_bandwidth(arguments.threads)
-    about = machine(kernels, bandwidth, priority)
+    limits = measure_limits(kernels)
+    about = machine(kernels, limits, priority)
     print(*(f"{name}: {value}" for name, value in about.items()), sep="\n")
     rows: list[Row] = []
 
@@ -270,7 +305,7 @@ def main() -> None:
         report(prefill_row(kernels, 8192, 2, 4))
     if arguments.only in (None, "decode"):
         for tokens, batch in ((16384, 1), (16384, 8), (65536, 1), (65536, 8)):
-            report(decode_row(kernels, tokens, batch, 8, 4, bandwidth))
+            report(decode_row(kernels, tokens, batch, 8, 4, limits))
     if arguments.out:
         write_report(arguments.out, about, rows)
 

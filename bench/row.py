@@ -15,3 +15,5 @@ class Row:
     ratios: dict[str, float] = field(default_factory=dict)
     gb_per_s: float | None = None
     of_read_bandwidth: float | None = None
+    of_integer_dots: float | None = None
+    """Share of the products that the same threads make in a bare loop of integer dots."""

@@ -7,8 +7,8 @@
 #include <string>
 
 #include "attention.h"
-#include "bandwidth.h"
 #include "dispatch.h"
+#include "limits.h"
 
 namespace nb = nanobind;
 
@@ -126,7 +126,9 @@ PageList page_list(const Pool& pool, const Array& ids) {
 
 class Kernels {
  public:
-  Kernels(const Operations& operations, int threads) : engine_{operations, rows_in_bfloat(operations), 1} { set_threads(threads); }
+  Kernels(const Operations& operations, int threads) : engine_{operations, rows_in_bfloat(operations), 1} {
+    set_threads(threads);
+  }
 
   std::string isa() const { return std::string(engine_.operations.name); }
   int threads() const { return engine_.threads; }
@@ -226,6 +228,12 @@ NB_MODULE(_cpu, m) {
     const nb::gil_scoped_release unlocked;
     return read_all(words, array.size(), threads);
   });
+  m.def("dots", [](const std::string& isa, std::int64_t rounds, int threads) {
+    const Operations& operations = operations_for(isa);
+    const nb::gil_scoped_release unlocked;
+    dots_on_all(operations, rounds, threads);
+  });
+  m.attr("PRODUCTS_PER_ROUND") = kDotsPerRound * kVectorBytes;
   nb::class_<Format>(m, "Format");
   m.def("make_format", make_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "seed"_a);

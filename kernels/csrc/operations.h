@@ -1,6 +1,7 @@
 // The operations of work.h for one instruction set S.
 #pragma once
 
+#include "dots.h"
 #include "own_page.h"
 #include "packed.h"
 #include "quantize.h"
@@ -169,7 +170,7 @@ void merge(const Format& fmt, const MergeItem& item) {
 
 template <class S>
 constexpr Operations operations_of() {
-  return {S::name, seal<S>, install<S>, export_page<S>, attend<S>, attend_rows<S>, merge<S>};
+  return {S::name, seal<S>, install<S>, export_page<S>, attend<S>, attend_rows<S>, merge<S>, dots<S>};
 }
 
 }  // namespace hack

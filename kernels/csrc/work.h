@@ -71,6 +71,8 @@ struct MergeItem {
   AttendItem whole;
 };
 
+inline constexpr int kDotsPerRound = 16;
+
 using Attend = void(const Format&, const Pool&, const AttendItem&, std::byte* scratch);
 
 struct Operations {
@@ -83,6 +85,8 @@ struct Operations {
   Attend* attend;       // pages of codes
   Attend* attend_rows;  // pages of FP16 rows, FP32 arithmetic
   void (*merge)(const Format&, const MergeItem&);
+  // `rounds` times kDotsPerRound integer dots of kVectorBytes products, all in registers and the first cache.
+  std::uint32_t (*dots)(std::int64_t rounds);
 };
 
 const Operations& portable_operations();

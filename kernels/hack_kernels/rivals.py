@@ -66,6 +66,12 @@ def bf16_pages(k: Tensor, v: Tensor) -> HackPages:
     }
 
 
+def run_dots(isa: str, rounds: int, threads: int) -> int:
+    """Run bare integer dots in registers on each thread; returns how many products of two bytes that were in all."""
+    extension().dots(isa, rounds, threads)
+    return int(extension().PRODUCTS_PER_ROUND) * rounds * threads
+
+
 def read_all(words: Tensor, threads: int) -> None:
     """Read a tensor of uint64, a multiple of 2^17 of them: the machine's read bandwidth."""
     extension().read_all(words, threads)

@@ -1,4 +1,4 @@
-#include "bandwidth.h"
+#include "limits.h"
 
 #include <atomic>
 
@@ -19,6 +19,12 @@ std::uint64_t read_all(const std::uint64_t* words, std::size_t count, int thread
     folded.fetch_xor(sum, std::memory_order_relaxed);
   });
   return folded.load();
+}
+
+void dots_on_all(const Operations& operations, std::int64_t rounds, int threads) {
+  std::atomic<std::uint32_t> sum{0};
+  parallel_for(threads, threads,
+               [&](std::int64_t) { sum.fetch_add(operations.dots(rounds), std::memory_order_relaxed); });
 }
 
 }  // namespace hack
