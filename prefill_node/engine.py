@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from hackkv.framing import FrameWriter
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
 from hackkv.types import HandoffEnd, KvFrame, PrefillJob, Token
+from prefill_node.host_pages import HostPages
 from prefill_node.prefix_pool import Moves
 from prefill_node.scheduler import Chunk
 
@@ -54,8 +54,9 @@ class FirstToken:
 class PrefillEngine:
     """Runs passes on one `ModelRunner`."""
 
-    def __init__(self, runner: ModelRunner, emit: Emit) -> None:
+    def __init__(self, runner: ModelRunner, host_pages: HostPages, emit: Emit) -> None:
         self._runner = runner
+        self._host_pages = host_pages
         self._emit = emit
 
     def step(self, chunks: list[Chunk[Work]], moves: Moves) -> list[FirstToken]:
@@ -80,15 +81,11 @@ class PrefillEngine:
         return chunk.prompt.owner.job.request.prompt_ids[chunk.start : chunk.start + chunk.count]
 
     def _move(self, moves: Moves) -> None:
-        """Copy pages between the pools and host memory, in wire order."""
-        codec, pools = self._runner.codec, self._runner.pools
-        for shared, page in moves.saves:
-            shared.copy = [codec.to_wire(pool, torch.tensor([page])) for pool in pools]
-        for shared, page in moves.loads:
-            planes = cast(list[dict[str, Tensor]], shared.copy)
-            for pool, of_layer in zip(pools, planes, strict=True):
-                codec.from_wire(pool, torch.tensor([page]), of_layer)
-            shared.copy = None
+        """Copy pages between the pools and host memory."""
+        if moves.saves:
+            self._host_pages.save(pages=list(moves.saves.values()), places=list(moves.saves))
+        if moves.loads:
+            self._host_pages.load(places=list(moves.loads.values()), pages=list(moves.loads))
 
     def _ship(self, layer: int, chunks: list[Chunk[Work]]) -> None:
         """Send what is sealed of one layer and has not left, and the open page of prompts that this pass completes."""

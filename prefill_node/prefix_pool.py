@@ -13,7 +13,7 @@ host memory, if that has room for them. No tensors: `Moves` tells the engine wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from prefill_node.host_pool import Claim, HostPool, Tenant
@@ -32,8 +32,8 @@ class SharedPage:
     """Prompts that hold it."""
     claim: Claim | None = None
     """Its share of host memory."""
-    copy: object = None
-    """Its planes in host memory; the engine's, and opaque here."""
+    place: int | None = None
+    """Its place in host memory; None while it has none there."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,8 +55,10 @@ class Lease:
 class Moves:
     """Copies that come before the next pass: first all pages that leave the pool, then those that enter it."""
 
-    saves: tuple[tuple[SharedPage, int], ...] = ()
-    loads: tuple[tuple[SharedPage, int], ...] = ()
+    saves: dict[int, int] = field(default_factory=dict)
+    """Place in host memory -> page to copy there."""
+    loads: dict[int, int] = field(default_factory=dict)
+    """Page -> place in host memory to copy from."""
 
 
 @dataclass(slots=True)
@@ -86,8 +88,10 @@ class PrefixPool:
         self._slots = list(reversed(range(num_slots)))
         self._known: dict[bytes, SharedPage] = {}
         self._idle: dict[SharedPage, None] = {}
-        self._saves: list[tuple[SharedPage, int]] = []
-        self._loads: list[tuple[SharedPage, int]] = []
+        self.num_places = host.capacity_bytes // page_bytes if reuse else 0
+        self._places = list(reversed(range(self.num_places)))
+        self._saves: dict[int, int] = {}
+        self._loads: dict[int, int] = {}
 
     @property
     def free_pages(self) -> int:
@@ -130,12 +134,13 @@ class PrefixPool:
         for shared in found:
             shared.users += 1
             self._idle.pop(shared, None)
-            self._leave_host(shared)
+            self._give_up_claim(shared)
         pages = []
         for shared in found:
             if shared.page is None:
                 shared.page = self._new_page()
-                self._loads.append((shared, shared.page))
+                assert shared.place is not None
+                self._loads[shared.page], shared.place = shared.place, None
             pages.append(shared.page)
         pages += [self._new_page() for _ in range(num_pages - len(pages))]
         cached_tokens = len(found) * self.page_tokens
@@ -161,7 +166,7 @@ class PrefixPool:
                 known = self._known[name.digest] = SharedPage(name, parent, page)
             elif known.page is None:
                 self._leave_host(known)
-                known.page, known.copy = page, None
+                known.page = page
             else:
                 self._pages.append(page)
                 lease.pages[index] = known.page
@@ -189,15 +194,18 @@ class PrefixPool:
         """Drop every name: what the pages hold is in doubt. Prompts go on with what they have."""
         for shared in tuple(self._known.values()):
             self._drop(shared)
-        self._saves.clear()
-        self._loads.clear()
+        self._forget_moves()
 
     def moves(self) -> Moves:
         """What must be copied before the next pass, once."""
-        moves = Moves(tuple(self._saves), tuple(self._loads))
-        self._saves.clear()
-        self._loads.clear()
+        moves = Moves(self._saves, self._loads)
+        self._forget_moves()
         return moves
+
+    def _forget_moves(self) -> None:
+        """Later moves come after these, so places that were read from are free."""
+        self._places.extend(self._loads.values())
+        self._saves, self._loads = {}, {}
 
     def _match(self, names: Sequence[PageName]) -> list[SharedPage]:
         """The longest known prefix."""
@@ -220,13 +228,21 @@ class PrefixPool:
         assert page is not None
         self.counts.evicted_pages += 1
         shared.claim = self._host.claim(Tenant.PREFIX, self._page_bytes, partial(self._pushed_out, shared))
-        if shared.claim is None:
+        # Bytes are free as soon as a page is to be loaded, its place only once it has been read: places can be short.
+        if shared.claim is None or not self._places:
             self._drop(shared)
         else:
-            self._saves.append((shared, page))
+            shared.place = self._places.pop()
+            self._saves[shared.place] = page
         return page
 
     def _leave_host(self, shared: SharedPage) -> None:
+        self._give_up_claim(shared)
+        if shared.place is not None:
+            self._places.append(shared.place)
+            shared.place = None
+
+    def _give_up_claim(self, shared: SharedPage) -> None:
         if shared.claim is not None:
             self._host.release(shared.claim)
             shared.claim = None
@@ -243,5 +259,3 @@ class PrefixPool:
             del self._idle[shared]
             assert shared.page is not None
             self._pages.append(shared.page)
-        if shared.page is None:
-            shared.copy = None

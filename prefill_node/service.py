@@ -24,6 +24,7 @@ from hackkv.types import (
 )
 from prefill_node.drain_rate import DrainRate
 from prefill_node.engine import FirstToken, PrefillEngine, Work
+from prefill_node.host_pages import HostPages
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.intake import Intake
 from prefill_node.outbox import Outbox
@@ -66,9 +67,8 @@ class PrefillService:
         # Where the last page's codes change with each token, a page's bytes depend on how its prompt was cut.
         self._reuse = prefix_cache and worker.codec.sealed_pages(1) == 0
         page_tokens = worker.layout.page_tokens
-        self._pool = PrefixPool(
-            num_pages, max_prompts, page_tokens, self._host, self._kv_bytes(page_tokens), reuse=self._reuse
-        )
+        page_bytes = worker.layout.num_layers * worker.layout.num_kv_heads * worker.codec.format.resident_bytes
+        self._pool = PrefixPool(num_pages, max_prompts, page_tokens, self._host, page_bytes, reuse=self._reuse)
         self._scheduler: PrefillScheduler[Work] = PrefillScheduler(self._pool, chunk_tokens)
         self.outbox = Outbox(sender, worker.fingerprint, self._host, patience, self._kv_bytes)
         self._intake = Intake(
@@ -81,7 +81,7 @@ class PrefillService:
         self._shipments: dict[Work, Shipment] = {}
         self._first_tokens: dict[Work, asyncio.Future[FirstToken]] = {}
         runner = ModelRunner(worker.model, worker.codec, num_pages, max_prompts)
-        self._engine = PrefillEngine(runner, self._emit)
+        self._engine = PrefillEngine(runner, HostPages(runner.pools, self._pool.num_places), self._emit)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefill-engine")
         self._passes = asyncio.create_task(self._run_passes())
 

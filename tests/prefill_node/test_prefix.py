@@ -149,7 +149,7 @@ async def test_pages_go_to_host_memory_and_come_back_bit_equal(codec: str) -> No
         first = await bench.serve(ids)
         await bench.serve(other)
         assert await bench.stat("hackkv_prefix_evictions_total") == 3
-        assert await bench.stat("hackkv_host_pool_prefix_bytes") == 3 * 4 * bench.worker.codec.format.wire_bytes
+        assert await bench.stat("hackkv_host_pool_prefix_bytes") == 3 * 4 * bench.worker.codec.format.resident_bytes
         again = await bench.serve(ids)
         assert again.computed_tokens == 9
         assert (again.token, again.planes) == (first.token, first.planes)
@@ -160,7 +160,7 @@ async def test_pages_go_to_host_memory_and_come_back_bit_equal(codec: str) -> No
 async def test_without_room_in_host_memory_pages_are_dropped() -> None:
     ids, other = prompt(1, 3 * PI), prompt(2, 4 * PI)
     async with Bench(num_pages=4) as bench:
-        host_bytes = 4 * 4 * bench.worker.codec.format.wire_bytes
+        host_bytes = 4 * 4 * bench.worker.codec.format.resident_bytes
     async with Bench(num_pages=4, host_bytes=host_bytes) as bench:
         await bench.serve(ids)
         held = bench.service.prefill(PrefillJob(greedy("waits", other, 4), "waits", 0))

@@ -45,6 +45,7 @@ class Pages(RuleBasedStateMachine):
         self.host = HostPool(HOST_BYTES, lambda _: None)
         self.pool = PrefixPool(PAGES, SLOTS, PI, self.host, PAGE_BYTES)
         self.device: dict[int, object] = {}
+        self.memory: dict[int, object] = {}
         self.running: list[Running] = []
         self.others: list[Claim] = []
 
@@ -66,11 +67,11 @@ class Pages(RuleBasedStateMachine):
                 assert hit or not lease.cached_tokens
                 self.running.append(Running(ids, salt, lease))
         moves = self.pool.moves()
-        for shared, page in moves.saves:
-            shared.copy = self.device[page]
-        for shared, page in moves.loads:
-            assert shared.copy is not None
-            self.device[page], shared.copy = shared.copy, None
+        for place, page in moves.saves.items():
+            assert place < self.pool.num_places
+            self.memory[place] = self.device[page]
+        for page, place in moves.loads.items():
+            self.device[page] = self.memory[place]
         for each in self.running:
             full = len(each.ids) // PI
             sealed = data.draw(st.sampled_from([full, full, each.done + (each.done < full)]))
