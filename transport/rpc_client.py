@@ -20,6 +20,7 @@ from transport.convert import (
     Assignment,
     Empty,
 )
+from transport.replies import replies
 from transport.status import translating
 
 CALL_TIMEOUT_S = 5.0
@@ -48,15 +49,9 @@ class _Client:
         channel = await self._channels.get(self.address)
         with translating(self.address):
             call = channel.unary_stream(method, None, None)(request, metadata=self._channels.metadata)
-        try:
-            while True:
-                with translating(self.address):
-                    event = await call.read()
-                if not isinstance(event, bytes):  # grpc.aio.EOF
-                    return
+        async with closing(replies(call, self.address)) as events:
+            async for event in events:
                 yield event
-        finally:
-            call.cancel()
 
 
 class PrefillClient(_Client):
