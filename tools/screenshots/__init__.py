@@ -1,0 +1,1 @@
+"""Pictures of Prometheus' own graphs for the docs."""
