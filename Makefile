@@ -3,10 +3,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+PEERS := .venv-peers/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test browser compose-test check dashboards proto bench sanitize arm clean
+.PHONY: help demo serve test browser compose-test check dashboards proto bench peers sanitize arm clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -44,6 +45,10 @@ bench: $(STAMP)  ## measure the wires, and the CPU kernels beside their rivals (
 	$(BIN)/python -m bench.wire
 	$(BIN)/python -m bench.kernels --out docs
 
+peers: $(STAMP) $(PEERS)  ## the same request through hackkv and llama.cpp, and codecs by stage (docs/performance.md)
+	$(BIN)/python -m bench.peers llama --llama-python .venv-peers/bin/python --out docs
+	$(BIN)/python -m bench.peers codecs --out docs
+
 sanitize: $(STAMP)  ## kernel tests under the address and undefined-behaviour sanitizers
 	PATH=$(CURDIR)/$(BIN):$$PATH kernels/csrc/sanitize.sh
 
@@ -51,7 +56,7 @@ arm:  ## portable kernels on aarch64, emulated, against this machine's (g++-aarc
 	kernels/csrc/agree.sh
 
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-peers build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch goes first and pinned: asked for as a mere dependency, it would bring gigabytes of CUDA libraries.
 $(STAMP): pyproject.toml
@@ -60,4 +65,11 @@ $(STAMP): pyproject.toml
 	@echo "installing $(TORCH) and the rest; this takes a few minutes the first time"
 	$(BIN)/python -m pip install --progress-bar on $(TORCH)
 	$(BIN)/python -m pip install --progress-bar on --quiet --editable '.[dev]'
+	@touch $@
+
+# llama.cpp is compiled for this processor, without its image models; it takes some 10 minutes on two cores.
+$(PEERS):
+	$(PYTHON) -m venv .venv-peers
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
+	  .venv-peers/bin/python -m pip install --quiet --no-binary llama-cpp-python llama-cpp-python gguf safetensors numpy
 	@touch $@

@@ -68,7 +68,8 @@ class PrefillEngine:
             work = chunk.prompt.owner
             work.started_at = began if work.started_at is None else work.started_at
         ids = [token for chunk in chunks for token in self._prompt_ids(chunk)]
-        hidden = self._runner.forward([_span(chunk) for chunk in chunks], ids, lambda layer: self._ship(layer, chunks))
+        spans, wanted = [_span(chunk) for chunk in chunks], [_wanted(chunk) for chunk in chunks]
+        hidden = self._runner.forward(spans, ids, lambda layer: self._ship(layer, chunks), wanted)
         # What can fail comes first: a pass that is repeated must find its works as they were.
         tokens = self._sample(chunks, hidden)
         for chunk, rows in _rows(chunks, hidden):
@@ -152,6 +153,14 @@ def _span(chunk: Chunk[Work]) -> Span:
     return Span(chunk.lease.slot, chunk.start, chunk.count, tuple(chunk.lease.pages))
 
 
+def _wanted(chunk: Chunk[Work]) -> int:
+    """How many of its last rows predict a token that somebody asks for."""
+    if chunk.prompt.owner.job.request.sampling.prompt_logprobs is not None:
+        return chunk.count
+    return 1 if chunk.is_last else 0
+
+
 def _rows(chunks: list[Chunk[Work]], hidden: Tensor) -> Iterator[tuple[Chunk[Work], Tensor]]:
-    parts = hidden.split([chunk.count for chunk in chunks])
+    """Every chunk with the hidden states of its wanted rows."""
+    parts = hidden.split([_wanted(chunk) for chunk in chunks])
     return zip(chunks, parts, strict=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ from bench.peers.model import prompt_ids
 from hackkv.cluster import ClusterPlan, running
 
 TIMEOUT_S = 900.0
-KV_BYTES = 2 << 30
+KV_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +32,34 @@ class Run:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def middle(runs: list[Run]) -> Run:
-    """The run of median JCT (the lower one of two): its stages sum to its own time."""
-    wanted = median(sorted(run.jct_s for run in runs)[: len(runs) // 2 * 2 + len(runs) % 2])
-    return min(runs, key=lambda run: abs(run.jct_s - wanted))
+def middle(runs: Sequence[Run]) -> Run:
+    """The run of median JCT (the faster one of two): its stages sum to its own time."""
+    return sorted(runs, key=lambda run: run.jct_s)[(len(runs) - 1) // 2]
 
 
 def serve(
-    checkpoint: Path, codec: Mapping[str, Any], sizes: list[tuple[int, int]], rounds: int, threads: int
-) -> list[Run]:
-    """Start a cluster with `codec` and answer a request of each (prompt, output) size `rounds` times."""
-    return asyncio.run(_serve(checkpoint, codec, sizes, rounds, threads))
+    checkpoint: Path,
+    codec: Mapping[str, Any],
+    prompts: Sequence[int],
+    tokens: int,
+    threads: int,
+    done: Callable[[int, Run], None],
+) -> None:
+    """Start a cluster with `codec`, answer one request of `tokens` tokens for each prompt length, alone on the cluster.
+
+    `done` is told the length and the result of each as it ends.
+    """
+    asyncio.run(_serve(checkpoint, codec, prompts, tokens, threads, done))
 
 
 async def _serve(
-    checkpoint: Path, codec: Mapping[str, Any], sizes: list[tuple[int, int]], rounds: int, threads: int
-) -> list[Run]:
+    checkpoint: Path,
+    codec: Mapping[str, Any],
+    prompts: Sequence[int],
+    tokens: int,
+    threads: int,
+    done: Callable[[int, Run], None],
+) -> None:
     worker = {"model": {"path": str(checkpoint), "threads": threads}, "codec": dict(codec), "kv_bytes": KV_BYTES}
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": str(checkpoint)}
     plan = ClusterPlan(router, worker, num_prefill=1, num_decode=1)
@@ -56,15 +67,13 @@ async def _serve(
         running(plan, lambda _: None) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=TIMEOUT_S) as client,
     ):
-        await _ask(client, 64, 4)  # the first request loads what is loaded on first use
-        runs = []
-        for prompt, tokens in sizes:
-            runs.append(middle([await _ask(client, prompt, tokens, salt=str(nth)) for nth in range(rounds)]))
-    return runs
+        await _ask(client, 64, 4, "warm")  # the first request loads what is loaded on first use
+        for nth, prompt in enumerate(prompts):
+            done(prompt, await _ask(client, prompt, tokens, str(nth)))
 
 
-async def _ask(client: httpx.AsyncClient, prompt: int, tokens: int, salt: str = "") -> Run:
-    """One greedy completion; a salt of its own keeps it from reusing the pages of an earlier round."""
+async def _ask(client: httpx.AsyncClient, prompt: int, tokens: int, salt: str) -> Run:
+    """One greedy completion; a salt of its own keeps it from reusing the pages of an earlier one."""
     began = asyncio.get_running_loop().time()
     answer = await client.post(
         "/v1/completions",
@@ -74,7 +83,7 @@ async def _ask(client: httpx.AsyncClient, prompt: int, tokens: int, salt: str = 
             "temperature": 0,
             "ignore_eos": True,
             "return_stages": True,
-            # "cache_salt": salt,
+            "cache_salt": salt,
         },
     )
     jct_s = asyncio.get_running_loop().time() - began

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hackkv.model.config import ModelSpec, Rope
+from hackkv.model.linear import linear
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ INVARIANT_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; matrices are [out, in] as `F.linear` wants them."""
+    """One layer; matrices are [out, in] as `linear` wants them."""
 
     input_norm: Tensor
     """[hidden]"""
@@ -68,7 +69,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All tensors of a model, of one dtype on one device; a tied `lm_head` is the same tensor as `embed`."""
+    """All tensors of a model, of one dtype on one device. Matrices may be packed (`linear`), `embed` is not."""
 
     embed: Tensor
     """[vocab, hidden]"""
@@ -94,10 +95,11 @@ class Llama:
         self._cos, self._sin = rotation_table(spec.rope, spec.max_context, self.device)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for `ids` and `positions`, both int64 [T].
 
-        `attend` is called once per layer, in order, with exactly T rows.
+        `attend` is called once per layer, in order, with exactly T rows. With `rows` (int64 [R]) only these rows go
+        through the last layer's feed-forward and come back, [R, hidden]: of the others, only K and V are of use.
         """
         tokens = ids.shape[0]
         ids, positions = self._padded(ids), self._padded(positions)
@@ -106,14 +108,16 @@ class Llama:
         for index, layer in enumerate(self.weights.layers):
             q, k, v = self._qkv(layer, x, cos, sin)
             mixed = attend(index, q[:tokens], k[:tokens], v[:tokens]).reshape(tokens, -1)
-            x = x + F.linear(self._padded(mixed), layer.out)
+            if rows is not None and layer is self.weights.layers[-1]:
+                x, mixed, tokens = self._padded(x[rows]), mixed[rows], rows.shape[0]
+            x = x + linear(self._padded(mixed), layer.out)
             x = x + self._feed_forward(layer, x)
         return self._norm(x, self.weights.final_norm)[:tokens]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocab] for `hidden` [rows, hidden]; pass only the rows that need a next token."""
-        return F.linear(self._padded(hidden), self.weights.lm_head)[: hidden.shape[0]].float()
+        return linear(self._padded(hidden), self.weights.lm_head)[: hidden.shape[0]].float()
 
     def _padded(self, x: Tensor) -> Tensor:
         """`x` [T, ...] with zero rows appended up to a whole row group."""
@@ -132,7 +136,7 @@ class Llama:
     def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
         rotated_heads = spec.num_heads + spec.num_kv_heads
-        qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+        qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
         qkv = qkv.view(-1, rotated_heads + spec.num_kv_heads, spec.head_dim)
         qk, v = qkv[:, :rotated_heads], qkv[:, rotated_heads:]
         if layer.qk_norm is not None:
@@ -141,9 +145,9 @@ class Llama:
         return qk[:, : spec.num_heads], qk[:, spec.num_heads :], v
 
     def _feed_forward(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        gate, up = F.linear(self._norm(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
+        gate, up = linear(self._norm(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
         active = gate / torch.exp(-gate).add_(1) if self.batch_invariant else F.silu(gate)
-        return F.linear(active.mul_(up), layer.down)
+        return linear(active.mul_(up), layer.down)
 
 
 def rotation_table(rope: Rope, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

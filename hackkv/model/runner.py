@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,11 +26,16 @@ class ModelRunner:
         )
 
     def forward(
-        self, spans: Sequence[Span], ids: Sequence[int], on_layer: Callable[[int], None] | None = None
+        self,
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        on_layer: Callable[[int], None] | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] of the rows that `spans` add, whose tokens are `ids`.
 
-        `on_layer(i)` is called as soon as the KV of layer i is in its pages. Raises `NonFiniteError` naming the span.
+        `on_layer(i)` is called as soon as the KV of layer i is in its pages. With `wanted`, only the last `wanted[i]`
+        rows of span i come back, which is cheaper. Raises `NonFiniteError` naming the span.
         """
         batch = Batch.of(spans, self.layout.page_tokens)
 
@@ -41,4 +47,13 @@ class ModelRunner:
 
         device = self.model.device
         positions = flat_positions([(span.start, span.start + span.count) for span in spans], device)
-        return self.model.forward(torch.tensor(ids, dtype=torch.int64, device=device), positions, attend)
+        tokens = torch.tensor(ids, dtype=torch.int64, device=device)
+        rows = None if wanted is None else _last_rows(spans, wanted).to(device)
+        return self.model.forward(tokens, positions, attend, rows)
+
+
+def _last_rows(spans: Sequence[Span], wanted: Sequence[int]) -> Tensor:
+    """int64 [sum(wanted)]: where the last `wanted[i]` rows of each span stand in the batch."""
+    ends = accumulate(span.count for span in spans)
+    places = [row for end, count in zip(ends, wanted, strict=True) for row in range(end - count, end)]
+    return torch.tensor(places, dtype=torch.int64)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hackkv.errors import CheckpointError
 from hackkv.model.config import ModelSpec
+from hackkv.model.linear import packed
 from hackkv.model.llama import LayerWeights, Weights
 
 OnBytes = Callable[[int, int], None]
@@ -161,7 +162,7 @@ def _assemble(checkpoint: _Checkpoint, spec: ModelSpec, read: Callable[[str], Te
         embed=embed,
         layers=tuple(_layer(spec, f"model.layers.{index}.", read) for index in range(spec.num_layers)),
         final_norm=read("model.norm.weight"),
-        lm_head=embed if spec.tie_embeddings else read("lm_head.weight"),
+        lm_head=packed(embed if spec.tie_embeddings else read("lm_head.weight")),
     )
 
 
@@ -176,11 +177,11 @@ def _layer(spec: ModelSpec, prefix: str, read: Callable[[str], Tensor]) -> Layer
     attention = "self_attn.{}_proj.{}".format
     return LayerWeights(
         input_norm=read(prefix + "input_layernorm.weight"),
-        qkv=fused(*(attention(name, "weight") for name in "qkv")),
+        qkv=packed(fused(*(attention(name, "weight") for name in "qkv"))),
         qkv_bias=fused(*(attention(name, "bias") for name in "qkv")) if spec.qkv_bias else None,
         qk_norm=qk_norm,
-        out=read(prefix + attention("o", "weight")),
+        out=packed(read(prefix + attention("o", "weight"))),
         ffn_norm=read(prefix + "post_attention_layernorm.weight"),
-        gate_up=fused("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        down=read(prefix + "mlp.down_proj.weight"),
+        gate_up=packed(fused("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+        down=packed(read(prefix + "mlp.down_proj.weight")),
     )

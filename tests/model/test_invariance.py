@@ -61,3 +61,11 @@ def test_more_threads_than_measured_are_reported(
     caplog.clear()
     load_model(make_tiny(Tiny()), "bfloat16")
     assert caplog.text == ""
+
+
+def test_rows_that_are_wanted_are_those_of_the_whole_batch(make_tiny: MakeTiny, threads: int) -> None:
+    model = load_model(make_tiny(Tiny()), "float32")
+    ids, positions = torch.arange(3, 14), torch.arange(11)
+    whole = model.forward(ids, positions, own_value)
+    for rows in (torch.tensor([10]), torch.tensor([0, 4, 10]), torch.empty(0, dtype=torch.int64)):
+        assert torch.equal(model.forward(ids, positions, own_value, rows), whole[rows])

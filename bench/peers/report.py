@@ -1,0 +1,138 @@
+"""What `bench.peers` writes: sections of docs/performance.md, their numbers, and one picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from bench.accuracy.machine import this_machine
+from bench.peers.model import SHAPE
+from bench.peers.ours import Run, middle
+from hackkv.timing import Stage
+
+PICTURE: Final = "performance-codecs.png"
+TARGETS: Final = {"llama.cpp KV f16": 0.5, "llama.cpp KV q4_0": 0.1}
+"""At most this share of the peer's time, by codec `hack`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A codec with its settings; the longest prompt that it can be asked for in reasonable time."""
+
+    codec: dict[str, Any]
+    longest: int = 1 << 30
+
+
+CODECS: Final = {
+    "fp16": Contender({"name": "fp16"}),
+    "hack": Contender({"name": "hack"}),
+    "hack-paper": Contender({"name": "hack-paper"}),
+    "hack-paper without SE": Contender({"name": "hack-paper", "settings": {"stored_sums": False}}),
+    "hack-paper without RQE": Contender({"name": "hack-paper", "settings": {"open_page": "requantize"}}, 2048),
+}
+"""Name in the table -> codec; the last two are the ablations of the paper's Fig. 13. Without RQE the reference kernels
+compute, so that row says nothing about speed beyond its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One request to one system; `version` is the system's."""
+
+    jct_s: float
+    prefill_s: float
+    per_token_s: float
+    version: str
+
+
+def about(what: str, threads: int) -> dict[str, Any]:
+    """What the numbers belong to."""
+    machine = this_machine("cpu", threads)
+    shape = f"{SHAPE.layers} layers, hidden {SHAPE.hidden}, {SHAPE.heads}/{SHAPE.kv_heads} heads x {SHAPE.head_dim}"
+    return {
+        "requests": what,
+        "model": f"random, {shape}, FFN {SHAPE.ffn}, vocabulary {SHAPE.vocab}, BF16 (GGUF: F16)",
+        "machine": f"{machine.cpu}, {machine.cores} cores, {threads} compute threads a process, torch {machine.torch}",
+    }
+
+
+def peers_section(about: Mapping[str, Any], timings: Mapping[str, Sequence[Timing]]) -> tuple[str, dict[str, Any]]:
+    """The page's section and its record; times are medians."""
+    rows = {system: _median(each) for system, each in timings.items()}
+    ours = rows.get("hackkv hack")
+    lines = ["## Against llama.cpp", "", f"`make peers` · {_line(about)}", ""]
+    lines += ["| system | runs | JCT s | prefill s | ms per token | JCT of hack / its JCT | target |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for system, row in rows.items():
+        ratio = f"{ours.jct_s / row.jct_s:.2f}" if ours else ""
+        target = f"≤ {TARGETS[system]}" if system in TARGETS else ""
+        cells = f"{row.jct_s:.2f} | {row.prefill_s:.2f} | {1e3 * row.per_token_s:.1f} | {ratio} | {target}"
+        lines.append(f"| {system} ({row.version}) | {len(timings[system])} | {cells} |")
+    lines += ["", "hackkv answers through HTTP, router and wire, with prefill and decode node on the same cores; "]
+    lines[-1] += "llama.cpp is called in one process, flash attention on."
+    record = {system: [asdict(timing) for timing in each] for system, each in timings.items()}
+    return "\n".join(lines), {**about, "load_average": os.getloadavg()[1], "timings": record}
+
+
+def codecs_section(
+    folder: Path | None, about: Mapping[str, Any], results: Mapping[int, Mapping[str, Sequence[Run]]]
+) -> tuple[str, dict[str, Any]]:
+    """The page's section and its record; each row is the run of median JCT. Draws the picture into `folder`."""
+    chosen = {size: {name: middle(runs) for name, runs in each.items()} for size, each in results.items() if each}
+    runs = [run for each in chosen.values() for run in each.values()]
+    stages = [stage for stage in Stage if any(run.stages[stage] >= 0.0005 for run in runs)]
+    lines = ["## Codecs, by stage", "", f"`python -m bench.peers codecs --out docs` · {_line(about)}", ""]
+    lines += ["| prompt | codec | runs | JCT s | JCT / fp16 | " + " | ".join(stages) + " | bytes / FP16 |"]
+    lines += ["|---|---|---|---|---|" + "---|" * (len(stages) + 1)]
+    for size, each in chosen.items():
+        exact = each.get("fp16")
+        for name, run in each.items():
+            ratio = f"{run.jct_s / exact.jct_s:.2f}" if exact else ""
+            spent = " | ".join(f"{run.stages[stage]:.3f}" for stage in stages)
+            counts = f"{len(results[size][name])} | {run.jct_s:.2f} | {ratio}"
+            lines.append(f"| {size} | {name} | {counts} | {spent} | {run.wire_bytes / run.fp16_bytes:.3f} |")
+    lines += ["", "Seconds; the stages of a row sum to its JCT. SE and RQE are the paper's summation elimination and "]
+    lines[-1] += "requantization elimination (Fig. 13); what runs without RQE runs on the reference kernels."
+    if folder and chosen:
+        _draw(chosen, stages, folder / PICTURE)
+        lines += ["", f"![JCT by stage]({PICTURE})"]
+    record = {
+        str(size): {name: [run.as_json() for run in r] for name, r in each.items()} for size, each in results.items()
+    }
+    return "\n".join(lines), {**about, "load_average": os.getloadavg()[1], "results": record}
+
+
+def _median(timings: Sequence[Timing]) -> Timing:
+    jct, prefill, token = (
+        median(getattr(timing, name) for timing in timings) for name in ("jct_s", "prefill_s", "per_token_s")
+    )
+    return Timing(jct, prefill, token, timings[0].version)
+
+
+def _line(about: Mapping[str, Any]) -> str:
+    return f"{'; '.join(about.values())}; load average {os.getloadavg()[1]:.1f}"
+
+
+def _draw(chosen: Mapping[int, Mapping[str, Run]], stages: Sequence[Stage], path: Path) -> None:
+    """Stacked bars, one panel per prompt length."""
+    figure = Figure(figsize=(4.0 * len(chosen), 2.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, (size, each) in enumerate(chosen.items()):
+        ax = figure.add_subplot(1, len(chosen), index + 1)
+        ends = [0.0] * len(each)
+        for stage in stages:
+            widths = [run.stages[stage] for run in each.values()]
+            ax.barh(list(each), widths, left=ends, label=stage)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+        ax.invert_yaxis()
+        ax.set_title(f"{size} tokens", fontsize=8)
+        ax.set_xlabel("JCT, s", fontsize=8)
+        ax.tick_params(labelsize=7)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=len(stages), fontsize=7)
+    figure.savefig(path, dpi=90)
