@@ -78,7 +78,7 @@ def llama(
                 for kind in ("f16", *(SLOW_KV if nth == 0 else ())):
                     said = _run(llama_python, HERE / "llama.py", weights, ids, str(tokens), str(threads), kind)
                     heard(f"llama.cpp KV {kind}", Timing(**json.loads(said)))
-    console.print(peers_section(setting, timings)[0])
+    typer.echo(peers_section(setting, timings)[0])
 
 
 @app.command()
@@ -109,7 +109,7 @@ def codecs(
 
         for name, contender in chosen.items():
             serve(checkpoint, contender.codec, prompts[name], tokens, threads, partial(heard, name))
-    console.print(codecs_section(out, setting, results)[0])
+    typer.echo(codecs_section(out, setting, results)[0])
 
 
 def _prompts(contender: Contender, lengths: list[int], rounds: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Matrix products with weights that rest in the order the processor multiplies fastest.
 
 oneDNN computes a BF16 product on blocks of the weight. Given the rows as a checkpoint has them it gathers those blocks
-anew in every call, which costs about half the time where one row is decoded (bench/peers/notes.md has the numbers).
-`packed` does it once, at load, and takes no more memory; the products are bit-equal. FP32 stays as it is: batch
+anew in every call, which costs about half the time where a few rows are decoded. `packed` does it once, at load; the
+products are bit-equal. Only a tied `lm_head` takes memory of its own then, beside `embed`. FP32 stays as it is: batch
 invariance was measured on MKL's own path.
 """
 
