@@ -56,7 +56,7 @@ def main() -> int:
     )
     parser.add_argument("--links", default=",".join(LINKS), help="rates as tc writes them; none is unthrottled")
     parser.add_argument("--codecs", default=",".join(CODECS))
-    parser.add_argument("--seconds", type=float, default=30.0, help="length of the load in each cell; default: 30")
+    parser.add_argument("--seconds", type=float, default=25.0, help="length of the load in each cell; default: 25")
     parser.add_argument("--requests", type=int, default=1000, help="most requests in a cell; default: 1000")
     parser.add_argument("--work", type=Path, default=Path("build/jct"), help="folder for the cells' own results")
     parser.add_argument("--out", type=Path, default=DOCS, help="folder for page, numbers and pictures; default: docs")
