@@ -170,4 +170,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def flat_positions(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """int64 [T] positions of a ragged batch whose i-th sequence holds positions [start, stop)."""
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])
+    positions = [position for start, stop in spans for position in range(start, stop)]
+    return torch.tensor(positions, dtype=torch.int64, device=device)
