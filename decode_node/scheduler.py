@@ -18,7 +18,8 @@ device pages - f - v after that, so the host holds less than sum(W_i) - device p
 (Pages on their way back stand on both sides until they have arrived; a swap that does not fit waits for that.)
 So the oldest sequence on the device gets every page that it wants: it fits alone, all younger ones can leave, and those
 that still land own their next step and become young ones, or close at their deadline. Once it ends the next one is the
-oldest. Those in host memory go before every new request, so no stream of arrivals can starve them.
+oldest. Those in host memory go before every new request, so no stream of arrivals can starve them; they come back when
+the batch has a place for them, so whoever has begun to run is in every step unless pages are short.
 `tests/decode_node/test_scheduler.py` runs this against random schedules.
 """
 
@@ -282,9 +283,11 @@ class DecodeScheduler(Generic[Owner]):
         return leaving
 
     def _bring_back(self) -> list[Seat[Owner]]:
-        """Bring back the oldest while those who are here can go on for `_high_steps`."""
+        """Bring back the oldest while those who are here can go on for `_high_steps`, and the batch has a place: who
+        runs is never pushed out by somebody who returns."""
         returning: list[Seat[Owner]] = []
-        while self._host:
+        coming = sum(seat.place is Place.RETURNING for seat in self._moving)
+        while self._host and len(self._device) + coming + len(returning) < self._max_batch:
             seat = self._host[0]
             need = self.footprint.sealed(min(seat.tokens + 1, seat.limit))
             here = [other for other in self._seats if other.place in (Place.LANDING, Place.DEVICE, Place.RETURNING)]

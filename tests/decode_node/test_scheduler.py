@@ -47,6 +47,7 @@ class Schedules(RuleBasedStateMachine):
         self.landed: list[Seat[int]] = []
         self.copies: list[Seat[int]] = []
         self.plan: Plan[int] | None = None
+        self.begun: set[Seat[int]] = set()
         self.names = 0
 
     @rule(prompt=st.integers(1, 30), output=st.integers(2, 30))
@@ -107,6 +108,11 @@ class Schedules(RuleBasedStateMachine):
             else:
                 assert turn.rows == 1
         assert replayed <= 2 * PI
+        turns = {turn.seat for turn in plan.turns}
+        for seat in self.begun - turns:
+            here = seat.place is Place.DEVICE and seat.pending == 1
+            assert not here or (seat.tokens + 1) // PI > seat.pages, "pushed out of the batch, and not for its pages"
+        self.begun |= turns
         self.plan = plan
 
     @precondition(lambda self: self.plan is not None)
