@@ -38,6 +38,7 @@ class Member(Generic[NodeT]):
         self.requests = 0
         self.chosen_at = 0
         self.health = Health()
+        self.suspensions = 0
         self._pages_at_report = 0
         self._free_at_report = info.free_pages
         self._failures = 0
@@ -100,6 +101,7 @@ class Member(Generic[NodeT]):
             return  # many requests fail together; that is one failure
         pause = min(_LONGEST_SUSPENSION_S, _SUSPENSION_S * 2**self._failures)
         self._failures += 1
+        self.suspensions += 1
         self.health = Health(suspended_until=now + pause, doubted=True)
 
     def trust(self) -> None:
@@ -131,6 +133,7 @@ class Booking(Generic[NodeT]):
         self.member = member
         self._tokens, self._pages, self._now, self._on_release = tokens, pages, now, on_release
         self._held = True
+        self._suspensions = member.suspensions
         member.tokens += tokens
         member.pages += pages
         member.requests += 1
@@ -171,9 +174,11 @@ class Booking(Generic[NodeT]):
         self.member.heard(self._now())
 
     def worked(self) -> None:
-        """The node did its part."""
+        """The node did its part. If it failed others since this request left for it, that is old news: it may be dead
+        by now, and what it sent before has only just been read."""
         self.heard()
-        self.member.trust()
+        if self._suspensions == self.member.suspensions:
+            self.member.trust()
         self._probe = False
 
     def failed(self) -> None:

@@ -12,6 +12,7 @@ from hackkv.errors import HandshakeRefused, NodeLost, Overloaded, Unavailable
 from hackkv.types import Fingerprint, Role
 from router.fleet import Fleet
 from router.members import Booking
+from router.policy import Health
 from tests.router.scripted import PAGE_TOKENS, Cluster, info, whole
 from transport.base import DecodeNode
 
@@ -241,6 +242,20 @@ async def test_a_failing_node_rests_and_is_then_tried_by_one_request(cluster: Cl
     assert (await fleet.book_prefill(1)).member is not resting  # although its queue is shorter
     probe.worked()
     assert (await fleet.book_prefill(1)).member is resting
+
+
+async def test_what_a_node_sent_before_it_failed_does_not_clear_it() -> None:
+    """It was killed; one request sees its stream break, then another one's last event is read."""
+    cluster = await Cluster(prefill=1).join()
+    broken, late = [await cluster.fleet.book_prefill(1) for _ in range(2)]
+    broken.failed()
+    late.worked()
+    assert late.member.health.doubted
+    cluster.now = late.member.health.suspended_until
+    await cluster.join()  # it lives after all
+    probe = await cluster.fleet.book_prefill(1)
+    probe.worked()
+    assert probe.member.health == Health()
 
 
 async def test_suspensions_grow_but_never_empty_a_pool() -> None:
