@@ -36,6 +36,11 @@ class Place:
     avoid: AbstractSet[str] = frozenset()
     passed: int = 0
 
+    def asks_no_less_than(self, other: Place) -> bool:
+        """Whether every node without room for `other` has none for this."""
+        more = self.need.landing >= other.need.landing and self.need.whole >= other.need.whole
+        return more and self.avoid == other.avoid
+
 
 def next_in_line(
     line: Sequence[Place],
@@ -44,10 +49,16 @@ def next_in_line(
     now: float,
     patience: Patience,
 ) -> int | None:
-    """Index of the place to serve now, or None. `fits`: there is room now; `could_fit`: there is, once others end."""
+    """Index of the place to serve now, or None. `fits`: there is room now; `could_fit`: there is, once others end.
+
+    Who asks for no less than somebody who does not fit does not fit either: a line of a thousand is passed in no time.
+    """
+    refused: Place | None = None
     for index, place in enumerate(line):
-        if fits(place):
-            return index
+        if refused is None or not place.asks_no_less_than(refused):
+            if fits(place):
+                return index
+            refused = place
         impatient = now - place.since >= patience.ageing_s or place.passed >= patience.max_passed
         if impatient and could_fit(place):
             return None
