@@ -141,8 +141,8 @@ class Fleet:
     ) -> None:
         self._folder = folder
         self._worker = {"model": {"path": str(model), "dtype": "float32", "threads": 1}, "codec": codec}
-        ports = {"listen": {"port": 0}, "control": {"port": 0}}
-        self.children = [role(folder, "router", "router", {**ports, "model": str(model), **router})]
+        self._router = {"model": str(model), **router}
+        self.children = [self._start_router(http=0, control=0)]
         try:
             ready = self.children[0].ready()
             self.api, self._control = Api(ready["http"]), ready["control"]
@@ -159,6 +159,22 @@ class Fleet:
         self.children.append(child)
         return child
 
+    @property
+    def router(self) -> Child:
+        """The router that runs now."""
+        return self.children[0]
+
+    def restart_router(self) -> None:
+        """Start a router at the addresses of the one that was told to end; nodes find it by themselves."""
+        self.router.wait(KILL_S)
+        self.router.kill()
+        self.children[0] = self._start_router(http=_port(self.api.url), control=_port(self._control))
+        self.router.ready()
+
+    def _start_router(self, http: int, control: int) -> Child:
+        ports = {"listen": {"port": http}, "control": {"port": control}}
+        return role(self._folder, "router", "router", {**ports, **self._router})
+
     def stop(self) -> None:
         """Close every standard input, then use force."""
         for child in self.children:
@@ -168,6 +184,10 @@ class Fleet:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(KILL_S)
             child.kill()
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def family(child: Child) -> list[psutil.Process]:

@@ -5,6 +5,7 @@ The fleet runs the paper's settings with sums on the wire, the largest form of t
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +21,13 @@ NOTICE_S = LEASE_S + 2.0
 """The lease, the router's quarter of it between two looks, and what a busy machine takes."""
 CODEC = {"name": "hack-paper", "settings": {"page_tokens": 64, "send_sums": True}}
 PROMPT = list(range(3, 103))
-ANSWER_TOKENS = 200
+ANSWER_TOKENS, FEW_TOKENS = 200, 8
 
 
 @pytest.fixture(scope="module")
 def paper(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Router, one prefill and two decode processes."""
-    router = {"lease_ttl_s": LEASE_S, "served_model_name": "tiny"}
+    router = {"lease_ttl_s": LEASE_S, "served_model_name": "tiny", "shutdown_grace_s": 0.5}
     running = Fleet(tmp_path_factory.mktemp("paper"), checkpoint, CODEC, router, num_decode=2)
     yield running
     running.stop()
@@ -66,6 +67,47 @@ def test_a_killed_decode_node_costs_no_token_and_comes_back(paper: Fleet) -> Non
     paper.decode[1] = paper.node("decode", "decode-1")
     until(lambda: paper.api.nodes["decode"] == 2, START_S, "the restarted node is taken back")
     until(lambda: "decode-1" in decode_nodes_of(paper.api, 2), START_S, "the restarted node serves")
+
+
+def test_a_killed_prefill_node_costs_nothing(paper: Fleet) -> None:
+    """The prompts that it runs go to another, the requests that it has prefilled go on; no client hears of it."""
+    prompt = PROMPT * 20
+    expected = paper.api.complete(prompt, FEW_TOKENS)["choices"][0]["token_ids"]
+    victim = paper.node("prefill", "prefill-1")
+    until(lambda: paper.api.nodes["prefill"] == 2, START_S, "the new node is registered")
+
+    answers: list[dict[str, Any]] = []
+    clients = [
+        threading.Thread(target=lambda: answers.append(paper.api.complete(prompt, FEW_TOKENS))) for _ in range(4)
+    ]
+    for client in clients:
+        client.start()
+    held = 'hackkv_node_tokens{node="prefill-1",role="prefill"}'
+    until(lambda: paper.api.metrics().get(held), START_S, "prefill-1 has work")
+    victim.kill()
+    until(lambda: paper.api.nodes["prefill"] == 1, NOTICE_S, "the router drops the dead node")
+    for client in clients:
+        client.join(START_S)
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 4
+    assert any(answer["hackkv"]["attempts"] > 1 for answer in answers)
+
+
+def test_a_restarted_router_finds_its_nodes_again(paper: Fleet) -> None:
+    """Who is being served when it ends is told so; the nodes let go of it and come back; the next request is served."""
+    expected = paper.api.complete(PROMPT)["choices"][0]["token_ids"]
+    body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{paper.api.url}/v1/completions", json=body, timeout=START_S) as response:
+        events = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        assert json.loads(next(events))["choices"]
+        paper.router.process.terminate()
+        told = [json.loads(event) for event in events if event != "[DONE]"][-1]
+    assert told["error"]["message"] == "the router stopped before the request was complete"
+
+    paper.restart_router()
+    until(lambda: paper.api.nodes == {"prefill": 1, "decode": 2}, NOTICE_S, "the nodes register again")
+    assert paper.api.complete(PROMPT)["choices"][0]["token_ids"] == expected
+    used = [f'hackkv_kv_pages{{node="decode-{i}",role="decode",state="used"}}' for i in range(2)]
+    until(lambda: [paper.api.metrics()[name] for name in used] == [0, 0], NOTICE_S, "no page is held any more")
 
 
 @pytest.mark.parametrize("drain_s", [START_S, 0.0], ids=["finishes", "hands over"])
