@@ -185,7 +185,7 @@ class ScriptedPrefill:
         try:
             await self.script.meet(self.node_id, Point.HANDOFF)
             landing = self._decode[address].open.get(job.transfer_id)
-            if landing is None:
+            if landing is None or landing.done():  # the decode node let go of it, or has it
                 raise HandshakeRefused("unknown transfer")
         except TransferError as error:
             return HandoffFailed(epoch, error.code, str(error))
