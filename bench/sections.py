@@ -1,20 +1,30 @@
-"""Named sections of `docs/performance.md` and `.json`: each bench rewrites its own and leaves the others alone."""
+"""Named sections of a page of `docs/` and of the record beside it: each bench rewrites its own, the others stay."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
-TITLE = "# Performance\n\nEvery section is written by the command that it names, on the machine that it names.\n"
+TITLE = "# {}\n\nEvery section is written by the command that it names, on the machine that it names.\n"
 
 
-def write_section(folder: Path, name: str, text: str, data: object) -> None:
-    """Put `text` between the marks of section `name` of the page, and `data` under that key of the record."""
-    page, record = folder / "performance.md", folder / "performance.json"
-    before = page.read_text() if page.exists() else TITLE
+def write_section(folder: Path, name: str, text: str, data: object, page: str = "performance") -> None:
+    """Put `text` between the marks of section `name` of `page`.md, and `data` under that key of `page`.json."""
+    markdown, record = folder / f"{page}.md", folder / f"{page}.json"
+    before = markdown.read_text() if markdown.exists() else TITLE.format(page.capitalize())
     section = f"<!-- {name} -->\n{text.strip()}\n<!-- /{name} -->\n"
     old = re.compile(rf"<!-- {re.escape(name)} -->\n.*?<!-- /{re.escape(name)} -->\n", re.DOTALL)
-    page.write_text(old.sub(lambda _: section, before) if old.search(before) else f"{before}\n{section}")
-    known = json.loads(record.read_text()) if record.exists() else {}
-    record.write_text(json.dumps({**known, name: data}, indent=1) + "\n")
+    markdown.write_text(old.sub(lambda _: section, before) if old.search(before) else f"{before}\n{section}")
+    record.write_text(json.dumps({**_read(record), name: data}, indent=1) + "\n")
+
+
+def read_section(folder: Path, name: str, page: str = "performance") -> Any:
+    """What `write_section` put under `name`; None if it never did."""
+    return _read(folder / f"{page}.json").get(name)
+
+
+def _read(record: Path) -> dict[str, Any]:
+    known: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
+    return known

@@ -81,7 +81,7 @@ async def _main(arguments: argparse.Namespace, model: Path) -> int:
     async for result in measure(names, arguments.requests, arguments.rate, model, Console(highlight=False)):
         holds &= result.holds
         if not arguments.dry:
-            save(result, DOCS / "reliability.json", DOCS / "reliability.md")
+            save(result, DOCS)
     return 0 if holds else 1
 
 

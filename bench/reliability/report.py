@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from bench.reliability.load import Outcome
 from bench.reliability.scenarios import SCENARIOS, Scenario
+from bench.sections import read_section, write_section
 
 ERROR_WINDOW_S = 10.0
-BEGIN, END = "<!-- bench.reliability -->", "<!-- /bench.reliability -->"
+PAGE, SECTION = "reliability", "bench.reliability"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +87,11 @@ def _median(outcomes: Sequence[Outcome]) -> float:
     return times[len(times) // 2]
 
 
-def save(result: Result, json_file: Path, page: Path) -> None:
-    """Put it into the JSON file, and write the table of all that is there between the marks of the page."""
-    known: dict[str, Any] = json.loads(json_file.read_text(encoding="utf-8")) if json_file.exists() else {}
-    known[result.scenario] = asdict(result)
-    json_file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
+def save(result: Result, folder: Path) -> None:
+    """Put it beside the other scenarios' results into the record, and write the table of all that is there."""
+    known = {**(read_section(folder, SECTION, PAGE) or {}), result.scenario: asdict(result)}
     ordered = [Result(**known[name]) for name in SCENARIOS if name in known]
-    page.write_text(f"{before}{BEGIN}\n{table(ordered)}\n{END}{after}", encoding="utf-8")
+    write_section(folder, SECTION, table(ordered), known, PAGE)
 
 
 def table(results: Sequence[Result]) -> str:
