@@ -112,7 +112,9 @@ class Schedules(RuleBasedStateMachine):
         for seat in self.begun - turns:
             here = seat.place is Place.DEVICE and seat.pending == 1
             assert not here or (seat.tokens + 1) // PI > seat.pages, "pushed out of the batch, and not for its pages"
-        self.begun |= turns
+        skipped = [seat.ticket for seat in self.landed if seat.place is Place.DEVICE and seat not in turns]
+        # Who only has the place of an older one that waits for pages, or for its part of the replays, gives it back.
+        self.begun |= {seat for seat in turns if seat.ticket < min(skipped, default=self.names + 1)}
         self.plan = plan
 
     @precondition(lambda self: self.plan is not None)
