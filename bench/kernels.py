@@ -21,6 +21,7 @@ from time import perf_counter, sleep
 import torch
 from hack_kernels.base import HackFormat, HackPages, Rounding, Spans
 from hack_kernels.cpu import CpuKernels, zeros_in_huge_pages
+from hack_kernels.reference import ReferenceKernels
 from hack_kernels.rivals import Rival, Rows, bf16_pages, read_all, run_dots
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -198,6 +199,30 @@ def prefill_row(kernels: CpuKernels, tokens: int, kv_heads: int, group: int) -> 
     return Row("attn_prefill", f"{tokens} tokens, {kv_heads}x{group} heads, causal", ms, ratios)
 
 
+def fp16_rows(kernels: CpuKernels, tokens: int, kv_heads: int, group: int, dtype: torch.dtype) -> list[Row]:
+    """What codec `fp16` computes, for a model of that dtype: its attention by C++ and by torch."""
+    reference, count = ReferenceKernels(), tokens // PI
+    k, v = (torch.randn(tokens, kv_heads, D).bfloat16().half() for _ in range(2))
+    q = torch.randn(tokens, kv_heads * group, D).to(dtype)
+    pools = [kernels.new_rows(count, kv_heads, PI, D) for _ in range(copies(4 * k.numel()))]
+    for pool in pools:
+        pool["k"][:], pool["v"][:] = (x.view(-1, PI, kv_heads, D).transpose(1, 2) for x in (k, v))
+    zero, table = torch.tensor([0]), torch.randperm(count)[None]
+    empty = torch.zeros(1, kv_heads, PI, D, dtype=torch.float16)
+    prompt = (empty, empty, Spans(zero, zero + tokens, zero, table, zero), q, k, v)
+    step = (empty, empty, Spans(zero + tokens, zero + 1, zero, table, zero), q[:1])
+    shape = f"{tokens} tokens, {kv_heads}x{group} heads, {str(dtype).removeprefix('torch.')} model"
+    rows = []
+    for what, arguments, chosen, rounds in (("prefill", prompt, pools[:1], 3), ("decode", step, pools, 7)):
+        contenders: dict[str, Calls] = {
+            "ours": [partial(kernels.attn_rows, pool, *arguments) for pool in chosen],
+            "torch": [partial(reference.attn_rows, pool, *arguments) for pool in chosen[:2]],
+        }
+        ms, _ = race(contenders, rounds)
+        rows.append(Row(f"codec fp16, {what}", shape, ms))
+    return rows
+
+
 def sdpa_prefill(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Callable[[], object]:
     group = q.shape[1] // k.shape[1]
     query = q.to(dtype).transpose(0, 1)[None].contiguous()
@@ -283,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder whose performance.md, .json and .png get this section")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", choices=["decode", "prefill", "pages"], help="one part of the table")
+    parser.add_argument("--only", choices=["decode", "prefill", "pages", "fp16"], help="one part of the table")
     arguments = parser.parse_args()
     priority = take_priority()
     torch.set_num_threads(arguments.threads)
@@ -303,6 +328,11 @@ def main() -> None:
             report(row)
     if arguments.only in (None, "prefill"):
         report(prefill_row(kernels, 8192, 2, 4))
+    if arguments.only in (None, "fp16"):
+        for tokens in (2048, 8192):
+            for dtype in (torch.float32, torch.bfloat16):
+                for row in fp16_rows(kernels, tokens, 2, 4, dtype):
+                    report(row)
     if arguments.only in (None, "decode"):
         for tokens, batch in ((16384, 1), (16384, 8), (65536, 1), (65536, 8)):
             report(decode_row(kernels, tokens, batch, 8, 4, limits))

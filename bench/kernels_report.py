@@ -22,7 +22,8 @@ def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) 
     """Table, record and picture. Ratios say how many times faster `hack` is within the same rounds."""
     decode = [row for row in rows if row.what == "attn_decode"]
     prefill = [row for row in rows if row.what == "attn_prefill"]
-    others = [row for row in rows if row not in decode and row not in prefill]
+    fp16 = [row for row in rows if row.what.startswith("codec fp16")]
+    others = [row for row in rows if row not in (*decode, *prefill, *fp16)]
     lines = ["## CPU kernels", "", "`python -m bench.kernels --out docs` · " + describe(machine), ""]
     if decode:
         lines += [
@@ -39,6 +40,13 @@ def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) 
         lines += [f"| {r.shape} | {r.ms['hack']:.0f} | {r.ratios['bf16']:.2f}× | {best(r, '')} |" for r in prefill] + [
             ""
         ]
+    if fp16:
+        lines += ["| codec fp16 | shape | ms | through torch, ms | faster |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {r.what.removeprefix('codec fp16, ')} | {r.shape} | {r.ms['ours']:.2f} | {r.ms['torch']:.2f} "
+            f"| {r.ms['torch'] / r.ms['ours']:.1f}× |"
+            for r in fp16
+        ] + [""]
     if others:
         lines += ["| others | ms | GB/s |", "|---|---|---|", "| target of seal | | ≥ 2 |"]
         lines += [f"| {r.what}, {r.shape} | {r.ms['hack']:.3f} | {speed(r)} |" for r in others] + [""]
