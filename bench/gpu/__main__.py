@@ -1,8 +1,9 @@
 """Check every GPU kernel against the reference, then time them beside BF16 attention and dequantization.
 
-One command, unattended, below 8 minutes on an H200: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton,
-numpy and `hack_kernels` from this checkout. Results are written after every row, as JSON and as a Markdown table. The
-exit status is 1 if a check failed. `--smoke` runs the same logic on tiny shapes, for Triton's interpreter.
+One command, unattended: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton, numpy and `hack_kernels` from
+this checkout. Results are written after every row, as JSON and as a Markdown table, the most important first; when
+`--budget` seconds are over, nothing more is begun, and what was left out is named. The exit status is 1 if a check
+failed. `--smoke` runs the same logic on tiny shapes, for Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from time import monotonic
 
 import torch
 import triton
@@ -25,6 +28,18 @@ from hack_kernels.triton.split import Workspace
 from bench.gpu.checks import checks
 from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, seal_row
 from bench.gpu.timing import copy_bandwidth
+
+BUDGET_S = 420
+"""Below 8 minutes with the start of Python and the row or check that is under way when it is over."""
+CHECKS_SHARE = 0.4
+"""Of the budget, at most: nearly all of a check is compiling its kernels."""
+DECODES = (
+    *((2**17, 1), (2**15, 8)),
+    *((2**17, 8), (2**15, 1), (2**14, 1), (2**12, 1), (2**14, 8), (2**12, 8)),
+    *((2**15, 32), (2**12, 32), (2**14, 32), (2**17, 32)),
+)
+"""Tokens and batch, those with a target of their own first."""
+PREFILLS = (2**14, 2**15, 2**12, 2**13)
 
 HEADER = "| what | shape | us | faster than BF16 | GB/s | target |\n|---|---|---|---|---|---|"
 
@@ -48,7 +63,8 @@ class Results:
         (self.folder / "gpu.json").write_text(json.dumps(content | {"rows": rows}, indent=1), encoding="utf-8")
         about = ", ".join(f"{name} {value}" for name, value in self.machine.items())
         lines = [about, "", f"{self.checks_passed} checks passed, {len(self.failures)} failed.", "", HEADER]
-        (self.folder / "gpu.md").write_text("\n".join([*lines, *map(line, self.rows), ""]), encoding="utf-8")
+        left_out = [f"\nLeft out: {'; '.join(self.skipped)}."] if self.skipped else []
+        (self.folder / "gpu.md").write_text("\n".join([*lines, *map(line, self.rows), *left_out, ""]), encoding="utf-8")
 
 
 def line(row: Row) -> str:
@@ -66,23 +82,32 @@ def measurements(kernels: TritonKernels, results: Results, *, smoke: bool) -> It
         processors = torch.cuda.get_device_properties(kernels.device).multi_processor_count
     workspace = Workspace(kernels.device, PROGRAMS_PER_PROCESSOR * processors)
     kv_heads = 1 if smoke else 8
+    groups = (4,) if smoke else (8, 4)
+
+    def decode(tokens: int, batch: int) -> Iterator[tuple[str, Callable[[], Row]]]:
+        for group in groups:
+            name = f"decode {tokens} x {batch}, group {group}"
+            if kernels.device.type == "cuda":
+                free, _ = torch.cuda.mem_get_info(kernels.device)
+                if decode_bytes(tokens, batch, kv_heads) > 0.8 * free:
+                    results.skipped.append(f"{name}: does not fit memory")
+                    continue
+            yield name, partial(decode_row, kernels, workspace, tokens, batch, kv_heads, group)
+
+    def prefill(tokens: int) -> tuple[str, Callable[[], Row]]:
+        return f"prefill {tokens}", partial(prefill_row, kernels, tokens, kv_heads, 4)
+
+    decodes = ((128, 1),) if smoke else DECODES
+    prefills = (64,) if smoke else PREFILLS
+    for tokens, batch in decodes[:2]:
+        yield from decode(tokens, batch)
     for rounding in Rounding:
         fmt = HackFormat(128, 64, rounding=rounding)
-        tokens = 64 if smoke else 2**17
-        yield f"seal {rounding}", lambda fmt=fmt, tokens=tokens: seal_row(kernels, tokens, kv_heads, fmt)  # type: ignore[misc]
-    for group in (4,) if smoke else (4, 8):
-        for tokens in (128,) if smoke else (2**12, 2**14, 2**15, 2**17):
-            for batch in (1,) if smoke else (1, 8, 32):
-                name = f"decode {tokens} x {batch}, group {group}"
-                if kernels.device.type == "cuda":
-                    free, _ = torch.cuda.mem_get_info(kernels.device)
-                    if decode_bytes(tokens, batch, kv_heads) > 0.8 * free:
-                        results.skipped.append(f"{name}: does not fit memory")
-                        continue
-                shape = (tokens, batch, kv_heads, group)
-                yield name, lambda shape=shape: decode_row(kernels, workspace, *shape)  # type: ignore[misc]
-    for tokens in (64,) if smoke else (2**12, 2**13, 2**14, 2**15):
-        yield f"prefill {tokens}", lambda tokens=tokens: prefill_row(kernels, tokens, kv_heads, 4)  # type: ignore[misc]
+        yield f"seal {rounding}", partial(seal_row, kernels, 64 if smoke else 2**17, kv_heads, fmt)
+    yield prefill(prefills[0])
+    for tokens, batch in decodes[2:]:
+        yield from decode(tokens, batch)
+    yield from map(prefill, prefills[1:])
 
 
 def main() -> None:
@@ -90,7 +115,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of gpu.json and gpu.md")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, for TRITON_INTERPRET=1")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="begin nothing after this long"
+    )
     arguments = parser.parse_args()
+    began = monotonic()
     try:
         kernels = load("triton")
     except BackendUnavailable as error:
@@ -105,6 +134,9 @@ def main() -> None:
     }
     results = Results(machine, arguments.out)
     for name, check in checks(kernels, smoke=arguments.smoke):
+        if monotonic() - began > CHECKS_SHARE * arguments.budget:
+            results.skipped.append(f"check {name}: out of time")
+            continue
         try:
             check()
             results.checks_passed += 1
@@ -115,6 +147,9 @@ def main() -> None:
     print(f"{results.checks_passed} checks passed, {len(results.failures)} failed", flush=True)
     print(HEADER)
     for name, run in measurements(kernels, results, smoke=arguments.smoke):
+        if monotonic() - began > arguments.budget:
+            results.skipped.append(f"{name}: out of time")
+            continue
         try:
             results.rows.append(run())
         except Exception as error:  # noqa: BLE001
@@ -126,6 +161,9 @@ def main() -> None:
                 torch.cuda.empty_cache()
         print(line(results.rows[-1]), flush=True)
         results.write()
+    results.write()
+    if results.skipped:
+        print(f"left out: {'; '.join(results.skipped)}", flush=True)
     sys.exit(1 if results.failures else 0)
 
 

@@ -19,7 +19,7 @@ from hack_kernels.triton.fragments import field, load_row, load_sums, load_tile,
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import check_records, page_layout
 from hack_kernels.triton.own_page import LOG2_E, scaled_query
-from hack_kernels.triton.paged import LOWEST, REGISTERS, PageReader, paged_launch
+from hack_kernels.triton.paged import ALL_REGISTERS, LOWEST, REGISTERS, PageReader, paged_launch
 from hack_kernels.triton.split import Workspace
 
 ROUND = tl.constexpr(12582912.0)
@@ -262,7 +262,7 @@ def decode_launch(
 ) -> Launch:
     """The launch that writes `out`; `q` and `out` are contiguous."""
     layout = page_layout(fmt)
-    registers = None if layout.asymmetric else REGISTERS
+    registers = ALL_REGISTERS if layout.asymmetric else REGISTERS
     reader = PageReader(
         quantized_query, add_pages, layout, layout.nbytes, fmt.head_dim, fmt.page_tokens, registers=registers
     )

@@ -8,13 +8,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hack_kernels.base import PAGE_TOKENS, Arithmetic, HackFormat, OpenPage, Rounding, Spans
+from hack_kernels.base import PAGE_TOKENS, SUM_PLANES, Arithmetic, HackFormat, OpenPage, Rounding, Spans
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.dequantize import dequantize_launch
+from hack_kernels.triton.exchange import exchange_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import new_pages
 from hack_kernels.triton.prefill import prefill_launch
-from hack_kernels.triton.rows import rows_launch
+from hack_kernels.triton.rows import ROWS_AT_ONCE, rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
 
@@ -55,7 +56,7 @@ def rows(fmt: HackFormat, group: int) -> Example:
     shape = (TOKENS // fmt.page_tokens, KV_HEADS, fmt.page_tokens, fmt.head_dim)
     k, v = (_empty(*shape, dtype=torch.float16) for _ in range(2))
     launch = rows_launch(k, v, open_k, open_v, spans, q, torch.empty_like(q), workspace)
-    return Example(f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}", launch, fmt.page_tokens)
+    return Example(f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}", launch, ROWS_AT_ONCE.value)
 
 
 def prefill(fmt: HackFormat, group: int) -> Example:
@@ -76,6 +77,19 @@ def seal(fmt: HackFormat) -> Example:
     ids = _empty(count, dtype=torch.int64)
     launch = seal_launch(fmt, 0, new_pages(fmt, count, KV_HEADS, "meta"), ids, ids, k, v)
     return Example(f"seal {_name(fmt)} {fmt.rounding}", launch)
+
+
+def exchange(fmt: HackFormat, *, installing: bool) -> Example:
+    """Pages of a prompt of 16K tokens from the wire, with sums to count if the format has them, or to the wire."""
+    count = 2**14 // fmt.page_tokens
+    wire = {
+        name: _empty(KV_HEADS, count, *shape, dtype=dtype)
+        for name, (shape, dtype) in fmt.plane_specs().items()
+        if not (installing and name in SUM_PLANES)
+    }
+    pages = new_pages(fmt, count, KV_HEADS, "meta")
+    launch = exchange_launch(fmt, pages, _empty(count, dtype=torch.int64), wire, installing=installing)
+    return Example(f"{'install' if installing else 'export'} {_name(fmt)}", launch)
 
 
 def _decode_inputs(fmt: HackFormat, group: int) -> tuple[Tensor, Tensor, Tensor, Spans, Workspace]:
@@ -107,8 +121,9 @@ DECODE: Final = (
     decode(HackFormat(128, 64, k_bits=4, v_bits=4), 8),
     decode(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC), 8),
     decode(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC, stored_sums=False), 8),
+    decode(HackFormat(64, 64, arithmetic=Arithmetic.ASYMMETRIC), 8),
 )
-RIVALS: Final = (dequantize(HackFormat(128, 64), 8), rows(HackFormat(128, 64), 8))
+RIVALS: Final = tuple(rival(HackFormat(d, 64), 8) for rival in (dequantize, rows) for d in (128, 64))
 PREFILL: Final = (
     prefill(HackFormat(128, 64), 4),
     prefill(HackFormat(64, 32), 7),
@@ -118,9 +133,15 @@ PREFILL: Final = (
 )
 SEAL: Final = (
     seal(HackFormat(128, 64)),
+    seal(HackFormat(64, 64)),
     seal(HackFormat(256, 128, k_bits=4, v_bits=4)),
     seal(HackFormat(128, 64, rounding=Rounding.STOCHASTIC, arithmetic=Arithmetic.ASYMMETRIC)),
 )
+EXCHANGE: Final = tuple(
+    exchange(fmt, installing=installing)
+    for fmt in (HackFormat(128, 64), HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC), HackFormat(64, 64))
+    for installing in (True, False)
+)
 
-EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL)
+EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL, *EXCHANGE)
 """Everything that the tool prints and the gates read; add a kernel's examples here."""

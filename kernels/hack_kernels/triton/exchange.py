@@ -16,6 +16,9 @@ from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.shape import shape_of
 from hack_kernels.triton.tiles import sums_pointer, unit_place
 
+BLOCK = tl.constexpr(2048)
+"""Bytes of codes at a time: with twice as many, the assembler spills."""
+
 
 @triton.jit
 def code_place(row, column, TILE):
@@ -51,9 +54,9 @@ def wire_code(wire, token, channel, seen, SHAPE: tl.constexpr, OF_K: tl.constexp
 def _install_codes(wire, record, SHAPE: tl.constexpr, OF_K: tl.constexpr):
     TILE: tl.constexpr = SHAPE.k if OF_K else SHAPE.v
     FIELDS: tl.constexpr = TILE.fields
-    for begin in range(0, TILE.down * TILE.across * 512, 4096):
-        place = begin + tl.arange(0, 4096)
-        packed = tl.zeros((4096,), tl.int32)
+    for begin in range(0, TILE.down * TILE.across * 512, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        packed = tl.zeros((BLOCK,), tl.int32)
         for field in tl.static_range(FIELDS):
             row, column = code_at(place, field, TILE)
             token, channel = (row, column) if OF_K else (column, row)
@@ -67,9 +70,9 @@ def _export_codes(record, wire, SHAPE: tl.constexpr, OF_K: tl.constexpr):
     TILE: tl.constexpr = SHAPE.k if OF_K else SHAPE.v
     FIELDS: tl.constexpr = TILE.fields
     TOTAL: tl.constexpr = SHAPE.page_tokens * SHAPE.head_dim // FIELDS
-    for begin in range(0, TOTAL, 4096):
-        at = begin + tl.arange(0, 4096)
-        packed = tl.zeros((4096,), tl.int32)
+    for begin in range(0, TOTAL, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        packed = tl.zeros((BLOCK,), tl.int32)
         for i in tl.static_range(FIELDS):
             if OF_K:
                 row, column = at // SHAPE.head_dim * FIELDS + i, at % SHAPE.head_dim

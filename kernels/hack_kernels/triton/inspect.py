@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,7 +67,7 @@ class Report:
     local_accesses: int
     instructions: int
     loop: int
-    """Instructions of the main loop: the smallest loop around most matrix instructions."""
+    """Instructions of the main loop (`main_loop`), to which the counts below belong."""
     int8_mma: int
     float_mma: int
     loads_128: int
@@ -85,7 +88,7 @@ def compile_offline(launch: Launch, arch: int) -> Any:
         elif isinstance(value, Tensor) or value % SPECIALIZED_DIVISOR == 0:
             attributes[(i,)] = [["tt.divisibility", SPECIALIZED_DIVISOR]]
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options(arch))
 
 
 def inspect(example: Example, arch: int) -> Report:
@@ -121,6 +124,11 @@ def inspect(example: Example, arch: int) -> Report:
     )
 
 
+def inspect_named(name: str, arch: int) -> Report:
+    """`inspect` of the example of this name."""
+    return inspect(next(example for example in EXAMPLES if example.name == name), arch)
+
+
 def parse(code: str) -> tuple[list[str], list[tuple[int, int]]]:
     """nvdisasm's text -> instruction names in order, and loops as ranges of them (from a backward branch's target)."""
     instructions: list[str] = []
@@ -138,13 +146,18 @@ def parse(code: str) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def main_loop(instructions: Sequence[str], loops: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The innermost loop with most matrix instructions; without one, the longest innermost loop, else all code."""
+    """The innermost loop with most INT8 products, or with most products if none has any; all code without products.
+
+    INT8 counts first because the own page's FP16 products are narrower and so more of them.
+    """
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
 
     def weight(loop: tuple[int, int]) -> tuple[int, int]:
-        return sum("MMA" in name for name in instructions[slice(*loop)]), loop[1] - loop[0]
+        names = instructions[slice(*loop)]
+        return sum("IMMA" in name or "IGMMA" in name for name in names), sum("MMA" in name for name in names)
 
-    return max(inner, key=weight, default=(0, len(instructions)))
+    best = max(inner, key=weight, default=(0, 0))
+    return best if best != (0, 0) and weight(best)[1] else (0, len(instructions))
 
 
 def _type_of(value: Any) -> str:
@@ -176,9 +189,10 @@ def main() -> None:
         return
     if not options.json:
         print("".join(f"{title:>{width}}" for title, width in COLUMNS.values()))
-    for name in options.kernel:
-        for arch in options.arch:
-            report = asdict(inspect(examples[name], arch))
+    pairs = [(name, arch) for name in options.kernel for arch in options.arch]
+    # Processes, as Triton's compiler is for one thread; each takes one pair after another.
+    with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1), get_context("spawn")) as pool:
+        for report in map(asdict, pool.map(inspect_named, *zip(*pairs, strict=True))):
             line = "".join(f"{'-' if report[key] is None else report[key]:>{w}}" for key, (_, w) in COLUMNS.items())
             print(json.dumps(report) if options.json else line, flush=True)
 

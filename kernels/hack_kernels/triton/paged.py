@@ -23,6 +23,8 @@ WARPS: Final = 4
 """Pages that a program reads at once, each by one warp."""
 REGISTERS: Final = 168
 """Per thread, so that three programs run on a multiprocessor: 12 pages on their way hide the latency of memory."""
+ALL_REGISTERS: Final = 255
+"""For kernels to which that is too few. Without a limit the assembler may spill to save registers nobody asked for."""
 REGISTERS_FOR_OUTPUTS: Final = 1024
 """Outputs (channels × queries) up to which a program fits that; with more it takes what it needs."""
 

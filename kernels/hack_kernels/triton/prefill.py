@@ -369,4 +369,5 @@ def prefill_launch(
     }
     # A span touches at most two tiles that it does not fill.
     tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)
-    return Launch(prefill_kernel, (tiles, k.shape[1]), arguments, warps=8)
+    warps = 8 if fmt.head_dim > 128 else 4  # with 4, outputs of 256 channels spill
+    return Launch(prefill_kernel, (tiles, k.shape[1]), arguments, warps, warps_on_blackwell=8)

@@ -1,7 +1,8 @@
 """Decode over uncompressed pages: the codec `fp16` on a GPU, and what compression is measured against.
 
-Pages are FP16 or BF16 rows [N, Hkv, Π, D]. A warp reads 32 rows at a time; K goes from memory to the matrix unit as it
-is, V once through shared memory to be transposed.
+Pages are FP16 or BF16 rows [N, Hkv, Π, D]. A warp reads 16 rows at a time, which is as much as registers hold while
+three programs run on a multiprocessor; K goes from memory to the matrix unit as it is, V once through shared memory to
+be transposed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.own_page import LOG2_E
 from hack_kernels.triton.paged import LOWEST, PageReader, paged_launch
 from hack_kernels.triton.split import Workspace
+
+ROWS_AT_ONCE = tl.constexpr(16)
+"""Rows that a warp reads in one turn."""
 
 
 @triton.jit
@@ -45,11 +49,11 @@ def product(a, b, added):
 
 @triton.jit
 def load_keys(rows, first, c: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
-    """Channels 32·c.. of 32 rows from `first` on: [W, 32, 32] in the order of `rounded_query`, 16-byte loads."""
-    row, channel = first + tl.arange(0, 32), c * 32 + tl.arange(0, 32)
+    """Channels 32·c.. of 16 rows from `first` on: [W, 16, 32] in the order of `rounded_query`, 16-byte loads."""
+    row, channel = first + tl.arange(0, ROWS_AT_ONCE), c * 32 + tl.arange(0, 32)
     k = tl.load(rows[:, None, None] + (row[:, None] * D + channel[None, :])[None, :, :])
-    split = tl.permute(tl.reshape(k, (W, 32, 4, 2, 2, 2)), (0, 1, 3, 4, 2, 5))  # quad, step, half, one
-    return tl.reshape(split, (W, 32, 32))
+    split = tl.permute(tl.reshape(k, (W, ROWS_AT_ONCE, 4, 2, 2, 2)), (0, 1, 3, 4, 2, 5))  # quad, step, half, one
+    return tl.reshape(split, (W, ROWS_AT_ONCE, 32))
 
 
 @triton.jit
@@ -57,17 +61,17 @@ def add_row_pages(state, keys, values, valid, query, layout: tl.constexpr, W: tl
     """W pages whose rows begin at `keys` and `values` [W] added to the running softmax."""
     D: tl.constexpr = layout[0]
     PI: tl.constexpr = layout[1]
-    for first in tl.static_range(0, PI, 32):
+    for first in tl.range(0, PI, ROWS_AT_ONCE, num_stages=1):
         top, weight, out = state
-        score = tl.zeros((W, 32, N), tl.float32)
+        score = tl.zeros((W, ROWS_AT_ONCE, N), tl.float32)
         for c in tl.static_range(D // 32):
             score = product(load_keys(keys, first, c, D, W), query[c], score)
         new_top = tl.maximum(top, tl.where(valid[:, None], tl.max(score, 1), LOWEST))
         kept = tl.exp2(top - new_top)
         base = tl.where(valid[:, None], new_top, -LOWEST)  # pages that do not count get weights of 0
         p = tl.exp2(score - base[:, None, :]).to(layout[2])
-        weight = product(tl.full((W, 16, 32), 1.0, layout[2]), p, weight * kept[:, None, :])
-        row = first + tl.arange(0, 32)
+        weight = product(tl.full((W, 16, ROWS_AT_ONCE), 1.0, layout[2]), p, weight * kept[:, None, :])
+        row = first + tl.arange(0, ROWS_AT_ONCE)
         added = ()
         for m in tl.static_range(D // 16):
             place = row[:, None] * D + (m * 16 + tl.arange(0, 16))[None, :]
@@ -99,5 +103,5 @@ def rows_launch(
     """The launch that writes `out`; `q` and `out` are contiguous."""
     page_tokens, head_dim = k.shape[2:]
     layout = (head_dim, page_tokens, tl.float16 if k.dtype is torch.float16 else tl.bfloat16)
-    reader = PageReader(rounded_query, add_row_pages, layout, page_tokens * head_dim, head_dim, page_tokens, None)
+    reader = PageReader(rounded_query, add_row_pages, layout, page_tokens * head_dim, head_dim, page_tokens)
     return paged_launch(reader, k, v, open_k, open_v, spans, q, out, workspace)

@@ -62,9 +62,10 @@ def unit_place(row, first_unit):
 @triton.jit
 def load_meta(meta, row, first_unit, seen):
     """Scale and minimum FP32 of rows; `meta` points to bytes."""
-    at = meta.to(tl.pointer_type(tl.float16), bitcast=True) + 2 * unit_place(row, first_unit)
-    scale = tl.load(at, mask=seen, other=0.0).to(tl.float32)
-    return scale, tl.load(at + 1, mask=seen, other=0.0).to(tl.float32)
+    at = meta.to(tl.pointer_type(tl.int32), bitcast=True) + unit_place(row, first_unit)
+    words = tl.load(at, mask=seen, other=0)
+    scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""Gates on machine code, compiled here without a GPU.
+"""Gates on the machine code of every kernel for every architecture, compiled here without a GPU.
 
-Triton keeps what it compiled on disk; a first run takes a CPU minute. `python -m hack_kernels.triton.inspect` prints
+Triton keeps what it compiled on disk; a first run takes two CPU minutes. `python -m hack_kernels.triton.inspect` prints
 the whole table.
 """
 
@@ -16,15 +16,34 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hack_kernels.triton.inspect import main_loop, parse
+from hack_kernels.triton.inspect import ARCHITECTURES, main_loop, parse
 
 DECODE = "decode D=128 Π=64 K2V2 G=8"
-SMALL = "decode D=64 Π=64 K2V2 G=8"
-TIMEOUT_S = 280
+WITH_CODES = {
+    "decode D=64 Π=64 K2V2 G=8": {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 4, "loads_narrower": 0},
+    "decode D=64 Π=64 K2V2 asymmetric G=8": {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 4},
+    "dequantize D=64 Π=64 K2V2 G=8": {"int8_mma": 0, "float_mma": 32 + 4, "loads_128": 4, "loads_narrower": 0},
+}
+"""Kernels whose main loop is known: products of 16x8 with 32 codes or 16 values, the last ones sums of P, and 2 KiB of
+codes in 16 bytes a lane."""
+
+OTHERS = ("rows D=64 Π=64 G=8", "prefill D=128 Π=64 K2V2 G=4", "seal D=64 Π=64 K2V2 nearest")
+EXCHANGE = ("install D=64 Π=64 K2V2", "export D=64 Π=64 K2V2")
+TIMEOUT_S = 1500
+
+Reports = dict[tuple[str, int], dict[str, Any]]
 
 
-def reports(kernels: list[str], architectures: list[int]) -> list[dict[str, Any]]:
-    """From a process whose Triton compiles instead of interpreting."""
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    """By kernel and architecture, from a process whose Triton compiles instead of interpreting."""
+    kernels = [*WITH_CODES, *OTHERS, *EXCHANGE]
+    lines = inspected(kernels, list(ARCHITECTURES)) + inspected([DECODE], [90])
+    return {(report["name"], report["arch"]): report for report in lines}
+
+
+def inspected(kernels: list[str], architectures: list[int]) -> list[dict[str, Any]]:
+    """What the tool prints."""
     command = [sys.executable, "-m", "hack_kernels.triton.inspect", "--json", "--kernel", *kernels]
     command += ["--arch", *map(str, architectures)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -33,20 +52,39 @@ def reports(kernels: list[str], architectures: list[int]) -> list[dict[str, Any]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100])
-def test_decode_is_made_of_what_it_should_be(architecture: int) -> None:
-    """INT8 products, codes in 16-byte loads and nothing narrower than a lane's metadata, no spills."""
-    (report,) = reports([SMALL], [architecture])
-    assert report["local_accesses"] == 0
-    assert report["int8_mma"] == 16 + 2  # 2·64·64 codes in 512 a product, and the sums of P
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", [*WITH_CODES, *OTHERS, *EXCHANGE])
+def test_nothing_spills(reports: Reports, kernel: str, arch: int) -> None:
+    assert reports[kernel, arch]["local_accesses"] == 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", WITH_CODES)
+def test_a_decoded_page_is_made_of_what_it_should_be(reports: Reports, kernel: str, arch: int) -> None:
+    report = reports[kernel, arch]
+    assert {name: report[name] for name in WITH_CODES[kernel]} == WITH_CODES[kernel]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_prefill_multiplies_codes_as_int8_and_reads_them_16_bytes_a_lane(reports: Reports, arch: int) -> None:
+    """2 KiB of K and 2 KiB of V by 128 lanes, K once per partition; on sm_100, 256 lanes share V, 8 bytes each."""
+    report = reports["prefill D=128 Π=64 K2V2 G=4", arch]
+    assert report["int8_mma"] > 0
     assert report["float_mma"] == 0
-    assert report["loads_128"] == 4  # 2 KiB of codes in 512 bytes a load
-    assert report["loads_narrower"] == 0
+    assert report["loads_128"] == (3 if arch < 100 else 2)
 
 
-def test_a_page_stays_below_its_budget_on_hopper() -> None:
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", ["rows D=64 Π=64 G=8", "seal D=64 Π=64 K2V2 nearest"])
+def test_rows_are_read_16_bytes_a_lane(reports: Reports, kernel: str, arch: int) -> None:
+    """16 rows of K and of V are 4 KiB a warp; a page to seal is 16 KiB, which 128 lanes share."""
+    assert reports[kernel, arch]["loads_128"] == 8
+    assert reports[kernel, arch]["loads_narrower"] == 0
+
+
+def test_a_page_stays_below_its_budget_on_hopper(reports: Reports) -> None:
     """850 warp-instructions per 64 tokens, K and V, 8 queries: an H200's memory leaves about 1,100."""
-    (report,) = reports([DECODE], [90])
+    report = reports[DECODE, 90]
     assert report["loop_per_64_tokens"] <= 850
     assert report["local_accesses"] == 0
     assert report["int8_mma"] == 34
@@ -63,11 +101,14 @@ def test_the_parser_finds_the_innermost_loop_with_most_products() -> None:
         /*0020*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
         /*0030*/               @P1 BRA `(.L_x_1) ;
 .L_x_2:
-        /*0040*/                   IADD3 R1, R1, 0x1, RZ ;
-        /*0050*/               @P1 BRA `(.L_x_2) ;
-        /*0060*/              @UP0 BRA `(.L_x_0) ;
+        /*0040*/                   HMMA.16816.F32 R4, R4, R2, R4 ;
+        /*0050*/                   HMMA.16816.F32 R4, R4, R2, R4 ;
+        /*0060*/               @P1 BRA `(.L_x_2) ;
+        /*0070*/              @UP0 BRA `(.L_x_0) ;
 """
     instructions, loops = parse(code)
     assert instructions[:3] == ["MOV", "IMMA.16832.S8.S8", "LDG.E.128"]
-    assert loops == [(1, 4), (4, 6), (0, 7)]
+    assert loops == [(1, 4), (4, 7), (0, 8)]
     assert main_loop(instructions, loops) == (1, 4)
+    assert main_loop(["MOV" if "IMMA" in name else name for name in instructions], loops) == (4, 7)
+    assert main_loop(["MOV"] * len(instructions), loops) == (0, 8)
