@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from statistics import linear_regression
 from time import perf_counter
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
@@ -74,6 +75,24 @@ async def endure(cluster: LocalCluster, minutes: float, concurrency: int, seed: 
         client.cancel()
     await asyncio.gather(*clients, return_exceptions=True)
     return Endurance((perf_counter() - began) / 60, endings, at_min, memory, dead(cluster))
+
+
+def section(result: Endurance, where: str) -> tuple[str, dict[str, Any]]:
+    """The section of docs/reliability.md, and the record beside it."""
+    verdict = "It holds." if result.holds else "**It does not hold.**"
+    endings = ", ".join(f"{ending} {count:,}" for ending, count in result.endings.most_common())
+    lines = [
+        f"{result.endings.total():,} clients in {result.minutes:.0f} minutes: {endings}. {verdict}",
+        "",
+        "| process | after warm-up, MiB | at the end, MiB | slope, MiB/min |",
+        "|---|---|---|---|",
+    ]
+    slopes = {name: result.slope(name) for name in result.memory}
+    for name, samples in result.memory.items():
+        warm = samples[round(WARM_UP * len(samples))]
+        lines.append(f"| {name} | {warm:.1f} | {samples[-1]:.1f} | {slopes[name]:+.2f} |")
+    record = {"where": where, "minutes": result.minutes, "endings": dict(result.endings), "slope_mib_per_min": slopes}
+    return "\n".join([*lines, "", f"Machine: {where}."]), record
 
 
 def report(result: Endurance, console: Console) -> None:

@@ -11,7 +11,11 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from bench import disconnects, endurance, stages
+from bench.accuracy.machine import commit, this_machine
 from bench.cluster import load_note, tiny_cluster
+from bench.sections import write_section
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 async def _stages(arguments: argparse.Namespace, model: Path, console: Console) -> bool:
@@ -32,6 +36,10 @@ async def _endurance(arguments: argparse.Namespace, model: Path, console: Consol
     async with tiny_cluster(model, arguments.codec) as cluster:
         result = await endurance.endure(cluster, arguments.minutes, arguments.concurrency, arguments.seed, console)
     endurance.report(result, console)
+    if not arguments.dry:
+        machine = this_machine("", 0)
+        where = f"{machine.cpu}, {machine.system}, {load_note()}; commit {commit()}"
+        write_section(DOCS, "bench.soak", *endurance.section(result, where), "reliability")
     return result.holds
 
 
@@ -46,6 +54,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=0, help="default: 500 for stages, 1000 for disconnects")
     parser.add_argument("--concurrency", type=int, default=0, help="default: 16 for disconnects, 8 for the others")
     parser.add_argument("--minutes", type=float, default=30.0, help="length of endurance (default %(default)g)")
+    parser.add_argument("--dry", action="store_true", help="endurance: do not write docs/reliability.md")
     parser.add_argument("--codec", default="hack")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
