@@ -219,6 +219,7 @@ Format make_format(int head_dim, int page_tokens, int k_bits, int v_bits, int k_
 }  // namespace
 
 NB_MODULE(_cpu, m) {
+  nb::set_leak_warnings(false);  // kernels live as long as their process, whose heap is frozen and not torn down
   using namespace nb::literals;
   m.doc() = "C++ kernels of the CPU backend; hack_kernels.cpu is their API.";
   m.def("supported_isas", supported_isas);
