@@ -76,6 +76,7 @@ def _chat(model: str) -> dict[str, Any]:
         "messages": messages,
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
+        "repetition_penalty": 1,  # the checkpoint proposes one, and this prompt asks for a repetition
         "return_stages": True,
     }
 

@@ -37,6 +37,7 @@ def test_greedy_tokens_equal_transformers(prompt: str) -> None:
         temperature=None,
         top_p=None,
         top_k=None,
+        repetition_penalty=None,
     )
     worker = load_worker(ModelConfig(path=str(FOLDER), dtype="float32"), CodecConfig(name="fp16"))
     request = Request("r", ids, Sampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0))

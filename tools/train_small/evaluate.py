@@ -77,7 +77,8 @@ def score(subject: Subject, examples: list[Example], name: str) -> dict[str, flo
 def complete(subject: Subject, prompt: str, greedy: bool, tokens: int = 64) -> str:
     """Greedy, or sampled as generation_config.json proposes."""
     ids = subject.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None} if greedy else {}
+    plain = {"do_sample": False, "temperature": None, "top_p": None, "repetition_penalty": None}
+    choice: dict[str, Any] = plain if greedy else {}
     out = subject.model.generate(  # type: ignore[misc]
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, pad_token_id=1, **choice
     )

@@ -28,6 +28,7 @@ def write_model(run: Run, tokenizer: PreTrainedTokenizerFast, folder: Path) -> N
         do_sample=True,
         temperature=0.6,
         top_p=0.9,
+        repetition_penalty=1.1,  # small models fall into loops
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
