@@ -19,7 +19,8 @@ from bench.connection import Connection
 REQUEST_S = 150.0
 """A request that takes longer hangs."""
 PROMPT_TOKENS = (16, 256)
-OUTPUT_TOKENS = (16, 64)
+OUTPUT_TOKENS = (128, 384)
+"""Long enough that a dying node has many requests in hand."""
 VOCABULARY = (3, 300)
 """Token ids to draw prompts from; special tokens come before them."""
 
