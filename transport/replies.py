@@ -1,8 +1,8 @@
 """The answers of a call that streams them.
 
 A task that is cancelled while it awaits grpc.aio's `read` leaks a message that arrives in that moment, so a router
-whose clients leave would grow (`python -m bench.soak endurance`). Here a task reads that nobody cancels; leaving cancels
-the call, and that ends the task.
+whose clients leave would grow (`python -m bench.soak endurance`). Here a task reads that nobody cancels; leaving
+cancels the call, and that ends the task.
 """
 
 from __future__ import annotations
