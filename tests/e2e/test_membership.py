@@ -111,36 +111,18 @@ def test_a_restarted_router_finds_its_nodes_again(paper: Fleet) -> None:
 
 
 @pytest.mark.parametrize("drain_s", [START_S, 0.0], ids=["finishes", "hands over"])
-def test_a_decode_node_that_is_asked_to_stop_costs_nothing(paper: Fleet, drain_s: float) -> None:
-    """It leaves the fleet at once, finishes what it has or lets another node go on with it, and exits with 0."""
-    expected = paper.api.complete(PROMPT, ANSWER_TOKENS)["choices"][0]["token_ids"]
-    leaver = paper.node("decode", "decode-2", drain_s=drain_s)
-    until(lambda: paper.api.nodes["decode"] == 3, START_S, "the new node is registered")
+@pytest.mark.parametrize(("role", "others", "prompt"), [("decode", 2, PROMPT), ("prefill", 1, PROMPT * 20)])
+def test_a_node_that_is_asked_to_stop_costs_nothing(
+    paper: Fleet, role: str, others: int, prompt: list[int], drain_s: float
+) -> None:
+    """It leaves the fleet at once, finishes what it has or lets another node go on with it, and exits with 0.
 
-    answers: list[dict[str, Any]] = []
-    clients = [
-        threading.Thread(target=lambda: answers.append(paper.api.complete(PROMPT, ANSWER_TOKENS))) for _ in range(6)
-    ]
-    for client in clients:
-        client.start()
-    held = 'hackkv_node_tokens{node="decode-2",role="decode"}'
-    until(lambda: paper.api.metrics().get(held), START_S, "decode-2 has work")
-    leaver.process.terminate()
-    until(lambda: paper.api.nodes["decode"] == 2, NOTICE_S, "the router sends it nothing more")
-    for client in clients:
-        client.join(START_S)
-    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 6
-    assert leaver.wait(START_S) == 0
-    assert leaver.err == ""
-
-
-@pytest.mark.parametrize("drain_s", [START_S, 0.0], ids=["finishes", "hands over"])
-def test_a_prefill_node_that_is_asked_to_stop_costs_nothing(paper: Fleet, drain_s: float) -> None:
-    """The same on the other side: prompts that it runs or has just run, and requests that are being decoded."""
-    prompt = PROMPT * 20
+    A prefill node does so with prompts that it runs or has just run, and with requests that are being decoded.
+    """
     expected = paper.api.complete(prompt, ANSWER_TOKENS)["choices"][0]["token_ids"]
-    leaver = paper.node("prefill", "prefill-1", drain_s=drain_s)
-    until(lambda: paper.api.nodes["prefill"] == 2, START_S, "the new node is registered")
+    name = f"{role}-{others}"
+    leaver = paper.node(role, name, drain_s=drain_s)
+    until(lambda: paper.api.nodes[role] == others + 1, START_S, "the new node is registered")
 
     answers: list[dict[str, Any]] = []
     clients = [
@@ -148,10 +130,10 @@ def test_a_prefill_node_that_is_asked_to_stop_costs_nothing(paper: Fleet, drain_
     ]
     for client in clients:
         client.start()
-    held = 'hackkv_node_tokens{node="prefill-1",role="prefill"}'
-    until(lambda: paper.api.metrics().get(held), START_S, "prefill-1 has work")
+    held = f'hackkv_node_tokens{{node="{name}",role="{role}"}}'
+    until(lambda: paper.api.metrics().get(held), START_S, f"{name} has work")
     leaver.process.terminate()
-    until(lambda: paper.api.nodes["prefill"] == 1, NOTICE_S, "the router sends it nothing more")
+    until(lambda: paper.api.nodes[role] == others, NOTICE_S, "the router sends it nothing more")
     for client in clients:
         client.join(START_S)
     assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 6
