@@ -1,7 +1,8 @@
 """gRPC connections: their options, and one channel per address.
 
-A dead peer is noticed within `Keepalive.time_s + Keepalive.timeout_s` (3 s) on both ends, with or without calls under
-way.
+A dead peer is noticed within `Keepalive.time_s + Keepalive.timeout_s`, with or without calls under way: 3 s where a
+control call is made, and 11 s (`BULK`) where it is served or KV is moved. On a slow link an answer waits behind all the
+KV that is in flight, so that is bounded too, or a busy peer would pass for a dead one.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from transport.trust import EVERYBODY, Metadata, Trust
 MAX_METADATA_BYTES = 96 << 10
 """Room for a failure: 16,000 characters of up to 4 bytes, and base64 on the way."""
 
+WINDOW_BYTES = 256 << 10
+"""What a stream may have in flight beyond the message that its receiver asked for: 1 s of 2 Mbit/s, and as much as
+10 Gbit/s carries in 0.2 ms. gRPC would measure a window instead, queues included, and let it grow without bound."""
+
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
     """Ping an idle or silent peer every `time_s`; without an answer in `timeout_s` the connection is dead. Seconds."""
 
+    timeout_s: float
     time_s: float = 1.0
-    timeout_s: float = 2.0
 
     def options(self) -> list[tuple[str, int]]:
         """The gRPC channel arguments, for either end."""
@@ -32,8 +37,10 @@ class Keepalive:
         return [
             ("grpc.keepalive_time_ms", time_ms),
             ("grpc.keepalive_timeout_ms", timeout_ms),
-            # A ping that flow control sent is in nobody's keepalive, yet holds the next one back: 60 s by default.
+            # Once something else has come, an unanswered ping is no longer keepalive's: 60 s by default.
             ("grpc.http2.ping_timeout_ms", timeout_ms),
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", time_ms // 2),
@@ -41,6 +48,13 @@ class Keepalive:
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ]
+
+
+CONTROL = Keepalive(timeout_s=2.0)
+"""For clients of control calls."""
+
+BULK = Keepalive(timeout_s=10.0)
+"""For connections that KV may fill, on either end."""
 
 
 def client_options(keepalive: Keepalive) -> list[tuple[str, int]]:
@@ -72,8 +86,8 @@ def server_options(keepalive: Keepalive) -> list[tuple[str, int]]:
 class ChannelPool:
     """One connection per address, opened on first use and replaced when it has failed."""
 
-    def __init__(self, keepalive: Keepalive | None = None, trust: Trust = EVERYBODY) -> None:
-        self._options = client_options(keepalive or Keepalive())
+    def __init__(self, keepalive: Keepalive = CONTROL, trust: Trust = EVERYBODY) -> None:
+        self._options = client_options(keepalive)
         self._trust = trust
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = False

@@ -21,7 +21,7 @@ from hackkv.errors import DeadlineExceeded, FrameRefused, HackkvError, Handshake
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from transport import methods
 from transport.base import Deliver
-from transport.channels import ChannelPool, Keepalive
+from transport.channels import BULK, ChannelPool, Keepalive
 from transport.closing import closing, reap
 from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, encode_push_request
 from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
@@ -42,7 +42,7 @@ class GrpcSender:
         self,
         *,
         stall_timeout_s: float = STALL_TIMEOUT_S,
-        keepalive: Keepalive | None = None,
+        keepalive: Keepalive = BULK,
         trust: Trust = EVERYBODY,
     ) -> None:
         self._channels = ChannelPool(keepalive, trust)

@@ -13,7 +13,7 @@ from hackkv.errors import ConfigError, Unauthorized
 from hackkv.types import NodeInfo
 from transport import health, methods
 from transport.base import DecodeNode, PrefillNode, Registry
-from transport.channels import Keepalive, server_options
+from transport.channels import BULK, Keepalive, server_options
 from transport.closing import closing
 from transport.coder import Coder
 from transport.convert import (
@@ -72,14 +72,14 @@ class RpcServer:
         port: int,
         *,
         advertise_host: str | None = None,
-        keepalive: Keepalive | None = None,
+        keepalive: Keepalive = BULK,
         trust: Trust = EVERYBODY,
     ) -> None:
         if advertise_host is None and host in _WILDCARDS:
             raise ConfigError(f"host {host!r} is a wildcard: set the advertised host that peers can dial")
         self._bind = f"{_bracketed(host or '::')}:{port}"
         self._advertise_host = _bracketed(advertise_host or host)
-        self._options = server_options(keepalive or Keepalive())
+        self._options = server_options(keepalive)
         self._trust = trust
         self._table = _Table(trust)
         self._server: grpc.aio.Server | None = None

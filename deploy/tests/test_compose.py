@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -158,18 +159,22 @@ def test_a_node_that_crashes_under_load_is_replaced(cluster: Cluster, service: s
 
 
 def test_a_throttled_link_takes_the_time_that_its_rate_asks_for(cluster: Cluster) -> None:
-    bits_per_s = 2e6
-    cluster.compose("--profile", "throttle", "up", "-d", "--no-deps", "link-0", "link-1", HACKKV_LINK="2mbit")
+    bits_per_s, links = 2e6, ("link-0", "link-1")
+    cluster.compose("--profile", "throttle", "up", "-d", "--no-deps", *links, HACKKV_LINK="2mbit")
     try:
-        for link in ("link-0", "link-1"):
+        for link in links:
             until(lambda link=link: "2Mbit" in cluster.compose("logs", link), RECOVERED_S, f"{link} shapes")  # type: ignore[misc]
         report = cluster.api.complete(LONG_PROMPT)["hackkv"]
+        # Twice as many as there are links: what one has in flight must not make the rest look dead.
+        with ThreadPoolExecutor() as clients:
+            answers = list(clients.map(cluster.api.complete, [LONG_PROMPT] * 2 * len(links)))
     finally:
-        cluster.compose("--profile", "throttle", "rm", "--stop", "--force", "link-0", "link-1")
+        cluster.compose("--profile", "throttle", "rm", "--stop", "--force", *links)
     sent_bits = 8 * (sum(report["kv"]["bytes_by_plane"].values()) + report["kv"]["header_bytes"])
     assert report["total_s"] > (sent_bits - BURST_BITS) / bits_per_s
     # Nearly all of it is waited for: the prompt is prefilled in a fraction of that time.
     assert report["stages"]["transfer"] > report["total_s"] / 2
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
 
 
 def test_chaos_strikes_and_the_cluster_heals(cluster: Cluster) -> None:
