@@ -23,7 +23,8 @@ from hackkv.types import Fingerprint, KvLayout
 
 log = logging.getLogger(__name__)
 
-WIRE_VERSION = "1"
+WIRE_VERSION = "2"
+"""Of everything that two nodes must mean alike, down to the codes that stochastic rounding gives."""
 
 
 @dataclass(frozen=True, slots=True)

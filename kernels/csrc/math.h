@@ -20,11 +20,6 @@ template <class S, int factor = 1>
   return S::scale_by_power(y, whole);
 }
 
-template <class S>
-struct Noise {
-  typename S::F k, v;  // uniform in [0, 1), 24 bits
-};
-
 // Philox4x32-10 with the seed as key: the key of every round.
 struct RoundKeys {
   static constexpr int kRounds = 10;
@@ -42,38 +37,41 @@ RoundKeys round_keys(std::uint64_t seed) {
   return keys;
 }
 
-// Words 0 and 1 of the blocks with counter (layer, head, position, channel..channel+15); see philox.py.
+// Uniform numbers in (0, 1) for kNoiseChannels channels of one token.
+inline constexpr int kNoiseChannels = 2 * kLanes;
+
 template <class S>
-Noise<S> noise(const RoundKeys& keys, int layer, int head, std::int64_t position, int channel) {
-  using I = typename S::I;
-  struct Words {
-    I k, v;
-  };
+struct Noise {
+  typename S::F k_low, k_high, v_low, v_high;  // 16 channels each
+};
+
+// Those of channels `channel`.., a multiple of kNoiseChannels: four blocks of K and four of V; see philox.py.
+template <class S>
+[[gnu::always_inline]] inline Noise<S> noise(const RoundKeys& keys, int layer, int head, std::int64_t position,
+                                             int channel) {
+  using W = typename S::W;
   constexpr std::uint32_t factor_a = 0xD2511F53u, factor_b = 0xCD9E8D57u;
-  // All lanes share three of the counter's words, so the first round needs no vectors but for the channel.
+  const auto word = [](std::uint32_t x) { return S::splat_word(x); };
+  // All blocks share three of the counter's words, so the first round needs no vectors but for the last one.
   const std::uint64_t first_a = std::uint64_t(factor_a) * std::uint32_t(layer);
   const std::uint64_t first_b = std::uint64_t(factor_b) * std::uint32_t(position);
-  const auto key = [&](std::uint32_t word) { return S::splat_int(std::int32_t(word)); };
-  // Channels in the lower halves of 64 bits, which a product fills; nothing reads the upper halves of the words.
-  const auto words = [&](I channels) __attribute__((always_inline)) {
-    I c0 = key(std::uint32_t(first_b >> 32) ^ std::uint32_t(head) ^ keys.a[0]), c1 = key(std::uint32_t(first_b));
-    I c2 = S::bit_xor(channels, key(std::uint32_t(first_a >> 32) ^ keys.b[0])), c3 = key(std::uint32_t(first_a));
-    unrolled<RoundKeys::kRounds - 2>([&](auto round) __attribute__((always_inline)) {
-      const I a = S::multiply_lower(c0, factor_a), b = S::multiply_lower(c2, factor_b);
-      c0 = S::bit_xor(S::bit_xor(S::upper(b), c1), key(keys.a[round + 1]));
-      c2 = S::bit_xor(S::bit_xor(S::upper(a), c3), key(keys.b[round + 1]));
-      c1 = b;
-      c3 = a;
-    });
-    const I last = S::multiply_lower(c2, factor_b);
-    return Words{S::bit_xor(S::bit_xor(S::upper(last), c1), key(keys.a[RoundKeys::kRounds - 1])), last};
+  const std::uint32_t numbers = std::uint32_t(channel) / 4;  // 2 * (channel / 8), whose lower three bits are 0
+  W c0 = word(std::uint32_t(first_b >> 32) ^ std::uint32_t(head) ^ keys.a[0]), c1 = word(std::uint32_t(first_b));
+  W c2 = S::bit_xor(S::block_numbers(), word(numbers ^ std::uint32_t(first_a >> 32) ^ keys.b[0]));
+  W c3 = word(std::uint32_t(first_a));
+  unrolled<RoundKeys::kRounds - 1>([&](auto round) __attribute__((always_inline)) {
+    const W a = S::multiply(c0, factor_a), b = S::multiply(c2, factor_b);
+    c0 = S::bit_xor(S::bit_xor(S::upper(b), c1), word(keys.a[round + 1]));
+    c2 = S::bit_xor(S::bit_xor(S::upper(a), c3), word(keys.b[round + 1]));
+    c1 = b;
+    c3 = a;
+  });
+  typename S::I shorts[4];
+  S::shorts({c0, c1, c2, c3}, shorts);
+  const auto uniform = [](typename S::I x) {
+    return S::fma(S::to_float(x), S::splat(0x1p-16f), S::splat(0x1p-17f));  // exact
   };
-  const I channels = S::add_int(S::lane_numbers(), S::splat_int(channel));
-  const Words even = words(channels), odd = words(S::upper(channels));
-  const auto uniform = [](I even, I odd) {
-    return S::mul(S::to_float(S::template shift_right<8>(S::interleave(even, odd))), S::splat(0x1p-24f));
-  };
-  return {uniform(even.k, odd.k), uniform(even.v, odd.v)};
+  return {uniform(shorts[0]), uniform(shorts[1]), uniform(shorts[2]), uniform(shorts[3])};
 }
 
 }  // namespace hack

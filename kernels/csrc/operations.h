@@ -36,11 +36,7 @@ template <class S>
 void seal(const Format& fmt, Place place, const std::uint16_t* k, const std::uint16_t* v, const Page& page,
           std::byte* scratch) {
   Arena<S> arena(scratch);
-  const auto codes = [&](std::size_t metadata) {
-    return RowCodes{arena.template take<std::uint8_t>(fmt.elements()), arena.template take<float>(metadata + kLanes),
-                    arena.template take<float>(metadata + kLanes)};
-  };
-  const RowCodes k_codes = codes(fmt.k_meta()), v_codes = codes(fmt.v_meta());
+  const RowCodes k_codes = take_codes(fmt, fmt.k_meta(), arena), v_codes = take_codes(fmt, fmt.v_meta(), arena);
   RowPointers rows;
   for (int t = 0; t < fmt.page_tokens; ++t) {
     rows.k[t] = k + std::size_t(t) * fmt.head_dim;

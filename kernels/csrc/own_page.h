@@ -41,8 +41,7 @@ void exact_scores(const float* q, const std::uint16_t* key, int d, float* scores
 template <class S>
 void widen_own_k(const Format& fmt, const OwnRows& own, const RowPointers& rows, const WidePage& wide, Arena<S> arena) {
   const int d = fmt.head_dim, groups = fmt.k_groups(), pi = fmt.page_tokens, blocks = pi / kLanes;
-  RowCodes codes{arena.template take<std::uint8_t>(fmt.elements()), arena.template take<float>(fmt.k_meta() + kLanes),
-                 arena.template take<float>(fmt.k_meta() + kLanes)};
+  const RowCodes codes = take_codes(fmt, fmt.k_meta(), arena);
   quantize_k<S>(fmt, own.place, rows.k, own.total, codes);
   std::memset(wide.k, 0, fmt.elements());
   std::memset(wide.k_min, 0, sizeof(float) * fmt.k_meta());

@@ -1,6 +1,7 @@
 // FP16 rows to codes, one byte per code: the definition is quantize.py, and every bit agrees with it.
 #pragma once
 
+#include "arena.h"
 #include "format.h"
 #include "math.h"
 #include "work.h"
@@ -10,9 +11,15 @@ namespace hack {
 // Codes of up to one page of one KV head before packing, and their metadata as FP32 values that FP16 holds exactly.
 struct RowCodes {
   std::uint8_t* codes;  // [n, D]
-  float* minimum;       // K: [n, G]; V: [D]
+  float* minimum;       // K: [n, G]; V: [D]; with room for 16 more
   float* scale;
 };
+
+template <class S>
+RowCodes take_codes(const Format& fmt, std::size_t metadata, Arena<S>& arena) {
+  return {arena.template take<std::uint8_t>(fmt.elements()), arena.template take<float>(metadata + kLanes),
+          arena.template take<float>(metadata + kLanes)};
+}
 
 // Scales from ranges, in place: FP16 toward +inf of (max - min) / levels, 1 where that is 0. `n` is a multiple of 16.
 template <class S>
@@ -65,47 +72,86 @@ void v_ranges(const Format& fmt, const std::uint16_t* const* rows, int n, RowCod
 
 // floor((x - m) / s + r) in true FP32 division, clamped to the levels; it is never negative.
 template <class S>
-void store_codes(std::uint8_t* out, typename S::F x, typename S::F low, typename S::F scale, typename S::F r,
-                 int bits) {
-  const auto steps = S::add(S::div(S::sub(x, low), scale), r);
-  S::store_low_bytes(out, S::truncate(S::min(steps, S::splat(float((1 << bits) - 1)))));
+[[gnu::always_inline]] inline void store_codes(std::uint8_t* out, const std::uint16_t* row, typename S::F low,
+                                               typename S::F scale, typename S::F r, typename S::F levels) {
+  const auto steps = S::add(S::div(S::sub(S::load_half(row), low), scale), r);
+  S::store_low_bytes(out, S::truncate(S::min(steps, levels)));
 }
 
-// K rows, each by itself. `minimum` and `scale` have room for n·G rounded up to 16.
 template <class S>
-void quantize_k(const Format& fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
-  k_ranges<S>(fmt, rows, n, out);
+typename S::F top_level(int bits) {
+  return S::splat(float((1 << bits) - 1));
+}
+
+// use(channel, r of K, r of V) for the vectors of kNoiseChannels channels of token t.
+template <class S, bool stochastic, class Use>
+[[gnu::always_inline]] inline void with_rounding(const RoundKeys& keys, Place at, int t, int channel, Use use) {
+  if constexpr (stochastic) {
+    const Noise<S> r = noise<S>(keys, at.layer, at.head, at.position + t, channel);
+    use(channel, r.k_low, r.v_low);
+    use(channel + kLanes, r.k_high, r.v_high);
+  } else {
+    const auto half = S::splat(0.5f);
+    use(channel, half, half);
+    use(channel + kLanes, half, half);
+  }
+}
+
+// K rows, each by itself; kNoiseChannels divides every partition. The format by value, for codes are bytes and so might
+// be its own.
+template <class S, bool stochastic>
+void round_k(Format fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
+  using F = typename S::F;
   const RoundKeys keys = round_keys<S>(fmt.seed);
-  const int groups = fmt.k_groups();
-  for (int t = 0; t < n; ++t) {
-    for (int d = 0; d < fmt.head_dim; d += kLanes) {
-      const int partition = t * groups + d / fmt.k_partition;
-      const auto r = fmt.stochastic ? noise<S>(keys, at.layer, at.head, at.position + t, d).k : S::splat(0.5f);
-      store_codes<S>(out.codes + t * fmt.head_dim + d, S::load_half(rows[t] + d), S::splat(out.minimum[partition]),
-                     S::splat(out.scale[partition]), r, fmt.k_bits);
+  const F levels = top_level<S>(fmt.k_bits);
+  for (int t = 0, partition = 0; t < n; ++t) {
+    for (int end = fmt.k_partition, d = 0; end <= fmt.head_dim; end += fmt.k_partition, ++partition) {
+      const F low = S::splat(out.minimum[partition]), scale = S::splat(out.scale[partition]);
+      for (; d < end; d += kNoiseChannels) {
+        with_rounding<S, stochastic>(
+            keys, at, t, d, [&](int channel, F r, F) __attribute__((always_inline)) {
+              store_codes<S>(out.codes + t * fmt.head_dim + channel, rows[t] + channel, low, scale, r, levels);
+            });
+      }
     }
   }
 }
 
-// A whole page: K rows each by itself, V channels over the page. One Philox block serves both.
+// A whole page: K rows each by itself, V channels over the page.
+template <class S, bool stochastic>
+void round_page(Format fmt, Place at, const std::uint16_t* const* k_rows, const std::uint16_t* const* v_rows,
+                RowCodes k, RowCodes v) {
+  using F = typename S::F;
+  const RoundKeys keys = round_keys<S>(fmt.seed);
+  const F k_levels = top_level<S>(fmt.k_bits), v_levels = top_level<S>(fmt.v_bits);
+  for (int t = 0, partition = 0; t < fmt.page_tokens; ++t) {
+    for (int end = fmt.k_partition, d = 0; end <= fmt.head_dim; end += fmt.k_partition, ++partition) {
+      const F low = S::splat(k.minimum[partition]), scale = S::splat(k.scale[partition]);
+      for (; d < end; d += kNoiseChannels) {
+        with_rounding<S, stochastic>(
+            keys, at, t, d, [&](int channel, F r_k, F r_v) __attribute__((always_inline)) {
+              const int to = t * fmt.head_dim + channel;
+              store_codes<S>(k.codes + to, k_rows[t] + channel, low, scale, r_k, k_levels);
+              store_codes<S>(v.codes + to, v_rows[t] + channel, S::load(v.minimum + channel),
+                             S::load(v.scale + channel), r_v, v_levels);
+            });
+      }
+    }
+  }
+}
+
+template <class S>
+void quantize_k(const Format& fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
+  k_ranges<S>(fmt, rows, n, out);
+  (fmt.stochastic ? round_k<S, true> : round_k<S, false>)(fmt, at, rows, n, out);
+}
+
 template <class S>
 void quantize_page(const Format& fmt, Place at, const std::uint16_t* const* k_rows, const std::uint16_t* const* v_rows,
                    RowCodes k, RowCodes v) {
   k_ranges<S>(fmt, k_rows, fmt.page_tokens, k);
   v_ranges<S>(fmt, v_rows, fmt.page_tokens, v);
-  const RoundKeys keys = round_keys<S>(fmt.seed);
-  const int groups = fmt.k_groups();
-  for (int t = 0; t < fmt.page_tokens; ++t) {
-    for (int d = 0; d < fmt.head_dim; d += kLanes) {
-      Noise<S> r{S::splat(0.5f), S::splat(0.5f)};
-      if (fmt.stochastic) r = noise<S>(keys, at.layer, at.head, at.position + t, d);
-      const int partition = t * groups + d / fmt.k_partition, at_code = t * fmt.head_dim + d;
-      store_codes<S>(k.codes + at_code, S::load_half(k_rows[t] + d), S::splat(k.minimum[partition]),
-                     S::splat(k.scale[partition]), r.k, fmt.k_bits);
-      store_codes<S>(v.codes + at_code, S::load_half(v_rows[t] + d), S::load(v.minimum + d), S::load(v.scale + d), r.v,
-                     fmt.v_bits);
-    }
-  }
+  (fmt.stochastic ? round_page<S, true> : round_page<S, false>)(fmt, at, k_rows, v_rows, k, v);
 }
 
 }  // namespace hack

@@ -1,12 +1,16 @@
 """Philox4x32-10 (Salmon et al., SC'11) in plain torch: the randomness of stochastic rounding.
 
 A counter-based generator has no state: the number for an element is a function of the deployment seed and of the
-element's coordinates, so every node, backend, chunking and replay rounds it alike. Counter: (layer, KV head, token
-position, channel); key: the two halves of the seed. Word 0 of the result rounds K, word 1 rounds V.
+element's coordinates, so every node, backend, chunking and replay rounds it alike. A block of four 32-bit words serves
+the channels 8b .. 8b+7 of one row. Its counter: (layer, KV head, token position, 2b for K and 2b + 1 for V); its key:
+the two halves of the seed. Channel 8b + i takes the i-th 16 bits of the block, u, the lower half of a word before its
+upper one, and the number (u + 1/2) / 2^16. Being centred in their intervals, these round a value up with its exact
+probability to within 2^-17, and leave a value that lies on a level where it is.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final
 
 import torch
@@ -18,6 +22,15 @@ _WEYL_A: Final = 0x9E3779B9
 _WEYL_B: Final = 0xBB67AE85
 _MASK: Final = 0xFFFFFFFF
 _ROUNDS: Final = 10
+_BLOCK: Final = 8
+"""Channels that a block serves."""
+
+
+class Plane(IntEnum):
+    """Whose rows a block rounds."""
+
+    K = 0
+    V = 1
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -32,17 +45,18 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, layer: int, heads: int, positions: Tensor, channels: int, word: int) -> Tensor:
-    """Uniform numbers in [0, 1) with 24 bits, FP32 [len(positions), heads, channels]. `positions` is int64."""
+def uniform(seed: int, layer: int, heads: int, positions: Tensor, channels: int, plane: Plane) -> Tensor:
+    """Uniform numbers in (0, 1), FP32 [len(positions), heads, channels]. `positions` is int64; channels in eights."""
     device = positions.device
     counter = (
         torch.tensor(layer, device=device),
         torch.arange(heads, device=device)[None, :, None],
         positions[:, None, None],
-        torch.arange(channels, device=device)[None, None, :],
+        2 * torch.arange(channels // _BLOCK, device=device)[None, None, :] + plane,
     )
-    words = philox4x32(counter, (seed & _MASK, seed >> 32))
-    return (words[word] >> 8).to(torch.float32) * 2.0**-24
+    words = torch.stack(philox4x32(counter, (seed & _MASK, seed >> 32)), dim=-1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(-3)
+    return (halves.to(torch.float32) + 0.5) * 2.0**-16
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

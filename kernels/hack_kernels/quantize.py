@@ -3,8 +3,9 @@
 For a partition x with levels = 2^bits - 1:
 m = FP16 toward -inf of min(x), and +0 where that is zero of either sign;
 s = FP16 toward +inf of (max(x) - m) / levels, 1 where that is 0;
-code = floor((x - m) / s + r), clamped to 0..levels, with r = 1/2 (nearest) or uniform in [0, 1) (stochastic). All
-arithmetic is IEEE FP32 with true division, so |x - (s·code + m)| <= s (s/2 for nearest) and constants are exact.
+code = floor((x - m) / s + r), clamped to 0..levels, with r = 1/2 (nearest) or uniform in (0, 1) (stochastic; see
+`philox.py`). All arithmetic is IEEE FP32 with true division, so |x - (s·code + m)| <= s (s/2 for nearest) and constants
+are exact.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import HackFormat, Rounding
-from hack_kernels.philox import uniform
+from hack_kernels.philox import Plane, uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def quantize_k(fmt: HackFormat, layer: int, k: Tensor, positions: Tensor) -> Qua
     split = (n, heads, fmt.k_groups, fmt.k_partition)
     noise = None
     if fmt.rounding is Rounding.STOCHASTIC:
-        noise = uniform(fmt.seed, layer, heads, positions, dim, word=0).view(split)
+        noise = uniform(fmt.seed, layer, heads, positions, dim, Plane.K).view(split)
     return quantize(k.reshape(split), fmt.k_bits, noise)
 
 
@@ -60,7 +61,7 @@ def quantize_v(fmt: HackFormat, layer: int, v: Tensor, positions: Tensor) -> Qua
     heads, dim = v.shape[1:]
     noise = None
     if fmt.rounding is Rounding.STOCHASTIC:
-        noise = uniform(fmt.seed, layer, heads, positions, dim, word=1).permute(1, 2, 0)
+        noise = uniform(fmt.seed, layer, heads, positions, dim, Plane.V).permute(1, 2, 0)
     return quantize(v.permute(1, 2, 0), fmt.v_bits, noise)
 
 

@@ -18,6 +18,7 @@ struct Avx2 {
   struct I {
     __m256i a, b;
   };
+  using W = I;
 
   static F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
   static F splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -61,9 +62,6 @@ struct Avx2 {
 
   static I zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   static I splat_int(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-  static I lane_numbers() {
-    return {_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set_epi32(15, 14, 13, 12, 11, 10, 9, 8)};
-  }
   static I load_int(const void* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
   }
@@ -77,7 +75,6 @@ struct Avx2 {
     return splat_int(x);
   }
   static I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-  static I bit_xor(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
   static F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
   static I truncate(F x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
   static I nearest(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
@@ -94,10 +91,6 @@ struct Avx2 {
     const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
     _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(low, high));
   }
-  template <int bits>
-  static I shift_right(I x) {
-    return {_mm256_srli_epi32(x.a, bits), _mm256_srli_epi32(x.b, bits)};
-  }
   template <int bits, int f>
   static I plane(I x) {
     const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
@@ -108,18 +101,33 @@ struct Avx2 {
   static I dot(I acc, I unsigned_bytes, I signed_bytes) {
     return {half_dot(acc.a, unsigned_bytes.a, signed_bytes.a), half_dot(acc.b, unsigned_bytes.b, signed_bytes.b)};
   }
-  // Lanes in pairs of 64 bits: the product of the lower ones, the upper one, and pairs from two lower ones.
-  static I multiply_lower(I x, std::uint32_t y) {
+  // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
+  static W splat_word(std::uint32_t x) { return {_mm256_set1_epi64x(x), _mm256_set1_epi64x(x)}; }
+  static W multiply(W x, std::uint32_t y) {
     const __m256i factor = _mm256_set1_epi64x(y);
     return {_mm256_mul_epu32(x.a, factor), _mm256_mul_epu32(x.b, factor)};
   }
-  static I upper(I x) { return {_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
-  static I interleave(I even, I odd) {
-    return {_mm256_blend_epi32(even.a, _mm256_slli_epi64(odd.a, 32), 0xAA),
-            _mm256_blend_epi32(even.b, _mm256_slli_epi64(odd.b, 32), 0xAA)};
+  static W upper(W x) { return {_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
+  static W bit_xor(W x, W y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+  // The numbers 0..7 in the order that `shorts` wants: the even ones in the first half, as pairs of 128 bits unpack.
+  static W block_numbers() { return {_mm256_set_epi64x(6, 2, 4, 0), _mm256_set_epi64x(7, 3, 5, 1)}; }
+  // Four words of each of 8 blocks -> 16-bit halves in order, those of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+  static void shorts(const W (&words)[4], I (&out)[4]) {
+    half_shorts(words[0].a, words[1].a, words[2].a, words[3].a, out[0], out[1]);
+    half_shorts(words[0].b, words[1].b, words[2].b, words[3].b, out[2], out[3]);
   }
 
  private:
+  static void half_shorts(__m256i a, __m256i b, __m256i c, __m256i d, I& first, I& second) {
+    const __m256i ab = _mm256_blend_epi32(a, _mm256_slli_epi64(b, 32), 0xAA);
+    const __m256i cd = _mm256_blend_epi32(c, _mm256_slli_epi64(d, 32), 0xAA);
+    first = widened(_mm256_unpacklo_epi64(ab, cd));
+    second = widened(_mm256_unpackhi_epi64(ab, cd));
+  }
+  static I widened(__m256i shorts) {
+    return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(shorts)),
+            _mm256_cvtepu16_epi32(_mm256_extracti128_si256(shorts, 1))};
+  }
   template <int mode>
   static void store_half_rounded(std::uint16_t* p, F x) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, mode | _MM_FROUND_NO_EXC));

@@ -14,6 +14,7 @@ struct Avx512 {
   static constexpr int kTileBlocks = 4;  // times vectors of codes
   using F = __m512;
   using I = __m512i;
+  using W = __m512i;
 
   static F zero() { return _mm512_setzero_ps(); }
   static F splat(float x) { return _mm512_set1_ps(x); }
@@ -49,7 +50,6 @@ struct Avx512 {
 
   static I zero_int() { return _mm512_setzero_si512(); }
   static I splat_int(std::int32_t x) { return _mm512_set1_epi32(x); }
-  static I lane_numbers() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
   static I load_int(const void* p) { return _mm512_loadu_si512(p); }
   static void store_int(void* p, I x) { _mm512_storeu_si512(p, x); }
   static I broadcast_quad(const void* p) {
@@ -58,16 +58,11 @@ struct Avx512 {
     return _mm512_set1_epi32(x);
   }
   static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
-  static I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
   static I truncate(F x) { return _mm512_cvttps_epi32(x); }
   static I nearest(F x) { return _mm512_cvtps_epi32(x); }
   static int reduce_add_int(I x) { return _mm512_reduce_add_epi32(x); }
   static void store_low_bytes(std::uint8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
-  template <int bits>
-  static I shift_right(I x) {
-    return _mm512_srli_epi32(x, bits);
-  }
   // Field f of every byte: the codes of one plane.
   template <int bits, int f>
   static I plane(I x) {
@@ -81,10 +76,23 @@ struct Avx512 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(unsigned_bytes), "v"(signed_bytes));
     return acc;
   }
-  // Lanes in pairs of 64 bits: the product of the lower ones, the upper one, and pairs from two lower ones.
-  static I multiply_lower(I x, std::uint32_t y) { return _mm512_mul_epu32(x, _mm512_set1_epi64(y)); }
-  static I upper(I x) { return _mm512_srli_epi64(x, 32); }
-  static I interleave(I even, I odd) { return _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32)); }
+  // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
+  static W splat_word(std::uint32_t x) { return _mm512_set1_epi64(x); }
+  static W multiply(W x, std::uint32_t y) { return _mm512_mul_epu32(x, _mm512_set1_epi64(y)); }
+  static W upper(W x) { return _mm512_srli_epi64(x, 32); }
+  static W bit_xor(W x, W y) { return _mm512_xor_si512(x, y); }
+  // The numbers 0..7 in the order that `shorts` wants: the even ones in the first half, as pairs of 128 bits unpack.
+  static W block_numbers() { return _mm512_set_epi64(7, 3, 5, 1, 6, 2, 4, 0); }
+  // Four words of each of 8 blocks -> 16-bit halves in order, those of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+  static void shorts(const W (&words)[4], I (&out)[4]) {
+    const W first = _mm512_mask_shuffle_epi32(words[0], 0xAAAA, words[1], _MM_PERM_CCAA);
+    const W last = _mm512_mask_shuffle_epi32(words[2], 0xAAAA, words[3], _MM_PERM_CCAA);
+    const W low = _mm512_unpacklo_epi64(first, last), high = _mm512_unpackhi_epi64(first, last);
+    out[0] = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(low));
+    out[1] = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(high));
+    out[2] = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(low, 1));
+    out[3] = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(high, 1));
+  }
 
  private:
   template <class With>

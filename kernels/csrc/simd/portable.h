@@ -20,6 +20,9 @@ struct Portable {
   struct I {
     std::uint32_t v[16];
   };
+  struct W {
+    std::uint64_t v[8];
+  };
 
   static F zero() { return splat(0.0f); }
   static F splat(float x) {
@@ -98,9 +101,6 @@ struct Portable {
   static I splat_int(std::int32_t x) {
     return lanes<I>([=](int) { return std::uint32_t(x); });
   }
-  static I lane_numbers() {
-    return lanes<I>([](int i) { return std::uint32_t(i); });
-  }
   static I load_int(const void* p) {
     I x;
     std::memcpy(x.v, p, sizeof x.v);
@@ -114,9 +114,6 @@ struct Portable {
   }
   static I add_int(I x, I y) {
     return lanes<I>([&](int i) { return x.v[i] + y.v[i]; });
-  }
-  static I bit_xor(I x, I y) {
-    return lanes<I>([&](int i) { return x.v[i] ^ y.v[i]; });
   }
   static F to_float(I x) {
     return lanes<F>([&](int i) { return float(std::int32_t(x.v[i])); });
@@ -132,10 +129,6 @@ struct Portable {
   }
   static void store_low_bytes(std::uint8_t* p, I x) {
     for (int i = 0; i < 16; ++i) p[i] = std::uint8_t(x.v[i]);
-  }
-  template <int bits>
-  static I shift_right(I x) {
-    return lanes<I>([&](int i) { return x.v[i] >> bits; });
   }
   template <int bits, int f>
   static I plane(I x) {
@@ -154,15 +147,28 @@ struct Portable {
     }
     return acc;
   }
-  // Lanes in pairs of 64 bits: the product of the lower ones, the upper one, and pairs from two lower ones.
-  static I multiply_lower(I x, std::uint32_t y) {
-    return pairs([&](int i) { return (pair(x, i) & 0xFFFFFFFFu) * y; });
+  // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
+  static W splat_word(std::uint32_t x) {
+    return words([=](int) { return x; });
   }
-  static I upper(I x) {
-    return pairs([&](int i) { return pair(x, i) >> 32; });
+  static W multiply(W x, std::uint32_t y) {
+    return words([&](int i) { return (x.v[i] & 0xFFFFFFFFu) * y; });
   }
-  static I interleave(I even, I odd) {
-    return pairs([&](int i) { return (pair(even, i) & 0xFFFFFFFFu) | pair(odd, i) << 32; });
+  static W upper(W x) {
+    return words([&](int i) { return x.v[i] >> 32; });
+  }
+  static W bit_xor(W x, W y) {
+    return words([&](int i) { return x.v[i] ^ y.v[i]; });
+  }
+  // The numbers 0..7 in the order that `shorts` wants.
+  static W block_numbers() {
+    return words([](int i) { return 2 * (i % 4) + i / 4; });
+  }
+  // Four words of each of 8 blocks -> 16-bit halves in order, those of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+  static void shorts(const W (&words)[4], I (&out)[4]) {
+    for (int i = 0; i < 4; ++i)
+      out[i] =
+          lanes<I>([&](int j) { return std::uint32_t(words[j % 8 / 2].v[2 * i + j / 8]) >> (16 * (j % 2)) & 0xFFFFu; });
   }
 
  private:
@@ -172,18 +178,10 @@ struct Portable {
     for (int i = 0; i < 16; ++i) x.v[i] = make(i);
     return x;
   }
-  static std::uint64_t pair(const I& x, int i) {
-    std::uint64_t bits;
-    std::memcpy(&bits, x.v + 2 * i, sizeof bits);
-    return bits;
-  }
   template <class Make>
-  static I pairs(Make make) {
-    I x;
-    for (int i = 0; i < 8; ++i) {
-      const std::uint64_t bits = make(i);
-      std::memcpy(x.v + 2 * i, &bits, sizeof bits);
-    }
+  static W words(Make make) {
+    W x;
+    for (int i = 0; i < 8; ++i) x.v[i] = make(i);
     return x;
   }
 };

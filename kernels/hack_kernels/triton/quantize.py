@@ -41,23 +41,27 @@ def scale_of(low, high, LEVELS: tl.constexpr):
 
 @triton.jit
 def codes_of(x, low, scale, noise, LEVELS: tl.constexpr):
-    """Codes INT32 of FP32 rows [R, C]; `low` and `scale` are FP32 [R], `noise` in [0, 1), or 0.5, [R, C]."""
+    """Codes INT32 of FP32 rows [R, C]; `low` and `scale` are FP32 [R], `noise` in (0, 1) [R, C]."""
     reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     steps = quotient(x - low[:, None], scale[:, None], reciprocal[:, None]) + noise
     return tl.minimum(steps, LEVELS).to(tl.int32)  # steps are not negative: truncation rounds down
 
 
 @triton.jit
-def noise_of(seed, layer, head, positions, channels, WORD: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """What is added before rounding down: 1/2, or Philox at (layer, head, position, channel); word 0 is K's, 1 V's."""
-    zero = tl.zeros_like(positions + channels).to(tl.uint32)
+def noise_of(seed, layer, head, positions, blocks, PLANE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """What is added before rounding down, [T, 8B]: 1/2, or as philox.py has it for rows at `positions` [T] and the
+    channels 8b .. 8b+7 of each of `blocks` [B]; plane 0 is K, 1 V."""
+    T: tl.constexpr = positions.shape[0]
+    CHANNELS: tl.constexpr = 8 * blocks.shape[0]
     if STOCHASTIC:
-        words = tl.philox(
-            seed, zero + layer.to(tl.uint32), zero + head.to(tl.uint32), zero + positions.to(tl.uint32), zero + channels
-        )
-        noise = (words[WORD] >> 8).to(tl.float32) * (1.0 / 16777216.0)
+        zero = tl.zeros((T, blocks.shape[0]), tl.uint32)
+        rows, numbers = positions.to(tl.uint32)[:, None], (2 * blocks + PLANE).to(tl.uint32)[None, :]
+        a, b, c, d = tl.philox(seed, zero + layer.to(tl.uint32), zero + head.to(tl.uint32), zero + rows, zero + numbers)
+        words = tl.join(tl.join(a, c), tl.join(b, d))  # [T, B, 2, 2]: a, b, c, d
+        halves = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (T, CHANNELS))
+        noise = (halves.to(tl.float32) + 0.5) * (1.0 / 65536.0)
     else:
-        noise = zero.to(tl.float32) + 0.5
+        noise = tl.full((T, CHANNELS), 0.5, tl.float32)
     return noise
 
 

@@ -22,12 +22,14 @@ def _seal_k(rows, record, token_stride, start, head, layer, seed, SHAPE: tl.cons
     FIELDS: tl.constexpr = TILE.row_fields
     local = tl.arange(0, TILE.field_rows)
     z = tl.arange(0, SHAPE.partition_pad)
+    eighth = tl.arange(0, SHAPE.partition_pad // 8)
     for step in tl.static_range(STEPS):
         packed = tl.zeros((TILE.field_rows, SHAPE.partition_pad), tl.int32)
         for shared in tl.static_range(SHARING):
             partition = step * SHARING + shared
             if partition < SHAPE.groups:
                 channel = partition * SHAPE.partition + z
+                first_block = partition * SHAPE.partition // 8
                 for field in tl.static_range(FIELDS):
                     token = (local // 16 * FIELDS + field) * 16 + local % 16
                     seen = (local >= 0)[:, None] & (z < SHAPE.partition)[None, :]
@@ -35,7 +37,7 @@ def _seal_k(rows, record, token_stride, start, head, layer, seed, SHAPE: tl.cons
                     x = tl.load(at, mask=seen, other=0.0).to(tl.float32)
                     low, high = extremes(x, seen)
                     scale = scale_of(low, high, TILE.levels)
-                    noise = noise_of(seed, layer, head, (start + token)[:, None], channel[None, :], 0, SHAPE.stochastic)
+                    noise = noise_of(seed, layer, head, start + token, first_block + eighth, 0, SHAPE.stochastic)
                     codes = codes_of(x, low, scale.to(tl.float32), noise, TILE.levels)
                     codes = tl.where(seen, codes, 0)
                     packed |= codes << (TILE.bits * (shared * FIELDS + field))
@@ -54,6 +56,7 @@ def _seal_v(rows, record, token_stride, start, head, layer, seed, SHAPE: tl.cons
     TILE: tl.constexpr = SHAPE.v
     FIELDS: tl.constexpr = TILE.row_fields
     local = tl.arange(0, TILE.field_rows)
+    eighth = tl.arange(0, TILE.field_rows // 8)
     token = tl.arange(0, SHAPE.page_tokens)
     packed = tl.zeros((TILE.field_rows, SHAPE.page_tokens), tl.int32)
     for field in tl.static_range(FIELDS):
@@ -63,8 +66,9 @@ def _seal_v(rows, record, token_stride, start, head, layer, seed, SHAPE: tl.cons
         x = tl.load(rows + token[None, :] * token_stride + channel[:, None], mask=seen, other=0.0).to(tl.float32)
         low, high = extremes(x, (channel >= 0)[:, None] & (token >= 0)[None, :])
         scale = scale_of(low, high, TILE.levels)
-        noise = noise_of(seed, layer, head, (start + token)[None, :], channel[:, None], 1, SHAPE.stochastic)
-        codes = codes_of(x, low, scale.to(tl.float32), noise, TILE.levels)
+        blocks = (eighth // 2 * FIELDS + field) * 2 + eighth % 2
+        noise = noise_of(seed, layer, head, start + token, blocks, 1, SHAPE.stochastic)
+        codes = codes_of(x, low, scale.to(tl.float32), tl.trans(noise), TILE.levels)
         codes = tl.where(seen, codes, 0)
         packed |= codes << (TILE.bits * field)
         store_meta(record + SHAPE.v_meta, channel, 0, scale, low.to(tl.float16), inside)
