@@ -53,7 +53,7 @@ void run(const Format& fmt) {
   const std::size_t page_rows = kHeads * fmt.elements();
   const auto k = halves(kPages * page_rows), v = halves(kPages * page_rows);
   const auto open_k = halves(page_rows), open_v = halves(page_rows);
-  const Engine engine{portable_operations(), 2};
+  const Engine engine{portable_operations(), nullptr, 2};
 
   Planes native(fmt, kPages * kHeads), wire(fmt, kPages * kHeads), back(fmt, kPages * kHeads);
   const std::int64_t ids[kPages] = {3, 0, 4, 1, 2};
