@@ -222,6 +222,7 @@ NB_MODULE(_cpu, m) {
   nb::set_leak_warnings(false);  // kernels live as long as their process, whose heap is frozen and not torn down
   using namespace nb::literals;
   m.doc() = "C++ kernels of the CPU backend; hack_kernels.cpu is their API.";
+  m.attr("SOURCES") = HACK_SOURCES;
   m.def("supported_isas", supported_isas);
   m.def("read_all", [](nb::handle tensor, int threads) {
     const Array array(tensor);

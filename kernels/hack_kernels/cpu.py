@@ -11,7 +11,9 @@ import logging
 import math
 import mmap
 import os
-from functools import lru_cache
+from functools import cache, lru_cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -35,6 +37,7 @@ ISA_VARIABLE: Final = "HACKKV_CPU_ISA"
 """Environment variable that forces an instruction set: avx512-vnni, avx2 or portable."""
 
 HUGE_PAGE_BYTES: Final = 2**21
+SOURCES: Final = Path(__file__).parents[1] / "csrc"
 
 _log = logging.getLogger(__name__)
 
@@ -229,12 +232,26 @@ def supported_isas() -> list[str]:
     return list(extension().supported_isas())
 
 
+@cache
 def extension() -> Any:
-    """The compiled module. Raises `BackendUnavailable` where it is not built."""
+    """The compiled module. Raises `BackendUnavailable` where it is not built, `ImportError` where it is out of date."""
     try:
-        return importlib.import_module("hack_kernels._cpu")
+        module = importlib.import_module("hack_kernels._cpu")
     except ModuleNotFoundError as error:
         raise BackendUnavailable("the C++ extension hack_kernels._cpu is not built: pip install -e .") from error
+    check_built_from(SOURCES, getattr(module, "SOURCES", ""))
+    return module
+
+
+def check_built_from(sources: Path, digest: str) -> None:
+    """Compare what was compiled (CMakeLists.txt) with a checkout's sources; an installed wheel has none.
+
+    An extension older than its Python code would be called with other arguments, or give other codes than its peers.
+    """
+    paths = sorted((path for pattern in ("*.h", "*.cpp", "simd/*.h") for path in sources.glob(pattern)), key=str)
+    digests = "".join(sha256(path.read_bytes()).hexdigest() for path in paths)
+    if paths and sha256(digests.encode()).hexdigest() != digest:
+        raise ImportError(f"the C++ kernels were not built from {sources} as it is now: pip install -e . builds them")
 
 
 def takes_rows(page_tokens: int, head_dim: int) -> bool:

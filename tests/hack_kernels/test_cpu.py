@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,6 +270,17 @@ def test_an_instruction_set_that_is_missing_is_refused(monkeypatch: pytest.Monke
         load("cpu")
     monkeypatch.setenv(cpu.ISA_VARIABLE, "portable")
     assert load("cpu").isa == "portable"
+
+
+def test_an_extension_older_than_its_sources_is_refused(tmp_path: Path) -> None:
+    digest = cpu.extension().SOURCES
+    shutil.copytree(cpu.SOURCES, tmp_path, dirs_exist_ok=True)
+    cpu.check_built_from(tmp_path, digest)
+    with (tmp_path / "simd" / "portable.h").open("a") as header:
+        header.write("// changed\n")
+    with pytest.raises(ImportError, match=r"pip install -e \."):
+        cpu.check_built_from(tmp_path, digest)
+    cpu.check_built_from(tmp_path / "not a checkout", digest)
 
 
 def test_threads_must_be_positive(kernels: cpu.CpuKernels) -> None:
