@@ -1,7 +1,8 @@
 """Check every GPU kernel against the reference, then time them beside BF16 attention and dequantization.
 
 One command, unattended: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton, numpy and `hack_kernels` from
-this checkout. Results are written after every row, as JSON and as a Markdown table, the most important first; when
+this checkout. Checks run side by side, in processes that compile meanwhile what is timed later; then rows are timed,
+one at a time. Results are written as they come, as JSON and as a Markdown table, the most important first; when
 `--budget` seconds are over, nothing more is begun, and what was left out is named. The exit status is 1 if a check
 failed. `--smoke` runs the same logic on tiny shapes, for Triton's interpreter.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,17 +25,20 @@ import torch
 import triton
 from hack_kernels import load
 from hack_kernels.base import BackendUnavailable, HackFormat, Rounding
-from hack_kernels.triton.backend import PROGRAMS_PER_PROCESSOR, TritonKernels
-from hack_kernels.triton.split import Workspace
+from hack_kernels.triton.backend import TritonKernels
 
-from bench.gpu.checks import checks
+from bench.gpu.checks import Check, checks, run_check
 from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, seal_row
 from bench.gpu.timing import copy_bandwidth
 
 BUDGET_S = 420
 """Below 8 minutes with the start of Python and the row or check that is under way when it is over."""
 CHECKS_SHARE = 0.4
-"""Of the budget, at most: nearly all of a check is compiling its kernels."""
+"""Of the budget, at most: nearly all of a check is compiling its kernels, so processes share them out."""
+CHECKS_PER_PROCESS = 4
+"""A process in which a kernel broke the GPU's context must not fail many others."""
+REHEARSED_TOKENS = 1024
+"""Long enough for a kernel to be compiled as it is for the lengths that are timed: tables have rows of 16 pages."""
 DECODES = (
     *((2**17, 1), (2**15, 8)),
     *((2**17, 8), (2**15, 1), (2**14, 1), (2**12, 1), (2**14, 8), (2**12, 8)),
@@ -75,12 +81,42 @@ def line(row: Row) -> str:
     return f"| {row.what} | {row.shape} | {times} | {ratio} | {rate} | {row.target} |"
 
 
+def rehearsals(*, smoke: bool) -> Iterator[Check]:
+    """What is timed later, on short sequences: nobody looks at the times, but Triton keeps the compiled kernels."""
+    for rounding in Rounding:
+        fmt = HackFormat(128, 64, rounding=rounding)
+        yield Check(f"seal {rounding}", partial(seal_row, 64 if smoke else REHEARSED_TOKENS, 1 if smoke else 8, fmt))
+    if smoke:
+        return
+    yield Check("prefill", partial(prefill_row, REHEARSED_TOKENS, 8, 4))
+    for batch in sorted({batch for _, batch in DECODES}):
+        for group in (8, 4):
+            yield Check(f"decode x {batch}, group {group}", partial(decode_row, REHEARSED_TOKENS, batch, 8, group))
+
+
+def run_checks(results: Results, deadline: float, *, smoke: bool) -> None:
+    """Rehearsals and checks in a pool of processes, until the deadline of `monotonic`."""
+    waiting = {check.name for check in checks(smoke=smoke)}
+    tasks = [*rehearsals(smoke=smoke), *checks(smoke=smoke)]
+    processes = min(os.cpu_count() or 1, 2 if smoke else 16)
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=CHECKS_PER_PROCESS) as pool:
+        answers = pool.imap_unordered(run_check, tasks)
+        for _ in tasks:
+            try:
+                name, failure = answers.next(max(0.0, deadline - monotonic()))
+            except multiprocessing.TimeoutError:
+                break
+            if failure:
+                results.failures[name] = failure.strip().splitlines()[-1]
+                print(f"FAILED {name}\n{failure}", file=sys.stderr, flush=True)
+            results.checks_passed += name in waiting and not failure
+            waiting.discard(name)
+            results.write()
+    results.skipped += [f"check {name}: out of time" for name in sorted(waiting)]
+
+
 def measurements(kernels: TritonKernels, results: Results, *, smoke: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Name and function of every row that fits into memory."""
-    processors = 1
-    if kernels.device.type == "cuda":
-        processors = torch.cuda.get_device_properties(kernels.device).multi_processor_count
-    workspace = Workspace(kernels.device, PROGRAMS_PER_PROCESSOR * processors)
     kv_heads = 1 if smoke else 8
     groups = (4,) if smoke else (8, 4)
 
@@ -92,10 +128,10 @@ def measurements(kernels: TritonKernels, results: Results, *, smoke: bool) -> It
                 if decode_bytes(tokens, batch, kv_heads) > 0.8 * free:
                     results.skipped.append(f"{name}: does not fit memory")
                     continue
-            yield name, partial(decode_row, kernels, workspace, tokens, batch, kv_heads, group)
+            yield name, partial(decode_row, tokens, batch, kv_heads, group, kernels)
 
     def prefill(tokens: int) -> tuple[str, Callable[[], Row]]:
-        return f"prefill {tokens}", partial(prefill_row, kernels, tokens, kv_heads, 4)
+        return f"prefill {tokens}", partial(prefill_row, tokens, kv_heads, 4, kernels)
 
     decodes = ((128, 1),) if smoke else DECODES
     prefills = (64,) if smoke else PREFILLS
@@ -103,7 +139,7 @@ def measurements(kernels: TritonKernels, results: Results, *, smoke: bool) -> It
         yield from decode(tokens, batch)
     for rounding in Rounding:
         fmt = HackFormat(128, 64, rounding=rounding)
-        yield f"seal {rounding}", partial(seal_row, kernels, 64 if smoke else 2**17, kv_heads, fmt)
+        yield f"seal {rounding}", partial(seal_row, 64 if smoke else 2**17, kv_heads, fmt, kernels)
     yield prefill(prefills[0])
     for tokens, batch in decodes[2:]:
         yield from decode(tokens, batch)
@@ -133,16 +169,7 @@ def main() -> None:
         "copy_gb_per_s": round(copy_bandwidth(kernels.device, 2048 if on_gpu else 16)),
     }
     results = Results(machine, arguments.out)
-    for name, check in checks(kernels, smoke=arguments.smoke):
-        if monotonic() - began > CHECKS_SHARE * arguments.budget:
-            results.skipped.append(f"check {name}: out of time")
-            continue
-        try:
-            check()
-            results.checks_passed += 1
-        except Exception as error:  # noqa: BLE001  one broken kernel must not hide what the others do
-            results.failures[name] = str(error) or type(error).__name__
-            print(f"FAILED {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    run_checks(results, began + CHECKS_SHARE * arguments.budget, smoke=arguments.smoke)
     results.write()
     print(f"{results.checks_passed} checks passed, {len(results.failures)} failed", flush=True)
     print(HEADER)

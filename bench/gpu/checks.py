@@ -3,41 +3,75 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from hack_kernels import load
 from hack_kernels.base import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, HackPages, OpenPage, Rounding, Spans
+from hack_kernels.quantize import unpack
 from hack_kernels.reference import ReferenceKernels
 from hack_kernels.triton.backend import TritonKernels
+from hack_kernels.triton.dequantize import attn_decode_dequantized
+from hack_kernels.triton.rows import attn_decode_rows
 from torch import Tensor
 
 TOLERANCE = 2.0**-7
 """Relative, one step of BF16: Triton's interpreter truncates where torch rounds, and a GPU's exp turns weights that are
 near a rounding tie. A wrong page, field or scale is off by far more."""
 
-Check = tuple[str, Callable[[], None]]
-"""A name, and a function that raises `AssertionError` saying what differs."""
+RIVAL_TOLERANCE = 2.0**-5
+"""For FP16 values and weights of 2-bit pages, rows in BF16, and outputs in BF16."""
 
 
-def checks(kernels: TritonKernels, *, smoke: bool) -> Iterator[Check]:
-    """Every size, form and open page, widths and groups taken in turn; with `smoke` one size, for the interpreter."""
-    sizes = sorted(itertools.product(HEAD_DIMS, PAGE_TOKENS), key=lambda size: size != (128, 64))
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A name, and a function of the kernels that raises `AssertionError` saying what differs; a process can send it."""
+
+    name: str
+    run: Callable[[TritonKernels], object]
+
+
+def checks(*, smoke: bool) -> Iterator[Check]:
+    """Every size, form and open page, widths and groups taken in turn; with `smoke` one size, for the interpreter.
+
+    The size that is timed comes first, then those that take longest to compile.
+    """
+    sizes = sorted(itertools.product(HEAD_DIMS, PAGE_TOKENS), key=lambda size: (size != (128, 64), -size[0]))
     kinds = itertools.cycle(itertools.product(((2, 2), (4, 2), (4, 4)), (4, 8, 1, 7, 3)))  # 15 kinds for 48 cases
     for (d, pi), arithmetic, open_page in itertools.product([(64, 32)] if smoke else sizes, Arithmetic, _open_pages()):
         (k_bits, v_bits), group = ((2, 2), 3) if smoke else next(kinds)
+        fmt = HackFormat(d, pi, k_bits, v_bits, arithmetic=arithmetic, open_page=open_page)
+        yield Check(f"prefill, decode {_name(fmt)} {open_page} G={group}", partial(check_attention, fmt, group))
         for rounding in (
             Rounding if smoke else [Rounding.STOCHASTIC if open_page is OpenPage.EXACT else Rounding.NEAREST]
         ):
             fmt = HackFormat(d, pi, k_bits, v_bits, rounding, arithmetic, seed=torch.seed() % 2**64)
             if smoke and open_page is not OpenPage.EXACT:
                 continue
-            yield f"seal, export, install {_name(fmt)} {rounding}", partial(check_pages, kernels, fmt)
-        fmt = HackFormat(d, pi, k_bits, v_bits, arithmetic=arithmetic, open_page=open_page)
-        yield f"prefill, decode {_name(fmt)} {open_page} G={group}", partial(check_attention, kernels, fmt, group)
+            yield Check(f"seal, export, install {_name(fmt)} {rounding}", partial(check_pages, fmt))
+        if arithmetic is Arithmetic.SYMMETRIC and open_page is OpenPage.EXACT:
+            yield Check(f"dequantize, rows {_name(fmt)} G={group}", partial(check_rivals, fmt, group))
 
 
-def check_pages(kernels: TritonKernels, fmt: HackFormat) -> None:
+def run_check(check: Check) -> tuple[str, str]:
+    """Name and what went wrong, "" if nothing did; in a process of its own, which compiles beside the others."""
+    torch.set_num_threads(1)
+    torch.seed()
+    try:
+        kernels = load("triton")
+        assert isinstance(kernels, TritonKernels)
+        check.run(kernels)
+        if kernels.device.type == "cuda":
+            torch.cuda.synchronize(kernels.device)
+    except Exception:  # noqa: BLE001  one broken kernel must not hide what the others do
+        return check.name, traceback.format_exc()
+    return check.name, ""
+
+
+def check_pages(fmt: HackFormat, kernels: TritonKernels) -> None:
     """Bytes of sealed pages, and the way over the wire."""
     shape = (3, 2, fmt.page_tokens, fmt.head_dim)
     k, v = (torch.randn(shape).half() for _ in range(2))
@@ -55,7 +89,7 @@ def check_pages(kernels: TritonKernels, fmt: HackFormat) -> None:
     _same(kernels.export(fmt, fresh, on_device[0]), wire, "install")
 
 
-def check_attention(kernels: TritonKernels, fmt: HackFormat, group: int) -> None:
+def check_attention(fmt: HackFormat, group: int, kernels: TritonKernels) -> None:
     """A ragged prefill around page boundaries, and a decode step over the same pages."""
     pi, heads = fmt.page_tokens, 2
     pairs = [(0, pi), (pi - 1, 2), (2 * pi + 3, pi + 1), (3 * pi, 1)]
@@ -84,6 +118,58 @@ def check_attention(kernels: TritonKernels, fmt: HackFormat, group: int) -> None
     step = (their_k, their_v, _spans(one, kernels.device), their_q[: len(pairs)])
     got = kernels.attn_decode(fmt, 0, pool, *step)
     _close(got, reference.attn_decode(fmt, 0, expected, open_k, open_v, one, q), "decode")
+
+
+def check_rivals(fmt: HackFormat, group: int, kernels: TritonKernels) -> None:
+    """What decode is timed against, over the same ragged batch: against FP64 attention on the rows that it reads."""
+    pi, heads, device = fmt.page_tokens, 2, kernels.device
+    starts = torch.tensor([0, pi - 1, 2 * pi + 3, 3 * pi])
+    order, count = torch.arange(len(starts)), 4 * len(starts)
+    spans = Spans(starts, torch.ones_like(starts), order, torch.randperm(count).view(-1, 4), order)
+    k, v = (torch.randn(count, heads, pi, fmt.head_dim).half() for _ in "kv")
+    open_k, open_v = (torch.randn(len(starts), heads, pi, fmt.head_dim).half() for _ in "kv")
+    q = torch.randn(len(starts), heads * group, fmt.head_dim).bfloat16()
+    reference, ids = ReferenceKernels(), torch.arange(count)
+    sealed = reference.new_pages(fmt, count, heads)
+    reference.seal(fmt, 0, sealed, ids, ids * pi, k, v)
+    wire = reference.export(fmt, sealed, ids)
+    pool = poisoned_pool(kernels, fmt, count, heads)
+    kernels.install(fmt, pool, ids.to(device), _moved(wire, device))
+    rest = (open_k.to(device), open_v.to(device), _spans(spans, device), q.to(device))
+    poison(q, device)
+    got = attn_decode_dequantized(fmt, pool, *rest, kernels.workspace)
+    _close(got, _exact(spans, q, open_k, open_v, *_reconstructed(fmt, wire)), "dequantize", RIVAL_TOLERANCE)
+    for dtype in (torch.bfloat16, torch.float16):
+        k_rows, v_rows = k.to(dtype), v.to(dtype)
+        poison(q, device)
+        got = attn_decode_rows(k_rows.to(device), v_rows.to(device), *rest, kernels.workspace)
+        _close(got, _exact(spans, q, open_k, open_v, k_rows, v_rows), f"rows in {dtype}", RIVAL_TOLERANCE)
+
+
+def _reconstructed(fmt: HackFormat, wire: HackPages) -> tuple[Tensor, Tensor]:
+    """K^ and V^ FP64 [P, Hkv, Π, D] of planes in wire order."""
+    planes = {name: plane.transpose(0, 1).double() for name, plane in wire.items() if "codes" not in name}
+    k, v = (unpack(wire[f"{x}_codes"].transpose(0, 1), bits, axis).double() for x, bits, axis in (
+        ("k", fmt.k_bits, -2), ("v", fmt.v_bits, -1)
+    ))  # fmt: skip
+    k_scale, k_min = (planes[x].repeat_interleave(fmt.k_partition, -1) for x in ("k_scale", "k_min"))
+    return k * k_scale + k_min, (v * planes["v_scale"][..., None] + planes["v_min"][..., None]).transpose(-1, -2)
+
+
+def _exact(spans: Spans, q: Tensor, open_k: Tensor, open_v: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FP64 attention [B, Hq, D] over pages of rows k, v [P, Hkv, Π, D] and the own page."""
+    outs = []
+    for b, cached in enumerate(spans.starts.tolist()):
+        full, rest = divmod(cached, k.shape[2])
+        ids, slot = spans.table[b, :full], spans.slots[b]
+        keys, values = (
+            torch.cat((pages[ids].transpose(0, 1).flatten(1, 2), own[slot, :, : rest + 1]), 1).double()
+            for pages, own in ((k, open_k), (v, open_v))
+        )
+        queries = q[b].double().unflatten(0, (k.shape[1], -1))
+        weights = (queries @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        outs.append((weights @ values).flatten(0, 1))
+    return torch.stack(outs)
 
 
 def poisoned_pool(kernels: TritonKernels, fmt: HackFormat, pages: int, heads: int) -> HackPages:
@@ -121,7 +207,7 @@ def _same(got: HackPages, expected: HackPages, what: str) -> None:
             raise AssertionError(f"{what}: {differing} of {plane.numel()} elements of {name} differ")
 
 
-def _close(got: Tensor, expected: Tensor, what: str) -> None:
+def _close(got: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
     error = float((got.cpu().float() - expected.float()).norm() / expected.float().norm())
-    if not error <= TOLERANCE:  # also NaN
+    if not error <= tolerance:  # also NaN
         raise AssertionError(f"{what}: relative error {error:.2e}")

@@ -14,7 +14,7 @@ from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.dequantize import dequantize_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import page_layout
-from hack_kernels.triton.split import Workspace
+from hack_kernels.triton.rows import rows_launch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -52,9 +52,9 @@ def read_records(records, table, out, page_stride, head_stride, BYTES: tl.conste
     tl.store(out + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
 
 
-def decode_row(kernels: TritonKernels, workspace: Workspace, tokens: int, batch: int, kv_heads: int, group: int) -> Row:
-    """One decode step over random codes; BF16 reads a cache of the same length."""
-    device, each = kernels.device, tokens // PI
+def decode_row(tokens: int, batch: int, kv_heads: int, group: int, kernels: TritonKernels) -> Row:
+    """One decode step over random codes; BF16 reads a cache of the same length, by torch and by our kernel `rows`."""
+    device, each, workspace = kernels.device, tokens // PI, kernels.workspace
     pages = random_pages(kernels, each * batch, kv_heads)
     order = torch.arange(batch, device=device)
     table = torch.randperm(each * batch, device=device).view(batch, each)
@@ -98,6 +98,8 @@ def decode_row(kernels: TritonKernels, workspace: Workspace, tokens: int, batch:
         device,
     )
     us["bf16"] = best
+    k_pages, v_pages = (x.view(each * batch, kv_heads, PI, D) for x in (k, v))
+    us["rows"] = measure(rows_launch(k_pages, v_pages, *rows, spans, q, out, workspace).run, device)
     moved = each * batch * kv_heads * page_layout(FORMAT).nbytes
     targets = {(2**17, 1): "<= 40 us, >= 3.5x", (2**15, 8): ">= 4x"}
     target = targets.get((tokens, batch), ">= 1x" if tokens * batch > 8192 else "")
@@ -105,7 +107,7 @@ def decode_row(kernels: TritonKernels, workspace: Workspace, tokens: int, batch:
     return Row("decode", shape, us, best / us["hack"], moved / us["hack"] / 1e3, target, notes)
 
 
-def seal_row(kernels: TritonKernels, tokens: int, kv_heads: int, fmt: HackFormat) -> Row:
+def seal_row(tokens: int, kv_heads: int, fmt: HackFormat, kernels: TritonKernels) -> Row:
     """Full pages; bytes are those of the FP16 input."""
     device, count = kernels.device, tokens // PI
     k, v = (torch.randn(count, kv_heads, PI, D, device=device).half() for _ in "kv")
@@ -122,7 +124,7 @@ def seal_row(kernels: TritonKernels, tokens: int, kv_heads: int, fmt: HackFormat
     )
 
 
-def prefill_row(kernels: TritonKernels, tokens: int, kv_heads: int, group: int) -> Row:
+def prefill_row(tokens: int, kv_heads: int, group: int, kernels: TritonKernels) -> Row:
     """A whole prompt, causal, INT8 on codes against BF16."""
     device = kernels.device
     k, v = (torch.randn(tokens, kv_heads, D, device=device).half() for _ in "kv")

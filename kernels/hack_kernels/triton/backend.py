@@ -53,7 +53,7 @@ class TritonKernels:
         self.device = device
         self.prefill = prefill
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        self._workspace = Workspace(device, PROGRAMS_PER_PROCESSOR * processors)
+        self.workspace = Workspace(device, PROGRAMS_PER_PROCESSOR * processors)
 
     def new_pages(self, fmt: HackFormat, num_pages: int, num_kv_heads: int) -> HackPages:
         """A zeroed pool for one layer: planes are views into one record per page and KV head."""
@@ -123,7 +123,7 @@ class TritonKernels:
             pool, rows, local = self._on_reference(fmt, pages, spans, (open_k, open_v, q))
             return ReferenceKernels().attn_decode(fmt, layer, pool, rows[0], rows[1], local, rows[2]).to(self.device)
         if fmt.open_page is OpenPage.EXACT:
-            return decode.attn_decode(fmt, pages, open_k, open_v, spans, q, self._workspace)
+            return decode.attn_decode(fmt, pages, open_k, open_v, spans, q, self.workspace)
         at = spans.starts % fmt.page_tokens
         own_k, own_v = (pool[spans.slots, :, at] for pool in (open_k, open_v))
         return prefill.attn_prefill(fmt, layer, pages, open_k, open_v, spans, q, own_k, own_v)

@@ -264,7 +264,7 @@ def decode_launch(
     layout = page_layout(fmt)
     registers = ALL_REGISTERS if layout.asymmetric else REGISTERS
     reader = PageReader(
-        quantized_query, add_pages, layout, layout.nbytes, fmt.head_dim, fmt.page_tokens, registers=registers
+        quantized_query, add_pages, layout, layout.nbytes, fmt.head_dim, fmt.page_tokens, registers, layout.asymmetric
     )
     records = pages["k_codes"]
     return paged_launch(reader, records, records, open_k, open_v, spans, q, out, workspace)

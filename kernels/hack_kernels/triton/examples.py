@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from hack_kernels.base import PAGE_TOKENS, SUM_PLANES, Arithmetic, HackFormat, OpenPage, Rounding, Spans
+from hack_kernels.base import (
+    CODE_BITS,
+    HEAD_DIMS,
+    PAGE_TOKENS,
+    SUM_PLANES,
+    Arithmetic,
+    HackFormat,
+    OpenPage,
+    Rounding,
+    Spans,
+)
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.dequantize import dequantize_launch
 from hack_kernels.triton.exchange import exchange_launch
@@ -32,6 +43,8 @@ class Example:
     launch: Launch
     tokens: int = 0
     """Tokens of one KV head that a warp handles in one turn of the main loop; 0 where that means nothing."""
+    code_bytes: int = 0
+    """Bytes of codes that a program reads in one turn of the main loop, or in all where it has none."""
 
 
 def decode(fmt: HackFormat, group: int) -> Example:
@@ -39,7 +52,7 @@ def decode(fmt: HackFormat, group: int) -> Example:
     open_k, open_v, q, spans, workspace = _decode_inputs(fmt, group)
     pages = new_pages(fmt, TOKENS // fmt.page_tokens, KV_HEADS, "meta")
     launch = decode_launch(fmt, pages, open_k, open_v, spans, q, torch.empty_like(q), workspace)
-    return Example(f"decode {_name(fmt)} G={group}", launch, fmt.page_tokens)
+    return Example(f"decode {_name(fmt)} G={group}", launch, fmt.page_tokens, launch.warps * _code_bytes(fmt))
 
 
 def dequantize(fmt: HackFormat, group: int) -> Example:
@@ -47,7 +60,7 @@ def dequantize(fmt: HackFormat, group: int) -> Example:
     open_k, open_v, q, spans, workspace = _decode_inputs(fmt, group)
     pages = new_pages(fmt, TOKENS // fmt.page_tokens, KV_HEADS, "meta")
     launch = dequantize_launch(fmt, pages, open_k, open_v, spans, q, torch.empty_like(q), workspace)
-    return Example(f"dequantize {_name(fmt)} G={group}", launch, fmt.page_tokens)
+    return Example(f"dequantize {_name(fmt)} G={group}", launch, fmt.page_tokens, launch.warps * _code_bytes(fmt))
 
 
 def rows(fmt: HackFormat, group: int) -> Example:
@@ -67,7 +80,7 @@ def prefill(fmt: HackFormat, group: int) -> Example:
     q = _empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
     pages = new_pages(fmt, tokens // fmt.page_tokens, KV_HEADS, "meta")
     launch = prefill_launch(fmt, 0, pages, open_k, open_v, spans, q, k, v, torch.empty_like(q))
-    return Example(f"prefill {_name(fmt)} G={group}", launch)
+    return Example(f"prefill {_name(fmt)} G={group}", launch, 0, _code_bytes(fmt))
 
 
 def seal(fmt: HackFormat) -> Example:
@@ -89,7 +102,8 @@ def exchange(fmt: HackFormat, *, installing: bool) -> Example:
     }
     pages = new_pages(fmt, count, KV_HEADS, "meta")
     launch = exchange_launch(fmt, pages, _empty(count, dtype=torch.int64), wire, installing=installing)
-    return Example(f"{'install' if installing else 'export'} {_name(fmt)}", launch)
+    name = f"{'install' if installing else 'export'} {_name(fmt)}"
+    return Example(name, launch, 0, launch.arguments["PAGES"] * _code_bytes(fmt))
 
 
 def _decode_inputs(fmt: HackFormat, group: int) -> tuple[Tensor, Tensor, Tensor, Spans, Workspace]:
@@ -106,6 +120,11 @@ def _one_sequence(pages: int) -> Spans:
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _code_bytes(fmt: HackFormat) -> int:
+    """Of a page of one KV head."""
+    return fmt.page_tokens * fmt.head_dim * (fmt.k_bits + fmt.v_bits) // 8
 
 
 def _name(fmt: HackFormat) -> str:
@@ -144,4 +163,25 @@ EXCHANGE: Final = tuple(
 )
 
 EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL, *EXCHANGE)
-"""Everything that the tool prints and the gates read; add a kernel's examples here."""
+"""What the tool prints unless told otherwise; add a kernel's examples here."""
+
+
+def grid(head_dim: int, page_tokens: int, bits: int) -> tuple[Example, ...]:
+    """Every kernel that touches codes or makes them, at one size and width."""
+    paper = HackFormat(head_dim, page_tokens, bits, bits, arithmetic=Arithmetic.ASYMMETRIC)
+    fmt = HackFormat(head_dim, page_tokens, bits, bits)
+    return (
+        *(prefill(form, 4) for form in (fmt, paper)),
+        *(exchange(form, installing=installing) for form in (fmt, paper) for installing in (True, False)),
+        seal(fmt),
+        dequantize(fmt, 8),
+        *(decode(form, 8) for form in (fmt, paper)),
+    )
+
+
+GRID: Final = tuple(
+    example for d, pi, bits in itertools.product(HEAD_DIMS, PAGE_TOKENS, CODE_BITS) for example in grid(d, pi, bits)
+)
+"""Every kernel at every size: what `--grid` prints."""
+
+NAMED: Final = {example.name: example for example in (*EXAMPLES, *GRID)}

@@ -1,7 +1,13 @@
 """Records to planes in wire order and back, bit for bit, each in one pass; sums that did not travel are counted.
 
-A program moves one page of one KV head. Every code is fetched from where the other order keeps it: pages pass here once
-in their life, at the speed of a network, so these kernels are written to be read.
+Both orders are 32-bit words of codes, and both have the same six axes, the wire in the order (tile down, row half, row,
+tile across, column half, quad), a record in the order (tile down, tile across, row, quad, column half, row half). What
+differs besides is which codes share a byte. A byte at rest holds one code of each of F code tiles, its *fields*; on the
+wire it holds F consecutive tokens. So of F words on one side, taken F apart, all codes are found in F words on the
+other, and this *turn* of a square of codes is all the arithmetic:
+
+    K: word b of the wire has tokens b·F .. b·F+F-1 of 4 channels; at rest each of them is in a word of its own.
+    V: word b of the wire has 4·F tokens of a channel; at rest each 4 of them are in a word of their own.
 """
 
 from __future__ import annotations
@@ -13,176 +19,258 @@ from torch import Tensor
 
 from hack_kernels.base import SUM_PLANES, HackFormat, HackPages
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.shape import shape_of
+from hack_kernels.triton.shape import padded, shape_of
 from hack_kernels.triton.tiles import sums_pointer, unit_place
 
-BLOCK = tl.constexpr(2048)
-"""Bytes of codes at a time: with twice as many, the assembler spills."""
+LANE_WORDS = 4
+"""Words of a 16-byte load."""
+MOST_WARPS = 4
 
 
 @triton.jit
-def code_place(row, column, TILE):
-    """Byte offset and bit field of a code among stored tiles."""
-    row_tile, column_tile = row // 16, column // 32
-    stored = row_tile // TILE.row_fields * TILE.across + column_tile // TILE.column_fields
-    field = column_tile % TILE.column_fields * TILE.row_fields + row_tile % TILE.row_fields
-    lane = row % 8 * 4 + column % 16 // 4
-    return stored * 512 + lane * 16 + column % 32 // 16 * 8 + row % 16 // 8 * 4 + column % 4, field
+def words_at(pages):
+    """Pointers to bytes as pointers to 32-bit words, along axis 1."""
+    return pages.to(tl.pointer_type(tl.uint32), bitcast=True)[:, None]
 
 
 @triton.jit
-def code_at(place, field, TILE):
-    """Row and column of a code: inverse of `code_place`."""
-    stored, lane, byte = place // 512, place % 512 // 16, place % 16
-    row_tile = stored // TILE.across * TILE.row_fields + field % TILE.row_fields
-    column_tile = stored % TILE.across * TILE.column_fields + field // TILE.row_fields
-    row = row_tile * 16 + byte // 4 % 2 * 8 + lane // 4
-    return row, column_tile * 32 + byte // 8 * 16 + lane % 4 * 4 + byte % 4
+def wire_place(field, TILE, OF_K: tl.constexpr):
+    """Where a plane in wire order has the words of one field, [1, WORDS], and which of them exist."""
+    down = tl.arange(0, TILE.exchange_words)[None, :]
+    if OF_K:
+        LINES: tl.constexpr = 16 // TILE.fields  # of the wire, to a row tile
+        column_tile = down // 8 % TILE.across_pad * TILE.column_fields + field // TILE.row_fields
+        line = down // (8 * TILE.across_pad) % LINES
+        row_tile = down // (8 * TILE.across_pad * LINES) * TILE.row_fields + field % TILE.row_fields
+        place = (row_tile * LINES + line) * (TILE.columns // 4) + column_tile * 8 + down % 8
+        there = column_tile < TILE.columns // 32
+    else:
+        WORDS: tl.constexpr = 4 * TILE.columns // TILE.fields  # of a row tile
+        row_tile = down // WORDS * TILE.row_fields + field
+        place = row_tile * WORDS + down % WORDS
+        there = row_tile < TILE.rows // 16
+    return place, there
 
 
 @triton.jit
-def wire_code(wire, token, channel, seen, SHAPE: tl.constexpr, OF_K: tl.constexpr):
-    """Codes INT32 of a plane in wire order, where a byte holds consecutive tokens of a channel; 0 where not `seen`."""
-    TILE: tl.constexpr = SHAPE.k if OF_K else SHAPE.v
-    by_token = token // TILE.fields
-    at = by_token * SHAPE.head_dim + channel if OF_K else channel * (SHAPE.page_tokens // TILE.fields) + by_token
-    byte = tl.load(wire + at, mask=seen, other=0).to(tl.int32)
-    return (byte >> (token % TILE.fields * TILE.bits)) & TILE.levels
+def rest_place(part, TILE, OF_K: tl.constexpr):
+    """Where a record has the words of one part, [1, WORDS], and which of them exist."""
+    ROWS: tl.constexpr = 8 // TILE.fields if OF_K else 8
+    QUADS: tl.constexpr = 4 if OF_K else 4 // TILE.fields
+    at = tl.arange(0, TILE.exchange_words)[None, :]
+    quad, row = at // 4 % QUADS, at // (4 * QUADS) % ROWS
+    if OF_K:
+        row = row * TILE.fields + part
+    else:
+        quad = quad * TILE.fields + part
+    across = at // (4 * QUADS * ROWS) % TILE.across_pad
+    down = at // (4 * QUADS * ROWS * TILE.across_pad)
+    place = (down * TILE.across + across) * 128 + row * 16 + quad * 4 + at % 4
+    return place, (down < TILE.down) & (across < TILE.across)
 
 
 @triton.jit
-def _install_codes(wire, record, SHAPE: tl.constexpr, OF_K: tl.constexpr):
-    TILE: tl.constexpr = SHAPE.k if OF_K else SHAPE.v
+def to_rest_order(words, TILE, OF_K: tl.constexpr):
+    """[PAGES, WORDS] in wire order to the order of a record."""
+    ROWS: tl.constexpr = 8 // TILE.fields if OF_K else 8
+    QUADS: tl.constexpr = 4 if OF_K else 4 // TILE.fields
+    split = tl.reshape(words, (words.shape[0] * TILE.down_pad, 2, ROWS, TILE.across_pad, 2, QUADS))
+    return tl.reshape(tl.permute(split, (0, 3, 2, 5, 4, 1)), words.shape)
+
+
+@triton.jit
+def to_wire_order(words, TILE, OF_K: tl.constexpr):
+    """Inverse of `to_rest_order`."""
+    ROWS: tl.constexpr = 8 // TILE.fields if OF_K else 8
+    QUADS: tl.constexpr = 4 if OF_K else 4 // TILE.fields
+    split = tl.reshape(words, (words.shape[0] * TILE.down_pad, TILE.across_pad, ROWS, QUADS, 2, 2))
+    return tl.reshape(tl.permute(split, (0, 5, 2, 1, 4, 3)), words.shape)
+
+
+@triton.jit
+def part_of_word(word, part, TILE, OF_K: tl.constexpr):
+    """Four codes of a wire's word, one in the low bits of each byte."""
+    if OF_K:
+        return (word >> (TILE.bits * part)) & (TILE.levels * 0x01010101)
+    four = word >> (4 * TILE.bits * part)
+    spread = four & TILE.levels
+    for i in tl.static_range(1, 4):
+        spread |= (four & (TILE.levels << (TILE.bits * i))) << ((8 - TILE.bits) * i)
+    return spread
+
+
+@triton.jit
+def word_of_part(spread, part, TILE, OF_K: tl.constexpr):
+    """Inverse of `part_of_word`, all other codes 0."""
+    if OF_K:
+        return spread << (TILE.bits * part)
+    four = spread & TILE.levels
+    for i in tl.static_range(1, 4):
+        four |= (spread >> ((8 - TILE.bits) * i)) & (TILE.levels << (TILE.bits * i))
+    return four << (4 * TILE.bits * part)
+
+
+@triton.jit
+def load_wire(wire, present, TILE, OF_K: tl.constexpr):
+    """Every word of a plane in wire order: a tuple over fields of [PAGES, WORDS]."""
     FIELDS: tl.constexpr = TILE.fields
-    for begin in range(0, TILE.down * TILE.across * 512, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        packed = tl.zeros((BLOCK,), tl.int32)
+    words = ()
+    for field in tl.static_range(FIELDS):
+        place, there = wire_place(field, TILE, OF_K)
+        words = words + (tl.load(words_at(wire) + place, mask=present & there, other=0),)
+    return words
+
+
+@triton.jit
+def install_codes(words, rest, present, TILE, OF_K: tl.constexpr):
+    """Words in wire order to records."""
+    FIELDS: tl.constexpr = TILE.fields
+    for part in tl.static_range(FIELDS):
+        packed = tl.full(words[0].shape, 0x80808080, tl.uint32)
         for field in tl.static_range(FIELDS):
-            row, column = code_at(place, field, TILE)
-            token, channel = (row, column) if OF_K else (column, row)
-            seen = (token < SHAPE.page_tokens) & (channel < SHAPE.head_dim)
-            packed |= wire_code(wire, token, channel, seen, SHAPE, OF_K) << (TILE.bits * field)
-        tl.store(record + place, packed.to(tl.uint8) ^ 0x80, mask=place < TILE.down * TILE.across * 512)
+            packed ^= part_of_word(words[field], part, TILE, OF_K) << (TILE.bits * field)
+        place, there = rest_place(part, TILE, OF_K)
+        tl.store(words_at(rest) + place, to_rest_order(packed, TILE, OF_K), mask=present & there)
 
 
 @triton.jit
-def _export_codes(record, wire, SHAPE: tl.constexpr, OF_K: tl.constexpr):
-    TILE: tl.constexpr = SHAPE.k if OF_K else SHAPE.v
+def export_codes(rest, wire, present, TILE, OF_K: tl.constexpr):
+    """Records to a plane in wire order."""
     FIELDS: tl.constexpr = TILE.fields
-    TOTAL: tl.constexpr = SHAPE.page_tokens * SHAPE.head_dim // FIELDS
-    for begin in range(0, TOTAL, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        packed = tl.zeros((BLOCK,), tl.int32)
-        for i in tl.static_range(FIELDS):
-            if OF_K:
-                row, column = at // SHAPE.head_dim * FIELDS + i, at % SHAPE.head_dim
-            else:
-                row, column = at // (SHAPE.page_tokens // FIELDS), at % (SHAPE.page_tokens // FIELDS) * FIELDS + i
-            place, field = code_place(row, column, TILE)
-            byte = tl.load(record + place, mask=at < TOTAL, other=0).to(tl.int32) ^ 0x80
-            packed |= ((byte >> (TILE.bits * field)) & TILE.levels) << (TILE.bits * i)
-        tl.store(wire + at, packed.to(tl.uint8), mask=at < TOTAL)
+    words = ()
+    for part in tl.static_range(FIELDS):
+        place, there = rest_place(part, TILE, OF_K)
+        words = words + (tl.load(words_at(rest) + place, mask=present & there, other=0) ^ 0x80808080,)
+    for field in tl.static_range(FIELDS):
+        packed = tl.zeros(words[0].shape, tl.uint32)
+        for part in tl.static_range(FIELDS):
+            spread = (words[part] >> (TILE.bits * field)) & (TILE.levels * 0x01010101)
+            packed |= word_of_part(spread, part, TILE, OF_K)
+        place, there = wire_place(field, TILE, OF_K)
+        tl.store(words_at(wire) + place, to_wire_order(packed, TILE, OF_K), mask=present & there)
 
 
 @triton.jit
-def _move_meta(wire_min, wire_scale, meta, INSTALL: tl.constexpr, SHAPE: tl.constexpr, OF_K: tl.constexpr):
-    """K's wire planes are [Π, G], V's [D]; at rest partitions and channels come in units of 16 rows."""
-    halves = meta.to(tl.pointer_type(tl.float16), bitcast=True)
+def bytes_sum_of_word(word):
+    """Sum of a word's four bytes, which must stay below 256."""
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def count_k_sums(words, rest, present, SHAPE: tl.constexpr):
+    """Sums over channels of a partition for every token, from words in wire order to records."""
+    TILE: tl.constexpr = SHAPE.k
+    FIELDS: tl.constexpr = TILE.fields
+    LINES: tl.constexpr = TILE.down_pad * 16 // FIELDS
+    PARTITIONS: tl.constexpr = TILE.across_pad // triton.next_power_of_2(SHAPE.partition_tiles)
+    PAGES: tl.constexpr = words[0].shape[0]
+    line = tl.arange(0, LINES)[None, :, None]
+    across = tl.arange(0, PARTITIONS)[None, None, :]
+    for field in tl.static_range(FIELDS):
+        row_tile = line // (16 // FIELDS) * TILE.row_fields + field % TILE.row_fields
+        partition = across * TILE.column_fields + field // TILE.row_fields
+        for part in tl.static_range(FIELDS):
+            four = bytes_sum_of_word(part_of_word(words[field], part, TILE, True))
+            sums = tl.sum(tl.reshape(four, (PAGES, LINES, PARTITIONS, TILE.across_pad // PARTITIONS * 8)), axis=3)
+            token = (row_tile * (16 // FIELDS) + line % (16 // FIELDS)) * FIELDS + part
+            place = rest[:, None, None] + unit_place(token, partition * (SHAPE.page_tokens // 16))
+            seen = present[:, :, None] & (partition < SHAPE.groups) & (token >= 0)
+            tl.store(place, sums.to(place.dtype.element_ty), mask=seen)
+
+
+@triton.jit
+def count_v_sums(words, rest, present, SHAPE: tl.constexpr):
+    """Sums over tokens for every channel, from words in wire order to records."""
+    TILE: tl.constexpr = SHAPE.v
+    FIELDS: tl.constexpr = TILE.fields
+    PAGES: tl.constexpr = words[0].shape[0]
+    row = tl.arange(0, TILE.field_rows)[None, :]
+    for field in tl.static_range(FIELDS):
+        total = tl.zeros((PAGES, TILE.field_rows), tl.int32)
+        for part in tl.static_range(FIELDS):
+            four = bytes_sum_of_word(part_of_word(words[field], part, TILE, False))
+            total += tl.sum(tl.reshape(four, (PAGES, TILE.field_rows, TILE.columns // (4 * FIELDS))), axis=2)
+        channel = (row // 16 * FIELDS + field) * 16 + row % 16
+        place = rest[:, None] + unit_place(channel, 0)
+        tl.store(place, total.to(place.dtype.element_ty), mask=present & (channel < SHAPE.head_dim))
+
+
+@triton.jit
+def row_places(SHAPE: tl.constexpr, OF_K: tl.constexpr):
+    """Rows in wire order, K's [Π, G] or V's [D], and their places among units of 16 rows; both [1, rows]."""
     TOTAL: tl.constexpr = SHAPE.page_tokens * SHAPE.groups if OF_K else SHAPE.head_dim
-    for begin in range(0, TOTAL, 256):
-        at = begin + tl.arange(0, 256)
-        rest = halves + 2 * _meta_place(at, SHAPE, OF_K)
-        if INSTALL:
-            tl.store(rest, tl.load(wire_scale + at, mask=at < TOTAL), mask=at < TOTAL)
-            tl.store(rest + 1, tl.load(wire_min + at, mask=at < TOTAL), mask=at < TOTAL)
-        else:
-            tl.store(wire_scale + at, tl.load(rest, mask=at < TOTAL), mask=at < TOTAL)
-            tl.store(wire_min + at, tl.load(rest + 1, mask=at < TOTAL), mask=at < TOTAL)
-
-
-@triton.jit
-def _meta_place(at, SHAPE: tl.constexpr, OF_K: tl.constexpr):
+    at = tl.arange(0, triton.next_power_of_2(TOTAL))[None, :]
     if OF_K:
         token, partition = at // SHAPE.groups, at % SHAPE.groups
         place = unit_place(token, partition * (SHAPE.page_tokens // 16))
     else:
         place = unit_place(at, 0)
-    return place
+    return at, place, at < TOTAL
 
 
 @triton.jit
-def _install_sums(wire_sums, codes, sums, COUNT: tl.constexpr, SHAPE: tl.constexpr, OF_K: tl.constexpr):
-    """Copy sums that came, or count them from the codes in wire order."""
-    TOTAL: tl.constexpr = SHAPE.page_tokens * SHAPE.groups if OF_K else SHAPE.head_dim
-    WIDTH: tl.constexpr = SHAPE.partition_pad if OF_K else SHAPE.page_tokens
-    for begin in range(0, TOTAL, 32):
-        at = begin + tl.arange(0, 32)
-        if COUNT:
-            i = tl.arange(0, WIDTH)[None, :]
-            if OF_K:
-                seen = (at < TOTAL)[:, None] & (i < SHAPE.partition)
-                token, channel = (at // SHAPE.groups)[:, None], (at % SHAPE.groups * SHAPE.partition)[:, None] + i
-            else:
-                seen = (at < TOTAL)[:, None] & (i >= 0)
-                token, channel = i, at[:, None]
-            total = tl.sum(wire_code(codes, token, channel, seen, SHAPE, OF_K), axis=1)
-        else:
-            total = tl.load(wire_sums + at, mask=at < TOTAL)
-        place = sums + _meta_place(at, SHAPE, OF_K)
-        tl.store(place, total.to(place.dtype.element_ty), mask=at < TOTAL)
+def move(wire, rest, present, INSTALL: tl.constexpr, STEP: tl.constexpr, SHAPE: tl.constexpr, OF_K: tl.constexpr):
+    """Scales, minima or sums of rows, STEP elements apart at rest."""
+    at, place, inside = row_places(SHAPE, OF_K)
+    seen = present & inside
+    if INSTALL:
+        tl.store(rest[:, None] + STEP * place, tl.load(wire[:, None] + at, mask=seen), mask=seen)
+    else:
+        tl.store(wire[:, None] + at, tl.load(rest[:, None] + STEP * place, mask=seen), mask=seen)
 
 
-@triton.jit
-def _export_sums(sums, wire_sums, SHAPE: tl.constexpr, OF_K: tl.constexpr):
-    TOTAL: tl.constexpr = SHAPE.page_tokens * SHAPE.groups if OF_K else SHAPE.head_dim
-    for begin in range(0, TOTAL, 256):
-        at = begin + tl.arange(0, 256)
-        total = tl.load(sums + _meta_place(at, SHAPE, OF_K), mask=at < TOTAL)
-        tl.store(wire_sums + at, total, mask=at < TOTAL)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def exchange_kernel(
     k_codes,
     k_min,
     k_scale,
+    k_sums,
     v_codes,
     v_min,
     v_scale,
-    k_sums,
     v_sums,
     page_ids,
     records,
+    count,
     page_stride,
     INSTALL: tl.constexpr,
     COUNT: tl.constexpr,
+    PAGES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Grid (pages, KV heads), the wire's planes being [heads, pages, ...]. COUNT: install sums that did not travel."""
-    record = records + tl.load(page_ids + tl.program_id(0)) * page_stride + tl.program_id(1) * SHAPE.record
-    index = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    k_rows, page = SHAPE.page_tokens * SHAPE.groups, SHAPE.page_tokens * SHAPE.head_dim
-    k_codes += index * (page // SHAPE.k.fields)
-    v_codes += index * (page // SHAPE.v.fields)
-    k_min, k_scale, k_sums = k_min + index * k_rows, k_scale + index * k_rows, k_sums + index * k_rows
-    v_min, v_scale = v_min + index * SHAPE.head_dim, v_scale + index * SHAPE.head_dim
-    v_sums += index * SHAPE.head_dim
-    _move_meta(k_min, k_scale, record + SHAPE.k_meta, INSTALL, SHAPE, True)
-    _move_meta(v_min, v_scale, record + SHAPE.v_meta, INSTALL, SHAPE, False)
+    """Grid (blocks of PAGES pages, KV heads); wire planes are contiguous [heads, count, ...]. COUNT: install sums that
+    did not travel."""
+    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    present = (page < count)[:, None]
+    ids = tl.load(page_ids + page, mask=page < count, other=0)
+    record = records + ids * page_stride + tl.program_id(1) * SHAPE.record
+    index = tl.program_id(1).to(tl.int64) * count + page
+    k_rows: tl.constexpr = SHAPE.page_tokens * SHAPE.groups
+    plane: tl.constexpr = SHAPE.page_tokens * SHAPE.head_dim
+    k_wire, v_wire = k_codes + index * (plane // SHAPE.k.fields), v_codes + index * (plane // SHAPE.v.fields)
+    k_meta = (record + SHAPE.k_meta).to(tl.pointer_type(tl.float16), bitcast=True)
+    v_meta = (record + SHAPE.v_meta).to(tl.pointer_type(tl.float16), bitcast=True)
+    move(k_scale + index * k_rows, k_meta, present, INSTALL, 2, SHAPE, True)
+    move(k_min + index * k_rows, k_meta + 1, present, INSTALL, 2, SHAPE, True)
+    move(v_scale + index * SHAPE.head_dim, v_meta, present, INSTALL, 2, SHAPE, False)
+    move(v_min + index * SHAPE.head_dim, v_meta + 1, present, INSTALL, 2, SHAPE, False)
     k_resting = sums_pointer(record + SHAPE.k_sums, SHAPE.k_wide_sums)
     v_resting = sums_pointer(record + SHAPE.v_sums, SHAPE.v_wide_sums)
+    if SHAPE.sums and not COUNT:
+        move(k_sums + index * k_rows, k_resting, present, INSTALL, 1, SHAPE, True)
+        move(v_sums + index * SHAPE.head_dim, v_resting, present, INSTALL, 1, SHAPE, False)
     if INSTALL:
-        _install_codes(k_codes, record, SHAPE, True)
-        _install_codes(v_codes, record + SHAPE.v_codes, SHAPE, False)
-        if SHAPE.sums:
-            _install_sums(k_sums, k_codes, k_resting, COUNT, SHAPE, True)
-            _install_sums(v_sums, v_codes, v_resting, COUNT, SHAPE, False)
+        words = load_wire(k_wire, present, SHAPE.k, True)
+        install_codes(words, record, present, SHAPE.k, True)
+        if COUNT:
+            count_k_sums(words, k_resting, present, SHAPE)
+        words = load_wire(v_wire, present, SHAPE.v, False)
+        install_codes(words, record + SHAPE.v_codes, present, SHAPE.v, False)
+        if COUNT:
+            count_v_sums(words, v_resting, present, SHAPE)
     else:
-        _export_codes(record, k_codes, SHAPE, True)
-        _export_codes(record + SHAPE.v_codes, v_codes, SHAPE, False)
-        if SHAPE.sums:
-            _export_sums(k_resting, k_sums, SHAPE, True)
-            _export_sums(v_resting, v_sums, SHAPE, False)
+        export_codes(record, k_wire, present, SHAPE.k, True)
+        export_codes(record + SHAPE.v_codes, v_wire, present, SHAPE.v, False)
 
 
 def install(fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: HackPages) -> None:
@@ -207,18 +295,26 @@ def export(fmt: HackFormat, pages: HackPages, page_ids: Tensor) -> HackPages:
 def exchange_launch(
     fmt: HackFormat, pages: HackPages, page_ids: Tensor, wire: HackPages, *, installing: bool
 ) -> Launch:
-    """The launch of either; `wire` is contiguous. Where sums are absent, the codes stand in for them untouched."""
-    records = pages["k_codes"]
+    """The launch of either; `wire` is contiguous. Where sums are absent, the codes stand in for them untouched.
+
+    A program takes as many pages as it needs for every lane to load 16 bytes.
+    """
+    records, shape, count = pages["k_codes"], shape_of(fmt), page_ids.numel()
     came = all(name in wire for name in SUM_PLANES)
+    least = min(shape.k.exchange_words, shape.v.exchange_words) // (32 * LANE_WORDS)
+    together = 1 if least else padded(32 * LANE_WORDS // min(shape.k.exchange_words, shape.v.exchange_words))
     arguments = {
         **{name: wire[name] for name in ("k_codes", "k_min", "k_scale", "v_codes", "v_min", "v_scale")},
         "k_sums": wire["k_sums"] if came else wire["k_codes"],
         "v_sums": wire["v_sums"] if came else wire["v_codes"],
         "page_ids": page_ids,
         "records": records,
+        "count": count,
         "page_stride": records.stride(0),
         "INSTALL": installing,
         "COUNT": installing and fmt.sums and not came,
-        "SHAPE": shape_of(fmt),
+        "PAGES": together,
+        "SHAPE": shape,
     }
-    return Launch(exchange_kernel, (page_ids.numel(), records.shape[1]), arguments, warps=8)
+    grid = (-(-count // together), records.shape[1])
+    return Launch(exchange_kernel, grid, arguments, warps=min(max(least, 1), MOST_WARPS))

@@ -26,13 +26,15 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hack_kernels.triton.examples import EXAMPLES, Example
+from hack_kernels.triton.examples import EXAMPLES, GRID, NAMED, Example
 from hack_kernels.triton.launch import Launch
 
 ARCHITECTURES: Final = (80, 86, 89, 90, 100)
 SPECIALIZED_DIVISOR: Final = 16
 """Triton compiles arguments that are multiples of this into kernels that know it."""
-TIMEOUT_S: Final = 120
+WARP_LOAD_BYTES: Final = 32 * 16
+"""What a warp gets with one 16-byte load per lane."""
+TIMEOUT_S: Final = 300
 
 COLUMNS: Final = {
     "name": ("kernel", 44),
@@ -43,6 +45,7 @@ COLUMNS: Final = {
     "loop_per_64_tokens": ("/64 tok", 9),
     "int8_mma": ("imma", 6),
     "float_mma": ("hmma", 6),
+    "code_loads": ("codes", 7),
     "loads_128": ("ld128", 7),
     "loads_64": ("ld64", 6),
     "loads_narrower": ("ld<64", 7),
@@ -70,6 +73,8 @@ class Report:
     """Instructions of the main loop (`main_loop`), to which the counts below belong."""
     int8_mma: int
     float_mma: int
+    code_loads: int
+    """16-byte loads that a warp needs for its share of the codes, each once; `loads_128` may not be below."""
     loads_128: int
     loads_64: int
     loads_narrower: int
@@ -88,7 +93,7 @@ def compile_offline(launch: Launch, arch: int) -> Any:
         elif isinstance(value, Tensor) or value % SPECIALIZED_DIVISOR == 0:
             attributes[(i,)] = [["tt.divisibility", SPECIALIZED_DIVISOR]]
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options(arch))
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
 
 
 def inspect(example: Example, arch: int) -> Report:
@@ -116,6 +121,7 @@ def inspect(example: Example, arch: int) -> Report:
         loop=end - begin,
         int8_mma=count("IMMA") + count("IGMMA"),
         float_mma=count("HMMA") + count("HGMMA"),
+        code_loads=-(-example.code_bytes // (example.launch.warps * WARP_LOAD_BYTES)),
         loads_128=count("LDG", ".128"),
         loads_64=count("LDG", ".64"),
         loads_narrower=count("LDG") - count("LDG", ".128") - count("LDG", ".64"),
@@ -126,7 +132,7 @@ def inspect(example: Example, arch: int) -> Report:
 
 def inspect_named(name: str, arch: int) -> Report:
     """`inspect` of the example of this name."""
-    return inspect(next(example for example in EXAMPLES if example.name == name), arch)
+    return inspect(NAMED[name], arch)
 
 
 def parse(code: str) -> tuple[list[str], list[tuple[int, int]]]:
@@ -177,19 +183,21 @@ def _run(*command: str) -> str:
 
 def main() -> None:
     """Print the table, or JSON lines."""
-    examples = {example.name: example for example in EXAMPLES}
     parser = argparse.ArgumentParser(prog="python -m hack_kernels.triton.inspect", description=__doc__)
-    parser.add_argument("--kernel", nargs="*", choices=sorted(examples), default=list(examples), metavar="NAME")
+    parser.add_argument("--kernel", nargs="*", choices=sorted(NAMED), metavar="NAME")
+    parser.add_argument("--grid", action="store_true", help="every kernel at every size and width; an hour of one core")
     parser.add_argument("--arch", nargs="*", type=int, choices=ARCHITECTURES, default=ARCHITECTURES, metavar="SM")
     parser.add_argument("--list", action="store_true", help="print the names of the kernels and stop")
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel and architecture")
     options = parser.parse_args()
+    chosen = [example.name for example in (GRID if options.grid else EXAMPLES)]
+    names = list(dict.fromkeys(options.kernel or chosen))
     if options.list:
-        print("\n".join(examples))
+        print("\n".join(names))
         return
     if not options.json:
         print("".join(f"{title:>{width}}" for title, width in COLUMNS.values()))
-    pairs = [(name, arch) for name in options.kernel for arch in options.arch]
+    pairs = [(name, arch) for name in names for arch in options.arch]
     # Processes, as Triton's compiler is for one thread; each takes one pair after another.
     with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1), get_context("spawn")) as pool:
         for report in map(asdict, pool.map(inspect_named, *zip(*pairs, strict=True))):

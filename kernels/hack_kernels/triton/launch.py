@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
-
-import torch
-
-BLACKWELL: Final = 100
-"""sm_100, its first architecture."""
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +23,12 @@ class Launch:
     """The most that a thread may take; None leaves it to the assembler."""
     fusion: bool = True
     """Let multiplications fuse into additions."""
-    warps_on_blackwell: int | None = None
-    """Warps from sm_100 on, where that differs: accumulators rest in tensor memory there, and registers run short."""
 
-    def options(self, arch: int) -> dict[str, Any]:
-        """Options of Triton's compiler for sm_`arch`."""
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of Triton's compiler."""
         return {
-            "num_warps": self.warps_on_blackwell if self.warps_on_blackwell and arch >= BLACKWELL else self.warps,
+            "num_warps": self.warps,
             "num_stages": self.stages,
             "maxnreg": self.registers,
             "enable_fp_fusion": self.fusion,
@@ -42,8 +36,4 @@ class Launch:
 
     def run(self) -> None:
         """Enqueue on the current stream."""
-        arch = 0
-        if self.warps_on_blackwell and torch.cuda.is_available():
-            major, minor = torch.cuda.get_device_capability()
-            arch = 10 * major + minor
-        self.kernel[self.grid](**self.arguments, **self.options(arch))
+        self.kernel[self.grid](**self.arguments, **self.options)

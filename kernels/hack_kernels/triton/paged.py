@@ -180,7 +180,9 @@ class PageReader:
     """Elements of a pool from one KV head's page to the next head's."""
     head_dim: int
     page_tokens: int
-    registers: int | None = REGISTERS
+    registers: int = REGISTERS
+    few_columns: bool = False
+    """What it keeps per query head leaves no registers for outputs beyond `REGISTERS_FOR_OUTPUTS`."""
 
 
 def paged_launch(
@@ -197,7 +199,7 @@ def paged_launch(
     """The launch that writes `out` [B, Hq, D]; `q` and `out` are contiguous, pools have strides (any, head_stride)."""
     batch, heads = q.shape[0], keys.shape[1]
     group = q.shape[1] // heads
-    columns = query_columns(reader.head_dim, group)
+    columns = query_columns(reader.head_dim, group, few=reader.few_columns)
     groups = heads * -(-group // columns)
     parts = workspace.parts(groups)
     arguments = {
@@ -228,11 +230,11 @@ def paged_launch(
         "BATCH": 1 << (batch - 1).bit_length(),
         "W": WARPS,
     }
-    registers = reader.registers if columns * reader.head_dim <= REGISTERS_FOR_OUTPUTS else None
+    registers = reader.registers if columns * reader.head_dim <= REGISTERS_FOR_OUTPUTS else ALL_REGISTERS
     return Launch(decode_kernel, (groups, parts), arguments, warps=WARPS, registers=registers)
 
 
-def query_columns(head_dim: int, group: int) -> int:
+def query_columns(head_dim: int, group: int, *, few: bool) -> int:
     """Query heads that one program takes: the group padded to a power of two, as far as registers reach."""
-    most = 8 if head_dim > 128 else 16
+    most = 8 if head_dim > 128 or (few and head_dim > 64) else 16
     return min(1 << (group - 1).bit_length(), most)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hack_kernels.base import HackFormat, HackPages, Spans
 from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.layout import TILE_BYTES
 from hack_kernels.triton.quantize import codes_of, divided, extremes, noise_of, query_codes, scale_of
 from hack_kernels.triton.shape import padded, shape_of
 from hack_kernels.triton.tiles import (
@@ -23,16 +24,21 @@ from hack_kernels.triton.tiles import (
     field_of,
     linear,
     load_codes,
-    load_field,
     load_meta,
     sums_of,
     sums_pointer,
     unit_place,
 )
 
-TILE_ROWS: Final = 64
-"""Query rows of a program: where Hopper's INT8 matrix unit begins, and what registers hold of an output. Half of it for
-rows that are twice as wide, in channels or in bytes."""
+TILE_ROWS: Final = 32
+"""Query rows of a program; half of it for rows twice as wide, in channels or in bytes, and for two warps. 64 rows and
+Hopper's wider INT8 products would take a sixth less instructions there, but spill for some formats and other GPUs."""
+ALL_REGISTERS: Final = 255
+"""Without a limit the assembler may spill to save registers that nobody asked for."""
+CHANNELS_AT_ONCE: Final = 64
+"""Of V: a warp then has products of its own. With 32 of them, warps share out fewer than they are and repeat some."""
+LANE_BYTES: Final = 16
+"""Codes that every lane loads at a time. Pages of 32 tokens have too few of them for more than two warps."""
 
 OWN_ROWS = tl.constexpr(32)
 """Rows of the own page at a time: FP16 rows need more shared memory than codes."""
@@ -64,7 +70,7 @@ def sealed_scores(query, record, SHAPE: tl.constexpr):
         q, q_scale, q_min, q_sum = query[p]
         first_tile = p * SHAPE.partition_tiles // TILE.column_fields
         first_field = p % TILE.column_fields * TILE.row_fields
-        codes = load_codes(record, first_tile, first_field, TILE, SHAPE.partition_tiles)
+        codes = load_codes(record, first_tile, first_field, TILE, SHAPE.partition_tiles, TILE.row_fields)
         field = field_of(token, first_field, TILE)
         unit = p * (SHAPE.page_tokens // 16)
         k_scale, k_min = load_meta(record + SHAPE.k_meta, token, unit, token >= 0)
@@ -102,21 +108,22 @@ def weight_codes(weights, ASYMMETRIC: tl.constexpr):
 
 
 @triton.jit
-def channels_of(field, TILE):
-    """Channels of V in one bit field, in stored order; those past head_dim are empty."""
-    local = tl.arange(0, TILE.field_rows)
-    return (local // 16 * TILE.row_fields + field) * 16 + local % 16
+def channels_of(block, FIELDS: tl.constexpr, TILE):
+    """Channels of V in bit fields block · FIELDS .., in the order of `load_codes`; those past head_dim are empty."""
+    local = tl.arange(0, TILE.down_pad * FIELDS * 16)
+    tile = local // (16 * FIELDS) * TILE.row_fields + block * FIELDS + local // 16 % FIELDS
+    return tile * 16 + local % 16
 
 
 @triton.jit
-def weigh(p, step, low, p_sum, record, FIELD: tl.constexpr, SHAPE: tl.constexpr):
-    """Eq. (4) for P·V of one sealed page and the channels of one field: FP32 [M, channels]."""
+def weigh(p, step, low, p_sum, record, block, FIELDS: tl.constexpr, SHAPE: tl.constexpr):
+    """Eq. (4) for P·V of one sealed page and the channels of a block of fields: FP32 [M, channels]."""
     TILE: tl.constexpr = SHAPE.v
-    channel = channels_of(FIELD, TILE)
+    channel = channels_of(block, FIELDS, TILE)
+    field = field_of(channel, 0, TILE)
     inside = channel < SHAPE.head_dim
-    codes = load_field(record + SHAPE.v_codes, FIELD, TILE)
+    codes = load_codes(record + SHAPE.v_codes, 0, block * FIELDS, TILE, TILE.across, FIELDS)
     v_scale, v_min = load_meta(record + SHAPE.v_meta, channel, 0, inside)
-    field = tl.full(channel.shape, FIELD, tl.int32)
     scale, minimum = linear(v_scale, v_min, field, TILE)
     dots = tl.dot(p, tl.trans(codes))
     if SHAPE.asymmetric:
@@ -217,12 +224,13 @@ def prefill_kernel(
     TOKENS: tl.constexpr,
     BATCH: tl.constexpr,
     EXACT_QK: tl.constexpr,
+    V_FIELDS: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
     """Grid (tiles, KV heads). Rows of a tile are (token, query head of the group), the heads padded to GROUP_PAD."""
     PI: tl.constexpr = SHAPE.page_tokens
     GROUPS: tl.constexpr = SHAPE.groups
-    FIELDS: tl.constexpr = SHAPE.v.row_fields
+    BLOCKS: tl.constexpr = SHAPE.v.row_fields // V_FIELDS
     ROWS: tl.constexpr = TOKENS * GROUP_PAD
     sequence, first = locate(starts, counts, batch, BATCH, TOKENS)
     if sequence < 0:
@@ -246,9 +254,9 @@ def prefill_kernel(
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    outputs = ()  # by bit field of V's channels
-    for _ in tl.static_range(FIELDS):
-        outputs = outputs + (tl.zeros((ROWS, SHAPE.v.field_rows), tl.float32),)
+    outputs = ()  # by block of V's bit fields
+    for _ in tl.static_range(BLOCKS):
+        outputs = outputs + (tl.zeros((ROWS, SHAPE.v.field_rows * V_FIELDS), tl.float32),)
     for page in range(own_page):
         page_id = tl.load(table + sequence.to(tl.int64) * table_stride + page)
         record = records + page_id * page_stride + head * SHAPE.record
@@ -259,9 +267,9 @@ def prefill_kernel(
         weights, step, low, p_sum = weight_codes(tl.exp(scores - page_top[:, None]), SHAPE.asymmetric)
         step, low = step * added, low * added
         updated = ()
-        for field in tl.static_range(FIELDS):
-            more = weigh(weights, step, low, p_sum, record, field, SHAPE)
-            updated = updated + (outputs[field] * kept[:, None] + more,)
+        for block in tl.static_range(BLOCKS):
+            more = weigh(weights, step, low, p_sum, record, block, V_FIELDS, SHAPE)
+            updated = updated + (outputs[block] * kept[:, None] + more,)
         outputs = updated
         total = total * kept + step * p_sum + SHAPE.page_tokens * low
         top = higher
@@ -286,20 +294,20 @@ def prefill_kernel(
         high = weights.to(tl.float16)
         rest = ((weights - high.to(tl.float32)) * 2048.0).to(tl.float16)
         updated = ()
-        for field in tl.static_range(FIELDS):
-            channel = channels_of(field, SHAPE.v)
+        for block in tl.static_range(BLOCKS):
+            channel = channels_of(block, V_FIELDS, SHAPE.v)
             values = own_rows(open_v + open_at, v + batch_at, token, channel, start, end, row_stride, SHAPE.head_dim)
             more = tl.dot(high, values) + tl.dot(rest, values) * (1.0 / 2048.0)
-            updated = updated + (outputs[field] * kept[:, None] + more,)
+            updated = updated + (outputs[block] * kept[:, None] + more,)
         outputs = updated
         total = total * kept + tl.sum(weights, axis=1)
         top = higher
 
-    for field in tl.static_range(FIELDS):
-        channel = channels_of(field, SHAPE.v)
+    for block in tl.static_range(BLOCKS):
+        channel = channels_of(block, V_FIELDS, SHAPE.v)
         seen = seen_rows[:, None] & (channel < SHAPE.head_dim)[None, :]
         tl.store(
-            out + at[:, None] + channel[None, :], (outputs[field] / total[:, None]).to(out.dtype.element_ty), mask=seen
+            out + at[:, None] + channel[None, :], (outputs[block] / total[:, None]).to(out.dtype.element_ty), mask=seen
         )
 
 
@@ -336,8 +344,7 @@ def prefill_launch(
     """The launch that writes `out`; q, k, v and out are contiguous."""
     records, batch = pages["k_codes"], spans.starts.numel()
     group = q.shape[1] // k.shape[1]
-    wide = fmt.head_dim > 128 or q.dtype is torch.float32
-    rows = TILE_ROWS // 2 if wide else TILE_ROWS
+    rows, warps, v_fields = tiling(fmt, q.dtype)
     tokens = min(fmt.page_tokens, max(1, rows // padded(group)))
     arguments = {
         "q": q,
@@ -366,9 +373,18 @@ def prefill_launch(
         "TOKENS": tokens,
         "BATCH": padded(batch),
         "EXACT_QK": "tf32x3" if q.dtype is torch.float32 else "tf32",  # TF32 holds FP16 and BF16 exactly
+        "V_FIELDS": v_fields,
         "SHAPE": shape_of(fmt),
     }
     # A span touches at most two tiles that it does not fill.
     tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)
-    warps = 8 if fmt.head_dim > 128 else 4  # with 4, outputs of 256 channels spill
-    return Launch(prefill_kernel, (tiles, k.shape[1]), arguments, warps, warps_on_blackwell=8)
+    return Launch(prefill_kernel, (tiles, k.shape[1]), arguments, warps, registers=ALL_REGISTERS)
+
+
+def tiling(fmt: HackFormat, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Query rows of a program, its warps, and the bit fields of V that it multiplies at once."""
+    v = shape_of(fmt).v
+    half = fmt.head_dim > 128 or fmt.page_tokens == 32 or dtype is torch.float32
+    rows, warps = TILE_ROWS // 2 if half else TILE_ROWS, 4 if fmt.page_tokens > 32 else 2
+    for_lanes = warps * 32 * LANE_BYTES // (v.down_pad * v.across * TILE_BYTES)
+    return rows, warps, min(v.row_fields, max(1, for_lanes, CHANNELS_AT_ONCE // v.field_rows))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hack_kernels.base import Arithmetic, HackFormat, OpenPage, Rounding
-from hack_kernels.triton.layout import TILE_COLUMNS, CodeTiles, page_layout
+from hack_kernels.triton.layout import TILE_BYTES, TILE_COLUMNS, CodeTiles, page_layout
 
 
 def padded(size: int) -> int:
@@ -32,10 +32,13 @@ class TileShape:
     down: int
     down_pad: int
     across: int
+    across_pad: int
     field_rows: int
     """Rows of one row field, padded: down_pad · 16."""
     row_pad: int
     """Rows of all fields, padded: down_pad · 16 · row_fields."""
+    exchange_words: int
+    """32-bit words of one field on the wire, padded like stored tiles; as many as of one part of a stored byte."""
 
     @staticmethod
     def of(tiles: CodeTiles) -> TileShape:
@@ -52,8 +55,10 @@ class TileShape:
             down=down,
             down_pad=padded(down),
             across=across,
+            across_pad=padded(across),
             field_rows=padded(down) * 16,
             row_pad=padded(down) * 16 * tiles.row_fields,
+            exchange_words=padded(down) * padded(across) * TILE_BYTES // 4 // tiles.fields,
         )
 
 

@@ -7,35 +7,23 @@ import triton.language as tl
 
 
 @triton.jit
-def load_codes(codes, first_tile, first_field, TILE, TILES: tl.constexpr):
-    """Masked code bytes INT8 [TILE.row_pad, 32 · TILES pad] of some column tiles, worth code · 2^(bits · field).
+def load_codes(codes, first_tile, first_field, TILE, TILES: tl.constexpr, FIELDS: tl.constexpr):
+    """Masked code bytes INT8 [down_pad · FIELDS · 16, 32 · TILES pad], worth code · 2^(bits · field).
 
-    Every row field reads the same bytes, 16 a load, and keeps its own bits: rows are then in order, and all reads but
-    the first are of the nearest cache. Rows and columns past the matrix are code 0.
+    They are those of FIELDS fields from `first_field` on and of TILES stored tiles across. Every field reads the same
+    bytes, 16 a load, and keeps its own bits: rows are then in order, and all reads but the first are of the nearest
+    cache. Rows and columns past the matrix are code 0.
     """
     PAD: tl.constexpr = TILES if TILES <= 2 else 4
-    field = tl.arange(0, TILE.row_fields)[:, None, None, None]
+    field = tl.arange(0, FIELDS)[:, None, None, None]
     down = tl.arange(0, TILE.down_pad)[None, :, None, None]
     across = tl.arange(0, PAD)[None, None, :, None]
     byte = tl.arange(0, 512)[None, None, None, :]
     at = codes + (down * TILE.across + first_tile + across) * 512 + byte + 0 * field
     raw = tl.load(at, mask=(down < TILE.down) & (across < TILES) & (field >= 0) & (byte >= 0), other=0x80)
     kept = raw & (TILE.levels << (TILE.bits * (first_field + field))).to(tl.uint8)
-    split = tl.reshape(kept.to(tl.int8, bitcast=True), (TILE.row_fields, TILE.down_pad, PAD, 8, 4, 2, 2, 4))
-    return tl.reshape(tl.permute(split, (1, 0, 6, 3, 2, 5, 4, 7)), (TILE.row_pad, PAD * 32))
-
-
-@triton.jit
-def load_field(codes, FIELD: tl.constexpr, TILE):
-    """Masked code bytes INT8 [TILE.field_rows, columns] of one row field, all columns (a power of two of them)."""
-    down = tl.arange(0, TILE.down_pad)[:, None, None]
-    across = tl.arange(0, TILE.across)[None, :, None]
-    byte = tl.arange(0, 512)[None, None, :]
-    at = codes + (down * TILE.across + across) * 512 + byte
-    raw = tl.load(at, mask=(down < TILE.down) & (across >= 0) & (byte >= 0), other=0x80)
-    kept = (raw & (TILE.levels << (TILE.bits * FIELD))).to(tl.int8, bitcast=True)
-    split = tl.reshape(kept, (TILE.down_pad, TILE.across, 8, 4, 2, 2, 4))
-    return tl.reshape(tl.permute(split, (0, 5, 2, 1, 4, 3, 6)), (TILE.field_rows, TILE.across * 32))
+    split = tl.reshape(kept.to(tl.int8, bitcast=True), (FIELDS, TILE.down_pad, PAD, 8, 4, 2, 2, 4))
+    return tl.reshape(tl.permute(split, (1, 0, 6, 3, 2, 5, 4, 7)), (TILE.down_pad * FIELDS * 16, PAD * 32))
 
 
 @triton.jit
