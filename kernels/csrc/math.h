@@ -6,18 +6,23 @@
 
 namespace hack {
 
-// factor * 2^x for finite x <= 0; relative error 2e-7. The polynomial is the minimax of degree 5 on [-1/2, 1/2].
-template <class S, int factor = 1>
+// Minimax of 2^x on [0, 1] among the polynomials that are exactly 1 at 0, from the highest power down to the first.
+template <int degree>
+inline constexpr float kExp2[degree] = {};
+template <>
+inline constexpr float kExp2<4>[4] = {1.342668553e-2f, 5.224247220e-2f, 2.412802057e-1f, 6.930448448e-1f};
+template <>
+inline constexpr float kExp2<5>[5] = {1.867130213e-3f, 9.017030019e-3f, 5.579991332e-2f, 2.401644501e-1f,
+                                      6.931513118e-1f};
+
+// factor * 2^x for finite x <= 0; relative error 3e-6 at degree 4, 2e-7 at degree 5.
+template <class S, int degree = 5, int factor = 1>
 [[gnu::always_inline]] inline typename S::F exp2(typename S::F x) {
-  const auto whole = S::round(x);
-  const auto r = S::sub(x, whole);
-  auto y = S::splat(factor * 1.326472731e-3f);
-  y = S::fma(y, r, S::splat(factor * 9.671512991e-3f));
-  y = S::fma(y, r, S::splat(factor * 5.550733581e-2f));
-  y = S::fma(y, r, S::splat(factor * 2.402224243e-1f));
-  y = S::fma(y, r, S::splat(factor * 6.931470037e-1f));
-  y = S::fma(y, r, S::splat(factor * 1.0f));
-  return S::scale_by_power(y, whole);
+  const auto rest = S::above_floor(x);
+  auto y = S::splat(factor * kExp2<degree>[0]);
+  unrolled<degree - 1>([&](auto i) { y = S::fma(y, rest, S::splat(factor * kExp2<degree>[i + 1])); });
+  y = S::fma(y, rest, S::splat(float(factor)));
+  return S::scale_by_floor(y, x);
 }
 
 // Philox4x32-10 with the seed as key: the key of every round.

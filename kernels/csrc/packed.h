@@ -55,7 +55,7 @@ template <class S, class Tile>
   for (; t < lanes; t += 2 * kLanes) tile(t, std::integral_constant<int, 2>{});
 }
 
-// Scores of rows r0.. with a page, added to `scores` [NR, Π].
+// Scores [NR, Π] of rows r0.. with a page.
 template <class S, int bits, int NR>
 void packed_scores(const Format& fmt, ConstPage page, ConstPage next, const Query& query, int r0, float* scores) {
   const int groups = fmt.k_groups(), pi = fmt.page_tokens, chunks = fmt.k_partition / chunk_of(bits);
@@ -71,16 +71,19 @@ void packed_scores(const Format& fmt, ConstPage page, ConstPage next, const Quer
           packed_dots<S, bits, NR, NB>(page.k_codes + at_codes, next.k_codes + at_codes, block_bytes, chunks, rows,
                                        fmt.head_dim, dots);
           const float *q_scale = query.scale + g * query.padded + r0, *q_sums = query.sums + g * query.padded + r0;
+          typename S::F scale[NB], minimum[NB];
           unrolled<NB>([&](auto b) __attribute__((always_inline)) {
             const int at = g * pi + t + b * kLanes;
-            const auto scale = S::load_half(page.k_scale + at), minimum = S::load_half(page.k_min + at);
+            scale[b] = S::load_half(page.k_scale + at);
+            minimum[b] = S::load_half(page.k_min + at);
             fetch(next.k_scale + at);
             fetch(next.k_min + at);
-            unrolled<NR>([&](auto r) __attribute__((always_inline)) {
-              float* score = scores + r * pi + t + b * kLanes;
-              S::store(score,
-                       add_product<S>(S::load(score), S::to_float(dots[r][b]), scale, minimum, q_scale[r], q_sums[r]));
-            });
+          });
+          unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
+            constexpr int r = i / NB, b = i % NB;
+            float* score = scores + r * pi + t + b * kLanes;
+            const auto sum = g == 0 ? S::zero() : S::load(score);
+            S::store(score, add_product<S>(sum, S::to_float(dots[r][b]), scale[b], minimum[b], q_scale[r], q_sums[r]));
           });
         }
       });
@@ -98,38 +101,43 @@ void packed_values(const Format& fmt, ConstPage page, ConstPage next, const std:
         const int at_codes = d / kLanes * block_bytes;
         packed_dots<S, bits, NR, NB>(page.v_codes + at_codes, next.v_codes + at_codes, block_bytes, chunks, p,
                                      fmt.page_tokens, dots);
+        typename S::F scale[NB], minimum[NB];
         unrolled<NB>([&](auto b) __attribute__((always_inline)) {
           const int channel = d + b * kLanes;
-          const auto scale = S::load_half(page.v_scale + channel), minimum = S::load_half(page.v_min + channel);
+          scale[b] = S::load_half(page.v_scale + channel);
+          minimum[b] = S::load_half(page.v_min + channel);
           fetch(next.v_scale + channel);
           fetch(next.v_min + channel);
-          unrolled<NR>([&](auto r) __attribute__((always_inline)) {
-            float* at = out + r * fmt.head_dim + channel;
-            S::store(at, add_product<S>(S::load(at), S::to_float(dots[r][b]), scale, minimum, merges[r].take,
-                                        merges[r].sum));
-          });
+        });
+        unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
+          constexpr int r = i / NB, b = i % NB;
+          float* at = out + r * fmt.head_dim + d + b * kLanes;
+          S::store(at, add_product<S>(S::load(at), S::to_float(dots[r][b]), scale[b], minimum[b], merges[r].take,
+                                      merges[r].sum));
         });
       });
 }
 
-// Scores [kStrip, NR, Π] and codes of P likewise.
+// Scores [kStrip, NR, Π] and codes of P likewise. Four rows are weighed at a time, of as many pages as that takes, just
+// before the first of those pages needs them: the products of one page hide the chains of the next one's softmax.
 template <class S, int NR>
 void packed_rows(const Format& fmt, const Strip& strip, const Query& query, int r0, State& state, float* scores,
                  std::uint8_t* codes) {
-  const int pi = fmt.page_tokens;
-  std::memset(scores, 0, sizeof(float) * kStrip * NR * pi);
-  for (int i = 0; i < strip.pages; ++i) {
-    const auto scores_of = fmt.k_bits == 2 ? packed_scores<S, 2, NR> : packed_scores<S, 4, NR>;
+  const int pi = fmt.page_tokens, rows = strip.pages * NR;
+  const auto scores_of = fmt.k_bits == 2 ? packed_scores<S, 2, NR> : packed_scores<S, 4, NR>;
+  const auto values_of = fmt.v_bits == 2 ? packed_values<S, 2, NR> : packed_values<S, 4, NR>;
+  for (int i = 0; i < strip.pages; ++i)
     scores_of(fmt, strip.page[i], strip.next[i], query, r0, scores + i * NR * pi);
-  }
+  alignas(64) float tops[kLanes], takes[kLanes];
+  for (int row = 0; row < rows; row += kTile) row_maxima<S>(scores + row * pi, pi, tops + row);
+  take_maxima<S, NR>(fmt, state, r0, strip.pages, tops, takes);
   PageWeights weights[kLanes];
-  RowMerge merges[kLanes];
-  for (int i = 0; i < strip.pages * NR; i += kTile)
-    weigh_symmetric<S>(scores + i * pi, pi, codes + i * pi, weights + i);
-  merge_weights<S, NR>(fmt, state, r0, strip.pages, weights, merges);
-  for (int i = 0; i < strip.pages; ++i) {
-    const auto values_of = fmt.v_bits == 2 ? packed_values<S, 2, NR> : packed_values<S, 4, NR>;
-    values_of(fmt, strip.page[i], strip.next[i], codes + i * NR * pi, merges + i * NR,
+  for (int i = 0, weighed = 0; i < strip.pages; ++i) {
+    for (; weighed < (i + 1) * NR; weighed += kTile)
+      weigh_symmetric<S>(scores + weighed * pi, pi, tops + weighed, codes + weighed * pi, weights + weighed);
+    RowMerge merges[NR];
+    merge_weights<S, NR>(fmt, state, r0, takes + i * NR, weights + i * NR, merges);
+    values_of(fmt, strip.page[i], strip.next[i], codes + i * NR * pi, merges,
               state.out + std::size_t(r0) * fmt.head_dim);
   }
 }

@@ -9,9 +9,8 @@
 
 namespace hack {
 
-// P of one page: code * scale + low, relative to 2^top; `sum` = Σ codes.
+// P of one page: code * scale + low, relative to 2^maximum; `sum` = Σ codes.
 struct PageWeights {
-  float top;
   float scale;
   float low;
   float sum;
@@ -32,18 +31,24 @@ typename S::F lane_maxima(const float* scores, int n) {
   return top;
 }
 
-// Symmetric form: p in 0..1 becomes a code in 0..127. Four rows of scores [4, n], for their reductions share work.
+// Maxima of four rows of scores [4, n], for their reductions share work.
 template <class S>
-void weigh_symmetric(const float* scores, int n, std::uint8_t* codes, PageWeights* weights) {
+void row_maxima(const float* scores, int n, float* tops) {
   typename S::F lanes[kTile];
-  float tops[kTile], sums[kTile];
   for (int r = 0; r < kTile; ++r) lanes[r] = lane_maxima<S>(scores + r * n, n);
   S::fold_max(lanes, tops);
+}
+
+// Symmetric form: p in 0..1 becomes a code in 0..127. Four rows of scores [4, n] and their maxima.
+template <class S>
+void weigh_symmetric(float* scores, int n, const float* tops, std::uint8_t* codes, PageWeights* weights) {
+  typename S::F lanes[kTile];
+  float sums[kTile];
   typename S::I codes_sum[kTile];
   for (auto& sum : codes_sum) sum = S::zero_int();
   for (int i = 0; i < n; i += kLanes) {
     unrolled<kTile>([&](auto r) __attribute__((always_inline)) {
-      const auto p = exp2<S, int(kSymmetricLevels)>(S::sub(S::load(scores + r * n + i), S::splat(tops[r])));
+      const auto p = exp2<S, 4, int(kSymmetricLevels)>(S::sub(S::load(scores + r * n + i), S::splat(tops[r])));
       const auto code = S::nearest(p);
       S::store_low_bytes(codes + r * n + i, code);
       codes_sum[r] = S::add_int(codes_sum[r], code);
@@ -51,17 +56,16 @@ void weigh_symmetric(const float* scores, int n, std::uint8_t* codes, PageWeight
   }
   for (int r = 0; r < kTile; ++r) lanes[r] = S::to_float(codes_sum[r]);
   S::fold_add(lanes, sums);
-  for (int r = 0; r < kTile; ++r) weights[r] = {tops[r], 1.0f / kSymmetricLevels, 0.0f, sums[r]};
+  for (int r = 0; r < kTile; ++r) weights[r] = {1.0f / kSymmetricLevels, 0.0f, sums[r]};
 }
 
 // Asymmetric form: 256 levels between the page's smallest weight and 1. Scores [4, n] become weights in place.
 template <class S>
-void weigh_asymmetric(float* scores, int n, std::uint8_t* codes, PageWeights* weights) {
+void weigh_asymmetric(float* scores, int n, const float* tops, std::uint8_t* codes, PageWeights* weights) {
   for (int r = 0; r < kTile; ++r, scores += n, codes += n) {
-    const float top = S::reduce_max(lane_maxima<S>(scores, n));
     auto least = S::splat(1.0f);
     for (int i = 0; i < n; i += kLanes) {
-      const auto p = exp2<S>(S::sub(S::load(scores + i), S::splat(top)));
+      const auto p = exp2<S>(S::sub(S::load(scores + i), S::splat(tops[r])));
       least = S::min(p, least);
       S::store(scores + i, p);
     }
@@ -73,7 +77,7 @@ void weigh_asymmetric(float* scores, int n, std::uint8_t* codes, PageWeights* we
       S::store_low_bytes(codes + i, code);
       sum = S::add_int(sum, code);
     }
-    weights[r] = {top, scale, low, float(S::reduce_add_int(sum))};
+    weights[r] = {scale, low, float(S::reduce_add_int(sum))};
   }
 }
 
@@ -99,23 +103,30 @@ void raise_tops(const Format& fmt, State& state, int row, int rows, const float*
 struct RowMerge {
   float take;      // of s_v Σp'v' + m_v Σp'
   float take_low;  // of s_v Σv' + Π m_v; asymmetric form only
-  float sum;
+  float sum;       // Σp'
 };
 
-// The state's maxima and weights of NR rows take `pages` pages; weights and merges are [pages, NR], at most kLanes.
+// The state of NR rows takes the maxima of `pages` pages: tops and takes are [pages, NR], at most kLanes; a take is what
+// the weights of that page and row count for.
 template <class S, int NR>
-void merge_weights(const Format& fmt, State& state, int row, int pages, const PageWeights* weights, RowMerge* merges) {
-  float tops[NR];
-  for (int r = 0; r < NR; ++r) tops[r] = weights[r].top;
-  for (int i = NR; i < pages * NR; ++i) tops[i % NR] = tops[i % NR] < weights[i].top ? weights[i].top : tops[i % NR];
-  raise_tops<S>(fmt, state, row, NR, tops);
-  alignas(64) float take[kLanes] = {};
-  for (int i = 0; i < pages * NR; ++i) take[i] = weights[i].top - state.top[row + i % NR];
-  S::store(take, exp2<S>(S::load(take)));
-  for (int i = 0; i < pages * NR; ++i) {
-    const PageWeights& w = weights[i];
-    merges[i] = {take[i] * w.scale, take[i] * w.low, w.sum};
-    state.weight[row + i % NR] += take[i] * (w.scale * w.sum + float(fmt.page_tokens) * w.low);
+void take_maxima(const Format& fmt, State& state, int row, int pages, const float* tops, float* takes) {
+  float most[NR];
+  for (int r = 0; r < NR; ++r) most[r] = tops[r];
+  for (int i = NR; i < pages * NR; ++i) most[i % NR] = most[i % NR] < tops[i] ? tops[i] : most[i % NR];
+  raise_tops<S>(fmt, state, row, NR, most);
+  alignas(64) float below[kLanes] = {};
+  for (int i = 0; i < pages * NR; ++i) below[i] = tops[i] - state.top[row + i % NR];
+  S::store(takes, exp2<S>(S::load(below)));
+}
+
+// The state's weights take those of one page.
+template <class S, int NR>
+void merge_weights(const Format& fmt, State& state, int row, const float* takes, const PageWeights* weights,
+                   RowMerge* merges) {
+  for (int r = 0; r < NR; ++r) {
+    const float of_codes = takes[r] * weights[r].scale, of_low = takes[r] * weights[r].low;
+    merges[r] = {of_codes, of_low, weights[r].sum};
+    state.weight[row + r] += of_codes * weights[r].sum + float(fmt.page_tokens) * of_low;
   }
 }
 

@@ -206,12 +206,16 @@ void attend_wide(const Format& fmt, const WidePage& wide, const Query& query, St
   const int pi = fmt.page_tokens;
   float* scores = arena.template take<float>(kTile * pi);
   auto* codes = arena.template take<std::uint8_t>(kTile * pi);
+  alignas(64) float tops[kTile], takes[kLanes];
   PageWeights weights[kTile];
   RowMerge merges[kTile];
   for (int r0 = 0; r0 < query.rows; r0 += kTile) {
     wide_scores<S>(fmt, wide, query, r0, scores);
-    fmt.asymmetric ? weigh_asymmetric<S>(scores, pi, codes, weights) : weigh_symmetric<S>(scores, pi, codes, weights);
-    merge_weights<S, kTile>(fmt, state, r0, 1, weights, merges);
+    row_maxima<S>(scores, pi, tops);
+    take_maxima<S, kTile>(fmt, state, r0, 1, tops, takes);
+    const auto weigh = fmt.asymmetric ? weigh_asymmetric<S> : weigh_symmetric<S>;
+    weigh(scores, pi, tops, codes, weights);
+    merge_weights<S, kTile>(fmt, state, r0, takes, weights, merges);
     float* out = state.out + std::size_t(r0) * fmt.head_dim;
     if (fmt.asymmetric) {
       wide_values<S, true>(fmt, wide, codes, merges, out);

@@ -40,9 +40,9 @@ struct Avx2 {
   static F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
   static F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
   static F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
-  static F round(F x) { return rounded<_MM_FROUND_TO_NEAREST_INT>(x); }
   static F floor(F x) { return rounded<_MM_FROUND_TO_NEG_INF>(x); }
-  static F scale_by_power(F x, F n) { return {times_power(x.a, n.a), times_power(x.b, n.b)}; }
+  static F above_floor(F x) { return sub(x, floor(x)); }
+  static F scale_by_floor(F x, F n) { return {times_power(x.a, floor(n).a), times_power(x.b, floor(n).b)}; }
   static float reduce_max(F x) {
     return fold(_mm256_max_ps(x.a, x.b), [](__m128 p, __m128 q) { return _mm_max_ps(p, q); });
   }

@@ -34,9 +34,9 @@ struct Avx512 {
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
-  static F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static F floor(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
-  static F scale_by_power(F x, F n) { return _mm512_scalef_ps(x, n); }  // x * 2^n, n whole
+  static F above_floor(F x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }  // x - floor(x)
+  static F scale_by_floor(F x, F n) { return _mm512_scalef_ps(x, n); }  // x * 2^floor(n)
   static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
   static float reduce_min(F x) { return _mm512_reduce_min_ps(x); }
   static float reduce_add(F x) { return _mm512_reduce_add_ps(x); }

@@ -68,9 +68,13 @@ struct Portable {
   static F floor(F x) {
     return lanes<F>([&](int i) { return std::floor(x.v[i]); });
   }
-  static F scale_by_power(F x, F n) {  // 0 below the normal range
+  static F above_floor(F x) {
+    return lanes<F>([&](int i) { return x.v[i] - whole_below(x.v[i]); });
+  }
+  static F scale_by_floor(F x, F n) {  // 0 below the normal range
     return lanes<F>([&](int i) {
-      const std::uint32_t exponent = n.v[i] > -127.0f ? std::uint32_t(int(n.v[i]) + 127) : 0;
+      const float whole = whole_below(n.v[i]);
+      const std::uint32_t exponent = whole > -127.0f ? std::uint32_t(int(whole) + 127) : 0;
       return x.v[i] * std::bit_cast<float>(exponent << 23);
     });
   }
@@ -172,6 +176,11 @@ struct Portable {
   }
 
  private:
+  // floor(x), |x| < 2^22 or whole, without the library call that std::floor is on old processors.
+  static float whole_below(float x) {
+    const float nearest = (x + 0x1.8p23f) - 0x1.8p23f;
+    return nearest > x ? nearest - 1.0f : nearest;
+  }
   template <class V, class Make>
   static V lanes(Make make) {
     V x;
