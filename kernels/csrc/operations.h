@@ -110,18 +110,42 @@ void export_page(const Format& fmt, const Page& page, const Page& wire) {
   std::memcpy(wire.v_sums, page.v_sums, fmt.v_meta() * fmt.v_sum_bytes());
 }
 
+// The pages of one KV head, whose sizes are worked out once; without sums, which the symmetric form does not read.
 template <class S>
-Strip strip_at(const Format& fmt, const Pool& pool, const AttendItem& item, std::int64_t first) {
-  const auto page = [&](std::int64_t i) {
-    return page_at<S>(fmt, pool, item.page_ids[i < item.last ? i : item.last - 1], item.head);
+struct HeadPages {
+  HeadPages(const Format& fmt, const Pool& pool, int head)
+      : first(page_at<S>(fmt, pool, 0, head)),
+        k_code_bytes(pool.heads * fmt.k_code_bytes()),
+        v_code_bytes(pool.heads * fmt.v_code_bytes()),
+        k_meta(pool.heads * fmt.k_meta()),
+        v_meta(pool.heads * fmt.v_meta()) {}
+
+  ConstPage at(std::int64_t id) const {
+    const std::size_t n = std::size_t(id), k = n * k_meta, v = n * v_meta;
+    return {first.k_codes + n * k_code_bytes, first.k_min + k, first.k_scale + k, nullptr,
+            first.v_codes + n * v_code_bytes, first.v_min + v, first.v_scale + v, nullptr};
+  }
+
+  ConstPage first;
+  std::size_t k_code_bytes, v_code_bytes, k_meta, v_meta;  // between one page and the next
+};
+
+template <class S>
+void attend_strips(const Format& fmt, const Pool& pool, const AttendItem& item, const Query& query, State& state,
+                   Arena<S> arena) {
+  const HeadPages<S> pages(fmt, pool, item.head);
+  const auto find = [&](std::int64_t first, ConstPage* found) {
+    for (std::int64_t i = 0; i < kStrip; ++i)
+      found[i] = pages.at(item.page_ids[first + i < item.last ? first + i : item.last - 1]);
   };
   Strip strip;
-  strip.pages = int(item.last - first < kStrip ? item.last - first : kStrip);
-  for (int i = 0; i < kStrip; ++i) {
-    strip.page[i] = page(first + i);
-    strip.next[i] = page(first + kStrip + i);
+  if (item.first < item.last) find(item.first, strip.next);
+  for (std::int64_t i = item.first; i < item.last; i += kStrip) {
+    strip.pages = int(item.last - i < kStrip ? item.last - i : kStrip);
+    std::memcpy(strip.page, strip.next, sizeof strip.page);
+    find(i + kStrip, strip.next);
+    attend_packed<S>(fmt, strip, query, state, arena);
   }
-  return strip;
 }
 
 template <class S>
@@ -131,8 +155,7 @@ void attend(const Format& fmt, const Pool& pool, const AttendItem& item, std::by
   State state = make_state<S>(fmt, query.rows, arena);
   const WidePage wide = make_wide_page<S>(fmt, arena);
   if (!fmt.asymmetric && query.rows <= kPackedRows) {
-    for (std::int64_t i = item.first; i < item.last; i += kStrip)
-      attend_packed<S>(fmt, strip_at<S>(fmt, pool, item, i), query, state, arena);
+    attend_strips<S>(fmt, pool, item, query, state, arena);
   } else {
     for (std::int64_t i = item.first; i < item.last; ++i) {
       widen_page<S>(fmt, page_at<S>(fmt, pool, item.page_ids[i], item.head), wide);

@@ -57,7 +57,7 @@ template <class S, class Tile>
 
 // Scores [NR, Π] of rows r0.. with a page.
 template <class S, int bits, int NR>
-void packed_scores(const Format& fmt, ConstPage page, ConstPage next, const Query& query, int r0, float* scores) {
+void packed_scores(const Format& fmt, const ConstPage& page, const ConstPage& next, const Query& query, int r0, float* scores) {
   const int groups = fmt.k_groups(), pi = fmt.page_tokens, chunks = fmt.k_partition / chunk_of(bits);
   const int group_bytes = chunks * kVectorBytes, block_bytes = groups * group_bytes;
   each_block<S>(
@@ -91,7 +91,7 @@ void packed_scores(const Format& fmt, ConstPage page, ConstPage next, const Quer
 
 // P·V of NR rows with a page, added to `out` [NR, D].
 template <class S, int bits, int NR>
-void packed_values(const Format& fmt, ConstPage page, ConstPage next, const std::uint8_t* p, const RowMerge* merges,
+void packed_values(const Format& fmt, const ConstPage& page, const ConstPage& next, const std::uint8_t* p, const RowMerge* merges,
                    float* out) {
   const int chunks = fmt.page_tokens / chunk_of(bits), block_bytes = chunks * kVectorBytes;
   each_block<S>(
