@@ -57,7 +57,8 @@ template <class S, class Tile>
 
 // Scores [NR, Π] of rows r0.. with a page.
 template <class S, int bits, int NR>
-void packed_scores(const Format& fmt, const ConstPage& page, const ConstPage& next, const Query& query, int r0, float* scores) {
+void packed_scores(const Format& fmt, const ConstPage& page, const ConstPage& next, const Query& query, int r0,
+                   float* scores) {
   const int groups = fmt.k_groups(), pi = fmt.page_tokens, chunks = fmt.k_partition / chunk_of(bits);
   const int group_bytes = chunks * kVectorBytes, block_bytes = groups * group_bytes;
   each_block<S>(
@@ -91,8 +92,8 @@ void packed_scores(const Format& fmt, const ConstPage& page, const ConstPage& ne
 
 // P·V of NR rows with a page, added to `out` [NR, D].
 template <class S, int bits, int NR>
-void packed_values(const Format& fmt, const ConstPage& page, const ConstPage& next, const std::uint8_t* p, const RowMerge* merges,
-                   float* out) {
+void packed_values(const Format& fmt, const ConstPage& page, const ConstPage& next, const std::uint8_t* p,
+                   const RowMerge* merges, float* out) {
   const int chunks = fmt.page_tokens / chunk_of(bits), block_bytes = chunks * kVectorBytes;
   each_block<S>(
       fmt.head_dim, [&](int d, auto blocks) __attribute__((always_inline)) {
@@ -126,8 +127,8 @@ void packed_rows(const Format& fmt, const Strip& strip, const Query& query, int 
   const int pi = fmt.page_tokens, rows = strip.pages * NR;
   const auto scores_of = fmt.k_bits == 2 ? packed_scores<S, 2, NR> : packed_scores<S, 4, NR>;
   const auto values_of = fmt.v_bits == 2 ? packed_values<S, 2, NR> : packed_values<S, 4, NR>;
-  for (int i = 0; i < strip.pages; ++i)
-    scores_of(fmt, strip.page[i], strip.next[i], query, r0, scores + i * NR * pi);
+  for (int i = 0; i < strip.pages; ++i) scores_of(fmt, strip.page[i], strip.next[i], query, r0, scores + i * NR * pi);
+  if (rows % kTile != 0) std::memset(scores + rows * pi, 0, sizeof(float) * (kTile - rows % kTile) * pi);
   alignas(64) float tops[kLanes], takes[kLanes];
   for (int row = 0; row < rows; row += kTile) row_maxima<S>(scores + row * pi, pi, tops + row);
   take_maxima<S, NR>(fmt, state, r0, strip.pages, tops, takes);

@@ -106,8 +106,8 @@ struct RowMerge {
   float sum;       // Σp'
 };
 
-// The state of NR rows takes the maxima of `pages` pages: tops and takes are [pages, NR], at most kLanes; a take is what
-// the weights of that page and row count for.
+// The state of NR rows takes the maxima of `pages` pages: tops and takes are [pages, NR], at most kLanes; a take is
+// what the weights of that page and row count for.
 template <class S, int NR>
 void take_maxima(const Format& fmt, State& state, int row, int pages, const float* tops, float* takes) {
   float most[NR];
