@@ -1,10 +1,11 @@
 """`python -m bench.step [--out docs]`: how much of a decode step is not arithmetic.
 
 The shipped model decodes a batch through the node's own loop: scheduler, engine thread, sampler, events and their
-readers, in one process; gRPC is left out. A step lasts from the start of one to the start of the next. Every tenth is
-recorded by torch's profiler: what of it lies outside torch's operators and the C++ kernels is Python. It is set against
-a step that is not recorded, together with the time between two such steps, which is scheduling. Recording slows
-operators more than what lies between them, so it does not flatter.
+readers, in one process; gRPC is left out. A step lasts from the start of one to the start of the next. Some steps in a
+row are recorded by torch's profiler: what of them lies outside torch's operators and the C++ kernels is Python, and
+what the recording itself costs there. It is set against steps that are not recorded, together with the time between two
+of those, which is scheduling. Recording slows operators more than what lies between them, so it does not flatter. The
+first recorded step is left out: the profiler's start has emptied the caches.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-from torch.autograd.profiler import profile
+from torch.autograd.profiler import profile, record_function
 
 from bench.accuracy.machine import this_machine
 from bench.cluster import load_note
@@ -40,8 +41,12 @@ from hackkv.types import DecodeJob, Request, Sampling, Token
 
 PROMPT: Final = 1000
 STEPS: Final = 300
-RECORDED_EVERY: Final = 10
+RECORDED: Final = range(STEPS // 2, STEPS // 2 + 31)
+"""Steps that the profiler records, the first of them only to warm up."""
 TARGET: Final = 0.25
+STEP: Final = "decode step"
+
+Step = Callable[[DecodeEngine, list[Work]], list[Token | None]]
 
 
 @dataclass(slots=True)
@@ -52,28 +57,99 @@ class Times:
     between: list[float] = field(default_factory=list)
     """From the end of a step to the start of the next."""
     python: list[float] = field(default_factory=list)
-    calls: int = 0
-    """Operators that Python calls, and kernels, in a step."""
-    kernels_s: float = 0.0
-    ended_at: float = 0.0
+    operators: int = 0
+    """That Python calls in a step."""
+    kernels: int = 0
+    """That Python calls in a step."""
+
+
+def summary(times: Times, batch: int) -> dict[str, Any]:
+    """Medians in milliseconds, and the share of a step that is Python and scheduling."""
+    step_s, between_s, python_s = median(times.steps), median(times.between), median(times.python)
+    return {
+        "batch": batch,
+        "step_ms": 1e3 * step_s,
+        "between_ms": 1e3 * between_s,
+        "python_ms": 1e3 * python_s,
+        "share": (between_s + python_s) / step_s,
+        "operators": times.operators,
+        "kernels": times.kernels,
+    }
 
 
 class TimedKernels:
     """The C++ kernels, each call timed."""
 
-    def __init__(self, kernels: Any, times: Times) -> None:
+    def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
-        self._times = times
+        self.seconds = 0.0
+        self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._kernels, name)
-        return partial(self._call, attribute) if callable(attribute) else attribute
+        if not callable(attribute):
+            return attribute
+        timed = partial(self._call, attribute)
+        setattr(self, name, timed)  # found without `__getattr__` from now on
+        return timed
 
     def _call(self, kernel: Callable[..., Any], *args: Any) -> Any:
         began = perf_counter()
         result = kernel(*args)
-        self._times.kernels_s += perf_counter() - began
+        self.seconds += perf_counter() - began
+        self.calls += 1
         return result
+
+
+class Clock:
+    """Stands in for `DecodeEngine.step` and times it. All of it runs on the engine's thread."""
+
+    def __init__(self, step: Step, kernels: TimedKernels) -> None:
+        self.times = Times()
+        self._step = step
+        self._kernels = kernels
+        self._steps = 0
+        self._ended_at = 0.0
+        self._recording = profile()
+        self._kernel_s: list[float] = []
+
+    def step(self, engine: DecodeEngine, works: list[Work]) -> list[Token | None]:
+        """One step, recorded or not."""
+        nth = self._steps
+        self._steps += 1
+        if nth not in RECORDED:
+            return self._timed(engine, works, alone=nth - 1 in RECORDED or nth == 0)
+        if nth == RECORDED.start:
+            self._recording.__enter__()
+        before, calls = self._kernels.seconds, self._kernels.calls
+        with record_function(STEP):
+            tokens = self._step(engine, works)
+        self._kernel_s.append(self._kernels.seconds - before)
+        self.times.kernels = self._kernels.calls - calls
+        if nth == RECORDED[-1]:
+            self._recording.__exit__(None, None, None)
+            self._read()
+        return tokens
+
+    def _timed(self, engine: DecodeEngine, works: list[Work], *, alone: bool) -> list[Token | None]:
+        """`alone`: no step that counts came before."""
+        began = perf_counter()
+        tokens = self._step(engine, works)
+        ended = perf_counter()
+        if not alone:
+            self.times.steps.append(ended - self._ended_at)
+            self.times.between.append(began - self._ended_at)
+        self._ended_at = ended
+        return tokens
+
+    def _read(self) -> None:
+        events = self._recording.function_events
+        steps = [event for event in events if event.name == STEP]
+        inner = [event for event in events if event.cpu_parent is not None and event.cpu_parent.name == STEP]
+        self.times.operators = len(inner) // len(steps)
+        for step, kernel_s in list(zip(steps, self._kernel_s, strict=True))[1:]:
+            operator_us = sum(event.cpu_time_total for event in inner if event.cpu_parent is step)
+            self.times.python.append(1e-6 * (step.cpu_time_total - operator_us) - kernel_s)
 
 
 def main() -> None:
@@ -85,15 +161,7 @@ def main() -> None:
     worker = load_worker(ModelConfig(threads=1), CodecConfig(name="hack"))
     measure(worker, arguments.batch)  # warm
     times = measure(worker, arguments.batch)
-    step_s, between_s, python_s = median(times.steps), median(times.between), median(times.python)
-    found = {
-        "batch": arguments.batch,
-        "step_ms": 1e3 * step_s,
-        "between_ms": 1e3 * between_s,
-        "python_ms": 1e3 * python_s,
-        "share": (between_s + python_s) / step_s,
-        "calls": times.calls,
-    }
+    found = summary(times, arguments.batch)
     text = section(worker, found)
     print(text)
     if arguments.out:
@@ -102,41 +170,15 @@ def main() -> None:
 
 def measure(worker: Worker, batch: int) -> Times:
     """Decode `STEPS` tokens for each of `batch` sequences."""
-    times, step = Times(), DecodeEngine.step
-
-    def timed(engine: DecodeEngine, works: list[Work]) -> list[Token | None]:
-        began = perf_counter()
-        gap = began - times.ended_at
-        if len(times.steps) >= RECORDED_EVERY * (len(times.python) + 1):
-            return _recorded(times, lambda: step(engine, works))
-        tokens = step(engine, works)
-        ended = perf_counter()
-        times.steps.append(ended - began + gap)
-        times.between.append(gap)
-        times.ended_at = ended
-        return tokens
-
-    kernels: Any = worker.codec.kernels  # type: ignore[attr-defined]
+    cpu: Any = worker.codec.kernels  # type: ignore[attr-defined]
+    kernels = TimedKernels(cpu._kernels)
+    clock = Clock(DecodeEngine.step, kernels)
     with (
-        patch.object(DecodeEngine, "step", timed),
-        patch.object(kernels, "_kernels", TimedKernels(kernels._kernels, times)),
+        patch.object(DecodeEngine, "step", lambda engine, works: clock.step(engine, works)),
+        patch.object(cpu, "_kernels", kernels),
     ):
         asyncio.run(_run(worker, batch))
-    del times.steps[0], times.between[0]
-    return times
-
-
-def _recorded(times: Times, step: Callable[[], list[Token | None]]) -> list[Token | None]:
-    with profile() as recording:
-        kernels_s, began = times.kernels_s, perf_counter()
-        tokens = step()
-        whole_s = perf_counter() - began
-        kernels_s = times.kernels_s - kernels_s
-    outer = [event for event in recording.function_events if event.cpu_parent is None]
-    times.calls = len(outer)
-    times.python.append(whole_s - kernels_s - 1e-6 * sum(event.cpu_time_total for event in outer))
-    times.ended_at = perf_counter()
-    return tokens
+    return clock.times
 
 
 async def _run(worker: Worker, batch: int) -> None:
@@ -180,10 +222,10 @@ def section(worker: Worker, found: dict[str, Any]) -> str:
         "",
         f"`python -m bench.step --out docs` · {shape}; {machine.cpu}, {load_note()}",
         "",
-        "| batch | step, ms | between steps, ms | Python within, ms | calls | Python and scheduling | target |",
-        "|---|---|---|---|---|---|---|",
+        "| batch | step, ms | between steps, ms | Python within, ms | operators | kernels | Python and scheduling | target |",
+        "|---|---|---|---|---|---|---|---|",
         f"| {found['batch']} | {found['step_ms']:.2f} | {found['between_ms']:.2f} | {found['python_ms']:.2f} "
-        f"| {found['calls']} | {found['share']:.0%} | ≤ {TARGET:.0%} |",
+        f"| {found['operators']} | {found['kernels']} | {found['share']:.0%} | ≤ {TARGET:.0%} |",
     ]
     return "\n".join(lines)
 

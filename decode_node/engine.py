@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from time import perf_counter
@@ -67,10 +67,13 @@ class DecodeEngine:
         """
         codec = self._runner.codec
         began, attended, approximated = perf_counter(), codec.attend_s, codec.approximation_s
-        self._forward(batch, lambda work: work.replay)
-        chosen = iter(self._choose(batch))
+        replays = [index for index, work in enumerate(batch) if work.replay]
+        if replays:
+            self._forward(batch, replays)
+        chosen = iter(self._choose(batch, [index for index, work in enumerate(batch) if not work.replay]))
         tokens = [None if work.replay else next(chosen) for work in batch]
         ended = perf_counter()
+        attend_s, approximation_s = codec.attend_s - attended, codec.approximation_s - approximated
         for work, token in zip(batch, tokens, strict=True):
             seq = work.sequence
             if not seq.stepped_at:
@@ -80,31 +83,29 @@ class DecodeEngine:
             if token is not None:
                 seq.pending.append(token.token_id)
             # A step's time is every member's time: the stages are what a request waited for, not what it cost.
-            seq.attend_s += codec.attend_s - attended
-            seq.approximation_s += codec.approximation_s - approximated
+            seq.attend_s += attend_s
+            seq.approximation_s += approximation_s
         return tokens
 
-    def _choose(self, batch: list[Work]) -> list[Token]:
-        hidden = self._forward(batch, lambda work: not work.replay)
-        if hidden is None:
+    def _choose(self, batch: list[Work], at: list[int]) -> list[Token]:
+        """The next token of each of `batch[at]`."""
+        if not at:
             return []
-        at = [index for index, work in enumerate(batch) if not work.replay]
+        hidden = self._forward(batch, at)
         with _named(at):
             return sample(self._runner.model.logits(hidden), [batch[index].sequence.sampler for index in at])
 
-    def _forward(self, batch: list[Work], part: Callable[[Work], bool]) -> Tensor | None:
-        """Hidden states of the rows of that part of the batch, if there is any."""
-        at = [index for index, work in enumerate(batch) if part(work)]
-        if not at:
-            return None
+    def _forward(self, batch: list[Work], at: list[int]) -> Tensor:
+        """Hidden states of the rows of `batch[at]`."""
         works = [batch[index] for index in at]
         ids = [token_id for work in works for token_id in work.sequence.pending[: work.rows]]
+        sealed = self._runner.codec.sealed_pages
+        spans = [
+            Span(work.grant.slot, work.start, work.rows, work.grant.pages[: sealed(work.start + work.rows)])
+            for work in works
+        ]
         with _named(at):
-            return self._runner.forward([self._span(work) for work in works], ids)
-
-    def _span(self, work: Work) -> Span:
-        sealed = self._runner.codec.sealed_pages(work.start + work.rows)
-        return Span(work.grant.slot, work.start, work.rows, work.grant.pages[:sealed])
+            return self._runner.forward(spans, ids)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from decode_node.service import DecodeService
 from hackkv.codec import Batch, LayerPages
 from hackkv.codecs.fp16 import Fp16Codec
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.model.llama import Llama
+from hackkv.model.llama import Llama, Weights
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import (
@@ -71,7 +71,7 @@ def poisoned(worker: Worker, token_id: int) -> Worker:
     weights = worker.model.weights
     embed = weights.embed.clone()
     embed[token_id] = torch.nan
-    return replace(worker, model=Llama(worker.model.spec, replace(weights, embed=embed), batch_invariant=True))
+    return _with_weights(worker, replace(weights, embed=embed))
 
 
 def unspeakable(worker: Worker, token_id: int) -> Worker:
@@ -83,7 +83,12 @@ def unspeakable(worker: Worker, token_id: int) -> Worker:
     embed[:, 0], out[0], gate_up[:, 0] = 0, 0, 3e38
     embed[token_id, 0] = 1
     changed = replace(weights, embed=embed, layers=(replace(layer, out=out, gate_up=gate_up),))
-    return replace(worker, model=Llama(worker.model.spec, changed, batch_invariant=True))
+    return _with_weights(worker, changed)
+
+
+def _with_weights(worker: Worker, weights: Weights) -> Worker:
+    model = Llama(worker.model.spec, weights, batch_invariant=True, kernels=worker.model.kernels)
+    return replace(worker, model=model)
 
 
 class GatedCodec(Fp16Codec):

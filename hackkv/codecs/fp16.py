@@ -10,7 +10,7 @@ from hack_kernels.base import HackKernels
 from torch import Tensor
 
 from hackkv.codec import Batch, LayerPages, PageFormat, Plane
-from hackkv.codecs.paged import PagedCodec, filled_pages, spans_of
+from hackkv.codecs.paged import PagedCodec, filled_pages
 
 
 class Fp16Codec(PagedCodec):
@@ -48,11 +48,11 @@ class Fp16Codec(PagedCodec):
 
     def prefill(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Exact attention of a chunk."""
-        return self.kernels.attn_rows(pool.planes, pool.open_k, pool.open_v, spans_of(batch), q, k, v)
+        return self.kernels.attn_rows(pool.planes, pool.open_k, pool.open_v, batch.where, q, k, v)
 
     def decode(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor) -> Tensor:
         """Exact attention of one row per sequence."""
-        return self.kernels.attn_rows(pool.planes, pool.open_k, pool.open_v, spans_of(batch), q)
+        return self.kernels.attn_rows(pool.planes, pool.open_k, pool.open_v, batch.where, q)
 
     def to_wire(self, pool: LayerPages, page_ids: Tensor) -> dict[str, Tensor]:
         """Rows as they rest."""

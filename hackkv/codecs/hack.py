@@ -10,7 +10,7 @@ from hack_kernels.base import SUM_PLANES, HackFormat, HackKernels, OpenPage
 from torch import Tensor
 
 from hackkv.codec import Batch, LayerPages, PageFormat, Plane
-from hackkv.codecs.paged import PagedCodec, filled_pages, spans_of
+from hackkv.codecs.paged import PagedCodec, filled_pages
 
 
 class HackCodec(PagedCodec):
@@ -47,9 +47,12 @@ class HackCodec(PagedCodec):
 
     def sealed_pages(self, tokens: int) -> int:
         """With requantization the last page is codes too, however few rows it holds."""
-        if self.fmt.open_page is OpenPage.REQUANTIZE:
-            return -(-tokens // self.fmt.page_tokens)
-        return super().sealed_pages(tokens)
+        begun = self.fmt.open_page is OpenPage.REQUANTIZE
+        return -(-tokens // self.fmt.page_tokens) if begun else tokens // self.fmt.page_tokens
+
+    def seals(self, batch: Batch) -> bool:
+        """With requantization every row goes into its page's codes."""
+        return self.fmt.open_page is OpenPage.REQUANTIZE or super().seals(batch)
 
     def seal(self, layer: int, pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Quantize the pages that the batch fills, all in one kernel call."""
@@ -63,7 +66,7 @@ class HackCodec(PagedCodec):
     def _requantize(self, layer: int, pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Ablation HACK/RQE: every row goes into the codes of its page at once, the page being quantized again."""
         pi = self.fmt.page_tokens
-        for span, offset in zip(batch.spans, batch.offsets.tolist(), strict=True):
+        for span, offset in zip(batch.spans, batch.where.offsets.tolist(), strict=True):
             position, end = span.start, span.start + span.count
             while position < end:
                 stop = min(end, (position // pi + 1) * pi)
@@ -75,12 +78,12 @@ class HackCodec(PagedCodec):
 
     def prefill(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Homomorphic attention of a chunk."""
-        rows = (pool.planes, pool.open_k, pool.open_v, spans_of(batch), q, k, v)
+        rows = (pool.planes, pool.open_k, pool.open_v, batch.where, q, k, v)
         return self.kernels.attn_prefill(self.fmt, layer, *rows)
 
     def decode(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor) -> Tensor:
         """Homomorphic attention of one row per sequence."""
-        rows = (pool.planes, pool.open_k, pool.open_v, spans_of(batch), q)
+        rows = (pool.planes, pool.open_k, pool.open_v, batch.where, q)
         return self.kernels.attn_decode(self.fmt, layer, *rows)
 
     def to_wire(self, pool: LayerPages, page_ids: Tensor) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 A subclass says how to seal and how to attend. The order matters: in a prefill batch the queries of a page still read
 its FP16 rows when it has been sealed already, so the open page is overwritten last; in decode the new row is written
-first, so that the kernel finds it in the open page.
+first, in one call, and sealing and attention find it in the open page.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from time import perf_counter
 
 import torch
-from hack_kernels.base import Spans
+from hack_kernels.base import HackKernels
 from torch import Tensor
 
-from hackkv.codec import Batch, LayerPages, PageFormat, to_rows
+from hackkv.codec import Batch, LayerPages, PageFormat, non_finite, to_rows
 
 
 class PagedCodec(ABC):
@@ -22,6 +22,7 @@ class PagedCodec(ABC):
 
     name: str
     format: PageFormat
+    kernels: HackKernels
 
     def __init__(self) -> None:
         self.quantize_s = 0.0
@@ -29,19 +30,28 @@ class PagedCodec(ABC):
 
     def attend(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append rows and attend; see `KvCodec.attend`."""
-        k, v = to_rows(layer, batch, k, v)
-        began = perf_counter()
-        self.seal(layer, pool, batch, k, v)
-        sealed = perf_counter()
         if batch.is_decode:
-            write_decode_rows(pool, batch, k, v)
+            if not self.kernels.append(pool.open_k, pool.open_v, batch.where, k, v):
+                raise non_finite(layer, batch, k, v)
+            began = perf_counter()
+            if self.seals(batch):
+                self.seal(layer, pool, batch, *decode_rows(pool, batch))
+            sealed = perf_counter()
             out = self.decode(layer, pool, batch, q)
         else:
+            k, v = to_rows(layer, batch, k, v)
+            began = perf_counter()
+            self.seal(layer, pool, batch, k, v)
+            sealed = perf_counter()
             out = self.prefill(layer, pool, batch, q, k, v)
             write_open_rows(pool, batch, k, v)
         self.quantize_s += sealed - began
         self.attend_s += perf_counter() - sealed
         return out
+
+    def seals(self, batch: Batch) -> bool:
+        """Whether `seal` has anything to do."""
+        return bool(batch.filled)
 
     def sealed_pages(self, tokens: int) -> int:
         """Full pages only: the open page stays in FP16."""
@@ -60,15 +70,10 @@ class PagedCodec(ABC):
         """Attention of one row per sequence, whose K and V stand in the open page already."""
 
 
-def spans_of(batch: Batch) -> Spans:
-    """What kernels need of a batch."""
-    return Spans(batch.starts, batch.counts, batch.offsets, batch.table, batch.slots)
-
-
 def write_open_rows(pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:
     """Copy the rows that no full page takes into their sequences' open pages. k, v [T, Hkv, D] float16."""
     pi = batch.page_tokens
-    for span, offset in zip(batch.spans, batch.offsets.tolist(), strict=True):
+    for span, offset in zip(batch.spans, batch.where.offsets.tolist(), strict=True):
         end = span.start + span.count
         begin = max(span.start, end // pi * pi)
         rows = slice(offset + begin - span.start, offset + span.count)
@@ -76,11 +81,10 @@ def write_open_rows(pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> Non
             open_rows[span.slot, :, begin % pi : begin % pi + end - begin] = x[rows].transpose(0, 1)
 
 
-def write_decode_rows(pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:
-    """Copy row b of k, v [B, Hkv, D] float16 to its place in sequence b's open page, also where it fills that page."""
-    at = batch.starts % batch.page_tokens
-    pool.open_k[batch.slots, :, at] = k
-    pool.open_v[batch.slots, :, at] = v
+def decode_rows(pool: LayerPages, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The rows of a decode batch, [B, Hkv, D] float16, from their places in the open pages."""
+    slots, at = batch.where.slots, batch.where.starts % batch.page_tokens
+    return pool.open_k[slots, :, at], pool.open_v[slots, :, at]
 
 
 def filled_pages(pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from hack_kernels.base import RowKernels
 
 from hackkv.errors import ConfigError
 from hackkv.model.config import ModelSpec, read_spec
@@ -53,12 +54,13 @@ def load_model(
     device: torch.device = CPU,
     max_context: int = 0,
     batch_invariant: bool | None = None,
+    kernels: RowKernels | None = None,
     on_bytes: OnBytes = _silent,
 ) -> Llama:
     """Read, check and load the checkpoint in `folder`.
 
     `max_context` 0 takes the checkpoint's limit. `batch_invariant` None means: in float32 on a CPU, where it is cheap
-    and makes greedy tokens independent of batching. Raises `CheckpointError` that names the file and tensor or field,
+    and makes greedy tokens independent of batching. `kernels` are those of `Llama`. Raises `CheckpointError` that names the file and tensor or field,
     `ConfigError` for a dtype that we do not compute in.
     """
     check_dtype(dtype, device)
@@ -66,4 +68,4 @@ def load_model(
     weights = load_weights(folder, spec, DTYPES[dtype], device, on_bytes)
     if batch_invariant is None:
         batch_invariant = dtype == "float32" and device.type == "cpu"
-    return Llama(spec, weights, batch_invariant=batch_invariant)
+    return Llama(spec, weights, batch_invariant=batch_invariant, kernels=kernels)

@@ -12,10 +12,10 @@ computed in float32 whatever the weights are.
 Batch invariance. A float32 matrix product on a CPU may round a row differently depending on how many rows stand beside
 it. Measured (MKL's AVX2 and AVX-512 paths, 64 to 2816 inputs): rows in a last, incomplete group of four come from
 another kernel; with the row count padded to a multiple of four every row is bit-equal in any batch, at any place in it.
-`silu` differs too, where threads split the tensor off a vector boundary; written with `exp` it does not.
-`batch_invariant=True` uses both, so that greedy tokens cannot depend on batching; it costs most, about twofold, where
-one row is decoded alone. BF16 products were invariant as they are. The limit: on Intel's AVX-512 path, from 8 threads
-on, MKL splits small products along the inner dimension, differently by shape; up to `INVARIANT_THREADS` it never did.
+`batch_invariant=True` pads them, so that greedy tokens cannot depend on batching; it costs most, about twofold, where
+one row is decoded alone. What stands between the products (`RowKernels`) is invariant by its contract. BF16 products
+were invariant as they are. The limit: on Intel's AVX-512 path, from 8 threads on, MKL splits small products along the
+inner dimension, differently by shape; up to `INVARIANT_THREADS` it never did.
 Rejected: blocks of fixed row count, which read the weights once per block and would still depend on the thread count.
 """
 
@@ -27,6 +27,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from hack_kernels.base import RowKernels
+from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
 from hackkv.model.config import ModelSpec, Rope
@@ -83,8 +85,13 @@ class Weights:
 class Llama:
     """A decoder of the Llama family over plain tensors. Safe to call from several threads: it holds no state."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, *, batch_invariant: bool = False) -> None:
-        """`batch_invariant` makes every row of the result independent of the rows beside it, bit for bit."""
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, *, batch_invariant: bool = False, kernels: RowKernels | None = None
+    ) -> None:
+        """`batch_invariant` makes every row of the result independent of the rows beside it, bit for bit.
+
+        `kernels` compute what stands between the matrix products, by default torch.
+        """
         self.spec = spec
         self.weights = weights
         self.batch_invariant = batch_invariant
@@ -92,7 +99,8 @@ class Llama:
         self.dtype = weights.embed.dtype
         if batch_invariant and self.device.type == "cpu" and torch.get_num_threads() > INVARIANT_THREADS:
             log.warning("batch invariance is not certain beyond %d compute threads", INVARIANT_THREADS)
-        self._cos, self._sin = rotation_table(spec.rope, spec.max_context, self.device)
+        self.kernels = kernels or Rowwise()
+        self._turns = rotation_table(spec.rope, spec.max_context, self.device)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
@@ -102,70 +110,60 @@ class Llama:
         through the last layer's feed-forward and come back, [R, hidden]: of the others, only K and V are of use.
         """
         tokens = ids.shape[0]
-        ids, positions = self._padded(ids), self._padded(positions)
-        cos, sin = self._rotation(positions)
+        ids, turns = self._padded(ids), self._turns.index_select(0, positions)
+        layers = self.weights.layers
         x = self.weights.embed.index_select(0, ids)
-        for index, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(layer, x, cos, sin)
-            mixed = attend(index, q[:tokens], k[:tokens], v[:tokens]).reshape(tokens, -1)
-            if rows is not None and layer is self.weights.layers[-1]:
+        normed = self._norm(x, layers[0].input_norm)
+        for index, layer in enumerate(layers):
+            mixed = attend(index, *self._qkv(layer, normed, turns)).view(tokens, -1)
+            last = index + 1 == len(layers)
+            if rows is not None and last:
                 x, mixed, tokens = self._padded(x[rows]), mixed[rows], rows.shape[0]
-            x = x + linear(self._padded(mixed), layer.out)
-            x = x + self._feed_forward(layer, x)
-        return self._norm(x, self.weights.final_norm)[:tokens]
+            normed = self._norm(x, layer.ffn_norm, linear(self._padded(mixed), layer.out))
+            next_norm = self.weights.final_norm if last else layers[index + 1].input_norm
+            normed = self._norm(x, next_norm, self._feed_forward(layer, normed))
+        return _first(normed, tokens)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocab] for `hidden` [rows, hidden]; pass only the rows that need a next token."""
-        return linear(self._padded(hidden), self.weights.lm_head)[: hidden.shape[0]].float()
+        return _first(linear(self._padded(hidden), self.weights.lm_head), hidden.shape[0]).float()
 
     def _padded(self, x: Tensor) -> Tensor:
         """`x` [T, ...] with zero rows appended up to a whole row group."""
         missing = -x.shape[0] % ROW_GROUP if self.batch_invariant else 0
         return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin as `rotate` wants them, float32 [T, 1, D]; the tables hold only the half that differs."""
-        cos = self._cos.index_select(0, positions)[:, None]
-        sin = self._sin.index_select(0, positions)[:, None]
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    def _norm(self, x: Tensor, weight: Tensor, more: Tensor | None = None) -> Tensor:
+        return self.kernels.norm(x, weight, self.spec.rms_eps, more)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.rms_eps)
-
-    def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        spec = self.spec
+    def _qkv(self, layer: LayerWeights, normed: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V [T, heads, D] of the rows of `normed` before its padding, for `turns` [T, D]."""
+        spec, tokens = self.spec, turns.shape[0]
         rotated_heads = spec.num_heads + spec.num_kv_heads
-        qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
-        qkv = qkv.view(-1, rotated_heads + spec.num_kv_heads, spec.head_dim)
-        qk, v = qkv[:, :rotated_heads], qkv[:, rotated_heads:]
+        qkv = _first(linear(normed, layer.qkv, layer.qkv_bias), tokens)
+        heads = qkv.view(tokens, rotated_heads + spec.num_kv_heads, spec.head_dim)
         if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps) * layer.qk_norm
-        qk = rotate(qk, cos, sin)
-        return qk[:, : spec.num_heads], qk[:, spec.num_heads :], v
+            qk = heads[:, :rotated_heads]
+            qk.copy_(F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps) * layer.qk_norm)
+        self.kernels.rotate(heads, rotated_heads, turns)
+        q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        return q, k, v
 
-    def _feed_forward(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        gate, up = linear(self._norm(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
-        active = gate / torch.exp(-gate).add_(1) if self.batch_invariant else F.silu(gate)
-        return linear(active.mul_(up), layer.down)
+    def _feed_forward(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+        return linear(self.kernels.gate(linear(normed, layer.gate_up)), layer.down)
 
 
-def rotation_table(rope: Rope, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every channel pair at every position, float32 [positions, D / 2] each."""
+def _first(x: Tensor, rows: int) -> Tensor:
+    """`x` without its padding."""
+    return x if x.shape[0] == rows else x[:rows]
+
+
+def rotation_table(rope: Rope, positions: int, device: torch.device) -> Tensor:
+    """cos and then sin of every channel pair at every position, float32 [positions, D]."""
     inverse = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
     angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * inverse
-    return angles.cos().mul_(rope.scale), angles.sin_().mul_(rope.scale)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pairs (i, i + D/2) of `x` [T, H, D] by cos (c, c) and sin (-s, s), both float32 [T, 1, D].
-
-    Returns the dtype of `x`. Products and sum are separate kernels on purpose: a fused multiply-add may round
-    differently at the edges of vectors.
-    """
-    wide = x.float()
-    low, high = wide.chunk(2, dim=-1)
-    return (wide * cos).add_(torch.cat((high, low), dim=-1).mul_(sin)).to(x.dtype)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.scale)
 
 
 def flat_positions(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hackkv.codec import Batch, KvCodec, LayerPages, Span
+from hackkv.codec import Batch, KvCodec, LayerPages, Span, int64
 from hackkv.model.llama import Llama, flat_positions
 from hackkv.types import KvLayout
 
@@ -46,8 +46,11 @@ class ModelRunner:
             return out
 
         device = self.model.device
-        positions = flat_positions([(span.start, span.start + span.count) for span in spans], device)
-        tokens = torch.tensor(ids, dtype=torch.int64, device=device)
+        if batch.is_decode:
+            positions = batch.where.starts.to(device)
+        else:
+            positions = flat_positions([(span.start, span.start + span.count) for span in spans], device)
+        tokens = int64(ids).to(device)
         rows = None if wanted is None else _last_rows(spans, wanted).to(device)
         return self.model.forward(tokens, positions, attend, rows)
 

@@ -110,9 +110,10 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[Token]:
     Raises `NonFiniteError` whose `span` is the first row that holds NaN or +Inf; no state has advanced then.
     """
     largest, best = logits.max(dim=-1)
-    for row, value in enumerate(largest.tolist()):
-        if not math.isfinite(value):
-            raise NonFiniteError(f"logits of row {row} are not finite", span=row)
+    finite = list(map(math.isfinite, largest.tolist()))
+    if not all(finite):
+        row = finite.index(False)
+        raise NonFiniteError(f"logits of row {row} are not finite", span=row)
     chosen = best.tolist()
     tokens = []
     for row, state in enumerate(states):

@@ -61,7 +61,7 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
         torch.set_num_threads(model.threads)
     folder, spec, kv_codec, kernels = _checked(model, codec)
     with progress_bar(f"loading {folder.name}") as on_bytes:
-        llama = load_model(folder.path, model.dtype, max_context=model.max_context, on_bytes=on_bytes)
+        llama = load_model(folder.path, model.dtype, max_context=model.max_context, kernels=kernels, on_bytes=on_bytes)
     fields = (
         ("wire_version", WIRE_VERSION),
         ("model_hash", model_hash(folder.path)),

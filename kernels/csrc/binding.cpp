@@ -5,10 +5,12 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "attention.h"
 #include "dispatch.h"
 #include "limits.h"
+#include "rowwise_calls.h"
 
 namespace nb = nanobind;
 
@@ -50,6 +52,7 @@ class Array {
   std::size_t size() const { return size_; }
   Kind kind() const { return kind_; }
   std::size_t ndim() const { return nb::len(nb::object(tensor_.attr("shape"))); }
+  std::vector<std::size_t> shape() const { return nb::cast<std::vector<std::size_t>>(tensor_.attr("shape")); }
   std::size_t shape(int axis) const { return nb::cast<std::size_t>(tensor_.attr("shape")[axis]); }
 
  private:
@@ -58,6 +61,17 @@ class Array {
   std::size_t size_;
   Kind kind_;
 };
+
+std::string in_words(const std::vector<std::size_t>& shape) {
+  std::string words;
+  for (const std::size_t size : shape) words += (words.empty() ? "(" : ", ") + std::to_string(size);
+  return words + ")";
+}
+
+void expect_shape(const Array& array, const std::vector<std::size_t>& expected, const char* name) {
+  if (const auto shape = array.shape(); shape != expected)
+    refuse(std::string(name) + " is " + in_words(shape) + "; expected " + in_words(expected));
+}
 
 // The elements of an array, which must be `count` of the given kind.
 template <class T>
@@ -76,14 +90,49 @@ const std::uint16_t* halves(const Array& array, std::size_t count, const char* n
   return elements<const std::uint16_t>(array, Kind::kHalf, count, name);
 }
 
-Dtype float_dtype(const Array& array) {
-  switch (array.kind()) {
+Dtype float_dtype(Kind kind) {
+  switch (kind) {
     case Kind::kFloat: return Dtype::kFloat;
     case Kind::kHalf: return Dtype::kHalf;
     case Kind::kBfloat: return Dtype::kBfloat;
-    default: refuse("q must be float32, float16 or bfloat16");
+    default: refuse("rows must be float32, float16 or bfloat16");
   }
 }
+
+// A CPU tensor [rows, ...] whose elements are contiguous within each row, as a slice of a larger tensor has them.
+class RowArray {
+ public:
+  explicit RowArray(nb::handle tensor) {
+    const nb::tuple shape(tensor.attr("shape")), strides(tensor.attr("stride")());
+    const int axes = int(nb::len(shape));
+    if (!nb::cast<bool>(tensor.attr("is_cpu")) || axes < 2) refuse("rows must be on the CPU, in two dimensions or more");
+    for (int axis = axes - 1; axis > 0; --axis) {
+      const auto size = nb::cast<std::int64_t>(shape[axis]);
+      if (size != 1 && nb::cast<std::int64_t>(strides[axis]) != elements_) refuse("each row must be contiguous");
+      elements_ *= size;
+      inner_ = axis == axes - 1 ? size : inner_;
+    }
+    if (elements_ < 1) refuse("rows are empty");
+    dtype_ = float_dtype(kind_of(tensor.attr("dtype")));
+    strips_ = {reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")())),
+               nb::cast<std::int64_t>(shape[0]), nb::cast<std::int64_t>(strides[0]) * bytes_of(dtype_)};
+  }
+
+  const Strips& strips() const { return strips_; }
+  Dtype dtype() const { return dtype_; }
+  std::int64_t elements() const { return elements_; }  // of a row
+  std::int64_t inner() const { return inner_; }        // size of the last dimension
+  void expect(const RowArray& like, std::int64_t elements, const char* name) const {
+    if (dtype_ != like.dtype_ || strips_.count != like.strips_.count || elements_ != elements)
+      refuse(std::string(name) + " has the wrong shape or dtype");
+  }
+
+ private:
+  Strips strips_;
+  Dtype dtype_;
+  std::int64_t elements_ = 1;
+  std::int64_t inner_ = 1;
+};
 
 // Planes of `pages` pages of one head, by name. Sums are looked up where the format keeps them and `sums` says so.
 Page planes_of_dict(const Format& fmt, const nb::dict& planes, std::size_t pages, bool sums) {
@@ -171,36 +220,112 @@ class Kernels {
               const nb::list& spans, nb::handle queries, nb::handle output, nb::handle k, nb::handle v) const {
     const Pool pool = pool_of(fmt, pages);
     const Array keys(open_k), values(open_v), q(queries), out(output);
-    const std::size_t page = std::size_t(pool.heads) * fmt.elements(), slots = keys.size() / page;
-    const OpenPages open{halves(keys, slots * page, "open_k"), halves(values, slots * page, "open_v"),
+    const std::size_t heads = std::size_t(pool.heads), d = std::size_t(fmt.head_dim), slots = keys.shape(0);
+    for (const auto& [array, name] : {std::pair{&keys, "open_k"}, {&values, "open_v"}})
+      expect_shape(*array, {slots, heads, std::size_t(fmt.page_tokens), d}, name);
+    const OpenPages open{halves(keys, keys.size(), "open_k"), halves(values, keys.size(), "open_v"),
                          std::int64_t(slots)};
-    const Spans where = spans_of(spans);
-    if (q.ndim() != 3 || q.shape(1) % std::size_t(pool.heads) || q.shape(2) != std::size_t(fmt.head_dim))
-      refuse("q must be [T, a multiple of the KV heads, head_dim]");
+    const auto shape = q.shape();
+    if (shape.size() != 3 || shape[1] % heads || shape[2] != d)
+      refuse("q is " + in_words(shape) + "; expected [T, a multiple of " + std::to_string(heads) + " heads, " +
+             std::to_string(d) + "]");
     if (out.size() != q.size() || out.kind() != q.kind()) refuse("out must be like q");
-    const std::size_t total = q.shape(0), elements = total * pool.heads * fmt.head_dim;
-    const auto rows_of = [&](nb::handle x, const char* name) {
-      return x.is_none() ? nullptr : halves(Array(x), elements, name);
+    const std::size_t total = shape[0];
+    const Spans where = spans_of(spans, total);
+    const auto rows_of = [&](nb::handle x, const char* name) -> const std::uint16_t* {
+      if (x.is_none()) return nullptr;
+      const Array rows(x);
+      expect_shape(rows, {total, heads, d}, name);
+      return halves(rows, total * heads * d, name);
     };
     const Rows rows{static_cast<const std::byte*>(q.data()),
                     static_cast<std::byte*>(out.data()),
-                    float_dtype(q),
+                    float_dtype(q.kind()),
                     rows_of(k, "k"),
                     rows_of(v, "v"),
                     std::int64_t(total),
-                    int(q.shape(1))};
+                    int(shape[1])};
     const nb::gil_scoped_release unlocked;
     engine_.attend(fmt, layer, pool, open, where, rows);
   }
 
+  // Row b of k, v [B, heads, D] to position starts[b] of open page slots[b]; false where one is not finite in FP16.
+  bool append(nb::handle open_k, nb::handle open_v, nb::handle starts, nb::handle slots, nb::handle k,
+              nb::handle v) const {
+    const Array keys(open_k), values(open_v);
+    if (keys.ndim() != 4) refuse("open_k has four dimensions");
+    const RowArray k_rows(k), v_rows(v);
+    const std::size_t batch = std::size_t(k_rows.strips().count), heads = keys.shape(1), d = keys.shape(3);
+    k_rows.expect(k_rows, std::int64_t(heads * d), "k");
+    v_rows.expect(k_rows, std::int64_t(heads * d), "v");
+    const OpenRows open{elements<std::uint16_t>(keys, Kind::kHalf, keys.size(), "open_k"),
+                        elements<std::uint16_t>(values, Kind::kHalf, keys.size(), "open_v"),
+                        integers(Array(starts), batch, "starts"),
+                        integers(Array(slots), batch, "slots"),
+                        int(heads),
+                        int(keys.shape(2)),
+                        int(d)};
+    for (std::size_t b = 0; b < batch; ++b)
+      if (open.slots[b] < 0 || open.slots[b] >= std::int64_t(keys.shape(0)) || open.positions[b] < 0)
+        refuse("sequence " + std::to_string(b) + " has a bad position or an open page outside the pool");
+    const nb::gil_scoped_release unlocked;
+    return hack::append(rows_of(k_rows), open, k_rows.strips(), v_rows.strips());
+  }
+
+  // The first `heads` heads of rows of x [T, H, D] by turns [T, D], in place.
+  void rotate(nb::handle x, int heads, nb::handle turns) const {
+    const RowArray rows(x);
+    const std::size_t d = std::size_t(rows.inner()), count = std::size_t(rows.strips().count);
+    const auto* angles = elements<const float>(Array(turns), Kind::kFloat, count * d, "turns");
+    if (d % 2 || heads < 1 || heads > rows.elements() / rows.inner()) refuse("x lacks heads, or head_dim is odd");
+    const nb::gil_scoped_release unlocked;
+    hack::rotate(rows_of(rows), engine_.threads, rows.strips(), heads, int(d), angles);
+  }
+
+  // Rows of x [T, n], to which `more` [T, n] is added in place unless it is None, with weight [n], to out [T, n].
+  void norm(nb::handle x, nb::handle more, nb::handle weight, float epsilon, nb::handle out) const {
+    const RowArray rows(x), to(out);
+    Strips added{};
+    if (!more.is_none()) {
+      const RowArray terms(more);
+      terms.expect(rows, rows.elements(), "more");
+      added = terms.strips();
+    }
+    const Array weights(weight);
+    to.expect(rows, rows.elements(), "out");
+    if (float_dtype(weights.kind()) != rows.dtype() || std::int64_t(weights.size()) != rows.elements())
+      refuse("weight has the wrong shape or dtype");
+    const nb::gil_scoped_release unlocked;
+    hack::norm(rows_of(rows), engine_.threads, rows.strips(), added,
+               static_cast<const std::byte*>(weights.data()), int(rows.elements()), epsilon, to.strips());
+  }
+
+  // Rows of x [T, 2 n], gates and then what they let through, to out [T, n].
+  void gate(nb::handle x, nb::handle out) const {
+    const RowArray rows(x), to(out);
+    if (rows.elements() % 2) refuse("x has an odd number of columns");
+    const std::int64_t n = rows.elements() / 2;
+    to.expect(rows, n, "out");
+    const nb::gil_scoped_release unlocked;
+    hack::gate(rows_of(rows), engine_.threads, rows.strips(), int(n), std::size_t(n) * bytes_of(rows.dtype()),
+               to.strips());
+  }
+
  private:
-  static Spans spans_of(const nb::list& spans) {
+  const RowOperations& rows_of(const RowArray& rows) const { return engine_.operations.rows[int(rows.dtype())]; }
+
+  static Spans spans_of(const nb::list& spans, std::size_t rows) {
     if (nb::len(spans) != 5) refuse("spans are (starts, counts, offsets, table, slots)");
     const Array starts(spans[0]), counts(spans[1]), offsets(spans[2]), table(spans[3]), slots(spans[4]);
     if (table.ndim() != 2) refuse("the table of pages has two dimensions");
     const std::size_t batch = starts.size(), width = table.shape(1);
+    const auto* each = integers(counts, batch, "counts");
+    std::int64_t covered = 0;
+    for (std::size_t b = 0; b < batch; ++b) covered += each[b];
+    if (covered != std::int64_t(rows))
+      refuse("spans cover " + std::to_string(covered) + " rows; q has " + std::to_string(rows));
     return {.starts = integers(starts, batch, "starts"),
-            .counts = integers(counts, batch, "counts"),
+            .counts = each,
             .offsets = integers(offsets, batch, "offsets"),
             .table = integers(table, batch * width, "table"),
             .slots = integers(slots, batch, "slots"),
@@ -251,6 +376,10 @@ NB_MODULE(_cpu, m) {
       .def("seal", &Kernels::seal)
       .def("install", &Kernels::install)
       .def("export", &Kernels::export_pages)
+      .def("append", &Kernels::append)
+      .def("rotate", &Kernels::rotate)
+      .def("norm", &Kernels::norm, "x"_a, "more"_a.none(), "weight"_a, "epsilon"_a, "out"_a)
+      .def("gate", &Kernels::gate)
       .def("attend", &Kernels::attend, "fmt"_a, "layer"_a, "pages"_a, "open_k"_a, "open_v"_a, "spans"_a, "q"_a, "out"_a,
            "k"_a.none(), "v"_a.none());
 }

@@ -6,6 +6,7 @@
 #include "packed.h"
 #include "quantize.h"
 #include "rows.h"
+#include "rowwise.h"
 #include "tile.h"
 #include "work.h"
 
@@ -189,7 +190,16 @@ void merge(const Format& fmt, const MergeItem& item) {
 
 template <class S>
 constexpr Operations operations_of() {
-  return {S::name, seal<S>, install<S>, export_page<S>, attend<S>, attend_rows<S>, merge<S>, dots<S>};
+  return {S::name,
+          seal<S>,
+          install<S>,
+          export_page<S>,
+          attend<S>,
+          attend_rows<S>,
+          merge<S>,
+          dots<S>,
+          {row_operations_of<S, Dtype::kFloat>(), row_operations_of<S, Dtype::kHalf>(),
+           row_operations_of<S, Dtype::kBfloat>()}};
 }
 
 }  // namespace hack

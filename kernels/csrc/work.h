@@ -75,6 +75,14 @@ inline constexpr int kDotsPerRound = 16;
 
 using Attend = void(const Format&, const Pool&, const AttendItem&, std::byte* scratch);
 
+// Operations on single rows of one dtype; rowwise.h.
+struct RowOperations {
+  bool (*round)(const std::byte* row, int n, std::uint16_t* out);
+  void (*rotate)(std::byte* row, int heads, int head_dim, const float* turn);
+  void (*norm)(std::byte* x, const std::byte* more, const std::byte* weight, int n, float epsilon, std::byte* out);
+  void (*gate)(const std::byte* gate, const std::byte* up, int n, std::byte* out);
+};
+
 struct Operations {
   std::string_view name;
   // k, v: one page of one KV head, FP16 [Π, D].
@@ -87,6 +95,7 @@ struct Operations {
   void (*merge)(const Format&, const MergeItem&);
   // `rounds` times kDotsPerRound integer dots of kVectorBytes products, all in registers and the first cache.
   std::uint32_t (*dots)(std::int64_t rounds);
+  RowOperations rows[3];  // by Dtype
 };
 
 const Operations& portable_operations();

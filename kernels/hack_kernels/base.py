@@ -162,7 +162,32 @@ class Spans:
     """[B] int64: index of the sequence's open page in `open_k` and `open_v`."""
 
 
-class HackKernels(Protocol):
+class RowKernels(Protocol):
+    """What a model does to single rows between its matrix products; `hack_kernels.rowwise` is the definition.
+
+    Rows are float32, float16 or bfloat16; arithmetic is float32; a row's result does not depend on the rows beside it.
+    """
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
+        """RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight, for x [T, n] and weight [n] of one dtype.
+
+        `more` [T, n], the residual branch, is added to x in place before.
+        """
+        ...
+
+    def rotate(self, x: Tensor, heads: int, turns: Tensor) -> None:
+        """Turn channel pairs (i, i + D/2) of the first `heads` heads of x [T, H, D] in place; a row is contiguous.
+
+        `turns` [T, D] float32 holds a row's cos [D/2] and then its sin.
+        """
+        ...
+
+    def gate(self, x: Tensor) -> Tensor:
+        """silu(g) * u [T, n] for rows x [T, 2n] that are g and then u."""
+        ...
+
+
+class HackKernels(RowKernels, Protocol):
     """A backend. Methods check shapes, types and devices before they compute and raise `ValueError` naming the input.
 
     Rows are FP16: whatever the model computes in, K and V are rounded to FP16 once, and codes are functions of those
@@ -203,6 +228,13 @@ class HackKernels(Protocol):
 
     def export(self, fmt: HackFormat, pages: HackPages, page_ids: Tensor) -> HackPages:
         """The backend's own order to wire order: plane name -> [Hkv, P, *plane shape], contiguous."""
+        ...
+
+    def append(self, open_k: Tensor, open_v: Tensor, spans: Spans, k: Tensor, v: Tensor) -> bool:
+        """Round one row per sequence, k, v [B, Hkv, D], to FP16 and write it to its place in its open page.
+
+        `open_k`, `open_v` are [S, Hkv, Π, D] FP16. False, and nothing is written, where a value is not finite in FP16.
+        """
         ...
 
     def attn_prefill(

@@ -72,13 +72,13 @@ def _check_queries(
         _shape(name, pool, (pool.shape[0], heads, *page), torch.float16)
     batch = spans.starts.numel()
     for name in ("starts", "counts", "offsets", "slots"):
-        _shape(f"spans.{name}", getattr(spans, name), (batch,), torch.int64)
+        _shape(name, getattr(spans, name), (batch,), torch.int64)
     given = {"q": q, "open_k": open_k, "open_v": open_v, "spans.starts": spans.starts, "spans.table": spans.table}
     _same_device(plane, **given, **({} if k is None or v is None else {"k": k, "v": v}))
-    rows_given = q.shape[0] if k is not None else batch
-    if q.device.type != "cpu":
-        return
-    if int(spans.counts.sum()) != rows_given or rows_given != q.shape[0]:
+    if k is None:
+        if q.shape[0] != batch:
+            raise ValueError(f"spans are those of {batch} sequences; q has {q.shape[0]} rows")
+    elif q.is_cpu and int(spans.counts.sum()) != q.shape[0]:
         raise ValueError(f"spans cover {int(spans.counts.sum())} rows of {batch} sequences; q has {q.shape[0]}")
 
 
@@ -104,5 +104,5 @@ def _same_device(plane: Tensor, **tensors: Tensor) -> None:
 
 
 def _shape(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype is not dtype:
+    if tensor.shape != shape or tensor.dtype is not dtype:
         raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; expected {shape} {dtype}")

@@ -1,7 +1,8 @@
 """Backend `cpu`: the C++ kernels of `kernels/csrc`, with the instruction set chosen at run time.
 
 Pages rest in the order that the vector unit wants (csrc/format.h); `install` and `export` convert bit-exactly. This
-file checks inputs, makes them contiguous and hands them over; the GIL is free while C++ computes.
+file makes inputs contiguous and hands them over; the binding checks what a decode step calls, as each check in Python
+costs it more than the same in C++. The GIL is free while C++ computes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from hack_kernels.base import (
     Rounding,
     Spans,
 )
-from hack_kernels.check import check_attention, check_install, check_rows, check_seal
+from hack_kernels.check import check_install, check_rows, check_seal
 from hack_kernels.reference import ReferenceKernels
+from hack_kernels.rowwise import Rowwise
 
 ISA_VARIABLE: Final = "HACKKV_CPU_ISA"
 """Environment variable that forces an instruction set: avx512-vnni, avx2 or portable."""
@@ -42,7 +44,7 @@ SOURCES: Final = Path(__file__).parents[1] / "csrc"
 _log = logging.getLogger(__name__)
 
 
-class CpuKernels:
+class CpuKernels(Rowwise):
     """Implements `HackKernels`. Raises `BackendUnavailable` where the extension or the instruction set is missing."""
 
     name = "cpu"
@@ -134,7 +136,6 @@ class CpuKernels:
         v: Tensor,
     ) -> Tensor:
         """Blocks of queries against one page after another, unpacked once per block."""
-        check_attention(fmt, pages, open_k, open_v, spans, q, k, v)
         if fmt.open_page is OpenPage.REQUANTIZE:
             pool, local = self._on_reference(fmt, pages, spans)
             return ReferenceKernels().attn_prefill(fmt, layer, pool, open_k, open_v, local, q, k, v)
@@ -145,7 +146,6 @@ class CpuKernels:
         self, fmt: HackFormat, layer: int, pages: HackPages, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor
     ) -> Tensor:
         """Packed codes against the query heads of a group, without unpacking them to memory."""
-        check_attention(fmt, pages, open_k, open_v, spans, q, None, None)
         if fmt.open_page is OpenPage.REQUANTIZE:
             pool, local = self._on_reference(fmt, pages, spans)
             return ReferenceKernels().attn_decode(fmt, layer, pool, open_k, open_v, local, q)
@@ -174,6 +174,27 @@ class CpuKernels:
         planes = {f"{name}_codes": pages[name].view(torch.uint8) for name in "kv"}
         new = [None if x is None else x.contiguous() for x in (k, v)]
         return self._attend(self._row_format(page_tokens, head_dim), 0, planes, open_k, open_v, spans, q, *new)
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
+        """Rows stay in the first cache."""
+        out = torch.empty_like(x)
+        self._kernels.norm(x, more, weight, epsilon, out)
+        return out
+
+    def rotate(self, x: Tensor, heads: int, turns: Tensor) -> None:
+        """One pass over each row, to the bit what torch does."""
+        self._kernels.rotate(x, heads, turns)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """One pass over each row."""
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
+        self._kernels.gate(x, out)
+        return out
+
+    def append(self, open_k: Tensor, open_v: Tensor, spans: Spans, k: Tensor, v: Tensor) -> bool:
+        """Rounded aside first, then written."""
+        appended: bool = self._kernels.append(open_k, open_v, spans.starts, spans.slots, k, v)
+        return appended
 
     def _attend(
         self,

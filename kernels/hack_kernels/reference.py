@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hack_kernels.base import SUM_PLANES, Arithmetic, HackFormat, HackKernels, HackPages, OpenPage, Spans, sum_dtype
 from hack_kernels.check import check_attention, check_install, check_rows, check_seal
 from hack_kernels.quantize import Quantized, pack, quantize_k, quantize_v, unpack
+from hack_kernels.rowwise import Rowwise
 
 Q_LEVELS_SYMMETRIC = 127
 P_LEVELS_SYMMETRIC = 127
@@ -59,7 +60,7 @@ class Query(NamedTuple):
     sums: Tensor  # [Hkv, G, R]
 
 
-class ReferenceKernels:
+class ReferenceKernels(Rowwise):
     """Backend `reference`; implements `HackKernels`."""
 
     name = "reference"

@@ -17,6 +17,7 @@ from torch import Tensor
 from hack_kernels.base import BackendUnavailable, HackFormat, HackKernels, HackPages, OpenPage, Spans
 from hack_kernels.check import check_attention, check_install, check_seal
 from hack_kernels.reference import ReferenceKernels
+from hack_kernels.rowwise import Rowwise
 
 try:
     import triton
@@ -42,7 +43,7 @@ class Prefill(StrEnum):
     EXACT = "exact"
 
 
-class TritonKernels:
+class TritonKernels(Rowwise):
     """Implements `HackKernels`; all arguments lie on `device`."""
 
     name = "triton"

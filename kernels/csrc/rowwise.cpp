@@ -1,0 +1,65 @@
+#include <cstring>
+
+#include "rowwise_calls.h"
+#include "thread_pool.h"
+
+namespace hack {
+namespace {
+
+constexpr std::int64_t kBlockElements = 1 << 15;  // what one thread does while another would wake
+
+template <class Function>
+void for_rows(int threads, std::int64_t rows, std::int64_t row_elements, Function function) {
+  const std::int64_t block = row_elements < kBlockElements ? kBlockElements / row_elements : 1;
+  const std::int64_t blocks = (rows + block - 1) / block;
+  parallel_for(blocks > 1 ? threads : 1, blocks, [&](std::int64_t i) {
+    const std::int64_t end = (i + 1) * block < rows ? (i + 1) * block : rows;
+    for (std::int64_t row = i * block; row < end; ++row) function(row);
+  });
+}
+
+}  // namespace
+
+bool append(const RowOperations& operations, const OpenRows& open, const Strips& k, const Strips& v) {
+  const std::int64_t d = open.head_dim, row = open.heads * d;
+  auto* rounded = reinterpret_cast<std::uint16_t*>(thread_scratch(std::size_t(2 * k.count * row) * 2));
+  bool finite = true;
+  for (std::int64_t b = 0; b < k.count; ++b) {
+    finite &= operations.round(k.data + b * k.stride, int(row), rounded + 2 * b * row);
+    finite &= operations.round(v.data + b * v.stride, int(row), rounded + (2 * b + 1) * row);
+  }
+  if (!finite) return false;
+  for (std::int64_t b = 0; b < k.count; ++b) {
+    for (int h = 0; h < open.heads; ++h) {
+      const std::int64_t page = open.slots[b] * open.heads + h;
+      const std::int64_t at = (page * open.page_tokens + open.positions[b] % open.page_tokens) * d;
+      std::memcpy(open.k + at, rounded + 2 * b * row + h * d, 2 * std::size_t(d));
+      std::memcpy(open.v + at, rounded + (2 * b + 1) * row + h * d, 2 * std::size_t(d));
+    }
+  }
+  return true;
+}
+
+void rotate(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim,
+            const float* turns) {
+  for_rows(threads, x.count, std::int64_t(heads) * head_dim, [&](std::int64_t row) {
+    operations.rotate(x.data + row * x.stride, heads, head_dim, turns + row * head_dim);
+  });
+}
+
+void norm(const RowOperations& operations, int threads, const Strips& x, const Strips& more, const std::byte* weight,
+          int n, float epsilon, const Strips& out) {
+  for_rows(threads, x.count, n, [&](std::int64_t row) {
+    const std::byte* added = more.data == nullptr ? nullptr : more.data + row * more.stride;
+    operations.norm(x.data + row * x.stride, added, weight, n, epsilon, out.data + row * out.stride);
+  });
+}
+
+void gate(const RowOperations& operations, int threads, const Strips& x, int n, std::size_t bytes, const Strips& out) {
+  for_rows(threads, x.count, 2 * std::int64_t(n), [&](std::int64_t row) {
+    const std::byte* gates = x.data + row * x.stride;
+    operations.gate(gates, gates + bytes, n, out.data + row * out.stride);
+  });
+}
+
+}  // namespace hack

@@ -1,0 +1,119 @@
+// What a model does to single rows between its matrix products; the definitions are in rowwise.py. Rows are of any
+// length and of the model's dtype, arithmetic is FP32, and a row's result does not depend on the rows beside it.
+#pragma once
+
+#include <cstring>
+
+#include "half.h"
+#include "math.h"
+#include "work.h"
+
+namespace hack {
+
+// Lanes at .. at + 15 of a row of n values; zeros past its end.
+template <class S, Dtype dtype>
+typename S::F load_lanes(const std::byte* row, int at, int n) {
+  alignas(64) float x[kLanes] = {};
+  const int count = n - at;
+  if constexpr (dtype == Dtype::kFloat) {
+    const auto* values = reinterpret_cast<const float*>(row) + at;
+    if (count >= kLanes) return S::load(values);
+    for (int i = 0; i < count; ++i) x[i] = values[i];
+  } else {
+    const auto* values = reinterpret_cast<const std::uint16_t*>(row) + at;
+    if constexpr (dtype == Dtype::kHalf) {
+      if (count >= kLanes) return S::load_half(values);
+      for (int i = 0; i < count; ++i) x[i] = half_to_float(values[i]);
+    } else if (count >= kLanes) {
+      for (int i = 0; i < kLanes; ++i) x[i] = bfloat_to_float(values[i]);
+    } else {
+      for (int i = 0; i < count; ++i) x[i] = bfloat_to_float(values[i]);
+    }
+  }
+  return S::load(x);
+}
+
+template <class S, Dtype dtype>
+void store_lanes(std::byte* row, int at, int n, typename S::F lanes) {
+  alignas(64) float x[kLanes];
+  S::store(x, lanes);
+  const int count = n - at;
+  if constexpr (dtype == Dtype::kFloat) {
+    auto* values = reinterpret_cast<float*>(row) + at;
+    if (count >= kLanes) return S::store(values, lanes);
+    for (int i = 0; i < count; ++i) values[i] = x[i];
+  } else {
+    auto* values = reinterpret_cast<std::uint16_t*>(row) + at;
+    if constexpr (dtype == Dtype::kHalf) {
+      if (count >= kLanes) return S::store_half(values, lanes);
+      for (int i = 0; i < count; ++i) values[i] = float_to_half(x[i]);
+    } else if (count >= kLanes) {
+      for (int i = 0; i < kLanes; ++i) values[i] = float_to_bfloat(x[i]);
+    } else {
+      for (int i = 0; i < count; ++i) values[i] = float_to_bfloat(x[i]);
+    }
+  }
+}
+
+// FP16 of n values; whether all of them are finite.
+template <class S, Dtype dtype>
+bool round_row(const std::byte* row, int n, std::uint16_t* out) {
+  for (int i = 0; i < n; i += kLanes)
+    store_lanes<S, Dtype::kHalf>(reinterpret_cast<std::byte*>(out), i, n, load_lanes<S, dtype>(row, i, n));
+  bool finite = true;
+  for (int i = 0; i < n; ++i) finite &= (out[i] & 0x7C00u) != 0x7C00u;
+  return finite;
+}
+
+// Turns the pairs (i, i + D/2) of every head [D] of a row by `turn`, cos [D/2] and then sin [D/2].
+template <class S, Dtype dtype>
+void rotate_row(std::byte* row, int heads, int head_dim, const float* turn) {
+  const int half = head_dim / 2;
+  const auto* angles = reinterpret_cast<const std::byte*>(turn);
+  const std::size_t half_bytes = std::size_t(half) * bytes_of(dtype);
+  for (int h = 0; h < heads; ++h) {
+    std::byte *first = row + 2 * h * half_bytes, *second = first + half_bytes;
+    for (int i = 0; i < half; i += kLanes) {
+      const auto cos = load_lanes<S, Dtype::kFloat>(angles, i, half);
+      const auto sin = load_lanes<S, Dtype::kFloat>(angles + 4 * std::size_t(half), i, half);
+      const auto low = load_lanes<S, dtype>(first, i, half), high = load_lanes<S, dtype>(second, i, half);
+      store_lanes<S, dtype>(first, i, half, S::sub(S::mul(low, cos), S::mul(high, sin)));
+      store_lanes<S, dtype>(second, i, half, S::add(S::mul(high, cos), S::mul(low, sin)));
+    }
+  }
+}
+
+// x += more, unless that is null; then x / sqrt(mean(x^2) + epsilon) * weight.
+template <class S, Dtype dtype>
+void norm_row(std::byte* x, const std::byte* more, const std::byte* weight, int n, float epsilon, std::byte* out) {
+  for (int i = 0; more != nullptr && i < n; i += kLanes)
+    store_lanes<S, dtype>(x, i, n, S::add(load_lanes<S, dtype>(x, i, n), load_lanes<S, dtype>(more, i, n)));
+  auto squares = S::zero();
+  for (int i = 0; i < n; i += kLanes) {
+    const auto lanes = load_lanes<S, dtype>(x, i, n);
+    squares = S::fma(lanes, lanes, squares);
+  }
+  const auto factor = S::splat(1.0f / __builtin_sqrtf(S::reduce_add(squares) / float(n) + epsilon));
+  for (int i = 0; i < n; i += kLanes)
+    store_lanes<S, dtype>(out, i, n,
+                          S::mul(S::mul(load_lanes<S, dtype>(x, i, n), factor), load_lanes<S, dtype>(weight, i, n)));
+}
+
+// silu(gate) * up. Both powers of e have exponents of at most 0, so none overflows.
+template <class S, Dtype dtype>
+void gate_row(const std::byte* gate, const std::byte* up, int n, std::byte* out) {
+  const auto log2e = S::splat(kLog2e), one = S::splat(1.0f);
+  for (int i = 0; i < n; i += kLanes) {
+    const auto x = load_lanes<S, dtype>(gate, i, n), steps = S::mul(x, log2e);
+    const auto below = S::min(steps, S::zero()), distance = S::min(steps, S::sub(S::zero(), steps));
+    const auto sigmoid = S::div(exp2<S>(below), S::add(exp2<S>(distance), one));
+    store_lanes<S, dtype>(out, i, n, S::mul(S::mul(x, sigmoid), load_lanes<S, dtype>(up, i, n)));
+  }
+}
+
+template <class S, Dtype dtype>
+constexpr RowOperations row_operations_of() {
+  return {round_row<S, dtype>, rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>};
+}
+
+}  // namespace hack

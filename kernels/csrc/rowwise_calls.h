@@ -1,0 +1,36 @@
+// Whole calls of rowwise.h: rows are divided among threads.
+#pragma once
+
+#include "work.h"
+
+namespace hack {
+
+// [count, row], `stride` bytes apart; a row's elements are contiguous.
+struct Strips {
+  std::byte* data;
+  std::int64_t count;
+  std::int64_t stride;
+};
+
+// Where decoded rows go: row position % page_tokens of open page slots[b], in k and v [slots, heads, page_tokens, D].
+struct OpenRows {
+  std::uint16_t* k;
+  std::uint16_t* v;
+  const std::int64_t* positions;
+  const std::int64_t* slots;
+  int heads;
+  int page_tokens;
+  int head_dim;
+};
+
+// Rounds k and v, one row [heads, D] per sequence, to FP16 and writes them; false, and nothing is written, where one
+// is not finite.
+bool append(const RowOperations& operations, const OpenRows& open, const Strips& k, const Strips& v);
+void rotate(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim, const float* turns);
+// Adds `more` to x where it has data, then norms x.
+void norm(const RowOperations& operations, int threads, const Strips& x, const Strips& more, const std::byte* weight,
+          int n, float epsilon, const Strips& out);
+// Rows of x are gate [n] and then up [n], each of `bytes`.
+void gate(const RowOperations& operations, int threads, const Strips& x, int n, std::size_t bytes, const Strips& out);
+
+}  // namespace hack

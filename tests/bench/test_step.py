@@ -1,0 +1,35 @@
+"""The decode step's overhead: what counts as a step, as operators and as Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import step
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model.tiny import Tiny, write_tiny
+from hackkv.model.worker import load_worker
+
+LAYERS = 2
+
+
+def test_parts_of_a_step_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "PROMPT", 70)
+    monkeypatch.setattr(step, "STEPS", 20)
+    monkeypatch.setattr(step, "RECORDED", range(8, 12))
+    write_tiny(tmp_path / "tiny", Tiny(layers=LAYERS, head_dim=64))
+    worker = load_worker(ModelConfig(path=str(tmp_path / "tiny"), backend="cpu"), CodecConfig(name="hack"))
+    times = step.measure(worker, batch=3)
+    # The first token came with the prompt's last row; a step that is recorded, or follows one, or none, does not count.
+    assert len(times.steps) == len(times.between) == 20 - 4 - 2
+    assert len(times.python) == 4 - 1
+    assert all(0 < between < whole for between, whole in zip(times.between, times.steps, strict=True))
+    assert all(seconds > 0 for seconds in times.python)
+    assert times.kernels == 1 + 6 * LAYERS  # norms, rotation, append, attention, gate; and the last norm
+    assert times.operators > 4 * LAYERS  # at least the matrix products
+    found = step.summary(times, 3)
+    assert found["share"] == pytest.approx((found["between_ms"] + found["python_ms"]) / found["step_ms"])
+    text = step.section(worker, found)
+    assert f"| 3 | {found['step_ms']:.2f} |" in text
+    assert f"| {times.operators} | {times.kernels} | {found['share']:.0%} | ≤ 25% |" in text
