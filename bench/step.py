@@ -222,7 +222,8 @@ def section(worker: Worker, found: dict[str, Any]) -> str:
         "",
         f"`python -m bench.step --out docs` · {shape}; {machine.cpu}, {load_note()}",
         "",
-        "| batch | step, ms | between steps, ms | Python within, ms | operators | kernels | Python and scheduling | target |",
+        "| batch | step, ms | between steps, ms | Python within, ms | operators | kernels | Python and scheduling "
+        "| target |",
         "|---|---|---|---|---|---|---|---|",
         f"| {found['batch']} | {found['step_ms']:.2f} | {found['between_ms']:.2f} | {found['python_ms']:.2f} "
         f"| {found['operators']} | {found['kernels']} | {found['share']:.0%} | ≤ {TARGET:.0%} |",

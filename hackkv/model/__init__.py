@@ -60,8 +60,8 @@ def load_model(
     """Read, check and load the checkpoint in `folder`.
 
     `max_context` 0 takes the checkpoint's limit. `batch_invariant` None means: in float32 on a CPU, where it is cheap
-    and makes greedy tokens independent of batching. `kernels` are those of `Llama`. Raises `CheckpointError` that names the file and tensor or field,
-    `ConfigError` for a dtype that we do not compute in.
+    and makes greedy tokens independent of batching. `kernels` are those of `Llama`. Raises `CheckpointError`
+    that names the file and tensor or field, `ConfigError` for a dtype that we do not compute in.
     """
     check_dtype(dtype, device)
     spec = read_spec(folder, max_context)

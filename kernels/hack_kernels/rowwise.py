@@ -1,8 +1,7 @@
 """What a model does to single rows between its matrix products, and how a decoded row enters its open page: in torch.
 
-A backend inherits `Rowwise` and overrides what it does in fewer passes; in C++ each of these is one call. A row's result
-does not depend on the rows beside it: in float32 the forms here are those for which torch keeps that promise
-(`hackkv.model.llama` says how it was measured).
+A backend inherits `Rowwise` and overrides what it does in fewer passes; in C++ each is one call. In float32 the forms
+are those whose rows do not depend on the rows beside them (`hackkv.model.llama` says how that was measured).
 """
 
 from __future__ import annotations

@@ -150,4 +150,4 @@ def test_wrong_inputs_are_named(kernels: cpu.CpuKernels) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         kernels.gate(rows(15, 8, 2).T)
     with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
-        kernels.gate(x[:, 0].double())
+        kernels.gate(x[:, 0].short())
