@@ -29,8 +29,10 @@ from hackkv import __version__
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900.0
+LLAMA = (("f16", "flash"), ("f16", "plain"), ("q8_0", "flash"), ("q4_0", "flash"))
+"""KV type and attention. llama.cpp cannot quantize V without flash attention."""
 SLOW_KV = ("q8_0", "q4_0")
-"""llama.cpp takes 4 and 10 times as long with these as with f16, so they run once."""
+"""llama.cpp takes 3 and 5 times as long with these as with f16, so they run once."""
 CELL_TOKENS = 24_576
 """Prompt tokens that a cell of `codecs` may cost: a long prompt runs less often, but once."""
 
@@ -75,9 +77,12 @@ def llama(
                 for codec in ("hack", "fp16"):
                     done = partial(_ours, heard, f"hackkv {codec}", tokens)
                     serve(checkpoint, CODECS[codec].codec, [prompt], tokens, threads, done)
-                for kind in ("f16", *(SLOW_KV if nth == 0 else ())):
-                    said = _run(llama_python, HERE / "llama.py", weights, ids, str(tokens), str(threads), kind)
-                    heard(f"llama.cpp KV {kind}", Timing(**json.loads(said)))
+                for kind, attention in LLAMA:
+                    if nth == 0 or kind not in SLOW_KV:
+                        said = _run(
+                            llama_python, HERE / "llama.py", weights, ids, str(tokens), str(threads), kind, attention
+                        )
+                        heard(f"llama.cpp KV {kind}, {attention}", Timing(**json.loads(said)))
     typer.echo(peers_section(setting, timings)[0])
 
 

@@ -1,6 +1,6 @@
-"""`python llama.py MODEL.gguf PROMPT.json TOKENS THREADS KV_TYPE`: llama.cpp on one request; prints a line of JSON.
+"""`python llama.py MODEL.gguf PROMPT.json TOKENS THREADS KV_TYPE ATTENTION`: one request; prints a line of JSON.
 
-Runs in the peer's environment. Flash attention is on; batch and micro-batch are llama.cpp's defaults.
+Runs in the peer's environment. ATTENTION is flash or plain; batch and micro-batch are llama.cpp's defaults.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import llama_cpp
 TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0, "q4_0": llama_cpp.GGML_TYPE_Q4_0}
 
 
-def main(model: str, prompt: list[int], tokens: int, threads: int, kv_type: str) -> None:
+def main(model: str, prompt: list[int], tokens: int, threads: int, kv_type: str, *, flash: bool) -> None:
     """Prefill, then decode greedily."""
     llm = llama_cpp.Llama(
         model,
         n_ctx=-(-(len(prompt) + tokens) // 256) * 256,
         n_threads=threads,
         n_threads_batch=threads,
-        flash_attn=True,
+        flash_attn=flash,
         type_k=TYPES[kv_type],
         type_v=TYPES[kv_type],
         verbose=False,
@@ -47,5 +47,12 @@ def main(model: str, prompt: list[int], tokens: int, threads: int, kv_type: str)
 
 
 if __name__ == "__main__":
-    path, ids, count, cores, kind = sys.argv[1:]
-    main(path, json.loads(Path(ids).read_text(encoding="utf-8")), int(count), int(cores), kind)
+    path, ids, count, cores, kind, attention = sys.argv[1:]
+    main(
+        path,
+        json.loads(Path(ids).read_text(encoding="utf-8")),
+        int(count),
+        int(cores),
+        kind,
+        flash=attention == "flash",
+    )

@@ -1,4 +1,4 @@
-"""`python to_gguf.py CHECKPOINT OUT.gguf`: a Llama checkpoint as GGUF with F16 weights, as llama.cpp converts one.
+"""`python to_gguf.py CHECKPOINT OUT.gguf`: a Llama checkpoint of BF16 weights as GGUF with the same.
 
 Runs in the peer's environment: numpy, safetensors and gguf are all it needs.
 """
@@ -13,7 +13,10 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+from gguf.quants import quantize
 from safetensors import deserialize
+
+BF16 = gguf.GGMLQuantizationType.BF16
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -37,7 +40,11 @@ def main(checkpoint: Path, target: Path) -> None:
     writer = gguf.GGUFWriter(target, "llama")
     _write_head(writer, config)
     for name, tensor in deserialize((checkpoint / "model.safetensors").read_bytes()):  # type: ignore[no-untyped-call]
-        writer.add_tensor(f"{_name(name)}.weight", _stored(name, _widened(tensor), config))
+        data = _reordered(name, _widened(tensor), config)
+        if data.ndim == 1:  # llama.cpp wants norms in FP32
+            writer.add_tensor(f"{_name(name)}.weight", data)
+        else:
+            writer.add_tensor(f"{_name(name)}.weight", quantize(data, BF16), raw_dtype=BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -57,7 +64,7 @@ def _write_head(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     # A vocabulary of names only: the benchmark sends token ids.
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
@@ -82,15 +89,13 @@ def _widened(tensor: dict[str, Any]) -> Weights:
     return bits.view(np.float32).reshape(tensor["shape"])
 
 
-def _stored(name: str, data: Weights, config: dict[str, Any]) -> npt.NDArray[Any]:
-    """Norms stay FP32. llama.cpp rotates neighbouring channels, Hugging Face the two halves: the rows change places."""
-    if data.ndim == 1:
-        return data
+def _reordered(name: str, data: Weights, config: dict[str, Any]) -> Weights:
+    """llama.cpp rotates neighbouring channels, Hugging Face the two halves: the rows change places."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for projection, count in heads.items():
         if projection in name:
             data = data.reshape(count, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
-    return data.astype(np.float16)
+    return data
 
 
 if __name__ == "__main__":
