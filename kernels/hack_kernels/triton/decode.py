@@ -88,23 +88,28 @@ def add_partition(
     unit: tl.constexpr = p * (layout.fmt.page_tokens // 16) + m
     f: tl.constexpr = (p * steps) % column_fields * row_fields + m % row_fields
     last: tl.constexpr = f == layout.k_tiles.fields - 1
-    flipped = q_sums * 128 if last else q_sums * 0
+    flipped = q_sums * 128 if last and not layout.asymmetric else q_sums * 0
     dot = tl.broadcast_to(flipped[None, None, :], (W, 16, N))
     for step in tl.static_range(steps):
         tile = tiles[m // row_fields * across + (p * steps + step) // column_fields]
         dot = tl.dot(field(tile, f, bits), codes[step], dot, out_dtype=tl.int32)
-    x = dot.to(tl.float32) * (q_scale * 2.0 ** (-bits * f))[None, None, :]
+    scale, minimum = load_unit(record + layout.k_meta, unit, W)
     if layout.asymmetric:
+        # The field's weight goes to K's scale, its flipped bit to K's minimum and sums: scales of Q per field, and its
+        # sums, would stay in registers for all pages.
         if layout.fmt.stored_sums:
-            sums = load_sums(record + layout.k_sums, layout.wide_k_sums, unit, W).to(tl.float32)[:, :, None]
+            sums = load_sums(record + layout.k_sums, layout.wide_k_sums, unit, W)[:, :, None] << (bits * f)
+            sums -= layout.fmt.k_partition * 128 if last else 0
         else:
-            counted = tl.full((W, 16, N), layout.fmt.k_partition * 128 if last else 0, tl.int32)
+            sums = tl.zeros((W, 16, N), tl.int32)
             for step in tl.static_range(steps):
                 tile = tiles[m // row_fields * across + (p * steps + step) // column_fields]
-                counted = tl.dot(field(tile, f, bits), tl.full((W, 32, N), 1, tl.int8), counted, out_dtype=tl.int32)
-            sums = counted.to(tl.float32) * 2.0 ** (-bits * f)
-        x += sums * q_minimum[None, None, :]
-    scale, minimum = load_unit(record + layout.k_meta, unit, W)
+                sums = tl.dot(field(tile, f, bits), tl.full((W, 32, N), 1, tl.int8), sums, out_dtype=tl.int32)
+        x = dot.to(tl.float32) * q_scale[None, None, :] + sums.to(tl.float32) * q_minimum[None, None, :]
+        scale *= 2.0 ** (-bits * f)
+        minimum += scale * (128.0 if last else 0.0)
+    else:
+        x = dot.to(tl.float32) * (q_scale * 2.0 ** (-bits * f))[None, None, :]
     score += scale[:, :, None] * x
     return score + minimum[:, :, None] * constant[None, None, :]
 

@@ -40,7 +40,7 @@ CHANNELS_AT_ONCE: Final = 64
 LANE_BYTES: Final = 16
 """Codes that every lane loads at a time. Pages of 32 tokens have too few of them for more than two warps."""
 
-OWN_ROWS = tl.constexpr(32)
+OWN_ROWS: Final = 32
 """Rows of the own page at a time: FP16 rows need more shared memory than codes."""
 
 
@@ -225,17 +225,23 @@ def prefill_kernel(
     BATCH: tl.constexpr,
     EXACT_QK: tl.constexpr,
     V_FIELDS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OWN: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Grid (tiles, KV heads). Rows of a tile are (token, query head of the group), the heads padded to GROUP_PAD."""
+    """Grid (tiles, KV heads, parts of V). Rows of a tile are (token, query head), heads padded to GROUP_PAD.
+
+    Rows of the own page are taken OWN at a time. A program multiplies BLOCKS blocks of V_FIELDS of V's bit fields;
+    where these are not all, others do the rest.
+    """
     PI: tl.constexpr = SHAPE.page_tokens
     GROUPS: tl.constexpr = SHAPE.groups
-    BLOCKS: tl.constexpr = SHAPE.v.row_fields // V_FIELDS
     ROWS: tl.constexpr = TOKENS * GROUP_PAD
     sequence, first = locate(starts, counts, batch, BATCH, TOKENS)
     if sequence < 0:
         return
     head = tl.program_id(1)
+    first_block = tl.program_id(2) * BLOCKS if SHAPE.v.row_fields > BLOCKS * V_FIELDS else 0
     start = tl.load(starts + sequence).to(tl.int32)
     end = start + tl.load(counts + sequence).to(tl.int32)
     shift = tl.load(offsets + sequence) - start  # from positions to rows of the batch
@@ -268,7 +274,7 @@ def prefill_kernel(
         step, low = step * added, low * added
         updated = ()
         for block in tl.static_range(BLOCKS):
-            more = weigh(weights, step, low, p_sum, record, block, V_FIELDS, SHAPE)
+            more = weigh(weights, step, low, p_sum, record, first_block + block, V_FIELDS, SHAPE)
             updated = updated + (outputs[block] * kept[:, None] + more,)
         outputs = updated
         total = total * kept + step * p_sum + SHAPE.page_tokens * low
@@ -278,8 +284,8 @@ def prefill_kernel(
     open_at -= (start // PI * PI).to(tl.int64) * SHAPE.head_dim
     batch_at = shift * row_stride + head * SHAPE.head_dim
     last = tl.minimum(first + TOKENS, end)
-    for begin in tl.range(own_page * PI, last, OWN_ROWS, num_stages=1):
-        token = begin + tl.arange(0, OWN_ROWS)
+    for begin in tl.range(own_page * PI, last, OWN, num_stages=1):
+        token = begin + tl.arange(0, OWN)
         if SHAPE.own_codes:
             scores = code_scores(
                 query, open_k + open_at, k + batch_at, token, start, end, row_stride, head, layer, seed, SHAPE
@@ -295,7 +301,7 @@ def prefill_kernel(
         rest = ((weights - high.to(tl.float32)) * 2048.0).to(tl.float16)
         updated = ()
         for block in tl.static_range(BLOCKS):
-            channel = channels_of(block, V_FIELDS, SHAPE.v)
+            channel = channels_of(first_block + block, V_FIELDS, SHAPE.v)
             values = own_rows(open_v + open_at, v + batch_at, token, channel, start, end, row_stride, SHAPE.head_dim)
             more = tl.dot(high, values) + tl.dot(rest, values) * (1.0 / 2048.0)
             updated = updated + (outputs[block] * kept[:, None] + more,)
@@ -304,7 +310,7 @@ def prefill_kernel(
         top = higher
 
     for block in tl.static_range(BLOCKS):
-        channel = channels_of(block, V_FIELDS, SHAPE.v)
+        channel = channels_of(first_block + block, V_FIELDS, SHAPE.v)
         seen = seen_rows[:, None] & (channel < SHAPE.head_dim)[None, :]
         tl.store(
             out + at[:, None] + channel[None, :], (outputs[block] / total[:, None]).to(out.dtype.element_ty), mask=seen
@@ -345,6 +351,9 @@ def prefill_launch(
     records, batch = pages["k_codes"], spans.starts.numel()
     group = q.shape[1] // k.shape[1]
     rows, warps, v_fields = tiling(fmt, q.dtype)
+    # Eight partitions of K, with constants for every row, leave two warps no registers for outputs of all channels.
+    divided_v = fmt.page_tokens == 32 and fmt.head_dim > 128
+    parts = shape_of(fmt).v.row_fields // v_fields if divided_v else 1
     tokens = min(fmt.page_tokens, max(1, rows // padded(group)))
     arguments = {
         "q": q,
@@ -374,11 +383,13 @@ def prefill_launch(
         "BATCH": padded(batch),
         "EXACT_QK": "tf32x3" if q.dtype is torch.float32 else "tf32",  # TF32 holds FP16 and BF16 exactly
         "V_FIELDS": v_fields,
+        "BLOCKS": shape_of(fmt).v.row_fields // v_fields // parts,
+        "OWN": OWN_ROWS // 2 if divided_v else OWN_ROWS,
         "SHAPE": shape_of(fmt),
     }
     # A span touches at most two tiles that it does not fill.
     tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)
-    return Launch(prefill_kernel, (tiles, k.shape[1]), arguments, warps, registers=ALL_REGISTERS)
+    return Launch(prefill_kernel, (tiles, k.shape[1], parts), arguments, warps, registers=ALL_REGISTERS)
 
 
 def tiling(fmt: HackFormat, dtype: torch.dtype) -> tuple[int, int, int]:
