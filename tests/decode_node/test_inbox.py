@@ -15,7 +15,7 @@ from hackkv.codecs import CODECS
 from hackkv.errors import FrameRefused, HackkvError, HandshakeRefused, TransferError
 from hackkv.framing import FrameWriter, handoff_end
 from hackkv.model.runner import ModelRunner
-from hackkv.model.worker import Worker
+from hackkv.model.worker import WIRE_VERSION, Worker
 from hackkv.pages import Grant
 from hackkv.types import DecodeJob, Fingerprint, Handoff, HandoffEnd, KvFrame
 from tests.pair import PI, TIMEOUT_S, greedy, prompt, tiny_worker
@@ -146,7 +146,7 @@ def less_fingerprint(handoff: Handoff) -> Handoff:
     ("change", "words", "reason", "fails_reservation"),
     [
         (other_fingerprint, "fingerprints differ in codec.seed: '0' here, '7' at the peer", "fingerprint", True),
-        (less_fingerprint, "fingerprints differ in wire_version: '1' here, 'absent' at the peer", "fingerprint", True),
+        (less_fingerprint, f"fingerprints differ in wire_version: '{WIRE_VERSION}' here", "fingerprint", True),
         (lambda h: replace(h, num_tokens=TOKENS + 1), f"num_tokens {TOKENS + 1}, expected {TOKENS}", "length", True),
         (lambda h: replace(h, epoch=1), "epoch 1, expected 2", "stale", False),
         (lambda h: replace(h, transfer_id="u"), "transfer_id 'u' is not expected here", "unknown", False),
