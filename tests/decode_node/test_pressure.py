@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from copy import copy
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
+from hackkv.codec import Batch, LayerPages
 from hackkv.codecs import CODECS
 from hackkv.model.generate import generate
+from hackkv.model.worker import Worker
 from hackkv.types import Request
-from tests.pair import PI, Pair, greedy, paired, prompt, tiny_worker
+from tests.pair import PI, TIMEOUT_S, Pair, greedy, paired, prompt, tiny_worker
 
 
 def growing(count: int) -> list[Request]:
@@ -27,20 +32,40 @@ async def counts(nodes: Pair) -> dict[str, float]:
     return dict((await nodes.decode.describe()).stats)
 
 
+def held(worker: Worker) -> tuple[Worker, threading.Event]:
+    """The same with a codec of its own, whose passes wait for the event."""
+    codec, begin = copy(worker.codec), threading.Event()
+    attend = codec.attend
+
+    def wait_and_attend(layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert begin.wait(TIMEOUT_S)
+        return attend(layer, pool, batch, q, k, v)
+
+    codec.attend = wait_and_attend  # type: ignore[method-assign]
+    return replace(worker, codec=codec), begin
+
+
 @pytest.mark.parametrize("codec", sorted(CODECS))
 async def test_a_node_under_pressure_says_the_same(codec: str) -> None:
     """Six sequences that want 15 pages share 8; nothing is computed twice, and everything comes back."""
     worker = tiny_worker(codec)
     requests = growing(6)
-    async with paired(worker, num_pages=8) as nodes:
-        served = await asyncio.gather(*(nodes.serve(request) for request in requests))
+    prompts = sum(len(request.prompt_ids) for request in requests)
+    decode, begin = held(worker)
+    async with paired(worker, decode, num_pages=8) as nodes:
+        serving = asyncio.gather(*(nodes.serve(request) for request in requests))
+        async with asyncio.timeout(TIMEOUT_S):
+            while (await counts(nodes))["hackkv_received_tokens_total"] < prompts:  # noqa: ASYNC110  # nothing tells
+                await asyncio.sleep(0)
+        begin.set()
+        served = await serving
         stats = await counts(nodes)
         await nodes.assert_idle()
     assert [result.tokens for result in served] == [generate(worker, request) for request in requests]
     swaps = sum(result.swaps for result in served)
     assert swaps == stats["hackkv_swap_out_total"] == stats["hackkv_swap_in_total"] > 0
     assert (stats["hackkv_host_pool_bytes"], stats["hackkv_swapped_sequences"]) == (0, 0)
-    assert stats["hackkv_received_tokens_total"] == sum(len(request.prompt_ids) for request in requests)
+    assert stats["hackkv_received_tokens_total"] == prompts
     assert stats["hackkv_replayed_tokens_total"] == 0
     for result in served:
         assert result.decoded is not None
