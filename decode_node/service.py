@@ -104,16 +104,11 @@ class DecodeService:
         )
 
     async def drain(self, within_s: float) -> None:
-        """Take nothing new and finish what is here; after `within_s` the rest ends with `NodeDraining`.
-
-        Who is slow to read its last words, or never does, holds the node up for `FAREWELL_S`, not for `within_s`.
-        """
+        """Take nothing new and finish what is here; after `within_s` the rest ends with `NodeDraining`."""
         self.draining.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while not all(stream.over for stream in self._streams):
-                    self._steps.left.clear()
-                    await self._steps.left.wait()
+                await self._idle.wait()
         for stream in [stream for stream in self._streams if not stream.over]:
             self._end(stream, self._refusal())
             self._counts["drained"] += 1

@@ -50,8 +50,6 @@ class Steps:
         self._loop = asyncio.create_task(self._run())
         self.counts: Counter[str] = Counter()
         """swap_out, swap_in, generated_tokens, replayed_tokens."""
-        self.left = asyncio.Event()
-        """Set whenever a sequence is over; for whoever clears it."""
         self.swapped_s = 0.0
         """Seconds that sequences were swapped out, in sum, of those that came back."""
 
@@ -69,7 +67,6 @@ class Steps:
     def leave(self, stream: Stream) -> None:
         """It is over, finished or not; harmless when it is over already."""
         self._scheduler.leave(stream.seat)
-        self.left.set()
         stream.kv = None
         self._wake.set()
 
