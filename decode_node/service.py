@@ -73,12 +73,13 @@ class DecodeService:
                     yield event
         finally:
             self._let_go(stream)
-            if landing is not None:
-                landing.cancel()
-                await asyncio.wait([landing])
+            # All that is kept of a stream goes before the first await: a cancelled reader runs no further than that.
             self._streams.discard(stream)
             if not self._streams:
                 self._idle.set()
+            if landing is not None:
+                landing.cancel()
+                await asyncio.wait([landing])
 
     async def describe(self) -> NodeInfo:
         """Identity, capacity and load. Raises `HackkvError` when this node will never run a step again."""

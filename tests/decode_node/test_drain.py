@@ -98,3 +98,28 @@ async def test_a_reader_that_stands_still_holds_no_pages() -> None:
         assert (type(landed), type(decoded)) == (Landed, Decoded)
         assert tokens == generate(worker, request)[1:]
         await nodes.assert_idle()
+
+
+async def test_a_reader_cancelled_while_its_call_ends_does_not_hold_up_a_drain() -> None:
+    """What a router does: it has read `Decoded` and cancels the call, which is in its last await."""
+    request = greedy("r", prompt(1, 20), 3)
+    async with paired(tiny_worker("hack")) as nodes:
+        events = nodes.decode.decode(DecodeJob(request, "r", 0))
+        assert await anext(events) == Reserved()
+        async with closing(nodes.prefill.prefill(PrefillJob(request, "r", 0, nodes.address))) as prefilling:
+            assert isinstance(await anext(prefilling), Prefilled)
+            assert isinstance(await anext(prefilling), HandedOff)
+        reader = asyncio.create_task(_cancelled_after_decoded(events))
+        await asyncio.wait([reader])
+        assert reader.cancelled()
+        async with asyncio.timeout(TIMEOUT_S):
+            await nodes.decode.drain(2 * TIMEOUT_S)
+        await nodes.assert_idle()
+
+
+async def _cancelled_after_decoded(events: AsyncIterator[DecodeEvent]) -> None:
+    reader = asyncio.current_task()
+    assert reader is not None
+    async for event in events:
+        if isinstance(event, Decoded):
+            asyncio.get_running_loop().call_soon(reader.cancel)
