@@ -86,6 +86,7 @@ class Steps:
             raise
 
     async def _run_steps(self) -> None:
+        chosen: list[tuple[Stream, Token]] = []
         while True:
             plan = self._scheduler.schedule()
             # What a copy needs is taken now: the sequence may leave before the copy's first moment.
@@ -93,20 +94,30 @@ class Steps:
                 self._start(self._swap_out(seat, _grant(seat)))
             for seat in plan.returning:
                 self._start(self._swap_in(seat, _grant(seat), seat.owner.kv))
-            if plan.turns:
-                await self._step(plan.turns)
-            else:
+            step = self._begin(plan.turns) if plan.turns else None
+            # The last step's tokens go out while this one computes: who decodes does not wait for those who read.
+            for stream, token in chosen:
+                _send(stream, token)
+            if step is None:
+                chosen = []
                 self._wake.clear()
                 await self._wake.wait()
+            else:
+                chosen = await self._end(step, plan.turns)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
-    async def _step(self, turns: list[Turn[Stream]]) -> None:
+    def _begin(self, turns: list[Turn[Stream]]) -> asyncio.Future[list[Token | None]]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step, _work(turns))
+
+    async def _end(
+        self, step: asyncio.Future[list[Token | None]], turns: list[Turn[Stream]]
+    ) -> list[tuple[Stream, Token]]:
+        """Wait for the step; those that end with it leave. Returns the tokens to send."""
         advanced = False
         streams = [turn.seat.owner for turn in turns]
         try:
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step, _work(turns))
-            tokens = await work
+            tokens = await step
             advanced = True
         except NonFiniteError as error:
             self._fail([streams[error.span]], error)
@@ -115,19 +126,15 @@ class Steps:
             self._fail(streams, HackkvError(f"decode failed: {type(error).__name__}: {error}"))
         finally:
             self._scheduler.stepped(turns, advanced=advanced)
-        if advanced:
-            self.counts["replayed_tokens"] += sum(turn.rows for turn in turns if turn.replay)
-            for stream, token in zip(streams, tokens, strict=True):
-                self._emit(stream, token)
-
-    def _emit(self, stream: Stream, token: Token | None) -> None:
-        if token is None:
-            return
-        self.counts["generated_tokens"] += 1
-        stream.put(token)
-        if token.finish is not None:
-            self.leave(stream)
-            stream.put(_decoded(stream.sequence))
+        if not advanced:
+            return []
+        chosen = [(stream, token) for stream, token in zip(streams, tokens, strict=True) if token is not None]
+        self.counts["replayed_tokens"] += sum(turn.rows for turn in turns if turn.replay)
+        self.counts["generated_tokens"] += len(chosen)
+        for stream, token in chosen:
+            if token.finish is not None:
+                self.leave(stream)
+        return chosen
 
     def _fail(self, streams: Iterable[Stream], error: HackkvError) -> None:
         for stream in streams:
@@ -172,6 +179,12 @@ class Steps:
         finally:
             self._scheduler.copied(seat)
             self._wake.set()
+
+
+def _send(stream: Stream, token: Token) -> None:
+    stream.put(token)
+    if token.finish is not None:
+        stream.put(_decoded(stream.sequence))
 
 
 def _work(turns: Iterable[Turn[Stream]]) -> list[Work]:

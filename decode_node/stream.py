@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -27,7 +28,8 @@ class Stream:
     kv: HostKv | None = None
     """Its KV while it is swapped out."""
     swapped_at: float = 0.0
-    _events: asyncio.Queue[DecodeEvent | HackkvError] = field(default_factory=asyncio.Queue)
+    _events: deque[DecodeEvent | HackkvError] = field(default_factory=deque)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def over(self) -> bool:
@@ -36,12 +38,16 @@ class Stream:
 
     def put(self, event: DecodeEvent | HackkvError) -> None:
         """Append an event; an error or `Decoded` is the last."""
-        self._events.put_nowait(event)
+        self._events.append(event)
+        self._arrived.set()
 
     async def events(self) -> AsyncIterator[DecodeEvent]:
         """Everything up to `Decoded`. Raises the error that ended the stream instead."""
         while True:
-            event = await self._events.get()
+            while not self._events:
+                self._arrived.clear()
+                await self._arrived.wait()
+            event = self._events.popleft()
             if isinstance(event, HackkvError):
                 raise event
             yield event
