@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -28,8 +27,7 @@ class Stream:
     kv: HostKv | None = None
     """Its KV while it is swapped out."""
     swapped_at: float = 0.0
-    _events: deque[DecodeEvent | HackkvError] = field(default_factory=deque)
-    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _events: asyncio.Queue[DecodeEvent | HackkvError] = field(default_factory=asyncio.Queue)
 
     @property
     def over(self) -> bool:
@@ -38,16 +36,12 @@ class Stream:
 
     def put(self, event: DecodeEvent | HackkvError) -> None:
         """Append an event; an error or `Decoded` is the last."""
-        self._events.append(event)
-        self._arrived.set()
+        self._events.put_nowait(event)
 
     async def events(self) -> AsyncIterator[DecodeEvent]:
         """Everything up to `Decoded`. Raises the error that ended the stream instead."""
         while True:
-            while not self._events:
-                self._arrived.clear()
-                await self._arrived.wait()
-            event = self._events.popleft()
+            event = await self._events.get()
             if isinstance(event, HackkvError):
                 raise event
             yield event
