@@ -253,7 +253,8 @@ class Kernels {
   bool append(nb::handle open_k, nb::handle open_v, nb::handle starts, nb::handle slots, nb::handle k,
               nb::handle v) const {
     const Array keys(open_k), values(open_v);
-    if (keys.ndim() != 4) refuse("open_k has four dimensions");
+    if (keys.ndim() != 4 || keys.size() == 0) refuse("open_k has four dimensions, none of them 0");
+    expect_shape(values, keys.shape(), "open_v");
     const RowArray k_rows(k), v_rows(v);
     const std::size_t batch = std::size_t(k_rows.strips().count), heads = keys.shape(1), d = keys.shape(3);
     k_rows.expect(k_rows, std::int64_t(heads * d), "k");

@@ -135,6 +135,10 @@ def test_wrong_inputs_are_named(kernels: cpu.CpuKernels) -> None:
             kernels.append(pages, pages, spans, x, x)
     with pytest.raises(ValueError, match="starts"):
         kernels.append(pages, pages, decode_spans([0], [0]), x, x)
+    with pytest.raises(ValueError, match="none of them 0"):
+        kernels.append(pages[:, :, :0], pages[:, :, :0], good, x, x)
+    with pytest.raises(ValueError, match="open_v is"):
+        kernels.append(pages, pages.view(3, 2, 16, 32), good, x, x)
     with pytest.raises(ValueError, match="v has the wrong shape"):
         kernels.append(pages, pages, good, x, x[:, :1])
     with pytest.raises(ValueError, match="turns"):
