@@ -282,7 +282,7 @@ def machine(kernels: CpuKernels, limits: Limits, priority: bool) -> dict[str, ob
         "read_gb_per_s": round(limits.read_gb_per_s, 1),
         "integer_dots_g_per_s": round(limits.integer_dots),
         "of_one_thread": round(limits.one_core_dots),
-        "load_average": os.getloadavg()[0],
+        "load_average": round(os.getloadavg()[0], 1),
         "real_time_priority": priority,
     }
 

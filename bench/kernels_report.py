@@ -58,7 +58,11 @@ def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) 
 
 def describe(machine: dict[str, object]) -> str:
     """The machine in one line."""
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items())
+    return (
+        "{processor}, {cores} cores, {threads} threads, {isa}, torch {torch}; reads {read_gb_per_s} GB/s; integer dots "
+        "{integer_dots_g_per_s} G/s, {of_one_thread} on one thread; load average {load_average}; ".format(**machine)
+        + ("real-time priority" if machine["real_time_priority"] else "no real-time priority")
+    )
 
 
 def decode_line(row: Row) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("hackkv", "kernels", "transport", "router", "prefill_node", "decode_node", "bench")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def commit() -> str:
     """The checked-out commit, marked if tracked files of the packages differ; "unknown" outside a checkout."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "hackkv", "kernels", "bench/accuracy")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *PACKAGES)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{head}, with local changes" if changed else head

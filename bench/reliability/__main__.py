@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.accuracy.machine import commit, this_machine
-from bench.cluster import load_note, metrics, tiny_cluster
+from bench.cluster import metrics, tiny_cluster
 from bench.reliability.load import Outcome, bodies, steady
 from bench.reliability.report import Result, judge, save
 from bench.reliability.scenarios import SCENARIOS, Scenario
@@ -66,8 +67,8 @@ async def measure(
         async with tiny_cluster(model, num_prefill=scenario.num_prefill, num_decode=scenario.num_decode) as cluster:
             outcomes, at_s = await _run(cluster, requests, rate, scenario, console)
             after = await metrics(cluster.url)
-        where = f"{machine.cpu}, {machine.system}, {load_note()}"
-        result = judge(scenario, calm, outcomes, rate, at_s, after, (where, commit()))
+        where = f"{machine.cpu}, {machine.system}, {machine.cores} cores", os.getloadavg()[0], commit()
+        result = judge(scenario, calm, outcomes, rate, at_s, after, where)
         verdict = "[green]holds[/]" if result.holds else "[red]does not hold[/]"
         console.print(f"{name}: {result.succeeded}/{count} served, {result.tokens_differ} differ; {verdict}")
         for error, times in result.errors.items():

@@ -20,7 +20,7 @@ REQUEST_S = 150.0
 """A request that takes longer hangs."""
 PROMPT_TOKENS = (16, 256)
 OUTPUT_TOKENS = (128, 384)
-"""Long enough that a dying node has many requests in hand."""
+"""Long enough that several requests are under way at any moment; `--rate` makes them more."""
 VOCABULARY = (3, 300)
 """Token ids to draw prompts from; special tokens come before them."""
 

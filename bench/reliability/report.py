@@ -39,6 +39,8 @@ class Result:
     failovers: dict[str, float]
     replayed_tokens: float
     machine: str
+    load_average: float
+    """Of the minute before the end."""
     commit: str
 
     @property
@@ -55,9 +57,13 @@ def judge(
     rate: float,
     disturbed_at_s: float,
     after: dict[str, float],
-    where: tuple[str, str],
+    where: tuple[str, float, str],
 ) -> Result:
-    """Compare a disturbed run with the calm one, request by request; `after` is the router's metrics page."""
+    """Compare a disturbed run with the calm one, request by request.
+
+    `after` is the router's metrics page, `where` the machine, its load average and the commit.
+    """
+    machine, load_average, commit = where
     failed = [outcome for outcome in outcomes if outcome.error]
     served = [(was, now) for was, now in zip(calm, outcomes, strict=True) if not now.error]
     failovers = {key: value for key, value in after.items() if key.startswith("hackkv_failovers_total") and value}
@@ -77,8 +83,9 @@ def judge(
         p50_s=_median(outcomes),
         failovers={key.removeprefix("hackkv_failovers_total"): value for key, value in failovers.items()},
         replayed_tokens=after.get("hackkv_replayed_tokens_total", 0.0),
-        machine=where[0],
-        commit=where[1],
+        machine=machine,
+        load_average=load_average,
+        commit=commit,
     )
 
 
@@ -114,6 +121,15 @@ def table(results: Sequence[Result]) -> str:
             scenario.published,
         )
         lines.append(f"| {' | '.join(cells)} |")
-    for where in sorted({(result.machine, result.commit) for result in results}):
-        lines += ["", f"Machine: {where[0]}. Commit {where[1]}."]
+    for where in sorted({(result.rate, result.machine, result.commit) for result in results}):
+        lines += ["", _where([result for result in results if (result.rate, result.machine, result.commit) == where])]
     return "\n".join(lines)
+
+
+def _where(results: Sequence[Result]) -> str:
+    """What these results, of one rate, machine and commit, were measured on."""
+    some, loads = results[0], [result.load_average for result in results]
+    load = f"{min(loads):.1f} to {max(loads):.1f}" if len(set(loads)) > 1 else f"{loads[0]:.1f}"
+    return (
+        f"{some.rate:g} requests a second. Machine: {some.machine}, load average {load} (1 min). Commit {some.commit}."
+    )
