@@ -2,20 +2,20 @@
 
 One command, unattended: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton, numpy and `hack_kernels` from
 this checkout. Checks run side by side, in processes that compile meanwhile what is timed later; then rows are timed,
-one at a time. Results are written as they come, as JSON and as a Markdown table, the most important first; when
-`--budget` seconds are over, nothing more is begun, and what was left out is named. The exit status is 1 if a check
-failed. `--smoke` runs the same logic on tiny shapes, for Triton's interpreter.
+one at a time, in a process that is replaced if a kernel breaks it. Results are written as they come, as JSON and as a
+Markdown table, the most important first; when `--budget` seconds are over, everything ends, and what was left out is
+named. The exit status is 1 if a check or a row failed. `--smoke` runs the same logic on tiny shapes, for Triton's
+interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import math
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,16 +27,18 @@ from hack_kernels import load
 from hack_kernels.base import BackendUnavailable, HackFormat, Rounding
 from hack_kernels.triton.backend import TritonKernels
 
-from bench.gpu.checks import Check, checks, run_check
+from bench.gpu.checks import checks
+from bench.gpu.processes import Answer, Task, answers
 from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, seal_row
 from bench.gpu.timing import copy_bandwidth
 
-BUDGET_S = 420
-"""Below 8 minutes with the start of Python and the row or check that is under way when it is over."""
+BUDGET_S = 450
+"""Below 8 minutes with the start of Python and the end of a process."""
 CHECKS_SHARE = 0.4
 """Of the budget, at most: nearly all of a check is compiling its kernels, so processes share them out."""
-CHECKS_PER_PROCESS = 4
-"""A process in which a kernel broke the GPU's context must not fail many others."""
+CHECKING_PROCESSES = 16
+ROW_S = 60
+"""For one row, at most; rows whose kernels are compiled take a few seconds."""
 REHEARSED_TOKENS = 1024
 """Long enough for a kernel to be compiled as it is for the lengths that are timed: tables have rows of 16 pages."""
 DECODES = (
@@ -61,16 +63,28 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
+    def fail(self, answer: Answer) -> None:
+        """Keep one line of a failure and print all of it."""
+        self.failures[answer.name] = answer.failure.strip().splitlines()[-1]
+        print(f"FAILED {answer.name}\n{answer.failure}", file=sys.stderr, flush=True)
+
     def write(self) -> None:
         """Both files, whole."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         content = {name: getattr(self, name) for name in ("machine", "checks_passed", "failures", "skipped")}
         rows = [asdict(row) for row in self.rows]
-        (self.folder / "gpu.json").write_text(json.dumps(content | {"rows": rows}, indent=1), encoding="utf-8")
+        self._replace("gpu.json", json.dumps(content | {"rows": rows}, indent=1))
         about = ", ".join(f"{name} {value}" for name, value in self.machine.items())
-        lines = [about, "", f"{self.checks_passed} checks passed, {len(self.failures)} failed.", "", HEADER]
+        lines = [about, "", f"{self.checks_passed} checks passed, {len(self.failures)} failures.", "", HEADER]
+        failed = [f"\nFailed: {name}: {reason}" for name, reason in self.failures.items()]
         left_out = [f"\nLeft out: {'; '.join(self.skipped)}."] if self.skipped else []
-        (self.folder / "gpu.md").write_text("\n".join([*lines, *map(line, self.rows), *left_out, ""]), encoding="utf-8")
+        self._replace("gpu.md", "\n".join([*lines, *map(line, self.rows), *failed, *left_out, ""]))
+
+    def _replace(self, name: str, text: str) -> None:
+        """At once, so that whoever ends us never leaves half a file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        new = self.folder / f"{name}.new"
+        new.write_text(text, encoding="utf-8")
+        new.replace(self.folder / name)
 
 
 def line(row: Row) -> str:
@@ -81,57 +95,48 @@ def line(row: Row) -> str:
     return f"| {row.what} | {row.shape} | {times} | {ratio} | {rate} | {row.target} |"
 
 
-def rehearsals(*, smoke: bool) -> Iterator[Check]:
+def rehearsals(*, smoke: bool) -> Iterator[Task]:
     """What is timed later, on short sequences: nobody looks at the times, but Triton keeps the compiled kernels."""
     for rounding in Rounding:
         fmt = HackFormat(128, 64, rounding=rounding)
-        yield Check(f"seal {rounding}", partial(seal_row, 64 if smoke else REHEARSED_TOKENS, 1 if smoke else 8, fmt))
+        yield Task(
+            f"rehearsed seal {rounding}", partial(seal_row, 64 if smoke else REHEARSED_TOKENS, 1 if smoke else 8, fmt)
+        )
     if smoke:
         return
-    yield Check("prefill", partial(prefill_row, REHEARSED_TOKENS, 8, 4))
+    yield Task("rehearsed prefill", partial(prefill_row, REHEARSED_TOKENS, 8, 4))
     for batch in sorted({batch for _, batch in DECODES}):
         for group in (8, 4):
-            yield Check(f"decode x {batch}, group {group}", partial(decode_row, REHEARSED_TOKENS, batch, 8, group))
+            yield Task(
+                f"rehearsed decode x {batch}, group {group}", partial(decode_row, REHEARSED_TOKENS, batch, 8, group)
+            )
 
 
-def run_checks(results: Results, deadline: float, *, smoke: bool) -> None:
-    """Rehearsals and checks in a pool of processes, until the deadline of `monotonic`."""
+def run_checks(results: Results, until: float, *, smoke: bool) -> None:
+    """Rehearsals and checks in a pool of processes."""
     waiting = {check.name for check in checks(smoke=smoke)}
     tasks = [*rehearsals(smoke=smoke), *checks(smoke=smoke)]
-    processes = min(os.cpu_count() or 1, 2 if smoke else 16)
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=CHECKS_PER_PROCESS) as pool:
-        answers = pool.imap_unordered(run_check, tasks)
-        for _ in tasks:
-            try:
-                name, failure = answers.next(max(0.0, deadline - monotonic()))
-            except multiprocessing.TimeoutError:
-                break
-            if failure:
-                results.failures[name] = failure.strip().splitlines()[-1]
-                print(f"FAILED {name}\n{failure}", file=sys.stderr, flush=True)
-            results.checks_passed += name in waiting and not failure
-            waiting.discard(name)
-            results.write()
+    for answer in answers(tasks, min(os.cpu_count() or 1, 2 if smoke else CHECKING_PROCESSES), until):
+        if answer.failure:
+            results.fail(answer)
+        results.checks_passed += answer.name in waiting and not answer.failure
+        waiting.discard(answer.name)
+        results.write()
     results.skipped += [f"check {name}: out of time" for name in sorted(waiting)]
 
 
-def measurements(kernels: TritonKernels, results: Results, *, smoke: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """Name and function of every row that fits into memory."""
+def measurements(*, smoke: bool) -> Iterator[tuple[Task, int]]:
+    """Every row with the device memory that it takes, as far as that can be much."""
     kv_heads = 1 if smoke else 8
     groups = (4,) if smoke else (8, 4)
 
-    def decode(tokens: int, batch: int) -> Iterator[tuple[str, Callable[[], Row]]]:
+    def decode(tokens: int, batch: int) -> Iterator[tuple[Task, int]]:
         for group in groups:
-            name = f"decode {tokens} x {batch}, group {group}"
-            if kernels.device.type == "cuda":
-                free, _ = torch.cuda.mem_get_info(kernels.device)
-                if decode_bytes(tokens, batch, kv_heads) > 0.8 * free:
-                    results.skipped.append(f"{name}: does not fit memory")
-                    continue
-            yield name, partial(decode_row, tokens, batch, kv_heads, group, kernels)
+            run = partial(decode_row, tokens, batch, kv_heads, group)
+            yield Task(f"decode {tokens} x {batch}, group {group}", run), decode_bytes(tokens, batch, kv_heads)
 
-    def prefill(tokens: int) -> tuple[str, Callable[[], Row]]:
-        return f"prefill {tokens}", partial(prefill_row, tokens, kv_heads, 4, kernels)
+    def prefill(tokens: int) -> tuple[Task, int]:
+        return Task(f"prefill {tokens}", partial(prefill_row, tokens, kv_heads, 4)), 0
 
     decodes = ((128, 1),) if smoke else DECODES
     prefills = (64,) if smoke else PREFILLS
@@ -139,11 +144,32 @@ def measurements(kernels: TritonKernels, results: Results, *, smoke: bool) -> It
         yield from decode(tokens, batch)
     for rounding in Rounding:
         fmt = HackFormat(128, 64, rounding=rounding)
-        yield f"seal {rounding}", partial(seal_row, 64 if smoke else 2**17, kv_heads, fmt, kernels)
+        yield Task(f"seal {rounding}", partial(seal_row, 64 if smoke else 2**17, kv_heads, fmt)), 0
     yield prefill(prefills[0])
     for tokens, batch in decodes[2:]:
         yield from decode(tokens, batch)
     yield from map(prefill, prefills[1:])
+
+
+def run_rows(results: Results, until: float, free: float, *, smoke: bool) -> None:
+    """One row at a time; `free` bytes of device memory are there to take."""
+    tasks, waiting = [], set()
+    for task, needed in measurements(smoke=smoke):
+        if needed > free:
+            results.skipped.append(f"{task.name}: does not fit memory")
+            continue
+        tasks.append(task)
+        waiting.add(task.name)
+    limit_s = math.inf if smoke else ROW_S  # an interpreter has no hurry
+    for answer in answers(tasks, 1, until, limit_s):
+        waiting.discard(answer.name)
+        if isinstance(answer.result, Row):
+            results.rows.append(answer.result)
+            print(line(answer.result), flush=True)
+        else:
+            results.fail(answer)
+        results.write()
+    results.skipped += [f"{task.name}: out of time" for task in tasks if task.name in waiting]
 
 
 def main() -> None:
@@ -151,9 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of gpu.json and gpu.md")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, for TRITON_INTERPRET=1")
-    parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="begin nothing after this long"
-    )
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="end after this long")
     arguments = parser.parse_args()
     began = monotonic()
     try:
@@ -168,26 +192,17 @@ def main() -> None:
         "triton": triton.__version__,
         "copy_gb_per_s": round(copy_bandwidth(kernels.device, 2048 if on_gpu else 16)),
     }
+    free = math.inf
+    if on_gpu:
+        torch.cuda.empty_cache()
+        free = 0.8 * torch.cuda.mem_get_info(kernels.device)[0]
     results = Results(machine, arguments.out)
+    results.write()
     run_checks(results, began + CHECKS_SHARE * arguments.budget, smoke=arguments.smoke)
     results.write()
-    print(f"{results.checks_passed} checks passed, {len(results.failures)} failed", flush=True)
+    print(f"{results.checks_passed} checks passed, {len(results.failures)} failures", flush=True)
     print(HEADER)
-    for name, run in measurements(kernels, results, smoke=arguments.smoke):
-        if monotonic() - began > arguments.budget:
-            results.skipped.append(f"{name}: out of time")
-            continue
-        try:
-            results.rows.append(run())
-        except Exception as error:  # noqa: BLE001
-            results.failures[name] = str(error) or type(error).__name__
-            print(f"FAILED {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            continue
-        finally:
-            if on_gpu:
-                torch.cuda.empty_cache()
-        print(line(results.rows[-1]), flush=True)
-        results.write()
+    run_rows(results, began + arguments.budget, free, smoke=arguments.smoke)
     results.write()
     if results.skipped:
         print(f"left out: {'; '.join(results.skipped)}", flush=True)

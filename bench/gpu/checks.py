@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-from hack_kernels import load
 from hack_kernels.base import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, HackPages, OpenPage, Rounding, Spans
 from hack_kernels.quantize import unpack
 from hack_kernels.reference import ReferenceKernels
@@ -17,6 +14,8 @@ from hack_kernels.triton.backend import TritonKernels
 from hack_kernels.triton.dequantize import attn_decode_dequantized
 from hack_kernels.triton.rows import attn_decode_rows
 from torch import Tensor
+
+from bench.gpu.processes import Task
 
 TOLERANCE = 2.0**-7
 """Relative, one step of BF16: Triton's interpreter truncates where torch rounds, and a GPU's exp turns weights that are
@@ -26,15 +25,7 @@ RIVAL_TOLERANCE = 2.0**-5
 """For FP16 values and weights of 2-bit pages, rows in BF16, and outputs in BF16."""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A name, and a function of the kernels that raises `AssertionError` saying what differs; a process can send it."""
-
-    name: str
-    run: Callable[[TritonKernels], object]
-
-
-def checks(*, smoke: bool) -> Iterator[Check]:
+def checks(*, smoke: bool) -> Iterator[Task]:
     """Every size, form and open page, widths and groups taken in turn; with `smoke` one size, for the interpreter.
 
     The size that is timed comes first, then those that take longest to compile.
@@ -44,31 +35,16 @@ def checks(*, smoke: bool) -> Iterator[Check]:
     for (d, pi), arithmetic, open_page in itertools.product([(64, 32)] if smoke else sizes, Arithmetic, _open_pages()):
         (k_bits, v_bits), group = ((2, 2), 3) if smoke else next(kinds)
         fmt = HackFormat(d, pi, k_bits, v_bits, arithmetic=arithmetic, open_page=open_page)
-        yield Check(f"prefill, decode {_name(fmt)} {open_page} G={group}", partial(check_attention, fmt, group))
+        yield Task(f"prefill, decode {_name(fmt)} {open_page} G={group}", partial(check_attention, fmt, group))
         for rounding in (
             Rounding if smoke else [Rounding.STOCHASTIC if open_page is OpenPage.EXACT else Rounding.NEAREST]
         ):
             fmt = HackFormat(d, pi, k_bits, v_bits, rounding, arithmetic, seed=torch.seed() % 2**64)
             if smoke and open_page is not OpenPage.EXACT:
                 continue
-            yield Check(f"seal, export, install {_name(fmt)} {rounding}", partial(check_pages, fmt))
+            yield Task(f"seal, export, install {_name(fmt)} {rounding}", partial(check_pages, fmt))
         if arithmetic is Arithmetic.SYMMETRIC and open_page is OpenPage.EXACT:
-            yield Check(f"dequantize, rows {_name(fmt)} G={group}", partial(check_rivals, fmt, group))
-
-
-def run_check(check: Check) -> tuple[str, str]:
-    """Name and what went wrong, "" if nothing did; in a process of its own, which compiles beside the others."""
-    torch.set_num_threads(1)
-    torch.seed()
-    try:
-        kernels = load("triton")
-        assert isinstance(kernels, TritonKernels)
-        check.run(kernels)
-        if kernels.device.type == "cuda":
-            torch.cuda.synchronize(kernels.device)
-    except Exception:  # noqa: BLE001  one broken kernel must not hide what the others do
-        return check.name, traceback.format_exc()
-    return check.name, ""
+            yield Task(f"dequantize, rows {_name(fmt)} G={group}", partial(check_rivals, fmt, group))
 
 
 def check_pages(fmt: HackFormat, kernels: TritonKernels) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
+
+from hack_kernels.base import HackFormat
+from hack_kernels.triton.backend import TritonKernels
+
+from bench.gpu.processes import Answer, Task, answers
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900
@@ -30,3 +37,27 @@ def test_the_bench_checks_every_kernel_and_writes_as_it_goes(tmp_path: Path) -> 
     assert [row["what"] for row in results["rows"]] == ["decode", "seal", "seal", "prefill"]
     assert set(results["rows"][0]["us"]) == {"hack", "loads only", "compute only", "dequantize", "rows", "bf16"}
     assert "| decode | 128 tokens x 1, 1x4 heads |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_process_that_dies_or_never_ends_is_a_failure_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits are none and nothing at all, so that no machine is too slow or too fast for this."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
+    answered, died = answers([Task("page", page_tokens), Task("death", die)], 1, math.inf)
+    assert answered == Answer("page", 64)
+    assert died == Answer("death", failure="its process died, exit code 7")
+    (endless,) = answers([Task("endless", wait_forever)], 1, math.inf, limit_s=0)
+    assert endless == Answer("endless", failure="no end within 0 s")
+    assert list(answers([Task("late", page_tokens)], 1, until=0)) == []
+
+
+def page_tokens(_: TritonKernels) -> int:
+    return HackFormat(64, 64).page_tokens
+
+
+def die(_: TritonKernels) -> None:
+    os._exit(7)
+
+
+def wait_forever(_: TritonKernels) -> None:
+    threading.Event().wait()

@@ -1,0 +1,130 @@
+"""Work in processes of their own: a kernel that breaks its GPU context, dies or never ends takes no other along."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from time import monotonic
+
+import torch
+from hack_kernels import load
+from hack_kernels.triton.backend import TritonKernels
+
+STOP_S = 10
+"""To wait for a process that was killed: the driver first ends what it had begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A name, and a function of the kernels that returns something or raises; both can be sent to a process."""
+
+    name: str
+    run: Callable[[TritonKernels], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a task returned, or why there is nothing: then the last line of `failure` says it short."""
+
+    name: str
+    result: object = None
+    failure: str = ""
+
+
+def answers(tasks: Iterable[Task], processes: int, until: float, limit_s: float = math.inf) -> Iterator[Answer]:
+    """Do tasks in up to `processes` processes; answers in the order in which they come.
+
+    At `until` of `monotonic` everything ends, and what has no answer by then gets none. A task that takes longer than
+    `limit_s` fails. A process that failed is not used again.
+    """
+    waiting = deque(tasks)
+    idle: list[_Worker] = []
+    busy: dict[Connection, _Worker] = {}
+    try:
+        while (waiting or busy) and monotonic() < until:
+            while waiting and len(busy) < processes:
+                worker = idle.pop() if idle else _Worker()
+                worker.begin(waiting.popleft(), limit_s)
+                busy[worker.pipe] = worker
+            soonest = min(until, *(worker.ends for worker in busy.values()))
+            wait(list(busy), None if soonest == math.inf else max(0.0, soonest - monotonic()))
+            for worker in list(busy.values()):
+                answer = worker.answer()
+                if answer is None:
+                    continue
+                del busy[worker.pipe]
+                if answer.failure:
+                    worker.stop()
+                else:
+                    idle.append(worker)
+                yield answer
+    finally:
+        for worker in (*idle, *busy.values()):
+            worker.stop()
+
+
+class _Worker:
+    """A process that does one task after another."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def begin(self, task: Task, limit_s: float) -> None:
+        """Send a task."""
+        self._name, self._limit_s = task.name, limit_s
+        self.ends = monotonic() + limit_s
+        self.pipe.send(task)
+
+    def answer(self) -> Answer | None:
+        """None while the task goes on."""
+        if self.pipe.poll():
+            try:
+                answer: Answer = self.pipe.recv()
+            except (EOFError, OSError):
+                self._process.join(STOP_S)
+                return Answer(self._name, failure=f"its process died, exit code {self._process.exitcode}")
+            return answer
+        if monotonic() >= self.ends:
+            return Answer(self._name, failure=f"no end within {self._limit_s:.0f} s")
+        return None
+
+    def stop(self) -> None:
+        """Whatever it does."""
+        self._process.kill()
+        self._process.join(STOP_S)
+        self.pipe.close()
+
+
+def _serve(pipe: Connection) -> None:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    torch.seed()
+    while True:
+        try:
+            task: Task = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_attempt(task))
+
+
+def _attempt(task: Task) -> Answer:
+    try:
+        kernels = load("triton")
+        assert isinstance(kernels, TritonKernels)
+        result = task.run(kernels)
+        if kernels.device.type == "cuda":
+            torch.cuda.synchronize(kernels.device)
+            torch.cuda.empty_cache()
+    except Exception:  # noqa: BLE001  whatever is wrong with one kernel is an answer
+        return Answer(task.name, failure=traceback.format_exc())
+    return Answer(task.name, result)
