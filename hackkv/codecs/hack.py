@@ -55,26 +55,13 @@ class HackCodec(PagedCodec):
         return self.fmt.open_page is OpenPage.REQUANTIZE or super().seals(batch)
 
     def seal(self, layer: int, pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:
-        """Quantize the pages that the batch fills, all in one kernel call."""
+        """Quantize the pages that the batch fills, or with requantization those it touches, in one kernel call."""
         if self.fmt.open_page is OpenPage.REQUANTIZE:
-            self._requantize(layer, pool, batch, k, v)
+            self.kernels.requantize(self.fmt, layer, pool.planes, batch.where, k, v)
         elif batch.filled:
             page_ids = torch.tensor([page.page_id for page in batch.filled])
             starts = torch.tensor([page.start for page in batch.filled])
             self.kernels.seal(self.fmt, layer, pool.planes, page_ids, starts, *filled_pages(pool, batch, k, v))
-
-    def _requantize(self, layer: int, pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:
-        """Ablation HACK/RQE: every row goes into the codes of its page at once, the page being quantized again."""
-        pi = self.fmt.page_tokens
-        for span, offset in zip(batch.spans, batch.where.offsets.tolist(), strict=True):
-            position, end = span.start, span.start + span.count
-            while position < end:
-                stop = min(end, (position // pi + 1) * pi)
-                rows = slice(offset + position - span.start, offset + stop - span.start)
-                page, start = span.pages[position // pi], position // pi * pi
-                old = position - start
-                self.kernels.requantize(self.fmt, layer, pool.planes, page, start, old, k[rows], v[rows])
-                position = stop
 
     def prefill(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Homomorphic attention of a chunk."""

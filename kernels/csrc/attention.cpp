@@ -37,14 +37,18 @@ void check(bool holds, const std::string& message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
-void check_span(const Format& fmt, const Pool& pool, const OpenPages& open, const Spans& spans, const Rows& rows,
+std::string name_of(std::int64_t b) {
+  return "sequence " + std::to_string(b);
+}
+
+// `total` rows are in the batch; `coded`: the page of a span's last row is in the pool, too.
+void check_span(const Format& fmt, const Pool& pool, const Spans& spans, std::int64_t total, bool coded,
                 std::int64_t b) {
-  const std::string which = "sequence " + std::to_string(b);
+  const std::string which = name_of(b);
   const std::int64_t start = spans.starts[b], count = spans.counts[b], offset = spans.offsets[b];
-  check(start >= 0 && count > 0 && (rows.k != nullptr || count == 1), which + " has a bad start or count");
-  check(offset >= 0 && offset + count <= rows.total, which + " lies outside the batch's rows");
-  check(spans.slots[b] >= 0 && spans.slots[b] < open.slots, which + " has an open page outside the pool");
-  const std::int64_t pages = (start + count - 1) / fmt.page_tokens;
+  check(start >= 0 && count > 0, which + " has a bad start or count");
+  check(offset >= 0 && offset + count <= total, which + " lies outside the batch's rows");
+  const std::int64_t pages = (start + count - 1) / fmt.page_tokens + (coded ? 1 : 0);
   check(pages <= spans.width, which + " has more pages than the table");
   for (std::int64_t p = 0; p < pages; ++p) {
     const std::int64_t id = spans.table[b * spans.width + p];
@@ -67,7 +71,9 @@ class Planner {
   std::vector<AttendItem> items() const {
     std::vector<AttendItem> out;
     for (std::int64_t b = 0; b < spans_.batch; ++b) {
-      check_span(fmt_, pool_, open_, spans_, rows_, b);
+      check_span(fmt_, pool_, spans_, rows_.total, fmt_.own_v_codes, b);
+      check(rows_.k != nullptr || spans_.counts[b] == 1, name_of(b) + " has several rows in decode");
+      check(spans_.slots[b] >= 0 && spans_.slots[b] < open_.slots, name_of(b) + " has an open page outside the pool");
       const std::int64_t end = spans_.starts[b] + spans_.counts[b];
       for (std::int64_t at = spans_.starts[b]; at < end;) {
         const std::int64_t page_end = (at / fmt_.page_tokens + 1) * fmt_.page_tokens;
@@ -215,6 +221,37 @@ void Engine::seal(const Format& fmt, int layer, const Pool& pool, PageList pages
     const Page to = advance(fmt, pool.base, std::size_t(pages.ids[page] * pool.heads + head));
     const std::size_t rows = std::size_t(i) * fmt.elements();
     operations.seal(fmt, {layer, head, starts[page]}, k + rows, v + rows, to, thread_scratch(bytes));
+  });
+}
+
+void Engine::requantize(const Format& fmt, int layer, const Pool& pool, const Spans& spans, std::int64_t total,
+                        const std::uint16_t* k, const std::uint16_t* v) const {
+  struct Part {
+    std::int64_t page_id, begin;  // of the page
+    std::int64_t row;             // first of the batch that joins it
+    int old, count;
+  };
+  std::vector<Part> parts;
+  for (std::int64_t b = 0; b < spans.batch; ++b) {
+    check_span(fmt, pool, spans, total, true, b);
+    const std::int64_t start = spans.starts[b], end = start + spans.counts[b];
+    for (std::int64_t at = start; at < end;) {
+      const std::int64_t page = at / fmt.page_tokens, begin = page * fmt.page_tokens;
+      const std::int64_t stop = std::min(end, begin + fmt.page_tokens);
+      parts.push_back(
+          {spans.table[b * spans.width + page], begin, spans.offsets[b] + at - start, int(at - begin), int(stop - at)});
+      at = stop;
+    }
+  }
+  const std::size_t bytes = scratch_bytes(fmt, 1);
+  const std::int64_t count = std::int64_t(parts.size()) * pool.heads, stride = std::int64_t(pool.heads) * fmt.head_dim;
+  parallel_for(count > 2 ? threads : 1, count, [&](std::int64_t i) {
+    const Part& part = parts[std::size_t(i / pool.heads)];
+    const int head = int(i % pool.heads);
+    const std::int64_t first = part.row * stride + std::int64_t(head) * fmt.head_dim;
+    const Page to = advance(fmt, pool.base, std::size_t(part.page_id * pool.heads + head));
+    operations.requantize(fmt, {layer, head, part.begin}, {k + first, v + first, stride, part.old, part.count}, to,
+                          thread_scratch(bytes));
   });
 }
 

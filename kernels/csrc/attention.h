@@ -49,6 +49,9 @@ struct Engine {
   // k, v [count, heads, Π, D].
   void seal(const Format& fmt, int layer, const Pool& pool, PageList pages, const std::int64_t* starts,
             const std::uint16_t* k, const std::uint16_t* v) const;
+  // Rows [total, heads, D] of every span join its pages, which are codes from their first row on (REQUANTIZE).
+  void requantize(const Format& fmt, int layer, const Pool& pool, const Spans& spans, std::int64_t total,
+                  const std::uint16_t* k, const std::uint16_t* v) const;
   // wire planes [heads, count, plane].
   void install(const Format& fmt, const Pool& pool, PageList pages, const ConstPage& wire) const;
   void export_pages(const Format& fmt, const Pool& pool, PageList pages, const Page& wire) const;

@@ -197,6 +197,20 @@ class Kernels {
     engine_.seal(fmt, layer, pool, list, first, k_rows, v_rows);
   }
 
+  // spans as in `attend`.
+  void requantize(const Format& fmt, int layer, const nb::dict& pages, const nb::list& spans, nb::handle k,
+                  nb::handle v) const {
+    const Pool pool = pool_of(fmt, pages);
+    const Array keys(k), values(v);
+    const std::size_t total = keys.shape(0), heads = std::size_t(pool.heads), d = std::size_t(fmt.head_dim);
+    expect_shape(keys, {total, heads, d}, "k");
+    expect_shape(values, {total, heads, d}, "v");
+    const Spans where = spans_of(spans, total);
+    const auto *k_rows = halves(keys, keys.size(), "k"), *v_rows = halves(values, values.size(), "v");
+    const nb::gil_scoped_release unlocked;
+    engine_.requantize(fmt, layer, pool, where, std::int64_t(total), k_rows, v_rows);
+  }
+
   void install(const Format& fmt, const nb::dict& pages, nb::handle ids, const nb::dict& wire) const {
     const Pool pool = pool_of(fmt, pages);
     const PageList list = page_list(pool, Array(ids));
@@ -324,7 +338,7 @@ class Kernels {
     std::int64_t covered = 0;
     for (std::size_t b = 0; b < batch; ++b) covered += each[b];
     if (covered != std::int64_t(rows))
-      refuse("spans cover " + std::to_string(covered) + " rows; q has " + std::to_string(rows));
+      refuse("spans cover " + std::to_string(covered) + " rows; the batch has " + std::to_string(rows));
     return {.starts = integers(starts, batch, "starts"),
             .counts = each,
             .offsets = integers(offsets, batch, "offsets"),
@@ -338,8 +352,9 @@ class Kernels {
 };
 
 Format make_format(int head_dim, int page_tokens, int k_bits, int v_bits, int k_partition, bool stochastic,
-                   bool asymmetric, bool stored_sums, bool own_k_codes, std::uint64_t seed) {
-  return {head_dim, page_tokens, k_bits, v_bits, k_partition, stochastic, asymmetric, stored_sums, own_k_codes, seed};
+                   bool asymmetric, bool stored_sums, bool own_k_codes, bool own_v_codes, std::uint64_t seed) {
+  return {head_dim,   page_tokens, k_bits,      v_bits,      k_partition, stochastic,
+          asymmetric, stored_sums, own_k_codes, own_v_codes, seed};
 }
 
 }  // namespace
@@ -364,7 +379,7 @@ NB_MODULE(_cpu, m) {
   m.attr("PRODUCTS_PER_ROUND") = kDotsPerRound * kVectorBytes;
   nb::class_<Format>(m, "Format");
   m.def("make_format", make_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
-        "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "seed"_a);
+        "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "own_v_codes"_a, "seed"_a);
   m.def(
       "kernels", [](const std::string& isa, int threads) { return Kernels(operations_for(isa), threads); }, "isa"_a,
       "threads"_a);
@@ -375,6 +390,7 @@ NB_MODULE(_cpu, m) {
       .def_prop_ro("isa", &Kernels::isa)
       .def_prop_rw("threads", &Kernels::threads, &Kernels::set_threads)
       .def("seal", &Kernels::seal)
+      .def("requantize", &Kernels::requantize)
       .def("install", &Kernels::install)
       .def("export", &Kernels::export_pages)
       .def("append", &Kernels::append)

@@ -19,6 +19,7 @@ inline constexpr int kMaxPageTokens = 128;
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr float kSymmetricLevels = 127.0f;
 inline constexpr float kAsymmetricLevels = 255.0f;
+inline constexpr float kMaxHalf = 65504.0f;
 inline constexpr float kLog2e = 1.44269504088896340736f;
 
 static_assert(kVectorBytes == 64, "a vector of codes is one cache line");
@@ -33,6 +34,7 @@ struct Format {
   bool asymmetric;
   bool stored_sums;
   bool own_k_codes;  // open page: K as codes (K_CODES) instead of FP16 (EXACT)
+  bool own_v_codes;  // and V too (REQUANTIZE): the open page rests among the sealed ones
   std::uint64_t seed;
 
   constexpr bool coded() const { return k_bits <= 4; }  // false: the "codes" are rows of 16-bit floats
@@ -58,7 +60,7 @@ constexpr int chunk_of(int bits) {
 }
 
 // Bytes of one page of one KV head at head_dim 128, Π 64, 2 bits: the numbers of the design.
-inline constexpr Format kDesignPage{128, 64, 2, 2, 64, false, true, true, false, 0};
+inline constexpr Format kDesignPage{128, 64, 2, 2, 64, false, true, true, false, false, 0};
 static_assert(kDesignPage.k_code_bytes() == 2048 && kDesignPage.v_code_bytes() == 2048);
 static_assert(4 * kDesignPage.k_meta() == 512 && 4 * kDesignPage.v_meta() == 512);
 static_assert(kDesignPage.k_meta() * kDesignPage.k_sum_bytes() == 128);

@@ -9,17 +9,37 @@ namespace hack {
 
 // --- native order ---------------------------------------------------------------------------------------------------
 
+// The codes of one token's chunk of channels, as its lane holds them.
+template <class S, int bits>
+[[gnu::always_inline]] inline std::uint32_t pack_k_lane(const std::uint8_t* codes) {
+  constexpr int kPlanes = planes_of(bits);
+  std::uint32_t quads[kPlanes], word = 0;
+  std::memcpy(quads, codes, sizeof quads);
+  for (int f = 0; f < kPlanes; ++f) word |= quads[f] << (bits * f);
+  return word;
+}
+
 template <class S, int bits>
 void pack_k(const Format& fmt, const std::uint8_t* codes, std::uint8_t* out) {
-  constexpr int kPlanes = planes_of(bits);
   for (int block = 0; block < fmt.page_tokens; block += kLanes) {
     for (int d = 0; d < fmt.head_dim; d += chunk_of(bits), out += kVectorBytes) {
       for (int lane = 0; lane < kLanes; ++lane) {
-        std::uint32_t quads[kPlanes], word = 0;
-        std::memcpy(quads, codes + (block + lane) * fmt.head_dim + d, sizeof quads);
-        for (int f = 0; f < kPlanes; ++f) word |= quads[f] << (bits * f);
+        const std::uint32_t word = pack_k_lane<S, bits>(codes + (block + lane) * fmt.head_dim + d);
         std::memcpy(out + kQuad * lane, &word, sizeof word);
       }
+    }
+  }
+}
+
+// Tokens `first`.. of a page, to its end: codes [Π - first, D]. The tokens before stay as they are.
+template <class S, int bits>
+void pack_k_from(const Format& fmt, int first, const std::uint8_t* codes, std::uint8_t* out) {
+  const int block_bytes = fmt.head_dim / chunk_of(bits) * kVectorBytes;
+  for (int t = first; t < fmt.page_tokens; ++t) {
+    std::uint8_t* to = out + t / kLanes * block_bytes + t % kLanes * kQuad;
+    for (int d = 0; d < fmt.head_dim; d += chunk_of(bits), codes += chunk_of(bits), to += kVectorBytes) {
+      const std::uint32_t word = pack_k_lane<S, bits>(codes);
+      std::memcpy(to, &word, sizeof word);
     }
   }
 }
@@ -178,21 +198,25 @@ int load_sum(const std::uint8_t* plane, int bytes, int index) {
   return wide;
 }
 
-// Σ codes per partition, in native order: K [G, Π], V [D].
+// Σ codes of every partition of K from token `first` on: codes [Π - first, D] to native order, [G, Π].
 template <class S>
-void count_sums(const Format& fmt, const std::uint8_t* k_codes, const std::uint8_t* v_codes, const Page& page) {
-  for (int t = 0; t < fmt.page_tokens; ++t) {
+void count_k_sums(const Format& fmt, int first, const std::uint8_t* codes, const Page& page) {
+  for (int t = first; t < fmt.page_tokens; ++t) {
     for (int g = 0; g < fmt.k_groups(); ++g) {
       int sum = 0;
-      for (int z = 0; z < fmt.k_partition; ++z) sum += k_codes[t * fmt.head_dim + g * fmt.k_partition + z];
+      for (int z = 0; z < fmt.k_partition; ++z, ++codes) sum += *codes;
       store_sum<S>(page.k_sums, fmt.k_sum_bytes(), g * fmt.page_tokens + t, sum);
     }
   }
-  for (int d = 0; d < fmt.head_dim; ++d) {
-    int sum = 0;
-    for (int t = 0; t < fmt.page_tokens; ++t) sum += v_codes[t * fmt.head_dim + d];
-    store_sum<S>(page.v_sums, fmt.v_sum_bytes(), d, sum);
-  }
+}
+
+// The same of V: codes [Π, D] to [D].
+template <class S>
+void count_v_sums(const Format& fmt, const std::uint8_t* codes, const Page& page) {
+  std::uint16_t sums[kMaxHeadDim] = {};
+  for (int t = 0; t < fmt.page_tokens; ++t)
+    for (int d = 0; d < fmt.head_dim; ++d) sums[d] += codes[t * fmt.head_dim + d];
+  for (int d = 0; d < fmt.head_dim; ++d) store_sum<S>(page.v_sums, fmt.v_sum_bytes(), d, sums[d]);
 }
 
 }  // namespace hack

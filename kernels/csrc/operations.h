@@ -5,6 +5,7 @@
 #include "own_page.h"
 #include "packed.h"
 #include "quantize.h"
+#include "requantize.h"
 #include "rows.h"
 #include "rowwise.h"
 #include "tile.h"
@@ -52,11 +53,10 @@ void seal(const Format& fmt, Place place, const std::uint16_t* k, const std::uin
   };
   store_k(k_codes.minimum, page.k_min);
   store_k(k_codes.scale, page.k_scale);
-  for (int d = 0; d < fmt.head_dim; d += kLanes) {
-    S::store_half(page.v_min + d, S::load(v_codes.minimum + d));
-    S::store_half(page.v_scale + d, S::load(v_codes.scale + d));
-  }
-  if (fmt.sums_at_rest()) count_sums<S>(fmt, k_codes.codes, v_codes.codes, page);
+  store_v_meta<S>(fmt, v_codes, page);
+  if (!fmt.sums_at_rest()) return;
+  count_k_sums<S>(fmt, 0, k_codes.codes, page);
+  count_v_sums<S>(fmt, v_codes.codes, page);
 }
 
 template <class S>
@@ -66,7 +66,8 @@ void recount_sums(const Format& fmt, const Page& page, std::byte* scratch) {
   auto* v = arena.template take<std::uint8_t>(fmt.elements());
   fmt.k_bits == 2 ? unpack_k<S, 2>(fmt, page.k_codes, k) : unpack_k<S, 4>(fmt, page.k_codes, k);
   fmt.v_bits == 2 ? unpack_v<S, 2>(fmt, page.v_codes, v) : unpack_v<S, 4>(fmt, page.v_codes, v);
-  count_sums<S>(fmt, k, v, page);
+  count_k_sums<S>(fmt, 0, k, page);
+  count_v_sums<S>(fmt, v, page);
 }
 
 template <class S>
@@ -163,7 +164,14 @@ void attend(const Format& fmt, const Pool& pool, const AttendItem& item, std::by
       attend_wide<S>(fmt, wide, query, state, arena);
     }
   }
-  if (item.own.total > 0) attend_own<S>(fmt, item, query, wide, state, arena);
+  if (item.own.total > 0) {
+    if (fmt.own_v_codes) {
+      widen_page<S>(fmt, page_at<S>(fmt, pool, item.page_ids[item.last], item.head), wide);
+      attend_wide<S>(fmt, wide, query, state, arena, &item);
+    } else {
+      attend_own<S>(fmt, item, query, wide, state, arena);
+    }
+  }
   write_state<S>(fmt, item, query.rows, state);
 }
 
@@ -192,6 +200,7 @@ template <class S>
 constexpr Operations operations_of() {
   return {S::name,
           seal<S>,
+          requantize<S>,
           install<S>,
           export_page<S>,
           attend<S>,

@@ -79,6 +79,14 @@ template <class S>
 }
 
 template <class S>
+void store_v_meta(const Format& fmt, const RowCodes& v, const Page& page) {
+  for (int d = 0; d < fmt.head_dim; d += kLanes) {
+    S::store_half(page.v_min + d, S::load(v.minimum + d));
+    S::store_half(page.v_scale + d, S::load(v.scale + d));
+  }
+}
+
+template <class S>
 typename S::F top_level(int bits) {
   return S::splat(float((1 << bits) - 1));
 }
@@ -117,6 +125,23 @@ void round_k(Format fmt, Place at, const std::uint16_t* const* rows, int n, RowC
   }
 }
 
+// V rows of one page from its first on, channels over all of them.
+template <class S, bool stochastic>
+void round_v(Format fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
+  using F = typename S::F;
+  const RoundKeys keys = round_keys<S>(fmt.seed);
+  const F levels = top_level<S>(fmt.v_bits);
+  for (int t = 0; t < n; ++t) {
+    for (int d = 0; d < fmt.head_dim; d += kNoiseChannels) {
+      with_rounding<S, stochastic>(
+          keys, at, t, d, [&](int channel, F, F r) __attribute__((always_inline)) {
+            store_codes<S>(out.codes + t * fmt.head_dim + channel, rows[t] + channel, S::load(out.minimum + channel),
+                           S::load(out.scale + channel), r, levels);
+          });
+    }
+  }
+}
+
 // A whole page: K rows each by itself, V channels over the page.
 template <class S, bool stochastic>
 void round_page(Format fmt, Place at, const std::uint16_t* const* k_rows, const std::uint16_t* const* v_rows,
@@ -144,6 +169,12 @@ template <class S>
 void quantize_k(const Format& fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
   k_ranges<S>(fmt, rows, n, out);
   (fmt.stochastic ? round_k<S, true> : round_k<S, false>)(fmt, at, rows, n, out);
+}
+
+template <class S>
+void quantize_v(const Format& fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
+  v_ranges<S>(fmt, rows, n, out);
+  (fmt.stochastic ? round_v<S, true> : round_v<S, false>)(fmt, at, rows, n, out);
 }
 
 template <class S>

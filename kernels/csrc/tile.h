@@ -200,9 +200,19 @@ void wide_values(const Format& fmt, const WidePage& wide, const std::uint8_t* p,
   }
 }
 
-// Every row of the query takes the page.
+// Keys of the item's own page that come after a row's token weigh nothing: scores [kTile, Π] of rows r0...
 template <class S>
-void attend_wide(const Format& fmt, const WidePage& wide, const Query& query, State& state, Arena<S> arena) {
+void hide_later(const Format& fmt, const AttendItem& item, int r0, float* scores) {
+  for (int r = r0; r < r0 + kTile; ++r, scores += fmt.page_tokens) {
+    const int token = r / item.group < item.tokens ? r / item.group : item.tokens - 1;
+    for (int t = item.visible + token; t < fmt.page_tokens; ++t) scores[t] = kUnseen;
+  }
+}
+
+// Every row of the query takes the page; `own` is the item whose own page it is, if any.
+template <class S>
+void attend_wide(const Format& fmt, const WidePage& wide, const Query& query, State& state, Arena<S> arena,
+                 const AttendItem* own = nullptr) {
   const int pi = fmt.page_tokens;
   float* scores = arena.template take<float>(kTile * pi);
   auto* codes = arena.template take<std::uint8_t>(kTile * pi);
@@ -211,6 +221,7 @@ void attend_wide(const Format& fmt, const WidePage& wide, const Query& query, St
   RowMerge merges[kTile];
   for (int r0 = 0; r0 < query.rows; r0 += kTile) {
     wide_scores<S>(fmt, wide, query, r0, scores);
+    if (own != nullptr) hide_later<S>(fmt, *own, r0, scores);
     row_maxima<S>(scores, pi, tops);
     take_maxima<S, kTile>(fmt, state, r0, 1, tops, takes);
     const auto weigh = fmt.asymmetric ? weigh_asymmetric<S> : weigh_symmetric<S>;

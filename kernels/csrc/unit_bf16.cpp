@@ -7,12 +7,13 @@ Attend* bf16_rows() {
 }
 
 const Operations& bf16_rival() {
-  static constexpr Operations operations{"bf16", nullptr, nullptr, nullptr, nullptr, attend_bf16, merge<V512>, nullptr, {}};
+  static constexpr Operations operations{"bf16",  nullptr,     nullptr,     nullptr, nullptr,
+                                         nullptr, attend_bf16, merge<V512>, nullptr, {}};
   return operations;
 }
 
 const Operations& dequantize_rival() {
-  static constexpr Operations operations{"dequantize",        nullptr, nullptr,     nullptr,
+  static constexpr Operations operations{"dequantize",        nullptr, nullptr,     nullptr, nullptr,
                                          attend_dequantizing, nullptr, merge<V512>, nullptr, {}};
   return operations;
 }

@@ -38,8 +38,18 @@ struct OwnRows {
   Place place;
 };
 
+// Rows of one KV head that follow the first `old` of a page, `stride` elements apart.
+struct NewRows {
+  const std::uint16_t* k;
+  const std::uint16_t* v;
+  std::int64_t stride;
+  int old;
+  int count;
+};
+
 // Attention of `tokens` queries of one page, times the `group` query heads of one KV head, to pages [first, last) of
-// `page_ids` and perhaps the own page. Row r is token r / group, head r % group.
+// `page_ids` and perhaps the own page, which is page `last` where it rests as codes. Row r is token r / group, head
+// r % group.
 struct AttendItem {
   const std::byte* q;
   std::byte* out;
@@ -87,6 +97,8 @@ struct Operations {
   std::string_view name;
   // k, v: one page of one KV head, FP16 [Π, D].
   void (*seal)(const Format&, Place, const std::uint16_t* k, const std::uint16_t* v, const Page&, std::byte* scratch);
+  // `place` is that of the page's first row; rows past the new ones become 0.
+  void (*requantize)(const Format&, Place place, const NewRows&, const Page&, std::byte* scratch);
   // Wire order to native and back; sums are read from the wire page where it has them, else counted.
   void (*install)(const Format&, const ConstPage& wire, const Page&, std::byte* scratch);
   void (*export_page)(const Format&, const Page&, const Page& wire);

@@ -212,13 +212,11 @@ class HackKernels(RowKernels, Protocol):
         """Quantize full pages into the pool. k, v [P, Hkv, Π, D] FP16; page_ids, starts [P] int64 (first position)."""
         ...
 
-    def requantize(
-        self, fmt: HackFormat, layer: int, pages: HackPages, page_id: int, start: int, old: int, k: Tensor, v: Tensor
-    ) -> None:
-        """Ablation HACK/RQE: append rows to a partly filled sealed page.
+    def requantize(self, fmt: HackFormat, layer: int, pages: HackPages, spans: Spans, k: Tensor, v: Tensor) -> None:
+        """Ablation HACK/RQE: append a batch's rows, k, v [T, Hkv, D] FP16, to the codes of the pages they belong to.
 
-        The page holds `old` rows; k, v [n, Hkv, D] FP16 follow. K rows are quantized alone; V is dequantized, extended
-        and quantized again as a partition of old + n rows. Codes past them are 0.
+        K rows are quantized alone. Where a page holds rows already, its V is dequantized to FP16, extended and
+        quantized again as one partition of all its rows. Codes past them are 0. `spans.slots` is not read.
         """
         ...
 

@@ -37,6 +37,13 @@ def check_install(fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: H
     _page_ids(pages, page_ids)
 
 
+def check_requantize(fmt: HackFormat, pages: HackPages, spans: Spans, k: Tensor, v: Tensor) -> None:
+    """k, v [T, Hkv, D] FP16, T rows in all spans. Raises `ValueError`."""
+    for name, rows in (("k", k), ("v", v)):
+        _shape(name, rows, (k.shape[0], pages["k_codes"].shape[1], fmt.head_dim), torch.float16)
+    _same_device(pages["k_codes"], k=k, v=v)
+
+
 def check_attention(
     fmt: HackFormat,
     pages: HackPages,

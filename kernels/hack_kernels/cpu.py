@@ -88,14 +88,10 @@ class CpuKernels(Rowwise):
         rows = (page_ids.contiguous(), starts.contiguous(), k.contiguous(), v.contiguous())
         self._kernels.seal(self._format(fmt), layer, pages, *rows)
 
-    def requantize(
-        self, fmt: HackFormat, layer: int, pages: HackPages, page_id: int, start: int, old: int, k: Tensor, v: Tensor
-    ) -> None:
-        """The ablation HACK/RQE runs on the reference: the page goes there and back, bit-exact."""
-        ids = torch.tensor([page_id])
-        page = {name: plane.transpose(0, 1) for name, plane in self.export(fmt, pages, ids).items()}
-        ReferenceKernels().requantize(fmt, layer, page, 0, start, old, k, v)
-        self.install(fmt, pages, ids, {name: plane.transpose(0, 1) for name, plane in page.items()})
+    def requantize(self, fmt: HackFormat, layer: int, pages: HackPages, spans: Spans, k: Tensor, v: Tensor) -> None:
+        """In native order: what stays of a page's K is not touched, its V passes through FP16 in scratch memory."""
+        rows = (k.contiguous(), v.contiguous())
+        self._kernels.requantize(self._format(fmt), layer, pages, _where(spans), *rows)
 
     def install(self, fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: HackPages) -> None:
         """Wire order to native order; absent sums are counted."""
@@ -136,9 +132,6 @@ class CpuKernels(Rowwise):
         v: Tensor,
     ) -> Tensor:
         """Blocks of queries against one page after another, unpacked once per block."""
-        if fmt.open_page is OpenPage.REQUANTIZE:
-            pool, local = self._on_reference(fmt, pages, spans)
-            return ReferenceKernels().attn_prefill(fmt, layer, pool, open_k, open_v, local, q, k, v)
         rows = (open_k, open_v, spans, q, k.contiguous(), v.contiguous())
         return self._attend(self._format(fmt), layer, pages, *rows)
 
@@ -146,9 +139,6 @@ class CpuKernels(Rowwise):
         self, fmt: HackFormat, layer: int, pages: HackPages, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor
     ) -> Tensor:
         """Packed codes against the query heads of a group, without unpacking them to memory."""
-        if fmt.open_page is OpenPage.REQUANTIZE:
-            pool, local = self._on_reference(fmt, pages, spans)
-            return ReferenceKernels().attn_decode(fmt, layer, pool, open_k, open_v, local, q)
         return self._attend(self._format(fmt), layer, pages, open_k, open_v, spans, q, None, None)
 
     def new_rows(self, num_pages: int, num_kv_heads: int, page_tokens: int, head_dim: int) -> HackPages:
@@ -212,16 +202,9 @@ class CpuKernels(Rowwise):
             return self._attend(native, layer, pages, open_k, open_v, spans, q.float(), k, v).to(q.dtype)
         q = q.contiguous()
         out = torch.empty_like(q)
-        where = [t.contiguous() for t in (spans.starts, spans.counts, spans.offsets, spans.table, spans.slots)]
         open_rows = (open_k.contiguous(), open_v.contiguous())
-        self._kernels.attend(native, layer, pages, *open_rows, where, q, out, k, v)
+        self._kernels.attend(native, layer, pages, *open_rows, _where(spans), q, out, k, v)
         return out
-
-    def _on_reference(self, fmt: HackFormat, pages: HackPages, spans: Spans) -> tuple[HackPages, Spans]:
-        """The pages that a batch reads, in the reference's order, and spans that name them there."""
-        ids, places = torch.unique(spans.table, return_inverse=True)
-        pool = {name: plane.transpose(0, 1) for name, plane in self.export(fmt, pages, ids).items()}
-        return pool, Spans(spans.starts, spans.counts, spans.offsets, places.view_as(spans.table), spans.slots)
 
 
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -234,6 +217,11 @@ def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _where(spans: Spans) -> list[Tensor]:
+    """Spans as the binding takes them."""
+    return [t.contiguous() for t in (spans.starts, spans.counts, spans.offsets, spans.table, spans.slots)]
 
 
 def _is_whole(pages: HackPages) -> bool:
@@ -292,6 +280,7 @@ def row_format(page_tokens: int, head_dim: int) -> Any:
         asymmetric=False,
         stored_sums=False,
         own_k_codes=False,
+        own_v_codes=False,
         seed=0,
     )
 
@@ -307,6 +296,7 @@ def native_format(fmt: HackFormat) -> Any:
         stochastic=fmt.rounding is Rounding.STOCHASTIC,
         asymmetric=fmt.arithmetic is Arithmetic.ASYMMETRIC,
         stored_sums=fmt.stored_sums,
-        own_k_codes=fmt.open_page is OpenPage.K_CODES,
+        own_k_codes=fmt.open_page is not OpenPage.EXACT,
+        own_v_codes=fmt.open_page is OpenPage.REQUANTIZE,
         seed=fmt.seed,
     )

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hack_kernels.base import SUM_PLANES, Arithmetic, HackFormat, HackKernels, HackPages, OpenPage, Spans, sum_dtype
-from hack_kernels.check import check_attention, check_install, check_rows, check_seal
+from hack_kernels.check import check_attention, check_install, check_requantize, check_rows, check_seal
 from hack_kernels.quantize import Quantized, pack, quantize_k, quantize_v, unpack
 from hack_kernels.rowwise import Rowwise
 
 Q_LEVELS_SYMMETRIC = 127
 P_LEVELS_SYMMETRIC = 127
 LEVELS_ASYMMETRIC = 255
+FP16_MAX = 65504.0  # the scale is rounded up, so x^ may pass the largest value by less than a step
 INT8_OFFSET = 128  # asymmetric q' is kept as signed INT8, its minimum shifted to match: FP32 then cancels far less
 
 
@@ -89,16 +90,27 @@ class ReferenceKernels(Rowwise):
             v_codes = quantize_v(fmt, layer, v_page.transpose(0, 1), positions)
             self._store(fmt, pages, page_id, k_codes, v_codes)
 
-    def requantize(
+    def requantize(self, fmt: HackFormat, layer: int, pages: HackPages, spans: Spans, k: Tensor, v: Tensor) -> None:
+        """Ablation HACK/RQE: what the paper's requantization elimination saves. Page after page."""
+        check_requantize(fmt, pages, spans, k, v)
+        pi = fmt.page_tokens
+        for b, (start, count, offset) in enumerate(_rows(spans)):
+            for page in range(start // pi, (start + count - 1) // pi + 1):
+                begin, stop = max(start, page * pi), min(start + count, (page + 1) * pi)
+                rows = slice(offset + begin - start, offset + stop - start)
+                page_id, old = int(spans.table[b, page]), begin - page * pi
+                self._requantize_page(fmt, layer, pages, page_id, page * pi, old, k[rows], v[rows])
+
+    def _requantize_page(
         self, fmt: HackFormat, layer: int, pages: HackPages, page_id: int, start: int, old: int, k: Tensor, v: Tensor
     ) -> None:
-        """Ablation HACK/RQE: what the paper's requantization elimination saves."""
+        """A page from position `start` on holds `old` rows; k, v [n, Hkv, D] follow."""
         total = old + k.shape[0]
         positions = start + torch.arange(total)
         resting = Quantized(
             unpack(pages["v_codes"][page_id], fmt.v_bits, axis=-1), pages["v_min"][page_id], pages["v_scale"][page_id]
         )
-        kept = resting.dequantize()[..., :old].permute(2, 0, 1).to(torch.float16)
+        kept = resting.dequantize()[..., :old].permute(2, 0, 1).clamp(max=FP16_MAX).to(torch.float16)
         v_codes = quantize_v(fmt, layer, torch.cat((kept, v)), positions)
         k_new = quantize_k(fmt, layer, k, positions[old:])
         k_old = _resting_k(fmt, pages, page_id, old)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hack_kernels.base import (
 from hack_kernels.quantize import quantize_k, quantize_v
 from hack_kernels.reference import quantize_query
 from torch import Tensor
+from torch.nn.functional import pad
 
 GROUPS = [1, 3, 7]
 
@@ -84,18 +86,21 @@ def quantized_weights(fmt: HackFormat, p: Tensor) -> tuple[Tensor, Tensor]:
 def definition(fmt: HackFormat, layer: int, q: Tensor, k: Tensor, v: Tensor, position: int) -> tuple[Tensor, float]:
     """Attention of one query [D] at `position` in FP64: K^, V^ before its page, its own page by the open-page rule.
 
-    Also the largest change of the result that weights near a rounding tie can make.
+    Also the largest change of the result that weights near a rounding tie can make. With requantization, K and V end at
+    `position` or with its page: V's codes there are those of all rows of the page.
     """
     pi = fmt.page_tokens
     own, scaled = position // pi, q * q.shape[0] ** -0.5
     q_hat = quantized_query(fmt, scaled)
+    requantized = fmt.open_page is OpenPage.REQUANTIZE
     scores, values = [], []
     for page in range(own + 1):
         rows = slice(page * pi, min((page + 1) * pi, position + 1))
         k_hat, v_hat = (x[:, 0] for x in dequantized(fmt, layer, k[rows], v[rows], page))
-        if page < own:
-            scores.append(k_hat @ q_hat)
-            values.append(v_hat)
+        if page < own or requantized:
+            missing = pi - v_hat.shape[0]
+            scores.append(pad(k_hat @ q_hat, (0, missing), value=-math.inf))
+            values.append(pad(v_hat, (0, 0, 0, missing)))
         else:
             exact = fmt.open_page is OpenPage.EXACT
             scores.append(k[rows, 0].double() @ scaled.double() if exact else k_hat @ q_hat)
@@ -105,7 +110,7 @@ def definition(fmt: HackFormat, layer: int, q: Tensor, k: Tensor, v: Tensor, pos
     for page, (score, value) in enumerate(zip(scores, values, strict=True)):
         page_max = score.max()
         beta, p = torch.exp(page_max - overall), torch.exp(score - page_max)
-        if page < own:
+        if page < own or requantized:
             p, ties = quantized_weights(fmt, p)
             slack += 2 * float(beta * (ties @ value.norm(dim=-1)))
         numerator, denominator = numerator + beta * p @ value, denominator + float(beta * p.sum())
@@ -147,6 +152,25 @@ def test_homomorphic_attention_equals_the_definition(kernels: HackKernels, fmt: 
     pages, open_k, open_v = fill(kernels, fmt, 0, k, v)
     out = kernels.attn_prefill(fmt, 0, pages, open_k, open_v, one_span(0, n, 2), q, k, v)
     for position in (0, fmt.page_tokens - 1, fmt.page_tokens, n - 1):
+        expected, slack = definition(fmt, 0, q[position, 0], k, v, position)
+        error = float((out[position, 0].double() - expected).norm())
+        assert error <= 1e-6 * float(expected.norm()) + slack, (position, error, slack)
+
+
+@pytest.mark.parametrize("arithmetic", list(Arithmetic))
+@pytest.mark.parametrize("more", [0, 3, 31])
+def test_attention_over_a_requantized_page_equals_the_definition(
+    kernels: HackKernels, arithmetic: Arithmetic, more: int
+) -> None:
+    fmt = HackFormat(96, 32, 4, 2, Rounding.STOCHASTIC, arithmetic, open_page=OpenPage.REQUANTIZE)
+    n = fmt.page_tokens + more
+    k, v = (random_rows(seed, n, 1, 96).to(torch.float16) for seed in (1, 2))
+    q = random_rows(3, n, 1, 96)
+    pages, spans = kernels.new_pages(fmt, 2, 1), one_span(0, n, 2)
+    kernels.requantize(fmt, 0, pages, spans, k, v)
+    open_k, open_v = (torch.zeros(1, 1, 32, 96, dtype=torch.float16) for _ in range(2))
+    out = kernels.attn_prefill(fmt, 0, pages, open_k, open_v, spans, q, k, v)
+    for position in {fmt.page_tokens - 1, n - 1}:
         expected, slack = definition(fmt, 0, q[position, 0], k, v, position)
         error = float((out[position, 0].double() - expected).norm())
         assert error <= 1e-6 * float(expected.norm()) + slack, (position, error, slack)
@@ -200,8 +224,7 @@ def requantized(
     """All rows as codes, appended one by one."""
     pages = kernels.new_pages(fmt, 4, k.shape[1])
     for i in range(k.shape[0]):
-        page, old = divmod(i, fmt.page_tokens)
-        kernels.requantize(fmt, 0, pages, page, page * fmt.page_tokens, old, k[i : i + 1], v[i : i + 1])
+        kernels.requantize(fmt, 0, pages, one_span(i, 1, 4), k[i : i + 1], v[i : i + 1])
     open_rows = (torch.zeros(1, k.shape[1], fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
     open_k, open_v = open_rows
     return pages, open_k, open_v

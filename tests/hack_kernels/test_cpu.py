@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from hack_kernels.base import (
     Spans,
 )
 from hack_kernels.quantize import unpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 try:
@@ -45,6 +48,9 @@ ATTENTION_FORMATS = [
     HackFormat(128, 64, 2, 2),
     HackFormat(128, 128, 4, 4, Rounding.STOCHASTIC, Arithmetic.ASYMMETRIC, open_page=OpenPage.K_CODES, seed=11),
     HackFormat(256, 128, 2, 2, Rounding.STOCHASTIC, open_page=OpenPage.K_CODES),
+    HackFormat(128, 64, 2, 2, open_page=OpenPage.REQUANTIZE),
+    HackFormat(96, 32, 4, 2, Rounding.STOCHASTIC, Arithmetic.ASYMMETRIC, open_page=OpenPage.REQUANTIZE),
+    HackFormat(64, 128, 2, 4, arithmetic=Arithmetic.ASYMMETRIC, stored_sums=False, open_page=OpenPage.REQUANTIZE),
 ]
 
 
@@ -65,7 +71,8 @@ class Case:
         self.fmt, self.lengths, self.heads = fmt, lengths, heads
         self.k = [random_rows(seed + 2 * i, n, heads, d).half() for i, n in enumerate(lengths)]
         self.v = [random_rows(seed + 2 * i + 1, n, heads, d).half() for i, n in enumerate(lengths)]
-        counts = [n // pi for n in lengths]
+        coded = pi - 1 if fmt.open_page is OpenPage.REQUANTIZE else 0  # there the open page rests as codes, too
+        counts = [(n + coded) // pi for n in lengths]
         total = sum(counts)
         shuffled = torch.randperm(total + 1, generator=torch.Generator().manual_seed(seed)).tolist()
         self.table = torch.zeros(len(lengths), max(1, *counts), dtype=torch.int64)
@@ -78,6 +85,11 @@ class Case:
     def pool(self, kernels: HackKernels, layer: int = 3) -> HackPages:
         fmt, pi = self.fmt, self.fmt.page_tokens
         pages = kernels.new_pages(fmt, self.num_pages, self.heads)
+        if fmt.open_page is OpenPage.REQUANTIZE:
+            kernels.requantize(
+                fmt, layer, pages, self.spans([0] * len(self.lengths)), *map(torch.cat, (self.k, self.v))
+            )
+            return pages
         for b, n in enumerate(self.lengths):
             full = n // pi
             if full:
@@ -104,11 +116,14 @@ class Case:
             first = begin // pi * pi
             self.open_k[b, :, : begin - first] = self.k[b][first:begin].transpose(0, 1)
             self.open_v[b, :, : begin - first] = self.v[b][first:begin].transpose(0, 1)
+        rows = (torch.cat([x[begin:] for x, begin in zip(xs, begins, strict=True)]) for xs in (q, self.k, self.v))
+        return kernels.attn_prefill(self.fmt, 3, pages, self.open_k, self.open_v, self.spans(begins), *rows)
+
+    def spans(self, begins: list[int]) -> Spans:
+        """Rows begins[b].. of every sequence."""
         starts = torch.tensor(begins)
         counts = torch.tensor(self.lengths) - starts
-        spans = Spans(starts, counts, counts.cumsum(0) - counts, self.table, torch.arange(len(begins)))
-        rows = (torch.cat([x[begin:] for x, begin in zip(xs, begins, strict=True)]) for xs in (q, self.k, self.v))
-        return kernels.attn_prefill(self.fmt, 3, pages, self.open_k, self.open_v, spans, *rows)
+        return Spans(starts, counts, counts.cumsum(0) - counts, self.table, torch.arange(len(begins)))
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -148,6 +163,71 @@ def test_a_minimum_of_zero_is_positive_whichever_zeros_stand_in_the_partition(ke
     for name, plane in theirs.items():
         assert torch.equal(ours[name].view(torch.uint8), plane.view(torch.uint8)), name
     assert not bool(theirs["k_min"].signbit().any() or theirs["v_min"].signbit().any())
+
+
+def requantized(
+    kernels: HackKernels, fmt: HackFormat, batches: list[list[int]], scale: float = 1.0
+) -> Iterator[HackPages]:
+    """Every plane in wire order after each batch, which appends batches[i][b] rows to sequence b.
+
+    The pool held other pages before.
+    """
+    width = -(-sum(max(batch) for batch in batches) // fmt.page_tokens)
+    sequences, heads = len(batches[0]), 2
+    ids = torch.arange(sequences * width)
+    pages, stale = (
+        kernels.new_pages(fmt, ids.numel(), heads),
+        random_rows(1, ids.numel(), heads, *page_shape(fmt)).half(),
+    )
+    kernels.seal(fmt, 3, pages, ids, ids * fmt.page_tokens, stale, stale)
+    starts = torch.zeros(sequences, dtype=torch.int64)
+    for nth, batch in enumerate(batches):
+        taking = torch.tensor(batch).nonzero()[:, 0]
+        counts = torch.tensor(batch)[taking]
+        offsets = counts.cumsum(0) - counts
+        spans = Spans(starts[taking], counts, offsets, ids.view(sequences, width).flip(1)[taking], taking)
+        k, v = (scale * random_rows(seed + 2 * nth, sum(batch), heads, fmt.head_dim) for seed in (2, 3))
+        kernels.requantize(fmt, 3, pages, spans, *(x.clamp(-65504, 65504).half() for x in (k, v)))
+        starts[taking] += counts
+        yield kernels.export(fmt, pages, ids)
+
+
+def page_shape(fmt: HackFormat) -> tuple[int, int]:
+    return fmt.page_tokens, fmt.head_dim
+
+
+def assert_requantized_alike(
+    kernels: HackKernels, fmt: HackFormat, batches: list[list[int]], scale: float = 1.0
+) -> None:
+    for ours, theirs in zip(*(requantized(k, fmt, batches, scale) for k in (kernels, load("reference"))), strict=True):
+        for name, plane in theirs.items():
+            assert torch.equal(ours[name].view(torch.uint8), plane.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_requantized_bytes_equal_the_reference(kernels: cpu.CpuKernels, fmt: HackFormat) -> None:
+    """A page grows by one row, by several and to its end, and the next one begins."""
+    assert_requantized_alike(kernels, fmt, [[fmt.page_tokens - 7], [1], [1], [9], [fmt.page_tokens]])
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 2.0**-14, 300.0, 40000.0])
+def test_requantized_bytes_equal_the_reference_at_extreme_scales(kernels: cpu.CpuKernels, scale: float) -> None:
+    """At the largest ones s·code + m passes what FP16 holds."""
+    fmt = HackFormat(64, 32, 4, 2, rounding=Rounding.STOCHASTIC)
+    assert_requantized_alike(kernels, fmt, [[20], [1], [1], [1]], scale)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_any_batch_is_requantized_as_by_the_reference(isa: str, data: st.DataObject) -> None:
+    """Sequences that take no rows, some, or many pages at once."""
+    kernels = cpu.CpuKernels(isa, threads=data.draw(st.sampled_from([1, 3])))
+    fmt = data.draw(st.sampled_from(FORMATS))
+    rows = st.integers(0, 3) | st.integers(0, 2 * fmt.page_tokens)
+    sequences = data.draw(st.integers(1, 3))
+    batch = st.lists(rows, min_size=sequences, max_size=sequences).filter(any)
+    assert_requantized_alike(kernels, fmt, data.draw(st.lists(batch, min_size=1, max_size=4)))
 
 
 @pytest.mark.parametrize("fmt", ATTENTION_FORMATS, ids=str)
@@ -260,6 +340,21 @@ def test_bad_spans_are_named(kernels: cpu.CpuKernels) -> None:
     for bad in broken:
         with pytest.raises(ValueError, match="sequence 0"):
             kernels.attn_decode(fmt, 3, pages, case.open_k, case.open_v, bad, q)
+
+
+def test_bad_spans_and_rows_of_a_requantization_are_named(kernels: cpu.CpuKernels) -> None:
+    fmt = HackFormat(64, 32, open_page=OpenPage.REQUANTIZE)
+    pages, row = kernels.new_pages(fmt, 3, 1), torch.zeros(1, 1, 64, dtype=torch.float16)
+    one, table = torch.tensor([1]), torch.tensor([[0, 2]])
+    for start, count, offset, ids in ((-1, 1, 0, table), (64, 1, 0, table), (31, 1, 1, table), (32, 1, 0, table + 1)):
+        spans = Spans(torch.tensor([start]), count * one, torch.tensor([offset]), ids, one)
+        with pytest.raises(ValueError, match="sequence 0"):
+            kernels.requantize(fmt, 3, pages, spans, row, row)
+    spans = Spans(0 * one, one, 0 * one, table, one)
+    with pytest.raises(ValueError, match=r"v is \(2, 1, 64\); expected \(1, 1, 64\)"):
+        kernels.requantize(fmt, 3, pages, spans, row, torch.cat((row, row)))
+    with pytest.raises(ValueError, match="k has the wrong dtype"):
+        kernels.requantize(fmt, 3, pages, spans, row.float(), row)
 
 
 def test_an_instruction_set_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import BackendUnavailable, HackFormat, HackKernels, HackPages, OpenPage, Spans
-from hack_kernels.check import check_attention, check_install, check_seal
+from hack_kernels.check import check_attention, check_install, check_requantize, check_seal
 from hack_kernels.reference import ReferenceKernels
 from hack_kernels.rowwise import Rowwise
 
@@ -69,14 +69,14 @@ class TritonKernels(Rowwise):
         if page_ids.numel():
             seal(fmt, layer, pages, page_ids, starts, k, v)
 
-    def requantize(
-        self, fmt: HackFormat, layer: int, pages: HackPages, page_id: int, start: int, old: int, k: Tensor, v: Tensor
-    ) -> None:
-        """The ablation HACK/RQE runs on the reference: the page goes there and back, bit-exact."""
-        page = layout.to_wire(fmt, {name: plane[page_id, None].cpu() for name, plane in pages.items()})
-        ReferenceKernels().requantize(fmt, layer, page, 0, start, old, k.cpu(), v.cpu())
-        for name, plane in layout.from_wire(fmt, page).items():
-            pages[name][page_id] = plane[0].to(self.device)
+    def requantize(self, fmt: HackFormat, layer: int, pages: HackPages, spans: Spans, k: Tensor, v: Tensor) -> None:
+        """The ablation HACK/RQE runs on the reference: the pages go there and back, bit-exact."""
+        check_requantize(fmt, pages, spans, k, v)
+        pool, (k, v), local = self._on_reference(fmt, pages, spans, (k, v))
+        ReferenceKernels().requantize(fmt, layer, pool, local, k, v)
+        ids = torch.unique(spans.table)
+        for name, plane in layout.from_wire(fmt, pool).items():
+            pages[name][ids] = plane.to(self.device)
 
     def install(self, fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: HackPages) -> None:
         """Wire order to records; absent sums are counted."""

@@ -1,0 +1,76 @@
+// Ablation HACK/RQE: rows join a page that is codes already. K's are quantized alone; V's codes become FP16 rows again
+// and are quantized anew together with the new ones. The definition is `requantize` in reference.py.
+#pragma once
+
+#include "layout.h"
+#include "quantize.h"
+
+namespace hack {
+
+// The first `n` rows of a page's V, rounded up to whole vectors of codes: FP16 [n, D].
+template <class S, int bits>
+void dequantize_v(const Format& fmt, const Page& page, int n, std::uint16_t* rows) {
+  constexpr int kChunk = chunk_of(bits);
+  for (int d = 0; d < fmt.head_dim; d += kLanes) {
+    const auto scale = S::load_half(page.v_scale + d), minimum = S::load_half(page.v_min + d);
+    const std::uint8_t* packed = page.v_codes + std::size_t(d) * fmt.page_tokens * bits / 8;
+    for (int t = 0; t < n; t += kChunk, packed += kVectorBytes) {
+      const auto codes = S::load_int(packed);
+      unrolled<planes_of(bits)>([&](auto f) __attribute__((always_inline)) {
+        const auto quad = S::template plane<bits, f>(codes);
+        unrolled<kQuad>([&](auto i) __attribute__((always_inline)) {
+          const auto code = S::dot(S::zero_int(), quad, S::splat_int(1 << (8 * i)));  // the lanes' byte i
+          const auto value = S::fma(S::to_float(code), scale, minimum);               // the product is exact
+          S::store_half(rows + (t + kQuad * f + i) * fmt.head_dim + d, S::min(value, S::splat(kMaxHalf)));
+        });
+      });
+    }
+  }
+}
+
+// Codes [Π - old, D] and metadata [Π - old, G] of the rows of K from `old` on; those past the new rows are 0.
+template <class S>
+void append_k(const Format& fmt, Place place, const NewRows& rows, const Page& page, Arena<S> arena) {
+  const int d = fmt.head_dim, groups = fmt.k_groups(), end = fmt.page_tokens - rows.old;
+  const RowCodes k = take_codes(fmt, fmt.k_meta(), arena);
+  const std::uint16_t* pointers[kMaxPageTokens];
+  for (int t = 0; t < rows.count; ++t) pointers[t] = rows.k + t * rows.stride;
+  quantize_k<S>(fmt, {place.layer, place.head, place.position + rows.old}, pointers, rows.count, k);
+  std::memset(k.codes + rows.count * d, 0, std::size_t(end - rows.count) * d);
+  fmt.k_bits == 2 ? pack_k_from<S, 2>(fmt, rows.old, k.codes, page.k_codes)
+                  : pack_k_from<S, 4>(fmt, rows.old, k.codes, page.k_codes);
+  auto* halves = arena.template take<std::uint16_t>(fmt.k_meta() + kLanes);
+  const auto store = [&](float* meta, std::uint16_t* plane) {
+    std::memset(meta + rows.count * groups, 0, sizeof(float) * (end - rows.count) * groups);
+    for (int i = 0; i < end * groups; i += kLanes) S::store_half(halves + i, S::load(meta + i));
+    for (int t = 0; t < end; ++t)
+      for (int g = 0; g < groups; ++g) plane[g * fmt.page_tokens + rows.old + t] = halves[t * groups + g];
+  };
+  store(k.minimum, page.k_min);
+  store(k.scale, page.k_scale);
+  if (fmt.sums_at_rest()) count_k_sums<S>(fmt, rows.old, k.codes, page);
+}
+
+template <class S>
+void append_v(const Format& fmt, Place place, const NewRows& rows, const Page& page, Arena<S> arena) {
+  const int d = fmt.head_dim, total = rows.old + rows.count;
+  const RowCodes v = take_codes(fmt, fmt.v_meta(), arena);
+  auto* kept = arena.template take<std::uint16_t>(fmt.elements());
+  fmt.v_bits == 2 ? dequantize_v<S, 2>(fmt, page, rows.old, kept) : dequantize_v<S, 4>(fmt, page, rows.old, kept);
+  const std::uint16_t* pointers[kMaxPageTokens];
+  for (int t = 0; t < total; ++t) pointers[t] = t < rows.old ? kept + t * d : rows.v + (t - rows.old) * rows.stride;
+  quantize_v<S>(fmt, place, pointers, total, v);
+  std::memset(v.codes + total * d, 0, std::size_t(fmt.page_tokens - total) * d);
+  fmt.v_bits == 2 ? pack_v<S, 2>(fmt, v.codes, page.v_codes) : pack_v<S, 4>(fmt, v.codes, page.v_codes);
+  store_v_meta<S>(fmt, v, page);
+  if (fmt.sums_at_rest()) count_v_sums<S>(fmt, v.codes, page);
+}
+
+template <class S>
+void requantize(const Format& fmt, Place place, const NewRows& rows, const Page& page, std::byte* scratch) {
+  const Arena<S> arena(scratch);
+  append_k<S>(fmt, place, rows, page, arena);
+  append_v<S>(fmt, place, rows, page, arena);
+}
+
+}  // namespace hack
