@@ -5,6 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv-peers/.installed
 TORCH := torch==2.13.0
+SOURCES := kernels/csrc/CMakeLists.txt $(wildcard kernels/csrc/*.h kernels/csrc/*.cpp kernels/csrc/simd/*.h)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test browser compose-test check dashboards proto bench peers sanitize arm clean
@@ -60,7 +61,8 @@ clean:  ## remove the virtual environment and caches
 	rm -rf .venv .venv-peers build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch goes first and pinned: asked for as a mere dependency, it would bring gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml
+# The C++ extension is compiled again when its sources have changed.
+$(STAMP): pyproject.toml $(SOURCES)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "installing $(TORCH) and the rest; this takes a few minutes the first time"

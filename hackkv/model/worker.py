@@ -84,7 +84,7 @@ def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, Model
     check_dtype(model.dtype)
     try:
         kernels = load(model.backend)
-    except BackendUnavailable as error:
+    except (BackendUnavailable, ImportError) as error:
         raise ConfigError(f"model.backend: {error}") from error
     if kernels.device.type != "cpu":
         raise ConfigError(
