@@ -4,7 +4,7 @@
     python -m bench.peers codecs                        job completion time by stage and codec, 2k to 32k tokens
 
 PYTHON is an interpreter with llama-cpp-python (built for this CPU), gguf and safetensors; `make peers` makes one and
-runs both, about 15 minutes on two cores. With `--out docs` the sections of docs/performance.md grow with every result.
+runs both, about 20 minutes on two cores. With `--out docs` the sections of docs/performance.md grow with every result.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.peers.model import write_checkpoint, write_prompt
+from bench.peers.model import SHAPE, write_checkpoint, write_prompt
 from bench.peers.ours import Run, serve
-from bench.peers.report import CODECS, Contender, Timing, about, codecs_section, peers_section
+from bench.peers.report import CODECS, Timing, about, codecs_section, peers_section
 from bench.sections import write_section
 from hackkv import __version__
 
@@ -36,22 +36,26 @@ SLOW_KV = ("q8_0", "q4_0")
 CELL_TOKENS = 24_576
 """Prompt tokens that a cell of `codecs` may cost: a long prompt runs less often, but once."""
 
+LLAMA_PYTHON = typer.Option(help="interpreter with llama-cpp-python, gguf and safetensors", exists=True, dir_okay=False)
 Threads = Annotated[int, typer.Option(min=1, help="compute threads of each process")]
 Rounds = Annotated[int, typer.Option(min=1, help="requests per cell at most; the median counts")]
-Out = Annotated[Path | None, typer.Option(help="folder whose performance.md and .json get this section")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="folder whose performance.md and .json get this section", exists=True, file_okay=False),
+]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="One long request against llama.cpp, and our codecs against each other.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 console = Console()
-
-
-@app.callback()
-def main() -> None:
-    """One long request against llama.cpp, and our codecs against each other."""
 
 
 @app.command()
 def llama(
-    llama_python: Annotated[Path, typer.Option(help="interpreter with llama-cpp-python, gguf and safetensors")],
+    llama_python: Annotated[Path, LLAMA_PYTHON],
     prompt: Annotated[int, typer.Option(min=1)] = 8192,
     tokens: Annotated[int, typer.Option(min=2)] = 64,
     threads: Threads = 2,
@@ -76,7 +80,7 @@ def llama(
             for nth in bar.track(range(rounds), description="rounds"):
                 for codec in ("hack", "fp16"):
                     done = partial(_ours, heard, f"hackkv {codec}", tokens)
-                    serve(checkpoint, CODECS[codec].codec, [prompt], tokens, threads, done)
+                    serve(checkpoint, CODECS[codec], [prompt], tokens, threads, done)
                 for kind, attention in LLAMA:
                     if nth == 0 or kind not in SLOW_KV:
                         said = _run(
@@ -95,15 +99,14 @@ def codecs(
     only: Annotated[str, typer.Option(help="codecs, comma between; all by default")] = ",".join(CODECS),
     out: Out = None,
 ) -> None:
-    """Job completion time by stage: the paper's Fig. 10 and its ablations, one request at a time."""
-    lengths = [int(size) for size in sizes.split(",")]
-    chosen = {name: CODECS[name] for name in only.split(",")}
+    """Job completion time by stage: the paper's Fig. 10 and its ablations, one request at a time, codecs in turn."""
+    lengths, names = _lengths(sizes, tokens), _names(only)
     setting = about(f"{tokens} tokens out", threads)
     results: dict[int, dict[str, list[Run]]] = {length: {} for length in lengths}
     with TemporaryDirectory() as folder, Progress(console=console) as bar:
         checkpoint = write_checkpoint(Path(folder) / "model")
-        prompts = {name: _prompts(contender, lengths, rounds) for name, contender in chosen.items()}
-        task = bar.add_task("requests", total=sum(sum(each) for each in prompts.values()))
+        by_round = [_prompts(lengths, nth) for nth in range(rounds)]
+        task = bar.add_task("requests", total=len(names) * sum(map(sum, by_round)))
 
         def heard(name: str, prompt: int, run: Run) -> None:
             results[prompt].setdefault(name, []).append(run)
@@ -112,15 +115,32 @@ def codecs(
             if out:
                 write_section(out, "codecs", *codecs_section(out, setting, results))
 
-        for name, contender in chosen.items():
-            serve(checkpoint, contender.codec, prompts[name], tokens, threads, partial(heard, name))
+        for prompts in filter(None, by_round):
+            for name in names:
+                serve(checkpoint, CODECS[name], prompts, tokens, threads, partial(heard, name))
     typer.echo(codecs_section(out, setting, results)[0])
 
 
-def _prompts(contender: Contender, lengths: list[int], rounds: int) -> list[int]:
-    """Prompt lengths to run, short ones first, each as often as its cell may cost."""
-    fitting = [length for length in lengths if length <= contender.longest]
-    return [length for length in fitting for _ in range(max(1, min(rounds, CELL_TOKENS // length)))]
+def _lengths(sizes: str, tokens: int) -> list[int]:
+    """Prompt lengths that the model has room for, with `tokens` after them."""
+    most = SHAPE.max_context - tokens
+    words = sizes.split(",")
+    if not all(word.isdecimal() and 1 <= int(word) <= most for word in words):
+        raise typer.BadParameter(f"{sizes!r} is not numbers from 1 to {most}, comma between", param_hint="--sizes")
+    return [int(word) for word in words]
+
+
+def _names(only: str) -> list[str]:
+    names = only.split(",")
+    if unknown := [name for name in names if name not in CODECS]:
+        known = ", ".join(CODECS)
+        raise typer.BadParameter(f"{', '.join(map(repr, unknown))} unknown; known: {known}", param_hint="--only")
+    return names
+
+
+def _prompts(lengths: list[int], nth: int) -> list[int]:
+    """Prompt lengths of the nth round: a cell runs once, and again as long as it costs no more than CELL_TOKENS."""
+    return [length for length in lengths if nth == 0 or (nth + 1) * length <= CELL_TOKENS]
 
 
 def _ours(heard: Callable[[str, Timing], None], system: str, tokens: int, _: int, run: Run) -> None:
