@@ -74,9 +74,13 @@ class TritonKernels(Rowwise):
         check_requantize(fmt, pages, spans, k, v)
         pool, (k, v), local = self._on_reference(fmt, pages, spans, (k, v))
         ReferenceKernels().requantize(fmt, layer, pool, local, k, v)
-        ids = torch.unique(spans.table)
+        # Only pages that took rows go back: what else stands in the table may be written by somebody else meanwhile.
+        first, last = local.starts // fmt.page_tokens, (local.starts + local.counts - 1) // fmt.page_tokens
+        columns = torch.arange(local.table.shape[1])
+        took = (first[:, None] <= columns) & (columns <= last[:, None])
+        ids, places = spans.table[took.to(self.device)], local.table[took]
         for name, plane in layout.from_wire(fmt, pool).items():
-            pages[name][ids] = plane.to(self.device)
+            pages[name][ids] = plane[places].to(self.device)
 
     def install(self, fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: HackPages) -> None:
         """Wire order to records; absent sums are counted."""

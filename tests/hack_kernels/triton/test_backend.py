@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hack_kernels.base import (
@@ -71,6 +73,32 @@ def test_sealed_records_are_the_reference_s_bit_for_bit(fmt: HackFormat) -> None
     native = layout.from_wire(fmt, {name: plane[ids] for name, plane in expected.items()})
     assert_same_bytes({name: plane[ids] for name, plane in pool.items()}, native)
     assert_same_bytes({name: plane[[1, 3]] for name, plane in pool.items()}, untouched)
+
+
+def test_requantized_pages_are_the_reference_s_and_no_others_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second sequence's table ends with a page 0 that is another's, who writes to it in the meantime."""
+    fmt = HackFormat(64, 32, 2, 4, arithmetic=ASYMMETRIC, open_page=OpenPage.REQUANTIZE)
+    pool, expected = poisoned(fmt, 5, 2), ReferenceKernels().new_pages(fmt, 5, 2)
+    table, mine = torch.tensor([[4, 1], [3, 0]]), torch.tensor([4, 1, 3])
+    requantize = ReferenceKernels.requantize
+
+    def meanwhile(*arguments: Any) -> None:
+        pool["k_codes"][0] += 1
+        requantize(*arguments)
+
+    for seed, starts, counts in ((11, [0, 0], [40, 5]), (13, [40, 5], [3, 1])):
+        total, offsets = sum(counts), torch.tensor([0, counts[0]])
+        spans = Spans(torch.tensor(starts), torch.tensor(counts), offsets, table, torch.arange(2))
+        k, v = (rows(each, total, 2, fmt.head_dim) for each in (seed, seed + 1))
+        ReferenceKernels().requantize(fmt, 3, expected, spans, k, v)
+        others = {name: plane[[0, 2]].clone() for name, plane in pool.items()}
+        others["k_codes"][0] += 1
+        with monkeypatch.context() as patched:
+            patched.setattr(ReferenceKernels, "requantize", meanwhile)
+            TritonKernels(CPU).requantize(fmt, 3, pool, spans, k, v)
+        native = layout.from_wire(fmt, {name: plane[mine] for name, plane in expected.items()})
+        assert_same_bytes({name: plane[mine] for name, plane in pool.items()}, native)
+        assert_same_bytes({name: plane[[0, 2]] for name, plane in pool.items()}, others)
 
 
 EXCHANGED = [
