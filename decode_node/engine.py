@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from hackkv.codec import Span
 from hackkv.errors import NonFiniteError
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, sample
-from hackkv.pages import Grant
 from hackkv.types import Token
 
 
@@ -41,14 +41,11 @@ class Sequence:
         return self.stepped_at - self.joined_at - self.queue_s - self.swapped_s
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A sequence's part in a step: the first `rows` of its pending tokens, behind the `start` that are in the cache."""
+class Work(NamedTuple):
+    """A sequence's part in a step: the first of its pending tokens, as many as `span` has rows."""
 
     sequence: Sequence
-    grant: Grant
-    start: int
-    rows: int
+    span: Span
     replay: bool
     """The tokens after these rows are known: none is chosen."""
 
@@ -79,7 +76,7 @@ class DecodeEngine:
             if not seq.stepped_at:
                 seq.queue_s = began - seq.joined_at - seq.swapped_s
             seq.stepped_at = ended
-            del seq.pending[: work.rows]
+            del seq.pending[: work.span.count]
             if token is not None:
                 seq.pending.append(token.token_id)
             # A step's time is every member's time: the stages are what a request waited for, not what it cost.
@@ -92,20 +89,16 @@ class DecodeEngine:
         if not at:
             return []
         hidden = self._forward(batch, at)
+        model, samplers = self._runner.model, [batch[index].sequence.sampler for index in at]
         with _named(at):
-            return sample(self._runner.model.logits(hidden), [batch[index].sequence.sampler for index in at])
+            return sample(model.logits(hidden), samplers, model.kernels)
 
     def _forward(self, batch: list[Work], at: list[int]) -> Tensor:
         """Hidden states of the rows of `batch[at]`."""
         works = [batch[index] for index in at]
-        ids = [token_id for work in works for token_id in work.sequence.pending[: work.rows]]
-        sealed = self._runner.codec.sealed_pages
-        spans = [
-            Span(work.grant.slot, work.start, work.rows, work.grant.pages[: sealed(work.start + work.rows)])
-            for work in works
-        ]
+        ids = [token_id for work in works for token_id in work.sequence.pending[: work.span.count]]
         with _named(at):
-            return self._runner.forward(spans, ids)
+            return self._runner.forward([work.span for work in works], ids)
 
 
 @contextlib.contextmanager

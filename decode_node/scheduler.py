@@ -29,7 +29,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from decode_node.policy import Candidate, pick_victim, replay_rows
 from hackkv.errors import Overloaded, RequestError
@@ -109,8 +109,7 @@ class Seat(Generic[Owner]):
         return len(self.grant.pages) if self.grant else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Turn(Generic[Owner]):
+class Turn(NamedTuple, Generic[Owner]):
     """A sequence's part in a step: `rows` rows; a token is chosen after them unless they are a replay's."""
 
     seat: Seat[Owner]

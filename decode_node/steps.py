@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from decode_node.engine import DecodeEngine, Sequence, Work
 from decode_node.scheduler import DecodeScheduler, Footprint, Seat, Turn
 from decode_node.stream import Stream
 from decode_node.swap import HostKv, Swapper
-from hackkv.codec import FP16_BYTES
+from hackkv.codec import FP16_BYTES, Span
 from hackkv.errors import HackkvError, NonFiniteError
 from hackkv.model.runner import ModelRunner
 from hackkv.pages import Grant
@@ -43,7 +45,9 @@ class Steps:
         self._scheduler = scheduler
         self._footprint = scheduler.footprint
         self._engine = DecodeEngine(runner)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-engine")
+        # The thread is in inference mode for good: to enter and leave it with each step costs a small model's step 1%.
+        infer = torch.inference_mode().__enter__
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-engine", initializer=infer)
         self._swapper = Swapper(runner.pools)
         self._copies: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
@@ -188,9 +192,12 @@ def _send(stream: Stream, token: Token) -> None:
 
 
 def _work(turns: Iterable[Turn[Stream]]) -> list[Work]:
-    return [
-        Work(turn.seat.owner.sequence, _grant(turn.seat), turn.seat.tokens, turn.rows, turn.replay) for turn in turns
-    ]
+    return [Work(turn.seat.owner.sequence, _span(turn.seat, turn.rows), turn.replay) for turn in turns]
+
+
+def _span(seat: Seat[Stream], rows: int) -> Span:
+    grant = _grant(seat)
+    return Span(grant.slot, seat.tokens, rows, grant.pages)
 
 
 def _grant(seat: Seat[Stream]) -> Grant:

@@ -96,7 +96,7 @@ class Span:
     start: int
     count: int
     pages: tuple[int, ...]
-    """Pool index of every page of the sequence up to and including those that these rows fill."""
+    """Pool index of every page of the sequence up to and including those that these rows fill, or of more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +125,39 @@ class Batch:
     filled: tuple[Filled, ...] = field(default=())
 
     @classmethod
-    def of(cls, spans: Sequence[Span], page_tokens: int) -> Batch:
-        """Lay out `spans` in the given order."""
+    def of(cls, spans: Sequence[Span], page_tokens: int, last: Batch | None = None) -> Batch:
+        """Lay out `spans` in the given order.
+
+        What `last`, an earlier batch of the same page size, has of the same sequences, pages and counts is shared: in
+        decode that is all but the positions, most of the time.
+        """
         offsets: list[int] = []
         filled: list[Filled] = []
         row = 0
         for index, span in enumerate(spans):
             offsets.append(row)
             old = span.start % page_tokens
-            for page in range(span.start // page_tokens, (span.start + span.count) // page_tokens):
-                begin = max(span.start, page * page_tokens)
-                kept = old if page * page_tokens < span.start else 0
-                filled.append(Filled(span.pages[page], page * page_tokens, index, row + begin - span.start, kept))
+            if old + span.count >= page_tokens:
+                for page in range(span.start // page_tokens, (span.start + span.count) // page_tokens):
+                    begin = max(span.start, page * page_tokens)
+                    kept = old if page * page_tokens < span.start else 0
+                    filled.append(Filled(span.pages[page], page * page_tokens, index, row + begin - span.start, kept))
             row += span.count
-        lines = [[span.start for span in spans], [span.count for span in spans], offsets, [span.slot for span in spans]]
-        starts, counts, places, slots = int64(lines).unbind()
-        where = Spans(starts, counts, places, _table(spans), slots)
+        starts = int64([span.start for span in spans])
+        if last is not None and _same_places(spans, last.spans):
+            where = Spans(starts, last.where.counts, last.where.offsets, last.where.table, last.where.slots)
+        else:
+            counts, slots = int64([span.count for span in spans]), int64([span.slot for span in spans])
+            where = Spans(starts, counts, int64(offsets), _table(spans), slots)
         return cls(tuple(spans), page_tokens, where, row == len(spans), tuple(filled))
+
+
+def _same_places(spans: Sequence[Span], others: Sequence[Span]) -> bool:
+    """Whether they differ in their positions at most."""
+    return len(spans) == len(others) and all(
+        span.slot == other.slot and span.count == other.count and span.pages == other.pages
+        for span, other in zip(spans, others, strict=True)
+    )
 
 
 def _table(spans: Sequence[Span]) -> Tensor:

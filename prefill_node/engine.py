@@ -59,6 +59,7 @@ class PrefillEngine:
         self._host_pages = host_pages
         self._emit = emit
 
+    @torch.inference_mode()
     def step(self, chunks: list[Chunk[Work]], moves: Moves) -> list[FirstToken]:
         """Run one pass, after `moves`. Raises `NonFiniteError` whose `span` is the index of the chunk at fault."""
         began = perf_counter()
@@ -135,7 +136,7 @@ class PrefillEngine:
         states = [SamplerState(request.sampling, request.prompt_ids, eos_ids) for request in requests]
         logits = self._runner.model.logits(torch.stack([row for _, row in complete]))
         try:
-            tokens = sample(logits, states)
+            tokens = sample(logits, states, self._runner.model.kernels)
         except NonFiniteError as error:
             raise NonFiniteError(str(error), span=complete[error.span][0]) from error
         return list(zip(works, tokens, strict=True))

@@ -121,7 +121,7 @@ def _scored(worker: Worker, hidden: Tensor, example: Example) -> Answered:
     rows = max(1, LOGITS // worker.model.spec.vocab)
     choices, nlls = [], []
     for states, target in zip(hidden.split(rows), truth.split(rows), strict=True):
-        logits = worker.model.logits(states)
+        logits = worker.model.logits(states).float()
         choices.append(logits.argmax(-1))
         nlls.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
     return Answered(torch.cat(choices).numpy(), example.answer, torch.cat(nlls).double().numpy())

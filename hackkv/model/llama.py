@@ -83,7 +83,10 @@ class Weights:
 
 
 class Llama:
-    """A decoder of the Llama family over plain tensors. Safe to call from several threads: it holds no state."""
+    """A decoder of the Llama family over plain tensors. Safe to call from several threads: it holds no state.
+
+    Weights need no gradients. Who runs many small steps enters `torch.inference_mode` once for all of a step.
+    """
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, *, batch_invariant: bool = False, kernels: RowKernels | None = None
@@ -102,7 +105,6 @@ class Llama:
         self.kernels = kernels or Rowwise()
         self._turns = rotation_table(spec.rope, spec.max_context, self.device)
 
-    @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for `ids` and `positions`, both int64 [T].
 
@@ -124,10 +126,9 @@ class Llama:
             normed = self._norm(x, next_norm, self._feed_forward(layer, normed))
         return _first(normed, tokens)
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [rows, vocab] for `hidden` [rows, hidden]; pass only the rows that need a next token."""
-        return _first(linear(self._padded(hidden), self.weights.lm_head), hidden.shape[0]).float()
+        """[rows, vocab] for `hidden` [rows, hidden]; pass only the rows that need a next token."""
+        return _first(linear(self._padded(hidden), self.weights.lm_head), hidden.shape[0])
 
     def _padded(self, x: Tensor) -> Tensor:
         """`x` [T, ...] with zero rows appended up to a whole row group."""

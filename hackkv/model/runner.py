@@ -24,6 +24,7 @@ class ModelRunner:
         self.pools: tuple[LayerPages, ...] = tuple(
             codec.new_layer(num_pages, num_slots, spec.num_kv_heads) for _ in range(spec.num_layers)
         )
+        self._last: Batch | None = None
 
     def forward(
         self,
@@ -37,7 +38,8 @@ class ModelRunner:
         `on_layer(i)` is called as soon as the KV of layer i is in its pages. With `wanted`, only the last `wanted[i]`
         rows of span i come back, which is cheaper. Raises `NonFiniteError` naming the span.
         """
-        batch = Batch.of(spans, self.layout.page_tokens)
+        batch = Batch.of(spans, self.layout.page_tokens, self._last)
+        self._last = batch
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = self.codec.attend(layer, self.pools[layer], batch, q, k, v)

@@ -23,6 +23,8 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from hack_kernels.base import RowKernels
+from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
 from hackkv.errors import NonFiniteError
@@ -104,33 +106,31 @@ class SamplerState:
         return row
 
 
-def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[Token]:
-    """Choose one token per row of `logits` (float32 [B, vocab]) and advance the row's state.
+def sample(logits: Tensor, states: Sequence[SamplerState], kernels: RowKernels | None = None) -> list[Token]:
+    """Choose one token per row of `logits` [B, vocab] and advance the row's state. `kernels` are torch by default.
 
     Raises `NonFiniteError` whose `span` is the first row that holds NaN or +Inf; no state has advanced then.
     """
-    largest, best = logits.max(dim=-1)
-    finite = list(map(math.isfinite, largest.tolist()))
-    if not all(finite):
-        row = finite.index(False)
+    largest = (kernels or Rowwise()).largest(logits)
+    if -1 in largest:
+        row = largest.index(-1)
         raise NonFiniteError(f"logits of row {row} are not finite", span=row)
-    chosen = best.tolist()
     tokens = []
     for row, state in enumerate(states):
         if state.greedy and state.untouched and state.sampling.logprobs is None:
-            index, token_id = state.emitted, chosen[row]
+            index, token_id = state.emitted, largest[row]
             tokens.append(Token(index, token_id, state.accept(token_id)))
         else:
-            tokens.append(_choose(logits[row].cpu().numpy().astype(np.float64), state))
+            tokens.append(_choose(logits[row].double().cpu().numpy(), state))
     return tokens
 
 
 def prompt_logprobs(logits: Tensor, first: int, ids: Sequence[int], top: int) -> list[Token]:
     """Log-probabilities of prompt tokens `ids`, whose first has position `first` (>= 1), with `top` alternatives.
 
-    Row j of `logits` (float32 [len(ids), vocab]) is the prediction made at position first + j - 1.
+    Row j of `logits` [len(ids), vocab] is the prediction made at position first + j - 1.
     """
-    rows = logits.cpu().numpy().astype(np.float64)
+    rows = logits.double().cpu().numpy()
     return [_reported(first + j, token_id, None, rows[j], top) for j, token_id in enumerate(ids)]
 
 

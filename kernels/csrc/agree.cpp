@@ -71,8 +71,8 @@ void run(const Format& fmt) {
   for (float& x : q) x = float(int(random() % 2001) - 1000) / 500.0f;
   const std::int64_t start = kPages * fmt.page_tokens + 9, one = 1, zero = 0;
   engine.attend(fmt, 1, copy, {open_k.data(), open_v.data(), 1}, {&start, &one, &zero, ids, &zero, 1, kPages},
-                {reinterpret_cast<const std::byte*>(q.data()), reinterpret_cast<std::byte*>(out.data()), Dtype::kFloat,
-                 nullptr, nullptr, 1, kHeads * kGroup});
+                {reinterpret_cast<const std::byte*>(q.data()), 0, reinterpret_cast<std::byte*>(out.data()),
+                 Dtype::kFloat, nullptr, nullptr, 1, kHeads * kGroup});
   std::printf("D %d Pi %d bits %d/%d stochastic %d asymmetric %d: pages %016llx wire %016llx attention %016llx %s\n",
               fmt.head_dim, fmt.page_tokens, fmt.k_bits, fmt.v_bits, fmt.stochastic, fmt.asymmetric,
               static_cast<unsigned long long>(native.all()), static_cast<unsigned long long>(wire.all()),

@@ -89,12 +89,13 @@ class Planner {
  private:
   AttendItem item(std::int64_t b, int head, std::int64_t at, std::int64_t stop) const {
     const std::int64_t row = spans_.offsets[b] + at - spans_.starts[b], page = at / fmt_.page_tokens;
-    const std::int64_t element = (row * rows_.q_heads + std::int64_t(head) * group_) * fmt_.head_dim;
-    const std::int64_t bytes = element * bytes_of(rows_.dtype);
-    return {.q = rows_.q + bytes,
-            .out = rows_.out + bytes,
+    const std::int64_t head_bytes = std::int64_t(group_) * fmt_.head_dim * bytes_of(rows_.dtype);
+    const std::int64_t out_stride = pool_.heads * head_bytes;
+    return {.q = rows_.q + row * rows_.q_stride + head * head_bytes,
+            .out = rows_.out + row * out_stride + head * head_bytes,
             .dtype = rows_.dtype,
-            .token_stride = std::int64_t(rows_.q_heads) * fmt_.head_dim,
+            .q_stride = rows_.q_stride,
+            .out_stride = out_stride,
             .group = group_,
             .tokens = int(stop - at),
             .head = head,

@@ -23,8 +23,9 @@ struct OpenPages {
 
 // Rows of one call; k and v are null in decode, whose rows stand in the open pages already.
 struct Rows {
-  const std::byte* q;  // [total, q_heads, D]
-  std::byte* out;
+  const std::byte* q;  // [total, q_heads, D], tokens q_stride bytes apart
+  std::int64_t q_stride;
+  std::byte* out;  // [total, q_heads, D]
   Dtype dtype;
   const std::uint16_t* k;  // [total, heads, D]
   const std::uint16_t* v;

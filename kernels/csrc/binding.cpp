@@ -37,6 +37,10 @@ Kind kind_of(nb::handle dtype) {
   refuse("a tensor has a dtype that no kernel takes");
 }
 
+std::vector<std::size_t> shape_of(nb::handle tensor) {
+  return nb::cast<std::vector<std::size_t>>(tensor.attr("shape"));
+}
+
 // A contiguous CPU tensor, borrowed for one call.
 class Array {
  public:
@@ -52,7 +56,7 @@ class Array {
   std::size_t size() const { return size_; }
   Kind kind() const { return kind_; }
   std::size_t ndim() const { return nb::len(nb::object(tensor_.attr("shape"))); }
-  std::vector<std::size_t> shape() const { return nb::cast<std::vector<std::size_t>>(tensor_.attr("shape")); }
+  std::vector<std::size_t> shape() const { return shape_of(tensor_); }
   std::size_t shape(int axis) const { return nb::cast<std::size_t>(tensor_.attr("shape")[axis]); }
 
  private:
@@ -198,7 +202,7 @@ class Kernels {
   }
 
   // spans as in `attend`.
-  void requantize(const Format& fmt, int layer, const nb::dict& pages, const nb::list& spans, nb::handle k,
+  void requantize(const Format& fmt, int layer, const nb::dict& pages, const nb::tuple& spans, nb::handle k,
                   nb::handle v) const {
     const Pool pool = pool_of(fmt, pages);
     const Array keys(k), values(v);
@@ -229,22 +233,23 @@ class Kernels {
     engine_.export_pages(fmt, pool, list, to);
   }
 
-  // spans: (starts, counts, offsets, table, slots); k and v are None in decode.
+  // spans: (starts, counts, offsets, table, slots); k and v are None in decode. Tokens of q may lie apart.
   void attend(const Format& fmt, int layer, const nb::dict& pages, nb::handle open_k, nb::handle open_v,
-              const nb::list& spans, nb::handle queries, nb::handle output, nb::handle k, nb::handle v) const {
+              const nb::tuple& spans, nb::handle queries, nb::handle output, nb::handle k, nb::handle v) const {
     const Pool pool = pool_of(fmt, pages);
-    const Array keys(open_k), values(open_v), q(queries), out(output);
+    const Array keys(open_k), values(open_v), out(output);
+    const RowArray q(queries);
     const std::size_t heads = std::size_t(pool.heads), d = std::size_t(fmt.head_dim), slots = keys.shape(0);
     for (const auto& [array, name] : {std::pair{&keys, "open_k"}, {&values, "open_v"}})
       expect_shape(*array, {slots, heads, std::size_t(fmt.page_tokens), d}, name);
     const OpenPages open{halves(keys, keys.size(), "open_k"), halves(values, keys.size(), "open_v"),
                          std::int64_t(slots)};
-    const auto shape = q.shape();
-    if (shape.size() != 3 || shape[1] % heads || shape[2] != d)
-      refuse("q is " + in_words(shape) + "; expected [T, a multiple of " + std::to_string(heads) + " heads, " +
-             std::to_string(d) + "]");
-    if (out.size() != q.size() || out.kind() != q.kind()) refuse("out must be like q");
-    const std::size_t total = shape[0];
+    if (q.inner() != std::int64_t(d) || q.elements() % std::int64_t(heads * d))
+      refuse("q is " + in_words(shape_of(queries)) + "; expected [T, a multiple of " + std::to_string(heads) +
+             " heads, " + std::to_string(d) + "]");
+    const std::size_t total = std::size_t(q.strips().count);
+    if (out.size() != total * std::size_t(q.elements()) || float_dtype(out.kind()) != q.dtype())
+      refuse("out must be like q");
     const Spans where = spans_of(spans, total);
     const auto rows_of = [&](nb::handle x, const char* name) -> const std::uint16_t* {
       if (x.is_none()) return nullptr;
@@ -252,13 +257,14 @@ class Kernels {
       expect_shape(rows, {total, heads, d}, name);
       return halves(rows, total * heads * d, name);
     };
-    const Rows rows{static_cast<const std::byte*>(q.data()),
+    const Rows rows{q.strips().data,
+                    q.strips().stride,
                     static_cast<std::byte*>(out.data()),
-                    float_dtype(q.kind()),
+                    q.dtype(),
                     rows_of(k, "k"),
                     rows_of(v, "v"),
                     std::int64_t(total),
-                    int(shape[1])};
+                    int(q.elements() / q.inner())};
     const nb::gil_scoped_release unlocked;
     engine_.attend(fmt, layer, pool, open, where, rows);
   }
@@ -326,10 +332,19 @@ class Kernels {
                to.strips());
   }
 
+  // Where each row of x [T, n] is largest, or -1.
+  std::vector<std::int64_t> largest(nb::handle x) const {
+    const RowArray rows(x);
+    std::vector<std::int64_t> at(std::size_t(rows.strips().count));
+    const nb::gil_scoped_release unlocked;
+    hack::largest(rows_of(rows), engine_.threads, rows.strips(), int(rows.elements()), at.data());
+    return at;
+  }
+
  private:
   const RowOperations& rows_of(const RowArray& rows) const { return engine_.operations.rows[int(rows.dtype())]; }
 
-  static Spans spans_of(const nb::list& spans, std::size_t rows) {
+  static Spans spans_of(const nb::tuple& spans, std::size_t rows) {
     if (nb::len(spans) != 5) refuse("spans are (starts, counts, offsets, table, slots)");
     const Array starts(spans[0]), counts(spans[1]), offsets(spans[2]), table(spans[3]), slots(spans[4]);
     if (table.ndim() != 2) refuse("the table of pages has two dimensions");
@@ -397,6 +412,7 @@ NB_MODULE(_cpu, m) {
       .def("rotate", &Kernels::rotate)
       .def("norm", &Kernels::norm, "x"_a, "more"_a.none(), "weight"_a, "epsilon"_a, "out"_a)
       .def("gate", &Kernels::gate)
+      .def("largest", &Kernels::largest)
       .def("attend", &Kernels::attend, "fmt"_a, "layer"_a, "pages"_a, "open_k"_a, "open_v"_a, "spans"_a, "q"_a, "out"_a,
            "k"_a.none(), "v"_a.none());
 }

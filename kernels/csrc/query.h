@@ -110,8 +110,8 @@ Query make_query(const Format& fmt, const AttendItem& item, Arena<S>& arena) {
   for (int r = 0; r < padded; ++r) {
     float* row = query.exact + r * d;
     if (r < rows) {
-      const std::int64_t at = (r / item.group) * item.token_stride + std::int64_t(r % item.group) * d;
-      load_row<S>(item.q + at * bytes_of(item.dtype), item.dtype, d, row);
+      const std::byte* token = item.q + (r / item.group) * item.q_stride;
+      load_row<S>(token + std::int64_t(r % item.group) * d * bytes_of(item.dtype), item.dtype, d, row);
     } else {
       for (int i = 0; i < d; ++i) row[i] = 0.0f;
     }
@@ -143,8 +143,9 @@ State make_state(const Format& fmt, int rows, Arena<S>& arena) {
 template <class S>
 void write_row(const Format& fmt, const AttendItem& item, int r, float* values, float weight) {
   for (int d = 0; d < fmt.head_dim; d += kLanes) S::store(values + d, S::div(S::load(values + d), S::splat(weight)));
-  const std::int64_t at = (r / item.group) * item.token_stride + std::int64_t(r % item.group) * fmt.head_dim;
-  store_row<S>(item.out + at * bytes_of(item.dtype), item.dtype, fmt.head_dim, values);
+  std::byte* token = item.out + (r / item.group) * item.out_stride;
+  store_row<S>(token + std::int64_t(r % item.group) * fmt.head_dim * bytes_of(item.dtype), item.dtype, fmt.head_dim,
+               values);
 }
 
 template <class S>

@@ -62,4 +62,8 @@ void gate(const RowOperations& operations, int threads, const Strips& x, int n, 
   });
 }
 
+void largest(const RowOperations& operations, int threads, const Strips& x, int n, std::int64_t* at) {
+  for_rows(threads, x.count, n, [&](std::int64_t row) { at[row] = operations.largest(x.data + row * x.stride, n); });
+}
+
 }  // namespace hack

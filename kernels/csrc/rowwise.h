@@ -2,6 +2,7 @@
 // length and of the model's dtype, arithmetic is FP32, and a row's result does not depend on the rows beside it.
 #pragma once
 
+#include <bit>
 #include <cstring>
 
 #include "half.h"
@@ -111,9 +112,48 @@ void gate_row(const std::byte* gate, const std::byte* up, int n, std::byte* out)
   }
 }
 
+constexpr std::int32_t kInfinity = 0x7F800000;  // as `ordered` has it
+
+// Integers in the order of floats, so that comparisons run 16 at a time; the zeros are equal, and NaN is the largest.
+[[gnu::always_inline]] inline std::int32_t ordered(float value) {
+  const auto bits = std::bit_cast<std::int32_t>(value), magnitude = bits & 0x7FFFFFFF;
+  const std::int32_t signed_bits = bits < 0 ? -magnitude : magnitude;
+  return magnitude > kInfinity ? magnitude : signed_bits;
+}
+
+// Where the row is largest, the first place among equals; -1 where it holds NaN or what is largest is infinite.
+template <class S, Dtype dtype>
+std::int64_t largest_in_row(const std::byte* row, int n) {
+  alignas(64) float x[kLanes];
+  alignas(64) std::int32_t top[kLanes], from[kLanes];  // of each lane, and the vector that holds it
+  for (int l = 0; l < kLanes; ++l) {
+    top[l] = -kInfinity;
+    from[l] = 0;
+  }
+  const int whole = n / kLanes * kLanes;
+  for (int i = 0; i < whole; i += kLanes) {
+    S::store(x, load_lanes<S, dtype>(row, i, n));
+    for (int l = 0; l < kLanes; ++l) {
+      const std::int32_t value = ordered(x[l]);
+      from[l] = value > top[l] ? i : from[l];
+      top[l] = value > top[l] ? value : top[l];
+    }
+  }
+  S::store(x, load_lanes<S, dtype>(row, whole, n));
+  std::int32_t most = -kInfinity;
+  int at = 0;
+  const auto consider = [&](std::int32_t value, int place) {
+    if (value > most || (value == most && place < at)) at = place;
+    most = value > most ? value : most;
+  };
+  for (int l = 0; whole > 0 && l < kLanes; ++l) consider(top[l], from[l] + l);
+  for (int l = 0; l < n - whole; ++l) consider(ordered(x[l]), whole + l);
+  return most >= kInfinity || most == -kInfinity ? -1 : at;
+}
+
 template <class S, Dtype dtype>
 constexpr RowOperations row_operations_of() {
-  return {round_row<S, dtype>, rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>};
+  return {round_row<S, dtype>, rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>, largest_in_row<S, dtype>};
 }
 
 }  // namespace hack

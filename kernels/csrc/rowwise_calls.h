@@ -32,5 +32,6 @@ void norm(const RowOperations& operations, int threads, const Strips& x, const S
           int n, float epsilon, const Strips& out);
 // Rows of x are gate [n] and then up [n], each of `bytes`.
 void gate(const RowOperations& operations, int threads, const Strips& x, int n, std::size_t bytes, const Strips& out);
+void largest(const RowOperations& operations, int threads, const Strips& x, int n, std::int64_t* at);
 
 }  // namespace hack

@@ -54,7 +54,8 @@ struct AttendItem {
   const std::byte* q;
   std::byte* out;
   Dtype dtype;
-  std::int64_t token_stride;  // elements of q and out between tokens
+  std::int64_t q_stride;    // bytes between tokens of q
+  std::int64_t out_stride;  // and of out
   int group;
   int tokens;
   int head;
@@ -91,6 +92,7 @@ struct RowOperations {
   void (*rotate)(std::byte* row, int heads, int head_dim, const float* turn);
   void (*norm)(std::byte* x, const std::byte* more, const std::byte* weight, int n, float epsilon, std::byte* out);
   void (*gate)(const std::byte* gate, const std::byte* up, int n, std::byte* out);
+  std::int64_t (*largest)(const std::byte* row, int n);
 };
 
 struct Operations {

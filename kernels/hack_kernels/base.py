@@ -186,6 +186,13 @@ class RowKernels(Protocol):
         """silu(g) * u [T, n] for rows x [T, 2n] that are g and then u."""
         ...
 
+    def largest(self, x: Tensor) -> list[int]:
+        """Column of the largest value of each row of x [T, n], the first one among equals.
+
+        -1 for a row that holds NaN, or whose largest value is infinite.
+        """
+        ...
+
 
 class HackKernels(RowKernels, Protocol):
     """A backend. Methods check shapes, types and devices before they compute and raise `ValueError` naming the input.

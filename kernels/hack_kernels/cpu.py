@@ -181,6 +181,11 @@ class CpuKernels(Rowwise):
         self._kernels.gate(x, out)
         return out
 
+    def largest(self, x: Tensor) -> list[int]:
+        """One pass over each row, as integers."""
+        found: list[int] = self._kernels.largest(x)
+        return found
+
     def append(self, open_k: Tensor, open_v: Tensor, spans: Spans, k: Tensor, v: Tensor) -> bool:
         """Rounded aside first, then written."""
         appended: bool = self._kernels.append(open_k, open_v, spans.starts, spans.slots, k, v)
@@ -200,10 +205,8 @@ class CpuKernels(Rowwise):
     ) -> Tensor:
         if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return self._attend(native, layer, pages, open_k, open_v, spans, q.float(), k, v).to(q.dtype)
-        q = q.contiguous()
-        out = torch.empty_like(q)
-        open_rows = (open_k.contiguous(), open_v.contiguous())
-        self._kernels.attend(native, layer, pages, *open_rows, _where(spans), q, out, k, v)
+        out = q.new_empty(q.shape)
+        self._kernels.attend(native, layer, pages, open_k, open_v, _where(spans), q, out, k, v)
         return out
 
 
@@ -219,9 +222,9 @@ def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _where(spans: Spans) -> list[Tensor]:
-    """Spans as the binding takes them."""
-    return [t.contiguous() for t in (spans.starts, spans.counts, spans.offsets, spans.table, spans.slots)]
+def _where(spans: Spans) -> tuple[Tensor, ...]:
+    """Spans as the binding takes them, which refuses what is not contiguous."""
+    return spans.starts, spans.counts, spans.offsets, spans.table, spans.slots
 
 
 def _is_whole(pages: HackPages) -> bool:

@@ -47,7 +47,7 @@ class Rival:
             raise ValueError("rivals need 2 bits, and page_tokens and head_dim that are multiples of 64")
         out = torch.empty_like(rows.q)
         spans = rows.spans
-        where = [spans.starts, spans.counts, spans.offsets, spans.table, spans.slots]
+        where = (spans.starts, spans.counts, spans.offsets, spans.table, spans.slots)
         self._kernels.attend(self._format(fmt), 0, pages, rows.open_k, rows.open_v, where, rows.q, out, rows.k, rows.v)
         return out
 

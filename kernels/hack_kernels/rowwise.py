@@ -36,6 +36,11 @@ class Rowwise:
         active = g / torch.exp(-g).add_(1) if x.dtype == torch.float32 else F.silu(g)
         return active.mul_(u)
 
+    def largest(self, x: Tensor) -> list[int]:
+        """The largest of each row."""
+        top, at = x.max(dim=-1)
+        return at.where(top.isfinite(), -1).tolist()
+
     def append(self, open_k: Tensor, open_v: Tensor, spans: Spans, k: Tensor, v: Tensor) -> bool:
         """A decoded row of each sequence, into its open page."""
         rows = k.to(torch.float16), v.to(torch.float16)

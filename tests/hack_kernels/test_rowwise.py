@@ -73,6 +73,27 @@ def test_gate(kernels: cpu.CpuKernels, n: int, dtype: torch.dtype) -> None:
         assert_close(TORCH.gate(x), g * torch.sigmoid(g) * u)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [*SIZES, 4096])
+def test_largest(kernels: cpu.CpuKernels, n: int, dtype: torch.dtype) -> None:
+    """Also among equals, of which coarse values have many, and where every value is negative."""
+    x = torch.cat((rows(1, 5, n + 3), rows(2, 5, n + 3).round(), -rows(3, 5, n + 3).abs())).to(dtype)[:, 3:]
+    x[0], x[1, n // 2 :] = -torch.inf, -torch.inf
+    x[2], x[2, n // 3] = -0.0, 0.0
+    expected = TORCH.largest(x)
+    assert kernels.largest(x) == expected
+    assert expected[0] == -1
+    assert expected[2] == 0
+
+
+@pytest.mark.parametrize("broken", [torch.nan, -torch.nan, torch.inf])
+def test_what_is_not_finite_has_no_largest(kernels: cpu.CpuKernels, broken: float) -> None:
+    for at in (0, 15, 16, 38):
+        x = rows(1, 3, 39)
+        x[1, at] = broken
+        assert kernels.largest(x) == TORCH.largest(x) == [int(x[0].argmax()), -1, int(x[2].argmax())]
+
+
 def test_what_is_not_a_number_stays_none(kernels: cpu.CpuKernels) -> None:
     """The codec and the sampler find broken values: nothing before them may lose one."""
     for at in (0, 3, 17):
