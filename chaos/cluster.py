@@ -118,7 +118,9 @@ class Cluster:
         identity = NodeIdentity(name, name, str(incarnation))
         make = self._prefill_machine if role is Role.PREFILL else self._decode_machine
         machine = self.machines[name] = await make(identity, faults, stack)
-        members = asyncio.create_task(keep_registered(self.fleet, machine.face.describe, asyncio.Event()))
+        members = asyncio.create_task(
+            keep_registered(self.fleet, machine.face.describe, asyncio.Event(), asyncio.Event())
+        )
         stack.push_async_callback(reap, members)
         self._say(f"{name}: up")
 

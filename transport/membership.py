@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 """Pause before a router that does not answer is asked again."""
 
+LAST_WORD_S = 1.0
+"""Time for news to reach the router when the node stops already."""
+
 
 async def stay_member(
     router: str,
@@ -30,21 +33,26 @@ async def stay_member(
 ) -> None:
     """Keep registered with the router at address `router` (empty: with nobody) until `stop` is set.
 
-    When `news` is set, the router hears at once of what `describe` says then. Raises `HandshakeRefused` when the fleet
-    serves something else, `Unauthorized` when it does not know our token.
+    When `news` is set, the router hears at once of what `describe` says then, also if `stop` comes with it: a node with
+    nothing to finish drains in no time, and must not get requests until its lease has run out. Raises
+    `HandshakeRefused` when the fleet serves something else, `Unauthorized` when it does not know our token.
     """
     if not router:
         await stop.wait()
         return
-    channels = ChannelPool(trust=trust)
+    channels, news, told = ChannelPool(trust=trust), news or asyncio.Event(), asyncio.Event()
     tasks = (
-        asyncio.create_task(keep_registered(RegistryClient(router, channels), describe, news or asyncio.Event())),
+        asyncio.create_task(keep_registered(RegistryClient(router, channels), describe, news, told)),
         asyncio.create_task(stop.wait()),
     )
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
+        if news.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORD_S):
+                    await told.wait()
     finally:
         for task in tasks:
             task.cancel()
@@ -52,26 +60,32 @@ async def stay_member(
         await channels.close()
 
 
-async def keep_registered(registry: Registry, describe: Callable[[], Awaitable[NodeInfo]], news: asyncio.Event) -> None:
+async def keep_registered(
+    registry: Registry, describe: Callable[[], Awaitable[NodeInfo]], news: asyncio.Event, told: asyncio.Event
+) -> None:
     """Renew the lease three times per term, forever, and once more as soon as `news` is set.
 
-    Raises `HandshakeRefused` if the fleet serves something else.
+    `told` is set when that was tried, whether the router heard it or not. Raises `HandshakeRefused` if the fleet serves
+    something else.
     """
     registered = False
     while True:
-        told = news.is_set()
+        is_news = news.is_set()
         try:
             lease = await registry.register(await describe())
         except (NodeLost, DeadlineExceeded) as error:
             if registered:
                 log.warning("lost the router: %s", error)
             registered = False
+            if is_news:
+                told.set()
             await asyncio.sleep(RETRY_S)
             continue
         if not registered:
             log.info("registered with the router, lease %.1f s", lease.ttl_s)
         registered = True
-        if told:
+        if is_news:
+            told.set()
             await asyncio.sleep(lease.ttl_s / 3)
         else:
             with contextlib.suppress(TimeoutError):

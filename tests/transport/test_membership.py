@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from hackkv.types import Lease, NodeInfo
@@ -26,11 +28,12 @@ class Book:
         return Lease(TERM_S)
 
 
-async def test_news_reaches_the_router_at_once_and_once() -> None:
+@contextlib.asynccontextmanager
+async def member(news: asyncio.Event, stop: asyncio.Event) -> AsyncIterator[tuple[Book, asyncio.Task[None]]]:
+    """The task of a node that has registered, and the router's book without that first entry."""
     book, server = Book(), RpcServer("127.0.0.1", 0)
     server.add_registry(book)
     address = await server.start()
-    news, stop = asyncio.Event(), asyncio.Event()
 
     async def describe() -> NodeInfo:
         return replace(nouns.node_info(), draining=news.is_set())
@@ -39,11 +42,35 @@ async def test_news_reaches_the_router_at_once_and_once() -> None:
     try:
         async with asyncio.timeout(TIMEOUT_S):
             assert not (await book.entries.get()).draining
-            news.set()
-            assert (await book.entries.get()).draining
-        stop.set()
-        await asyncio.wait_for(staying, TIMEOUT_S)
-        assert book.entries.empty()
+            yield book, staying
     finally:
         staying.cancel()
         await server.close()
+
+
+async def test_news_reaches_the_router_at_once_and_once() -> None:
+    news, stop = asyncio.Event(), asyncio.Event()
+    async with member(news, stop) as (book, staying):
+        news.set()
+        assert (await book.entries.get()).draining
+        stop.set()
+        await staying
+        assert book.entries.empty()
+
+
+async def test_news_reaches_the_router_also_from_a_node_that_stops_with_it() -> None:
+    news, stop = asyncio.Event(), asyncio.Event()
+    async with member(news, stop) as (book, staying):
+        news.set()
+        stop.set()
+        await staying
+        assert book.entries.get_nowait().draining
+        assert book.entries.empty()
+
+
+async def test_a_node_that_stops_without_news_says_nothing_more() -> None:
+    news, stop = asyncio.Event(), asyncio.Event()
+    async with member(news, stop) as (book, staying):
+        stop.set()
+        await staying
+        assert book.entries.empty()
