@@ -66,7 +66,8 @@ class DecodeEngine:
         began, attended, approximated = perf_counter(), codec.attend_s, codec.approximation_s
         replays = [index for index, work in enumerate(batch) if work.replay]
         if replays:
-            self._forward(batch, replays)
+            with _named(replays):
+                self._forward(batch, replays)
         chosen = iter(self._choose(batch, [index for index, work in enumerate(batch) if not work.replay]))
         tokens = [None if work.replay else next(chosen) for work in batch]
         ended = perf_counter()
@@ -88,17 +89,15 @@ class DecodeEngine:
         """The next token of each of `batch[at]`."""
         if not at:
             return []
-        hidden = self._forward(batch, at)
         model, samplers = self._runner.model, [batch[index].sequence.sampler for index in at]
         with _named(at):
-            return sample(model.logits(hidden), samplers, model.kernels)
+            return sample(model.logits(self._forward(batch, at)), samplers, model.kernels)
 
     def _forward(self, batch: list[Work], at: list[int]) -> Tensor:
         """Hidden states of the rows of `batch[at]`."""
         works = [batch[index] for index in at]
         ids = [token_id for work in works for token_id in work.sequence.pending[: work.span.count]]
-        with _named(at):
-            return self._runner.forward([work.span for work in works], ids)
+        return self._runner.forward([work.span for work in works], ids)
 
 
 @contextlib.contextmanager

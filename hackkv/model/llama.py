@@ -148,7 +148,7 @@ class Llama:
             qk = heads[:, :rotated_heads]
             qk.copy_(F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps) * layer.qk_norm)
         self.kernels.rotate(heads, rotated_heads, turns)
-        q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        q, k, v = heads.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         return q, k, v
 
     def _feed_forward(self, layer: LayerWeights, normed: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class CpuKernels(Rowwise):
     ) -> Tensor:
         if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return self._attend(native, layer, pages, open_k, open_v, spans, q.float(), k, v).to(q.dtype)
-        out = q.new_empty(q.shape)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self._kernels.attend(native, layer, pages, open_k, open_v, _where(spans), q, out, k, v)
         return out
 
