@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], all in the model's dtype and after rotation.
-The last dimension is contiguous; the others are strided views of larger tensors."""
+Heads of a token are contiguous, tokens lie apart: q, k and v are views of one tensor. The result is contiguous."""
 
 ROW_GROUP = 4
 """Rows are padded to a multiple of this when a model is batch invariant; the module docstring says why."""

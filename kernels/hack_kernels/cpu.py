@@ -1,8 +1,8 @@
 """Backend `cpu`: the C++ kernels of `kernels/csrc`, with the instruction set chosen at run time.
 
-Pages rest in the order that the vector unit wants (csrc/format.h); `install` and `export` convert bit-exactly. This
-file makes inputs contiguous and hands them over; the binding checks what a decode step calls, as each check in Python
-costs it more than the same in C++. The GIL is free while C++ computes.
+Pages rest in the order that the vector unit wants (csrc/format.h); `install` and `export` convert bit-exactly. The
+binding checks what a decode step calls, as each check in Python costs it more than the same in C++, and refuses open
+pages, spans and rows that are not contiguous. The GIL is free while C++ computes.
 """
 
 from __future__ import annotations
