@@ -49,7 +49,7 @@ def read_records(records, table, out, page_stride, head_stride, BYTES: tl.conste
     total = tl.zeros((512,), tl.int32)
     for begin in tl.static_range(0, BYTES // 4, 512):
         total += tl.load(at + begin + word, mask=begin + word < BYTES // 4, other=0)
-    tl.store(out + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
+    tl.store(out + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(total, 0))
 
 
 def decode_row(tokens: int, batch: int, kv_heads: int, group: int, kernels: TritonKernels) -> Row:

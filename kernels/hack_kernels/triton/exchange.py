@@ -184,9 +184,10 @@ def count_v_sums(words, rest, present, SHAPE: tl.constexpr):
     TILE: tl.constexpr = SHAPE.v
     FIELDS: tl.constexpr = TILE.fields
     PAGES: tl.constexpr = words[0].shape[0]
-    row = tl.arange(0, TILE.field_rows)[None, :]
+    ROWS: tl.constexpr = TILE.field_rows
+    row = tl.arange(0, ROWS)[None, :]
     for field in tl.static_range(FIELDS):
-        total = tl.zeros((PAGES, TILE.field_rows), tl.int32)
+        total = tl.zeros((PAGES, ROWS), tl.int32)
         for part in tl.static_range(FIELDS):
             four = bytes_sum_of_word(part_of_word(words[field], part, TILE, False))
             total += tl.sum(tl.reshape(four, (PAGES, TILE.field_rows, TILE.columns // (4 * FIELDS))), axis=2)

@@ -17,7 +17,16 @@ from torch import Tensor
 from hack_kernels.base import Spans
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.own_page import add_rows, exact_scores
-from hack_kernels.triton.split import OWN_UNITS, Workspace, merged, page_ends, part_of, partial_of, sequence_of
+from hack_kernels.triton.split import (
+    OWN_UNITS,
+    Workspace,
+    merged,
+    opening_of,
+    page_ends,
+    part_of,
+    partial_of,
+    sequence_of,
+)
 
 WARPS: Final = 4
 """Pages that a program reads at once, each by one warp."""
@@ -119,12 +128,12 @@ def decode_kernel(
     ends = page_ends(starts, batch, PI, BATCH)
     total = tl.max(ends, 0)
     parts = tl.minimum(tl.num_programs(1), total)  # no stretch is empty; the programs left over have nothing to do
-    mine, stop = part * total // parts, (part + 1) * total // parts
+    mine, stop = opening_of(part, parts, total), opening_of(part + 1, parts, total)
     past = tl.where(part < parts, sequence_of(stop - 1, ends) + 1, 0)
     # Offsets of lanes hoisted out of this loop would fill the registers that the pages need.
     for b in tl.range(sequence_of(mine, ends), past, disable_licm=True):
         start = tl.load(starts + b)
-        pages = start // PI
+        pages = (start // PI).to(tl.int32)
         end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
         begin = end - pages - OWN_UNITS
         at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
@@ -160,7 +169,7 @@ def decode_kernel(
             tl.debug_barrier()
             ticket = tickets + b * groups + group
             if tl.atomic_add(ticket, 1, sem="acq_rel") == count - 1:
-                opens_inside = tl.where(begin > first * total // parts, 1, 0)
+                opens_inside = tl.where(begin > opening_of(first, parts, total), 1, 0)
                 found, weight = merged(partials, first, count, group, groups, opens_inside, D, N)
                 channel, column = tl.arange(0, triton.next_power_of_2(D))[:, None], tl.arange(0, N)[None, :]
                 x = (found / weight[None, :]).to(out.dtype.element_ty)

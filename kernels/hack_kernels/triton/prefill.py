@@ -7,6 +7,7 @@ neither lengths nor order of the batch are read on the host; the grid is an uppe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -32,11 +33,13 @@ from hack_kernels.triton.tiles import (
 
 TILE_ROWS: Final = 32
 """Query rows of a program; half of it for rows twice as wide, in channels or in bytes, and for two warps. 64 rows and
-Hopper's wider INT8 products would take a sixth less instructions there, but spill for some formats and other GPUs."""
+Hopper's wider INT8 products would take a fifth less instructions there, but spill on other GPUs."""
 ALL_REGISTERS: Final = 255
 """Without a limit the assembler may spill to save registers that nobody asked for."""
-CHANNELS_AT_ONCE: Final = 64
-"""Of V: a warp then has products of its own. With 32 of them, warps share out fewer than they are and repeat some."""
+TILES_AT_ONCE: Final = 4
+"""Of 16 channels of V: a warp then has products of its own. With fewer, warps repeat some."""
+PARTS: Final = 2
+"""Of V's channels, where registers do not reach for all of them."""
 LANE_BYTES: Final = 16
 """Codes that every lane loads at a time. Pages of 32 tokens have too few of them for more than two warps."""
 
@@ -64,13 +67,17 @@ def sealed_scores(query, record, SHAPE: tl.constexpr):
     """Eq. (4) for Q·K^T of one sealed page: FP32 [M, Π]."""
     TILE: tl.constexpr = SHAPE.k
     GROUPS: tl.constexpr = SHAPE.groups
-    token = tl.arange(0, SHAPE.page_tokens)
-    scores = tl.zeros((query[0][0].shape[0], SHAPE.page_tokens), tl.float32)
+    ROWS: tl.constexpr = query[0][0].shape[0]
+    PI: tl.constexpr = SHAPE.page_tokens
+    token = tl.arange(0, PI)
+    scores = tl.zeros((ROWS, PI), tl.float32)
     for p in tl.static_range(GROUPS):
         q, q_scale, q_min, q_sum = query[p]
         first_tile = p * SHAPE.partition_tiles // TILE.column_fields
         first_field = p % TILE.column_fields * TILE.row_fields
-        codes = load_codes(record, first_tile, first_field, TILE, SHAPE.partition_tiles, TILE.row_fields)
+        codes = load_codes(
+            record, TILE, first_field, TILE.row_fields, 0, TILE.down_pad, first_tile, SHAPE.partition_tiles
+        )
         field = field_of(token, first_field, TILE)
         unit = p * (SHAPE.page_tokens // 16)
         k_scale, k_min = load_meta(record + SHAPE.k_meta, token, unit, token >= 0)
@@ -93,6 +100,7 @@ def weight_codes(weights, ASYMMETRIC: tl.constexpr):
 
     Codes of 0..255 are handed out less 128; `weigh` makes up for it in integers, as in FP32 it would cancel too much.
     """
+    ROWS: tl.constexpr = weights.shape[0]
     if ASYMMETRIC:
         low = tl.min(weights, axis=1)
         step = divided(1.0 - low, 255.0)
@@ -100,29 +108,35 @@ def weight_codes(weights, ASYMMETRIC: tl.constexpr):
         p = tl.floor((weights - low[:, None]) / step[:, None] + 0.5)
         codes = (p - 128.0).to(tl.int8)
     else:
-        low = tl.zeros((weights.shape[0],), tl.float32)
-        step = tl.full((weights.shape[0],), 1.0 / 127.0, tl.float32)
+        low = tl.zeros((ROWS,), tl.float32)
+        step = tl.full((ROWS,), 1.0 / 127.0, tl.float32)
         p = tl.floor(weights * 127.0 + 0.5)
         codes = p.to(tl.int8)
     return codes, step, low, tl.sum(p, axis=1)
 
 
 @triton.jit
-def channels_of(block, FIELDS: tl.constexpr, TILE):
-    """Channels of V in bit fields block · FIELDS .., in the order of `load_codes`; those past head_dim are empty."""
-    local = tl.arange(0, TILE.down_pad * FIELDS * 16)
-    tile = local // (16 * FIELDS) * TILE.row_fields + block * FIELDS + local // 16 % FIELDS
-    return tile * 16 + local % 16
+def channels_of(block, FIELDS: tl.constexpr, DOWN: tl.constexpr, TILE):
+    """Channels of V in a block of FIELDS bit fields of DOWN rows of stored tiles, in the order of `load_codes`.
+
+    Blocks of the same stored tiles follow one another. Channels past head_dim are empty.
+    """
+    BLOCKS: tl.constexpr = TILE.row_fields // FIELDS
+    local = tl.arange(0, DOWN * FIELDS * 16)
+    down = block // BLOCKS * DOWN + local // (16 * FIELDS)
+    return (down * TILE.row_fields + block % BLOCKS * FIELDS + local // 16 % FIELDS) * 16 + local % 16
 
 
 @triton.jit
-def weigh(p, step, low, p_sum, record, block, FIELDS: tl.constexpr, SHAPE: tl.constexpr):
-    """Eq. (4) for P·V of one sealed page and the channels of a block of fields: FP32 [M, channels]."""
+def weigh(p, step, low, p_sum, record, block, FIELDS: tl.constexpr, DOWN: tl.constexpr, SHAPE: tl.constexpr):
+    """Eq. (4) for P·V of one sealed page and the channels of a block: FP32 [M, channels]."""
     TILE: tl.constexpr = SHAPE.v
-    channel = channels_of(block, FIELDS, TILE)
+    BLOCKS: tl.constexpr = TILE.row_fields // FIELDS
+    channel = channels_of(block, FIELDS, DOWN, TILE)
     field = field_of(channel, 0, TILE)
     inside = channel < SHAPE.head_dim
-    codes = load_codes(record + SHAPE.v_codes, 0, block * FIELDS, TILE, TILE.across, FIELDS)
+    first_field, first_down = block % BLOCKS * FIELDS, block // BLOCKS * DOWN
+    codes = load_codes(record + SHAPE.v_codes, TILE, first_field, FIELDS, first_down, DOWN, 0, TILE.across)
     v_scale, v_min = load_meta(record + SHAPE.v_meta, channel, 0, inside)
     scale, minimum = linear(v_scale, v_min, field, TILE)
     dots = tl.dot(p, tl.trans(codes))
@@ -162,7 +176,9 @@ def exact_scores(
 ):
     """Q·K^T / sqrt(D) against FP16 rows of the own page: FP32 [M, R]."""
     STEPS: tl.constexpr = (SHAPE.head_dim + 63) // 64
-    scores = tl.zeros((q_rows.shape[0], token.shape[0]), tl.float32)
+    ROWS: tl.constexpr = q_rows.shape[0]
+    COLUMNS: tl.constexpr = token.shape[0]
+    scores = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in tl.static_range(STEPS):
         column = step * 64 + tl.arange(0, 64)
         seen = seen_rows[:, None] & (column < SHAPE.head_dim)[None, :]
@@ -178,7 +194,9 @@ def code_scores(query, open_k, batch_k, token, start, end, row_stride, head, lay
     GROUPS: tl.constexpr = SHAPE.groups
     z = tl.arange(0, SHAPE.partition_pad)
     seen = (token >= 0)[:, None] & (z < SHAPE.partition)[None, :]
-    scores = tl.zeros((query[0][0].shape[0], token.shape[0]), tl.float32)
+    ROWS: tl.constexpr = query[0][0].shape[0]
+    COLUMNS: tl.constexpr = token.shape[0]
+    scores = tl.zeros((ROWS, COLUMNS), tl.float32)
     for p in tl.static_range(GROUPS):
         q, q_scale, q_min, q_sum = query[p]
         channel = p * SHAPE.partition + z
@@ -225,14 +243,15 @@ def prefill_kernel(
     BATCH: tl.constexpr,
     EXACT_QK: tl.constexpr,
     V_FIELDS: tl.constexpr,
+    V_DOWN: tl.constexpr,
     BLOCKS: tl.constexpr,
     OWN: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
     """Grid (tiles, KV heads, parts of V). Rows of a tile are (token, query head), heads padded to GROUP_PAD.
 
-    Rows of the own page are taken OWN at a time. A program multiplies BLOCKS blocks of V_FIELDS of V's bit fields;
-    where these are not all, others do the rest.
+    Rows of the own page are taken OWN at a time. A program multiplies BLOCKS blocks of V, each V_FIELDS bit fields of
+    V_DOWN rows of stored tiles; where these are not all, others do the rest.
     """
     PI: tl.constexpr = SHAPE.page_tokens
     GROUPS: tl.constexpr = SHAPE.groups
@@ -241,7 +260,7 @@ def prefill_kernel(
     if sequence < 0:
         return
     head = tl.program_id(1)
-    first_block = tl.program_id(2) * BLOCKS if SHAPE.v.row_fields > BLOCKS * V_FIELDS else 0
+    first_block = tl.program_id(2) * BLOCKS if SHAPE.v.row_pad > BLOCKS * V_FIELDS * V_DOWN * 16 else 0
     start = tl.load(starts + sequence).to(tl.int32)
     end = start + tl.load(counts + sequence).to(tl.int32)
     shift = tl.load(offsets + sequence) - start  # from positions to rows of the batch
@@ -260,9 +279,9 @@ def prefill_kernel(
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    outputs = ()  # by block of V's bit fields
+    outputs = ()  # by block of V
     for _ in tl.static_range(BLOCKS):
-        outputs = outputs + (tl.zeros((ROWS, SHAPE.v.field_rows * V_FIELDS), tl.float32),)
+        outputs = outputs + (tl.zeros((ROWS, V_DOWN * V_FIELDS * 16), tl.float32),)
     for page in range(own_page):
         page_id = tl.load(table + sequence.to(tl.int64) * table_stride + page)
         record = records + page_id * page_stride + head * SHAPE.record
@@ -274,7 +293,7 @@ def prefill_kernel(
         step, low = step * added, low * added
         updated = ()
         for block in tl.static_range(BLOCKS):
-            more = weigh(weights, step, low, p_sum, record, first_block + block, V_FIELDS, SHAPE)
+            more = weigh(weights, step, low, p_sum, record, first_block + block, V_FIELDS, V_DOWN, SHAPE)
             updated = updated + (outputs[block] * kept[:, None] + more,)
         outputs = updated
         total = total * kept + step * p_sum + SHAPE.page_tokens * low
@@ -301,7 +320,7 @@ def prefill_kernel(
         rest = ((weights - high.to(tl.float32)) * 2048.0).to(tl.float16)
         updated = ()
         for block in tl.static_range(BLOCKS):
-            channel = channels_of(first_block + block, V_FIELDS, SHAPE.v)
+            channel = channels_of(first_block + block, V_FIELDS, V_DOWN, SHAPE.v)
             values = own_rows(open_v + open_at, v + batch_at, token, channel, start, end, row_stride, SHAPE.head_dim)
             more = tl.dot(high, values) + tl.dot(rest, values) * (1.0 / 2048.0)
             updated = updated + (outputs[block] * kept[:, None] + more,)
@@ -310,7 +329,7 @@ def prefill_kernel(
         top = higher
 
     for block in tl.static_range(BLOCKS):
-        channel = channels_of(first_block + block, V_FIELDS, SHAPE.v)
+        channel = channels_of(first_block + block, V_FIELDS, V_DOWN, SHAPE.v)
         seen = seen_rows[:, None] & (channel < SHAPE.head_dim)[None, :]
         tl.store(
             out + at[:, None] + channel[None, :], (outputs[block] / total[:, None]).to(out.dtype.element_ty), mask=seen
@@ -350,11 +369,8 @@ def prefill_launch(
     """The launch that writes `out`; q, k, v and out are contiguous."""
     records, batch = pages["k_codes"], spans.starts.numel()
     group = q.shape[1] // k.shape[1]
-    rows, warps, v_fields = tiling(fmt, q.dtype)
-    # Eight partitions of K, with constants for every row, leave two warps no registers for outputs of all channels.
-    divided_v = fmt.page_tokens == 32 and fmt.head_dim > 128
-    parts = shape_of(fmt).v.row_fields // v_fields if divided_v else 1
-    tokens = min(fmt.page_tokens, max(1, rows // padded(group)))
+    tiling = tiling_of(fmt, q.dtype)
+    tokens = min(fmt.page_tokens, max(1, tiling.rows // padded(group)))
     arguments = {
         "q": q,
         "k": k,
@@ -382,20 +398,53 @@ def prefill_launch(
         "TOKENS": tokens,
         "BATCH": padded(batch),
         "EXACT_QK": "tf32x3" if q.dtype is torch.float32 else "tf32",  # TF32 holds FP16 and BF16 exactly
-        "V_FIELDS": v_fields,
-        "BLOCKS": shape_of(fmt).v.row_fields // v_fields // parts,
-        "OWN": OWN_ROWS // 2 if divided_v else OWN_ROWS,
+        "V_FIELDS": tiling.v_fields,
+        "V_DOWN": tiling.v_down,
+        "BLOCKS": tiling.blocks,
+        "OWN": tiling.own_rows,
         "SHAPE": shape_of(fmt),
     }
     # A span touches at most two tiles that it does not fill.
     tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)
-    return Launch(prefill_kernel, (tiles, k.shape[1], parts), arguments, warps, registers=ALL_REGISTERS)
+    return Launch(prefill_kernel, (tiles, k.shape[1], tiling.parts), arguments, tiling.warps, registers=ALL_REGISTERS)
 
 
-def tiling(fmt: HackFormat, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Query rows of a program, its warps, and the bit fields of V that it multiplies at once."""
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What a program computes."""
+
+    rows: int
+    """Query rows, heads padded."""
+    warps: int
+    v_fields: int
+    v_down: int
+    """Bit fields, and rows of stored tiles, of V that are multiplied at once: a block."""
+    blocks: int
+    """Blocks of V of one program."""
+    parts: int
+    """Programs that share V's channels, and each multiply all of K."""
+    own_rows: int
+    """Rows of the own page at a time."""
+
+
+def tiling_of(fmt: HackFormat, dtype: torch.dtype) -> Tiling:
+    """The tiling that spills on no GPU."""
     v = shape_of(fmt).v
     half = fmt.head_dim > 128 or fmt.page_tokens == 32 or dtype is torch.float32
-    rows, warps = TILE_ROWS // 2 if half else TILE_ROWS, 4 if fmt.page_tokens > 32 else 2
-    for_lanes = warps * 32 * LANE_BYTES // (v.down_pad * v.across * TILE_BYTES)
-    return rows, warps, min(v.row_fields, max(1, for_lanes, CHANNELS_AT_ONCE // v.field_rows))
+    # Eight partitions of K, with constants for every row, leave two warps no registers for outputs of all channels.
+    divided_v = fmt.page_tokens == 32 and fmt.head_dim > 128
+    warps = 4 if fmt.page_tokens > 32 else 2
+    down = min(v.down_pad, TILES_AT_ONCE)
+    for_lanes = warps * 32 * LANE_BYTES // (down * v.across * TILE_BYTES)
+    fields = min(v.row_fields, max(1, for_lanes, TILES_AT_ONCE // down))
+    blocks = v.row_pad // (fields * down * 16)
+    parts = PARTS if divided_v else 1
+    return Tiling(
+        rows=TILE_ROWS // 2 if half else TILE_ROWS,
+        warps=warps,
+        v_fields=fields,
+        v_down=down,
+        blocks=blocks // parts,
+        parts=parts,
+        own_rows=OWN_ROWS // 2 if divided_v else OWN_ROWS,
+    )

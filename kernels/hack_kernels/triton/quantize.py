@@ -54,7 +54,8 @@ def noise_of(seed, layer, head, positions, blocks, PLANE: tl.constexpr, STOCHAST
     T: tl.constexpr = positions.shape[0]
     CHANNELS: tl.constexpr = 8 * blocks.shape[0]
     if STOCHASTIC:
-        zero = tl.zeros((T, blocks.shape[0]), tl.uint32)
+        COUNT: tl.constexpr = blocks.shape[0]
+        zero = tl.zeros((T, COUNT), tl.uint32)
         rows, numbers = positions.to(tl.uint32)[:, None], (2 * blocks + PLANE).to(tl.uint32)[None, :]
         a, b, c, d = tl.philox(seed, zero + layer.to(tl.uint32), zero + head.to(tl.uint32), zero + rows, zero + numbers)
         words = tl.join(tl.join(a, c), tl.join(b, d))  # [T, B, 2, 2]: a, b, c, d

@@ -70,7 +70,7 @@ def add_row_pages(state, keys, values, valid, query, layout: tl.constexpr, W: tl
         kept = tl.exp2(top - new_top)
         base = tl.where(valid[:, None], new_top, -LOWEST)  # pages that do not count get weights of 0
         p = tl.exp2(score - base[:, None, :]).to(layout[2])
-        weight = product(tl.full((W, 16, ROWS_AT_ONCE), 1.0, layout[2]), p, weight * kept[:, None, :])
+        weight = product(tl.full((W, 16, ROWS_AT_ONCE), 1.0, tl.float32).to(layout[2]), p, weight * kept[:, None, :])
         row = first + tl.arange(0, ROWS_AT_ONCE)
         added = ()
         for m in tl.static_range(D // 16):

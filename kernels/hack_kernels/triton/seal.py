@@ -20,11 +20,13 @@ def _seal_k(rows, record, token_stride, start, head, layer, seed, SHAPE: tl.cons
     STEPS: tl.constexpr = (SHAPE.groups + TILE.column_fields - 1) // TILE.column_fields
     SHARING: tl.constexpr = TILE.column_fields
     FIELDS: tl.constexpr = TILE.row_fields
-    local = tl.arange(0, TILE.field_rows)
-    z = tl.arange(0, SHAPE.partition_pad)
+    ROWS: tl.constexpr = TILE.field_rows
+    COLUMNS: tl.constexpr = SHAPE.partition_pad
+    local = tl.arange(0, ROWS)
+    z = tl.arange(0, COLUMNS)
     eighth = tl.arange(0, SHAPE.partition_pad // 8)
     for step in tl.static_range(STEPS):
-        packed = tl.zeros((TILE.field_rows, SHAPE.partition_pad), tl.int32)
+        packed = tl.zeros((ROWS, COLUMNS), tl.int32)
         for shared in tl.static_range(SHARING):
             partition = step * SHARING + shared
             if partition < SHAPE.groups:
@@ -55,10 +57,12 @@ def _seal_v(rows, record, token_stride, start, head, layer, seed, SHAPE: tl.cons
     """Channels are rows here and tokens columns; a channel's tokens are its partition."""
     TILE: tl.constexpr = SHAPE.v
     FIELDS: tl.constexpr = TILE.row_fields
-    local = tl.arange(0, TILE.field_rows)
-    eighth = tl.arange(0, TILE.field_rows // 8)
-    token = tl.arange(0, SHAPE.page_tokens)
-    packed = tl.zeros((TILE.field_rows, SHAPE.page_tokens), tl.int32)
+    ROWS: tl.constexpr = TILE.field_rows
+    COLUMNS: tl.constexpr = SHAPE.page_tokens
+    local = tl.arange(0, ROWS)
+    eighth = tl.arange(0, ROWS // 8)
+    token = tl.arange(0, COLUMNS)
+    packed = tl.zeros((ROWS, COLUMNS), tl.int32)
     for field in tl.static_range(FIELDS):
         channel = (local // 16 * FIELDS + field) * 16 + local % 16
         inside = channel < SHAPE.head_dim

@@ -22,10 +22,12 @@ OWN_UNITS = tl.constexpr(8)
 
 @triton.jit
 def page_ends(starts, batch, PI: tl.constexpr, BATCH: tl.constexpr):
-    """Where the stretch of each sequence ends, int64 [BATCH]; sequences past `batch` take no room."""
+    """Where the stretch of each sequence ends, int32 [BATCH]; sequences past `batch` take no room.
+
+    32 bits are enough for units, and take half the registers through the loop over pages."""
     row = tl.arange(0, BATCH)
     cached = tl.load(starts + row, mask=row < batch, other=0)
-    return tl.cumsum(tl.where(row < batch, cached // PI + OWN_UNITS, 0), 0)
+    return tl.cumsum(tl.where(row < batch, (cached // PI).to(tl.int32) + OWN_UNITS, 0), 0)
 
 
 @triton.jit
@@ -35,9 +37,15 @@ def sequence_of(unit, ends):
 
 
 @triton.jit
+def opening_of(part, parts, total):
+    """Where the stretch of a program opens, which is where that of the one before it ends."""
+    return (part.to(tl.int64) * total // parts).to(tl.int32)
+
+
+@triton.jit
 def part_of(unit, parts, total):
     """The program whose stretch holds `unit`."""
-    return ((unit + 1) * parts - 1) // total
+    return (((unit + 1).to(tl.int64) * parts - 1) // total).to(tl.int32)
 
 
 @triton.jit

@@ -7,23 +7,26 @@ import triton.language as tl
 
 
 @triton.jit
-def load_codes(codes, first_tile, first_field, TILE, TILES: tl.constexpr, FIELDS: tl.constexpr):
-    """Masked code bytes INT8 [down_pad · FIELDS · 16, 32 · TILES pad], worth code · 2^(bits · field).
+def load_codes(
+    codes, TILE, first_field, FIELDS: tl.constexpr, first_down, DOWN: tl.constexpr, first_across, ACROSS: tl.constexpr
+):
+    """Masked code bytes INT8 [DOWN · FIELDS · 16, 32 · ACROSS pad], worth code · 2^(bits · field).
 
-    They are those of FIELDS fields from `first_field` on and of TILES stored tiles across. Every field reads the same
-    bytes, 16 a load, and keeps its own bits: rows are then in order, and all reads but the first are of the nearest
-    cache. Rows and columns past the matrix are code 0.
+    They are those of FIELDS fields of DOWN x ACROSS stored tiles. Every field reads the same bytes, 16 a load, and
+    keeps its own bits: rows are then in order, and all reads but the first are of the nearest cache. Rows and columns
+    past the matrix are code 0.
     """
-    PAD: tl.constexpr = TILES if TILES <= 2 else 4
+    PAD: tl.constexpr = ACROSS if ACROSS <= 2 else 4
     field = tl.arange(0, FIELDS)[:, None, None, None]
-    down = tl.arange(0, TILE.down_pad)[None, :, None, None]
+    down = tl.arange(0, DOWN)[None, :, None, None]
     across = tl.arange(0, PAD)[None, None, :, None]
     byte = tl.arange(0, 512)[None, None, None, :]
-    at = codes + (down * TILE.across + first_tile + across) * 512 + byte + 0 * field
-    raw = tl.load(at, mask=(down < TILE.down) & (across < TILES) & (field >= 0) & (byte >= 0), other=0x80)
+    at = codes + ((first_down + down) * TILE.across + first_across + across) * 512 + byte + 0 * field
+    seen = (first_down + down < TILE.down) & (across < ACROSS) & (field >= 0) & (byte >= 0)
+    raw = tl.load(at, mask=seen, other=0x80)
     kept = raw & (TILE.levels << (TILE.bits * (first_field + field))).to(tl.uint8)
-    split = tl.reshape(kept.to(tl.int8, bitcast=True), (FIELDS, TILE.down_pad, PAD, 8, 4, 2, 2, 4))
-    return tl.reshape(tl.permute(split, (1, 0, 6, 3, 2, 5, 4, 7)), (TILE.down_pad * FIELDS * 16, PAD * 32))
+    split = tl.reshape(kept.to(tl.int8, bitcast=True), (FIELDS, DOWN, PAD, 8, 4, 2, 2, 4))
+    return tl.reshape(tl.permute(split, (1, 0, 6, 3, 2, 5, 4, 7)), (DOWN * FIELDS * 16, PAD * 32))
 
 
 @triton.jit

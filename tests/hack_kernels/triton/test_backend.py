@@ -149,7 +149,7 @@ def ragged(fmt: HackFormat, kv_heads: int) -> tuple[Spans, Tensor, Tensor, int]:
     [
         (HackFormat(64, 32), 8, torch.bfloat16),
         (HackFormat(96, 64, 4, 2, arithmetic=ASYMMETRIC), 3, torch.float32),
-        (HackFormat(256, 32, rounding=STOCHASTIC, seed=7, open_page=OpenPage.K_CODES), 7, torch.float32),
+        (HackFormat(256, 32, 4, 4, rounding=STOCHASTIC, seed=7, open_page=OpenPage.K_CODES), 7, torch.float32),
         (HackFormat(64, 32, arithmetic=ASYMMETRIC, stored_sums=False, open_page=OpenPage.K_CODES), 1, torch.float16),
     ],
     ids=str,
