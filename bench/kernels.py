@@ -112,13 +112,7 @@ def decode_row(kernels: CpuKernels, tokens: int, batch: int, kv_heads: int, grou
     ]
     rows = inputs[0][1]
     bf16, dequantize = Rival("bf16", kernels.threads), Rival("dequantize", kernels.threads)
-    bf16_pools = [
-        {
-            name: zeros_in_huge_pages((batch * pages_each, kv_heads, PI, D), torch.bfloat16).normal_().view(torch.uint8)
-            for name in ("k_codes", "v_codes")
-        }
-        for _ in range(copies(size * D * 4))
-    ]
+    bf16_pools = [bf16_pool(batch * pages_each, kv_heads) for _ in range(copies(size * D * 4))]
     contenders: dict[str, Calls] = {
         "hack": [
             partial(kernels.attn_decode, FORMAT, 0, pages, x.open_k, x.open_v, x.spans, x.q) for pages, x in inputs
@@ -137,6 +131,13 @@ def decode_row(kernels: CpuKernels, tokens: int, batch: int, kv_heads: int, grou
     shape = f"{tokens} tokens, {kv_heads}x{group} heads, batch {batch}"
     products = 2 * batch * tokens * kv_heads * group * D / (ms["hack"] * 1e6)
     return Row("attn_decode", shape, ms, ratios, moved, moved / limits.read_gb_per_s, products / limits.integer_dots)
+
+
+def bf16_pool(num_pages: int, kv_heads: int) -> HackPages:
+    """Random rows where the BF16 rival looks for codes."""
+    shape = (num_pages, kv_heads, PI, D)
+    planes = zeros_in_huge_pages(dict.fromkeys(("k_codes", "v_codes"), (shape, torch.bfloat16)))
+    return {name: plane.normal_().view(torch.uint8) for name, plane in planes.items()}
 
 
 def decode_inputs(

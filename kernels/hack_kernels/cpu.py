@@ -12,6 +12,7 @@ import logging
 import math
 import mmap
 import os
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -39,6 +40,7 @@ ISA_VARIABLE: Final = "HACKKV_CPU_ISA"
 """Environment variable that forces an instruction set: avx512-vnni, avx2 or portable."""
 
 HUGE_PAGE_BYTES: Final = 2**21
+LINE_BYTES: Final = 64
 SOURCES: Final = Path(__file__).parents[1] / "csrc"
 
 _log = logging.getLogger(__name__)
@@ -75,10 +77,9 @@ class CpuKernels(Rowwise):
 
     def new_pages(self, fmt: HackFormat, num_pages: int, num_kv_heads: int) -> HackPages:
         """A zeroed pool for one layer, in huge pages where the system has them."""
-        return {
-            name: zeros_in_huge_pages((num_pages, num_kv_heads, *shape), dtype)
-            for name, (shape, dtype) in fmt.plane_specs().items()
-        }
+        return zeros_in_huge_pages(
+            {name: ((num_pages, num_kv_heads, *shape), dtype) for name, (shape, dtype) in fmt.plane_specs().items()}
+        )
 
     def seal(
         self, fmt: HackFormat, layer: int, pages: HackPages, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor
@@ -144,7 +145,7 @@ class CpuKernels(Rowwise):
     def new_rows(self, num_pages: int, num_kv_heads: int, page_tokens: int, head_dim: int) -> HackPages:
         """Planes `k` and `v`, in huge pages where the system has them."""
         shape = (num_pages, num_kv_heads, page_tokens, head_dim)
-        return {name: zeros_in_huge_pages(shape, torch.float16) for name in "kv"}
+        return zeros_in_huge_pages(dict.fromkeys("kv", (shape, torch.float16)))
 
     def attn_rows(
         self,
@@ -210,16 +211,24 @@ class CpuKernels(Rowwise):
         return out
 
 
-def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose memory the system is asked to map in huge pages.
+def zeros_in_huge_pages(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    """Zeros of the given shapes and dtypes in one block of memory, which the system is asked to map in huge pages.
 
     A KV page touches six planes at scattered places, and each is a walk of a page table in units of 4 KiB otherwise.
+    In one block, for the planes of metadata are smaller than a huge page in a pool of moderate size.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE") or math.prod(shape) * dtype.itemsize < HUGE_PAGE_BYTES:
-        return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs.values()]
+    if not hasattr(mmap, "MADV_HUGEPAGE") or sum(sizes) < HUGE_PAGE_BYTES:
+        return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
+    lines = [-(-size // LINE_BYTES) * LINE_BYTES for size in sizes]
+    whole_pages = -(-sum(lines) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    block = mmap.mmap(-1, whole_pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(mmap.MADV_HUGEPAGE)
+    planes = torch.frombuffer(block, dtype=torch.uint8)[: sum(lines)].split(lines)
+    return {
+        name: plane[:size].view(dtype).view(shape)
+        for (name, (shape, dtype)), plane, size in zip(specs.items(), planes, sizes, strict=True)
+    }
 
 
 def _where(spans: Spans) -> tuple[Tensor, ...]:

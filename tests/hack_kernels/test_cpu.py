@@ -381,3 +381,18 @@ def test_an_extension_older_than_its_sources_is_refused(tmp_path: Path) -> None:
 def test_threads_must_be_positive(kernels: cpu.CpuKernels) -> None:
     with pytest.raises(ValueError, match="threads"):
         kernels.threads = 0
+
+
+@pytest.mark.parametrize("num_pages", [0, 3, 700])
+def test_planes_of_a_pool_are_zero_apart_and_aligned(num_pages: int) -> None:
+    """Also where all of them lie in one block of huge pages."""
+    fmt = HackFormat(96, 32)
+    planes = cpu.CpuKernels().new_pages(fmt, num_pages, 3)
+    assert planes.keys() == fmt.plane_specs().keys()
+    for name, (shape, dtype) in fmt.plane_specs().items():
+        plane = planes[name]
+        assert (plane.shape, plane.dtype) == ((num_pages, 3, *shape), dtype)
+        assert plane.is_contiguous()
+        assert not plane.any()
+        assert num_pages < 700 or plane.data_ptr() % cpu.LINE_BYTES == 0
+        plane.view(torch.uint8).fill_(255)  # the next plane is found zero only if they do not overlap
