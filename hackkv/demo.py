@@ -124,8 +124,10 @@ def _mean_ms(seconds: Sequence[float]) -> str:
 
 
 def _print_bytes(console: Console, groups: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """What the handoffs weighed, by plane, against the same rows in FP16. The open page travels in FP16 as well."""
+    """What the handoffs weighed, by plane, against the same rows in FP16."""
     table = Table("plane", title="KV moved from prefill to decode, bytes", title_justify="left")
+    table.caption = "open_k, open_v: a prompt's last page travels in FP16 until it is full; short prompts have no other"
+    table.caption_justify = "left"
     for name in groups:
         table.add_column(name.removesuffix(" (mean)"), justify="right")
     columns = [_planes(group) for group in groups.values()]
