@@ -246,9 +246,11 @@ def exchange_kernel(
     ids = tl.load(page_ids + page, mask=page < count, other=0)
     record = records + ids * page_stride + tl.program_id(1) * SHAPE.record
     index = tl.program_id(1).to(tl.int64) * count + page
+    K: tl.constexpr = SHAPE.k
+    V: tl.constexpr = SHAPE.v
     k_rows: tl.constexpr = SHAPE.page_tokens * SHAPE.groups
     plane: tl.constexpr = SHAPE.page_tokens * SHAPE.head_dim
-    k_wire, v_wire = k_codes + index * (plane // SHAPE.k.fields), v_codes + index * (plane // SHAPE.v.fields)
+    k_wire, v_wire = k_codes + index * (plane // K.fields), v_codes + index * (plane // V.fields)
     k_meta = (record + SHAPE.k_meta).to(tl.pointer_type(tl.float16), bitcast=True)
     v_meta = (record + SHAPE.v_meta).to(tl.pointer_type(tl.float16), bitcast=True)
     move(k_scale + index * k_rows, k_meta, present, INSTALL, 2, SHAPE, True)
@@ -261,17 +263,17 @@ def exchange_kernel(
         move(k_sums + index * k_rows, k_resting, present, INSTALL, 1, SHAPE, True)
         move(v_sums + index * SHAPE.head_dim, v_resting, present, INSTALL, 1, SHAPE, False)
     if INSTALL:
-        words = load_wire(k_wire, present, SHAPE.k, True)
-        install_codes(words, record, present, SHAPE.k, True)
+        words = load_wire(k_wire, present, K, True)
+        install_codes(words, record, present, K, True)
         if COUNT:
             count_k_sums(words, k_resting, present, SHAPE)
-        words = load_wire(v_wire, present, SHAPE.v, False)
-        install_codes(words, record + SHAPE.v_codes, present, SHAPE.v, False)
+        words = load_wire(v_wire, present, V, False)
+        install_codes(words, record + SHAPE.v_codes, present, V, False)
         if COUNT:
             count_v_sums(words, v_resting, present, SHAPE)
     else:
-        export_codes(record, k_wire, present, SHAPE.k, True)
-        export_codes(record + SHAPE.v_codes, v_wire, present, SHAPE.v, False)
+        export_codes(record, k_wire, present, K, True)
+        export_codes(record + SHAPE.v_codes, v_wire, present, V, False)
 
 
 def install(fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: HackPages) -> None:

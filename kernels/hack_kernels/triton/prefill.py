@@ -260,7 +260,8 @@ def prefill_kernel(
     if sequence < 0:
         return
     head = tl.program_id(1)
-    first_block = tl.program_id(2) * BLOCKS if SHAPE.v.row_pad > BLOCKS * V_FIELDS * V_DOWN * 16 else 0
+    V: tl.constexpr = SHAPE.v
+    first_block = tl.program_id(2) * BLOCKS if V.row_pad > BLOCKS * V_FIELDS * V_DOWN * 16 else 0
     start = tl.load(starts + sequence).to(tl.int32)
     end = start + tl.load(counts + sequence).to(tl.int32)
     shift = tl.load(offsets + sequence) - start  # from positions to rows of the batch
@@ -320,7 +321,7 @@ def prefill_kernel(
         rest = ((weights - high.to(tl.float32)) * 2048.0).to(tl.float16)
         updated = ()
         for block in tl.static_range(BLOCKS):
-            channel = channels_of(first_block + block, V_FIELDS, V_DOWN, SHAPE.v)
+            channel = channels_of(first_block + block, V_FIELDS, V_DOWN, V)
             values = own_rows(open_v + open_at, v + batch_at, token, channel, start, end, row_stride, SHAPE.head_dim)
             more = tl.dot(high, values) + tl.dot(rest, values) * (1.0 / 2048.0)
             updated = updated + (outputs[block] * kept[:, None] + more,)
@@ -329,7 +330,7 @@ def prefill_kernel(
         top = higher
 
     for block in tl.static_range(BLOCKS):
-        channel = channels_of(first_block + block, V_FIELDS, V_DOWN, SHAPE.v)
+        channel = channels_of(first_block + block, V_FIELDS, V_DOWN, V)
         seen = seen_rows[:, None] & (channel < SHAPE.head_dim)[None, :]
         tl.store(
             out + at[:, None] + channel[None, :], (outputs[block] / total[:, None]).to(out.dtype.element_ty), mask=seen
