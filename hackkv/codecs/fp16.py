@@ -42,9 +42,8 @@ class Fp16Codec(PagedCodec):
 
     def seal(self, layer: int, pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Copy the filled pages; there is nothing to quantize."""
-        if batch.filled:
-            page_ids = torch.tensor([page.page_id for page in batch.filled])
-            pool.planes["k"][page_ids], pool.planes["v"][page_ids] = filled_pages(pool, batch, k, v)
+        page_ids = torch.tensor([page.page_id for page in batch.filled])
+        pool.planes["k"][page_ids], pool.planes["v"][page_ids] = filled_pages(pool, batch, k, v)
 
     def prefill(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Exact attention of a chunk."""

@@ -58,7 +58,7 @@ class HackCodec(PagedCodec):
         """Quantize the pages that the batch fills, or with requantization those it touches, in one kernel call."""
         if self.fmt.open_page is OpenPage.REQUANTIZE:
             self.kernels.requantize(self.fmt, layer, pool.planes, batch.where, k, v)
-        elif batch.filled:
+        else:
             page_ids = torch.tensor([page.page_id for page in batch.filled])
             starts = torch.tensor([page.start for page in batch.filled])
             self.kernels.seal(self.fmt, layer, pool.planes, page_ids, starts, *filled_pages(pool, batch, k, v))

@@ -41,7 +41,8 @@ class PagedCodec(ABC):
         else:
             k, v = to_rows(layer, batch, k, v)
             began = perf_counter()
-            self.seal(layer, pool, batch, k, v)
+            if self.seals(batch):
+                self.seal(layer, pool, batch, k, v)
             sealed = perf_counter()
             out = self.prefill(layer, pool, batch, q, k, v)
             write_open_rows(pool, batch, k, v)
