@@ -357,6 +357,29 @@ def test_bad_spans_and_rows_of_a_requantization_are_named(kernels: cpu.CpuKernel
         kernels.requantize(fmt, 3, pages, spans, row.float(), row)
 
 
+def test_the_tensor_that_is_wrong_is_named(kernels: cpu.CpuKernels) -> None:
+    """Of another dtype, without dimensions, or with gaps between its elements, where C++ takes it as it lies."""
+    fmt = HackFormat(64, 32)
+    case = Case(fmt, [70, 40], heads=2)
+    pages, spans, row = case.pool(kernels), case.decode_spans(), torch.zeros(2, 2, 64, dtype=torch.float16)
+    rows = {"open_k": case.open_k, "open_v": case.open_v, "q": random_rows(7, 2, 4, 64), "k": row, "v": row}
+    where = {name: getattr(spans, name) for name in ("starts", "counts", "offsets", "table", "slots")}
+    assert kernels.attn_prefill(fmt, 3, pages, spans=spans, **rows).shape == (2, 4, 64)
+    for name, tensor in {**rows, **where}.items():
+        broken = [tensor.flatten()[0]] if tensor.dim() > 1 else []
+        if name != "q":  # which may have any dtype
+            broken.append(tensor.bool())
+        if name not in ("k", "v"):
+            broken.append(torch.stack((tensor, tensor), -1)[..., 0])
+        for wrong in broken:
+            given_spans = Spans(**{**where, name: wrong}) if name in where else spans
+            given_rows = {**rows, name: wrong} if name in rows else rows
+            with pytest.raises(ValueError, match=rf"^{name} "):
+                kernels.attn_prefill(fmt, 3, pages, spans=given_spans, **given_rows)
+    with pytest.raises(ValueError, match="k and v are given together"):
+        kernels.attn_rows({"k": case.open_k, "v": case.open_v}, case.open_k, case.open_v, spans, rows["q"], k=row)
+
+
 def test_an_instruction_set_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendUnavailable, match=r"'sve9'; it runs .*portable"):
         cpu.CpuKernels("sve9")

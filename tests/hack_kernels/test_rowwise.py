@@ -160,19 +160,26 @@ def test_wrong_inputs_are_named(kernels: cpu.CpuKernels) -> None:
         kernels.append(pages[:, :, :0], pages[:, :, :0], good, x, x)
     with pytest.raises(ValueError, match="open_v is"):
         kernels.append(pages, pages.view(3, 2, 16, 32), good, x, x)
-    with pytest.raises(ValueError, match="v has the wrong shape"):
+    with pytest.raises(ValueError, match="v has the wrong shape or dtype for k"):
         kernels.append(pages, pages, good, x, x[:, :1])
+    with pytest.raises(ValueError, match=r"k has the wrong shape or dtype$"):
+        kernels.append(pages, pages, good, x[:, :1], x)
+    for wrong, name in ((x.long(), "v"), (x[0, 0], "v"), (x[:, :0], "v")):
+        with pytest.raises(ValueError, match=rf"^{name} "):
+            kernels.append(pages, pages, good, x, wrong)
     with pytest.raises(ValueError, match="turns"):
         kernels.rotate(x, 2, rows(14, 3, 16))
     with pytest.raises(ValueError, match="lacks heads"):
         kernels.rotate(x, 3, rows(14, 4, 16))
+    with pytest.raises(ValueError, match="turns must be contiguous"):
+        kernels.rotate(x, 2, rows(14, 16, 4).T)
     with pytest.raises(ValueError, match="weight"):
         kernels.norm(x[:, 0], torch.ones(15), 1e-6)
     with pytest.raises(ValueError, match="more"):
         kernels.norm(x[:, 0], torch.ones(16), 1e-6, x[:2, 0])
     with pytest.raises(ValueError, match="odd"):
         kernels.gate(rows(15, 2, 7))
-    with pytest.raises(ValueError, match="contiguous"):
+    with pytest.raises(ValueError, match="x must be contiguous"):
         kernels.gate(rows(15, 8, 2).T)
-    with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
+    with pytest.raises(ValueError, match="x must be float32, float16 or bfloat16"):
         kernels.gate(x[:, 0].short())
