@@ -145,7 +145,8 @@ class DecodeService:
         spec, sampling = self._worker.model.spec, job.request.sampling
         tokens = len(job.request.prompt_ids) + sampling.max_tokens
         if tokens > spec.max_context:
-            raise RequestError(f"{tokens} tokens exceed the model's {spec.max_context}", "prompt")
+            too_long = "prompt" if len(job.request.prompt_ids) >= spec.max_context else "max_tokens"
+            raise RequestError(f"{tokens} tokens exceed the model's {spec.max_context}", too_long)
         if job.emitted and not (min(job.emitted) >= 0 and max(job.emitted) < spec.vocab):
             raise RequestError(f"emitted holds a token id outside 0..{spec.vocab - 1}", "emitted")
         chosen = max(1, len(job.emitted))  # token 0 comes with the KV

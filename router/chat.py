@@ -48,8 +48,10 @@ async def _plan(backend: Backend, body: ChatRequest) -> list[tuple[Choice, Sampl
         continue_final_message=body.continue_final_message,
         template_arguments=body.chat_template_kwargs or {},
     )
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    max_tokens = backend.check_size(len(ids), asked, backend.limits.default_chat_tokens, "messages")
+    asked, length_param = body.max_tokens, "max_tokens"
+    if body.max_completion_tokens is not None:
+        asked, length_param = body.max_completion_tokens, "max_completion_tokens"
+    max_tokens = backend.check_size(len(ids), asked, backend.limits.default_chat_tokens, "messages", length_param)
     sampling = sampling_of(
         body, backend.defaults, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, None
     )

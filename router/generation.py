@@ -86,10 +86,12 @@ class Backend:
         if count > self.limits.max_sequences:
             raise RequestError(f"{count} sequences asked for at once; at most {self.limits.max_sequences}", "n")
 
-    def check_size(self, prompt_tokens: int, max_tokens: int | None, default: int, param: str) -> int:
-        """The number of tokens to generate. Raises `RequestError` with the counts if they do not fit.
+    def check_size(
+        self, prompt_tokens: int, max_tokens: int | None, default: int, param: str, length_param: str = "max_tokens"
+    ) -> int:
+        """The number of tokens to generate. `param` names the field of the prompt, `length_param` that of `max_tokens`.
 
-        Raises `Unavailable` while no node can say how much fits.
+        Raises `RequestError` with the counts if they do not fit, and `Unavailable` while no node can say how much fits.
         """
         fleet = self.dispatcher.fleet
         context = fleet.max_context
@@ -101,9 +103,9 @@ class Backend:
             return min(default, room - prompt_tokens)
         if prompt_tokens + max_tokens > room:
             raise RequestError(
-                f"{param} has {prompt_tokens} tokens and max_tokens is {max_tokens}: {prompt_tokens + max_tokens} "
-                f"together, but this model serves at most {room}",
-                param,
+                f"{length_param} is {max_tokens} and {param} has {prompt_tokens} tokens: {prompt_tokens + max_tokens} "
+                f"together, but this model serves at most {room}, which leaves {room - prompt_tokens} to generate",
+                length_param,
             )
         return max_tokens
 

@@ -156,6 +156,16 @@ async def test_requests_that_can_never_run_are_refused(tokens: int, named: str) 
         await nodes.assert_idle()
 
 
+@pytest.mark.parametrize(("prompt_tokens", "param"), [(1023, "max_tokens"), (1024, "prompt")])
+async def test_what_exceeds_the_context_is_named(prompt_tokens: int, param: str) -> None:
+    """A prompt that leaves room for a token is not at fault."""
+    async with paired(tiny_worker("hack")) as nodes:
+        events = nodes.decode.decode(DecodeJob(greedy("r", (5,) * prompt_tokens, 2), "r", 0))
+        with pytest.raises(RequestError, match="exceed the model's 1024") as raised:
+            await anext(events)
+        assert raised.value.param == param
+
+
 async def test_a_transfer_id_in_use_gives_its_pages_back() -> None:
     async with paired(tiny_worker("hack")) as nodes:
         job = DecodeJob(greedy("r", (5,), 2), "r", 0)
