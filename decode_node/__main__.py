@@ -10,13 +10,13 @@ from decode_node.config import DecodeConfig
 from decode_node.service import DecodeService
 from faults.process import suffer
 from faults.seams import FaultyDecode
-from hackkv.model.worker import load_worker
+from hackkv.model.worker import Worker, load_worker
 from hackkv.process import Shutdown, announce, run_role
 from hackkv.types import NodeIdentity
 from transport.grpc_wire import GrpcListener
 from transport.membership import stay_member
 from transport.rpc_server import RpcServer
-from transport.trust import load_trust
+from transport.trust import Trust, load_trust
 
 
 async def serve(config: DecodeConfig, shutdown: Shutdown) -> None:
@@ -24,12 +24,20 @@ async def serve(config: DecodeConfig, shutdown: Shutdown) -> None:
     trust = load_trust(config.internal, config.listen.host)
     worker = load_worker(config.model, config.codec)
     server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host, trust=trust)
+    try:
+        await _serve(config, shutdown, worker, server, trust)
+    finally:
+        await server.close()  # also when a setting was refused once the port was open
+
+
+async def _serve(config: DecodeConfig, shutdown: Shutdown, worker: Worker, server: RpcServer, trust: Trust) -> None:
+    num_pages = worker.pages_in(config.kv_bytes)
     address = await server.start()
     identity = NodeIdentity(config.node_id or f"decode@{address}", address, uuid4().hex)
     service = DecodeService(
         identity,
         worker,
-        num_pages=worker.pages_in(config.kv_bytes),
+        num_pages=num_pages,
         max_sequences=config.max_sequences,
         max_batch=config.max_batch,
         host_bytes=config.host_bytes,

@@ -170,7 +170,7 @@ async def _started(plan: ClusterPlan) -> AsyncIterator[LocalCluster]:
 
 
 def _run(main: Callable[[], Coroutine[Any, Any, int]]) -> None:
-    """Run a command to its end; Ctrl-C and SIGTERM stop it and every process that it started."""
+    """Run a command to its end; Ctrl-C, SIGTERM and a closed terminal stop it and every process that it started."""
     try:
         code = asyncio.run(_until_signalled(main()))
     except HackkvError as error:
@@ -183,7 +183,10 @@ def _run(main: Callable[[], Coroutine[Any, Any, int]]) -> None:
 async def _until_signalled(main: Coroutine[Any, Any, int]) -> int:
     task = asyncio.ensure_future(main)
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which is how nohup keeps us when the terminal closes
+        signals.append(signal.SIGHUP)
+    for signum in signals:
         loop.add_signal_handler(signum, task.cancel)
     try:
         return await task

@@ -176,7 +176,10 @@ class LocalCluster:
         wanted = {"prefill": self._plan.num_prefill, "decode": self._plan.num_decode}
         async with httpx.AsyncClient(base_url=self.url) as client:
             while monotonic() < deadline:
-                answer = (await client.get("/ready")).json()
+                try:
+                    answer = (await client.get("/ready")).json()
+                except httpx.TransportError as error:
+                    raise NodeLost(f"the router was ready but does not answer: {error}") from error
                 if answer["nodes"] == wanted:
                     return
                 await asyncio.sleep(POLL_S)

@@ -91,8 +91,10 @@ def load(cls: type[ConfigT], path: Path | None, overrides: dict[str, Any] | None
     where = str(path) if path else "flags"
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date such as 2026-13-01
-        raise ConfigError(f"{where}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date such as 2026-13-01
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: expected a mapping of settings, found {type(data).__name__}")
@@ -103,7 +105,8 @@ def load(cls: type[ConfigT], path: Path | None, overrides: dict[str, Any] | None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{where}: {key}: {first['msg']}") from error
+        what = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"{where}: {key}: {what}") from error
 
 
 def _set_dotted(data: dict[str, Any], key: str, value: object, where: str) -> None:

@@ -1,6 +1,6 @@
 """How a role becomes a process: command line, configuration, logging, signals, and one line that says it is ready.
 
-    python -m ROLE --config FILE [--set key=value ...] [--supervised]
+    hackkv ROLE --config FILE [--set key=value ...] [--supervised]
 
 SIGTERM asks a role to drain: to take nothing new and to finish what it has. SIGINT, a second SIGTERM and the end of
 standard input (`--supervised`) end it at once.
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import inspect
 import json
 import logging
 import os
@@ -82,7 +83,7 @@ Serve = Callable[[ConfigT, Shutdown], Awaitable[None]]
 
 def run_role(role: str, config_class: type[ConfigT], serve: Serve[ConfigT], argv: Sequence[str] | None = None) -> int:
     """Run a role to its end and return the exit code."""
-    arguments = _arguments(role, argv)
+    arguments = _arguments(role, config_class, argv)
     try:
         overrides = dict(_override(text) for text in arguments.set)
         config = load(config_class, arguments.config, overrides)
@@ -146,8 +147,13 @@ async def _until_stopped(serve: Serve[ConfigT], config: ConfigT, *, supervised: 
             loop.remove_reader(sys.stdin.fileno())
 
 
-def _arguments(role: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {role}")
+def _arguments(role: str, config_class: type[RoleConfig], argv: Sequence[str] | None) -> argparse.Namespace:
+    where = inspect.getsourcefile(config_class)
+    parser = argparse.ArgumentParser(
+        prog=f"hackkv {role}",
+        description=f"Run one {role} process until it is told to stop.",
+        epilog=f"The settings, with their meaning and defaults, are the fields of {where}.",
+    )
     parser.add_argument("--config", type=Path, help="YAML file of this role")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting (a.b=1)")
     parser.add_argument("--supervised", action="store_true", help="stop when standard input ends")
@@ -161,4 +167,4 @@ def _override(text: str) -> tuple[str, object]:
     try:
         return key, yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {text}: {error}") from error
+        raise ConfigError(f"--set {text}: {' '.join(str(error).split())}") from error

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from faults.process import suffer
 from faults.seams import FaultyPrefill, FaultySender
-from hackkv.model.worker import load_worker
+from hackkv.model.worker import Worker, load_worker
 from hackkv.process import Shutdown, announce, run_role
 from hackkv.types import NodeIdentity
 from prefill_node.config import PrefillConfig
@@ -17,7 +17,7 @@ from prefill_node.shipment import Patience
 from transport.grpc_wire import GrpcSender
 from transport.membership import stay_member
 from transport.rpc_server import RpcServer
-from transport.trust import load_trust
+from transport.trust import Trust, load_trust
 
 
 async def serve(config: PrefillConfig, shutdown: Shutdown) -> None:
@@ -25,6 +25,14 @@ async def serve(config: PrefillConfig, shutdown: Shutdown) -> None:
     trust = load_trust(config.internal, config.listen.host)
     worker = load_worker(config.model, config.codec)
     server = RpcServer(config.listen.host, config.listen.port, advertise_host=config.listen.advertise_host, trust=trust)
+    try:
+        await _serve(config, shutdown, worker, server, trust)
+    finally:
+        await server.close()  # also when a setting was refused once the port was open
+
+
+async def _serve(config: PrefillConfig, shutdown: Shutdown, worker: Worker, server: RpcServer, trust: Trust) -> None:
+    num_pages = worker.pages_in(config.kv_bytes)
     address = await server.start()
     identity = NodeIdentity(config.node_id or f"prefill@{address}", address, uuid4().hex)
     faults = suffer(config.faults, identity.node_id)
@@ -34,7 +42,7 @@ async def serve(config: PrefillConfig, shutdown: Shutdown) -> None:
         identity,
         worker,
         sender,
-        num_pages=worker.pages_in(config.kv_bytes),
+        num_pages=num_pages,
         max_prompts=config.max_prompts,
         chunk_tokens=config.chunk_tokens,
         host_bytes=config.host_bytes,

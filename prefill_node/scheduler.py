@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from hackkv.errors import ConfigError
 from prefill_node.page_names import PageName
 from prefill_node.prefix_pool import Lease, PrefixPool
 
@@ -71,11 +72,14 @@ class Chunk(Generic[Owner]):
 
 
 class PrefillScheduler(Generic[Owner]):
-    """Queue of prompts over a pool of pages. Prompts that leave during a pass give their pages back after it."""
+    """Queue of prompts over a pool of pages. Prompts that leave during a pass give their pages back after it.
+
+    Raises `ConfigError` when a pass cannot take a page.
+    """
 
     def __init__(self, pool: PrefixPool, chunk_tokens: int) -> None:
         if chunk_tokens < pool.page_tokens:
-            raise ValueError(f"chunk_tokens {chunk_tokens} is less than a page of {pool.page_tokens}")
+            raise ConfigError(f"chunk_tokens: {chunk_tokens} is less than a page of {pool.page_tokens} tokens")
         self._pool = pool
         self._budget = chunk_tokens // pool.page_tokens * pool.page_tokens
         self._waiting: list[Prompt[Owner]] = []

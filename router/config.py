@@ -96,7 +96,9 @@ class RouterConfig(RoleConfig):
             return self.api_keys
         try:
             lines = self.api_key_file.read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{self.api_key_file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
             raise ConfigError(f"{self.api_key_file}: {error}") from error
         if not lines:
             raise ConfigError(f"{self.api_key_file}: holds no API key")

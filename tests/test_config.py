@@ -56,7 +56,7 @@ def test_settings_keep_their_types(tmp_path: Path) -> None:
     [
         ("num_pagse: 3", "num_pagse"),
         ("listen: {port: 70000}", "listen.port"),
-        ("listen: {hots: x}", "listen.hots"),
+        ("listen: {hots: x}", "listen.hots: there is no such setting"),
         ("listen:\n", "listen"),
         ("num_pages: many", "num_pages"),
         ("codec: {settings: {k_bits: [2]}}", "codec.settings.k_bits"),
@@ -75,6 +75,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str | bytes, nam
         load(Role, path)
     assert str(path) in str(caught.value)
     assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -68,14 +68,14 @@ async def keep_registered(
     `told` is set when that was tried, whether the router heard it or not. Raises `HandshakeRefused` if the fleet serves
     something else.
     """
-    registered = False
+    registered: bool | None = None  # not asked yet
     while True:
         is_news = news.is_set()
         try:
             lease = await registry.register(await describe())
         except (NodeLost, DeadlineExceeded) as error:
-            if registered:
-                log.warning("lost the router: %s", error)
+            if registered is not False:
+                log.warning("%s the router: %s", "lost" if registered else "waiting for", error)
             registered = False
             if is_news:
                 told.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 
 import torch
@@ -44,11 +45,18 @@ class Worker:
         return self.model.spec.kv_layout(self.codec.format.page_tokens)
 
     def pages_in(self, kv_bytes: int) -> int:
-        """How many pages, of all layers and KV heads, fit. Raises `ConfigError` when not even one does."""
+        """How many pages, of all layers and KV heads, fit.
+
+        Raises `ConfigError` when not even one does, or when the machine has no such memory: the system would grant it
+        and kill us while we use it.
+        """
         layout = self.layout
         page_bytes = self.codec.format.resident_bytes * layout.num_layers * layout.num_kv_heads
         if kv_bytes < page_bytes:
             raise ConfigError(f"kv_bytes: {kv_bytes} is less than one page of {page_bytes} bytes")
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if kv_bytes > memory_bytes:
+            raise ConfigError(f"kv_bytes: {kv_bytes} is more than this machine's memory of {memory_bytes} bytes")
         return kv_bytes // page_bytes
 
 

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from hackkv.cluster import ClusterPlan, running
+from hackkv.errors import NodeLost
 from tests.e2e.conftest import Start
 from tests.e2e.processes import START_S, Api, Child, alive, family, until
 
@@ -38,6 +41,17 @@ def test_a_node_that_dies_is_started_again_and_requests_wait_for_it(checkpoint: 
     answer = api.complete([5, 6, 7])  # both roles were filled before, so it waits
     assert answer["choices"][0]["token_ids"] == expected
     assert child.err.count("starting it again in 1 s") == 2
+
+
+async def test_a_router_that_dies_while_the_nodes_start_is_a_clear_error(checkpoint: Path) -> None:
+    def kill_the_router(_: str) -> None:
+        (router,) = psutil.Process().children()
+        router.kill()
+
+    plan = ClusterPlan({"model": str(checkpoint), "listen": {"port": 0}, "control": {"port": 0}}, {}, 0, 0)
+    with pytest.raises(NodeLost, match="the router was ready but does not answer"):
+        async with running(plan, kill_the_router):
+            pytest.fail("there is no router")
 
 
 def unknown_architecture(folder: Path) -> str:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hackkv.errors import ConfigError
 from prefill_node.host_pool import HostPool
 from prefill_node.prefix_pool import PrefixPool
 from prefill_node.scheduler import PATIENCE, Chunk, PrefillScheduler, Prompt
@@ -208,5 +209,5 @@ def test_short_prompts_fill_what_a_page_leaves_of_the_budget() -> None:
 
 
 def test_a_budget_below_a_page_is_refused() -> None:
-    with pytest.raises(ValueError, match="chunk_tokens 3 is less than a page of 4"):
+    with pytest.raises(ConfigError, match="chunk_tokens: 3 is less than a page of 4"):
         PrefillScheduler(page_pool(), 3)

@@ -7,8 +7,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import pytest
+
+from hackkv.errors import NodeLost
 from hackkv.types import Lease, NodeInfo
 from tests.transport import nouns
+from transport import membership
 from transport.membership import stay_member
 from transport.rpc_server import RpcServer
 
@@ -66,6 +70,36 @@ async def test_news_reaches_the_router_also_from_a_node_that_stops_with_it() -> 
         await staying
         assert book.entries.get_nowait().draining
         assert book.entries.empty()
+
+
+async def test_a_router_that_does_not_answer_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it came and after it went; a node that waits in silence for a misspelt address would look ready."""
+    monkeypatch.setattr(membership, "RETRY_S", 0.0)
+    answers = iter([None, None, Lease(0.0), None, None])
+    over = asyncio.Event()
+
+    class Router:
+        async def register(self, _: NodeInfo) -> Lease:
+            """The next answer, or none."""
+            match next(answers, over):
+                case Lease() as lease:
+                    return lease
+                case None:
+                    raise NodeLost("router:1 is silent")
+            over.set()
+            return Lease(TERM_S)
+
+    async def describe() -> NodeInfo:
+        return nouns.node_info()
+
+    staying = asyncio.create_task(membership.keep_registered(Router(), describe, asyncio.Event(), asyncio.Event()))
+    async with asyncio.timeout(TIMEOUT_S):
+        await over.wait()
+    staying.cancel()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == ["waiting for the router: router:1 is silent", "lost the router: router:1 is silent"]
 
 
 async def test_a_node_that_stops_without_news_says_nothing_more() -> None:
