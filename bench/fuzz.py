@@ -107,8 +107,8 @@ async def _run(count: int, seed: int, console: Console) -> bool:
 
 def main() -> int:
     """Fuzz; the exit code says whether every case ended in a named error."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=100_000)
+    parser = argparse.ArgumentParser("python -m bench.fuzz", description=__doc__)
+    parser.add_argument("--count", type=int, default=100_000, help="cases; default: %(default)s")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     console = Console(highlight=False)

@@ -306,7 +306,7 @@ def describe(row: Row) -> str:
 
 def main() -> None:
     """Run all rows, print them as they come, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m bench.kernels", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder whose performance.md, .json and .png get this section")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", choices=["decode", "prefill", "pages", "fp16"], help="one part of the table")

@@ -49,7 +49,7 @@ DEFAULTS = {"stages": (500, 8, _stages), "disconnects": (1000, 16, _disconnects)
 
 def main() -> int:
     """Run one soak; the exit code says whether what it proves holds."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m bench.soak", description=__doc__)
     parser.add_argument("what", choices=tuple(DEFAULTS))
     parser.add_argument("--requests", type=int, default=0, help="default: 500 for stages, 1000 for disconnects")
     parser.add_argument("--concurrency", type=int, default=0, help="default: 16 for disconnects, 8 for the others")

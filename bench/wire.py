@@ -68,9 +68,9 @@ async def measure(name: str, total_bytes: int, repeats: int) -> None:
 
 def main() -> None:
     """Measure every wire of `WIRES`."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m bench.wire", description=__doc__)
     parser.add_argument("--mib", type=int, default=64, help="payload of one handoff in MiB")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=10, help="handoffs of each frame size; the fastest counts")
     args = parser.parse_args()
     for name in WIRES:
         asyncio.run(measure(name, args.mib << 20, args.repeats))

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from hackkv import __version__
-from hackkv.cluster import ClusterPlan, LocalCluster, role_command, running
+from hackkv.cluster import ENVIRONMENT, ClusterPlan, LocalCluster, role_command, running
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.demo import demonstrate
 from hackkv.errors import ConfigError, HackkvError
@@ -83,7 +83,7 @@ def _role(role: str) -> None:
     )
     def run(context: typer.Context) -> None:
         command = role_command(role, context.args)
-        os.execv(command[0], command)
+        os.execve(command[0], command, ENVIRONMENT)
 
 
 for _name in ("router", "prefill", "decode"):

@@ -36,9 +36,10 @@ START_S = 120.0
 RESTART_S, LONGEST_RESTART_S = 1.0, 30.0
 """Pause before a node is started again; it doubles each time that the node did not live for the longest."""
 
-_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-"""gRPC's own notes on connections that end would only repeat what we say ourselves; and compute threads that wait must
-not spin, since processes share the cores."""
+ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", **os.environ}
+"""Of every role: gRPC's own notes on connections that end would only repeat what we say ourselves."""
+_SHARED_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", **ENVIRONMENT}
+"""Compute threads that wait must not spin, since processes share the cores."""
 
 ENTRIES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
 """Role -> module that `python -m` runs."""
@@ -161,7 +162,7 @@ class LocalCluster:
         await self._until_ready(member, deadline)
 
     async def _exec(self, command: Sequence[str]) -> Process:
-        return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=_ENVIRONMENT)
+        return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=_SHARED_ENVIRONMENT)
 
     async def _until_ready(self, member: Member, deadline: float) -> None:
         try:

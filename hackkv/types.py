@@ -87,12 +87,12 @@ class Fingerprint:
 
     fields: tuple[tuple[str, str], ...]
 
-    def mismatch(self, other: Fingerprint) -> str | None:
-        """Name the first field that differs, with both values, or None if the fingerprints agree."""
+    def mismatch(self, other: Fingerprint, here: str = "here", there: str = "at the peer") -> str | None:
+        """Name the first field that differs, with both values and whose they are; None if the fingerprints agree."""
         mine, theirs = dict(self.fields), dict(other.fields)
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
-                return f"{name}: {mine.get(name, 'absent')!r} here, {theirs.get(name, 'absent')!r} at the peer"
+                return f"{name}: {mine.get(name, 'absent')!r} {here}, {theirs.get(name, 'absent')!r} {there}"
         return None
 
 

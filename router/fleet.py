@@ -211,7 +211,7 @@ class Fleet:
                 f"total_pages {info.total_pages} must be positive"
             )
         fleet = self._fingerprint(without=info)
-        if fleet is not None and (difference := fleet.mismatch(info.fingerprint)):
+        if fleet is not None and (difference := fleet.mismatch(info.fingerprint, "in the fleet", "at the node")):
             raise HandshakeRefused(f"node {info.node_id} does not fit the fleet: {difference}")
 
     def _fingerprint(self, without: NodeInfo) -> Fingerprint | None:

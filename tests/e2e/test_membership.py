@@ -145,7 +145,9 @@ def test_a_node_with_other_settings_is_refused_by_name(paper: Fleet) -> None:
     other = {"name": "hack-paper", "settings": {"page_tokens": 32, "send_sums": True}}
     stranger = paper.node("decode", "decode-odd", codec=other)
     assert stranger.wait(START_S) == 1
-    assert "node decode-odd does not fit the fleet: codec.page_tokens: '64' here, '32' at the peer" in stranger.err
+    assert (
+        "node decode-odd does not fit the fleet: codec.page_tokens: '64' in the fleet, '32' at the node" in stranger.err
+    )
     assert len(stranger.err.strip().splitlines()) == 1
     assert paper.api.nodes == {"prefill": 1, "decode": 2}
 

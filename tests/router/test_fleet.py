@@ -70,7 +70,7 @@ async def test_a_restarted_node_takes_its_own_place(cluster: Cluster) -> None:
 async def test_another_fingerprint_is_refused_with_the_field_until_the_fleet_is_gone(cluster: Cluster) -> None:
     other = Fingerprint((("codec", "fp16"), ("model", "tiny")))
     stranger = info(Role.DECODE, "d0", fingerprint=other, incarnation="2")
-    with pytest.raises(HandshakeRefused, match="codec: 'hack' here, 'fp16' at the peer"):
+    with pytest.raises(HandshakeRefused, match="codec: 'hack' in the fleet, 'fp16' at the node"):
         await cluster.fleet.register(stranger)
     cluster.now = 10.0
     cluster.fleet.expire()

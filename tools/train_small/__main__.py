@@ -60,7 +60,7 @@ def publish(settings: Settings, run: Run, work: Path, folder: Path, trials: int)
 
 def main() -> None:
     """Parse arguments, train what is left to train, export if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m tools.train_small", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--work", type=Path, default=Path("build/train_small"))
     parser.add_argument("--export", type=Path, help="folder to write the model and its card to")
