@@ -33,14 +33,29 @@ from hackkv.types import Finish, Logprob, Sampling, Token
 Row: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 
-HEAD = 1024
-"""How many of the largest candidates are sorted at first; more only if the draw does not end among them."""
+GROUP = 16
+"""Values of which only the largest takes part in finding the largest of all."""
+
+UNIFORMS = 64
+"""Random numbers that a state makes at once: a generator costs more than these."""
 
 
 class SamplerState:
     """What choosing the next token of one request depends on: its parameters, its prompt, its output so far."""
 
-    __slots__ = ("_barred", "_counts", "_prompt", "_stops", "emitted", "greedy", "plain", "sampling")
+    __slots__ = (
+        "_barred",
+        "_counts",
+        "_first_uniform",
+        "_known",
+        "_stops",
+        "_uniforms",
+        "emitted",
+        "greedy",
+        "plain",
+        "repeated",
+        "sampling",
+    )
 
     def __init__(
         self, sampling: Sampling, prompt_ids: Iterable[int], eos_ids: Iterable[int], emitted: Iterable[int] = ()
@@ -51,9 +66,11 @@ class SamplerState:
         self._stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
         self._barred = np.array(sorted(self._stops), dtype=np.int64)
         self._counts: Counter[int] = Counter()
-        self._prompt = np.empty(0, dtype=np.int64)
-        if sampling.repetition_penalty != 1.0:
-            self._prompt = np.unique(np.fromiter(prompt_ids, dtype=np.int64))
+        self._known: set[int] = set(prompt_ids) if sampling.repetition_penalty != 1.0 else set()
+        self.repeated = np.fromiter(self._known, dtype=np.int64)
+        """Every token of prompt and output once, if there is a penalty for repetition."""
+        self._uniforms: list[float] = []
+        self._first_uniform = 0
         self.plain = (
             not sampling.logit_bias
             and sampling.repetition_penalty == 1.0
@@ -72,6 +89,11 @@ class SamplerState:
         return self.plain and not self._stops_barred
 
     @property
+    def takes_largest(self) -> bool:
+        """The next token is the one with the largest logit, and that is all there is to report of it."""
+        return self.greedy and self.untouched and self.sampling.logprobs is None
+
+    @property
     def _stops_barred(self) -> bool:
         return self.emitted < self.sampling.min_tokens and self._barred.size > 0
 
@@ -80,6 +102,9 @@ class SamplerState:
         self.emitted += 1
         if not self.plain:
             self._counts[token_id] += 1
+            if self.sampling.repetition_penalty != 1.0 and token_id not in self._known:
+                self._known.add(token_id)
+                self.repeated = np.append(self.repeated, token_id)
         if token_id in self._stops:
             return Finish.STOP
         return Finish.LENGTH if self.emitted >= self.sampling.max_tokens else None
@@ -92,18 +117,22 @@ class SamplerState:
                 row[token_id] += bias
         if self._stops_barred:
             row[self._barred[self._barred < row.size]] = -math.inf
-        if self.plain:
-            return row
-        seen = np.fromiter(self._counts.keys(), dtype=np.int64)
         if sampling.repetition_penalty != 1.0:
-            known = np.union1d(self._prompt, seen)
-            values = row[known]
-            row[known] = np.where(
-                values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
-            )
-        times = np.fromiter(self._counts.values(), dtype=np.float64)
-        row[seen] -= sampling.frequency_penalty * times + sampling.presence_penalty
+            values, penalty = row[self.repeated], sampling.repetition_penalty
+            row[self.repeated] = np.where(values > 0, values / penalty, values * penalty)
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            seen = np.fromiter(self._counts.keys(), dtype=np.int64)
+            times = np.fromiter(self._counts.values(), dtype=np.float64)
+            row[seen] -= sampling.frequency_penalty * times + sampling.presence_penalty
         return row
+
+    def uniform(self) -> float:
+        """The number in [0, 1) that decides the next output token."""
+        at = self.emitted - self._first_uniform
+        if not 0 <= at < len(self._uniforms):
+            self._first_uniform, at = self.emitted, 0
+            self._uniforms = uniforms(self.sampling.seed, self.emitted, UNIFORMS)
+        return self._uniforms[at]
 
 
 def sample(logits: Tensor, states: Sequence[SamplerState], kernels: RowKernels | None = None) -> list[Token]:
@@ -115,13 +144,15 @@ def sample(logits: Tensor, states: Sequence[SamplerState], kernels: RowKernels |
     if -1 in largest:
         row = largest.index(-1)
         raise NonFiniteError(f"logits of row {row} are not finite", span=row)
+    others = [row for row, state in enumerate(states) if not state.takes_largest]
+    rows = dict(zip(others, logits[others].double().cpu().numpy(), strict=True)) if others else {}
     tokens = []
     for row, state in enumerate(states):
-        if state.greedy and state.untouched and state.sampling.logprobs is None:
+        if row in rows:
+            tokens.append(_choose(rows[row], state))
+        else:
             index, token_id = state.emitted, largest[row]
             tokens.append(Token(index, token_id, state.accept(token_id)))
-        else:
-            tokens.append(_choose(logits[row].double().cpu().numpy(), state))
     return tokens
 
 
@@ -137,48 +168,56 @@ def prompt_logprobs(logits: Tensor, first: int, ids: Sequence[int], top: int) ->
 def _choose(raw: Row, state: SamplerState) -> Token:
     sampling, index = state.sampling, state.emitted
     row = raw if state.untouched else state.adjust(raw)
-    token_id = int(row.argmax()) if state.greedy else draw(row, sampling, uniform(sampling.seed, index))
+    token_id = int(row.argmax()) if state.greedy else draw(row, sampling, state.uniform())
     finish = state.accept(token_id)
     if sampling.logprobs is None:
         return Token(index, token_id, finish)
     return _reported(index, token_id, finish, raw, sampling.logprobs)
 
 
-def uniform(seed: int, index: int) -> float:
-    """The number in [0, 1) that decides output token `index` of a request with this seed."""
-    return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=index)).random())
+def uniforms(seed: int, first: int, count: int) -> list[float]:
+    """The numbers in [0, 1) that decide output tokens `first` and following of a request with this seed."""
+    words = 4  # that Philox makes of one counter; the first is the token's
+    generator = np.random.Generator(np.random.Philox(key=seed % 2**64, counter=first))
+    numbers: list[float] = generator.random(words * count)[::words].tolist()
+    return numbers
 
 
 def draw(row: Row, sampling: Sampling, u: float) -> int:
     """The token that `u` in [0, 1) selects from `row` (float64 [vocab]) under temperature, min_p, top_k and top_p."""
     # Relative to the largest, so that a tiny temperature cannot overflow; the largest has weight 1.
     weights = np.exp((row - row.max()) / sampling.temperature)
-    eligible = np.flatnonzero(weights >= sampling.min_p) if sampling.min_p > 0 else np.arange(weights.size)
-    if 0 < sampling.top_k < eligible.size:
-        eligible = eligible[_order(weights[eligible], sampling.top_k)]
-    weights = weights[eligible]
-    total = float(weights.sum())
-    nucleus = sampling.top_p < 1
-    reach = (sampling.top_p if nucleus else u) * total
-    for size in (HEAD, 16 * HEAD, weights.size):
-        order = _order(weights, size)
-        cumulative = np.cumsum(weights[order])
-        if cumulative[-1] > reach:
-            break
-    if nucleus:
-        cumulative = cumulative[: int(np.searchsorted(cumulative, reach, side="left")) + 1]
+    if sampling.min_p > 0:
+        weights[weights < sampling.min_p] = 0.0
+    if 0 < sampling.top_k < weights.size:
+        order = _order(weights, sampling.top_k)
+        ranked = weights[order]
+        total = float(ranked.sum())
+    else:
+        total = float(weights.sum())
+        # Who lies below the cut weighs half as much, all of them together, as what is beyond the place that we look
+        # for. So it is among the others, which are few: sorting the whole row would take most of the time.
+        share = sampling.top_p if sampling.top_p < 1 else u
+        above = np.flatnonzero(weights > (1 - share) * total / (2 * weights.size))
+        order = above[np.argsort(-weights[above], kind="stable")]
+        ranked = weights[order]
+    cumulative = np.cumsum(ranked)
+    if sampling.top_p < 1:
+        cumulative = cumulative[: int(np.searchsorted(cumulative, sampling.top_p * total, side="left")) + 1]
         total = float(cumulative[-1])
     # The sums may differ in the last bit, so hold the place within the kept tokens that can occur at all.
-    last = min(cumulative.size, int(np.count_nonzero(weights))) - 1
+    last = min(cumulative.size, int(np.count_nonzero(ranked))) - 1
     at = int(np.searchsorted(cumulative, u * total, side="right"))
-    return int(eligible[order[min(at, last)]])
+    return int(order[min(at, last)])
 
 
 def _order(values: Row, size: int) -> Ids:
     """Positions of the `size` largest values, largest first, ties by position."""
-    if size >= values.size:
-        return np.argsort(-values, kind="stable")
-    least = np.partition(values, values.size - size)[values.size - size]
+    if size * GROUP >= values.size:
+        return np.argsort(-values, kind="stable")[:size]
+    # As many groups have a maximum of `least` or more, and so the largest values, which are as many, are not below it.
+    maxima = values[: values.size // GROUP * GROUP].reshape(GROUP, -1).max(axis=0)
+    least = np.partition(maxima, maxima.size - size)[maxima.size - size]
     among = np.flatnonzero(values >= least)
     return among[np.argsort(-values[among], kind="stable")][:size]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hackkv.errors import NonFiniteError
 from hackkv.model import sampler
-from hackkv.model.sampler import SamplerState, draw, prompt_logprobs, sample, uniform
+from hackkv.model.sampler import UNIFORMS, SamplerState, draw, prompt_logprobs, sample, uniforms
 from hackkv.types import Finish, Sampling
 
 VOCAB = 24
@@ -79,7 +79,7 @@ def plainly(logits: Sequence[float], want: Sampling, prompt: Sequence[int], outp
     kept: list[int] = []
     while len(kept) < len(ranked) and (want.top_p >= 1 or math.fsum(weight[t] for t in kept) < want.top_p * total):
         kept.append(ranked[len(kept)])
-    target = uniform(want.seed, len(output)) * math.fsum(weight[token] for token in kept)
+    target = uniforms(want.seed, len(output), 1)[0] * math.fsum(weight[token] for token in kept)
     for count, token in enumerate(kept, start=1):
         if math.fsum(weight[t] for t in kept[:count]) > target:
             return token
@@ -118,13 +118,13 @@ def test_a_replay_from_any_point_chooses_the_same(want: Sampling, noise: int) ->
 
 @settings(max_examples=100, deadline=None)
 @given(rows(), SAMPLINGS, st.floats(0, 1, exclude_max=True))
-def test_sorting_only_the_head_changes_nothing(row: list[float], want: Sampling, u: float) -> None:
-    """Vocabularies beyond HEAD take another path; with a HEAD of 2 even this one does."""
+def test_finding_the_largest_in_groups_changes_nothing(row: list[float], want: Sampling, u: float) -> None:
+    """Small rows are sorted whole; with groups of 2 even these are not."""
     want = dataclasses.replace(want, temperature=max(want.temperature, 0.1))
     values = np.array(row)
     whole = draw(values, want, u)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "HEAD", 2)
+        patch.setattr(sampler, "GROUP", 2)
         assert draw(values, want, u) == whole
 
 
@@ -136,7 +136,7 @@ def test_frequencies_follow_the_distribution(want: Sampling) -> None:
     """Chi-squared over 8,000 draws; the bound is 6 standard deviations of that statistic above its mean."""
     row = np.linspace(3, -1, 10)
     draws = 8_000
-    counts = np.bincount([draw(row, want, uniform(want.seed, index)) for index in range(draws)], minlength=10)
+    counts = np.bincount([draw(row, want, u) for u in uniforms(want.seed, 0, draws)], minlength=10)
     weights = np.exp(row / want.temperature)
     order = 10
     if want.top_k:
@@ -152,7 +152,7 @@ def test_frequencies_follow_the_distribution(want: Sampling) -> None:
 
 
 def test_a_large_vocabulary_of_equal_logits_is_drawn_evenly() -> None:
-    """The head of 1,024 never tells here, so every draw sorts the whole row."""
+    """All of them are candidates, and their order is that of their ids."""
     row = np.zeros(50_000)
     assert [draw(row, sampling(), u) for u in (0.0, 0.25, 0.999999)] == [0, 12_500, 49_999]
 
@@ -226,8 +226,18 @@ def test_logits_that_are_not_finite_name_their_row_and_advance_nobody(bad: float
 
 def test_uniform_numbers_are_pinned() -> None:
     """Nodes of different builds must draw alike: a change here breaks replays during a rolling upgrade."""
-    assert [uniform(0, 0), uniform(0, 1), uniform(7, 0), uniform(-1, 0)] == PINNED
-    assert len({uniform(5, index) for index in range(1000)}) == 1000
+    assert [*uniforms(0, 0, 2), *uniforms(7, 0, 1), *uniforms(-1, 0, 1)] == PINNED
+    assert len(set(uniforms(5, 0, 1000))) == 1000
+
+
+def test_a_state_goes_on_in_the_random_numbers_wherever_it_starts() -> None:
+    whole = uniforms(5, 0, 3 * UNIFORMS)
+    for start in (0, 1, UNIFORMS - 1, UNIFORMS):
+        state = SamplerState(sampling(seed=5, max_tokens=1000), [], EOS, [1] * start)
+        for index in (*range(start, 2 * UNIFORMS), 3 * UNIFORMS - 1):
+            while state.emitted < index:
+                state.accept(1)
+            assert state.uniform() == whole[index]
 
 
 PINNED = [0.011546754286331562, 0.5023796042735054, 0.8720734548204873, 0.23494158814525556]
