@@ -8,6 +8,7 @@ import pytest
 
 from bench import step
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model.shipped import SHIPPED
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import load_worker
 
@@ -20,7 +21,7 @@ def test_parts_of_a_step_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(step, "RECORDED", range(8, 12))
     write_tiny(tmp_path / "tiny", Tiny(layers=LAYERS, head_dim=64))
     worker = load_worker(ModelConfig(path=str(tmp_path / "tiny"), backend="cpu"), CodecConfig(name="hack"))
-    times = step.measure(worker, batch=3)
+    times = step.measure(worker, 3, step.GREEDY)
     # The first token came with the prompt's last row; a step that is recorded, or follows one, or none, does not count.
     assert len(times.steps) == len(times.between) == 20 - 4 - 2
     assert len(times.python) == 4 - 1
@@ -28,8 +29,14 @@ def test_parts_of_a_step_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(seconds > 0 for seconds in times.python)
     assert times.kernels == 2 + 6 * LAYERS  # norms, rotation, append, attention, gate; the last norm, and the largest
     assert times.operators > 4 * LAYERS  # at least the matrix products
-    found = step.summary(times, 3)
+    found = step.summary(times, 3, "greedy")
     assert found["share"] == pytest.approx((found["between_ms"] + found["python_ms"]) / found["step_ms"])
-    text = step.section(worker, found)
-    assert f"| 3 | {found['step_ms']:.2f} |" in text
+    text = step.section(worker, [found])
+    assert f"| greedy | 3 | {found['step_ms']:.2f} |" in text
     assert f"| {times.operators} | {times.kernels} | {found['share']:.0%} | ≤ 25% |" in text
+
+
+def test_the_second_row_samples_as_the_shipped_model_proposes() -> None:
+    sampling = step.proposed(SHIPPED)
+    assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0.6, 0.9, 1.1)
+    assert sampling.ignore_eos
