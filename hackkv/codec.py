@@ -155,7 +155,9 @@ class Batch:
 def _same_places(spans: Sequence[Span], others: Sequence[Span]) -> bool:
     """Whether they differ in their positions at most."""
     return len(spans) == len(others) and all(
-        span.slot == other.slot and span.count == other.count and span.pages == other.pages
+        span.slot == other.slot
+        and span.count == other.count
+        and (span.pages is other.pages or span.pages == other.pages)  # a tuple compares all its pages, even to itself
         for span, other in zip(spans, others, strict=True)
     )
 
