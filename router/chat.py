@@ -37,6 +37,7 @@ async def chat_completions(request: Request) -> Response:
 
 async def _plan(backend: Backend, body: ChatRequest) -> list[tuple[Choice, Sampling]]:
     backend.check_sequences(body.n)
+    backend.check_token_ids(dict(body.logit_bias), "logit_bias")
     messages = [
         {"role": _ROLES.get(message.role, message.role), "content": message.text}
         | ({"name": message.name} if message.name else {})

@@ -38,6 +38,7 @@ async def completions(request: Request) -> Response:
 async def _plan(backend: Backend, body: CompletionRequest) -> list[tuple[Choice, Sampling]]:
     """One choice for each prompt and each of its n continuations."""
     backend.check_sequences(len(body.prompt) * body.n)
+    backend.check_token_ids(dict(body.logit_bias), "logit_bias")
     scoring = body.max_tokens == 0
     jobs: list[tuple[Choice, Sampling]] = []
     for prompt in body.prompt:

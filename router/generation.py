@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,8 +51,7 @@ class Backend:
     async def encode(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a prompt; checks ids that the client chose. An empty prompt becomes BOS if there is one."""
         if not isinstance(prompt, str):
-            if bad := next((token for token in prompt if not 0 <= token < self.tokenizer.vocab_size), None):
-                raise RequestError(f"prompt: {bad} is not a token id (0 to {self.tokenizer.vocab_size - 1})", "prompt")
+            self.check_token_ids(prompt, "prompt")
             ids = list(prompt)
         elif len(prompt) < LONG_TEXT:
             ids = self.tokenizer.encode(prompt, add_special_tokens)
@@ -80,6 +79,11 @@ class Backend:
         if not ids:
             raise RequestError("the chat template made an empty prompt of this conversation", "messages")
         return tuple(ids)
+
+    def check_token_ids(self, ids: Iterable[int], param: str) -> None:
+        """Raises `RequestError` if the model has no such token."""
+        if bad := next((token for token in ids if not 0 <= token < self.tokenizer.vocab_size), None):
+            raise RequestError(f"{param}: {bad} is not a token id (0 to {self.tokenizer.vocab_size - 1})", param)
 
     def check_sequences(self, count: int) -> None:
         """Raises `RequestError` if one HTTP request asks for too many sequences."""

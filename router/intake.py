@@ -29,7 +29,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...] = ()) -> None:
         self._app = app
-        self._expected = tuple(f"Bearer {key}".encode() for key in api_keys)
+        self._expected = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer 401."""
@@ -44,8 +44,10 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _knows(self, given: bytes) -> bool:
-        """Compares with every key, in constant time each."""
-        return not self._expected or any(hmac.compare_digest(given, expected) for expected in self._expected)
+        """Compares with every key, in constant time each. The scheme's case does not matter (RFC 9110, 11.1)."""
+        scheme, _, key = given.partition(b" ")
+        is_known = any(hmac.compare_digest(key, expected) for expected in self._expected)
+        return not self._expected or (scheme.lower() == b"bearer" and is_known)
 
 
 def _is_open(path: str) -> bool:

@@ -45,4 +45,6 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except (OSError, HFValidationError) as error:
         # OSError covers all of it: no network, offline mode without a cached copy, no such repository, gated.
-        raise CheckpointError(f"{name}: no such folder, and the hub did not deliver it: {error}") from error
+        raise CheckpointError(
+            f"{name}: no such folder, and the hub did not deliver it: {' '.join(str(error).split())}"
+        ) from error

@@ -40,6 +40,8 @@ REFUSED = [
     ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"messages": MESSAGES, "logit_bias": {"99999": 1}}, "logit_bias"),
     ({"prompt": "x", "logprobs": 99}, "logprobs"),
     ({"prompt": "x", "best_of": 2}, "best_of"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
@@ -135,9 +137,9 @@ async def test_the_key_guards_everything_but_the_probes(cluster: Cluster, tokeni
         for path in ("/live", "/ready", "/health"):
             assert (await client.get(path)).status_code == 200
         for path in ("/metrics", "/version", "/v1/models", "/openapi.json", "/nothing"):
-            for key in ("", "Bearer wrong", "secret", "Bearer sécret"):
+            for key in ("", "Bearer wrong", "secret", "Bearer", "Basic secret", "Bearer sécret"):
                 response = await client.get(path, headers=[(b"authorization", key.encode())])
                 assert response.headers["www-authenticate"] == "Bearer"
                 check_error(response, 401)
-        for key in ("secret", "other"):
-            assert (await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code == 200
+        for key in ("Bearer secret", "Bearer other", "bearer secret"):
+            assert (await client.get("/v1/models", headers={"authorization": key})).status_code == 200
