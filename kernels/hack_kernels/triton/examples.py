@@ -45,6 +45,8 @@ class Example:
     """Tokens of one KV head that a warp handles in one turn of the main loop; 0 where that means nothing."""
     code_bytes: int = 0
     """Bytes of codes that a program reads in one turn of the main loop, or in all where it has none."""
+    int8: bool = False
+    """It multiplies codes as integers."""
 
 
 def decode(fmt: HackFormat, group: int) -> Example:
@@ -52,7 +54,8 @@ def decode(fmt: HackFormat, group: int) -> Example:
     open_k, open_v, q, spans, workspace = _decode_inputs(fmt, group)
     pages = new_pages(fmt, TOKENS // fmt.page_tokens, KV_HEADS, "meta")
     launch = decode_launch(fmt, pages, open_k, open_v, spans, q, torch.empty_like(q), workspace)
-    return Example(f"decode {_name(fmt)} G={group}", launch, fmt.page_tokens, launch.warps * _code_bytes(fmt))
+    code_bytes = launch.warps * _code_bytes(fmt)
+    return Example(f"decode {_name(fmt)} G={group}", launch, fmt.page_tokens, code_bytes, int8=True)
 
 
 def dequantize(fmt: HackFormat, group: int) -> Example:
@@ -80,7 +83,7 @@ def prefill(fmt: HackFormat, group: int) -> Example:
     q = _empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
     pages = new_pages(fmt, tokens // fmt.page_tokens, KV_HEADS, "meta")
     launch = prefill_launch(fmt, 0, pages, open_k, open_v, spans, q, k, v, torch.empty_like(q))
-    return Example(f"prefill {_name(fmt)} G={group}", launch, 0, _code_bytes(fmt))
+    return Example(f"prefill {_name(fmt)} G={group}", launch, 0, _code_bytes(fmt), int8=True)
 
 
 def seal(fmt: HackFormat) -> Example:
@@ -171,17 +174,19 @@ def grid(head_dim: int, page_tokens: int, bits: int) -> tuple[Example, ...]:
     paper = HackFormat(head_dim, page_tokens, bits, bits, arithmetic=Arithmetic.ASYMMETRIC)
     fmt = HackFormat(head_dim, page_tokens, bits, bits)
     return (
-        *(prefill(form, 4) for form in (fmt, paper)),
-        *(exchange(form, installing=installing) for form in (fmt, paper) for installing in (True, False)),
-        seal(fmt),
+        *(decode(form, 8) for form in (paper, fmt)),
+        *(prefill(form, 4) for form in (paper, fmt)),
         dequantize(fmt, 8),
-        *(decode(form, 8) for form in (fmt, paper)),
+        *(exchange(form, installing=installing) for form in (paper, fmt) for installing in (True, False)),
+        seal(fmt),
     )
 
 
 GRID: Final = tuple(
-    example for d, pi, bits in itertools.product(HEAD_DIMS, PAGE_TOKENS, CODE_BITS) for example in grid(d, pi, bits)
+    example
+    for d, pi, bits in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS, reversed(CODE_BITS))
+    for example in grid(d, pi, bits)
 )
-"""Every kernel at every size: what `--grid` prints."""
+"""Every kernel at every size, those first that need most registers: what `--grid` prints."""
 
 NAMED: Final = {example.name: example for example in (*EXAMPLES, *GRID)}

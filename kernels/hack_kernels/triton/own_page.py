@@ -21,11 +21,10 @@ def two_halves(x):
 
 
 @triton.jit
-def load_rows(rows, block, seen, first, columns: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
-    """Rows 16·block[w].. of FP16 [Π, D], channels `first`.. of them: [W, 16, columns], zero where not `seen`."""
-    row = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+def load_rows(rows, row, first, columns: tl.constexpr, D: tl.constexpr):
+    """Rows `row` [W, 16] of FP16 [Π, D], channels `first`.. of them: [W, 16, columns]."""
     channel = first + tl.arange(0, columns)
-    return tl.load(rows + row[:, :, None] * D + channel[None, None, :], mask=seen[:, :, None], other=0.0)
+    return tl.load(rows + row[:, :, None] * D + channel[None, None, :])
 
 
 @triton.jit
@@ -37,8 +36,8 @@ def scaled_query(q, first, heads, D: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def exact_scores(q, heads, rows, block, seen, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """Scores FP32 [W, 16, N] of row blocks of K against the query heads at `q`, in units of log2."""
+def exact_scores(q, heads, rows, row, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """Scores FP32 [W, 16, N] of rows `row` [W, 16] of K against the query heads at `q`, in units of log2."""
     size = tl.zeros((N,), tl.float32)
     for first in range(0, D, 32):
         size = tl.maximum(size, tl.max(tl.abs(scaled_query(q, first, heads, D, N)), 0))
@@ -47,15 +46,15 @@ def exact_scores(q, heads, rows, block, seen, D: tl.constexpr, W: tl.constexpr, 
     small = tl.zeros((W, 16, N), tl.float32)
     for first in range(0, D, 32):
         high, low = two_halves(scaled_query(q, first, heads, D, N) / size[None, :])
-        k = load_rows(rows, block, seen, first, 32, D, W)
+        k = load_rows(rows, row, first, 32, D)
         large = tl.dot(k, tl.broadcast_to(high[None, :, :], (W, 32, N)), large)
         small = tl.dot(k, tl.broadcast_to(low[None, :, :], (W, 32, N)), small)
     return (large + small / HALF_STEP) * (size * LOG2_E)[None, None, :]
 
 
 @triton.jit
-def add_rows(state, scores, rows, block, seen, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """Row blocks of V with `scores` [W, 16, N] added to the running softmax of `decode.add_pages`."""
+def add_rows(state, scores, rows, row, seen, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """Rows `row` of V with `scores` [W, 16, N], those `seen`, added to the running softmax of `decode.add_pages`."""
     top, weight, out = state
     scores = tl.where(seen[:, :, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -65,7 +64,7 @@ def add_rows(state, scores, rows, block, seen, D: tl.constexpr, W: tl.constexpr,
     high, low = two_halves(weights)
     added = ()
     for m in tl.static_range(D // 16):
-        v = tl.permute(load_rows(rows, block, seen, m * 16, 16, D, W), (0, 2, 1))
+        v = tl.permute(load_rows(rows, row, m * 16, 16, D), (0, 2, 1))
         small = tl.dot(v, low)
         added = added + (tl.dot(v, high, out[m] * kept[:, None, :]) + small / HALF_STEP,)
     return new_top, weight, added

@@ -43,12 +43,17 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def own_page(state, q, open_k, open_v, own_rows, heads, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """The first `own_rows` rows of the open page added to the running softmax, 16·W rows at a time."""
+    """The first `own_rows` rows of the open page added to the running softmax, 16·W rows at a time.
+
+    Past the last row, that one is read again: offsets of lanes then depend on the sequence, so LLVM cannot work them
+    out ahead of the loop over sequences, and keep them in registers through the loop over pages.
+    """
     for begin in range(0, own_rows, 16 * W):
-        block = begin // 16 + tl.arange(0, W)
-        seen = block[:, None] * 16 + tl.arange(0, 16)[None, :] < own_rows
-        scores = exact_scores(q, heads, open_k, block, seen, D, W, N)
-        state = add_rows(state, scores, open_v, block, seen, D, W, N)
+        row = begin + tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        seen = row < own_rows
+        row = tl.minimum(row, own_rows - 1)
+        scores = exact_scores(q, heads, open_k, row, D, W, N)
+        state = add_rows(state, scores, open_v, row, seen, D, W, N)
     return state
 
 
@@ -132,8 +137,8 @@ def decode_kernel(
     past = tl.where(part < parts, sequence_of(stop - 1, ends) + 1, 0)
     # Offsets of lanes hoisted out of this loop would fill the registers that the pages need.
     for b in tl.range(sequence_of(mine, ends), past, disable_licm=True):
-        start = tl.load(starts + b)
-        pages = (start // PI).to(tl.int32)
+        start = tl.load(starts + b).to(tl.int32)
+        pages = start // PI
         end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
         begin = end - pages - OWN_UNITS
         at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
@@ -146,17 +151,16 @@ def decode_kernel(
 
         last = tl.minimum(until - begin, pages)
         entry = table + b * table_stride
-        index = tl.minimum(at - begin + warp, pages - 1)
+        index = tl.minimum(at - begin + warp, last - 1)
         page = tl.load(entry + index, mask=index >= 0, other=0)
         for i in range(at - begin, last, W):
             place = page * page_stride
             valid = i + warp < last
-            page = tl.load(entry + tl.minimum(i + W + warp, pages - 1))
+            page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
             state = ADD(state, keys + place, values + place, valid, query, layout, W, N)
         if until == end:
             own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (PI * D)
-            own_rows = (start % PI + 1).to(tl.int32)
-            state = own_page(state, q + rows * D, open_k + own, open_v + own, own_rows, heads_here, D, W, N)
+            state = own_page(state, q + rows * D, open_k + own, open_v + own, start % PI + 1, heads_here, D, W, N)
 
         first = part_of(begin, parts, total)
         count = part_of(end - 1, parts, total) - first + 1

@@ -1,0 +1,104 @@
+"""The own page in prefill: FP16 rows, some in the sequence's open page and the others in the batch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hack_kernels.triton.prefill_tiling import channels_of
+from hack_kernels.triton.quantize import codes_of, divided, extremes, noise_of, scale_of
+
+
+@triton.jit
+def own_rows(open_rows, batch_rows, token, column, start, end, row_stride, WIDTH: tl.constexpr):
+    """FP16 rows [R, C] at positions `token`: those before the batch lie in the open page, the others in the batch.
+
+    Both pointers are moved so that position t is t rows away, of WIDTH elements and of `row_stride`.
+    """
+    inside = column[None, :] < WIDTH
+    early, late = token < start, (token >= start) & (token < end)
+    old = tl.load(
+        open_rows + token[:, None].to(tl.int64) * WIDTH + column[None, :], mask=early[:, None] & inside, other=0.0
+    )
+    new = tl.load(
+        batch_rows + token[:, None].to(tl.int64) * row_stride + column[None, :], mask=late[:, None] & inside, other=0.0
+    )
+    return tl.where(early[:, None], old, new)
+
+
+@triton.jit
+def exact_scores(
+    q_rows, seen_rows, open_k, batch_k, token, start, end, row_stride, EXACT_QK: tl.constexpr, SHAPE: tl.constexpr
+):
+    """Q·K^T / sqrt(D) against FP16 rows of the own page: FP32 [M, R]."""
+    STEPS: tl.constexpr = (SHAPE.head_dim + 63) // 64
+    ROWS: tl.constexpr = q_rows.shape[0]
+    COLUMNS: tl.constexpr = token.shape[0]
+    scores = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in tl.static_range(STEPS):
+        column = step * 64 + tl.arange(0, 64)
+        seen = seen_rows[:, None] & (column < SHAPE.head_dim)[None, :]
+        q = tl.load(q_rows[:, None] + column[None, :], mask=seen, other=0.0).to(tl.float32)
+        k = own_rows(open_k, batch_k, token, column, start, end, row_stride, SHAPE.head_dim).to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), scores, input_precision=EXACT_QK)
+    return divided(scores, SHAPE.root)
+
+
+@triton.jit
+def code_scores(query, open_k, batch_k, token, start, end, row_stride, head, layer, seed, SHAPE: tl.constexpr):
+    """Eq. (4) against rows of the own page that are quantized here: FP32 [M, R]."""
+    GROUPS: tl.constexpr = SHAPE.groups
+    z = tl.arange(0, SHAPE.partition_pad)
+    seen = (token >= 0)[:, None] & (z < SHAPE.partition)[None, :]
+    ROWS: tl.constexpr = query[0][0].shape[0]
+    COLUMNS: tl.constexpr = token.shape[0]
+    scores = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for p in tl.static_range(GROUPS):
+        q, q_scale, q_min, q_sum = query[p]
+        channel = p * SHAPE.partition + z
+        x = own_rows(open_k, batch_k, token, channel, start, end, row_stride, SHAPE.head_dim).to(tl.float32)
+        low, high = extremes(x, seen)
+        scale = scale_of(low, high, SHAPE.k.levels).to(tl.float32)
+        blocks = p * SHAPE.partition // 8 + tl.arange(0, SHAPE.partition_pad // 8)
+        noise = noise_of(seed, layer, head, token, blocks, 0, SHAPE.stochastic)
+        codes = tl.where(seen, codes_of(x, low, scale, noise, SHAPE.k.levels), 0)
+        dots = tl.dot(q, tl.trans(codes.to(tl.int8))).to(tl.float32)
+        scores += q_scale[:, None] * (scale[None, :] * dots + low[None, :] * q_sum[:, None])
+        if SHAPE.asymmetric:
+            sums = tl.sum(codes, axis=1).to(tl.float32)
+            scores += q_min[:, None] * (scale * sums + SHAPE.partition * low)[None, :]
+    return scores
+
+
+@triton.jit
+def add_rows(
+    state,
+    scores,
+    open_v,
+    batch_v,
+    token,
+    start,
+    end,
+    row_stride,
+    first_block,
+    TILING: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Rows of V with `scores` [M, R] added to the running softmax of `prefill_sealed.add_page`.
+
+    Weights are split in two FP16 halves, 22 bits, as the rows are FP16.
+    """
+    top, total, outputs = state
+    BLOCKS: tl.constexpr = TILING.blocks
+    V: tl.constexpr = SHAPE.v
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    weights, kept = tl.exp(scores - higher[:, None]), tl.exp(top - higher)
+    high = weights.to(tl.float16)
+    rest = ((weights - high.to(tl.float32)) * 2048.0).to(tl.float16)
+    updated = ()
+    for block in tl.static_range(BLOCKS):
+        channel = channels_of(first_block + block, TILING, V)
+        values = own_rows(open_v, batch_v, token, channel, start, end, row_stride, SHAPE.head_dim)
+        more = tl.dot(high, values) + tl.dot(rest, values) * (1.0 / 2048.0)
+        updated = updated + (outputs[block] * kept[:, None] + more,)
+    return higher, total * kept + tl.sum(weights, axis=1), updated

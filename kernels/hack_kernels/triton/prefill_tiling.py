@@ -1,0 +1,87 @@
+"""What a program of prefill computes: how many query rows, and V's channels in which blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from hack_kernels.base import HackFormat
+from hack_kernels.triton.layout import TILE_BYTES
+from hack_kernels.triton.shape import shape_of
+
+TILE_ROWS: Final = 32
+"""Query rows of a program; half of it for rows twice as wide, in channels or in bytes, and for two warps. 64 rows and
+Hopper's wider INT8 products would take a fifth less instructions there, but spill on other GPUs."""
+TILES_AT_ONCE: Final = 4
+"""Of 16 channels of V: a warp then has products of its own. With fewer, warps repeat some."""
+PARTS: Final = 2
+"""Of V's channels, where registers do not reach for all of them."""
+LANE_BYTES: Final = 16
+"""Codes that every lane loads at a time. Pages of 32 tokens have too few of them for more than two warps."""
+
+OWN_ROWS: Final = 32
+"""Rows of the own page at a time: FP16 rows need more shared memory than codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What a program computes."""
+
+    rows: int
+    """Query rows, heads padded."""
+    warps: int
+    v_fields: int
+    v_down: int
+    """Bit fields, and rows of stored tiles, of V that are multiplied at once: a block."""
+    blocks: int
+    """Blocks of V of one program."""
+    parts: int
+    """Programs that share V's channels, and each multiply all of K."""
+    own_rows: int
+    """Rows of the own page at a time."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of a block."""
+        return self.v_down * self.v_fields * 16
+
+
+def tiling_of(fmt: HackFormat, dtype: torch.dtype) -> Tiling:
+    """The tiling that spills on no GPU."""
+    v = shape_of(fmt).v
+    half = fmt.head_dim > 128 or fmt.page_tokens == 32 or dtype is torch.float32
+    # Eight partitions of K, with constants for every row, leave two warps no registers for outputs of all channels.
+    divided_v = fmt.page_tokens == 32 and fmt.head_dim > 128
+    warps = 4 if fmt.page_tokens > 32 else 2
+    down = min(v.down_pad, TILES_AT_ONCE)
+    for_lanes = warps * 32 * LANE_BYTES // (down * v.across * TILE_BYTES)
+    fields = min(v.row_fields, max(1, for_lanes, TILES_AT_ONCE // down))
+    blocks = v.row_pad // (fields * down * 16)
+    parts = PARTS if divided_v else 1
+    return Tiling(
+        rows=TILE_ROWS // 2 if half else TILE_ROWS,
+        warps=warps,
+        v_fields=fields,
+        v_down=down,
+        blocks=blocks // parts,
+        parts=parts,
+        own_rows=OWN_ROWS // 2 if divided_v else OWN_ROWS,
+    )
+
+
+@triton.jit
+def channels_of(block, TILING: tl.constexpr, TILE):
+    """Channels of V in a block of bit fields of rows of stored tiles, in the order of `load_codes`.
+
+    Blocks of the same stored tiles follow one another. Channels past head_dim are empty.
+    """
+    FIELDS: tl.constexpr = TILING.v_fields
+    DOWN: tl.constexpr = TILING.v_down
+    BLOCKS: tl.constexpr = TILE.row_fields // FIELDS
+    local = tl.arange(0, TILING.channels)
+    down = block // BLOCKS * DOWN + local // (16 * FIELDS)
+    return (down * TILE.row_fields + block % BLOCKS * FIELDS + local // 16 % FIELDS) * 16 + local % 16
