@@ -32,7 +32,7 @@ def build_app(
     app.add_exception_handler(HTTPError, handle)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(Exception, handle)
-    return Gate(app, api_keys)
+    return Gate(app, backend.metrics.refused, api_keys)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -13,7 +13,7 @@ from hackkv.tokenizer import Tokenizer
 from hackkv.types import Sampling, Token
 from router.choices import Choice, Delta
 from router.generation import Backend, Generation, nth_seed, sampling_of
-from router.intake import arrival, backend_of, read_body
+from router.intake import arrival, backend_of, counting_refusals, read_body
 from router.reply import JsonReply, running_usage
 from router.schema import CompletionRequest
 from router.sse import StreamReply
@@ -28,8 +28,9 @@ routes = APIRouter()
 async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     backend = backend_of(request)
-    body = await read_body(request, CompletionRequest, backend.model_name)
-    jobs = await _plan(backend, body)
+    with counting_refusals(backend):
+        body = await read_body(request, CompletionRequest, backend.model_name)
+        jobs = await _plan(backend, body)
     generation = Generation(backend, f"cmpl-{uuid4().hex}", arrival(request), jobs, body.cache_salt)
     renderer = CompletionRenderer(backend, body, generation.request_id)
     return (StreamReply if body.stream else JsonReply)(generation, renderer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TypeVar
 
@@ -12,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hackkv.errors import Cancelled
-from router.errors import HTTPError, error_response, from_validation
+from router.errors import HTTPError, error_response, from_validation, status_of
 from router.generation import Backend
 from router.schema import Generate
 
@@ -27,8 +29,9 @@ BodyT = TypeVar("BodyT", bound=Generate)
 class Gate:
     """Outermost ASGI layer: notes the time of arrival and asks for the API key."""
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...] = ()) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, refused: Callable[[int], None], api_keys: tuple[str, ...] = ()) -> None:
+        """`refused` hears of every 401."""
+        self._app, self._refused = app, refused
         self._expected = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,6 +42,7 @@ class Gate:
                 error = HTTPError(
                     401, "a valid API key is required", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
                 )
+                self._refused(error.status)
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -64,6 +68,16 @@ def backend_of(request: Request) -> Backend:
     """What the application was built with."""
     backend: Backend = request.app.state.backend
     return backend
+
+
+@contextmanager
+def counting_refusals(backend: Backend) -> Iterator[None]:
+    """Count a request that is refused in the body of `with`, where it has no sequence yet."""
+    try:
+        yield
+    except Exception as error:
+        backend.metrics.refused(status_of(error))
+        raise
 
 
 async def read_body(request: Request, kind: type[BodyT], model_name: str) -> BodyT:

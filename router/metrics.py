@@ -18,6 +18,7 @@ from router.node_metrics import FleetGauges
 from router.states import State
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_REFUSALS = (400, 401, 404, 408, 413, 503)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
 
@@ -28,7 +29,7 @@ class Outcome(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     REFUSED = "refused"
-    """The request was wrong (4xx)."""
+    """A node found the request wrong (4xx); what this router refuses itself never becomes a sequence."""
     OVERLOADED = "overloaded"
     """429 or 503."""
     DEADLINE = "deadline"
@@ -69,6 +70,14 @@ class Metrics:
         )
         for outcome in Outcome:
             self._requests.labels(outcome)  # a series that begins with its first event hides it from rate()
+        self._refused = Counter(
+            "hackkv_http_refused",
+            "HTTP requests that were refused before they had a sequence, by status (count).",
+            ["status"],
+            registry=registry,
+        )
+        for status in _REFUSALS:
+            self._refused.labels(status)
         self._failovers = Counter(
             "hackkv_failovers",
             "Times that a sequence went on with other nodes: how (redispatched before its first token, reassigned with "
@@ -153,6 +162,10 @@ class Metrics:
     def left(self) -> None:
         """A sequence is not the router's any more."""
         self._inflight.dec()
+
+    def refused(self, status: int) -> None:
+        """An HTTP request was answered with an error before it had a sequence."""
+        self._refused.labels(status).inc()
 
     def failed_over(self, kind: Kind, cause: Cause) -> None:
         """A sequence goes on with other nodes."""

@@ -86,6 +86,22 @@ async def test_a_bad_field_is_a_400_that_names_it(api: Api, body: dict[str, Any]
     api.cluster.assert_idle()
 
 
+async def test_refusals_are_counted_by_status_and_are_no_sequences(api: Api) -> None:
+    for body, path in (
+        ({"prompt": 7}, COMPLETIONS),
+        ({"messages": []}, CHAT),
+        ({"prompt": "x", "model": "y"}, COMPLETIONS),
+    ):
+        await api.http.post(path, json=body)
+    page = (await api.http.get("/metrics")).text
+    for line in (
+        'hackkv_http_refused_total{status="400"} 2.0',
+        'hackkv_http_refused_total{status="404"} 1.0',
+        'hackkv_requests_total{outcome="refused"} 0.0',
+    ):
+        assert line in page
+
+
 async def test_too_many_tokens_are_told_the_counts(api: Api) -> None:
     error = check_error(await api.http.post(COMPLETIONS, json={"prompt": [97] * 390, "max_tokens": 200}), 400)
     assert error["message"] == (
@@ -143,3 +159,5 @@ async def test_the_key_guards_everything_but_the_probes(cluster: Cluster, tokeni
                 check_error(response, 401)
         for key in ("Bearer secret", "Bearer other", "bearer secret"):
             assert (await client.get("/v1/models", headers={"authorization": key})).status_code == 200
+        page = (await client.get("/metrics", headers={"authorization": "Bearer secret"})).text
+        assert 'hackkv_http_refused_total{status="401"} 30.0' in page

@@ -312,6 +312,13 @@ REQUESTS = Board(
             (Query("hackkv:requests:rate", "{{outcome}}"),),
             Draw.STACKED,
         ),
+        Chart(
+            "Refused",
+            "HTTP requests without a sequence, by status.",
+            "reqps",
+            (Query(f"sum by (status) (rate(hackkv_http_refused_total[{RATE}]))", "{{status}}"),),
+            Draw.STACKED,
+        ),
     ),
 )
 
