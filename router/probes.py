@@ -19,6 +19,7 @@ _STARTED = int(time())
 
 
 @routes.get("/live")
+@routes.head("/live", include_in_schema=False)
 async def live() -> Response:
     """The event loop turns."""
     return JSONResponse({"status": "live"})
@@ -26,6 +27,8 @@ async def live() -> Response:
 
 @routes.get("/ready")
 @routes.get("/health")
+@routes.head("/ready", include_in_schema=False)
+@routes.head("/health", include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200 when at least one node of each role holds a lease and is here to stay; else 503 with what is missing."""
     dispatcher = backend_of(request).dispatcher

@@ -284,7 +284,9 @@ async def test_readiness_names_what_is_missing(api: Api) -> None:
         response = await api.http.get(path)
         assert response.status_code == 503
         assert response.json()["missing"] == ["prefill", "decode"]
-    assert (await api.http.get("/live")).status_code == 200
+        assert (await api.http.head(path)).status_code == 503  # as `wget --spider` asks
+    for method in ("GET", "HEAD"):
+        assert (await api.http.request(method, "/live")).status_code == 200
 
 
 async def test_a_fleet_that_never_was_is_a_503_and_one_that_restarts_is_waited_for(tokenizer: Tokenizer) -> None:
