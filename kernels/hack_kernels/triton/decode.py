@@ -220,10 +220,10 @@ def add_pages(state, record, _, valid, query, layout: tl.constexpr, W: tl.conste
     across: tl.constexpr = layout.v_tiles.grid[1]
     scores = page_scores(record, query, layout, W, N)
     page_top = top_of(scores)
-    counted_top = tl.where(valid[:, None], page_top, LOWEST)
+    counted_top = tl.where(valid[:, None], page_top, 2 * LOWEST)  # below any `top`, so the share of such a page is 0
     new_top = tl.maximum(top, counted_top)
     kept = tl.exp2(top - new_top)
-    share = tl.where(valid[:, None], tl.exp2(counted_top - new_top), 0.0)
+    share = tl.exp2(counted_top - new_top)
 
     weights, p_scale, p_minimum = quantized_weights(scores, page_top, layout, W, N)
     p_scale, p_minimum = p_scale * share, p_minimum * share
