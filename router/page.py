@@ -34,13 +34,13 @@ _HEADERS: Final = {
 }
 
 
-@routes.api_route("/", methods=["GET", "HEAD"])
+@routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def page() -> Response:
     """The page."""
     return _file("index.html")
 
 
-@routes.api_route(PAGE_FILES + "{name}", methods=["GET", "HEAD"])
+@routes.api_route(PAGE_FILES + "{name}", methods=["GET", "HEAD"], include_in_schema=False)
 async def file(name: str) -> Response:
     """A script, a style sheet or a picture of the page."""
     return _file(name)

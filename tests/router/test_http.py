@@ -289,6 +289,12 @@ async def test_readiness_names_what_is_missing(api: Api) -> None:
         assert (await api.http.request(method, "/live")).status_code == 200
 
 
+async def test_the_schema_names_the_api_and_not_the_page(api: Api) -> None:
+    paths = (await api.http.get("/openapi.json")).json()["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health"} <= paths.keys()
+    assert "/" not in paths
+
+
 async def test_a_fleet_that_never_was_is_a_503_and_one_that_restarts_is_waited_for(tokenizer: Tokenizer) -> None:
     nobody = Cluster()
     app = build_app(make_backend(nobody, tokenizer))
