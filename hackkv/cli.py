@@ -127,7 +127,7 @@ def _become(module: str, arguments: list[str], *needed: str) -> None:
     if missing:
         console.print(f"[red]hackkv: {', '.join(missing)} not installed: pip install 'hackkv\\[eval]'[/]")
         raise typer.Exit(2)
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
 
 
 def _plan(model: ModelConfig, codec: CodecConfig, prefill: int, decode: int, router: dict[str, object]) -> ClusterPlan:

@@ -151,7 +151,7 @@ class LocalCluster:
         config = self._folder / f"{name}.yaml"
         common = {"log_level": "warning", "internal": {"token_file": str(self.token_file)}}
         config.write_text(yaml.safe_dump({**common, **settings}), encoding="utf-8")
-        command = (sys.executable, "-m", ENTRIES[role], "--config", str(config), "--supervised")
+        command = role_command(role, ("--config", str(config), "--supervised"))
         member = Member(name, command, await self._exec(command))
         self.members.append(member)
         await self._until_ready(member, deadline)
@@ -213,6 +213,6 @@ async def running(
             await asyncio.shield(cluster.stop())
 
 
-def role_command(role: str, arguments: Sequence[str]) -> list[str]:
-    """The command line that runs one role in this interpreter."""
-    return [sys.executable, "-m", ENTRIES[role], *arguments]
+def role_command(role: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command line that runs one role in this interpreter, whatever lies in the current directory (-P)."""
+    return (sys.executable, "-P", "-m", ENTRIES[role], *arguments)
