@@ -111,6 +111,8 @@ def from_validation(error: ValidationError) -> RequestError:
     kind, names = first["type"], [part for part in first["loc"] if not str(part).startswith("tuple[")]
     if kind == "json_invalid":
         return RequestError(f"the body is not valid JSON: {first['ctx']['error']}")
+    if kind == "model_type":
+        return RequestError("the body must be a JSON object")
     if not names:  # a rule about several fields is named after the one at fault
         return RequestError(first["msg"], param=kind if kind in first["msg"] else None)
     path = ".".join(str(name) for name in names if name != "str")
