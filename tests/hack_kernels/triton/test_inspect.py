@@ -23,6 +23,7 @@ from hack_kernels.triton.machine_code import ARCHITECTURES, main_loop, parse
 DECODE = "decode D=128 Π=64 K2V2 G=8"
 TIGHTEST = {
     "decode D=256 Π=128 K4V4 asymmetric G=8": (100, 2 * 64 + 4),
+    "decode D=256 Π=32 K2V2 asymmetric G=8": (80, 2 * 16 + 1),
     "prefill D=256 Π=128 K4V4 asymmetric G=4": (90, 2 * 32),
 }
 """Kernels that have spilled -> the architecture, and INT8 products: they take every register that there is."""
@@ -49,7 +50,7 @@ SAMPLED = [
     if any(size in example.name for size in SIZES)
     and (example.name.startswith("prefill") or ("asymmetric" in example.name) == example.name.startswith("install"))
     and example.name.startswith(("prefill", "install", "export"))
-] + [f"decode {size} G=8" for size in SIZES[:2]]
+]
 SAMPLED_ON = 100
 """Where registers are scarcest."""
 TIMEOUT_S = 1500
@@ -106,7 +107,7 @@ def test_other_sizes_and_widths_pass_the_gates_too(reports: Reports, kernel: str
     report = reports[kernel, SAMPLED_ON]
     assert report["local_accesses"] == 0
     assert report["loads_128"] >= report["code_loads"] > 0
-    assert (report["int8_mma"] > 0) == kernel.startswith(("decode", "prefill"))
+    assert (report["int8_mma"] > 0) == kernel.startswith("prefill")
 
 
 def test_a_page_stays_below_its_budget_on_hopper(reports: Reports) -> None:
