@@ -45,7 +45,7 @@ def test_a_node_that_dies_is_started_again_and_requests_wait_for_it(checkpoint: 
 
 async def test_a_router_that_dies_while_the_nodes_start_is_a_clear_error(checkpoint: Path) -> None:
     def kill_the_router(_: str) -> None:
-        (router,) = psutil.Process().children()
+        (router,) = (child for child in psutil.Process().children() if "router" in child.cmdline())
         router.kill()
 
     plan = ClusterPlan({"model": str(checkpoint), "listen": {"port": 0}, "control": {"port": 0}}, {}, 0, 0)
