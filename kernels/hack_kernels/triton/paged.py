@@ -45,10 +45,9 @@ LOWEST = tl.constexpr(-1e30)
 def own_page(state, q, open_k, open_v, own_rows, heads, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """The first `own_rows` rows of the open page added to the running softmax, 16·W rows at a time.
 
-    Past the last row or query head, that one is read again: offsets of lanes then depend on the sequence, so LLVM
-    cannot work them out ahead of the loop over sequences, and keep them in registers through the loop over pages.
+    Past the last row, that one is read again: offsets of lanes then depend on the sequence, so LLVM cannot work them
+    out ahead of the loop over sequences, and keep them in registers through the loop over pages.
     """
-    heads = tl.minimum(heads, own_rows * N)  # there is at least one row, so this is `heads`
     for begin in range(0, own_rows, 16 * W):
         row = begin + tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
         seen = row < own_rows

@@ -23,7 +23,6 @@ from hack_kernels.triton.machine_code import ARCHITECTURES, main_loop, parse
 DECODE = "decode D=128 Π=64 K2V2 G=8"
 TIGHTEST = {
     "decode D=256 Π=128 K4V4 asymmetric G=8": (100, 2 * 64 + 4),
-    "decode D=256 Π=32 K2V2 asymmetric G=8": (80, 2 * 16 + 1),
     "prefill D=256 Π=128 K4V4 asymmetric G=4": (90, 2 * 32),
 }
 """Kernels that have spilled -> the architecture, and INT8 products: they take every register that there is."""
