@@ -29,7 +29,7 @@ def load_rows(rows, row, first, columns: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def scaled_query(q, first, heads, D: tl.constexpr, N: tl.constexpr):
-    """Channels `first`.. `first`+31 of query heads [heads, D], over sqrt(D): FP32 [32, N], the last past `heads`."""
+    """Channels `first`.. `first`+31 of query heads [heads, D], over sqrt(D): FP32 [32, N], zero past `heads`."""
     channel, head = first + tl.arange(0, 32)[:, None], tl.arange(0, N)[None, :]
     x = tl.load(q + head * D + channel, mask=head < heads, other=0.0).to(tl.float32)
     return tl.div_rn(x, tl.full((32, N), D**0.5, tl.float32))
