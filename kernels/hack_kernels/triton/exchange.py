@@ -25,6 +25,9 @@ from hack_kernels.triton.tiles import sums_pointer, unit_place
 LANE_WORDS = 4
 """Words of a 16-byte load."""
 MOST_WARPS = 4
+COUNTING_REGISTERS = 128
+"""The most that a thread may take to count sums: without a limit the assembler spills on sm_80, to save registers that
+nobody asked for."""
 
 
 @triton.jit
@@ -320,4 +323,5 @@ def exchange_launch(
         "SHAPE": shape,
     }
     grid = (-(-count // together), records.shape[1])
-    return Launch(exchange_kernel, grid, arguments, warps=min(max(least, 1), MOST_WARPS))
+    registers = COUNTING_REGISTERS if arguments["COUNT"] else None
+    return Launch(exchange_kernel, grid, arguments, min(max(least, 1), MOST_WARPS), registers=registers)
