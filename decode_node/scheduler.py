@@ -181,7 +181,8 @@ class DecodeScheduler(Generic[Owner]):
         """
         worst = self.footprint.sealed(limit)
         if worst > self._pool.num_pages:
-            raise RequestError(f"{limit} tokens need {worst} pages; this node has {self._pool.num_pages}", "prompt")
+            too_long = "prompt" if self.footprint.sealed(tokens) > self._pool.num_pages else "max_tokens"
+            raise RequestError(f"{limit} tokens need {worst} pages; this node has {self._pool.num_pages}", too_long)
         if self.swapped:
             raise Overloaded(f"{self.swapped} sequences wait in host memory and go first")
         if not self._can_always_swap(limit):

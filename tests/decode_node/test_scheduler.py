@@ -291,6 +291,14 @@ def test_replays_share_a_budget_and_decode_goes_on_beside_them() -> None:
     ]
 
 
+@pytest.mark.parametrize(("tokens", "param"), [(4 * PI, "prompt"), (4 * PI - 1, "max_tokens")])
+def test_what_could_not_even_run_alone_is_refused_by_the_field_at_fault(tokens: int, param: str) -> None:
+    made, _ = scheduler(pages=3)
+    with pytest.raises(RequestError, match="tokens need 4 pages; this node has 3") as refused:
+        made.admit("a", tokens, 4 * PI)
+    assert refused.value.param == param
+
+
 def test_an_impossible_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="max_batch is 0"):
         scheduler(max_batch=0)
