@@ -1,6 +1,6 @@
 """Gates on the machine code of every kernel for every architecture, compiled here without a GPU.
 
-Triton keeps what it compiled on disk; a first run takes two CPU minutes. `python -m hack_kernels.triton.inspect` prints
+Triton keeps what it compiled on disk; a first run takes CPU minutes. `python -m hack_kernels.triton.inspect` prints
 the whole table.
 """
 
