@@ -30,7 +30,8 @@ class Run:
     ) -> None:
         self.tokens: list[Token] = []
         self.enough: Callable[[Token], bool] = lambda token: False
-        self.flight = Flight(request(max_tokens), StageClock(), self._take)
+        clock = StageClock(asyncio.get_running_loop().time)
+        self.flight = Flight(request(max_tokens), clock, self._take)
         self.metrics = Metrics("tiny", cluster.fleet)
         self.dispatcher = Dispatcher(cluster.fleet, self.metrics, deadlines or Deadlines(), max_failovers=max_failovers)
 
