@@ -83,9 +83,9 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL, if it still runs."""
+        self.process.kill()  # first: a supervised role takes its leave when its standard input ends
         if self.process.stdin:
             self.process.stdin.close()
-        self.process.kill()
         self.process.wait(KILL_S)
 
 
