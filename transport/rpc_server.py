@@ -140,6 +140,13 @@ class RpcServer:
         self._address = f"{self._advertise_host}:{port}"
         return self._address
 
+    async def __aenter__(self) -> RpcServer:
+        """Not started yet; closed in the end, also when what comes after `start` fails."""
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Stop listening and cancel every call; returns when the services' generators have been closed."""
         if self._server is None:

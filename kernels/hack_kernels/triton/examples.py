@@ -182,10 +182,13 @@ def grid(head_dim: int, page_tokens: int, bits: int) -> tuple[Example, ...]:
     )
 
 
-GRID: Final = tuple(
-    example
-    for d, pi, bits in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS, reversed(CODE_BITS))
-    for example in grid(d, pi, bits)
+GRID: Final = (
+    *(rows(HackFormat(d, pi), 8) for d, pi in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS)),
+    *(
+        example
+        for d, pi, bits in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS, reversed(CODE_BITS))
+        for example in grid(d, pi, bits)
+    ),
 )
 """Every kernel at every size, those first that need most registers: what `--grid` prints."""
 
