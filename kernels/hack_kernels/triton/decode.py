@@ -15,15 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from hack_kernels.base import HackFormat, HackPages, Spans
-from hack_kernels.triton.fragments import field, load_row, load_sums, load_tile, load_unit
+from hack_kernels.triton.fragments import doubled, equal_halves, field, load_row, load_sums, load_tile, load_unit
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import check_records, page_layout
-from hack_kernels.triton.own_page import LOG2_E, scaled_query
+from hack_kernels.triton.own_page import LOG2_E, query_rows
 from hack_kernels.triton.paged import ALL_REGISTERS, LOWEST, REGISTERS, PageReader, paged_launch
 from hack_kernels.triton.split import Workspace
 
 ROUND = tl.constexpr(12582912.0)
 """1.5·2^23: added to a small FP32, its low byte is the nearest integer."""
+
+
+@triton.jit
+def scaled_query(q, first, heads, D: tl.constexpr, N: tl.constexpr):
+    """`query_rows` over sqrt(D), rounded as the reference rounds."""
+    return tl.div_rn(query_rows(q, first, heads, D, N), tl.full((32, N), D**0.5, tl.float32))
 
 
 @triton.jit
@@ -191,8 +197,8 @@ def add_channels(
     bits: tl.constexpr = layout.v_tiles.bits
     f: tl.constexpr = m % layout.v_tiles.fields
     last: tl.constexpr = f == layout.v_tiles.fields - 1
-    codes = field(tiles[m // layout.v_tiles.fields], f, bits)
-    flipped = p_sums * 128 if last else p_sums * 0
+    codes = field(tiles, f, bits)
+    flipped = doubled(p_sums * 128 if last else p_sums * 0, W, N)
     if layout.asymmetric:
         # P's codes are signed for the product only; as 0..255 again, the terms of Eq. (4) do not cancel in FP32.
         if layout.fmt.stored_sums:
@@ -213,11 +219,11 @@ def add_channels(
 
 @triton.jit
 def add_pages(state, record, _, valid, query, layout: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """W pages at `record` [W] added to the running softmax: (largest score [W, N], weight [W, 16, N], outputs)."""
+    """W pages at `record` [W] added to the running softmax: (largest score [W, N], weight [W, 8, N], outputs)."""
     top, weight, out = state
     PI: tl.constexpr = layout.fmt.page_tokens
-    down: tl.constexpr = layout.v_tiles.grid[0]
     across: tl.constexpr = layout.v_tiles.grid[1]
+    fields: tl.constexpr = layout.v_tiles.fields
     scores = page_scores(record, query, layout, W, N)
     page_top = top_of(scores)
     counted_top = tl.where(valid[:, None], page_top, 2 * LOWEST)  # below any `top`, so the share of such a page is 0
@@ -233,15 +239,14 @@ def add_pages(state, record, _, valid, query, layout: tl.constexpr, W: tl.conste
         p_total = (p_sums + 128 * PI).to(tl.float32) * p_scale[:, None, :] + (PI * p_minimum)[:, None, :]
     else:
         p_total = p_sums.to(tl.float32) * p_scale[:, None, :]
-    terms = (p_sums, p_scale, p_minimum, p_total)
+    terms = (equal_halves(p_sums, W, N), p_scale, p_minimum, p_total)
 
-    tiles = ()
-    for j in tl.static_range(down):
-        tiles = tiles + (load_row(record + layout.v_codes, j, across, W),)
     added = ()
     for m in tl.static_range(tl.constexpr(layout.v_units)):
+        if m % fields == 0:
+            tiles = load_row(record + layout.v_codes, m // fields, across, W)
         added = added + (add_channels(out[m], record, tiles, weights, kept, terms, layout, m, W, N),)
-    return new_top, weight * kept[:, None, :] + p_total, added
+    return new_top, weight * kept[:, None, :] + equal_halves(p_total, W, N), added
 
 
 def attn_decode(
@@ -267,9 +272,18 @@ def decode_launch(
 ) -> Launch:
     """The launch that writes `out`; `q` and `out` are contiguous."""
     layout = page_layout(fmt)
-    registers = ALL_REGISTERS if layout.asymmetric else REGISTERS
+    # Of pages above 16 KiB, two programs have as many bytes on their way as memory needs.
+    registers = ALL_REGISTERS if layout.asymmetric or layout.nbytes > 2**14 else REGISTERS
     reader = PageReader(
-        quantized_query, add_pages, layout, layout.nbytes, fmt.head_dim, fmt.page_tokens, registers, layout.asymmetric
+        quantized_query,
+        add_pages,
+        layout,
+        layout.nbytes,
+        fmt.head_dim,
+        fmt.page_tokens,
+        registers,
+        few_columns=layout.asymmetric,
+        sparing=layout.asymmetric or fmt.page_tokens < 128,  # as machine code says: with it, one of 128 tokens spills
     )
     records = pages["k_codes"]
     return paged_launch(reader, records, records, open_k, open_v, spans, q, out, workspace)

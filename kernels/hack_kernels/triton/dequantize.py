@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hack_kernels.base import HackFormat, HackPages, Spans
-from hack_kernels.triton.fragments import INTERPRETED, load_unit
+from hack_kernels.triton.fragments import INTERPRETED, doubled, equal_halves, load_unit
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import check_records, page_layout
 from hack_kernels.triton.own_page import LOG2_E
@@ -137,7 +137,7 @@ def add_values(state, record, _, valid, query, layout: tl.constexpr, W: tl.const
     page_top = tl.where(valid[:, None], tl.max(highest, 1), LOWEST)
     new_top = tl.maximum(top, page_top)
     kept = tl.exp2(top - new_top)
-    weight = weight * kept[:, None, :]
+    weight = doubled(weight * kept[:, None, :], W, N)
     base = tl.where(valid[:, None], new_top, -LOWEST)[:, None, :]  # pages that do not count get weights of 0
     ones = tl.full((W, 16, 32), 1.0, tl.float16)
     weights = ()
@@ -154,7 +154,7 @@ def add_values(state, record, _, valid, query, layout: tl.constexpr, W: tl.const
     added = ()
     for m in tl.static_range(tl.constexpr(layout.v_units)):
         added = added + (channel_outputs(out[m] * kept[:, None, :], record, tiles, weights, layout, m, W),)
-    return new_top, weight, added
+    return new_top, equal_halves(weight, W, N), added
 
 
 def attn_decode_dequantized(

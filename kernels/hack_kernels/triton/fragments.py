@@ -65,3 +65,16 @@ def load_sums(sums, wide: tl.constexpr, unit: tl.constexpr, W: tl.constexpr):
     place = (unit // 2) * 32 + (row % 8) * 4 + (unit % 2) * 2 + row // 8
     pointer = sums.to(tl.pointer_type(tl.int16)) if wide else sums
     return tl.load(pointer[:, None] + place[None, :]).to(tl.int32)
+
+
+@triton.jit
+def equal_halves(x, W: tl.constexpr, N: tl.constexpr):
+    """[W, 16, N] whose rows are equal as [W, 8, N]: a lane holds rows r and r + 8, so nothing moves."""
+    halves = tl.permute(tl.reshape(x, (W, 2, 8, N)), (0, 2, 3, 1))
+    return tl.split(halves)[0]
+
+
+@triton.jit
+def doubled(x, W: tl.constexpr, N: tl.constexpr):
+    """[W, 8, N] whose rows are equal as [W, 16, N]: the same registers, each named twice."""
+    return tl.reshape(tl.permute(tl.join(x, x), (0, 3, 1, 2)), (W, 16, N))

@@ -23,6 +23,8 @@ class Launch:
     """The most that a thread may take; None leaves it to the assembler."""
     fusion: bool = True
     """Let multiplications fuse into additions."""
+    assembler: str | None = None
+    """Further options of ptxas."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -32,6 +34,7 @@ class Launch:
             "num_stages": self.stages,
             "maxnreg": self.registers,
             "enable_fp_fusion": self.fusion,
+            **({"ptx_options": self.assembler} if self.assembler else {}),
         }
 
     def run(self) -> None:

@@ -28,28 +28,30 @@ def load_rows(rows, row, first, columns: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def scaled_query(q, first, heads, D: tl.constexpr, N: tl.constexpr):
-    """Channels `first`.. `first`+31 of query heads [heads, D], over sqrt(D): FP32 [32, N], zero past `heads`."""
+def query_rows(q, first, heads, D: tl.constexpr, N: tl.constexpr):
+    """Channels `first`.. `first`+31 of query heads [heads, D]: FP32 [32, N], zero past `heads`."""
     channel, head = first + tl.arange(0, 32)[:, None], tl.arange(0, N)[None, :]
-    x = tl.load(q + head * D + channel, mask=head < heads, other=0.0).to(tl.float32)
-    return tl.div_rn(x, tl.full((32, N), D**0.5, tl.float32))
+    return tl.load(q + head * D + channel, mask=head < heads, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def exact_scores(q, heads, rows, row, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """Scores FP32 [W, 16, N] of rows `row` [W, 16] of K against the query heads at `q`, in units of log2."""
+def exact_scores(q, heads, rows, row, origin, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """Scores FP32 [W, 16, N] of rows `row` [W, 16] of K against the query heads at `q`, in units of log2.
+
+    Channels are counted from `origin`, which is 0.
+    """
     size = tl.zeros((N,), tl.float32)
-    for first in range(0, D, 32):
-        size = tl.maximum(size, tl.max(tl.abs(scaled_query(q, first, heads, D, N)), 0))
+    for first in range(origin, D, 32):
+        size = tl.maximum(size, tl.max(tl.abs(query_rows(q, first, heads, D, N)), 0))
     size = tl.where(size == 0.0, 1.0, size)
     large = tl.zeros((W, 16, N), tl.float32)
     small = tl.zeros((W, 16, N), tl.float32)
-    for first in range(0, D, 32):
-        high, low = two_halves(scaled_query(q, first, heads, D, N) / size[None, :])
+    for first in range(origin, D, 32):
+        high, low = two_halves(query_rows(q, first, heads, D, N) / size[None, :])
         k = load_rows(rows, row, first, 32, D)
         large = tl.dot(k, tl.broadcast_to(high[None, :, :], (W, 32, N)), large)
         small = tl.dot(k, tl.broadcast_to(low[None, :, :], (W, 32, N)), small)
-    return (large + small / HALF_STEP) * (size * LOG2_E)[None, None, :]
+    return (large + small / HALF_STEP) * (size * (LOG2_E * D**-0.5))[None, None, :]
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hack_kernels.base import Spans
+from hack_kernels.triton.fragments import doubled
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.own_page import add_rows, exact_scores
 from hack_kernels.triton.split import (
@@ -34,6 +35,8 @@ REGISTERS: Final = 168
 """Per thread, so that three programs run on a multiprocessor: 12 pages on their way hide the latency of memory."""
 ALL_REGISTERS: Final = 255
 """For kernels to which that is too few. Without a limit the assembler may spill to save registers nobody asked for."""
+SPARING: Final = "--register-usage-level=4"
+"""For those, too: at its default of 5, the assembler looks ahead so far that a few of them spill."""
 REGISTERS_FOR_OUTPUTS: Final = 1024
 """Outputs (channels × queries) up to which a program fits that; with more it takes what it needs."""
 
@@ -42,32 +45,37 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def own_page(state, q, open_k, open_v, own_rows, heads, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """The first `own_rows` rows of the open page added to the running softmax, 16·W rows at a time.
+def own_page(
+    state, q, open_k, open_v, start, heads, D: tl.constexpr, PI: tl.constexpr, W: tl.constexpr, N: tl.constexpr
+):
+    """The rows of the open page up to position `start` added to the running softmax, 16·W rows at a time.
 
     Past the last row, that one is read again: offsets of lanes then depend on the sequence, so LLVM cannot work them
-    out ahead of the loop over sequences, and keep them in registers through the loop over pages.
+    out ahead of the loop over sequences, and keep them in registers through the loop over pages. Nor does it know that
+    the loop over channels begins at 0: unrolled, it would take more registers than the pages do.
     """
+    own_rows, origin = start % PI + 1, 32 * tl.minimum(start, 0)
     for begin in range(0, own_rows, 16 * W):
         row = begin + tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
         seen = row < own_rows
         row = tl.minimum(row, own_rows - 1)
-        scores = exact_scores(q, heads, open_k, row, D, W, N)
+        scores = exact_scores(q, heads, open_k, row, origin, D, W, N)
         state = add_rows(state, scores, open_v, row, seen, D, W, N)
     return state
 
 
 @triton.jit
 def store_share(share, state, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """What W warps found, merged, to `share`: outputs [D, N], then top and weight [16, N] with equal rows."""
+    """What W warps found, merged, to `share`: outputs [D, N], then top [16, N] and weight [8, N] with equal rows."""
     top, weight, out = state
     row = tl.arange(0, 16)[:, None] * N + tl.arange(0, N)[None, :]
+    row_of_weight = tl.arange(0, 8)[:, None] * N + tl.arange(0, N)[None, :]
     top_all = tl.max(top, 0)
     factors = tl.exp2(top - top_all[None, :])
     for m in tl.static_range(D // 16):
         tl.store(share + m * 16 * N + row, tl.sum(out[m] * factors[:, None, :], 0))
     tl.store(share + D * N + row, tl.broadcast_to(top_all[None, :], (16, N)))
-    tl.store(share + (D + 16) * N + row, tl.sum(weight * factors[:, None, :], 0))
+    tl.store(share + (D + 16) * N + row_of_weight, tl.sum(weight * factors[:, None, :], 0))
 
 
 @triton.jit
@@ -76,7 +84,7 @@ def store_outputs(out, state, heads, D: tl.constexpr, W: tl.constexpr, N: tl.con
     top, weight, found = state
     channel, head = tl.arange(0, 16)[:, None], tl.arange(0, N)[None, :]
     factors = tl.exp2(top - tl.max(top, 0)[None, :])
-    total = tl.sum(weight * factors[:, None, :], 0)
+    total = tl.sum(doubled(weight * factors[:, None, :], W, N), 0)
     for m in tl.static_range(D // 16):
         x = tl.sum(found[m] * factors[:, None, :], 0) / total
         tl.store(out + head * D + m * 16 + channel, x.to(out.dtype.element_ty), mask=head < heads)
@@ -147,7 +155,7 @@ def decode_kernel(
         zeros = ()
         for _ in tl.static_range(D // 16):
             zeros = zeros + (tl.zeros((W, 16, N), tl.float32),)
-        state = (tl.full((W, N), LOWEST, tl.float32), tl.zeros((W, 16, N), tl.float32), zeros)
+        state = (tl.full((W, N), LOWEST, tl.float32), tl.zeros((W, 8, N), tl.float32), zeros)
 
         last = tl.minimum(until - begin, pages)
         entry = table + b * table_stride
@@ -160,13 +168,13 @@ def decode_kernel(
             state = ADD(state, keys + place, values + place, valid, query, layout, W, N)
         if until == end:
             own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (PI * D)
-            state = own_page(state, q + rows * D, open_k + own, open_v + own, start % PI + 1, heads_here, D, W, N)
+            state = own_page(state, q + rows * D, open_k + own, open_v + own, start, heads_here, D, PI, W, N)
 
-        first = part_of(begin, parts, total)
-        count = part_of(end - 1, parts, total) - first + 1
-        if count == 1:
+        if (mine <= begin) & (end <= stop):
             store_outputs(out + rows * D, state, heads_here, D, W, N)
         else:
+            first = part_of(begin, parts, total)
+            count = part_of(end - 1, parts, total) - first + 1
             SIZE: tl.constexpr = (D + 32) * N
             slot = tl.where(begin > mine, 1, 0)
             store_share(partials + partial_of(group, groups, part, slot, SIZE), state, D, W, N)
@@ -196,6 +204,8 @@ class PageReader:
     registers: int = REGISTERS
     few_columns: bool = False
     """What it keeps per query head leaves no registers for outputs beyond `REGISTERS_FOR_OUTPUTS`."""
+    sparing: bool = True
+    """Assemble it with `SPARING` where it has all registers."""
 
 
 def paged_launch(
@@ -244,7 +254,8 @@ def paged_launch(
         "W": WARPS,
     }
     registers = reader.registers if columns * reader.head_dim <= REGISTERS_FOR_OUTPUTS else ALL_REGISTERS
-    return Launch(decode_kernel, (groups, parts), arguments, warps=WARPS, registers=registers)
+    assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else None
+    return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)
 
 
 def query_columns(head_dim: int, group: int, *, few: bool) -> int:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hack_kernels.base import HEAD_DIMS, PAGE_TOKENS, Spans
-from hack_kernels.triton.fragments import INTERPRETED
+from hack_kernels.triton.fragments import INTERPRETED, doubled, equal_halves
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.own_page import LOG2_E
 from hack_kernels.triton.paged import LOWEST, PageReader, paged_launch
@@ -49,11 +49,17 @@ def product(a, b, added):
 
 @triton.jit
 def load_keys(rows, first, c: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
-    """Channels 32·c.. of 16 rows from `first` on: [W, 16, 32] in the order of `rounded_query`, 16-byte loads."""
-    row, channel = first + tl.arange(0, ROWS_AT_ONCE), c * 32 + tl.arange(0, 32)
-    k = tl.load(rows[:, None, None] + (row[:, None] * D + channel[None, :])[None, :, :])
-    split = tl.permute(tl.reshape(k, (W, ROWS_AT_ONCE, 4, 2, 2, 2)), (0, 1, 3, 4, 2, 5))  # quad, step, half, one
-    return tl.reshape(split, (W, ROWS_AT_ONCE, 32))
+    """Channels 32·c.. of 16 rows from `first` on: [W, 16, 32] in the order of `rounded_query`.
+
+    Eight rows are one 16-byte load of a warp. More at once, and Triton would spread a page over several warps, so that
+    K had to go through shared memory.
+    """
+    row, channel = first + tl.arange(0, 8), c * 32 + tl.arange(0, 32)
+    place = row[:, None] * D + channel[None, :]
+    top = tl.load(rows[:, None, None] + place[None, :, :])
+    bottom = tl.load(rows[:, None, None] + (8 * D + place)[None, :, :])
+    split = tl.reshape(tl.join(top, bottom), (W, 8, 4, 2, 2, 2, 2))  # row, quad, step, half, one, half of the rows
+    return tl.reshape(tl.permute(split, (0, 6, 1, 3, 4, 2, 5)), (W, ROWS_AT_ONCE, 32))
 
 
 @triton.jit
@@ -70,12 +76,15 @@ def add_row_pages(state, keys, values, valid, query, layout: tl.constexpr, W: tl
         kept = tl.exp2(top - new_top)
         base = tl.where(valid[:, None], new_top, -LOWEST)  # pages that do not count get weights of 0
         p = tl.exp2(score - base[:, None, :]).to(layout[2])
-        weight = product(tl.full((W, 16, ROWS_AT_ONCE), 1.0, tl.float32).to(layout[2]), p, weight * kept[:, None, :])
+        ones = tl.full((W, 16, ROWS_AT_ONCE), 1.0, tl.float32).to(layout[2])
+        weight = equal_halves(product(ones, p, doubled(weight * kept[:, None, :], W, N)), W, N)
+        # Always `values`, but known only with the scores: V beside K would take more registers than there are.
+        v_rows = values + (tl.max(new_top, 1) <= 2 * LOWEST).to(tl.int32) * D
         row = first + tl.arange(0, ROWS_AT_ONCE)
         added = ()
         for m in tl.static_range(D // 16):
             place = row[:, None] * D + (m * 16 + tl.arange(0, 16))[None, :]
-            v = tl.permute(tl.load(values[:, None, None] + place[None, :, :]), (0, 2, 1))
+            v = tl.permute(tl.load(v_rows[:, None, None] + place[None, :, :]), (0, 2, 1))
             added = added + (product(v, p, out[m] * kept[:, None, :]),)
         state = (new_top, weight, added)
     return state

@@ -38,14 +38,20 @@ def sequence_of(unit, ends):
 
 @triton.jit
 def opening_of(part, parts, total):
-    """Where the stretch of a program opens, which is where that of the one before it ends."""
-    return (part.to(tl.int64) * total // parts).to(tl.int32)
+    """Where the stretch of a program opens, which is where that of the one before it ends.
+
+    If `parts` does not divide `total`, the first stretches are longer by a unit. All of it fits 32 bits: a division of
+    64 would be a call, around which registers are laid out as the callee wants them.
+    """
+    return part * (total // parts) + tl.minimum(part, total % parts)
 
 
 @triton.jit
 def part_of(unit, parts, total):
     """The program whose stretch holds `unit`."""
-    return (((unit + 1).to(tl.int64) * parts - 1) // total).to(tl.int32)
+    length, longer = total // parts, total % parts
+    past = unit - longer * (length + 1)
+    return tl.where(past < 0, unit // (length + 1), longer + past // length)
 
 
 @triton.jit

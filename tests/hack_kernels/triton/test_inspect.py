@@ -38,6 +38,7 @@ WITH_CODES = {
 ones sums of P, and 2 KiB of codes in 16 bytes a lane; in prefill 4 KiB by 128 lanes, K once per partition."""
 OF_ROWS = ("rows D=64 Π=64 G=8", "seal D=64 Π=64 K2V2 nearest")
 """Kernels that read FP16 rows, on every architecture."""
+ROWS = "rows D=128 Π=64 G=8"
 
 SIZES = [f"D={d} Π={pi} K{bits}V{bits}" for d, pi, bits in (
     (64, 32, 4), (64, 128, 2), (96, 32, 2), (96, 64, 4), (96, 128, 2), (128, 32, 2), (128, 128, 4), (256, 32, 4),
@@ -62,7 +63,7 @@ Reports = dict[tuple[str, int], dict[str, Any]]
 def reports() -> Reports:
     """By kernel and architecture, from a process whose Triton compiles instead of interpreting."""
     lines = inspected([*WITH_CODES, *OF_ROWS], list(ARCHITECTURES))
-    lines += inspected([DECODE], [90]) + inspected(SAMPLED, [SAMPLED_ON])
+    lines += inspected([DECODE, ROWS], [90]) + inspected(SAMPLED, [SAMPLED_ON])
     for kernel, (arch, _) in TIGHTEST.items():
         lines += inspected([kernel], [arch])
     return {(report["name"], report["arch"]): report for report in lines}
@@ -101,6 +102,12 @@ def test_rows_are_read_16_bytes_a_lane(reports: Reports, kernel: str, arch: int)
     assert reports[kernel, arch]["loads_narrower"] == 0
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_k_of_rows_goes_to_the_matrix_unit_without_a_stop(reports: Reports, arch: int) -> None:
+    """V takes a barrier per 16 channels to be transposed in shared memory, and K none."""
+    assert reports["rows D=64 Π=64 G=8", arch]["barriers"] == 4
+
+
 @pytest.mark.parametrize("kernel", SAMPLED)
 def test_other_sizes_and_widths_pass_the_gates_too(reports: Reports, kernel: str) -> None:
     report = reports[kernel, SAMPLED_ON]
@@ -116,6 +123,12 @@ def test_a_page_stays_below_its_budget_on_hopper(reports: Reports) -> None:
     assert report["local_accesses"] == 0
     assert report["int8_mma"] == 34
     assert report["loads_128"] == 8
+    assert report["registers"] <= 168
+
+
+def test_three_programs_that_read_rows_fit_on_a_multiprocessor(reports: Reports) -> None:
+    report = reports[ROWS, 90]
+    assert report["local_accesses"] == 0
     assert report["registers"] <= 168
 
 
