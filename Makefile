@@ -5,10 +5,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv-peers/.installed
 TORCH := torch==2.13.0
-SOURCES := kernels/csrc/CMakeLists.txt $(wildcard kernels/csrc/*.h kernels/csrc/*.cpp kernels/csrc/simd/*.h)
+SOURCES := $(wildcard $(foreach from,kernels/csrc kernels/csrc/simd lab/csrc,$(from)/*.h $(from)/*.cpp $(from)/CMakeLists.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test browser compose-test check dashboards proto bench peers sanitize arm clean
+.PHONY: help demo serve test test-slow test-all browser compose-test check dashboards proto bench peers sanitize arm clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -19,8 +19,13 @@ demo: $(STAMP)  ## start a cluster, send real requests, show where their time we
 serve: $(STAMP)  ## run a cluster until Ctrl-C (MODEL=folder or hub name)
 	$(BIN)/hackkv serve $(MODEL)
 
-test: $(STAMP)  ## run the test suite
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## run the tests, but for the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)  ## run the slow ones: in a browser, Triton's kernels interpreted and compiled, soaks (tests/tiers.py)
+	$(BIN)/python -m pytest -m slow
+
+test-all: test test-slow  ## run every test
 
 browser:  ## install Chromium for the tests of the page, as root on Debian; without it they are skipped
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
@@ -30,11 +35,12 @@ browser:  ## install Chromium for the tests of the page, as root on Debian; with
 compose-test: $(STAMP)  ## build and run docker-compose.yml on a real Docker engine (root; starts one if none runs)
 	deploy/tests/engine.sh $(BIN)/python -m pytest deploy/tests -s
 
-check: $(STAMP)  ## format, lint, types, layers, generated code
+check: $(STAMP)  ## format, lint, types, layers, sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tools.limits
 
 dashboards: $(STAMP)  ## regenerate the Grafana dashboards
 	$(BIN)/python -m tools.dashboards
@@ -55,13 +61,13 @@ sanitize: $(STAMP)  ## kernel tests under the address and undefined-behaviour sa
 	PATH=$(CURDIR)/$(BIN):$$PATH kernels/csrc/sanitize.sh
 
 arm:  ## portable kernels on aarch64, emulated, against this machine's (g++-aarch64-linux-gnu, qemu-user)
-	kernels/csrc/agree.sh
+	lab/agree.sh
 
 clean:  ## remove the virtual environment and caches
 	rm -rf .venv .venv-peers build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch goes first and pinned: asked for as a mere dependency, it would bring gigabytes of CUDA libraries.
-# The C++ extension is compiled again when its sources have changed.
+# The C++ extensions are compiled again when their sources have changed; the lab's comes with an editable install.
 $(STAMP): pyproject.toml $(SOURCES)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip

@@ -1,1 +1,1 @@
-"""Measurements: tasks, accuracy and speed of hackkv."""
+"""Measurements for developers: speed, endurance and rivals. Not in the wheel."""

@@ -1,8 +1,8 @@
 """A client leaves before its first token: how long does the next, short request wait? `python -m bench.cancel`.
 
 A long prompt is sent to a cluster of one prefill and one decode node, and its client hangs up at a random moment while
-it is computed. A short request follows at once. What it takes beyond its time on an idle cluster is what the prompt
-that nobody wants any more still cost; a pass under way is not broken off, so that should be one chunk at most.
+the prompt is computed. A short request follows at once. The time that it takes beyond its time on an idle cluster is
+what the cancelled prompt still cost. A pass that has begun is not broken off, so that should be one chunk at most.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from bench.accuracy.machine import commit, this_machine
 from bench.cluster import load_note, tiny_cluster
 from bench.connection import Connection
 from bench.sections import write_section
 from bench.stages import COMPLETIONS, prompt
+from measure.accuracy.machine import commit, this_machine
 from prefill_node.config import PrefillConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -38,7 +38,7 @@ CHUNKS = -(-LONG_TOKENS // CHUNK_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Seconds."""
+    """Times in seconds."""
 
     trials: int
     idle_s: float
@@ -46,7 +46,7 @@ class Result:
     long_prefill_s: float
     """The prefill of a long prompt that is not cancelled (median)."""
     waits_s: list[float]
-    """What short requests took beyond `idle_s`, behind a long one that was cancelled; sorted."""
+    """Time beyond `idle_s` of each short request behind a cancelled long one; sorted."""
     machine: str
     commit: str
 
@@ -57,12 +57,12 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Nobody waited longer than one chunk takes."""
+        """No short request waited longer than one chunk takes."""
         return self.waits_s[-1] <= self.last_chunk_s
 
 
 async def _short(url: str, rng: random.Random) -> float:
-    """Seconds that a short request takes, answer and all."""
+    """Seconds that a short request takes, to the end of its answer."""
     async with Connection.to(url) as connection:
         await connection.ask("GET", "/live")  # the connection is there before it is timed
         began = perf_counter()
@@ -82,7 +82,7 @@ def _body(tokens: int, rng: random.Random) -> bytes:
 
 
 async def _behind_a_cancelled_one(url: str, after_s: float, rng: random.Random) -> float:
-    """Leave a long prompt after a while; the seconds that a short one takes then."""
+    """Cancel a long prompt after `after_s`; the seconds that a short request takes right after it."""
     async with Connection.to(url) as connection:
         await connection.send("POST", COMPLETIONS, _body(LONG_TOKENS, rng))
         await asyncio.sleep(after_s)
@@ -122,7 +122,7 @@ Machine: {result.machine}. Commit {result.commit}.
 
 
 def main() -> int:
-    """Measure, print, write; the exit code says whether nobody waited longer than a chunk."""
+    """Measure, print, write; the exit code is 0 if no short request waited longer than a chunk."""
     parser = argparse.ArgumentParser(prog="python -m bench.cancel", description=__doc__)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

@@ -11,11 +11,11 @@ from time import monotonic
 
 import psutil
 
+from app.cluster import ClusterPlan, LocalCluster, running
 from bench.connection import Connection
-from hackkv.cluster import ClusterPlan, LocalCluster, running
 from hackkv.config import InternalConfig
 from hackkv.model.tiny import Tiny, write_tiny
-from hackkv.types import NodeInfo
+from hackkv.nodes import NodeInfo
 from transport.channels import ChannelPool
 from transport.rpc_client import DecodeClient, PrefillClient
 from transport.trust import load_trust
@@ -23,7 +23,7 @@ from transport.trust import load_trust
 TINY = Tiny(max_context=4608, head_dim=128)
 KV_BYTES = 64 << 20
 HOST_BYTES = 64 << 20
-"""Small, so that host memory is full, and its use level, soon after the start."""
+"""Small, so that host memory fills soon after the start and its use then stays level."""
 POLL_S = 0.02
 
 Series = dict[str, float]
@@ -34,7 +34,7 @@ Series = dict[str, float]
 async def tiny_cluster(
     checkpoint: Path, codec: str = "hack", *, num_prefill: int = 2, num_decode: int = 2, max_body_bytes: int = 16 << 20
 ) -> AsyncIterator[LocalCluster]:
-    """Start router and nodes on a random model in FP32, which is written to `checkpoint`; all of it ends on exit."""
+    """Start router and nodes on a random FP32 model, which is written to `checkpoint`. All processes end on exit."""
     model = str(write_tiny(checkpoint, TINY))
     worker = {
         "model": {"path": model, "dtype": "float32", "threads": 1},
@@ -76,27 +76,27 @@ async def channels_into(cluster: LocalCluster) -> AsyncIterator[ChannelPool]:
 
 
 async def describe(cluster: LocalCluster) -> list[NodeInfo]:
-    """Ask every node itself, past the lease."""
+    """Ask every node directly, rather than the router for its last report."""
     infos = []
     async with channels_into(cluster) as channels:
-        for member in cluster.members[1:]:
-            client = PrefillClient if member.name.startswith("prefill") else DecodeClient
-            infos.append(await client(member.ready["address"], channels).describe())
+        for child in cluster.children[1:]:
+            client = PrefillClient if child.name.startswith("prefill") else DecodeClient
+            infos.append(await client(child.ready["address"], channels).describe())
     return infos
 
 
 def memory_mib(cluster: LocalCluster) -> dict[str, float]:
     """Resident memory of every process, in MiB. Raises `psutil.NoSuchProcess` for one that died."""
     return {
-        member.name: psutil.Process(member.process.pid).memory_info().rss / 2**20
-        for member in cluster.members
-        if member.process.returncode is None
+        child.name: psutil.Process(child.process.pid).memory_info().rss / 2**20
+        for child in cluster.children
+        if child.process.returncode is None
     }
 
 
 def dead(cluster: LocalCluster) -> list[str]:
     """Names of processes that ended."""
-    return [member.name for member in cluster.members if member.process.returncode is not None]
+    return [child.name for child in cluster.children if child.process.returncode is not None]
 
 
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float, what: str) -> float:

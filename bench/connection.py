@@ -1,6 +1,6 @@
-"""HTTP/1.1 by hand, one keep-alive connection at a time: what is timed, and where it is cut off, is the socket itself.
+"""HTTP/1.1 by hand over one keep-alive connection, to time the socket itself and to cut it off anywhere.
 
-A client library would add its own milliseconds to every measurement and could not stop in the middle of a body.
+A client library would add its own milliseconds to every measurement, and could not stop in the middle of a body.
 """
 
 from __future__ import annotations

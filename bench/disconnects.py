@@ -1,7 +1,8 @@
 """A thousand clients that leave at random points: does everything they held come back?
 
-Before and after the storm every node is asked itself (`Describe`: pages, queued tokens, sequences, outbox bytes) and
-the router's gauges are read; the two must be equal, no process may have died, and none may have grown without bound.
+Before and after the storm every node is asked what it holds (`Describe`: pages, queued tokens, sequences, outbox bytes)
+and the router's gauges are read. The values must be the same before and after, no process may have died, and none may
+have grown without bound.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from app.cluster import LocalCluster
 from bench.cluster import dead, describe, memory_mib, metrics, until
 from bench.connection import Connection
 from bench.stages import CHAT, COMPLETIONS, prompt
-from hackkv.cluster import LocalCluster
 
 REQUEST_S = 120.0
 """A request that takes longer hangs."""
@@ -121,11 +122,11 @@ async def _held(cluster: LocalCluster) -> dict[str, float]:
             "outbox bytes": sum(dict(info.stats).get(name, 0.0) for name in OUTBOX),
         }
         held |= {f"{info.node_id}: {name}": float(value) for name, value in numbers.items()}
-    router = psutil.Process(cluster.members[0].process.pid)
-    # A client's connection that was never let go of would show here; nodes' own connections stay.
+    router = psutil.Process(cluster.children[0].process.pid)
+    # A client's connection that is never closed shows here. The nodes' own connections stay open.
     http_port = int(cluster.url.rpartition(":")[2])
     clients = [each for each in router.net_connections("tcp") if each.laddr.port == http_port and each.raddr]
-    held["router: open client connections"] = float(len(clients) - 1)  # one of them asked for the metrics
+    held["router: open client connections"] = float(len(clients) - 1)  # less the one that asked for the metrics
     return held
 
 

@@ -1,7 +1,7 @@
 """Half an hour of clients of every kind: does any process grow?
 
-Resident memory of every process is read every ten seconds. After a warm-up (the first fifth: pools and caches fill) a
-line is fitted through it by least squares; its slope is what counts, since a leak has one and noise has none.
+Resident memory of every process is read every ten seconds. The first fifth is a warm-up, in which pools and caches
+fill. A line is fitted through the rest by least squares. Its slope decides, since a leak has one and noise has none.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
+from app.cluster import LocalCluster
 from bench.cluster import dead, memory_mib
 from bench.disconnects import visit
-from hackkv.cluster import LocalCluster
 
 SAMPLE_S = 10.0
 WARM_UP = 0.2

@@ -1,7 +1,7 @@
 """What 8-bit Q and P cost in accuracy, in both forms of the arithmetic: `python -m bench.forms`.
 
-The error of homomorphic decode against FP64 attention on the same dequantized pages, so that only the rounding of Q and
-P shows, beside the error of the 2-bit pages themselves. Backend `reference`; random rows, a few seconds.
+Homomorphic decode is compared with FP64 attention on the same dequantized pages, so that only the rounding of Q and P
+shows. The error of the 2-bit pages themselves stands beside it. Backend `reference`; random rows, a few seconds.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from hack_kernels.base import Arithmetic, HackFormat, Spans
+from hack_kernels.base import Rows, Spans, new_pool
+from hack_kernels.hack_format import Arithmetic, HackFormat
+from hack_kernels.philox import Coordinates
 from hack_kernels.quantize import quantize_k, quantize_v
-from hack_kernels.reference import ReferenceKernels
+from hack_kernels.reference.hack import HackReference
 from torch import Tensor
 
 TOKENS: Final = 1024
@@ -57,28 +59,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def reconstructed(fmt: HackFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """K^ and V^ [TOKENS, D] FP64; the last row exact, as it is the query's own page."""
+    """K^ and V^ [TOKENS, D] FP64. The last row is exact, since it is the query's own page."""
     rows_k, rows_v = k[:, 0].double(), v[:, 0].double()
     for start in range(0, TOKENS - 1, fmt.page_tokens):
         page = slice(start, start + fmt.page_tokens)
         if start + fmt.page_tokens <= TOKENS - fmt.page_tokens:
-            positions = torch.arange(start, start + fmt.page_tokens)
-            rows_k[page] = quantize_k(fmt, 0, k[page], positions).dequantize(torch.float64).flatten(1)
-            rows_v[page] = quantize_v(fmt, 0, v[page], positions).dequantize(torch.float64)[0].T
+            where = Coordinates(0, 0, torch.arange(start, start + fmt.page_tokens))
+            rows_k[page] = quantize_k(fmt, where, k[page]).dequantize(torch.float64).flatten(1)
+            rows_v[page] = quantize_v(fmt, where, v[page]).dequantize(torch.float64)[0].T
     return rows_k, rows_v
 
 
 def decode(fmt: HackFormat, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Homomorphic decode of QUERIES heads over one KV head; the last page is open."""
-    kernels, pi = ReferenceKernels(), fmt.page_tokens
-    sealed = TOKENS // pi - 1
-    pages = kernels.new_pages(fmt, sealed, 1)
-    own_k, own_v = (x[sealed * pi :].transpose(0, 1)[None].contiguous() for x in (k, v))
+    cpu, pi = torch.device("cpu"), fmt.page_tokens
+    kernels, sealed = HackReference(fmt, cpu), TOKENS // pi - 1
+    pool = new_pool(fmt, kernels, cpu, sealed, 1, range(1))
+    pool.open_k[0], pool.open_v[0] = (x[sealed * pi :].transpose(0, 1) for x in (k, v))
     blocks = (x[: sealed * pi].view(sealed, pi, 1, HEAD_DIM).transpose(1, 2) for x in (k, v))
-    kernels.seal(fmt, 0, pages, torch.arange(sealed), torch.arange(sealed) * pi, *blocks)
+    kernels.seal(0, pool, torch.arange(sealed), torch.arange(sealed) * pi, *blocks)
     zero = torch.zeros(1, dtype=torch.int64)
     spans = Spans(zero + TOKENS - 1, zero + 1, zero, torch.arange(sealed)[None], zero)
-    return kernels.attn_decode(fmt, 0, pages, own_k, own_v, spans, q)[0]
+    return kernels.attend(0, pool, spans, Rows(q))[0]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

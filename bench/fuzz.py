@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from app.cluster import LocalCluster
 from bench import fuzz_frames, fuzz_http
 from bench.cluster import channels_into, dead, load_note, memory_mib, tiny_cluster
-from hackkv.cluster import LocalCluster
 
 FRAME_SHARE, LIVE_SHARE = 0.4, 0.02
 CONCURRENCY = 8
@@ -32,7 +32,7 @@ CODEC = "hack"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How the cases ended, and what it did to the processes."""
+    """How the cases ended, and what they did to the processes."""
 
     frames: Counter[str]
     pushes: Counter[str]
@@ -54,7 +54,7 @@ async def attack(cluster: LocalCluster, folder: Path, count: int, seed: int, con
     worker = fuzz_frames.tiny_worker(folder, CODEC)
     frames, pushes = round(count * FRAME_SHARE), round(count * LIVE_SHARE)
     bodies = count - frames - pushes
-    address = next(member.ready["address"] for member in cluster.members if member.name.startswith("decode"))
+    address = next(child.ready["address"] for child in cluster.children if child.name.startswith("decode"))
     async with channels_into(cluster) as channels:
         node = fuzz_frames.LiveDecodeNode(address, worker, channels)
         # Caches, thread pools and allocator arenas fill up on the first requests; that is not growth.

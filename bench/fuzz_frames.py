@@ -1,6 +1,6 @@
 """Malformed KV frames: whatever arrives is refused with a named error, or it is what was sent.
 
-In bulk they go through the wire's decoder and the `FrameLedger` in this process. A part of them goes over gRPC into the
+Most of the frames go through the wire's decoder and the `FrameLedger` in this process. The others go over gRPC into the
 `Push` method of a live decode node, which expects the transfer and has reserved pages for it.
 """
 
@@ -10,19 +10,19 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import torch
+from hack_kernels.base import Plane
 
 from bench.cluster import until
-from hackkv.codec import PageFormat
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import FrameRefused, HackkvError
-from hackkv.framing import FrameLedger, FrameWriter, open_planes
+from hackkv.framing import Expected, FrameLedger, FrameWriter, open_planes
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import DecodeJob, Fingerprint, Handoff, HandoffEnd, KvFrame, PlaneSpan, Receipt, Request, Sampling
 from transport import methods
@@ -45,12 +45,14 @@ class Conversation:
 
     def __init__(self, worker: Worker, num_tokens: int, transfer_id: str = TRANSFER) -> None:
         self.worker, self.num_tokens = worker, num_tokens
-        self.sealed = worker.codec.sealed_pages(num_tokens)
-        writer = FrameWriter(transfer_id, 0)
+        self.sealed = worker.footprint.sealed(num_tokens)
+        writer = FrameWriter(transfer_id, 0, worker.codec.wire_form)
         frames: list[KvFrame] = []
         for layer in range(worker.layout.num_layers):
             if self.sealed:
-                frames += writer.frames(layer, 0, _pages(worker.codec.format, worker.layout.num_kv_heads, self.sealed))
+                frames += writer.frames(
+                    layer, 0, _pages(worker.codec.wire_planes[layer], worker.layout.num_kv_heads, self.sealed)
+                )
             if rows := num_tokens - self.sealed * worker.layout.page_tokens:
                 planes = _open_page(worker.layout.num_kv_heads, worker.layout.head_dim, rows)
                 frames += writer.frames(layer, self.sealed, planes, rows)
@@ -61,11 +63,14 @@ class Conversation:
     def ledger(self) -> FrameLedger:
         """A receiver that has seen nothing yet."""
         worker = self.worker
-        return FrameLedger(worker.layout, worker.codec.format, TRANSFER, 0, self.num_tokens, self.sealed)
+        codec = worker.codec
+        return FrameLedger(
+            TRANSFER, 0, Expected(worker.layout, codec.wire_planes, self.num_tokens, self.sealed, codec.wire_form)
+        )
 
 
-def _pages(page_format: PageFormat, heads: int, pages: int) -> dict[str, torch.Tensor]:
-    shapes = {plane.name: ((heads, pages, *plane.shape), plane.dtype) for plane in page_format.wire_planes}
+def _pages(wire_planes: Iterable[Plane], heads: int, pages: int) -> dict[str, torch.Tensor]:
+    shapes = {plane.name: ((heads, pages, *plane.shape), plane.dtype) for plane in wire_planes}
     return {name: torch.zeros(shape, dtype=dtype) + 1 for name, (shape, dtype) in shapes.items()}
 
 
@@ -105,7 +110,7 @@ def spoil(rng: random.Random, conversation: Conversation) -> list[bytes]:
 def _encoded(rng: random.Random, noun: PushRequest, original: bytes) -> bytes:
     try:
         return encode_push_request(noun)
-    except HackkvError:  # a value that no field can hold: our own sender refuses it, an attacker garbles bytes instead
+    except HackkvError:  # our own sender refuses a value that no field can hold: garble the bytes instead
         return _spoiled_bytes(rng, original)
 
 
@@ -158,7 +163,7 @@ def _fingerprint(rng: random.Random, noun: Handoff) -> dict[str, Any]:
 
 
 def _payload(rng: random.Random, noun: KvFrame) -> dict[str, Any]:
-    payload = bytearray(noun.payload)
+    payload = bytearray(bytes(noun.payload))
     match rng.randrange(4):
         case 0:
             payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
@@ -175,7 +180,7 @@ def _planes(rng: random.Random, noun: KvFrame) -> dict[str, Any]:
     planes = list(noun.planes)
     at = rng.randrange(len(planes))
     span = planes[at]
-    match rng.randrange(6):
+    match rng.randrange(7):
         case 0:
             planes[at] = replace(span, name=rng.choice(TEXTS))
         case 1:
@@ -186,6 +191,8 @@ def _planes(rng: random.Random, noun: KvFrame) -> dict[str, Any]:
             planes[at] = replace(span, checksum=rng.choice((0, span.checksum ^ 1, UINT64)))
         case 4:
             planes[at : at + 1] = rng.choice(([], [span, span], [PlaneSpan("x", 1, 1, 1)] * 100))
+        case 5:
+            planes[at] = replace(span, method=rng.choice((1 - min(span.method, 1), 2, 255, UINT32)))
         case _:
             planes.reverse()
     return {"planes": tuple(planes)}
@@ -214,9 +221,9 @@ def name_of(error: HackkvError) -> str:
 
 
 def receive(conversation: Conversation, messages: list[bytes]) -> str:
-    """Decode and check as a decode node's inbox does; return how it ended. Any error without a name leaves as it is.
+    """Decode and check as a decode node's inbox does; return how it ended. An error without a name is raised as it is.
 
-    Raises `AssertionError` if a frame or an end was believed that is not one of those sent.
+    Raises `AssertionError` if a frame or an end was accepted that is not one of those sent.
     """
     ledger, opened = conversation.ledger(), False
     handoff = conversation.nouns[0]

@@ -3,10 +3,10 @@
     python -m bench.jct            all links; as root, for network namespaces and tc (Debian: iproute2, util-linux)
     python -m bench.jct --links 200mbit,none --requests 6 --out build/jct      to try it
 
-Each cell is a cluster of one prefill and one decode node in a network namespace where everything that is sent to the
-decode node passes a link of so many bits a second. Requests arrive as a Poisson process at a share of what the slower
-codec can serve on the free link, at the same moments in every cell. Writes jct.json, jct.md and a picture for each
-prompt length, anew after every cell; --resume goes on where an earlier run ended.
+Each cell is a cluster of one prefill and one decode node in a network namespace. Everything that is sent to the decode
+node passes a link of limited rate. Requests arrive as a Poisson process, at a share of the rate that the slower codec
+can serve on the free link, and at the same moments in every cell. Writes jct.json, jct.md and a picture for each prompt
+length after every cell; --resume goes on where an earlier run ended.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from bench.accuracy.machine import this_machine
 from bench.cluster import load_note
 from bench.links.cell import PROMPTS, Cell, Result, run
 from bench.links.link import FREE, bits_per_s
 from bench.links.page import Setting, page
-from bench.serve.plot import Run, draw
 from hackkv.errors import ConfigError
+from measure.accuracy.machine import this_machine
+from measure.serve.plot import Run, draw
 
 DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
 LINKS: Final = ("200mbit", "1gbit", "10gbit", FREE)
 CODECS: Final = ("fp16", "hack")
 SHARE: Final = 0.8
 CAPACITY: Final = {"short": 48, "long": 12}
-"""Requests that measure how much a codec serves, by length of prompt;"""
+"""Prompt -> number of requests that measure how much a codec can serve."""
 CONCURRENCY: Final = 8
-"""and how many of them at once: enough to keep both nodes busy."""
+"""How many of those requests run at once: enough to keep both nodes busy."""
 
 
 def main() -> int:
@@ -113,7 +113,7 @@ def _run_all(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _check(links: list[str]) -> None:
-    """Raises `ConfigError` if this machine or the arguments will not do."""
+    """Raises `ConfigError` if this machine or the arguments cannot be used."""
     for link in links:
         if link != FREE:
             bits_per_s(link)

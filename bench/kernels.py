@@ -1,9 +1,10 @@
 """Speed of the CPU kernels beside their rivals: `python -m bench.kernels [--out docs]`.
 
-Contenders of a row take turns, so that a noisy machine is noisy for all; times are medians, ratios are medians of the
+Contenders of a row take turns, so that a noisy machine is noisy for all. Times are medians; ratios are medians of the
 ratios within a round. A turn walks over several KV caches, as a step walks over the layers of a model, so that every
-call finds its cache in main memory. Traffic counts codes, minima and scales of sealed pages. Asks for real-time
-priority, which takes root; the report says whether it was granted.
+call finds its cache in main memory. Traffic counts codes, minima and scales of sealed pages. HACKKV_CPU_ISA chooses the
+instruction set; the report names rivals that lack it. The program asks for real-time priority, which needs root; the
+report says whether it was granted.
 """
 
 from __future__ import annotations
@@ -13,30 +14,33 @@ import gc
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 
 import torch
-from hack_kernels.base import HackFormat, HackPages, Rounding, Spans
-from hack_kernels.cpu import CpuKernels, zeros_in_huge_pages
-from hack_kernels.reference import ReferenceKernels
-from hack_kernels.rivals import Rival, Rows, bf16_pages, read_all, run_dots
+from hack_kernels.base import Pool, Rows, Spans, new_pool
+from hack_kernels.cpu import ISA_VARIABLE, CpuBackend
+from hack_kernels.cpu.memory import zeroed_planes
+from hack_kernels.hack_format import HackFormat, HackKernels, Rounding
+from hack_kernels.reference.hack import HackReference
+from hack_kernels.reference.rows import RowReference
+from hack_kernels.row_format import RowFormat
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.kernels_report import write_report
+from bench.kernels_limits import MachineLimits, measure_limits
+from bench.kernels_report import console_line, write_report
 from bench.row import Row
+from lab.rivals import RIVALS, available, bf16_pages
 
 FORMAT = HackFormat(128, 64)
 PI, D = FORMAT.page_tokens, FORMAT.head_dim
+CPU = torch.device("cpu")
 PAGE_BYTES = 5120  # of one KV head: codes, minima and scales of K and V
-SETTLE_S = (
-    0.01  # torch's OpenMP threads spin for some milliseconds after their work, on the cores of the next contender
-)
+SETTLE_S = 0.01  # torch's OpenMP threads spin for milliseconds after their work, on the cores of the next contender
 SDPA_DTYPES = (torch.float32, torch.bfloat16)
-DOT_ROUNDS = 1_000_000  # some milliseconds
 COLD_BYTES = 128 * 2**20  # a turn's caches together: several times the last-level cache
 
 Calls = Sequence[Callable[[], object]]
@@ -51,7 +55,7 @@ def race(contenders: dict[str, Calls], rounds: int) -> tuple[dict[str, float], d
     for _ in range(rounds):
         for name, calls in contenders.items():
             sleep(SETTLE_S)
-            calls[-1]()  # after the pause: code, tables and threads are awake, the first cache is cold
+            calls[-1]()  # after the pause this warms code, tables and threads, and leaves the first cache cold
             began = perf_counter()
             for call in calls:
                 call()
@@ -65,61 +69,32 @@ def race(contenders: dict[str, Calls], rounds: int) -> tuple[dict[str, float], d
     return {name: statistics.median(rows) for name, rows in times.items()}, ratios
 
 
-def read_bandwidth(threads: int) -> float:
-    """GB/s of reading half a GiB, best of several."""
-    words = torch.zeros(1 << 26, dtype=torch.int64).view(torch.uint64)
-    best = float("inf")
-    for _ in range(7):
-        began = perf_counter()
-        read_all(words, threads)
-        best = min(best, perf_counter() - began)
-    return words.numel() * 8 / best / 1e9
+def own_backend(threads: int) -> CpuBackend:
+    """Ours, with the instruction set that nodes would use."""
+    return CpuBackend(os.environ.get(ISA_VARIABLE) or None, threads)
 
 
-def integer_dots(isa: str, threads: int) -> float:
-    """10^9 products of two bytes a second, best of several."""
-    run_dots(isa, 1000, threads)
-    best = 0.0
-    for _ in range(15):
-        began = perf_counter()
-        products = run_dots(isa, DOT_ROUNDS, threads)
-        best = max(best, products / (perf_counter() - began) / 1e9)
-    return best
+def missing_rivals(backend: CpuBackend) -> list[str]:
+    """Rivals that cannot run on this processor or with the chosen instruction set."""
+    return [name for name in RIVALS if name not in available(backend.threads, backend.isa)]
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What this machine can do at best, on the threads of the kernels."""
-
-    read_gb_per_s: float
-    integer_dots: float
-    """10^9 products a second on all threads."""
-    one_core_dots: float
-    """On one thread."""
-
-
-def measure_limits(kernels: CpuKernels) -> Limits:
-    """Memory and vector units, each by the barest loop that uses it."""
-    dots = (integer_dots(kernels.isa, threads) for threads in (kernels.threads, 1))
-    return Limits(read_bandwidth(kernels.threads), *dots)
-
-
-def decode_row(kernels: CpuKernels, tokens: int, batch: int, kv_heads: int, group: int, limits: Limits) -> Row:
+def decode_row(backend: CpuBackend, tokens: int, batch: int, kv_heads: int, group: int, limits: MachineLimits) -> Row:
     """One step of decode over random codes; the rivals read caches of the same length."""
     pages_each, size = tokens // PI, batch * tokens * kv_heads
     inputs = [
-        decode_inputs(kernels, pages_each, batch, kv_heads, group) for _ in range(copies(size * PAGE_BYTES // PI))
+        decode_inputs(backend, pages_each, batch, kv_heads, group) for _ in range(copies(size * PAGE_BYTES // PI))
     ]
-    rows = inputs[0][1]
-    bf16, dequantize = Rival("bf16", kernels.threads), Rival("dequantize", kernels.threads)
-    bf16_pools = [bf16_pool(batch * pages_each, kv_heads) for _ in range(copies(size * D * 4))]
+    pool, spans, rows = inputs[0]
+    kernels, rivals = hack_kernels(backend, FORMAT), available(backend.threads, backend.isa)
     contenders: dict[str, Calls] = {
-        "hack": [
-            partial(kernels.attn_decode, FORMAT, 0, pages, x.open_k, x.open_v, x.spans, x.q) for pages, x in inputs
-        ],
-        "bf16": [partial(bf16.attend, FORMAT, pool, rows) for pool in bf16_pools],
-        "dequantize": [partial(dequantize.attend, FORMAT, pages, x) for pages, x in inputs],
+        "hack": [partial(kernels.attend, 0, *call) for call in inputs],
     }
+    if bf16 := rivals.get("bf16"):
+        pools = [bf16_pool(pool, batch * pages_each, kv_heads) for _ in range(copies(size * D * 4))]
+        contenders["bf16"] = [partial(bf16.attend, FORMAT, each, spans, rows) for each in pools]
+    if dequantize := rivals.get("dequantize"):
+        contenders["dequantize"] = [partial(dequantize.attend, FORMAT, *call) for call in inputs]
     sdpa_batch = 1 if batch * tokens > 2**18 else batch  # torch's time is proportional to the batch; memory is short
     for dtype in SDPA_DTYPES:
         contenders.update(sdpa_decode(rows.q[:sdpa_batch], tokens, kv_heads, dtype))
@@ -133,18 +108,24 @@ def decode_row(kernels: CpuKernels, tokens: int, batch: int, kv_heads: int, grou
     return Row("attn_decode", shape, ms, ratios, moved, moved / limits.read_gb_per_s, products / limits.integer_dots)
 
 
-def bf16_pool(num_pages: int, kv_heads: int) -> HackPages:
-    """Random rows where the BF16 rival looks for codes."""
-    shape = (num_pages, kv_heads, PI, D)
-    planes = zeros_in_huge_pages(dict.fromkeys(("k_codes", "v_codes"), (shape, torch.bfloat16)))
-    return {name: plane.normal_().view(torch.uint8) for name, plane in planes.items()}
+def hack_kernels(backend: CpuBackend, fmt: HackFormat) -> HackKernels:
+    definition: Callable[[HackFormat, torch.device], HackKernels] = HackReference
+    return backend.kernels_for(fmt, definition)
+
+
+def bf16_pool(pool: Pool, num_pages: int, kv_heads: int) -> Pool:
+    """The open pages of `pool`, and random rows as the BF16 rival takes them."""
+    planes = zeroed_planes(RowFormat(D, PI), num_pages, kv_heads)
+    for plane in planes.values():
+        plane.view(torch.bfloat16).normal_()
+    return replace(pool, planes=planes)
 
 
 def decode_inputs(
-    kernels: CpuKernels, pages_each: int, batch: int, kv_heads: int, group: int
-) -> tuple[HackPages, Rows]:
-    pages = kernels.new_pages(FORMAT, pages_each * batch, kv_heads)
-    for plane in pages.values():
+    backend: CpuBackend, pages_each: int, batch: int, kv_heads: int, group: int
+) -> tuple[Pool, Spans, Rows]:
+    pool = new_pool(FORMAT, hack_kernels(backend, FORMAT), CPU, pages_each * batch, batch, range(kv_heads))
+    for plane in pool.planes.values():
         if plane.dtype is torch.uint8:
             plane.random_(0, 256)
         else:
@@ -152,10 +133,9 @@ def decode_inputs(
     order = torch.arange(batch)
     table = torch.randperm(pages_each * batch).view(batch, pages_each)
     starts, ones = torch.full((batch,), pages_each * PI), torch.ones(batch, dtype=torch.int64)
-    open_k, open_v = (torch.randn(batch, kv_heads, PI, D).half() for _ in range(2))
-    return pages, Rows(
-        open_k, open_v, Spans(starts, ones, order, table, order), torch.randn(batch, kv_heads * group, D)
-    )
+    for open_rows in (pool.open_k, pool.open_v):
+        open_rows.normal_()
+    return pool, Spans(starts, ones, order, table, order), Rows(torch.randn(batch, kv_heads * group, D))
 
 
 def copies(num_bytes: int) -> int:
@@ -179,45 +159,47 @@ def sdpa_decode(q: Tensor, tokens: int, kv_heads: int, dtype: torch.dtype) -> di
     }
 
 
-def prefill_row(kernels: CpuKernels, tokens: int, kv_heads: int, group: int) -> Row:
+def prefill_row(backend: CpuBackend, tokens: int, kv_heads: int, group: int) -> Row:
     """A whole prompt, causal."""
     k, v = (torch.randn(tokens, kv_heads, D).half() for _ in range(2))
     q = torch.randn(tokens, kv_heads * group, D)
     paged = [x.view(-1, PI, kv_heads, D).transpose(1, 2).contiguous() for x in (k, v)]
     ids, zero = torch.arange(tokens // PI), torch.tensor([0])
-    pages = kernels.new_pages(FORMAT, tokens // PI, kv_heads)
-    kernels.seal(FORMAT, 0, pages, ids, ids * PI, *paged)
-    empty = torch.zeros(1, kv_heads, PI, D, dtype=torch.float16)
-    spans = Spans(zero, torch.tensor([tokens]), zero, ids[None], zero)
-    rows, bf16_pool, bf16 = Rows(empty, empty, spans, q, k, v), bf16_pages(*paged), Rival("bf16", kernels.threads)
+    kernels = hack_kernels(backend, FORMAT)
+    pool = new_pool(FORMAT, kernels, CPU, tokens // PI, 1, range(kv_heads))
+    kernels.seal(0, pool, ids, ids * PI, *paged)
+    spans, rows = Spans(zero, torch.tensor([tokens]), zero, ids[None], zero), Rows(q, k, v)
     contenders: dict[str, Calls] = {
-        "hack": [partial(kernels.attn_prefill, FORMAT, 0, pages, empty, empty, spans, q, k, v)],
-        "bf16": [partial(bf16.attend, FORMAT, bf16_pool, rows)],
+        "hack": [partial(kernels.attend, 0, pool, spans, rows)],
     }
+    if bf16 := available(backend.threads, backend.isa).get("bf16"):
+        bf16_pool = replace(pool, planes=bf16_pages(*paged))
+        contenders["bf16"] = [partial(bf16.attend, FORMAT, bf16_pool, spans, rows)]
     for dtype in SDPA_DTYPES:
         contenders[f"sdpa {str(dtype).removeprefix('torch.')}"] = [sdpa_prefill(q, k, v, dtype)]
     ms, ratios = race(contenders, rounds=5)
     return Row("attn_prefill", f"{tokens} tokens, {kv_heads}x{group} heads, causal", ms, ratios)
 
 
-def fp16_rows(kernels: CpuKernels, tokens: int, kv_heads: int, group: int, dtype: torch.dtype) -> list[Row]:
+def fp16_rows(backend: CpuBackend, tokens: int, kv_heads: int, group: int, dtype: torch.dtype) -> list[Row]:
     """What codec `fp16` computes, for a model of that dtype: its attention by C++ and by torch."""
-    reference, count = ReferenceKernels(), tokens // PI
+    fmt, count = RowFormat(D, PI), tokens // PI
+    kernels, reference = backend.kernels_for(fmt, RowReference), RowReference(fmt, CPU)
     k, v = (torch.randn(tokens, kv_heads, D).bfloat16().half() for _ in range(2))
     q = torch.randn(tokens, kv_heads * group, D).to(dtype)
-    pools = [kernels.new_rows(count, kv_heads, PI, D) for _ in range(copies(4 * k.numel()))]
+    pools = [new_pool(fmt, kernels, CPU, count, 1, range(kv_heads)) for _ in range(copies(4 * k.numel()))]
     for pool in pools:
-        pool["k"][:], pool["v"][:] = (x.view(-1, PI, kv_heads, D).transpose(1, 2) for x in (k, v))
+        for name, x in (("k", k), ("v", v)):
+            pool.planes[name][:] = x.view(-1, PI, kv_heads, D).transpose(1, 2)
     zero, table = torch.tensor([0]), torch.randperm(count)[None]
-    empty = torch.zeros(1, kv_heads, PI, D, dtype=torch.float16)
-    prompt = (empty, empty, Spans(zero, zero + tokens, zero, table, zero), q, k, v)
-    step = (empty, empty, Spans(zero + tokens, zero + 1, zero, table, zero), q[:1])
+    prompt = (Spans(zero, zero + tokens, zero, table, zero), Rows(q, k, v))
+    step = (Spans(zero + tokens, zero + 1, zero, table, zero), Rows(q[:1]))
     shape = f"{tokens} tokens, {kv_heads}x{group} heads, {str(dtype).removeprefix('torch.')} model"
     rows = []
     for what, arguments, chosen, rounds in (("prefill", prompt, pools[:1], 3), ("decode", step, pools, 7)):
         contenders: dict[str, Calls] = {
-            "ours": [partial(kernels.attn_rows, pool, *arguments) for pool in chosen],
-            "torch": [partial(reference.attn_rows, pool, *arguments) for pool in chosen[:2]],
+            "ours": [partial(kernels.attend, 0, pool, *arguments) for pool in chosen],
+            "torch": [partial(reference.attend, 0, pool, *arguments) for pool in chosen[:2]],
         }
         ms, _ = race(contenders, rounds)
         rows.append(Row(f"codec fp16, {what}", shape, ms))
@@ -233,17 +215,18 @@ def sdpa_prefill(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Callabl
 
 def page_rows(tokens: int, kv_heads: int) -> list[Row]:
     """Seal, install and export on one core; GB/s of FP16 rows for seal, of packed planes for the others."""
-    kernels = CpuKernels(threads=1)
+    backend = own_backend(threads=1)
+    kernels = hack_kernels(backend, FORMAT)
+    stochastic = hack_kernels(backend, HackFormat(D, PI, rounding=Rounding.STOCHASTIC))
     paged = [torch.randn(tokens // PI, kv_heads, PI, D).half() for _ in range(2)]
     ids = torch.arange(tokens // PI)
-    pages = kernels.new_pages(FORMAT, len(ids), kv_heads)
-    stochastic = HackFormat(D, PI, rounding=Rounding.STOCHASTIC)
-    wire = kernels.export(FORMAT, pages, ids)
+    pool = new_pool(FORMAT, kernels, CPU, len(ids), 1, range(kv_heads))
+    wire = kernels.export(pool, ids)
     contenders: dict[str, Calls] = {
-        "seal, nearest": [lambda: kernels.seal(FORMAT, 0, pages, ids, ids * PI, *paged)],
-        "seal, stochastic": [lambda: kernels.seal(stochastic, 0, pages, ids, ids * PI, *paged)],
-        "install": [lambda: kernels.install(FORMAT, pages, ids, wire)],
-        "export": [lambda: kernels.export(FORMAT, pages, ids)],
+        "seal, nearest": [lambda: kernels.seal(0, pool, ids, ids * PI, *paged)],
+        "seal, stochastic": [lambda: stochastic.seal(0, pool, ids, ids * PI, *paged)],
+        "install": [lambda: kernels.install(pool, ids, wire)],
+        "export": [lambda: kernels.export(pool, ids)],
     }
     ms, _ = race(contenders, rounds=15)
     packed, rows = len(ids) * kv_heads * PAGE_BYTES, 4 * tokens * kv_heads * D
@@ -253,10 +236,9 @@ def page_rows(tokens: int, kv_heads: int) -> list[Row]:
     ]
 
 
-def call_row(kernels: CpuKernels) -> Row:
+def call_row(backend: CpuBackend) -> Row:
     """The fixed price of one call: one short sequence, one KV head."""
-    pages, rows = decode_inputs(kernels, 1, 1, 1, 1)
-    call = partial(kernels.attn_decode, FORMAT, 0, pages, rows.open_k, rows.open_v, rows.spans, rows.q)
+    call = partial(hack_kernels(backend, FORMAT).attend, 0, *decode_inputs(backend, 1, 1, 1, 1))
     ms, _ = race({"hack": [call] * 20}, rounds=50)
     return Row("attn_decode call", "64 tokens, 1 head, batch 1", ms)
 
@@ -270,38 +252,23 @@ def take_priority() -> bool:
     return True
 
 
-def machine(kernels: CpuKernels, limits: Limits, priority: bool) -> dict[str, object]:
+def machine(backend: CpuBackend, limits: MachineLimits, priority: bool) -> dict[str, object]:
     """What the numbers belong to."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "processor": models[0] if models else "unknown",
         "cores": os.cpu_count(),
-        "threads": kernels.threads,
-        "isa": kernels.isa,
+        "threads": backend.threads,
+        "isa": backend.isa,
         "torch": torch.__version__,
         "read_gb_per_s": round(limits.read_gb_per_s, 1),
         "integer_dots_g_per_s": round(limits.integer_dots),
         "of_one_thread": round(limits.one_core_dots),
         "load_average": round(os.getloadavg()[0], 1),
         "real_time_priority": priority,
+        "missing_rivals": missing_rivals(backend),
     }
-
-
-def describe(row: Row) -> str:
-    """One line of the table."""
-    times = "  ".join(f"{name} {t:.3f}" for name, t in row.ms.items())
-    ratios = "  ".join(f"{name} {ratio:.2f}x" for name, ratio in row.ratios.items())
-    traffic = "" if row.gb_per_s is None else f"{row.gb_per_s:.1f} GB/s"
-    if row.of_read_bandwidth is not None:
-        traffic += f" ({row.of_read_bandwidth:.0%} of read)"
-    if row.of_integer_dots is not None:
-        traffic += f", {row.of_integer_dots:.0%} of integer dots"
-    return (
-        f"{row.what:17} {row.shape:38} | ms: {times}"
-        + (f" | hack faster: {ratios}" if ratios else "")
-        + f" | {traffic}"
-    )
 
 
 def main() -> None:
@@ -313,30 +280,30 @@ def main() -> None:
     arguments = parser.parse_args()
     priority = take_priority()
     torch.set_num_threads(arguments.threads)
-    kernels = CpuKernels(threads=arguments.threads)
-    limits = measure_limits(kernels)
-    about = machine(kernels, limits, priority)
+    backend = own_backend(arguments.threads)
+    limits, missing = measure_limits(backend), missing_rivals(backend)
+    about = machine(backend, limits, priority)
     print(*(f"{name}: {value}" for name, value in about.items()), sep="\n")
     rows: list[Row] = []
 
     def report(row: Row) -> None:
         rows.append(row)
-        print(describe(row), flush=True)
+        print(console_line(row, missing), flush=True)
         gc.collect()
 
     if arguments.only in (None, "pages"):
-        for row in (*page_rows(4096, 2), call_row(kernels)):
+        for row in (*page_rows(4096, 2), call_row(backend)):
             report(row)
     if arguments.only in (None, "prefill"):
-        report(prefill_row(kernels, 8192, 2, 4))
+        report(prefill_row(backend, 8192, 2, 4))
     if arguments.only in (None, "fp16"):
         for tokens in (2048, 8192):
             for dtype in (torch.float32, torch.bfloat16):
-                for row in fp16_rows(kernels, tokens, 2, 4, dtype):
+                for row in fp16_rows(backend, tokens, 2, 4, dtype):
                     report(row)
     if arguments.only in (None, "decode"):
         for tokens, batch in ((16384, 1), (16384, 8), (65536, 1), (65536, 8)):
-            report(decode_row(kernels, tokens, batch, 8, 4, limits))
+            report(decode_row(backend, tokens, batch, 8, 4, limits))
     if arguments.out:
         write_report(arguments.out, about, rows)
 

@@ -15,7 +15,24 @@ from bench.sections import write_section
 
 PICTURE: Final = "performance-cpu.png"
 NOTES: Final = Path(__file__).with_name("kernels_notes.md")
-"""What no run can find out: where the time goes, what was tried. Written by hand, part of the section."""
+"""Notes that no run can produce: where the time goes, what was tried. Written by hand, part of the section."""
+
+
+def console_line(row: Row, missing: Sequence[str]) -> str:
+    """One line for the terminal. `missing` are the rivals that cannot run here."""
+    times = "  ".join(f"{name} {t:.3f}" for name, t in row.ms.items())
+    ratios = "  ".join(f"{name} {ratio:.2f}x" for name, ratio in row.ratios.items())
+    traffic = "" if row.gb_per_s is None else f"{row.gb_per_s:.1f} GB/s"
+    if row.of_read_bandwidth is not None:
+        traffic += f" ({row.of_read_bandwidth:.0%} of read)"
+    if row.of_integer_dots is not None:
+        traffic += f", {row.of_integer_dots:.0%} of integer dots"
+    return (
+        f"{row.what:17} {row.shape:38} | ms: {times}"
+        + (f" | hack faster: {ratios}" if ratios else "")
+        + f" | {traffic}"
+        + (f" | not on this processor: {', '.join(missing)}" if row.ratios and missing else "")
+    )
 
 
 def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) -> None:
@@ -37,9 +54,7 @@ def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) 
         draw(decode, folder / PICTURE)
     if prefill:
         lines += ["| attn_prefill | ms | BF16 | SDPA |", "|---|---|---|---|", "| target | | ≥ 1.3× hoped for | ≥ 2× |"]
-        lines += [f"| {r.shape} | {r.ms['hack']:.0f} | {r.ratios['bf16']:.2f}× | {best(r, '')} |" for r in prefill] + [
-            ""
-        ]
+        lines += [f"| {r.shape} | {r.ms['hack']:.0f} | {ratio(r, 'bf16', 2)} | {best(r, '')} |" for r in prefill] + [""]
     if fp16:
         lines += ["| codec fp16 | shape | ms | through torch, ms | faster |", "|---|---|---|---|---|"]
         lines += [
@@ -58,18 +73,25 @@ def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) 
 
 def describe(machine: dict[str, object]) -> str:
     """The machine in one line."""
+    missing: Sequence[str] = machine["missing_rivals"]  # type: ignore[assignment]
     return (
         "{processor}, {cores} cores, {threads} threads, {isa}, torch {torch}; reads {read_gb_per_s} GB/s; integer dots "
         "{integer_dots_g_per_s} G/s, {of_one_thread} on one thread; load average {load_average}; ".format(**machine)
         + ("real-time priority" if machine["real_time_priority"] else "no real-time priority")
+        + (f"; rivals that need AVX-512 BF16 are missing: {', '.join(missing)}" if missing else "")
     )
 
 
 def decode_line(row: Row) -> str:
     """One shape of decode."""
     shares = ("" if share is None else f"{share:.0%}" for share in (row.of_read_bandwidth, row.of_integer_dots))
-    ours = (f"{row.ms['hack']:.2f}", *shares, *(f"{row.ratios[name]:.1f}×" for name in ("bf16", "dequantize")))
+    ours = (f"{row.ms['hack']:.2f}", *shares, *(ratio(row, name, 1) for name in ("bf16", "dequantize")))
     return "| " + " | ".join((row.shape, *ours, best(row, ", rows"), best(row, ", gqa"))) + " |"
+
+
+def ratio(row: Row, rival: str, digits: int) -> str:
+    """How many times faster we are than a rival, or that this processor does not have it."""
+    return f"{row.ratios[rival]:.{digits}f}×" if rival in row.ratios else "not on this processor"
 
 
 def best(row: Row, suffix: str) -> str:

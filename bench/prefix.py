@@ -1,9 +1,9 @@
 """How many prefixes a prefill node holds per byte, and what that is worth: `python -m bench.prefix`.
 
 Prompts begin with one of `--prefixes` common beginnings, drawn at random, and end differently. Four nodes serve the
-same prompts, one at a time, each in its own codec, with and without prefix reuse, in the same bytes of page pool and
-host memory. The beginnings are more than memory holds, so the least recently used are dropped before they are asked
-for again. Nodes take turns with every prompt, so ratios of times hold also on a busy machine.
+same prompts, one at a time: two codecs, each with and without prefix reuse. All nodes have the same bytes of page pool
+and host memory. Memory does not hold all beginnings, so those used least recently are dropped before they are needed
+again. Nodes take turns with every prompt, so ratios of times hold also on a busy machine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from bench.cluster import TINY, load_note
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.tiny import write_tiny
 from hackkv.model.worker import load_worker
-from hackkv.types import NodeIdentity, Prefilled, PrefillJob, Request, Sampling
+from hackkv.nodes import NodeIdentity
+from hackkv.types import Prefilled, PrefillJob, Request, Sampling
+from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
 from transport.closing import closing
-from transport.inproc_wire import InprocNetwork
+from transport.wires import Loopback
 
 CODECS = ("fp16", "hack")
 SUFFIX_TOKENS = 40
@@ -60,12 +62,9 @@ def make_node(model: str, codec: str, *, reuse: bool, kv_bytes: int, host_bytes:
     service = PrefillService(
         NodeIdentity(codec, codec, "1"),
         worker,
-        InprocNetwork().sender(),
-        num_pages=worker.pages_in(kv_bytes),
-        max_prompts=4,
-        chunk_tokens=512,
-        host_bytes=host_bytes,
-        prefix_cache=reuse,
+        Loopback("inproc").sender(),
+        worker.pages_in(kv_bytes),
+        PrefillSettings(max_prompts=4, host_bytes=host_bytes, prefix_cache=reuse),
     )
     return Node(codec, reuse, service)
 
@@ -105,7 +104,7 @@ async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 async def describe(node: Node, options: argparse.Namespace, memory_bytes: int) -> dict[str, Any]:
-    """One node's row: what its memory holds, how often that was asked for, and how long prompts took."""
+    """One node's row: what its memory holds, how often prompts found it there, and how long prompts took."""
     info = await node.service.describe()
     stats = dict(info.stats)
     prefix_pages = options.prefix_tokens // info.page_tokens

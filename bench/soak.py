@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from bench import disconnects, endurance, stages
-from bench.accuracy.machine import commit, this_machine
 from bench.cluster import load_note, tiny_cluster
 from bench.sections import write_section
+from measure.accuracy.machine import commit, this_machine
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -44,7 +44,7 @@ async def _endurance(arguments: argparse.Namespace, model: Path, console: Consol
 
 
 DEFAULTS = {"stages": (500, 8, _stages), "disconnects": (1000, 16, _disconnects), "endurance": (0, 8, _endurance)}
-"""What to run -> requests, concurrency, how."""
+"""Name of the soak -> requests, concurrency, and the function that runs it."""
 
 
 def main() -> int:

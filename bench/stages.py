@@ -1,9 +1,9 @@
 """Do the stages of a request sum to the time that its client measured?
 
-A finished request carries its own account (`return_stages`). An aborted one has nobody to send it to: it is aborted
-while the other places are taken by long streams, so that in between two readings of the stage histograms nothing else
-ends, and their difference is its account. The client's clock runs on the bare socket, from before the first byte of
-the request to the last byte of the answer, or to the abort.
+The answer of a finished request carries its stages (`return_stages`). An aborted request has no answer. Its stages are
+the difference of two readings of the stage histograms: long streams keep the other clients busy, so that no other
+request ends between the readings. The client's clock runs on the bare socket, from before the first byte of the request
+to the last byte of the answer, or to the abort.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from app.cluster import LocalCluster
 from bench.cluster import metrics, total, until
 from bench.connection import Connection
-from hackkv.cluster import LocalCluster
 
 RELATIVE, ABSOLUTE_S = 0.02, 0.005
 WANTED_SHARE = 0.99
@@ -36,7 +36,7 @@ ENDED = "hackkv_requests_total"
 BACKGROUND_TOKENS = 2000
 SETTLE_S = 30.0
 SETTLE_FIRST_S = 0.1
-"""Rendering the metrics takes the router milliseconds; not while it notices that a client has left."""
+"""Pause before metrics are read: rendering takes the router milliseconds, and would delay noticing the abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Timed:
 
     @property
     def error_s(self) -> float:
-        """Client's time that no stage accounts for; negative if the stages say more."""
+        """The client's time that no stage accounts for; negative if the stages sum to more."""
         return self.client_s - self.stages_s
 
     @property
@@ -71,13 +71,13 @@ async def measure(cluster: LocalCluster, requests: int, concurrency: int, seed: 
 
 @contextlib.contextmanager
 def _steady(cluster: LocalCluster) -> Iterator[None]:
-    """Keep the operating system's queue out of the measurement, where we may (`CAP_SYS_NICE`).
+    """Keep waits for a core out of the measurement, where the process may (`CAP_SYS_NICE`).
 
-    A stop watch must not wait for a core, nor stop to collect garbage. Neither must the router when it looks at its
-    own: on a machine with more work than cores both would show as time that no stage accounts for.
+    Neither this process nor the router may wait for a core when it reads its clock, and this one may not pause to
+    collect garbage. On a machine with more work than cores such waits would show as time that no stage accounts for.
     """
     gc.freeze()
-    pids = (os.getpid(), cluster.members[0].process.pid)
+    pids = (os.getpid(), cluster.children[0].process.pid)
     with contextlib.suppress(PermissionError):
         for pid in pids:
             os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
@@ -184,7 +184,7 @@ async def _aborted(
 
 
 async def _time_aborted(url: str, rng: random.Random) -> Timed | None:
-    """Abort one request; None if something else ended meanwhile, so that the difference is not its own."""
+    """Abort one request. None if another request ended meanwhile: the difference then holds the stages of both."""
     kind, body, abort = rng.choice(
         (
             ("aborted before headers", _abortable(rng, 300, stream=False), _wait(rng.uniform(0.02, 0.3))),

@@ -1,13 +1,14 @@
 """`python -m bench.step [--out docs]`: how much of a decode step is not arithmetic.
 
 The shipped model decodes a batch through the node's own loop: scheduler, engine thread, sampler, events and their
-readers, in one process; gRPC is left out. A step lasts from the start of one to the start of the next. Some steps in a
-row are recorded by torch's profiler: what of them lies outside torch's operators and the C++ kernels is Python (numpy,
-which samples, included), and what the recording itself costs there. It is set against steps that are not recorded,
-together with the time between two of those, which is scheduling. Recording slows operators more than what lies between
-them, so it does not flatter. The first recorded step is left out: the profiler's start has emptied the caches.
+readers, in one process. gRPC is left out. A step lasts from the end of the one before to its own end.
 
-Tokens are chosen greedily, for which the target holds, and once more as the model proposes to who names nothing.
+torch's profiler records some steps in a row. Time of a recorded step outside torch's operators and the C++ kernels
+counts as Python: it includes sampling in numpy and the cost of recording. The reported share is this Python time plus
+the time between two steps (scheduling), over the time of a step that is not recorded. The cost of recording can only
+raise the share. The first recorded step is left out, since the profiler's start has emptied the caches.
+
+Tokens are chosen greedily, for which the target holds, and in a second run with the sampling that the model proposes.
 """
 
 from __future__ import annotations
@@ -26,46 +27,46 @@ from unittest.mock import patch
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from bench.accuracy.machine import this_machine
 from bench.cluster import load_note
 from bench.sections import write_section
-from decode_node.engine import DecodeEngine, Sequence, Work
-from decode_node.scheduler import DecodeScheduler
-from decode_node.steps import Steps, footprint
+from decode_node.engine import DecodeEngine, Sequence, StepPart
+from decode_node.pages import PagePool
+from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.steps import Steps
 from decode_node.stream import Stream
 from hackkv.codec import Span
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.defaults import read_sampling_defaults
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.model.shipped import SHIPPED
 from hackkv.model.worker import Worker, load_worker
-from hackkv.pages import PagePool
 from hackkv.types import DecodeJob, Request, Sampling, Token
+from measure.accuracy.machine import this_machine
+from router.api.defaults import read_sampling_defaults
 
 PROMPT: Final = 1000
 STEPS: Final = 300
 RECORDED: Final = range(STEPS // 2, STEPS // 2 + 31)
-"""Steps that the profiler records, the first of them only to warm up."""
+"""Steps that the profiler records. The first of them only warms up."""
 TARGET: Final = 0.25
 GREEDY: Final = Sampling(seed=0, max_tokens=STEPS, temperature=0.0, ignore_eos=True)
 STEP: Final = "decode step"
 
-Step = Callable[[DecodeEngine, list[Work]], list[Token | None]]
+Step = Callable[[DecodeEngine, list[StepPart]], list[Token | None]]
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of each step that was not recorded, and of the recorded ones' parts outside operators and kernels."""
+    """Seconds: `steps` that were not recorded, and `python`, recorded steps without operators and kernels."""
 
     steps: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     """From the end of a step to the start of the next."""
     python: list[float] = field(default_factory=list)
     operators: int = 0
-    """That Python calls in a step."""
+    """Calls of torch's operators in a step, those inside other operators not counted."""
     kernels: int = 0
-    """That Python calls in a step."""
+    """Calls of C++ kernels in a step."""
 
 
 def summary(times: Times, batch: int, sampling: str) -> dict[str, Any]:
@@ -119,17 +120,17 @@ class Clock:
         self._recording = profile()
         self._kernel_s: list[float] = []
 
-    def step(self, engine: DecodeEngine, works: list[Work]) -> list[Token | None]:
+    def step(self, engine: DecodeEngine, parts: list[StepPart]) -> list[Token | None]:
         """One step, recorded or not."""
         nth = self._steps
         self._steps += 1
         if nth not in RECORDED:
-            return self._timed(engine, works, alone=nth - 1 in RECORDED or nth == 0)
+            return self._timed(engine, parts, alone=nth - 1 in RECORDED or nth == 0)
         if nth == RECORDED.start:
             self._recording.__enter__()
         before, calls = self._kernels.seconds, self._kernels.calls
         with record_function(STEP):
-            tokens = self._step(engine, works)
+            tokens = self._step(engine, parts)
         self._kernel_s.append(self._kernels.seconds - before)
         self.times.kernels = self._kernels.calls - calls
         if nth == RECORDED[-1]:
@@ -137,10 +138,10 @@ class Clock:
             self._read()
         return tokens
 
-    def _timed(self, engine: DecodeEngine, works: list[Work], *, alone: bool) -> list[Token | None]:
-        """`alone`: no step that counts came before."""
+    def _timed(self, engine: DecodeEngine, parts: list[StepPart], *, alone: bool) -> list[Token | None]:
+        """One step that is not recorded. `alone`: the step before was recorded, or there was none."""
         began = perf_counter()
-        tokens = self._step(engine, works)
+        tokens = self._step(engine, parts)
         ended = perf_counter()
         if not alone:
             self.times.steps.append(ended - self._ended_at)
@@ -178,18 +179,20 @@ def main() -> None:
 
 
 def proposed(folder: Path) -> Sampling:
-    """How tokens are chosen for requests that name nothing."""
+    """The sampling of requests that name no parameters: what the checkpoint in `folder` proposes."""
     return replace(GREEDY, **read_sampling_defaults(folder).model_dump())
 
 
 def measure(worker: Worker, batch: int, sampling: Sampling) -> Times:
     """Decode `STEPS` tokens for each of `batch` sequences."""
-    cpu: Any = worker.codec.kernels  # type: ignore[attr-defined]
-    kernels = TimedKernels(cpu._kernels)
+    pages: Any = worker.codec._kernels[0]  # type: ignore[attr-defined]
+    rows: Any = worker.model.kernels
+    kernels = TimedKernels(pages._native)
     clock = Clock(DecodeEngine.step, kernels)
     with (
-        patch.object(DecodeEngine, "step", lambda engine, works: clock.step(engine, works)),
-        patch.object(cpu, "_kernels", kernels),
+        patch.object(DecodeEngine, "step", lambda engine, parts: clock.step(engine, parts)),
+        patch.object(pages, "_native", kernels),
+        patch.object(rows, "_native", kernels),
     ):
         asyncio.run(_run(worker, batch, replace(sampling, max_tokens=STEPS)))
     return clock.times
@@ -199,7 +202,7 @@ async def _run(worker: Worker, batch: int, sampling: Sampling) -> None:
     pages = batch * worker.layout.pages(PROMPT + STEPS)
     runner, pool = ModelRunner(worker.model, worker.codec, pages, batch), PagePool(pages, batch)
     scheduler: DecodeScheduler[Stream] = DecodeScheduler(
-        pool, footprint(runner), host_bytes=0, max_batch=batch, replay_tokens=worker.layout.page_tokens
+        pool, runner.memory.footprint, Limits(0, batch, worker.layout.page_tokens)
     )
     streams = [_landed(worker, runner, scheduler, sampling, nth) for nth in range(batch)]
     steps = Steps(runner, scheduler)

@@ -13,9 +13,7 @@ from time import perf_counter
 
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, PlaneSpan, Receipt
 from transport.base import KvSender
-from transport.wires import WIRES
-
-FRAME_TIMEOUT_S = 30.0
+from transport.wires import WIRES, Loopback
 
 
 async def count_bytes(handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
@@ -50,7 +48,7 @@ async def push_s(sender: KvSender, address: str, count: int, payload: bytes) -> 
 
 async def measure(name: str, total_bytes: int, repeats: int) -> None:
     """Print MB/s (10^6 bytes, best of `repeats`) by frame size, and the latency of a 4 KiB handoff."""
-    wire = WIRES[name](FRAME_TIMEOUT_S)
+    wire = Loopback(name)
     sender, listener = wire.sender(), wire.listener()
     address = await listener.serve(count_bytes)
     await push_s(sender, address, 1, b"warm")

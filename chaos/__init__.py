@@ -1,5 +1,6 @@
-"""The whole cluster in one process on a clock of its own: thousands of bad days in a minute, each of them repeatable.
+"""Runs the whole cluster in one process on a virtual clock, under faults. Every run can be repeated.
 
-Everything is real but time and the network: router, schedulers, engines, kernels and codecs, joined by the in-process
-wire. `loop.py` is the clock, `cluster.py` the machines, `scenario.py` the bad day, `python -m chaos` runs it.
+Everything but time and the network is real: router, schedulers, engines, kernels and codecs, joined by the in-process
+wire. `loop.py` is the clock, `cluster.py` holds the machines, `scenario.py` runs a scenario (a "bad day": requests and
+faults), and `python -m chaos` is the command.
 """

@@ -1,8 +1,8 @@
-"""An event loop whose time does not pass but jumps: to the next timer, as soon as nothing is left to do before it.
+"""An event loop on a virtual clock. When nothing is left to do, its time jumps to the next timer.
 
-So a lease of three seconds costs nothing, and a cluster that waits for something that no timer will ever bring is found
-at once: nothing is ready and nothing is scheduled. Work for threads runs in this one, between two callbacks, and takes
-a seeded amount of the loop's time; the order of everything follows from the seed.
+So a lease of three seconds costs nothing. A cluster that waits for something that never comes is found at once: nothing
+is ready and no timer is set (`Deadlock`). Functions for a thread run on the loop's thread, between two callbacks, and
+take a seeded amount of the loop's time. The order of everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Deadlock(Exception):
-    """Nobody can ever go on."""
+    """Nothing is ready and no timer is set, so no task can ever go on."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`work_s` is what one piece of thread work takes on average, in seconds of the loop's time."""
+    """`work_s` is how long a function for a thread takes on average, in seconds of the loop's time."""
 
     def __init__(self, seed: int = 0, work_s: float = 0.01) -> None:
         self._virtual_s = 0.0
@@ -39,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]  # the stub wants TypeVarTuple, whose support differs by version
         self, executor: object, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Run `func` on this thread, at a moment from now on. As with a thread, cancelling does not stop it."""
+        """Run `func` on this thread, 0.5 to 1.5 times `work_s` from now. Cancelling the future does not stop it."""
         future: asyncio.Future[T] = self.create_future()
 
         def work() -> None:

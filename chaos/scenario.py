@@ -1,7 +1,8 @@
-"""Runs a scenario and holds it against the single-process reference.
+"""Runs a scenario and compares it with the single-process reference.
 
-What must be true of every run, whatever happened: each request ends; no client ever sees a token that the undisturbed
-run would not have sent; one that completes has seen them all; and when everything is quiet, nothing is held anywhere.
+Whatever happens, the following holds for every run. Each request ends. A client never sees a token that the undisturbed
+run would not have sent. A client whose request completes has seen all of them. When everything is quiet, router and
+nodes hold nothing.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from hackkv.model.worker import Worker, load_worker
 from hackkv.types import Request, Role, Sampling
 
 QUIET_S = 10.0
-"""Everything is back in its place so many seconds after the last request ended."""
+"""Virtual seconds after the last request's end until router and nodes must hold nothing."""
 PAGE_TOKENS = 32
 
 Say = Callable[[float, str], None]
-"""Takes a line of the story and when it happened, in virtual seconds."""
+"""Takes the time of an event, in virtual seconds, and a line that tells it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How it went."""
+    """The result of a scenario."""
 
     endings: dict[str, Ending]
     wrong: tuple[str, ...]
-    """What should not have happened, in words; empty if all went as it must."""
+    """The mistakes of the run, in words; empty if there is none."""
     seconds: float
-    """On the virtual clock."""
+    """Length of the run on the virtual clock."""
 
 
 @cache

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 
 from faults.plan import FaultPlan
 from hackkv.config import Frozen
+from transport.delivery import FRAME_TIMEOUT_S
 
 
 class Setup(Frozen):
@@ -33,7 +34,7 @@ class Setup(Frozen):
     chunk_tokens: int = Field(default=128, gt=0)
     host_bytes: int = Field(default=64 << 20, gt=0)
     lease_ttl_s: float = Field(default=3.0, gt=0)
-    frame_timeout_s: float = Field(default=30.0, gt=0)
+    frame_timeout_s: float = Field(default=FRAME_TIMEOUT_S, gt=0)
 
 
 class Ask(Frozen):
@@ -45,11 +46,11 @@ class Ask(Frozen):
     tokens: int = Field(default=20, gt=0)
     temperature: float = Field(default=0.0, ge=0)
     text: str = ""
-    """Requests of the same text and length have the same prompt; the name by default."""
+    """Requests of the same text and length have the same prompt. The default is the name."""
 
 
 class Scenario(Frozen):
-    """A bad day and how it must end."""
+    """Machines, requests and faults, and how the requests must end."""
 
     title: str = ""
     cluster: Setup = Setup()
@@ -58,9 +59,9 @@ class Scenario(Frozen):
     expect: dict[str, str] = Field(default_factory=dict)
     """Request -> `complete` (the default), `aborted`, or the code of an error (`hackkv.errors`)."""
     failovers: int | None = None
-    """How many there must be in all; None does not say."""
+    """How many there must be in all; None is any number."""
     at_least: dict[str, float] = Field(default_factory=dict)
-    """Statistics of the nodes (`NodeInfo.stats`), summed: what the day was about must have happened."""
+    """Least sums of the nodes' statistics (`NodeInfo.stats`). They show that the fault in question has happened."""
 
     @model_validator(mode="after")
     def _names(self) -> Self:

@@ -1,7 +1,7 @@
-"""A long bad day: thousands of requests while clients leave, frames rot, nodes die, join and leave.
+"""A long scenario: thousands of requests while clients leave, frames are damaged, and nodes die, join and leave.
 
-The bar is that of published churn tests (248 joins and 149 leaves in 12 minutes): every request ends in time, none
-ever sees a wrong token, and when the storm is over nothing is held anywhere.
+The churn is that of published tests: 248 joins and 149 leaves in 12 minutes. Every request must end in time without a
+wrong token. When the storm is over, router and nodes must hold nothing.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from chaos.cluster import ABORTED, Cluster
 from chaos.loop import run
 from chaos.scenario import QUIET_S, mistakes, request_of, tiny_worker
 from chaos.setup import Ask, Setup
-from faults.plan import Action, FaultPlan, Point, Rule
+from faults.plan import Action, FaultPlan, FaultRule, Point
 from hackkv.types import Role
 
 PROMPTS = (1, 31, 32, 33, 64, 97, 200, 320)
-"""Around the page of 32 tokens, where mistakes live."""
+"""Prompt lengths around multiples of the page of 32 tokens, where mistakes are likely."""
 ANSWERS = (1, 2, 5, 12, 33)
 TEXTS = 4
-"""Different prompts of each length: few, so that prefixes are shared."""
+"""Different prompts of each length. They are few, so that prefixes are shared."""
 CORE = 2
-"""Nodes of each role that no leave takes away: a fleet of none would test patience only. Faults kill them as any."""
+"""Nodes of each role that never leave, so that the fleet is never empty for long. Faults kill them like any other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """How bad it gets."""
+    """The size of a storm."""
 
     requests: int = 10_000
     minutes: float = 12.0
@@ -42,7 +42,7 @@ class Storm:
 
 @dataclass(slots=True)
 class Damage:
-    """What was left of it all."""
+    """What happened in a storm."""
 
     storm: Storm
     endings: Counter[str] = field(default_factory=Counter)
@@ -62,31 +62,31 @@ class Damage:
         return fields | {"storm": asdict(self.storm)}
 
 
-def rules() -> tuple[Rule, ...]:
+def rules() -> tuple[FaultRule, ...]:
     """What goes wrong in a storm. A client's name says where it leaves."""
-    leaving = [Rule(at=point, do=Action.ABORT, request=f"*@{point}", times=0) for point in Point]
+    leaving = [FaultRule(at=point, do=Action.ABORT, request=f"*@{point}", times=0) for point in Point]
     rotten = [
-        Rule(at=Point.FRAME, do=action, chance=0.002, times=0)
+        FaultRule(at=Point.FRAME, do=action, chance=0.002, times=0)
         for action in (Action.DROP, Action.CORRUPT, Action.DUPLICATE, Action.CUT)
     ]
     cut = [
-        Rule(at=point, do=Action.CUT, chance=0.001, times=0)
+        FaultRule(at=point, do=Action.CUT, chance=0.001, times=0)
         for point in (Point.PREFILL_JOB, Point.ASSIGN, Point.HANDOFF, Point.RECEIPT, Point.LANDED, Point.TOKEN)
     ]
     dying = [
-        Rule(at=point, do=Action.KILL, chance=0.0005, seconds=4, times=0)
+        FaultRule(at=point, do=Action.KILL, chance=0.0005, seconds=4, times=0)
         for point in (Point.FIRST_TOKEN, Point.FRAME, Point.END, Point.RESERVED, Point.LANDED, Point.TOKEN)
     ]
     slow = [
-        Rule(at=Point.FRAME, do=Action.DELAY, seconds=0.5, chance=0.01, times=0),
-        Rule(at=Point.REPORT, do=Action.STALL, chance=0.002, times=0),
-        Rule(at=Point.RESERVED, do=Action.FILL, seconds=2, chance=0.01, times=0),
+        FaultRule(at=Point.FRAME, do=Action.DELAY, seconds=0.5, chance=0.01, times=0),
+        FaultRule(at=Point.REPORT, do=Action.STALL, chance=0.002, times=0),
+        FaultRule(at=Point.RESERVED, do=Action.FILL, seconds=2, chance=0.01, times=0),
     ]
     return (*leaving, *rotten, *cut, *dying, *slow)
 
 
 def weather(storm: Storm, on_progress: Callable[[int], None] = lambda ended: None) -> Damage:
-    """Let the storm pass."""
+    """Run a storm to its end."""
     return run(_weather(storm, on_progress), storm.seed)
 
 
@@ -141,7 +141,7 @@ async def _ask(cluster: Cluster, ask: Ask, damage: Damage, on_progress: Callable
 
 
 async def _churn(cluster: Cluster, storm: Storm, chance: random.Random, damage: Damage) -> None:
-    """Nodes join and leave at random moments, some with a word and some without."""
+    """Nodes join and leave in random order, at equal distances in time. They leave without a word."""
     moves = ["join"] * storm.joins + ["leave"] * storm.leaves
     chance.shuffle(moves)
     visitors: list[str] = []

@@ -1,8 +1,11 @@
-"""Where handoffs land: into pages that nobody can see yet, frame by verified frame, then committed at once.
+"""Receives handoffs. Each frame is verified and written to pages that no step reads yet; the end commits them all.
 
-A reservation is made by the router's `decode` call and owned by it. When that call ends, for whatever reason, the
-reservation is closed and its pages go back; a frame that comes later finds it closed and is refused. Whatever comes
-late, twice, or from nobody we know is refused by name and counted, and changes nothing.
+The router's `decode` call makes a reservation and owns it. When that call ends, for whatever reason, the reservation
+is closed and its pages go back. A frame that comes later finds it closed and is refused. A handoff that is late,
+repeated or unexpected is refused with a named error, is counted, and changes nothing.
+
+Headers are checked on the event loop. The bytes of large frames land on a thread beside it (`landing.py`). The next
+frame is asked for when the one before it has landed: reading slowly is the back-pressure.
 """
 
 from __future__ import annotations
@@ -10,16 +13,26 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
-import torch
-
-from hackkv.errors import DeadlineExceeded, FrameRefused, HackkvError, HandshakeRefused, NodeLost, TransferError
-from hackkv.framing import FrameLedger, fp16_bytes
+from decode_node.landing import LandingGrant, LandingStrip
+from decode_node.pages import Grant
+from hackkv.codec import rows_held
+from hackkv.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    FrameRefused,
+    HackkvError,
+    HandshakeRefused,
+    NodeLost,
+    TransferError,
+)
+from hackkv.footprint import fp16_bytes
+from hackkv.framing import Expected, FrameLedger
 from hackkv.model.runner import ModelRunner
-from hackkv.pages import Grant
 from hackkv.types import DecodeJob, Fingerprint, Handoff, HandoffEnd, KvFrame, Receipt
+from hackkv.wire_form import wire_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +48,18 @@ class Reservation:
     """Room for one request, waiting for its KV."""
 
     job: DecodeJob
-    grant: Grant
+    grant: LandingGrant
     arrival: asyncio.Future[Arrival]
     receiving: bool = False
 
 
 class Inbox:
-    """Implements `Deliver` for a decode node. All methods belong to the event loop's thread."""
+    """Implements `Deliver` for a decode node. All methods belong to the event loop's thread; `end` ends it."""
 
     def __init__(self, runner: ModelRunner, fingerprint: Fingerprint) -> None:
         self._runner = runner
         self._fingerprint = fingerprint
+        self._strip = LandingStrip(runner.memory)
         self._reservations: dict[str, Reservation] = {}
         self.refused: Counter[str] = Counter()
         """Handoffs refused, by reason: one of `FrameRefused.reason`, or why the handshake failed."""
@@ -62,13 +76,17 @@ class Inbox:
                 raise HandshakeRefused(f"transfer_id {job.transfer_id} is in use")
             self.fail(earlier, TransferError(f"transfer {job.transfer_id} has moved on to epoch {job.epoch}"))
         arrival: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
-        reservation = self._reservations[job.transfer_id] = Reservation(job, grant, arrival)
+        reservation = self._reservations[job.transfer_id] = Reservation(job, LandingGrant(grant), arrival)
         return reservation
 
     def close(self, reservation: Reservation) -> None:
-        """Stop expecting it: nothing more is written to its pages. Once is enough."""
+        """Stop expecting a handoff. Nothing is written to its pages after this, not even by a frame that is landing.
+
+        Waits for the write of one frame, if one is under way. A repeat has no effect.
+        """
+        reservation.grant.close()
         if not reservation.arrival.cancel() and not reservation.arrival.cancelled():
-            reservation.arrival.exception()  # takes note of an error that nobody will ask for any more
+            reservation.arrival.exception()  # marks an error as retrieved, so that asyncio does not report it
         if self._reservations.get(reservation.job.transfer_id) is reservation:
             del self._reservations[reservation.job.transfer_id]
 
@@ -82,7 +100,7 @@ class Inbox:
             self.fail(reservation, error)
             raise
         except (NodeLost, DeadlineExceeded) as error:
-            # Not this node is lost: whoever reads our stream must not think so.
+            # The prefill node is lost, not this one: the router must not read `NodeLost` from this node's stream.
             self.fail(reservation, TransferError(f"the prefill node: {error}"))
             raise
         except HackkvError as error:
@@ -97,6 +115,10 @@ class Inbox:
         reservation.arrival.set_result(arrival)
         self.received_tokens += arrival.receipt.tokens
         return arrival.receipt
+
+    def end(self) -> None:
+        """Wait until the frame that is landing has landed."""
+        self._strip.close()
 
     def fail(self, reservation: Reservation, error: HackkvError) -> None:
         """Give up a reservation whose KV has not landed; without effect on one that has."""
@@ -122,6 +144,10 @@ class Inbox:
         field = self._fingerprint.mismatch(handoff.fingerprint)
         if field is not None:
             return self._refusal("fingerprint", f"fingerprints differ in {field}")
+        try:
+            wire_form(handoff.fingerprint.wire_form)
+        except ConfigError as error:
+            return self._refusal("fingerprint", str(error))
         prompt_tokens = len(reservation.job.request.prompt_ids)
         if handoff.num_tokens != prompt_tokens:
             return self._refusal("length", f"num_tokens {handoff.num_tokens}, expected {prompt_tokens}")
@@ -135,37 +161,49 @@ class Inbox:
         self, reservation: Reservation, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]
     ) -> Arrival:
         began = perf_counter()
-        codec, layout = self._runner.codec, self._runner.layout
-        sealed = codec.sealed_pages(handoff.num_tokens)
-        ledger = FrameLedger(layout, codec.format, handoff.transfer_id, handoff.epoch, handoff.num_tokens, sealed)
-        by_plane: Counter[str] = Counter()
-        header_bytes = 0
+        expected = self._expected(handoff)
+        ledger = FrameLedger(handoff.transfer_id, handoff.epoch, expected)
+        bill = _Bill()
         async for item in frames:
             if reservation.arrival.done():
                 raise TransferError(f"transfer {handoff.transfer_id} was cancelled at the decode node")
             if isinstance(item, HandoffEnd):
-                ledger.finish(item)
-                first = item.first_token
-                if not 0 <= first < self._runner.model.spec.vocab:
-                    raise FrameRefused(f"first_token {first} is outside the vocabulary", "range")
-                size = fp16_bytes(layout, handoff.num_tokens)
-                planes = tuple(sorted(by_plane.items()))
-                seconds = perf_counter() - began
-                receipt = Receipt(handoff.transfer_id, handoff.num_tokens, planes, header_bytes, size, seconds)
-                return Arrival(receipt, first)
-            self._install(reservation.grant, item, ledger)
-            header_bytes += item.header_bytes
-            for span in item.planes:
-                by_plane[span.name] += span.coded_bytes
+                self._finish(ledger, item)
+                receipt = Receipt(
+                    handoff.transfer_id,
+                    handoff.num_tokens,
+                    tuple(sorted(bill.by_plane.items())),
+                    bill.header_bytes,
+                    fp16_bytes(expected.layout, handoff.num_tokens),
+                    perf_counter() - began,
+                    bill.decode_s,
+                )
+                return Arrival(receipt, item.first_token)
+            bill.add(item, await self._strip.land(reservation.grant, ledger.check(item)))
         raise FrameRefused("the stream ended before its end frame", "truncated")
 
-    def _install(self, grant: Grant, frame: KvFrame, ledger: FrameLedger) -> None:
-        """Write one verified frame. It runs on the event loop, so `close` never finds a write half done."""
-        planes = ledger.accept(frame)
-        pool = self._runner.pools[frame.layer].heads(frame.head_start, frame.head_count)
-        if frame.rows:
-            pool.open_k[grant.slot, :, : frame.rows] = planes["open_k"][:, 0]
-            pool.open_v[grant.slot, :, : frame.rows] = planes["open_v"][:, 0]
-        else:
-            pages = grant.pages[frame.page_start : frame.page_start + frame.page_count]
-            self._runner.codec.from_wire(pool, torch.tensor(pages), planes)
+    def _expected(self, handoff: Handoff) -> Expected:
+        runner, form = self._runner, wire_form(handoff.fingerprint.wire_form)
+        rows = rows_held(runner.codec, handoff.num_tokens)
+        return Expected(runner.layout, runner.codec.wire_planes, rows, runner.memory.footprint.sealed(rows), form)
+
+    def _finish(self, ledger: FrameLedger, end: HandoffEnd) -> None:
+        ledger.finish(end)
+        if not 0 <= end.first_token < self._runner.model.spec.vocab:
+            raise FrameRefused(f"first_token {end.first_token} is outside the vocabulary", "range")
+
+
+@dataclass(slots=True)
+class _Bill:
+    """Bytes of a handoff on the wire, and the seconds that its frames took to land."""
+
+    by_plane: Counter[str] = field(default_factory=Counter)
+    header_bytes: int = 0
+    decode_s: float = 0.0
+
+    def add(self, frame: KvFrame, decode_s: float) -> None:
+        """Count one more frame."""
+        self.decode_s += decode_s
+        self.header_bytes += frame.header_bytes
+        for span in frame.planes:
+            self.by_plane[span.name] += span.coded_bytes

@@ -1,4 +1,4 @@
-"""What a decode node answers: room reserved, KV landed, tokens."""
+"""The service of a decode node: it reserves room, receives KV and generates tokens."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from time import perf_counter
 
+from decode_node.config import DecodeSettings
 from decode_node.engine import Sequence
 from decode_node.inbox import Arrival, Inbox, Reservation
-from decode_node.scheduler import DecodeScheduler
-from decode_node.steps import Steps, footprint
+from decode_node.pages import PagePool
+from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.steps import Steps
 from decode_node.stream import Stream
+from hackkv.codec import rows_held
 from hackkv.errors import DeadlineExceeded, HackkvError, NodeDraining, Overloaded, RequestError, TransferError
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.model.worker import Worker
-from hackkv.pages import PagePool
-from hackkv.types import DecodeEvent, DecodeJob, Landed, NodeIdentity, NodeInfo, Reserved, Role
+from hackkv.nodes import NodeIdentity, NodeInfo
+from hackkv.types import DecodeEvent, DecodeJob, Landed, Reserved, Role
 from transport.closing import closing
+from transport.wires import Listeners
 
 FAREWELL_S = 5.0
-"""Time for the last words of a drained node to leave it."""
+"""How long a drained node waits until its last events have been read, in seconds."""
 
 
 class DecodeService:
@@ -32,24 +37,20 @@ class DecodeService:
         self,
         identity: NodeIdentity,
         worker: Worker,
-        *,
         num_pages: int,
-        max_sequences: int,
-        max_batch: int,
-        host_bytes: int,
-        replay_tokens: int = 256,
-        landing_s: float = 600.0,
+        settings: DecodeSettings,
     ) -> None:
-        """`host_bytes` is memory for swapped sequences, `replay_tokens` what all replays may add to one step, and
-        `landing_s` how long a reservation waits for its KV."""
+        """`num_pages` is the size of the page pool."""
         self._identity = identity
         self._worker = worker
-        self._landing_s = landing_s
-        runner = ModelRunner(worker.model, worker.codec, num_pages, max_sequences)
+        self._landing_s = settings.landing_s
+        runner = ModelRunner(worker.model, worker.codec, num_pages, settings.max_sequences)
         self.inbox = Inbox(runner, worker.fingerprint)
-        self.pool = PagePool(num_pages, max_sequences)
+        self.pool = PagePool(num_pages, settings.max_sequences)
         self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(
-            self.pool, footprint(runner), host_bytes=host_bytes, max_batch=max_batch, replay_tokens=replay_tokens
+            self.pool,
+            runner.memory.footprint,
+            Limits(settings.host_bytes, settings.max_batch, settings.replay_tokens),
         )
         self._steps = Steps(runner, self._scheduler)
         self._streams: set[Stream] = set()
@@ -57,7 +58,11 @@ class DecodeService:
         self._idle.set()
         self._counts: Counter[str] = Counter()
         self.draining = asyncio.Event()
-        """Set when the node wants nothing new."""
+        """Set when the node takes no new request."""
+
+    async def listen(self, listeners: Listeners) -> None:
+        """Take handoffs from every listener; from now on `describe` says where. The caller closes them."""
+        self._identity = replace(self._identity, wires=await listeners.serve(self.inbox.deliver))
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """Serve one request; see `DecodeNode`. Closing the iterator stops it within one step."""
@@ -73,7 +78,7 @@ class DecodeService:
                     yield event
         finally:
             self._let_go(stream)
-            # All that is kept of a stream goes before the first await: a cancelled reader runs no further than that.
+            # All that the stream holds is freed before the first await: a cancelled reader may get no further.
             self._streams.discard(stream)
             if not self._streams:
                 self._idle.set()
@@ -102,10 +107,11 @@ class DecodeService:
             stats=self._stats(),
             draining=self.draining.is_set(),
             kernels=self._worker.kernels,
+            wires=self._identity.wires,
         )
 
     async def drain(self, within_s: float) -> None:
-        """Take nothing new and finish what is here; after `within_s` the rest ends with `NodeDraining`."""
+        """Take no new request and finish the present ones; after `within_s` the rest ends with `NodeDraining`."""
         self.draining.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -118,8 +124,9 @@ class DecodeService:
                 await self._idle.wait()
 
     async def close(self) -> None:
-        """Stop after the current step."""
+        """Stop after the current step, and the frame that is landing."""
         await self._steps.close()
+        self.inbox.end()
 
     # A request's way in ---------------------------------------------------------------------------------------------
 
@@ -132,8 +139,8 @@ class DecodeService:
         prompt_tokens = len(job.request.prompt_ids)
         stream = Stream(job)
         try:
-            limit = prompt_tokens + job.request.sampling.max_tokens - 1
-            stream.seat = self._scheduler.admit(stream, prompt_tokens, limit)
+            rows = rows_held(self._worker.codec, prompt_tokens)
+            stream.seat = self._scheduler.admit(stream, rows, rows + job.request.sampling.max_tokens - 1)
         except Overloaded:
             self._counts["overloaded"] += 1
             raise
@@ -154,7 +161,7 @@ class DecodeService:
             raise RequestError(f"{chosen} of {sampling.max_tokens} tokens are chosen already", "max_tokens")
 
     async def _land(self, stream: Stream, reservation: Reservation) -> None:
-        """Wait for the KV and join the batch: a task of its own, so that no reader can hold up what it has reserved."""
+        """Wait for the KV and join the batch. Runs as a task, so a slow reader does not hold up its reservation."""
         try:
             async with asyncio.timeout(self._landing_s):
                 arrival = await reservation.arrival
@@ -179,14 +186,16 @@ class DecodeService:
         request = job.request
         emitted = job.emitted or (arrival.first_token,)
         sampler = SamplerState(request.sampling, request.prompt_ids, self._worker.model.spec.eos_ids, emitted)
-        return Sequence(list(emitted), sampler, perf_counter())
+        prompt_tokens = len(request.prompt_ids)
+        evicted = prompt_tokens - rows_held(self._worker.codec, prompt_tokens)
+        return Sequence(list(emitted), sampler, perf_counter(), evicted)
 
     def _end(self, stream: Stream, error: HackkvError) -> None:
         self._let_go(stream)
         stream.put(error)
 
     def _let_go(self, stream: Stream) -> None:
-        """Free what a stream holds. First nobody may write to its pages any more, then they may have a new owner."""
+        """Free what a stream holds. Writes to its pages are stopped before the pages can get a new owner."""
         if stream.reservation is not None:
             self.inbox.close(stream.reservation)
         self._steps.leave(stream)
@@ -200,9 +209,9 @@ class DecodeService:
         stats = {
             "hackkv_host_pool_bytes": self._scheduler.host_bytes,
             "hackkv_swapped_sequences": self._scheduler.swapped,
-            "hackkv_swap_out_total": steps.counts["swap_out"],
-            "hackkv_swap_in_total": steps.counts["swap_in"],
-            "hackkv_swapped_seconds_total": steps.swapped_s,
+            "hackkv_swap_out_total": steps.copies.counts["swap_out"],
+            "hackkv_swap_in_total": steps.copies.counts["swap_in"],
+            "hackkv_swapped_seconds_total": steps.copies.swapped_s,
             "hackkv_generated_tokens_total": steps.counts["generated_tokens"],
             "hackkv_replayed_tokens_total": steps.counts["replayed_tokens"],
             "hackkv_replays_diverged_total": self._counts["diverged"],

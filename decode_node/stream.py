@@ -1,4 +1,4 @@
-"""One request on this node: where its events wait until the router reads them."""
+"""One request on this node, and the queue where its events wait until the router reads them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from decode_node.engine import Sequence
 from decode_node.inbox import Reservation
-from decode_node.scheduler import Place, Seat
-from decode_node.swap import HostKv
+from decode_node.seats import Place, Seat
 from hackkv.errors import HackkvError
+from hackkv.kv_memory import HostKv
 from hackkv.types import Decoded, DecodeEvent, DecodeJob
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Stream:
-    """A job and what became of it. Nothing here waits for the reader: a slow one holds no pages."""
+    """A job and what became of it. Nothing here waits for the reader, so a slow reader holds no pages."""
 
     job: DecodeJob
     seat: Seat[Stream] = field(init=False)
@@ -31,7 +31,7 @@ class Stream:
 
     @property
     def over(self) -> bool:
-        """Whether it holds nothing any more; there may be events to read."""
+        """Whether its seat is given up. There may still be events to read."""
         return self.seat.place is Place.GONE
 
     def put(self, event: DecodeEvent | HackkvError) -> None:

@@ -1,4 +1,4 @@
-"""Decides when a rule strikes, and strikes."""
+"""Decides when a rule strikes, and carries out its action."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from faults.plan import Action, FaultPlan, Point, Rule
+from faults.plan import Action, FaultPlan, FaultRule, Point
 from hackkv.errors import NodeLost
 from hackkv.types import KvFrame
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Hands(Protocol):
-    """What a fault can do to the world around a node. None of these wait."""
+    """What a fault can do outside the calls of a node. No method waits."""
 
     def kill(self, node: str, back_after_s: float) -> None:
         """End the node as SIGKILL would; start it again after `back_after_s`, if that is not 0."""
@@ -35,15 +35,15 @@ class Hands(Protocol):
 
 @dataclass(slots=True)
 class _Armed:
-    """A rule on its node, with a chance of its own and what it has counted."""
+    """A rule on one node, with its own random numbers and counts."""
 
-    rule: Rule
+    rule: FaultRule
     chance: random.Random
     seen: int = 0
     struck: int = 0
 
     def strikes(self, point: Point, request: str) -> bool:
-        """Count the moment, if it is one, and say whether it is hit."""
+        """Count the moment if it matches the rule. Returns whether the rule strikes now."""
         rule = self.rule
         if rule.at is not point or not fnmatchcase(request, rule.request):
             return False
@@ -67,15 +67,15 @@ class Injector:
             if fnmatchcase(node, rule.node)
         ]
         self.requests: dict[str, str] = {}
-        """Transfer id -> request id, of the jobs that this node knows: frames carry the former only."""
+        """Transfer id -> request id of this node's jobs. Frames carry the transfer id only."""
 
     async def reach(self, point: Point, request: str) -> None:
-        """Say that `request` is at `point`. Raises `NodeLost` if its connection is cut there."""
+        """Report that `request` is at `point`. Raises `NodeLost` if a rule cuts its connection there."""
         for armed in self._strikes(point, request):
             await self._strike(armed.rule, request)
 
     async def reach_frame(self, frame: KvFrame) -> list[KvFrame]:
-        """What becomes of a frame: none, one or two. Raises `NodeLost` if the connection is cut there."""
+        """The frames that leave in place of `frame`. Raises `NodeLost` if a rule cuts the connection there."""
         request = self.requests.get(frame.transfer_id, "")
         frames = [frame]
         for armed in self._strikes(Point.FRAME, request):
@@ -98,7 +98,7 @@ class Injector:
             self._on_strike(f"{self._node}: {armed.rule.do} at {point}" + (f" of {request}" if request else ""))
         return striking
 
-    async def _strike(self, rule: Rule, request: str) -> None:
+    async def _strike(self, rule: FaultRule, request: str) -> None:
         match rule.do:
             case Action.DELAY:
                 await asyncio.sleep(rule.seconds)
@@ -108,7 +108,7 @@ class Injector:
                 raise NodeLost(f"{self._node}: the connection was cut at {rule.at}")
             case Action.KILL:
                 self._hands.kill(self._node, rule.seconds)
-                await asyncio.Event().wait()  # the dead say nothing more
+                await asyncio.Event().wait()  # a killed process sends nothing more
             case Action.ABORT:
                 self._hands.abort(request)
             case Action.FILL:
@@ -116,8 +116,8 @@ class Injector:
 
 
 def _flipped(frame: KvFrame, chance: random.Random) -> KvFrame:
-    """The frame with one bit of its payload the other way round."""
-    payload = bytearray(frame.payload)
+    """The frame with one bit of its payload flipped."""
+    payload = bytearray(bytes(frame.payload))
     bit = chance.randrange(8 * len(payload))
     payload[bit // 8] ^= 1 << bit % 8
     return replace(frame, payload=bytes(payload))

@@ -5,8 +5,8 @@
       - {at: wire.frame, do: corrupt, node: prefill-0, chance: 0.01, times: 3}
       - {at: decode.token, do: kill, node: decode-1, nth: 40, seconds: 5}
 
-A rule counts the moments that match it on each node by itself. Whether it strikes depends on the seed, the node, the
-rule and that count, never on time: the same plan strikes at the same moments.
+A rule counts the moments that match it, on each node separately. Whether it strikes depends on the seed, the node, the
+rule and that count, never on time. So the same plan strikes at the same moments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Point(StrEnum):
     """Moments in a request's life at which a node can be struck, in their usual order."""
 
     REPORT = "node.report"
-    """Before the node says to the router how it is: registration and every renewal."""
+    """Before the node reports its state to the router: registration and every renewal."""
     DECODE_JOB = "decode.job"
     RESERVED = "decode.reserved"
     PREFILL_JOB = "prefill.job"
@@ -45,9 +45,9 @@ class Action(StrEnum):
     """What happens."""
 
     DELAY = "delay"
-    """It takes `seconds` longer."""
+    """The call, event or frame waits for `seconds`."""
     STALL = "stall"
-    """It never comes, and nobody says so."""
+    """The call, event or frame waits forever, without an error."""
     CUT = "cut"
     """The connection breaks."""
     DROP = "drop"
@@ -57,7 +57,7 @@ class Action(StrEnum):
     DUPLICATE = "duplicate"
     """A frame comes twice."""
     SLOW = "slow"
-    """A frame takes its size over `bytes_per_s`."""
+    """A frame waits for its size divided by `bytes_per_s`."""
     KILL = "kill"
     """The node dies at once; after `seconds` (if any) it is started again."""
     ABORT = "abort"
@@ -70,7 +70,7 @@ ON_FRAMES = frozenset({Action.DROP, Action.CORRUPT, Action.DUPLICATE, Action.SLO
 TIMED = frozenset({Action.DELAY, Action.FILL})
 
 
-class Rule(Frozen):
+class FaultRule(Frozen):
     """One thing that goes wrong. `node` and `request` are shell patterns over their names."""
 
     at: Point
@@ -78,10 +78,10 @@ class Rule(Frozen):
     node: str = "*"
     request: str = "*"
     nth: int = Field(default=0, ge=0)
-    """Strike at the nth matching moment of a node only, from 1; 0 is any."""
+    """Strike only at the nth matching moment of a node, counted from 1; 0 is every moment."""
     chance: float = Field(default=1.0, ge=0, le=1)
     times: int = Field(default=1, ge=0)
-    """Strike each node at most so often; 0 is no limit."""
+    """Strikes at each node, at most; 0 is no limit."""
     seconds: float = Field(default=0.0, ge=0)
     bytes_per_s: float = Field(default=0.0, ge=0)
 
@@ -102,4 +102,4 @@ class FaultPlan(Frozen):
     """Everything that goes wrong in one cluster."""
 
     seed: int = 0
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[FaultRule, ...] = ()

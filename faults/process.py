@@ -7,20 +7,37 @@ import logging
 import os
 import signal
 from pathlib import Path
+from typing import Any, Protocol
 
 from faults.injector import Injector
 from faults.plan import Action, FaultPlan
 from hackkv.config import load
 from hackkv.errors import ConfigError
-from hackkv.pages import PagePool
 
 log = logging.getLogger(__name__)
 
 
-class ProcessHands:
-    """Implements `Hands` for the process it runs in. Who restarts a killed process is its supervisor's affair."""
+class Fillable(Protocol):
+    """The part of a page pool that a fault needs."""
 
-    def __init__(self, pool: PagePool | None) -> None:
+    @property
+    def free_pages(self) -> int:
+        """Pages that no grant holds."""
+        ...
+
+    def take(self, num_pages: int) -> Any | None:
+        """Take pages; returns a grant, or None if there is no room."""
+        ...
+
+    def give_back(self, grant: Any) -> None:
+        """Return what a grant holds."""
+        ...
+
+
+class ProcessHands:
+    """Implements `Hands` for the process that it runs in. Restarting a killed process is left to a supervisor."""
+
+    def __init__(self, pool: Fillable | None) -> None:
         self._pool = pool
 
     def kill(self, node: str, back_after_s: float) -> None:
@@ -28,7 +45,7 @@ class ProcessHands:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def abort(self, request: str) -> None:
-        """No node can: `suffer` refuses such plans."""
+        """Not possible in a node: `suffer` refuses such plans."""
         raise NotImplementedError
 
     def fill(self, node: str, seconds: float) -> None:
@@ -39,7 +56,7 @@ class ProcessHands:
             asyncio.get_running_loop().call_later(seconds, pool.give_back, grant)
 
 
-def suffer(plan: Path | None, node: str, pool: PagePool | None = None) -> Injector | None:
+def suffer(plan: Path | None, node: str, pool: Fillable | None = None) -> Injector | None:
     """The faults of this process; None if it is to have none. Raises `ConfigError` naming the file.
 
     `pool` is a decode node's pages.

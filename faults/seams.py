@@ -1,4 +1,4 @@
-"""The wrappers: a node, a wire and a registry that behave like the real one until a rule strikes."""
+"""The wrappers: both kinds of nodes and a sender, which behave like the real one until a rule strikes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 from faults.injector import Injector
 from faults.plan import Point
+from hackkv.nodes import NodeInfo
 from hackkv.types import (
     Decoded,
     DecodeEvent,
@@ -16,7 +17,6 @@ from hackkv.types import (
     HandoffFailed,
     KvFrame,
     Landed,
-    NodeInfo,
     Prefilled,
     PrefillEvent,
     PrefillJob,
@@ -49,7 +49,7 @@ class FaultyPrefill:
         self._node, self._faults = node, faults
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Run a prompt; each event may be struck before it leaves."""
+        """Run a prompt; a rule may strike each event before it leaves."""
         request = job.request.request_id
         self._faults.requests[job.transfer_id] = request
         try:
@@ -67,7 +67,7 @@ class FaultyPrefill:
         await self._node.assign(transfer_id, epoch, decode_address)
 
     async def describe(self) -> NodeInfo:
-        """Report, or be cut off from those who ask."""
+        """Report the node's state; a rule may strike before."""
         await self._faults.reach(Point.REPORT, "")
         return await self._node.describe()
 
@@ -79,7 +79,7 @@ class FaultyDecode:
         self._node, self._faults = node, faults
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
-        """Serve one request; each event may be struck before it leaves."""
+        """Serve one request; a rule may strike each event before it leaves."""
         request = job.request.request_id
         await self._faults.reach(Point.DECODE_JOB, request)
         async with closing(self._node.decode(job)) as events:
@@ -88,7 +88,7 @@ class FaultyDecode:
                 yield event
 
     async def describe(self) -> NodeInfo:
-        """Report, or be cut off from those who ask."""
+        """Report the node's state; a rule may strike before."""
         await self._faults.reach(Point.REPORT, "")
         return await self._node.describe()
 
@@ -100,7 +100,7 @@ class FaultySender:
         self._sender, self._faults = sender, faults
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
-        """Send one handoff, or what is left of it."""
+        """Send the frames of a handoff that the plan lets through."""
         request = self._faults.requests.get(handoff.transfer_id, "")
         async with closing(self._struck(frames, request)) as struck:
             await self._faults.reach(Point.HANDOFF, request)

@@ -1,107 +1,55 @@
 """What a codec is: the form in which KV rests, travels and is attended to.
 
-A codec owns three things: the *planes* of a page (`PageFormat`), the arithmetic on them (`attend`), and their form on
-the wire (`to_wire`, `from_wire`). Schedulers, pools, wires and engines see pages only as planes of bytes, so a new
-codec plugs in by entering the `CODECS` table.
+A codec owns three things: the format of a sealed page (`hack_kernels.base.PageFormat`, one for each of the model's
+layers), what a batch does to pages (`attend`), and which planes travel (`to_wire`, `from_wire`). Schedulers, pools,
+wires and engines see pages only as planes of bytes, so a new codec plugs in by entering the `CODECS` table.
 
-All codecs share the life of a page: rows collect as FP16 in the sequence's open page (one *slot* of `open_k`, `open_v`)
-and the page is sealed when it is full. Letters: T tokens, B sequences, N pages, S slots, Π page_tokens, D head_dim.
+All codecs share the life of a page: rows collect as FP16 in the sequence's open page (one *slot* of a `Pool`) and the
+page is sealed when it is full. Letters: T rows, B sequences, N pages, S slots, Π page_tokens, D head_dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from hack_kernels.base import Spans
+from hack_kernels.base import PageFormat, Plane, Planes, Pool, Spans
 from torch import Tensor
 
 from hackkv.errors import NonFiniteError
+from hackkv.wire_form import WireForm
 
 FP16_BYTES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """One array of a page of one layer and KV head. `on_wire` False: derived again by the receiver."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    on_wire: bool = True
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of this plane in one page of one KV head."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class PageFormat:
-    """The planes of a sealed page, in wire order, and the size of an open one."""
-
-    planes: tuple[Plane, ...]
-    page_tokens: int
-    head_dim: int
-
-    @property
-    def wire_planes(self) -> tuple[Plane, ...]:
-        """The planes that travel."""
-        return tuple(plane for plane in self.planes if plane.on_wire)
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of a sealed page of one layer and KV head at rest."""
-        return sum(plane.page_bytes for plane in self.planes)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Raw bytes of a sealed page of one layer and KV head on the wire."""
-        return sum(plane.page_bytes for plane in self.wire_planes)
-
-    @property
-    def fp16_bytes(self) -> int:
-        """Bytes of the same rows of K and V, uncompressed."""
-        return 2 * FP16_BYTES * self.page_tokens * self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPages:
-    """One layer's pool on one node: sealed pages by plane, and the open pages of the sequences in flight."""
-
-    planes: dict[str, Tensor]
-    """Plane name -> [N, Hkv, ...]; the order inside belongs to the codec's kernels."""
-    open_k: Tensor
-    """[S, Hkv, Π, D] float16."""
-    open_v: Tensor
-    """[S, Hkv, Π, D] float16."""
-
-    def heads(self, start: int, count: int) -> LayerPages:
-        """A view of KV heads [start, start + count)."""
-        part = slice(start, start + count)
-        planes = {name: plane[:, part] for name, plane in self.planes.items()}
-        return LayerPages(planes, self.open_k[:, part], self.open_v[:, part])
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows that one sequence adds in one forward pass: positions [start, start + count)."""
+    """The rows that one sequence adds in one forward pass: its rows [held, held + count)."""
 
     slot: int
-    start: int
+    held: int
+    """Rows that the sequence's cache holds before this pass."""
     count: int
     pages: tuple[int, ...]
-    """Pool index of every page of the sequence up to and including those that these rows fill, or of more."""
+    """The sequence's pages by pool index, in order: at least up to the last page that these rows fill."""
+    evicted: int = 0
+    """Rows that the cache evicted earlier. The first new row stands at position `held + evicted` of the text."""
+
+    @property
+    def position(self) -> int:
+        """Position of the first new row in the text."""
+        return self.held + self.evicted
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Pages that a batch completes: pool index, first position, and the batch rows that land in them."""
+    """Pages that a batch completes: pool index, number of the first row, and the batch rows that land in them."""
 
     page_id: int
     start: int
@@ -109,7 +57,17 @@ class Filled:
     row: int
     """Row of the batch that holds the page's first new token."""
     old: int
-    """Tokens of the page that lie in the open page already."""
+    """Rows of the page that lie in the open page already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fills:
+    """The pages that a batch completes, as kernels take them."""
+
+    page_ids: Tensor
+    """[P] int64 on the device."""
+    starts: Tensor
+    """[P] int64 on the device: the number of each page's first row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,41 +77,57 @@ class Batch:
     spans: tuple[Span, ...]
     page_tokens: int
     where: Spans
-    """The same for kernels: int64 on the CPU."""
+    """The spans as kernels take them: int64 on the device."""
     is_decode: bool
     """Whether every sequence adds exactly one row."""
+    faulty: Tensor
+    """[B] bool on the device: whether a sequence has a value of K or V that is not finite in FP16. A decode pass sets
+    it; the host reads it once, together with the tokens."""
     filled: tuple[Filled, ...] = field(default=())
+    fills: Fills | None = None
+    """`filled` as kernels take it; `KvCodec.prepare` sets it unless `filled` is empty."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the batch's tensors."""
+        return self.where.starts.device
 
     @classmethod
-    def of(cls, spans: Sequence[Span], page_tokens: int, last: Batch | None = None) -> Batch:
-        """Lay out `spans` in the given order.
+    def of(
+        cls, spans: Sequence[Span], page_tokens: int, device: torch.device = CPU, last: Batch | None = None
+    ) -> Batch:
+        """Lay out `spans` in the given order, with tensors on `device`.
 
-        What `last`, an earlier batch of the same page size, has of the same sequences, pages and counts is shared: in
-        decode that is all but the positions, most of the time.
+        `last` is an earlier batch of the same page size. If its spans have the same slots, pages and counts, its
+        tensors are reused, all but `starts` and `faulty`. In decode this is the usual case.
         """
         offsets: list[int] = []
         filled: list[Filled] = []
         row = 0
         for index, span in enumerate(spans):
             offsets.append(row)
-            old = span.start % page_tokens
+            old = span.held % page_tokens
             if old + span.count >= page_tokens:
-                for page in range(span.start // page_tokens, (span.start + span.count) // page_tokens):
-                    begin = max(span.start, page * page_tokens)
-                    kept = old if page * page_tokens < span.start else 0
-                    filled.append(Filled(span.pages[page], page * page_tokens, index, row + begin - span.start, kept))
+                for page in range(span.held // page_tokens, (span.held + span.count) // page_tokens):
+                    begin = max(span.held, page * page_tokens)
+                    kept = old if page * page_tokens < span.held else 0
+                    filled.append(Filled(span.pages[page], page * page_tokens, index, row + begin - span.held, kept))
             row += span.count
-        starts = int64([span.start for span in spans])
+        starts = int64([span.held for span in spans], device)
         if last is not None and _same_places(spans, last.spans):
             where = Spans(starts, last.where.counts, last.where.offsets, last.where.table, last.where.slots)
         else:
-            counts, slots = int64([span.count for span in spans]), int64([span.slot for span in spans])
-            where = Spans(starts, counts, int64(offsets), _table(spans), slots)
-        return cls(tuple(spans), page_tokens, where, row == len(spans), tuple(filled))
+            counts, slots = (
+                int64([span.count for span in spans], device),
+                int64([span.slot for span in spans], device),
+            )
+            where = Spans(starts, counts, int64(offsets, device), _table(spans, device), slots)
+        faulty = torch.zeros(len(spans), dtype=torch.bool, device=device)
+        return cls(tuple(spans), page_tokens, where, row == len(spans), faulty, tuple(filled))
 
 
 def _same_places(spans: Sequence[Span], others: Sequence[Span]) -> bool:
-    """Whether they differ in their positions at most."""
+    """Whether the spans differ at most in `held` and `evicted`."""
     return len(spans) == len(others) and all(
         span.slot == other.slot
         and span.count == other.count
@@ -162,77 +136,181 @@ def _same_places(spans: Sequence[Span], others: Sequence[Span]) -> bool:
     )
 
 
-def _table(spans: Sequence[Span]) -> Tensor:
+def _table(spans: Sequence[Span], device: torch.device) -> Tensor:
     """int64 [B, Pmax]: the pages of every span, zeros past the last."""
     width = max(len(span.pages) for span in spans)
     pages = [page for span in spans for page in (*span.pages, *((0,) * (width - len(span.pages))))]
-    return int64(pages).view(len(spans), width)
+    return int64(pages, device).view(len(spans), width)
 
 
-def int64(values: Sequence[Any]) -> Tensor:
-    """A tensor of whole numbers, in a third of the time that `torch.tensor` takes: every step makes some."""
-    return torch.from_numpy(np.array(values, dtype=np.int64))
+def int64(values: Sequence[Any], device: torch.device = CPU) -> Tensor:
+    """An int64 tensor, made in a third of the time of `torch.tensor`: every step makes several."""
+    made = torch.from_numpy(np.array(values, dtype=np.int64))
+    return made if device.type == "cpu" else made.to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """The weights around a layer's attention: matrices [out, in], of the model's dtype, not packed."""
+
+    qkv: Tensor
+    """[(Hq + 2 Hkv) * D, hidden]: the rows of Q, then K, then V."""
+    qkv_bias: Tensor | None
+    """[(Hq + 2 Hkv) * D]"""
+    qk_norm: Tensor | None
+    """[Hq + Hkv, D]: the norm weight of each query head, then of each KV head."""
+    out: Tensor
+    """[hidden, Hq * D]"""
+
+
+def some_pages(where: Spans, page_tokens: int, table: Tensor, counts: Tensor) -> Spans:
+    """`where` of a decode batch, but with the sealed pages of `table` alone; the own page stays visible.
+
+    `table` [B, P] or [B, Hkv, P] int64 lists pool indices; the first `counts` [B] int64 of each list are valid. Kernels
+    number the rows that a query sees, so to them the sequence holds these pages and its own page only.
+    """
+    starts = counts * page_tokens + where.starts % page_tokens
+    return Spans(starts, where.counts, where.offsets, table, where.slots)
+
+
+class Eviction(Protocol):
+    """Evicts rows of a prompt once all of them are computed, before its KV leaves the prefill node.
+
+    The number of rows that stay depends on the prompt's length alone, so that a decode node can reserve room for them
+    beforehand. Which rows stay may depend on anything.
+    """
+
+    def rows_held(self, tokens: int) -> int:
+        """How many rows of a prompt of `tokens` tokens stay, at least 1."""
+        ...
+
+    def evict(self, pool: Pool, span: Span) -> None:
+        """Move the rows that stay to the front of the pages of `span` and of its open page, in their order.
+
+        `span` covers the whole prompt: `held` is 0. Afterwards its first `rows_held(span.count)` rows count.
+        """
+        ...
+
+
+def rows_held(codec: KvCodec, tokens: int) -> int:
+    """How many rows the cache holds of a prompt of `tokens` tokens, once it is computed."""
+    return tokens if codec.eviction is None else codec.eviction.rows_held(tokens)
 
 
 class KvCodec(Protocol):
     """One way to keep a KV cache. Implementations are stateless but for timers: pools are passed in."""
 
     name: str
-    format: PageFormat
-    quantize_s: float
-    """Seconds spent sealing so far."""
-    attend_s: float
-    """Seconds spent in attention so far."""
+    page_tokens: int
+    """Π, the same in all layers."""
+    formats: tuple[PageFormat, ...]
+    """The format of a sealed page, by layer."""
+    wire_planes: tuple[tuple[Plane, ...], ...]
+    """The planes of a sealed page that travel, in wire order, by layer."""
+    wire_form: WireForm
+    """How planes are coded on the wire. `hackkv.framing` applies it, not the codec."""
+    prepares_weights: bool
+    """Whether `prepare_weights` changes anything; if not, codecs may share the weights of one model."""
+
+    @property
+    def quantize_s(self) -> float:
+        """Seconds spent sealing so far."""
+        ...
+
+    @property
+    def attend_s(self) -> float:
+        """Seconds spent in attention so far."""
+        ...
+
+    @property
+    def seals_open_page(self) -> bool:
+        """Whether the open page rests as planes too, however few rows it holds."""
+        ...
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """Which rows of a prompt stay once it is computed; None for all of them."""
+        ...
+
+    @property
+    def bytes_follow_tokens(self) -> bool:
+        """Whether a sealed page's bytes depend on the tokens up to its end alone: if so, prompts share prefixes."""
+        ...
 
     @property
     def approximation_s(self) -> float:
         """Seconds within `attend_s` spent on correction terms or on dequantizing, where they can be told apart."""
         ...
 
+    @property
+    def served_by(self) -> str:
+        """Who computes on sealed pages: the backend's name, or "reference" for a format that the backend has no kernels
+        for. Commas separate the names where formats differ."""
+        ...
+
     def fingerprint(self) -> tuple[tuple[str, str], ...]:
         """Every setting that changes bytes or results, as named fields for the handshake."""
         ...
 
-    def new_layer(self, num_pages: int, num_slots: int, num_kv_heads: int) -> LayerPages:
-        """An empty pool for one layer."""
-        ...
+    def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
+        """The weights of a layer with what the codec folds into them, such as a rotation of V.
 
-    def attend(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k, v [T, Hkv, D] to the cache and return the attention of q [T, Hq, D] over it, causal, in q's dtype.
-
-        Full pages are sealed into `pool`, the rest goes to the open pages. Repeating a call with the same batch and
-        rows writes the same bytes, unless a span of several rows starts inside a page and ends in a later one: its open
-        page then holds the later rows. Raises `NonFiniteError` naming the span before anything is written.
+        Called once for each layer when the model is loaded, before matrices are packed. Shapes and dtypes stay.
         """
         ...
 
-    def sealed_pages(self, tokens: int) -> int:
-        """How many pages of a sequence of `tokens` rest as planes; the rows past them lie in its open page."""
+    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range) -> Pool:
+        """An empty pool of KV heads `heads` of a layer."""
         ...
 
-    def to_wire(self, pool: LayerPages, page_ids: Tensor) -> dict[str, Tensor]:
-        """Planes that travel, in wire order: name -> [Hkv, P, *plane shape], contiguous."""
+    def prepare(self, batch: Batch) -> Batch:
+        """`batch` with what its attention needs in every layer: called once a step, before the first layer.
+
+        What depends on the batch and not on the layer is computed, copied to the device or captured here.
+        """
         ...
 
-    def from_wire(self, pool: LayerPages, page_ids: Tensor, planes: dict[str, Tensor]) -> None:
-        """Install pages that `to_wire` of an equal codec produced, bit-exact."""
+    def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append k, v [T, Hkv, D] to the cache and return the attention of q [T, Hq, D] over it, causal, in q's dtype.
+        `batch` is as `prepare` gave it.
+
+        Full pages are sealed into `pool`, the rest goes to the open pages. Repeating a call with the same batch and
+        rows writes the same bytes, unless a span of several rows starts inside a page and ends in a later one: its open
+        page then holds the later rows.
+
+        In decode, a row that is not finite in FP16 sets its sequence in `batch.faulty`. The row is not written and its
+        output is undefined; other sequences are served. The call does not wait for the device. In prefill such a row
+        raises `NonFiniteError`, which names the span, before anything is written.
+        """
+        ...
+
+    def to_wire(self, layer: int, pool: Pool, page_ids: Tensor) -> Planes:
+        """Planes of a layer that travel, in wire order: name -> [Hkv, P, *plane shape], contiguous."""
+        ...
+
+    def from_wire(self, layer: int, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
+        """Install pages that `to_wire` of an equal codec produced for the same layer, bit-exact."""
         ...
 
 
-def to_rows(layer: int, batch: Batch, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Round K and V to FP16, once. Raises `NonFiniteError` naming layer, tensor, position and KV head."""
-    rows = k.to(torch.float16), v.to(torch.float16)
-    if not all(bool(torch.isfinite(half).all()) for half in rows):
-        raise non_finite(layer, batch, k, v)
-    return rows
+def planes_bytes(planes: Iterable[Plane]) -> int:
+    """Bytes of these planes in one page of one layer and KV head."""
+    return sum(plane.page_bytes for plane in planes)
+
+
+def fp16_page_bytes(fmt: PageFormat) -> int:
+    """Bytes of a page's rows of K and V of one layer and KV head, uncompressed."""
+    return 2 * FP16_BYTES * fmt.page_tokens * fmt.head_dim
 
 
 def non_finite(layer: int, batch: Batch, k: Tensor, v: Tensor) -> NonFiniteError:
-    """The error that names the first value of K, else of V, that FP16 does not hold."""
+    """The error that names layer, tensor, position and KV head of the first value of K, else of V, that FP16 does not
+    hold. It reads whole tensors. Raises `ValueError` where every value is finite."""
     for name, x in (("K", k), ("V", v)):
         for row, head, channel in (~torch.isfinite(x.to(torch.float16))).nonzero().tolist():
-            span = int((batch.where.offsets <= row).sum()) - 1
-            position = batch.spans[span].start + row - int(batch.where.offsets[span])
+            offsets = batch.where.offsets.tolist()
+            span = bisect_right(offsets, row) - 1
+            position = batch.spans[span].position + row - offsets[span]
             value = float(x[row, head, channel])
             what = f"{value}" if not math.isfinite(value) else f"{value:g}, beyond FP16"
             return NonFiniteError(f"layer {layer}: {name} is {what} at token {position}, KV head {head}", span)

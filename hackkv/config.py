@@ -6,7 +6,7 @@ Configuration stops at each role's `__main__`; constructors further down take pl
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,11 +24,11 @@ class TlsConfig(Frozen):
     """Mutual TLS between the processes of a cluster; all files are PEM."""
 
     authority: Path
-    """Certificate of the authority that signed every process's own."""
+    """Certificate of the authority that signed the certificates of all processes."""
     certificate: Path
     key: Path
     server_name: str = ""
-    """The name that peers' certificates carry, where it is not the host that is dialled."""
+    """The name that peers' certificates carry, if it differs from the host that is dialled."""
 
 
 class InternalConfig(Frozen):
@@ -38,7 +38,7 @@ class InternalConfig(Frozen):
     """A secret that every call must show."""
     tls: TlsConfig | None = None
     open: bool = False
-    """Let a port that other machines reach open with neither."""
+    """Let a port that other machines can reach open without token and TLS."""
 
 
 class RoleConfig(Frozen):
@@ -50,10 +50,13 @@ class RoleConfig(Frozen):
     internal: InternalConfig = InternalConfig()
 
 
+DEFAULT_CODEC: Final = "hack"
+
+
 class CodecConfig(Frozen):
     """Which codec keeps the KV cache: a preset of `hackkv.codecs.CODECS`, and settings that override it."""
 
-    name: str = "hack"
+    name: str = DEFAULT_CODEC
     settings: dict[str, int | str | bool] = Field(default_factory=dict)
 
 
@@ -68,6 +71,8 @@ class ModelConfig(Frozen):
     threads: int = Field(default=0, ge=0)
     """Compute threads of this process; 0 leaves the choice to torch."""
     backend: str = "auto"
+    device: str = ""
+    """Where the model and its KV live: cpu, cuda or cuda:N; empty takes what the backend computes on."""
 
 
 class ListenConfig(Frozen):

@@ -9,9 +9,9 @@ HackkvError
 ├── Unavailable              no node of a role is alive (HTTP 503)
 ├── DeadlineExceeded         a state outlived its deadline (HTTP 504)
 ├── Cancelled                the client left (HTTP 499)
-├── Unauthorized             a stranger at an internal port, or we are one to the peer (HTTP 502)
+├── Unauthorized             a call to an internal port lacks the cluster's token (HTTP 502)
 ├── NodeLost                 a peer process or connection died (HTTP 502, retried first)
-│   └── NodeDraining         a node that is asked to stop lets go of a request; nothing is wrong with it
+│   └── NodeDraining         a node that was asked to stop hands over a request, which is sound
 └── TransferError            a handoff failed (HTTP 502, retried first)
     ├── HandshakeRefused     fingerprints differ, or the transfer is unknown or stale; names the field
     └── FrameRefused         a frame is corrupt, truncated, out of order, duplicated, stale or oversized

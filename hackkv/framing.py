@@ -1,23 +1,28 @@
-"""Planes of pages <-> frames of bytes, and the rules by which a receiver believes a frame.
+"""Planes of pages <-> frames of bytes, and the rules by which a receiver accepts a frame.
 
-Nothing of a frame is used before all of it was checked, and no memory is allocated before its sizes were checked
-against the layout that both ends agreed on in the handshake. `FrameLedger` holds order and coverage of one handoff.
+A receiver checks all of a frame before it uses any of it. It checks sizes against the layout that both ends agreed on
+in the handshake before it allocates memory. `FrameLedger` keeps order and coverage of one handoff.
+
+Checksums cover the coded bytes of a plane and are seeded with the frame's header: damage is found before a decoder sees
+it, and a frame gets the checksums of a later epoch without being decoded. They do not cover the decoded bytes: that
+decoding gives back what was encoded is the wire form's own guarantee.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from math import prod
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 import numpy as np
 import torch
 import xxhash
+from hack_kernels.base import Plane
 from torch import Tensor
 
-from hackkv.codec import FP16_BYTES, PageFormat, Plane
 from hackkv.errors import FrameRefused
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, PlaneSpan
+from hackkv.wire_form import RAW, UNCODED, Bytes, WireForm
 
 MAX_FRAME_BYTES = 2 * 2**20
 """Frames are cut so that their payload stays below this (a single page of one KV head may exceed it)."""
@@ -29,12 +34,15 @@ def open_planes(head_dim: int, rows: int) -> tuple[Plane, ...]:
 
 
 class FrameWriter:
-    """Cuts the pages of one handoff into numbered frames."""
+    """Cuts the pages of one handoff into numbered frames and codes their planes with `form`."""
 
-    def __init__(self, transfer_id: str, epoch: int) -> None:
+    def __init__(self, transfer_id: str, epoch: int, form: WireForm = RAW) -> None:
         self._transfer_id = transfer_id
         self._epoch = epoch
+        self._form = form
         self._seq = 0
+        self.encode_s = 0.0
+        """Seconds spent so far on coding, checksums and putting frames together."""
 
     def frames(
         self, layer: int, page_start: int, planes: dict[str, Tensor], rows: int = 0, head_start: int = 0
@@ -57,54 +65,115 @@ class FrameWriter:
         return handoff_end(self._transfer_id, self._epoch, self._seq, first_token)
 
     def _frame(self, layer: int, head_start: int, page_start: int, planes: dict[str, Tensor], rows: int) -> KvFrame:
-        pieces = [plane.contiguous().view(torch.uint8).numpy().reshape(-1).data for plane in planes.values()]
+        began = perf_counter()
+        coded = [_coded(self._form, name, plane) for name, plane in planes.items()]
         heads, pages = next(iter(planes.values())).shape[:2]
         place = (layer, head_start, heads, page_start, pages, rows)
-        seed = _digest(self._transfer_id, self._epoch, self._seq, *place)
-        spans = tuple(
-            PlaneSpan(name, piece.nbytes, piece.nbytes, xxhash.xxh3_64_intdigest(piece, seed))
-            for name, piece in zip(planes, pieces, strict=True)
+        frame = KvFrame(
+            self._transfer_id,
+            self._epoch,
+            self._seq,
+            *place,
+            tuple(span for span, _ in coded),
+            b"".join(piece for _, piece in coded),
         )
-        seq, self._seq = self._seq, self._seq + 1
-        return KvFrame(self._transfer_id, self._epoch, seq, *place, spans, b"".join(pieces))
+        seed = _seed(frame)
+        spans = tuple(replace(span, checksum=_checksum(piece, seed)) for span, piece in coded)
+        self._seq += 1
+        self.encode_s += perf_counter() - began
+        return replace(frame, planes=spans)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFrame:
+    """A frame whose header is checked and whose payload is not verified yet."""
+
+    frame: KvFrame
+    planes: tuple[Plane, ...]
+    form: WireForm
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all planes, decoded."""
+        return sum(span.raw_bytes for span in self.frame.planes)
+
+    def open(self) -> dict[str, Tensor]:
+        """Verify and decode the planes, [heads, pages, *plane shape]. Any thread may call. Raises `FrameRefused`."""
+        frame, tensors = self.frame, dict[str, Tensor]()
+        for (span, piece), plane in zip(_verified_pieces(frame), self.planes, strict=True):
+            flat: Bytes = np.empty(span.raw_bytes, dtype=np.uint8)
+            try:
+                (self.form if span.method else RAW).decode(piece, flat, plane.dtype.itemsize)
+            except ValueError as error:
+                where = f"plane {span.name}, layer {frame.layer}, frame {frame.seq}"
+                raise FrameRefused(f"{where} cannot be decoded: {error}", "undecodable") from error
+            tensors[plane.name] = (
+                torch.from_numpy(flat).view(plane.dtype).view(frame.head_count, frame.page_count, *plane.shape)
+            )
+        return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a handoff is to bring, as both ends agreed before its first frame."""
+
+    layout: KvLayout
+    wire_planes: tuple[tuple[Plane, ...], ...]
+    """The planes that travel, by layer."""
+    num_rows: int
+    """Rows of the sequence, without evicted ones."""
+    sealed: int
+    """Pages that travel sealed; the rows past them travel as one open page."""
+    form: WireForm = RAW
+    """How the sender codes planes; a plane that coding does not shrink comes uncoded."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the open page."""
+        return max(0, self.num_rows - self.sealed * self.layout.page_tokens)
 
 
 class FrameLedger:
-    """Believes or refuses the frames of one handoff; everything must arrive exactly once and in order.
+    """Accepts or refuses the frames of one handoff; everything must arrive exactly once and in order.
 
-    `sealed` is how many pages of the sequence travel as planes; the rows past them travel as one open page. Nothing is
-    believed after a refusal or after the end.
+    It accepts nothing after a refusal or after the end.
     """
 
-    def __init__(
-        self, layout: KvLayout, page_format: PageFormat, transfer_id: str, epoch: int, num_tokens: int, sealed: int
-    ) -> None:
-        self._layout = layout
-        self._format = page_format
+    def __init__(self, transfer_id: str, epoch: int, expected: Expected) -> None:
         self._transfer_id = transfer_id
         self._epoch = epoch
-        self._sealed = sealed
-        self._rows = max(0, num_tokens - sealed * layout.page_tokens)
+        self._expected = expected
         self._seq = 0
         self._over = False
-        self._missing = np.ones((layout.num_layers, layout.num_kv_heads, sealed + (self._rows > 0)), dtype=np.bool_)
+        pages = expected.sealed + (expected.rows > 0)
+        self._missing = np.ones((expected.layout.num_layers, expected.layout.num_kv_heads, pages), dtype=np.bool_)
 
     def accept(self, frame: KvFrame) -> dict[str, Tensor]:
         """Check a frame and return its planes [heads, pages, *plane shape]. Raises `FrameRefused` naming the flaw."""
+        checked = self.check(frame)
+        self._over = True
+        tensors = checked.open()
+        self._over = False
+        return tensors
+
+    def check(self, frame: KvFrame) -> CheckedFrame:
+        """Check a frame's header and count the frame as arrived. Raises `FrameRefused` naming the flaw.
+
+        If opening the returned frame raises, the caller must not use the ledger any further.
+        """
         self._check_identity(frame.transfer_id, frame.epoch)
         if frame.seq != self._seq:
             reason = "duplicate" if frame.seq < self._seq else "order"
             raise FrameRefused(f"frame {frame.seq} arrived where {self._seq} was due", reason)
         cells = self._cells(frame)
         planes = self._planes(frame)
-        tensors = _verify(frame, planes)
         self._missing[cells] = False
         self._seq += 1
         self._over = False
-        return tensors
+        return CheckedFrame(frame, planes, self._expected.form)
 
     def finish(self, end: HandoffEnd) -> None:
-        """Check that nothing is missing and that the end is what was sent. Raises `FrameRefused`."""
+        """Check that all pages arrived and that the end message is intact. Raises `FrameRefused`."""
         self._check_identity(end.transfer_id, end.epoch)
         if end.num_frames != self._seq:
             raise FrameRefused(f"the sender counts {end.num_frames} frames, {self._seq} arrived", "truncated")
@@ -134,8 +203,8 @@ class FrameLedger:
         ):
             if start < 0 or count < 1 or start + count > limit:
                 raise FrameRefused(f"{what} range {start}+{count} does not lie in {limit}", "range")
-        is_open = frame.page_start + frame.page_count > self._sealed
-        if frame.rows != (self._rows if is_open else 0) or (is_open and frame.page_count != 1):
+        is_open = frame.page_start + frame.page_count > self._expected.sealed
+        if frame.rows != (self._expected.rows if is_open else 0) or (is_open and frame.page_count != 1):
             raise FrameRefused(f"{frame.rows} rows for pages {frame.page_start}+{frame.page_count}", "range")
         heads = slice(frame.head_start, frame.head_start + frame.head_count)
         cells = (frame.layer, heads, slice(frame.page_start, frame.page_start + frame.page_count))
@@ -146,15 +215,12 @@ class FrameLedger:
         return cells
 
     def _planes(self, frame: KvFrame) -> tuple[Plane, ...]:
-        planes = open_planes(self._layout.head_dim, frame.rows) if frame.rows else self._format.wire_planes
+        expected = self._expected
+        planes = open_planes(expected.layout.head_dim, frame.rows) if frame.rows else expected.wire_planes[frame.layer]
         if tuple(span.name for span in frame.planes) != tuple(plane.name for plane in planes):
             raise FrameRefused(f"planes {[span.name for span in frame.planes]}", "planes")
-        per_plane = frame.head_count * frame.page_count
         for span, plane in zip(frame.planes, planes, strict=True):
-            due = plane.page_bytes * per_plane
-            if span.raw_bytes != due or span.coded_bytes != due:
-                sizes = f"{span.raw_bytes} raw, {span.coded_bytes} coded"
-                raise FrameRefused(f"plane {plane.name} declares {sizes} bytes where {due} are due", "oversized")
+            _check_sizes(span, plane.page_bytes * frame.head_count * frame.page_count, expected.form)
         due = sum(span.coded_bytes for span in frame.planes)
         if len(frame.payload) != due:
             reason = "truncated" if len(frame.payload) < due else "oversized"
@@ -165,33 +231,42 @@ class FrameLedger:
 def reissued(frame: KvFrame, epoch: int) -> KvFrame:
     """`frame` in another epoch: the same bytes, under the checksums that belong to the new header.
 
-    Raises `FrameRefused` when the bytes are no longer those that were written: a new checksum must not bless damage.
+    Raises `FrameRefused` when the bytes have changed since they were written: a new checksum must not hide damage.
     """
     renewed = replace(frame, epoch=epoch)
     seed = _seed(renewed)
-    spans = tuple(
-        replace(span, checksum=xxhash.xxh3_64_intdigest(piece, seed)) for span, piece in _verified_pieces(frame)
-    )
+    spans = tuple(replace(span, checksum=_checksum(piece, seed)) for span, piece in _verified_pieces(frame))
     return replace(renewed, planes=spans)
 
 
-def _verify(frame: KvFrame, planes: tuple[Plane, ...]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for (_, piece), plane in zip(_verified_pieces(frame), planes, strict=True):
-        # bytearray: torch wants writable memory; the copy also frees the payload with the frame.
-        flat = torch.frombuffer(bytearray(piece), dtype=plane.dtype)
-        tensors[plane.name] = flat.view(frame.head_count, frame.page_count, *plane.shape)
-    return tensors
+def _coded(form: WireForm, name: str, plane: Tensor) -> tuple[PlaneSpan, bytes | memoryview]:
+    """A plane's bytes for the wire, and its header entry without the checksum."""
+    raw: Bytes = plane.contiguous().view(torch.uint8).numpy().reshape(-1)
+    coded = form.encode(raw, plane.dtype.itemsize)
+    if coded is None:
+        return PlaneSpan(name, raw.nbytes, raw.nbytes, 0), raw.data
+    return PlaneSpan(name, raw.nbytes, len(coded), 0, form.method), coded
+
+
+def _check_sizes(span: PlaneSpan, due: int, form: WireForm) -> None:
+    """Check the declared sizes and method of a plane of `due` bytes at rest, before anything is allocated."""
+    if span.method not in (UNCODED, form.method):
+        raise FrameRefused(f"plane {span.name} is coded by method {span.method}, agreed is {form.name}", "method")
+    most = form.cap(due) if span.method else due
+    least = 0 if span.method else due
+    if span.raw_bytes != due or not least <= span.coded_bytes <= most:
+        sizes = f"{span.raw_bytes} raw, {span.coded_bytes} coded"
+        raise FrameRefused(f"plane {span.name} declares {sizes} bytes where {due} are due", "oversized")
 
 
 def _verified_pieces(frame: KvFrame) -> Iterator[tuple[PlaneSpan, memoryview]]:
-    """Each plane's part of the payload, once its checksum was found right. Raises `FrameRefused`."""
-    payload = memoryview(frame.payload)
+    """Each plane's part of the payload, after its checksum is verified. Raises `FrameRefused`."""
+    payload = memoryview(bytes(frame.payload))
     seed = _seed(frame)
     at = 0
     for span in frame.planes:
         piece = payload[at : at + span.coded_bytes]
-        if xxhash.xxh3_64_intdigest(piece, seed) != span.checksum:
+        if _checksum(piece, seed) != span.checksum:
             raise FrameRefused(f"checksum of plane {span.name}, layer {frame.layer}, frame {frame.seq}", "corrupt")
         yield span, piece
         at += span.coded_bytes
@@ -200,7 +275,12 @@ def _verified_pieces(frame: KvFrame) -> Iterator[tuple[PlaneSpan, memoryview]]:
 def _seed(frame: KvFrame) -> int:
     """The seed of a frame's checksums: its header."""
     place = (frame.layer, frame.head_start, frame.head_count, frame.page_start, frame.page_count, frame.rows)
-    return _digest(frame.transfer_id, frame.epoch, frame.seq, *place)
+    coding = (number for span in frame.planes for number in (span.raw_bytes, span.coded_bytes, span.method))
+    return _digest(frame.transfer_id, frame.epoch, frame.seq, *place, *coding)
+
+
+def _checksum(piece: bytes | memoryview, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(piece, seed)
 
 
 def handoff_end(transfer_id: str, epoch: int, num_frames: int, first_token: int) -> HandoffEnd:
@@ -210,10 +290,5 @@ def handoff_end(transfer_id: str, epoch: int, num_frames: int, first_token: int)
 
 
 def _digest(*fields: str | int) -> int:
-    """XXH3-64 of header fields. As the seed of a frame's checksums it makes right bytes in the wrong place fail too."""
+    """XXH3-64 of header fields. It seeds a frame's checksums, so that right bytes in the wrong place fail too."""
     return xxhash.xxh3_64_intdigest(repr(fields).encode())
-
-
-def fp16_bytes(layout: KvLayout, tokens: int) -> int:
-    """What `tokens` tokens of this layout weigh uncompressed."""
-    return prod((2, FP16_BYTES, layout.num_layers, layout.num_kv_heads, layout.head_dim, tokens))

@@ -27,18 +27,25 @@ class Stage(StrEnum):
 
 
 class SubStage(StrEnum):
-    """Parts of a stage that are reported beside it and never added to the total."""
+    """Parts of stages that are reported beside them and never added to the total."""
 
     QUANTIZE = "quantize"
+    """Of `prefill`."""
+    WIRE_ENCODE = "wire_encode"
+    """Of `prefill`."""
+    WIRE_DECODE = "wire_decode"
+    """Of no single stage: frames land while the prompt is computed, while they wait and in the transfer."""
     ATTEND = "attend"
+    """Of `decode`."""
     APPROXIMATION = "approximation"
+    """Of `attend`."""
 
 
 class StageClock:
     """Splits one request's time into stages, in seconds."""
 
     def __init__(self, now: Callable[[], float] = perf_counter, start: float | None = None) -> None:
-        """`start` is an earlier reading of `now`: when the first byte of the request was seen."""
+        """`start` is an earlier reading of `now`: the time when the first byte of the request arrived."""
         self._now = now
         self._stopped_at: float | None = None
         self._start = self._mark = now() if start is None else start
@@ -46,11 +53,19 @@ class StageClock:
         self._spent = dict.fromkeys(Stage, 0.0)
         self.sub_stages = dict.fromkeys(SubStage, 0.0)
 
-    def enter(self, stage: Stage, measured: Mapping[Stage, float] | None = None, rest: Stage | None = None) -> None:
+    def enter(
+        self,
+        stage: Stage,
+        measured: Mapping[Stage, float] | None = None,
+        rest: Stage | None = None,
+        parts: Mapping[SubStage, float] | None = None,
+    ) -> None:
         """End the window, crediting what workers `measured` in it, and open the next one as `stage`.
 
-        What is left over goes to `rest`, or else to the stage that the window was opened with.
-        Worker clocks can disagree with ours by a few microseconds; durations that exceed the window are scaled to it.
+        What is left over goes to `rest`, or else to the stage that the window was opened with. Measured durations can
+        exceed the window: a worker's clock differs from ours, or the worker began before the event that opened the
+        window arrived. Then durations and their `parts` are scaled down by one factor, so that they fit the window and
+        each part keeps its share of its stage.
         """
         now = self._read()
         window = now - self._mark
@@ -59,6 +74,8 @@ class StageClock:
         scale = min(1.0, window / total) if total > 0 else 0.0
         for name, seconds in measured.items():
             self._spent[name] += seconds * scale
+        for part, seconds in (parts or {}).items():
+            self.sub_stages[part] += seconds * scale
         self._spent[rest or self._open] += max(0.0, window - total * scale)
         self._mark, self._open = now, stage
 
@@ -69,7 +86,7 @@ class StageClock:
         return spent
 
     def stop(self) -> None:
-        """Nobody waits any more: what still happens takes none of the request's time."""
+        """Stop the clock, when nobody waits any more: what follows does not count as the request's time."""
         if self._stopped_at is None:
             self._stopped_at = self._now()
 

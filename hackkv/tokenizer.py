@@ -1,7 +1,7 @@
 """Text to token ids and back, for one checkpoint folder.
 
-Encoding is the `tokenizers` library; chat templates are rendered by transformers, so they are sandboxed and mean what
-they mean there. Importing this module costs about a second and does not load torch.
+The `tokenizers` library encodes. transformers renders chat templates, in a sandbox and with the meaning that they have
+there. Importing this module takes about a second and does not load torch.
 
 Two small machines turn a growing list of ids into text that can be sent as it comes:
 
@@ -30,7 +30,7 @@ BROKEN = "\ufffd"
 """What a decoder shows for bytes that are not (yet) UTF-8."""
 
 MAX_HELD = 32
-"""Tokens that may wait for a character to complete; after that the bytes are taken for noise and shown."""
+"""The most tokens that wait for a character to complete; after that, bytes that are not UTF-8 show as U+FFFD."""
 
 MAX_HELD_CHARS = 3
 """A UTF-8 character is at most 4 bytes, so at most 3 replacement characters at the end can still change."""
@@ -78,8 +78,12 @@ class Tokenizer:
         return self._chat.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` those that the checkpoint puts around every text too."""
-        ids: list[int] = self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`; with `add_special_tokens` those that the checkpoint puts around every text too.
+
+        Other threads run meanwhile.
+        """
+        # `encode` would hold the GIL for its whole run and block every thread of the process.
+        ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def chat(
@@ -206,7 +210,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def release(self) -> str:
-        """What was held back, when no more text comes (or while stops do not count yet)."""
+        """The text held back so far, when no more text comes (or while stops do not count yet)."""
         held, self._held = self._held, ""
         return held
 
@@ -226,7 +230,7 @@ def _decoder_types(decoder: Any) -> set[str]:
 
 
 def _vocab_size(folder: Path, tokens: int) -> int:
-    """Ids the model has an embedding for: its config says so, a tokenizer may know fewer or more."""
+    """The number of ids with an embedding, from config.json if there is one: a tokenizer may know fewer or more."""
     path = folder / "config.json"
     if not path.is_file():
         return tokens

@@ -7,8 +7,10 @@ of a handoff. Durations are seconds on the monotonic clock of one process; times
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol, SupportsBytes
 
 
 class Role(StrEnum):
@@ -81,19 +83,41 @@ class Token:
     top: tuple[Logprob, ...] = ()
 
 
+WIRE_FORM = "codec.wire_form"
+"""The field of a fingerprint that names how its node codes planes on the wire."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What must be equal on both ends of a handoff, as named fields. Order does not matter."""
+    """What both ends of a handoff must know of each other, as named fields. Order does not matter.
+
+    All fields say how KV rests and must be equal, but for `WIRE_FORM`: that is how KV travels, which the sender
+    chooses. The receiver only has to know the form, since pages rest as they were before they were coded.
+    """
 
     fields: tuple[tuple[str, str], ...]
 
+    @property
+    def wire_form(self) -> str:
+        """How a sender of this fingerprint codes planes."""
+        return dict(self.fields).get(WIRE_FORM, "")
+
     def mismatch(self, other: Fingerprint, here: str = "here", there: str = "at the peer") -> str | None:
-        """Name the first field that differs, with both values and whose they are; None if the fingerprints agree."""
+        """Name the first field that has to be equal and is not, with both values and whose they are; else None."""
         mine, theirs = dict(self.fields), dict(other.fields)
-        for name in sorted(mine.keys() | theirs.keys()):
+        for name in sorted((mine.keys() | theirs.keys()) - {WIRE_FORM}):
             if mine.get(name) != theirs.get(name):
                 return f"{name}: {mine.get(name, 'absent')!r} {here}, {theirs.get(name, 'absent')!r} {there}"
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Shape of a model's KV, in whatever form it is kept."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +146,7 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpan:
-    """One plane inside a frame's payload: its name, sizes before and after coding, and XXH3-64 of the raw bytes.
+    """One plane inside a frame's payload: its name, sizes before and after coding, and XXH3-64 of the coded bytes.
 
     The checksum is seeded with the frame's header (`hackkv.framing`): it also says that the bytes are in their place.
     """
@@ -131,6 +155,16 @@ class PlaneSpan:
     raw_bytes: int
     coded_bytes: int
     checksum: int
+    method: int = 0
+    """How the bytes are coded: 0 not at all, else the number of a `hackkv.wire_form.WireForm`."""
+
+
+class Payload(Sized, SupportsBytes, Protocol):
+    """What a frame carries: `len()` is its size, `bytes()` brings it to host memory.
+
+    A wire that can move data from the memory where it lies need not call `bytes()`. A `bytes` object is itself a
+    payload in host memory and costs no copy.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +186,14 @@ class KvFrame:
     page_count: int
     rows: int
     planes: tuple[PlaneSpan, ...]
-    payload: bytes = field(repr=False)
+    payload: Payload = field(repr=False)
     header_bytes: int = field(default=0, compare=False)
-    """Bytes of the received message beside the payload; set by the receiving wire, and no part of what is sent."""
+    """Bytes of the received message beside the payload. The receiving wire sets it; it is not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffEnd:
-    """Closes a transfer: how many frames there were, and the token that prefill chose; XXH3-64 of all the rest."""
+    """Closes a transfer: the number of frames, the token that prefill chose, and XXH3-64 of the other fields."""
 
     transfer_id: str
     epoch: int
@@ -175,15 +209,18 @@ class Receipt:
     transfer_id: str
     tokens: int
     bytes_by_plane: tuple[tuple[str, int], ...]
+    """Bytes as received: coded."""
     header_bytes: int
     fp16_bytes: int
-    """What the same rows would weigh uncompressed: 2 bytes x K and V x layers x KV heads x head_dim x tokens."""
+    """Bytes of the same rows in FP16: 2 bytes x K and V x layers x KV heads x head_dim x tokens."""
     receive_s: float
+    wire_decode_s: float = 0.0
+    """Turning frames into pages: checksums, decoding, copying to where they rest. It overlaps with receiving."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """Asks a prefill node to run a prompt and to hand its KV to `decode_address`.
+    """Asks a prefill node to run a prompt and to hand its KV to `decode_address` (`WireAddress.url`).
 
     An empty `decode_address` with `handoff` True means that no decode node has room yet: the KV waits in the node's
     outbox until `assign` names one. `handoff` False is for requests that end with their first token.
@@ -198,7 +235,7 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The prompt is computed and token 0 chosen. `quantize_s` lies within `prefill_s`."""
+    """The prompt is computed and token 0 chosen. `quantize_s` and `wire_encode_s` lie within `prefill_s`."""
 
     token: Token
     queue_s: float
@@ -207,14 +244,16 @@ class Prefilled:
     computed_tokens: int
     prompt_logprobs: tuple[Token, ...] = ()
     """Position i of the prompt (i >= 1), `index` i: its own log-probability and the alternatives; only on demand."""
+    wire_encode_s: float = 0.0
+    """Turning sealed pages into frames: coding, checksums."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
     """The decode node committed the KV of this epoch; the prefill node keeps a copy for as long as it has room.
 
-    Both durations count from token 0 on, so what prefill hid is not in them; those of a later epoch count from the
-    `assign` that asked for it.
+    Both durations count from token 0 on, so they exclude what overlapped with prefill; those of a later epoch count
+    from the `assign` that asked for it.
     """
 
     receipt: Receipt
@@ -227,7 +266,7 @@ class HandedOff:
 
 @dataclass(frozen=True, slots=True)
 class HandoffFailed:
-    """A push did not reach its decode node, but the KV is still here: `assign` may name another node, or the same.
+    """A push did not reach its decode node. The prefill node still has the KV: `assign` may name any decode node again.
 
     `code` and `message` are those of the error (`hackkv.errors.by_code`).
     """
@@ -269,7 +308,7 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """The sequence was moved to the decode node's host memory; the next token says that it is back."""
+    """The sequence was moved to the decode node's host memory; the next token means that it is back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,47 +324,3 @@ class Decoded:
 
 
 DecodeEvent = Reserved | Landed | Token | Swapped | Decoded
-
-
-@dataclass(frozen=True, slots=True)
-class NodeIdentity:
-    """Who a node is: a stable name, the address that peers dial, and a word that changes when its process restarts."""
-
-    node_id: str
-    address: str
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """What a node says of itself when it registers, and again each time it renews its lease.
-
-    `incarnation` changes when the process restarts. Page counts are zero on nodes that hold no pages for a role.
-    `stats` are gauges for the metrics page, by Prometheus name.
-    """
-
-    node_id: str
-    role: Role
-    address: str
-    incarnation: str
-    model: str
-    fingerprint: Fingerprint
-    page_tokens: int
-    max_context: int
-    total_pages: int
-    free_pages: int
-    queued_tokens: int
-    running: int
-    waiting: int
-    stats: tuple[tuple[str, float], ...] = ()
-    draining: bool = False
-    """The node finishes what it has and wants nothing new."""
-    kernels: str = ""
-    """Backend and instruction set of its kernels, for people."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The router's answer to a registration: renew within `ttl_s` or be taken out of the fleet."""
-
-    ttl_s: float

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 
 WINDOW_S = 30.0
-"""The rate is that of the last so many seconds."""
+"""Length of the window that the rate is taken over, in seconds."""
 SHORTEST_S = 1.0
 LONGEST_S = 60.0
-"""What is said when next to nothing left within the window."""
+"""Bounds of the answer, in seconds. The upper one is the answer when nothing left within the window."""
 
 
 class DrainRate:
@@ -22,7 +22,7 @@ class DrainRate:
         self._sum = 0
 
     def left(self, num_bytes: int) -> None:
-        """Bytes left just now."""
+        """Count bytes that have just left."""
         self._left.append((self._clock(), num_bytes))
         self._sum += num_bytes
         self._forget()

@@ -1,4 +1,4 @@
-"""One prefill pass: chunks of prompts in, frames and first tokens out. Runs in a thread of its own."""
+"""One prefill pass: it takes chunks of prompts and makes frames and first tokens. Runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hackkv.codec import Span
+from hackkv.codec import Eviction, Span
 from hackkv.errors import NonFiniteError
 from hackkv.framing import FrameWriter
+from hackkv.kv_memory import HostPages
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
 from hackkv.types import HandoffEnd, KvFrame, PrefillJob, Token
-from prefill_node.host_pages import HostPages
-from prefill_node.prefix_pool import Moves
+from hackkv.wire_form import RAW, WireForm
+from prefill_node.host_places import Moves
 from prefill_node.scheduler import Chunk
 
 Emit = Callable[["Work", KvFrame | HandoffEnd], None]
@@ -30,6 +31,8 @@ class Work:
 
     job: PrefillJob
     queued_at: float
+    form: WireForm = RAW
+    """How its frames are coded."""
     writer: FrameWriter = field(init=False)
     started_at: float | None = None
     finished_at: float = 0.0
@@ -37,10 +40,11 @@ class Work:
     sent_pages: Counter[int] = field(default_factory=Counter)
     """Pages that have left, by layer; a repeated pass does not send them again."""
     quantize_s: float = 0.0
+    wire_encode_s: float = 0.0
     prompt_logprobs: list[Token] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.writer = FrameWriter(self.job.transfer_id, self.job.epoch)
+        self.writer = FrameWriter(self.job.transfer_id, self.job.epoch, self.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +62,29 @@ class PrefillEngine:
         self._runner = runner
         self._host_pages = host_pages
         self._emit = emit
+        self._encode_s = 0.0
+        """Seconds spent on frames so far."""
 
     @torch.inference_mode()
     def step(self, chunks: list[Chunk[Work]], moves: Moves) -> list[FirstToken]:
         """Run one pass, after `moves`. Raises `NonFiniteError` whose `span` is the index of the chunk at fault."""
         began = perf_counter()
         self._move(moves)
-        quantized = self._runner.codec.quantize_s
+        quantized, encoded = self._runner.codec.quantize_s, self._encode_s
         for chunk in chunks:
             work = chunk.prompt.owner
             work.started_at = began if work.started_at is None else work.started_at
         ids = [token for chunk in chunks for token in self._prompt_ids(chunk)]
         spans, wanted = [_span(chunk) for chunk in chunks], [_wanted(chunk) for chunk in chunks]
-        hidden = self._runner.forward(spans, ids, lambda layer: self._ship(layer, chunks), wanted)
-        # What can fail comes first: a pass that is repeated must find its works as they were.
+        hidden = self._runner.forward(spans, ids, lambda layer: self._ship_layer(layer, chunks), wanted)
+        # Sampling can fail. It comes before evictions and sums, which a repeated pass must not do twice.
         tokens = self._sample(chunks, hidden)
+        if self._runner.codec.eviction is not None:
+            self._evict_and_ship(self._runner.codec.eviction, chunks)
         for chunk, rows in _rows(chunks, hidden):
             work = chunk.prompt.owner
             work.quantize_s += self._runner.codec.quantize_s - quantized
+            work.wire_encode_s += self._encode_s - encoded
             self._score_prompt(chunk, rows)
         return self._first_tokens(tokens)
 
@@ -89,30 +98,46 @@ class PrefillEngine:
         if moves.loads:
             self._host_pages.load(places=list(moves.loads.values()), pages=list(moves.loads))
 
-    def _ship(self, layer: int, chunks: list[Chunk[Work]]) -> None:
-        """Send what is sealed of one layer and has not left, and the open page of prompts that this pass completes."""
-        codec, pool = self._runner.codec, self._runner.pools[layer]
-        page_tokens = self._runner.layout.page_tokens
+    def _ship_layer(self, layer: int, chunks: list[Chunk[Work]]) -> None:
+        """Send a layer's sealed pages that have not left, and the open page of prompts that this pass completes."""
+        if self._runner.codec.eviction is None:
+            for chunk in chunks:
+                self._ship(layer, chunk, chunk.start + chunk.count)
+
+    def _evict_and_ship(self, eviction: Eviction, chunks: list[Chunk[Work]]) -> None:
+        """Evict rows of the prompts that this pass completes, then send their pages.
+
+        Which rows stay is known only when all are computed. So no page of a prompt leaves before its last pass.
+        """
         for chunk in chunks:
-            work = chunk.prompt.owner
-            if not work.job.handoff:
+            if not chunk.is_last:
                 continue
-            end = chunk.start + chunk.count
-            first, last = work.sent_pages[layer], codec.sealed_pages(end)
-            if last > first:
-                planes = codec.to_wire(pool, torch.tensor(chunk.lease.pages[first:last]))
-                self._send(work, work.writer.frames(layer, first, planes))
-                work.sent_pages[layer] = last
-            rows = end - last * page_tokens
-            if chunk.is_last and rows > 0 and work.sent_pages[layer] == last:
-                slot = chunk.lease.slot
-                tail = {"open_k": pool.open_k[slot, :, None, :rows], "open_v": pool.open_v[slot, :, None, :rows]}
-                self._send(work, work.writer.frames(layer, last, tail, rows))
-                work.sent_pages[layer] = last + 1
+            whole = Span(chunk.grant.slot, 0, chunk.prompt.num_tokens, tuple(chunk.grant.pages))
+            for layer, pool in enumerate(self._runner.memory.pools):
+                eviction.evict(pool, whole)
+                self._ship(layer, chunk, eviction.rows_held(chunk.prompt.num_tokens))
+
+    def _ship(self, layer: int, chunk: Chunk[Work], rows: int) -> None:
+        """Send the sealed pages of a prompt's first `rows` rows that have not left, and in the end the open page."""
+        work, memory = chunk.prompt.owner, self._runner.memory
+        if not work.job.handoff:
+            return
+        first, last = work.sent_pages[layer], memory.footprint.sealed(rows)
+        if last > first:
+            planes = memory.export(layer, chunk.grant.pages[first:last])
+            self._send(work, work.writer.frames(layer, first, planes))
+            work.sent_pages[layer] = last
+        open_rows = memory.footprint.open_rows(rows)
+        if chunk.is_last and open_rows and work.sent_pages[layer] == last:
+            planes = memory.export_rows(layer, chunk.grant.slot, open_rows)
+            self._send(work, work.writer.frames(layer, last, planes, open_rows))
+            work.sent_pages[layer] = last + 1
 
     def _send(self, work: Work, frames: Iterator[KvFrame]) -> None:
+        before = work.writer.encode_s
         for frame in frames:
             self._emit(work, frame)
+        self._encode_s += work.writer.encode_s - before
 
     def _score_prompt(self, chunk: Chunk[Work], rows: Tensor) -> None:
         """Log-probabilities of the prompt's own tokens, for requests that ask: row i predicts token i + 1."""
@@ -151,11 +176,11 @@ class PrefillEngine:
 
 
 def _span(chunk: Chunk[Work]) -> Span:
-    return Span(chunk.lease.slot, chunk.start, chunk.count, tuple(chunk.lease.pages))
+    return Span(chunk.grant.slot, chunk.start, chunk.count, tuple(chunk.grant.pages))
 
 
 def _wanted(chunk: Chunk[Work]) -> int:
-    """How many of its last rows predict a token that somebody asks for."""
+    """How many of a chunk's last rows predict a token that the request needs."""
     if chunk.prompt.owner.job.request.sampling.prompt_logprobs is not None:
         return chunk.count
     return 1 if chunk.is_last else 0

@@ -1,11 +1,12 @@
-"""Host memory for compressed KV: one budget of bytes, shared by tenants of different right. Numbers only.
+"""Host memory for compressed KV: one budget of bytes, shared by three kinds of tenants. Numbers only.
 
-    waiting   KV that no decode node has yet, counted in full from the moment its prompt starts. Never pushed out.
+    waiting   KV that no decode node has. It claims the worst case when its prompt starts, and gives back what its
+              frames turn out to save. Never pushed out.
     kept      KV that a decode node has, kept in case that node dies. The oldest is pushed out first.
     prefix    Sealed pages of earlier prompts. The least recently used is pushed out first.
 
-Bytes are claimed before they are filled, so the budget is never exceeded. A claim pushes out tenants of less right, and
-a prefix page also pushes out other prefix pages.
+Bytes are claimed before they are filled, so the budget is never exceeded. A waiting claim pushes out prefix pages, then
+kept KV. A prefix page pushes out other prefix pages only.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _YIELDING: Final = {
     Tenant.KEPT: (),
     Tenant.PREFIX: (Tenant.PREFIX,),
 }
-"""Who makes room for whom, first to go first. What is kept was claimed while it waited."""
+"""Tenant that claims -> the tenants that it pushes out, in that order. Kept KV was claimed while it waited."""
 
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """A tenant's share of the pool. `pushed_out` is called when it is lost to a tenant of more right."""
+    """A tenant's bytes of the pool. `pushed_out` is called when another claim pushes them out."""
 
     num_bytes: int
     tenant: Tenant
@@ -57,12 +58,14 @@ class HostPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes nobody holds."""
+        """Bytes that no tenant holds."""
         return self.capacity_bytes - sum(self._bytes.values())
 
     def claim(self, tenant: Tenant, num_bytes: int, pushed_out: Callable[[], None]) -> Claim | None:
-        """Take bytes, pushing out as few tenants of less right as it needs; None, and nothing changes, if they are too
-        few."""
+        """Take bytes, and push out as few of the tenants that yield as that needs.
+
+        Returns None and changes nothing if pushing out all of them is not enough.
+        """
         yielding = _YIELDING[tenant]
         if num_bytes > self.free_bytes + sum(self._bytes[other] for other in yielding):
             return None
@@ -75,14 +78,28 @@ class HostPool:
         self._add(claim)
         return claim
 
-    def turn(self, claim: Claim, tenant: Tenant) -> None:
-        """Make a claim the youngest of `tenant`, which may be the kind that it is. Without effect once it is lost."""
+    def change_tenant(self, claim: Claim, tenant: Tenant) -> None:
+        """Make a claim the youngest of `tenant`, which may be its present kind. Without effect once it is lost."""
         if not self._remove(claim):
             return
         waited, claim.tenant = claim.tenant is Tenant.WAITING, tenant
         self._add(claim)
         if waited and tenant is not Tenant.WAITING:
             self._on_left(claim.num_bytes)
+
+    def shrink(self, claim: Claim, num_bytes: int) -> None:
+        """Give back `num_bytes` of a claim, which keeps its place. Without effect once it is lost.
+
+        Raises `ValueError` when the claim is smaller.
+        """
+        if num_bytes > claim.num_bytes:
+            raise ValueError(f"a claim of {claim.num_bytes} bytes cannot give back {num_bytes}")
+        if not num_bytes or claim not in self._claims[claim.tenant]:
+            return
+        claim.num_bytes -= num_bytes
+        self._bytes[claim.tenant] -= num_bytes
+        if claim.tenant is Tenant.WAITING:
+            self._on_left(num_bytes)
 
     def release(self, claim: Claim) -> None:
         """Give a claim's bytes back. Without effect once it is lost."""

@@ -1,4 +1,4 @@
-"""Which jobs a prefill node takes, and why it refuses the others: for ever, for now, or because it is about to stop."""
+"""Decides which jobs a prefill node takes. It refuses a job for good, for now, or because the node is about to stop."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Intake:
         self._spec, self._host, self._drain_rate = spec, host, drain_rate
         self._page_pool_tokens, self._queue_tokens = page_pool_tokens, queue_tokens
         self.draining = asyncio.Event()
-        """Set for good when the node takes no job any more."""
+        """Set when the node takes no new job, and never cleared."""
         self.refused: Counter[str] = Counter()
         """Jobs refused, by error code."""
 
     def check(self, job: PrefillJob, kv_bytes: int, queued_tokens: int) -> None:
-        """Let a job pass whose KV will weigh `kv_bytes`, behind `queued_tokens` others.
+        """Accept a job whose KV takes at most `kv_bytes`, behind `queued_tokens` prompt tokens of other jobs.
 
         Raises `RequestError` for what can never be served here, `NodeDraining`, or `Overloaded` when the queue is full.
         """

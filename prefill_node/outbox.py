@@ -1,5 +1,7 @@
-"""The shipments of a prefill node, by transfer id (HACK, Fig. 5, step 5: compressed KV waits in the prefill node's
-host memory until a decode node has room), and what they hold of its host pool."""
+"""The shipments of a prefill node, by transfer id.
+
+HACK, Fig. 5, step 5: compressed KV waits in the prefill node's host memory until a decode node has room.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Outbox:
         patience: Patience,
         kv_bytes: Callable[[int], int],
     ) -> None:
-        """`kv_bytes` says how many payload bytes the KV of so many tokens makes."""
+        """`kv_bytes` returns the most payload bytes that the KV of a number of tokens takes."""
         self._sender, self._fingerprint, self._pool, self._patience = sender, fingerprint, pool, patience
         self._kv_bytes = kv_bytes
         self._shipments: dict[str, Shipment] = {}
@@ -61,7 +63,7 @@ class Outbox:
         try:
             shipment.assign(epoch, address)
         except HandshakeRefused:
-            self.refused["gone" if shipment.is_gone else "stale"] += 1
+            self.refused["gone" if shipment.kv.gone else "stale"] += 1
             raise
         self.resends += not first
 

@@ -1,4 +1,4 @@
-"""What makes a sealed page the same page: every token up to its end, the codec and model, and the tenant's salt.
+"""Names of sealed pages. A name covers every token up to the page's end, the codec and model, and the request's salt.
 
 With the open-page rule the bytes of a page are a function of exactly these, whichever request computed it.
 """

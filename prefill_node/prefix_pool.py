@@ -1,21 +1,23 @@
-"""Pages and slots of a prefill node, as numbers: who holds what, and which sealed pages serve prompts to come.
+"""Pages and slots of a prefill node as numbers: which prompts hold them, and which pages later ones can share.
 
     free ──take──▶ private ──publish──▶ shared ──give back──▶ idle ──evict──▶ in host memory ──▶ dropped
      ▲                │                   ▲                    │                  │
      └────give back───┘                   └────────take────────┴──────────────────┘
 
-A page is published when a pass has sealed it, so a prompt that comes while another computes the same prefix shares what
-is sealed by then and computes the rest itself; whichever seals a page second drops its own copy. Idle pages are evicted
-when pages run short, least recently used first and the end of a prefix before its beginning: compressed planes go to
-host memory, if that has room for them. No tensors: `Moves` tells the engine what to copy before a pass.
+A page is published when a pass has sealed it. A prompt that starts while another one computes the same prefix shares
+the pages that are sealed by then and computes the rest itself. The prompt that seals a page second drops its own copy.
+Idle pages are evicted when pages run short: least recently used first, and the end of a prefix before its beginning.
+Their compressed planes go to host memory if it has room. No tensors: `Moves` tells the engine what to copy before a
+pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
+from prefill_node.host_places import HostPlaces, Moves
 from prefill_node.host_pool import Claim, HostPool, Tenant
 from prefill_node.page_names import PageName
 
@@ -27,43 +29,33 @@ class SharedPage:
     name: PageName
     parent: SharedPage | None
     page: int | None
-    """Its place in the page pool; None while it lies in host memory."""
+    """Its index in the page pool; None while it lies in host memory."""
     users: int = 0
     """Prompts that hold it."""
     claim: Claim | None = None
-    """Its share of host memory."""
+    """Its bytes of host memory."""
     place: int | None = None
     """Its place in host memory; None while it has none there."""
 
 
 @dataclass(eq=False, slots=True)
-class Lease:
+class PrefixGrant:
     """What one prompt holds: pool indices of its pages, in order, and its open page's slot."""
 
     pages: list[int]
     slot: int
     names: Sequence[PageName]
     shared: list[SharedPage]
-    """Its first pages that have a name."""
+    """Its first pages, those that are published or were shared from the start."""
     cached_tokens: int
-    """Tokens of the pages that were shared when it was taken."""
+    """Tokens of the pages that were shared from the start."""
     publishes: bool
     held: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Copies that come before the next pass: first all pages that leave the pool, then those that enter it."""
-
-    saves: dict[int, int] = field(default_factory=dict)
-    """Place in host memory -> page to copy there."""
-    loads: dict[int, int] = field(default_factory=dict)
-    """Page -> place in host memory to copy from."""
-
-
 @dataclass(slots=True)
 class PrefixCounts:
-    """What became of the prefixes so far."""
+    """Counts of prefix lookups and evictions so far."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -77,21 +69,18 @@ class PrefixPool:
     def __init__(
         self, num_pages: int, num_slots: int, page_tokens: int, host: HostPool, page_bytes: int, *, reuse: bool = True
     ) -> None:
-        """`page_bytes` is what a page weighs in host memory; `reuse` False keeps no page beyond its prompt."""
+        """`page_bytes` is the size of a page in host memory; `reuse` False keeps no page beyond its prompt."""
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.page_tokens = page_tokens
         self.counts = PrefixCounts()
-        self._host, self._page_bytes, self._reuse = host, page_bytes, reuse
+        self._host, self._page_bytes, self.reuse = host, page_bytes, reuse
         # Popped from the end, so low numbers first.
         self._pages = list(reversed(range(num_pages)))
         self._slots = list(reversed(range(num_slots)))
         self._known: dict[bytes, SharedPage] = {}
         self._idle: dict[SharedPage, None] = {}
-        self.num_places = host.capacity_bytes // page_bytes if reuse else 0
-        self._places = list(reversed(range(self.num_places)))
-        self._saves: dict[int, int] = {}
-        self._loads: dict[int, int] = {}
+        self.places = HostPlaces(host.capacity_bytes // page_bytes if reuse else 0)
 
     @property
     def free_pages(self) -> int:
@@ -110,7 +99,7 @@ class PrefixPool:
         return here, len(self._known) - here
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens, the open one included."""
+        """Pages that `num_tokens` tokens need, the open one included."""
         return -(-num_tokens // self.page_tokens)
 
     def has_room(self, num_tokens: int, names: Sequence[PageName] = ()) -> bool:
@@ -121,7 +110,7 @@ class PrefixPool:
         idle = sum(shared in self._idle for shared in found)
         return num_pages - here <= self.free_pages - idle and bool(self._slots)
 
-    def take(self, num_tokens: int, names: Sequence[PageName] = (), *, hit: bool = True) -> Lease | None:
+    def take(self, num_tokens: int, names: Sequence[PageName] = (), *, hit: bool = True) -> PrefixGrant | None:
         """Take one slot and all pages of a prompt whose full pages are `names`; None if either is short.
 
         The longest known prefix that leaves at least one token to compute is shared; `hit` False shares nothing.
@@ -140,24 +129,25 @@ class PrefixPool:
             if shared.page is None:
                 shared.page = self._new_page()
                 assert shared.place is not None
-                self._loads[shared.page], shared.place = shared.place, None
+                self.places.load(shared.place, shared.page)
+                shared.place = None
             pages.append(shared.page)
         pages += [self._new_page() for _ in range(num_pages - len(pages))]
         cached_tokens = len(found) * self.page_tokens
-        if hit and self._reuse:
+        if hit and self.reuse:
             self.counts.queried_tokens += num_tokens
             self.counts.hit_tokens += cached_tokens
-        return Lease(pages, self._slots.pop(), names, found, cached_tokens, publishes=self._reuse)
+        return PrefixGrant(pages, self._slots.pop(), names, found, cached_tokens, publishes=self.reuse)
 
-    def publish(self, lease: Lease, num_pages: int) -> None:
-        """The first `num_pages` pages of a prompt are sealed: name those that have none yet."""
-        while lease.publishes and len(lease.shared) < min(num_pages, len(lease.names)):
-            index = len(lease.shared)
-            parent = lease.shared[-1] if lease.shared else None
-            name, page = lease.names[index], lease.pages[index]
+    def publish(self, grant: PrefixGrant, num_pages: int) -> None:
+        """Name the first `num_pages` pages of a prompt, which are sealed, where they have no name yet."""
+        while grant.publishes and len(grant.shared) < min(num_pages, len(grant.names)):
+            index = len(grant.shared)
+            parent = grant.shared[-1] if grant.shared else None
+            name, page = grant.names[index], grant.pages[index]
             known = self._known.get(name.digest)
             if known is not None and known.name != name:
-                lease.publishes = False  # two names with one digest: the first one stays
+                grant.publishes = False  # two names with one digest: the first one stays
                 return
             if known is not None and known.parent is not parent:
                 self._drop(known)  # the page before it was dropped earlier, so nothing leads here any more
@@ -169,19 +159,19 @@ class PrefixPool:
                 known.page = page
             else:
                 self._pages.append(page)
-                lease.pages[index] = known.page
+                grant.pages[index] = known.page
                 self._idle.pop(known, None)
             known.users += 1
-            lease.shared.append(known)
+            grant.shared.append(known)
 
-    def give_back(self, lease: Lease) -> None:
+    def give_back(self, grant: PrefixGrant) -> None:
         """Return everything. Raises `ValueError` when it is not held."""
-        if not lease.held:
-            raise ValueError(f"the lease of slot {lease.slot} is not held")
-        lease.held = False
-        self._slots.append(lease.slot)
-        self._pages.extend(reversed(lease.pages[len(lease.shared) :]))
-        for shared in reversed(lease.shared):  # so that the beginning of a prefix is the last to be evicted
+        if not grant.held:
+            raise ValueError(f"the grant of slot {grant.slot} is not held")
+        grant.held = False
+        self._slots.append(grant.slot)
+        self._pages.extend(reversed(grant.pages[len(grant.shared) :]))
+        for shared in reversed(grant.shared):  # so that the beginning of a prefix is the last to be evicted
             shared.users -= 1
             if shared.users:
                 continue
@@ -191,24 +181,17 @@ class PrefixPool:
                 self._pages.append(shared.page)
 
     def forget(self) -> None:
-        """Drop every name: what the pages hold is in doubt. Prompts go on with what they have."""
+        """Drop every name and planned copy, because the contents of pages are in doubt. Prompts keep their pages."""
         for shared in tuple(self._known.values()):
             self._drop(shared)
-        self._forget_moves()
+        self.places.take_moves()
 
     def moves(self) -> Moves:
         """What must be copied before the next pass, once."""
-        moves = Moves(self._saves, self._loads)
-        self._forget_moves()
-        return moves
-
-    def _forget_moves(self) -> None:
-        """Later moves come after these, so places that were read from are free."""
-        self._places.extend(self._loads.values())
-        self._saves, self._loads = {}, {}
+        return self.places.take_moves()
 
     def _match(self, names: Sequence[PageName]) -> list[SharedPage]:
-        """The longest known prefix."""
+        """The pages of the longest known prefix of `names`."""
         found: list[SharedPage] = []
         for name in names:
             shared = self._known.get(name.digest)
@@ -228,18 +211,18 @@ class PrefixPool:
         assert page is not None
         self.counts.evicted_pages += 1
         shared.claim = self._host.claim(Tenant.PREFIX, self._page_bytes, partial(self._pushed_out, shared))
-        # Bytes are free as soon as a page is to be loaded, its place only once it has been read: places can be short.
-        if shared.claim is None or not self._places:
+        # A page to be loaded frees its bytes at once, and its place only when the pass takes its moves. So there may be
+        # bytes and no place.
+        if shared.claim is not None:
+            shared.place = self.places.save(page)
+        if shared.place is None:
             self._drop(shared)
-        else:
-            shared.place = self._places.pop()
-            self._saves[shared.place] = page
         return page
 
     def _leave_host(self, shared: SharedPage) -> None:
         self._give_up_claim(shared)
         if shared.place is not None:
-            self._places.append(shared.place)
+            self.places.give_back(shared.place)
             shared.place = None
 
     def _give_up_claim(self, shared: SharedPage) -> None:
@@ -252,7 +235,7 @@ class PrefixPool:
         self._drop(shared)
 
     def _drop(self, shared: SharedPage) -> None:
-        """Forget a page's name; its place is free unless a prompt holds it."""
+        """Forget a page's name and its copy in host memory. The page itself is free unless a prompt holds it."""
         self._known.pop(shared.name.digest, None)
         self._leave_host(shared)
         if shared in self._idle:

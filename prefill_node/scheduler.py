@@ -1,14 +1,14 @@
 """Which prompt tokens run next, by a token budget. Numbers only, no tensors.
 
-A forward pass takes up to `chunk_tokens` tokens. Half of them (with a budget of one page: every other pass) belong to
-the oldest prompt, so that a long one ends however many others come; the rest goes to those that need the least to end,
-so that a short prompt does not wait for a long one: it runs in the pass after the one during which it came. What one
-side leaves over, the other gets. A prompt that does not end in a pass is cut at a page boundary, so every chunk but the
-last is whole pages.
+A forward pass takes up to `chunk_tokens` tokens. Half of them belong to the oldest prompt, so that a long prompt ends
+however many others come. (With a budget of one page, every other pass belongs to it.) The rest goes to the prompts with
+the fewest tokens left. So a short prompt does not wait for a long one: it runs in the first pass that starts after its
+arrival. Each side gets what the other leaves over. A prompt that does not end in a pass is cut at a page boundary, so
+every chunk but the last is whole pages.
 
-A prompt starts when the pool has all its pages, and holds them until its last chunk, so whoever has started can end. If
-the oldest of those that wait finds no room, at most `PATIENCE` others start before it; and a pass looks for room in
-vain at most `PATIENCE` times, since who comes later in its order needs more.
+A prompt starts when the pool has all its pages, and holds them until its last chunk. So every prompt that has started
+can end. If the oldest waiting prompt finds no room, at most `MAX_SKIPS` others start before it. A pass starts no more
+prompts once `MAX_SKIPS` of them found no room, because the prompts that it would try next need more.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Generic, TypeVar
 
 from hackkv.errors import ConfigError
 from prefill_node.page_names import PageName
-from prefill_node.prefix_pool import Lease, PrefixPool
+from prefill_node.prefix_pool import PrefixGrant, PrefixPool
 
-PATIENCE = 8
+MAX_SKIPS = 8
+"""Younger prompts that may start before one that finds no room, and prompts without room that a pass tries."""
 
 Owner = TypeVar("Owner")
 
@@ -33,20 +34,20 @@ class Prompt(Generic[Owner]):
     owner: Owner
     num_tokens: int
     names: Sequence[PageName] = ()
-    """What its full pages are known by."""
+    """The names of its full pages."""
     hit: bool = True
-    """Whether pages that are known already need not be computed."""
+    """Whether it may share known pages instead of computing them."""
     done: int = 0
-    lease: Lease | None = None
+    grant: PrefixGrant | None = None
     left: bool = False
     number: int = 0
     """Age: less is older."""
     last_pass: int = -1
     """The last pass in which it ran."""
     blocked: bool = False
-    """There was no room when it should have started."""
+    """Whether there was no room when it was last tried."""
     overtaken: int = 0
-    """How many younger prompts started since, while it was the oldest that waited."""
+    """How many younger prompts have started since then, while it was the oldest waiting one."""
     cached_tokens: int = 0
     """Tokens that were in the cache when it started."""
 
@@ -58,10 +59,10 @@ class Prompt(Generic[Owner]):
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Generic[Owner]):
-    """Tokens [start, start + count) of a prompt, to run in the next pass; the prompt holds `lease`."""
+    """Tokens [start, start + count) of a prompt, to run in the next pass; the prompt holds `grant`."""
 
     prompt: Prompt[Owner]
-    lease: Lease
+    grant: PrefixGrant
     start: int
     count: int
 
@@ -113,7 +114,7 @@ class PrefillScheduler(Generic[Owner]):
     def schedule(self, admit: Callable[[Owner], bool] = lambda _: True) -> list[Chunk[Owner]]:
         """Start a pass: its chunks, oldest prompt first; empty when nothing can run.
 
-        `admit` is asked last of all before a prompt starts: whether there is room for what it will leave behind.
+        `admit` is the last check before a prompt starts: whether host memory has room for its KV.
         """
         prompts = sorted((*self._running, *self._waiting), key=lambda prompt: prompt.number)
         if not prompts:
@@ -126,9 +127,9 @@ class PrefillScheduler(Generic[Owner]):
                 break
             budget -= self._give(prompt, counts, budget, admit)
         self._in_pass = [
-            Chunk(prompt, prompt.lease, prompt.done, count)
+            Chunk(prompt, prompt.grant, prompt.done, count)
             for prompt, count in counts.items()
-            if count and prompt.lease is not None
+            if count and prompt.grant is not None
         ]
         for chunk in self._in_pass:
             chunk.prompt.last_pass = self._pass
@@ -139,7 +140,7 @@ class PrefillScheduler(Generic[Owner]):
         """End a pass that succeeded: its tokens are done, and complete or departed prompts give their pages back."""
         for chunk in self._in_pass:
             chunk.prompt.done = chunk.start + chunk.count
-            self._pool.publish(chunk.lease, chunk.prompt.done // self._pool.page_tokens)
+            self._pool.publish(chunk.grant, chunk.prompt.done // self._pool.page_tokens)
         self._end_pass()
 
     def abandon(self) -> None:
@@ -164,30 +165,30 @@ class PrefillScheduler(Generic[Owner]):
     def _give(
         self, prompt: Prompt[Owner], counts: dict[Prompt[Owner], int], limit: int, admit: Callable[[Owner], bool]
     ) -> int:
-        """Grant a prompt up to `limit` tokens of the pass, starting it if it waits; returns how many."""
-        if not self._cut(prompt.remaining, limit) or not (prompt.lease or self._start(prompt, admit)):
+        """Give a prompt up to `limit` tokens of the pass; start it if it waits. Returns how many tokens it got."""
+        if not self._cut(prompt.remaining, limit) or not (prompt.grant or self._start(prompt, admit)):
             return 0
         count = self._cut(prompt.remaining - counts[prompt], limit)  # starting may have found cached pages
         counts[prompt] += count
         return count
 
     def _cut(self, remaining: int, limit: int) -> int:
-        """All that is left, or as many whole pages as fit."""
+        """All `remaining` tokens if `limit` allows, else as many whole pages as fit."""
         return remaining if remaining <= limit else limit // self._pool.page_tokens * self._pool.page_tokens
 
     def _start(self, prompt: Prompt[Owner], admit: Callable[[Owner], bool]) -> bool:
         first = self._waiting[0]
         overtakes = prompt is not first and first.blocked
-        if self._in_vain >= PATIENCE or (overtakes and first.overtaken >= PATIENCE):
+        if self._in_vain >= MAX_SKIPS or (overtakes and first.overtaken >= MAX_SKIPS):
             return False
         names = prompt.names if prompt.hit else ()
         prompt.blocked = not (self._pool.has_room(prompt.num_tokens, names) and admit(prompt.owner))
         if prompt.blocked:
             self._in_vain += 1
             return False
-        prompt.lease = self._pool.take(prompt.num_tokens, prompt.names, hit=prompt.hit)
-        assert prompt.lease is not None
-        prompt.done = prompt.cached_tokens = prompt.lease.cached_tokens
+        prompt.grant = self._pool.take(prompt.num_tokens, prompt.names, hit=prompt.hit)
+        assert prompt.grant is not None
+        prompt.done = prompt.cached_tokens = prompt.grant.cached_tokens
         self._waiting.remove(prompt)
         self._running.append(prompt)
         first.overtaken += overtakes
@@ -200,7 +201,7 @@ class PrefillScheduler(Generic[Owner]):
                 self._release(chunk.prompt)
 
     def _release(self, prompt: Prompt[Owner]) -> None:
-        if prompt.lease is not None:
-            self._pool.give_back(prompt.lease)
-            prompt.lease = None
+        if prompt.grant is not None:
+            self._pool.give_back(prompt.grant)
+            prompt.grant = None
             self._running.remove(prompt)

@@ -4,10 +4,9 @@
        ▲                │    ▲                  │
        └────failed──────┘    └──────assign──────┘
 
-The frames stay all the time, so any of them can be sent once more: `assign` may come at any moment, also while the
-prompt still runs, and a later epoch gives up a push that is under way. The shipment owns its bytes in the host pool; a
-timer bounds how long it waits and how long it is kept, whatever its reader does. All methods belong to the event loop's
-thread.
+The frames stay all the time (`kept_kv.py`), so all of them can be sent again. `assign` may come at any moment, also
+while the prompt still runs. An assignment of a later epoch gives up a push that is under way. A timer bounds how long
+the KV waits and how long it is kept, whatever its reader does. All methods belong to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ from hackkv.types import (
     PrefillJob,
     Receipt,
 )
-from prefill_node.host_pool import Claim, HostPool, Tenant
+from prefill_node.host_pool import HostPool, Tenant
+from prefill_node.kept_kv import KeptKv
 from transport.base import KvSender
 
 log = logging.getLogger(__name__)
@@ -38,15 +38,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long KV lies in host memory though nobody asks for it, in seconds."""
+    """How long KV stays in host memory while no push needs it, in seconds."""
 
-    unassigned_s: float = 300.0
+    unassigned_s: float
     """From token 0, or from a failed push, until a decode node is named."""
-    kept_s: float = 1800.0
+    kept_s: float
     """From the commit of a handoff."""
-
-
-DEFAULT_PATIENCE = Patience()
 
 
 @dataclass(eq=False, slots=True)
@@ -73,45 +70,25 @@ class Shipment:
         patience: Patience,
         on_pushed_out: Callable[[], None],
     ) -> None:
-        """`on_pushed_out` is called when the kept KV had to make room."""
-        self._job, self._num_bytes, self._fingerprint = job, num_bytes, fingerprint
-        self._pool, self._sender, self._patience = pool, sender, patience
+        """`num_bytes` is the most that the KV can take. `on_pushed_out` is called when kept KV had to make room."""
+        self._job, self._fingerprint = job, fingerprint
+        self._sender, self._patience = sender, patience
         self._on_pushed_out = on_pushed_out
-        self._claim: Claim | None = None
-        self._frames: list[KvFrame] = []
-        self._end: HandoffEnd | None = None
-        self._finished_at = 0.0
-        self._grew = asyncio.Event()
+        self.kv = KeptKv(pool, num_bytes, self._pushed_out)
         self._push: _Push | None = None
         self._tasks: dict[_Push, asyncio.Task[None]] = {}
         self._epoch = job.epoch - 1
         self._fates: asyncio.Queue[HandedOff | HandoffFailed | HackkvError | None] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
         self._keeps = True
-        self._gone = False
         if job.decode_address:
             self.assign(job.epoch, job.decode_address)
 
-    def claim_room(self) -> bool:
-        """Take the host memory that the whole KV will need; False if there is none now."""
-        if self._gone:
-            return False
-        if self._claim is None:
-            self._claim = self._pool.claim(Tenant.WAITING, self._num_bytes, self._pushed_out)
-        return self._claim is not None
-
-    def put(self, frame: KvFrame) -> None:
-        """Append a frame; without effect once the KV is gone."""
-        if not self._gone:
-            self._frames.append(frame)
-            self._grew.set()
-
     def finish(self, end: HandoffEnd, finished_at: float) -> None:
         """The prompt is complete: token 0 was chosen at `finished_at` (perf_counter)."""
-        if self._gone:
+        if self.kv.gone:
             return
-        self._end, self._finished_at = end, finished_at
-        self._grew.set()
+        self.kv.finish(end, finished_at)
         if self._push is None:
             self._expect_assignment()
         else:
@@ -122,15 +99,14 @@ class Shipment:
 
         Raises `HandshakeRefused` when the KV is gone or the epoch is not newer than the last one.
         """
-        if self._gone:
+        if self.kv.gone:
             raise HandshakeRefused(f"the KV of transfer {self._job.transfer_id} is gone")
         if epoch <= self._epoch:
             raise HandshakeRefused(f"transfer {self._job.transfer_id} is in epoch {self._epoch} already, not {epoch}")
         self._give_up_push()
         self._disarm()
         self._epoch = epoch
-        if self._claim is not None:
-            self._pool.turn(self._claim, Tenant.WAITING)
+        self.kv.hold_as(Tenant.WAITING)
         push = self._push = _Push(epoch, address)
         task = self._tasks[push] = asyncio.create_task(self._run(push), name=f"push {self._job.transfer_id}")
         task.add_done_callback(lambda _: self._tasks.pop(push))
@@ -152,11 +128,11 @@ class Shipment:
     def stop_keeping(self) -> None:
         """Give up the KV as soon as a decode node has it."""
         self._keeps = False
-        if self._claim is not None and self._claim.tenant is Tenant.KEPT:
+        if self.kv.is_kept:
             self._drop(None)
 
     async def close(self) -> None:
-        """Give everything back; returns when no push is under way."""
+        """Give up the KV and return its memory. Waits until no push is under way."""
         self.let_go()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
@@ -170,20 +146,16 @@ class Shipment:
         """Whether a decode node was ever named."""
         return self._epoch >= self._job.epoch
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the KV was given up."""
-        return self._gone
-
     async def _run(self, push: _Push) -> None:
         handoff = Handoff(self._job.transfer_id, push.epoch, self._fingerprint, len(self._job.request.prompt_ids))
-        # A decode node that has accepted a handoff counts the seconds to each frame; a queue is not its business.
-        await self._item(0)
+        # A decode node limits the wait for each frame of a handoff that it has accepted. The push starts when the first
+        # frame is here, so the time in this node's queue does not count.
+        await self.kv.item(0)
         try:
             receipt = await self._sender.push(push.address, handoff, self._leaving(push))
         except HackkvError as error:
             self._failed(push, error)
-        except Exception as error:  # whatever a wire does, the KV is still here
+        except Exception as error:  # a wire's bug must not lose the KV, which is still here
             log.exception("push of %s to %s", self._job.transfer_id, push.address)
             self._failed(push, HackkvError(f"push failed: {type(error).__name__}: {error}"))
         else:
@@ -191,36 +163,26 @@ class Shipment:
 
     async def _leaving(self, push: _Push) -> AsyncIterator[KvFrame | HandoffEnd]:
         index = 0
-        while isinstance(item := await self._item(index), KvFrame):
+        while isinstance(item := await self.kv.item(index), KvFrame):
             index += 1
             push.sent_bytes += len(item.payload)
             yield item if item.epoch == push.epoch else reissued(item, push.epoch)
         yield handoff_end(item.transfer_id, push.epoch, item.num_frames, item.first_token)
-
-    async def _item(self, index: int) -> KvFrame | HandoffEnd:
-        """Frame number `index`, or the end after the last one, once it is there."""
-        while index >= len(self._frames):
-            if self._end is not None:
-                return self._end
-            self._grew.clear()
-            await self._grew.wait()
-        return self._frames[index]
 
     def _committed(self, push: _Push, receipt: Receipt) -> None:
         if push is not self._push:
             return
         self._push = None
         now = perf_counter()
-        exposed_from = max(self._finished_at, push.assigned_at)
-        swap_wait_s = exposed_from - self._finished_at if push.epoch == self._job.epoch else 0.0
+        exposed_from = max(self.kv.finished_at, push.assigned_at)
+        swap_wait_s = exposed_from - self.kv.finished_at if push.epoch == self._job.epoch else 0.0
         self._fates.put_nowait(
             HandedOff(receipt, swap_wait_s, now - exposed_from, push.overlapped_bytes, epoch=push.epoch)
         )
         if not self._keeps:
             self._drop(None)
             return
-        if self._claim is not None:
-            self._pool.turn(self._claim, Tenant.KEPT)
+        self.kv.hold_as(Tenant.KEPT)
         self._arm(self._patience.kept_s, None)
 
     def _failed(self, push: _Push, error: HackkvError) -> None:
@@ -228,7 +190,7 @@ class Shipment:
             return
         self._push = None
         self._fates.put_nowait(HandoffFailed(push.epoch, error.code, str(error)))
-        if self._end is not None:
+        if self.kv.end is not None:
             self._expect_assignment()
 
     def _expect_assignment(self) -> None:
@@ -255,12 +217,9 @@ class Shipment:
             self._tasks[push].cancel()
 
     def _drop(self, error: HackkvError | None) -> None:
-        if self._gone:
+        if self.kv.gone:
             return
-        self._gone = True
         self._disarm()
         self._give_up_push()
-        self._frames.clear()
-        if self._claim is not None:
-            self._pool.release(self._claim)
+        self.kv.drop()
         self._fates.put_nowait(error)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from hackkv.process import Shutdown, run_role
+from node.process import Shutdown, run_role
 from router.config import RouterConfig
 from router.service import serve
 
 
 async def run(config: RouterConfig, shutdown: Shutdown) -> None:
-    """Run the router until it is told to end, however: requests in flight get the same grace."""
+    """Run the router until it is told to end. Requests in flight get the same grace, whatever told it."""
     await serve(config, shutdown.drain)
 
 

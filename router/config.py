@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from pydantic import Field
 
 from hackkv.config import Frozen, ListenConfig, RoleConfig
 from hackkv.errors import ConfigError
+
+LEASE_TTL_S: Final = 3.0
+"""How long a node stays in the fleet without a report."""
 
 
 class NodesConfig(Frozen):
@@ -18,24 +22,29 @@ class NodesConfig(Frozen):
 
 
 class DeadlinesConfig(Frozen):
-    """How long a request may stay in one state of `router.states`, in seconds; longer is a 504."""
+    """How long a request may stay in one state of `router.life.states`, in seconds.
+
+    A request that stays longer goes to another decode node where the table of states says so; else it ends with a 504.
+    """
 
     body_s: float = Field(default=30.0, gt=0)
     """Reading the request body; longer is a 408."""
+    tokenize_s: float = Field(default=60.0, gt=0)
+    """Tokenizing one prompt, with the wait for a thread if it is long."""
     queue_s: float = Field(default=120.0, gt=0)
-    """Waiting for a prefill node, and again for room on a decode node; also while nodes restart."""
+    """Waiting for a prefill node, and again for room on a decode node. Covers waits for nodes that restart."""
     prefill_s: float = Field(default=300.0, gt=0)
     """From dispatch to the first token."""
     offer_s: float = Field(default=10.0, gt=0)
     """Telling the prefill node which decode node holds room."""
     transfer_s: float = Field(default=60.0, gt=0)
-    """From the first token (or the decode node's assignment) until the KV has landed; and on top of it"""
+    """From the first token (or the decode node's assignment) until the KV has landed."""
     transfer_ktoken_s: float = Field(default=1.0, ge=0)
-    """for every thousand tokens of prompt and output."""
+    """Added to `transfer_s` for every thousand tokens of prompt and output."""
     landed_s: float = Field(default=120.0, gt=0)
     """From landing to the next new token: the decode node's queue, and the replay after a failover."""
     token_s: float = Field(default=60.0, gt=0)
-    """Between two tokens."""
+    """Between two tokens, and from the last token to the end of the nodes' accounts."""
     swapped_s: float = Field(default=300.0, gt=0)
     """In the decode node's host memory."""
     total_s: float = Field(default=1800.0, gt=0)
@@ -57,11 +66,11 @@ class LimitsConfig(Frozen):
     max_waiting: int = Field(default=1024, gt=0)
     """Sequences that wait for room on a decode node; one more is a 429."""
     ageing_s: float = Field(default=5.0, ge=0)
-    """How long smaller requests may pass one that finds no room."""
+    """How long later requests may pass a request that finds no room."""
     max_passed: int = Field(default=16, ge=0)
-    """How many may."""
+    """How many requests may pass it."""
     max_failovers: int = Field(default=3, ge=0)
-    """Lost nodes and failed transfers that one request survives; nodes that drain do not count."""
+    """Lost nodes, failed transfers and missed deadlines that one request survives. Nodes that drain do not count."""
 
 
 class RouterConfig(RoleConfig):
@@ -79,7 +88,7 @@ class RouterConfig(RoleConfig):
     api_key_file: Path | None = None
     """One key a line. With no key at all the API is open."""
     nodes: NodesConfig = NodesConfig()
-    lease_ttl_s: float = Field(default=3.0, gt=0)
+    lease_ttl_s: float = Field(default=LEASE_TTL_S, gt=0)
     shutdown_grace_s: float = Field(default=3.0, ge=0)
     """Time that requests in flight get to finish after SIGTERM."""
     deadlines: DeadlinesConfig = DeadlinesConfig()

@@ -1,4 +1,4 @@
-"""Structured concurrency: what `asyncio.TaskGroup` and `asyncio.timeout` leave to be said in our own errors."""
+"""Structured concurrency: `asyncio.TaskGroup` and `asyncio.timeout` with this project's errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def deadline(seconds: float | None, doing: str) -> AsyncIterator[asyncio.Timeout]:
-    """Raise `DeadlineExceeded` if the block takes longer; None is no limit until the yielded one is rescheduled."""
+    """Raise `DeadlineExceeded` if the block takes longer. None is no limit until the yielded timeout is rescheduled."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -31,7 +31,7 @@ async def deadline(seconds: float | None, doing: str) -> AsyncIterator[asyncio.T
 def unwrapped() -> Iterator[None]:
     """Let a task group fail with the error that made it fail.
 
-    The first failure cancels the other tasks, so what comes after it is an echo. The body of the group must not end
+    The first failure cancels the other tasks, so later errors only follow from it. The body of the group must not end
     before its tasks: Python 3.11 counts a failure after that as a cancellation of the parent, and never uncounts it.
     """
     try:
@@ -50,7 +50,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 async def guarded(work: Coroutine[Any, Any, T], *alarms: asyncio.Future[HackkvError]) -> T:
-    """The result of `work`, unless an alarm goes off first: then its error, and `work` is cancelled."""
+    """The result of `work`. If an alarm goes off first, `work` is cancelled and the alarm's error is raised."""
     task = asyncio.ensure_future(work)
     try:
         waits: set[asyncio.Future[Any]] = {task, *alarms}

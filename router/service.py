@@ -11,20 +11,15 @@ from collections.abc import Awaitable, Callable, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from hackkv.defaults import read_sampling_defaults
 from hackkv.errors import ConfigError
-from hackkv.process import announce
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Role
-from router.app import build_app
+from node.process import announce
+from router.api.app import build_app
+from router.api.defaults import read_sampling_defaults
+from router.api.served import serve_model
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.generation import Backend, PromptLimits
-from router.journal import Journal
-from router.lifecycle import Deadlines
-from router.line import Patience
-from router.metrics import Metrics
+from router.fleet.fleet import Fleet
 from transport.channels import ChannelPool
 from transport.rpc_client import DecodeClient, PrefillClient
 from transport.rpc_server import RpcServer
@@ -54,16 +49,16 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         lambda address: PrefillClient(address, channels),
         lambda address: DecodeClient(address, channels),
         lease_ttl_s=config.lease_ttl_s,
-        max_waiting=config.limits.max_waiting,
-        patience=Patience(config.limits.ageing_s, config.limits.max_passed),
+        limits=config.limits,
         remember_s=config.deadlines.queue_s,
     )
-    backend = _backend(config, tokenizer, fleet)
-    app = build_app(backend, api_keys, config.limits.max_body_bytes, config.deadlines.body_s)
+    defaults = read_sampling_defaults(config.model)
+    served = serve_model(config.model_name, tokenizer, fleet, defaults, config.deadlines, config.limits)
+    app = build_app(served, api_keys, config.limits.max_body_bytes, config.deadlines.body_s)
     control = RpcServer(
         config.control.host, config.control.port, advertise_host=config.control.advertise_host, trust=trust
     )
-    control.add_registry(fleet)
+    control.add_registry(fleet.nodes)
     static = tuple(
         (role, address)
         for role, addresses in ((Role.PREFILL, config.nodes.prefill), (Role.DECODE, config.nodes.decode))
@@ -74,8 +69,8 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         control_address = await control.start()
         announce(http=_url(http, config.listen.advertise_host), control=control_address)
         async with asyncio.TaskGroup() as tasks:
-            housekeeping = [tasks.create_task(fleet.run(static)), tasks.create_task(backend.journal.run())]
-            await _serve_http(app, http, stop, lambda: backend.dispatcher.close(config.shutdown_grace_s))
+            housekeeping = [tasks.create_task(fleet.nodes.run(static)), tasks.create_task(served.journal.run())]
+            await _serve_http(app, http, stop, lambda: served.dispatcher.close(config.shutdown_grace_s))
             for task in housekeeping:
                 task.cancel()
     finally:
@@ -87,7 +82,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
 async def _serve_http(
     app: ASGIApp, http: socket.socket, stop: asyncio.Event, close: Callable[[], Awaitable[None]]
 ) -> None:
-    """Serve until `stop`, then until `close` is through: meanwhile probes and new requests hear that it is over."""
+    """Serve until `stop`, then until `close` has ended. In between, probes and new requests hear that it stops."""
     server = _Server(
         uvicorn.Config(
             app,
@@ -111,26 +106,11 @@ async def _serve_http(
         stopper.cancel()
 
 
-def _backend(config: RouterConfig, tokenizer: Tokenizer, fleet: Fleet) -> Backend:
-    metrics = Metrics(config.model_name, fleet)
-    limits = config.limits
-    deadlines = Deadlines(**config.deadlines.model_dump(exclude={"body_s"}))
-    return Backend(
-        config.model_name,
-        tokenizer,
-        Dispatcher(fleet, metrics, deadlines, limits.max_inflight, limits.max_failovers),
-        metrics,
-        PromptLimits(limits.max_prompt_tokens, limits.max_sequences, limits.default_chat_tokens),
-        read_sampling_defaults(config.model),
-        Journal(fleet),
-    )
-
-
 def _bind(host: str, port: int) -> socket.socket:
     """A listening socket.
 
-    The protocol is named because asyncio switches Nagle's algorithm off only for sockets that say TCP, and
-    `socket.create_server` makes none: the end of every response would wait 40 ms for the client's delayed ACK.
+    The protocol is named because asyncio switches Nagle's algorithm off only for sockets that name TCP, and those of
+    `socket.create_server` do not. Otherwise the end of every response would wait 40 ms for the client's delayed ACK.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -14,21 +14,26 @@ from tempfile import TemporaryDirectory
 
 import torch
 from hack_kernels import load
+from hack_kernels.base import Pool
+from hack_kernels.reference.rows import RowReference
+from hack_kernels.row_format import RowFormat
+from hack_kernels.stopwatch import HostStopwatch
 from torch import Tensor
 
+from decode_node.config import DecodeSettings
 from decode_node.service import DecodeService
-from hackkv.codec import Batch, LayerPages
-from hackkv.codecs.fp16 import Fp16Codec
+from hackkv.codec import Batch, KvCodec
+from hackkv.codecs.paged import Kept, PagedCodec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.llama import Llama, Weights
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
+from hackkv.nodes import NodeIdentity
 from hackkv.types import (
     Decoded,
     DecodeJob,
     HandedOff,
     Landed,
-    NodeIdentity,
     Prefilled,
     PrefillJob,
     Request,
@@ -37,12 +42,14 @@ from hackkv.types import (
     Swapped,
     Token,
 )
+from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
 from transport.closing import closing
-from transport.wires import WIRES
+from transport.wires import Loopback
 
 PI = 32
 TIMEOUT_S = 30.0
+DECODING = DecodeSettings(max_sequences=8, max_batch=8, landing_s=TIMEOUT_S)
 
 
 @cache
@@ -91,16 +98,18 @@ def _with_weights(worker: Worker, weights: Weights) -> Worker:
     return replace(worker, model=model)
 
 
-class GatedCodec(Fp16Codec):
+class GatedCodec(PagedCodec):
     """Codec `fp16` whose engine thread waits for a permit before it attends: a test stops a pass where it wants."""
 
-    def __init__(self, page_tokens: int = PI) -> None:
-        super().__init__("fp16", 64, page_tokens, load("auto"))
+    def __init__(self, page_tokens: int = PI, layers: int = 2) -> None:
+        fmt, backend = RowFormat(64, page_tokens), load("auto")
+        kept = Kept(fmt, backend.kernels_for(fmt, RowReference))
+        super().__init__("fp16", (kept,) * layers, backend, (("page_tokens", str(page_tokens)),))
         self.permits = threading.Semaphore(0)
         self.arrived = threading.Semaphore(0)
         """Counts how often the engine came to the gate."""
 
-    def attend(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.arrived.release()
         assert self.permits.acquire(timeout=TIMEOUT_S)
         return super().attend(layer, pool, batch, q, k, v)
@@ -112,6 +121,14 @@ class GatedCodec(Fp16Codec):
     def reached(self) -> None:
         """Return when the engine stands at the gate; for `asyncio.to_thread`."""
         assert self.arrived.acquire(timeout=TIMEOUT_S)
+
+
+def twin(codec: KvCodec) -> KvCodec:
+    """The same codec with timers of its own."""
+    other = copy(codec)
+    assert isinstance(other, PagedCodec)
+    other.sealing, other.attending = HostStopwatch(), HostStopwatch()
+    return other
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,37 +196,31 @@ async def paired(
     chunk_pages: int = 2,
     host_bytes: int = 1 << 30,
     queue_tokens: int = 1 << 20,
-    max_sequences: int = 8,
-    max_batch: int = 8,
-    swap_bytes: int = 1 << 30,
-    replay_tokens: int = 256,
-    landing_s: float = TIMEOUT_S,
+    decoding: DecodeSettings = DECODING,
 ) -> AsyncIterator[Pair]:
     """Start both nodes; close them at the end. By default the decode node differs from the other in its timers only."""
     if decode is None:
         gated = isinstance(prefill.codec, GatedCodec)
-        decode = prefill if gated else replace(prefill, codec=copy(prefill.codec))
-    wire = WIRES["inproc"](TIMEOUT_S)
+        decode = prefill if gated else replace(prefill, codec=twin(prefill.codec))
+    wire = Loopback("inproc", TIMEOUT_S)
     sender, listener = wire.sender(), wire.listener()
     prefill_service = PrefillService(
         NodeIdentity("p", "p", "1"),
         prefill,
         sender,
-        num_pages=num_pages,
-        max_prompts=32,
-        chunk_tokens=chunk_pages * prefill.layout.page_tokens,
-        host_bytes=host_bytes,
-        queue_tokens=queue_tokens,
+        num_pages,
+        PrefillSettings(
+            max_prompts=32,
+            chunk_tokens=chunk_pages * prefill.layout.page_tokens,
+            host_bytes=host_bytes,
+            queue_tokens=queue_tokens,
+        ),
     )
     decode_service = DecodeService(
         NodeIdentity("d", "d", "1"),
         decode,
-        num_pages=num_pages,
-        max_sequences=max_sequences,
-        max_batch=max_batch,
-        host_bytes=swap_bytes,
-        replay_tokens=replay_tokens,
-        landing_s=landing_s,
+        num_pages,
+        decoding,
     )
     try:
         address = await listener.serve(decode_service.inbox.deliver)

@@ -23,15 +23,15 @@ def steps(draw: st.DrawFn) -> tuple[list[Span], list[Span]]:
         )
         for slot in range(draw(st.integers(1, 4)))
     ]
-    after = [Span(span.slot, span.start + span.count, span.count, span.pages) for span in last]
+    after = [Span(span.slot, span.held + span.count, span.count, span.pages) for span in last]
     change = draw(st.sampled_from(["nothing", "page", "slot", "count", "order", "one leaves"]))
     first = after[0]
     if change == "page":
-        after[0] = Span(first.slot, first.start, first.count, (*first.pages, 99))
+        after[0] = Span(first.slot, first.held, first.count, (*first.pages, 99))
     elif change == "slot":
-        after[0] = Span(9, first.start, first.count, first.pages)
+        after[0] = Span(9, first.held, first.count, first.pages)
     elif change == "count":
-        after[0] = Span(first.slot, first.start, first.count + 1, first.pages)
+        after[0] = Span(first.slot, first.held, first.count + 1, first.pages)
     elif change == "order":
         after.reverse()
     elif change == "one leaves" and len(after) > 1:
@@ -42,7 +42,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Span], list[Span]]:
 @given(steps())
 def test_what_is_shared_with_the_last_batch_is_what_it_would_be_anew(run: tuple[list[Span], list[Span]]) -> None:
     last, after = run
-    found, anew = Batch.of(after, PI, Batch.of(last, PI)), Batch.of(after, PI)
+    found, anew = Batch.of(after, PI, last=Batch.of(last, PI)), Batch.of(after, PI)
     assert (found.spans, found.page_tokens, found.is_decode, found.filled) == (
         anew.spans,
         anew.page_tokens,

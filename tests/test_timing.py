@@ -8,21 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hackkv.timing import Stage, StageClock
+from hackkv.timing import Stage, StageClock, SubStage
+from tests.hand import Hand
 
 SECONDS = st.floats(0, 1e4)
+SHARE = st.floats(0, 1)
 STAGES = st.sampled_from(list(Stage))
 MEASURED = st.dictionaries(STAGES, SECONDS, max_size=4)
-
-
-class Hand:
-    """A clock that a test moves by hand."""
-
-    def __init__(self) -> None:
-        self.time = 17.0
-
-    def __call__(self) -> float:
-        return self.time
 
 
 @given(
@@ -81,6 +73,32 @@ def test_durations_longer_than_the_window_are_scaled_to_it() -> None:
     hand.time += 3
     clock.enter(Stage.STREAM, {Stage.PREFILL: 4, Stage.DECODE: 2})
     assert (clock.stages()[Stage.PREFILL], clock.stages()[Stage.DECODE]) == (2, 1)
+
+
+def test_parts_are_scaled_as_the_stage_they_lie_in() -> None:
+    """A decode node had spent most of its 6 s before the window opened, for token 0 came late from the other node."""
+    hand = Hand()
+    clock = StageClock(hand)
+    hand.time += 4
+    clock.enter(
+        Stage.STREAM, {Stage.TRANSFER: 2, Stage.DECODE: 6}, parts={SubStage.ATTEND: 5, SubStage.APPROXIMATION: 1}
+    )
+    assert (clock.stages()[Stage.TRANSFER], clock.stages()[Stage.DECODE]) == (1, 3)
+    assert (clock.sub_stages[SubStage.ATTEND], clock.sub_stages[SubStage.APPROXIMATION]) == (2.5, 0.5)
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SHARE, SHARE), max_size=8))
+def test_a_part_never_exceeds_what_it_lies_in(windows: list[tuple[float, float, float, float, float]]) -> None:
+    """Whatever a window is worth, for workers whose own accounts are consistent."""
+    hand = Hand()
+    clock = StageClock(hand)
+    for seconds, transfer, decode, attended, approximated in windows:
+        hand.time += seconds
+        attend = decode * attended
+        parts = {SubStage.ATTEND: attend, SubStage.APPROXIMATION: attend * approximated}
+        clock.enter(Stage.STREAM, {Stage.TRANSFER: transfer, Stage.DECODE: decode}, parts=parts)
+        spent = clock.sub_stages
+        assert spent[SubStage.APPROXIMATION] <= spent[SubStage.ATTEND] <= clock.stages()[Stage.DECODE]
 
 
 def test_a_stopped_clock_gives_no_more_time_to_any_stage() -> None:

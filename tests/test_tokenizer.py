@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,19 @@ def test_no_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
 def test_the_router_does_not_load_torch() -> None:
     code = "import sys, router.service, hackkv.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(bytes_tokenizer: Tokenizer) -> None:
+    done = threading.Event()
+
+    def encode() -> None:
+        bytes_tokenizer.encode("over the lazy dog 12 " * 20_000)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    turns = 0
+    while not done.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 20, "a tokenizer that keeps the interpreter's lock leaves a few before it begins"

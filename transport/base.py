@@ -1,9 +1,9 @@
-"""The seams between rooms. A room is written against these protocols and never against gRPC.
+"""The protocols between rooms. A room is written against these protocols and never against gRPC.
 
-A node's service implements `PrefillNode` or `DecodeNode`; a remote client of that node implements the same protocol,
-so a test can hand one room the other directly. Errors raised on the far side arrive as the same
-`hackkv.errors` class with the same message. Closing the iterator of a call (or cancelling the task that reads it)
-cancels the call on the far side.
+A node's service implements `PrefillNode` or `DecodeNode`. A remote client of that node implements the same protocol, so
+a test can connect two rooms directly. An error that is raised on the far side arrives as the same `hackkv.errors` class
+with the same message. Closing the iterator of a call (or cancelling the task that reads it) cancels the call on the far
+side.
 """
 
 from __future__ import annotations
@@ -11,23 +11,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
-from hackkv.types import (
-    DecodeEvent,
-    DecodeJob,
-    Handoff,
-    HandoffEnd,
-    KvFrame,
-    Lease,
-    NodeInfo,
-    PrefillEvent,
-    PrefillJob,
-    Receipt,
-)
+from hackkv.nodes import Lease, NodeInfo
+from hackkv.types import DecodeEvent, DecodeJob, Handoff, HandoffEnd, KvFrame, PrefillEvent, PrefillJob, Receipt
 
 Deliver = Callable[[Handoff, AsyncIterator[KvFrame | HandoffEnd]], Awaitable[Receipt]]
-"""The receiving room's side of a wire. It raises `HandshakeRefused` before it asks for the first frame, or it starts to
-read; the wire tells the sender to go on when the first frame is asked for. Reading slowly is the back-pressure. A lost
-sender shows as `NodeLost` at the next frame; the room then has the wire's frame timeout to return."""
+"""The receiving room's side of a wire. It either raises `HandshakeRefused` before it asks for the first frame, or it
+starts to read. The wire tells the sender to go on when the first frame is asked for. Reading slowly is the
+back-pressure. A lost sender shows as `NodeLost` at the next frame. The room then has the wire's frame timeout to
+return."""
 
 
 class KvSender(Protocol):
@@ -36,9 +27,9 @@ class KvSender(Protocol):
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Send one handoff; return when the receiver has committed it.
 
-        `frames` is not touched before the receiver has accepted the handshake, and is closed at the end if it is a
-        generator; what it raises comes out of here. Raises `HandshakeRefused`, `FrameRefused` (the receiver's verdict,
-        word for word), `NodeLost`, or `DeadlineExceeded` when the receiver stalls.
+        `frames` is not touched before the receiver has accepted the handshake. At the end it is closed if it is a
+        generator. An error that `frames` raises is raised here. Raises `HandshakeRefused`, `FrameRefused` (the
+        receiver's verdict, word for word), `NodeLost`, or `DeadlineExceeded` when the receiver stalls.
         """
         ...
 
@@ -63,17 +54,19 @@ class PrefillNode(Protocol):
     """What the router may ask of a prefill node."""
 
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Run a prompt: yields `Prefilled`, then, if `job.handoff` and token 0 did not end the request, the fate of
-        each push: `HandedOff` or `HandoffFailed`.
+        """Run a prompt. Yields `Prefilled`, then the fate of each push: `HandedOff` or `HandoffFailed`.
 
-        The stream stays open for as long as the node keeps the KV, so that `assign` can send it once more; it ends when
-        the KV had to go. The caller closes it when the request is over, and with it the KV's last owner is gone.
+        There are pushes only if `job.handoff` is set and token 0 did not end the request. The stream stays open as long
+        as the node keeps the KV, so that `assign` can send it again. It ends when the node gives up the KV. The caller
+        closes it when the request is over; the node then frees the KV.
         """
         ...
 
     async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
-        """Name the decode node of a job: for the first time (with the job's epoch), or again (with a later one) after
-        that node was lost. A push of an earlier epoch that is still under way is given up.
+        """Name the decode node of a job (`WireAddress.url`). The first assignment has the job's epoch.
+
+        A later one, after that node was lost, has a later epoch. It gives up a push of an earlier epoch that is still
+        under way.
 
         Raises `HandshakeRefused` when the transfer is not known here, its KV is gone, or the epoch is not newer.
         """
@@ -88,11 +81,11 @@ class DecodeNode(Protocol):
     """What the router may ask of a decode node."""
 
     def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
-        """Serve one request: yields `Reserved`, `Landed`, the tokens from index 1 on (or after `job.emitted`), then
-        `Decoded`; and `Swapped` each time that the sequence has to leave the node's page pool for a while.
+        """Serve one request. Yields `Reserved`, `Landed`, the tokens from index 1 on, then `Decoded`.
 
-        Raises `Overloaded` instead of yielding `Reserved` when there is no room, and `NodeDraining` at any point when
-        the node is about to stop: another node must go on.
+        With `job.emitted` the tokens start after those. `Swapped` comes each time that the sequence leaves the node's
+        page pool for a while. Raises `Overloaded` instead of yielding `Reserved` when there is no room. Raises
+        `NodeDraining` at any point when the node is about to stop: another node must go on.
         """
         ...
 

@@ -1,8 +1,8 @@
 """gRPC connections: their options, and one channel per address.
 
-A dead peer is noticed within `Keepalive.time_s + Keepalive.timeout_s`, with or without calls under way: 3 s where a
-control call is made, and 11 s (`BULK`) where it is served or KV is moved. On a slow link an answer waits behind all the
-KV that is in flight, so that is bounded too, or a busy peer would pass for a dead one.
+A dead peer is noticed within `Keepalive.time_s + Keepalive.timeout_s`, with or without calls under way. That is 3 s for
+clients of control calls, and 11 s (`BULK`) for servers and for connections that move KV. On a slow link an answer waits
+behind all KV in flight. So KV in flight is bounded too (`WINDOW_BYTES`): otherwise a busy peer would look dead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MAX_METADATA_BYTES = 96 << 10
 """Room for a failure: 16,000 characters of up to 4 bytes, and base64 on the way."""
 
 WINDOW_BYTES = 256 << 10
-"""What a stream may have in flight beyond the message that its receiver asked for: 1 s of 2 Mbit/s, and as much as
-10 Gbit/s carries in 0.2 ms. gRPC would measure a window instead, queues included, and let it grow without bound."""
+"""Bytes that a stream may have in flight beyond the message that its receiver asked for: 1 s of 2 Mbit/s, or 0.2 ms of
+10 Gbit/s. gRPC would otherwise measure a window, queues included, and let it grow without bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Keepalive:
         return [
             ("grpc.keepalive_time_ms", time_ms),
             ("grpc.keepalive_timeout_ms", timeout_ms),
-            # Once something else has come, an unanswered ping is no longer keepalive's: 60 s by default.
+            # gRPC applies this timeout instead of keepalive's once other data has come. Its default is 60 s.
             ("grpc.http2.ping_timeout_ms", timeout_ms),
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
@@ -63,7 +63,7 @@ def client_options(keepalive: Keepalive) -> list[tuple[str, int]]:
         *keepalive.options(),
         ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
-        # A fresh channel must mean a fresh connection attempt, not the back-off of an earlier channel to this address.
+        # A new channel must make a new connection attempt and not inherit the back-off of an earlier one.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),  # the router re-places requests; a second copy of a job must never start silently
         ("grpc.min_reconnect_backoff_ms", 2000),  # it also bounds one connection attempt (default 20 s)
@@ -95,8 +95,8 @@ class ChannelPool:
     async def get(self, address: str) -> grpc.aio.Channel:
         """Return the channel to `address`. Raises `NodeLost` once the pool is closed.
 
-        A channel that failed would refuse calls until its back-off ends, even if the peer is back: it is replaced, so
-        that every call makes its own attempt. Nothing can be under way on a channel in that state.
+        A failed channel would refuse calls until its back-off ends, even if the peer is back. So it is replaced, and
+        every call makes its own attempt. No call can be under way on a channel in that state.
         """
         if self._closed:
             raise NodeLost(f"{address}: the client is closed")

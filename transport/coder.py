@@ -1,7 +1,7 @@
 """How one noun becomes bytes and back, and the checks that every decoded field passes.
 
-`Coder.encode` and `Coder.decode` raise the coder's own named error for anything malformed; a decoder lets no foreign
-exception out, whatever the bytes. Caps are on counts and lengths that an honest peer cannot reach.
+`Coder.encode` and `Coder.decode` raise the coder's own named error for anything malformed. A decoder raises no other
+exception, whatever the bytes. Counts and lengths have caps that an honest peer cannot reach.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ MAX_ALTERNATIVES = 1 << 10
 MAX_PLANES = 64
 MAX_FINGERPRINT_FIELDS = 256
 MAX_STATS = 4096
+MAX_WIRES = 64
 
 Noun = TypeVar("Noun")
 Pb = TypeVar("Pb", bound=Message)

@@ -1,53 +1,43 @@
-"""Control nouns <-> protobuf. With `convert_kv` and `convert_failure`, the only code that knows both sides."""
+"""Control nouns <-> protobuf. Only this module, `convert_request`, `convert_kv` and `convert_failure` know both."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hackkv.nodes import Lease, NodeInfo, WireAddress
 from hackkv.types import (
     Decoded,
     DecodeEvent,
     DecodeJob,
-    Finish,
     HandedOff,
     HandoffFailed,
     Landed,
-    Lease,
-    Logprob,
-    NodeInfo,
     Prefilled,
     PrefillEvent,
     PrefillJob,
-    Request,
     Reserved,
     Role,
-    Sampling,
     Swapped,
     Token,
 )
 from transport.coder import (
-    MAX_ALTERNATIVES,
-    MAX_LOGIT_BIAS,
     MAX_PROMPT_TOKENS,
     MAX_STATS,
-    MAX_STOP_TOKENS,
+    MAX_WIRES,
     Coder,
     Malformed,
     capped,
     duration,
-    finite,
-    not_nan,
     refuse_request,
     required,
     text,
 )
 from transport.convert_kv import pack_fingerprint, pack_receipt, unpack_fingerprint, unpack_receipt
+from transport.convert_request import pack_request, pack_token, unpack_request, unpack_token
 from transport.pb import kv_pb2 as pb
 
 _ROLE_TO_PB = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
 _ROLE_FROM_PB = {number: role for role, number in _ROLE_TO_PB.items()}
-_FINISH_TO_PB = {None: pb.FINISH_UNSPECIFIED, Finish.STOP: pb.FINISH_STOP, Finish.LENGTH: pb.FINISH_LENGTH}
-_FINISH_FROM_PB = {number: finish for finish, number in _FINISH_TO_PB.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,92 +54,9 @@ class Empty:
     """No arguments, or no answer."""
 
 
-def _pack_sampling(sampling: Sampling) -> pb.Sampling:
-    return pb.Sampling(
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=[pb.TokenBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-    )
-
-
-def _unpack_sampling(message: pb.Sampling) -> Sampling:
-    biases = capped("logit_bias", message.logit_bias, MAX_LOGIT_BIAS)
-    return Sampling(
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=finite("temperature", message.temperature),
-        top_p=finite("top_p", message.top_p),
-        top_k=message.top_k,
-        min_p=finite("min_p", message.min_p),
-        presence_penalty=finite("presence_penalty", message.presence_penalty),
-        frequency_penalty=finite("frequency_penalty", message.frequency_penalty),
-        repetition_penalty=finite("repetition_penalty", message.repetition_penalty),
-        logit_bias=tuple((item.token_id, finite("logit_bias", item.bias)) for item in biases),
-        stop_token_ids=tuple(capped("stop_token_ids", message.stop_token_ids, MAX_STOP_TOKENS)),
-        ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-    )
-
-
-def _pack_request(request: Request) -> pb.Request:
-    return pb.Request(
-        request_id=request.request_id,
-        prompt_ids=request.prompt_ids,
-        sampling=_pack_sampling(request.sampling),
-        cache_salt=request.cache_salt,
-    )
-
-
-def _unpack_request(message: pb.Request) -> Request:
-    required("sampling", message)
-    return Request(
-        request_id=text("request_id", message.request_id),
-        prompt_ids=tuple(capped("prompt_ids", message.prompt_ids, MAX_PROMPT_TOKENS)),
-        sampling=_unpack_sampling(message.sampling),
-        cache_salt=text("cache_salt", message.cache_salt),
-    )
-
-
-def _pack_token(token: Token) -> pb.Token:
-    return pb.Token(
-        index=token.index,
-        token_id=token.token_id,
-        finish=_FINISH_TO_PB[token.finish],
-        logprob=token.logprob,
-        top=[pb.Logprob(token_id=item.token_id, logprob=item.logprob) for item in token.top],
-    )
-
-
-def _unpack_token(message: pb.Token) -> Token:
-    if message.finish not in _FINISH_FROM_PB:
-        raise Malformed("finish", f"{message.finish} is not a Finish")
-    top = capped("top", message.top, MAX_ALTERNATIVES)
-    return Token(
-        index=message.index,
-        token_id=message.token_id,
-        finish=_FINISH_FROM_PB[message.finish],
-        logprob=not_nan("logprob", message.logprob) if message.HasField("logprob") else None,
-        top=tuple(Logprob(item.token_id, not_nan("logprob", item.logprob)) for item in top),
-    )
-
-
 def _pack_prefill_job(job: PrefillJob) -> pb.PrefillJob:
     return pb.PrefillJob(
-        request=_pack_request(job.request),
+        request=pack_request(job.request),
         transfer_id=job.transfer_id,
         epoch=job.epoch,
         decode_address=job.decode_address,
@@ -160,7 +67,7 @@ def _pack_prefill_job(job: PrefillJob) -> pb.PrefillJob:
 def _unpack_prefill_job(message: pb.PrefillJob) -> PrefillJob:
     required("request", message)
     return PrefillJob(
-        request=_unpack_request(message.request),
+        request=unpack_request(message.request),
         transfer_id=text("transfer_id", message.transfer_id),
         epoch=message.epoch,
         decode_address=text("decode_address", message.decode_address),
@@ -196,12 +103,13 @@ def _pack_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
         failed = pb.HandoffFailed(epoch=event.epoch, code=event.code, message=event.message)
         return pb.PrefillEvent(handoff_failed=failed)
     prefilled = pb.Prefilled(
-        token=_pack_token(event.token),
+        token=pack_token(event.token),
         queue_s=event.queue_s,
         prefill_s=event.prefill_s,
         quantize_s=event.quantize_s,
         computed_tokens=event.computed_tokens,
-        prompt_logprobs=[_pack_token(token) for token in event.prompt_logprobs],
+        prompt_logprobs=[pack_token(token) for token in event.prompt_logprobs],
+        wire_encode_s=event.wire_encode_s,
     )
     return pb.PrefillEvent(prefilled=prefilled)
 
@@ -210,12 +118,13 @@ def _unpack_prefilled(message: pb.Prefilled) -> Prefilled:
     required("token", message)
     prompt_logprobs = capped("prompt_logprobs", message.prompt_logprobs, MAX_PROMPT_TOKENS)
     return Prefilled(
-        token=_unpack_token(message.token),
+        token=unpack_token(message.token),
         queue_s=duration("queue_s", message.queue_s),
         prefill_s=duration("prefill_s", message.prefill_s),
         quantize_s=duration("quantize_s", message.quantize_s),
         computed_tokens=message.computed_tokens,
-        prompt_logprobs=tuple(_unpack_token(token) for token in prompt_logprobs),
+        prompt_logprobs=tuple(unpack_token(token) for token in prompt_logprobs),
+        wire_encode_s=duration("wire_encode_s", message.wire_encode_s),
     )
 
 
@@ -244,14 +153,14 @@ def _unpack_prefill_event(message: pb.PrefillEvent) -> PrefillEvent:
 
 def _pack_decode_job(job: DecodeJob) -> pb.DecodeJob:
     return pb.DecodeJob(
-        request=_pack_request(job.request), transfer_id=job.transfer_id, epoch=job.epoch, emitted=job.emitted
+        request=pack_request(job.request), transfer_id=job.transfer_id, epoch=job.epoch, emitted=job.emitted
     )
 
 
 def _unpack_decode_job(message: pb.DecodeJob) -> DecodeJob:
     required("request", message)
     return DecodeJob(
-        request=_unpack_request(message.request),
+        request=unpack_request(message.request),
         transfer_id=text("transfer_id", message.transfer_id),
         epoch=message.epoch,
         emitted=tuple(capped("emitted", message.emitted, MAX_PROMPT_TOKENS)),
@@ -260,7 +169,7 @@ def _unpack_decode_job(message: pb.DecodeJob) -> DecodeJob:
 
 def _pack_decode_event(event: DecodeEvent) -> pb.DecodeEvent:
     if isinstance(event, Token):
-        return pb.DecodeEvent(token=_pack_token(event))
+        return pb.DecodeEvent(token=pack_token(event))
     if isinstance(event, Reserved):
         return pb.DecodeEvent(reserved=pb.Reserved())
     if isinstance(event, Landed):
@@ -290,7 +199,7 @@ def _unpack_decoded(message: pb.Decoded) -> Decoded:
 def _unpack_decode_event(message: pb.DecodeEvent) -> DecodeEvent:
     match message.WhichOneof("body"):
         case "token":
-            return _unpack_token(message.token)
+            return unpack_token(message.token)
         case "reserved":
             return Reserved()
         case "landed":
@@ -321,6 +230,7 @@ def _pack_node_info(info: NodeInfo) -> pb.NodeInfo:
         stats=[pb.Stat(name=name, value=value) for name, value in info.stats],
         draining=info.draining,
         kernels=info.kernels,
+        wires=[pb.WireAddress(wire=one.wire, address=one.address) for one in info.wires],
     )
 
 
@@ -347,7 +257,12 @@ def _unpack_node_info(message: pb.NodeInfo) -> NodeInfo:
         stats=stats,
         draining=message.draining,
         kernels=text("kernels", message.kernels),
+        wires=tuple(_unpack_wire(wire) for wire in capped("wires", message.wires, MAX_WIRES)),
     )
+
+
+def _unpack_wire(message: pb.WireAddress) -> WireAddress:
+    return WireAddress(text("wires", message.wire), text("wires", message.address))
 
 
 def _pack_lease(lease: Lease) -> pb.Lease:

@@ -1,4 +1,4 @@
-"""Errors <-> protobuf: the code, the message word for word, and whichever extra field the class has."""
+"""Errors <-> protobuf: the code, the message word for word, and the extra field of the class, if it has one."""
 
 from __future__ import annotations
 

@@ -83,7 +83,11 @@ def _unpack_handoff(message: pb.Handoff) -> Handoff:
 
 def _pack_plane(plane: PlaneSpan) -> pb.PlaneSpan:
     return pb.PlaneSpan(
-        name=plane.name, raw_bytes=plane.raw_bytes, coded_bytes=plane.coded_bytes, checksum=plane.checksum
+        name=plane.name,
+        raw_bytes=plane.raw_bytes,
+        coded_bytes=plane.coded_bytes,
+        checksum=plane.checksum,
+        method=plane.method,
     )
 
 
@@ -93,6 +97,7 @@ def _unpack_plane(message: pb.PlaneSpan) -> PlaneSpan:
         raw_bytes=message.raw_bytes,
         coded_bytes=message.coded_bytes,
         checksum=message.checksum,
+        method=message.method,
     )
 
 
@@ -108,12 +113,12 @@ def _pack_frame(frame: KvFrame) -> pb.KvFrame:
         page_count=frame.page_count,
         rows=frame.rows,
         planes=[_pack_plane(plane) for plane in frame.planes],
-        payload=frame.payload,
+        payload=bytes(frame.payload),
     )
 
 
 def _unpack_frame(message: pb.KvFrame) -> KvFrame:
-    payload = message.payload  # each access copies the bytes out of the message: once only
+    payload = message.payload  # each access copies the bytes out of the message, so there is one
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise Malformed("payload", f"{len(payload)} bytes, at most {MAX_PAYLOAD_BYTES} are accepted")
     return KvFrame(
@@ -161,6 +166,7 @@ def pack_receipt(receipt: Receipt) -> pb.Receipt:
         header_bytes=receipt.header_bytes,
         fp16_bytes=receipt.fp16_bytes,
         receive_s=receipt.receive_s,
+        wire_decode_s=receipt.wire_decode_s,
     )
 
 
@@ -174,6 +180,7 @@ def unpack_receipt(message: pb.Receipt) -> Receipt:
         header_bytes=message.header_bytes,
         fp16_bytes=message.fp16_bytes,
         receive_s=duration("receive_s", message.receive_s),
+        wire_decode_s=duration("wire_decode_s", message.wire_decode_s),
     )
 
 
@@ -237,7 +244,7 @@ def encode_push_request(noun: PushRequest) -> bytes:
     if not isinstance(noun, KvFrame) or not noun.payload:
         return PUSH_REQUEST.encode(noun)
     head = KV_FRAME.encode(replace(noun, payload=b"")) + _PAYLOAD_TAG + _varint(len(noun.payload))
-    return b"".join((_FRAME_TAG, _varint(len(head) + len(noun.payload)), head, noun.payload))
+    return b"".join((_FRAME_TAG, _varint(len(head) + len(noun.payload)), head, bytes(noun.payload)))
 
 
 FINGERPRINT = Coder(pb.Fingerprint, pack_fingerprint, unpack_fingerprint)

@@ -1,7 +1,7 @@
-"""The receiving half that all wires share: `deliver` in its own task, fed frame by frame.
+"""The receiving half that all wires share: it runs `deliver` in its own task and feeds it frame by frame.
 
-`deliver` owns pages, so it must hear of a lost sender as an error of its frame iterator, at the next frame at the
-latest, and get time to put things right; cancelling it outright is the last resort.
+`deliver` owns pages, so it needs time to clean up when the sender is lost. Its frame iterator raises the loss at the
+next frame at the latest. `deliver` is cancelled only if it does not return in time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transport.status import internal
 
 log = logging.getLogger(__name__)
 
-FRAME_TIMEOUT_S = 30.0
-"""How long a receiver waits for the next frame."""
+FRAME_TIMEOUT_S = 300.0
+"""How long a receiver waits for the next frame, the time until prefill seals a page included."""
 
 Pull = Callable[[], Coroutine[Any, Any, KvFrame | HandoffEnd]]
 Accept = Callable[[], Awaitable[None]]
@@ -35,10 +35,10 @@ def check_size(item: KvFrame | HandoffEnd) -> None:
 
 
 class Delivery(AsyncIterator[KvFrame | HandoffEnd]):
-    """One handoff at the receiver; iterating it is how `deliver` reads frames.
+    """One handoff at the receiver. `deliver` reads frames by iterating it.
 
-    `accept` runs when the first frame is asked for; `pull` fetches one frame, in a task that is cancelled when the wait
-    for it ends. `frame_timeout_s` bounds each wait, and how long `deliver` may take to return once the sender is lost.
+    `accept` runs when the first frame is asked for. `pull` fetches one frame, in a task that is cancelled when the wait
+    for it ends. `frame_timeout_s` bounds each wait, and the time that `deliver` has to return once the sender is lost.
     """
 
     def __init__(self, deliver: Deliver, handoff: Handoff, accept: Accept, pull: Pull, frame_timeout_s: float) -> None:
@@ -53,13 +53,13 @@ class Delivery(AsyncIterator[KvFrame | HandoffEnd]):
         self._ended = False
 
     def lose(self, error: HackkvError) -> None:
-        """Say that the sender is gone: the iterator raises `error`, and so does `run` unless a receipt is due."""
+        """Report that the sender is gone. The iterator raises `error`, and so does `run` unless `deliver` succeeds."""
         if self._loss is None:
             self._loss = error
             self._lost.set_result(None)
 
     async def run(self) -> Receipt:
-        """Run `deliver` to its end. Raises what it raised; an unexpected exception is logged and becomes `internal`."""
+        """Run `deliver` to its end. Raises its error; an unexpected exception is logged and becomes `internal`."""
         task = asyncio.create_task(self._receive(), name=f"deliver {self._handoff.transfer_id}")
         try:
             waiting: set[asyncio.Future[Any]] = {task, self._lost}

@@ -36,7 +36,7 @@ PushCall = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 class GrpcSender:
-    """A `KvSender`. Its connections are its own, so that bulk KV never delays a control call on the same socket."""
+    """A `KvSender` with connections of its own, so that bulk KV never delays a control call on the same socket."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class GrpcSender:
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Send one handoff; return the receiver's word that it is committed.
 
-        `frames` is not touched before the receiver has accepted, and is closed at the end if it is a generator. Raises
-        the receiver's error word for word, whatever `frames` raises, `NodeLost`, or `DeadlineExceeded` if the receiver
-        stalls.
+        `frames` is not touched before the receiver has accepted. At the end it is closed if it is a generator. Raises
+        the receiver's error word for word, the error that `frames` raises, `NodeLost`, or `DeadlineExceeded` if the
+        receiver stalls.
         """
         channel = await self._channels.get(address)
         with translating(address):
@@ -99,7 +99,7 @@ class GrpcSender:
         frames: AsyncIterator[KvFrame | HandoffEnd],
         accepted: asyncio.Event,
     ) -> None:
-        """Write the handoff and, once accepted, its frames. Returns early if the call is over: `_listen` knows why."""
+        """Write the handoff and, once accepted, its frames. Returns early if the call is over; `_listen` raises why."""
         try:
             if not await self._write(call, encode_push_request(handoff)):
                 return
@@ -133,7 +133,7 @@ class GrpcSender:
 
 
 class GrpcListener:
-    """A `KvListener` on an `RpcServer`, which it starts; whoever made the server closes it."""
+    """A `KvListener` on an `RpcServer`. It starts the server; the server's owner closes it."""
 
     def __init__(self, server: RpcServer, *, frame_timeout_s: float = FRAME_TIMEOUT_S) -> None:
         self._server = server
@@ -159,8 +159,8 @@ class GrpcListener:
     async def _receive(self, context: Context) -> None:
         """One `Push` call.
 
-        The verdict is a message and the sender ends the call. Were it the call's status, it could overtake a frame that
-        the sender is writing, and grpc.aio hides the status of a call behind a write that failed.
+        The verdict is a message, and the sender ends the call. A verdict in the call's status could overtake a frame
+        that the sender is writing. grpc.aio would then report the failed write and hide the status.
         """
         verdict: Receipt | HackkvError
         try:

@@ -3,8 +3,8 @@
     python -m transport.health HOST:PORT                        # exit code 0 if the process there serves
     python -m transport.health HOST:PORT --config prefill.yaml  # through the mutual TLS that its configuration asks for
 
-Healthy means that the process answers; whether a node takes part in a fleet is the router's `/ready` to say. Probers
-need no token: the answer gives nothing away. With mutual TLS they need a certificate of the cluster's authority.
+Healthy means that the process answers. The router's `/ready` says whether a node takes part in a fleet. Probers need no
+token, because the answer reveals nothing. With mutual TLS they need a certificate of the cluster's authority.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def _check(_: bytes, __: Context) -> bytes:
 HANDLER = grpc.method_handlers_generic_handler(
     "grpc.health.v1.Health", {"Check": grpc.unary_unary_rpc_method_handler(_check)}
 )
-"""Answers for a process whose event loop turns."""
+"""Answers as long as the process's event loop runs."""
 
 
 class _Peer(Frozen, extra="ignore"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import count
 from typing import Any
 
 from hackkv.errors import ConfigError, NodeLost, TransferError
@@ -16,25 +17,26 @@ from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
 class InprocNetwork:
     """Addresses that exist within this object only."""
 
-    def __init__(self, *, frame_timeout_s: float = FRAME_TIMEOUT_S) -> None:
-        self.frame_timeout_s = frame_timeout_s
+    def __init__(self) -> None:
         self.listeners: dict[str, InprocListener] = {}
+        self._names = count(1)
 
     def sender(self) -> InprocSender:
         """A new `KvSender` that reaches every listener of this network."""
         return InprocSender(self)
 
-    def listener(self, address: str) -> InprocListener:
-        """A new `KvListener` that `serve` binds to `address`."""
-        return InprocListener(self, address)
+    def listener(self, address: str = "", *, frame_timeout_s: float = FRAME_TIMEOUT_S) -> InprocListener:
+        """A new `KvListener` that `serve` binds to `address`; without one, to an address of its own."""
+        return InprocListener(self, address or f"inproc-{next(self._names)}", frame_timeout_s)
 
 
 class InprocListener:
     """A `KvListener` at one address of an `InprocNetwork`."""
 
-    def __init__(self, network: InprocNetwork, address: str) -> None:
+    def __init__(self, network: InprocNetwork, address: str, frame_timeout_s: float) -> None:
         self._network = network
         self._address = address
+        self._frame_timeout_s = frame_timeout_s
         self._deliver: Deliver | None = None
         self._active: dict[Delivery, asyncio.Task[Any]] = {}
 
@@ -56,11 +58,11 @@ class InprocListener:
         if tasks:
             await asyncio.wait(tasks)
 
-    def open(self, handoff: Handoff, source: _Source, frame_timeout_s: float) -> Delivery:
+    def open(self, handoff: Handoff, source: _Source) -> Delivery:
         """Begin to receive one handoff."""
         if self._deliver is None:
             raise NodeLost(f"{self._address}: the receiver is closed")
-        return Delivery(self._deliver, handoff, source.accept, source.pull, frame_timeout_s)
+        return Delivery(self._deliver, handoff, source.accept, source.pull, self._frame_timeout_s)
 
     async def run(self, delivery: Delivery) -> Receipt:
         """Receive to the end, in a task that `close` can wait for."""
@@ -88,13 +90,13 @@ class InprocSender:
         if listener is None:
             raise NodeLost(f"{address}: nobody listens")
         source = _Source(frames, handoff.transfer_id)
-        delivery = listener.open(handoff, source, self._network.frame_timeout_s)
+        delivery = listener.open(handoff, source)
         self._active.add(delivery)
         try:
             async with closing(frames):
                 return await listener.run(delivery)
         except Exception:
-            if source.failure is not None:  # our own side failed; what the receiver made of that does not matter
+            if source.failure is not None:  # our own side failed: its error comes before the receiver's
                 raise source.failure from None
             raise
         finally:
@@ -116,10 +118,10 @@ class _Source:
         self.failure: Exception | None = None
 
     async def accept(self) -> None:
-        """Nothing to say: the receiver's first pull is what starts the sender."""
+        """Do nothing: the receiver's first pull starts the sender."""
 
     async def pull(self) -> KvFrame | HandoffEnd:
-        """Take one frame from the sender. Whatever goes wrong there is `NodeLost` here."""
+        """Take one frame from the sender. Raises `NodeLost` for every failure there."""
         try:
             item = await anext(self._frames)
             check_size(item)

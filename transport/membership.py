@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from hackkv.errors import DeadlineExceeded, NodeLost
-from hackkv.types import NodeInfo
+from hackkv.nodes import NodeInfo
 from transport.base import Registry
 from transport.channels import ChannelPool
 from transport.rpc_client import RegistryClient
@@ -17,10 +17,10 @@ from transport.trust import EVERYBODY, Trust
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Pause before a router that does not answer is asked again."""
+"""Pause before a router that does not answer is asked again, in seconds."""
 
 LAST_WORD_S = 1.0
-"""Time for news to reach the router when the node stops already."""
+"""How long a node that stops waits until its news has reached the router, in seconds."""
 
 
 async def stay_member(
@@ -31,11 +31,11 @@ async def stay_member(
     *,
     news: asyncio.Event | None = None,
 ) -> None:
-    """Keep registered with the router at address `router` (empty: with nobody) until `stop` is set.
+    """Keep the node registered with the router at address `router` until `stop` is set. With "" there is no router.
 
-    When `news` is set, the router hears at once of what `describe` says then, also if `stop` comes with it: a node with
-    nothing to finish drains in no time, and must not get requests until its lease has run out. Raises
-    `HandshakeRefused` when the fleet serves something else, `Unauthorized` when it does not know our token.
+    When `news` is set, the node reports to the router at once, even if `stop` is set at the same time. Otherwise a node
+    that has nothing to finish would be gone at once and would get requests until its lease runs out. Raises
+    `HandshakeRefused` when the fleet serves something else, `Unauthorized` when it does not accept our token.
     """
     if not router:
         await stop.wait()
@@ -65,8 +65,8 @@ async def keep_registered(
 ) -> None:
     """Renew the lease three times per term, forever, and once more as soon as `news` is set.
 
-    `told` is set when that was tried, whether the router heard it or not. Raises `HandshakeRefused` if the fleet serves
-    something else.
+    `told` is set after that extra attempt, even if the router did not answer. Raises `HandshakeRefused` if the fleet
+    serves something else.
     """
     registered: bool | None = None  # not asked yet
     while True:

@@ -1,8 +1,8 @@
 """The answers of a call that streams them.
 
-A task that is cancelled while it awaits grpc.aio's `read` leaks a message that arrives in that moment, so a router
-whose clients leave would grow (`python -m bench.soak endurance`). Here a task reads that nobody cancels; leaving
-cancels the call, and that ends the task.
+A task that is cancelled while it awaits grpc.aio's `read` leaks a message that arrives in that moment. So the memory of
+a router whose clients leave would grow (`python -m bench.soak endurance`). Here a task that nobody cancels does the
+reading. Leaving cancels the call, and that ends the task.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Call = grpc.aio.UnaryStreamCall[Any, Any]
 
 
 async def replies(call: Call, address: str) -> AsyncIterator[bytes]:
-    """What `call` to `address` brings, read one message ahead. Raises what the peer raised, or `NodeLost`.
+    """The messages of `call` to `address`, read one ahead. Raises the peer's error, or `NodeLost`.
 
     Leaving the generator in any way cancels the call at the peer.
     """

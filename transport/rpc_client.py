@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from hackkv.types import DecodeEvent, DecodeJob, Lease, NodeInfo, PrefillEvent, PrefillJob
+from hackkv.nodes import Lease, NodeInfo
+from hackkv.types import DecodeEvent, DecodeJob, PrefillEvent, PrefillJob
 from transport import methods
 from transport.channels import ChannelPool
 from transport.closing import closing
@@ -24,7 +25,7 @@ from transport.replies import replies
 from transport.status import translating
 
 CALL_TIMEOUT_S = 5.0
-"""Deadline of calls that return at once (assign, describe, register). Streams have none: their caller's stages do."""
+"""Deadline of calls that return at once (assign, describe, register). The caller of a stream sets deadlines itself."""
 
 
 class _Client:

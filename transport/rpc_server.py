@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from hackkv.errors import ConfigError, Unauthorized
-from hackkv.types import NodeInfo
+from hackkv.nodes import NodeInfo
 from transport import health, methods
 from transport.base import DecodeNode, PrefillNode, Registry
 from transport.channels import BULK, Keepalive, server_options
@@ -56,7 +56,7 @@ async def _turn_away(_: AsyncIterator[bytes], context: Context) -> None:
     await abort(context, Unauthorized("this call does not show the cluster's token (internal.token_file)"))
 
 
-# Of any call, not a byte is read.
+# Handles every call without the token, whatever its kind, and reads no message of it.
 _STRANGER: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(_turn_away)
 
 
@@ -141,7 +141,7 @@ class RpcServer:
         return self._address
 
     async def __aenter__(self) -> RpcServer:
-        """Not started yet; closed in the end, also when what comes after `start` fails."""
+        """Return the server, which is not started yet. It is closed at the end, also if the body fails."""
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -1,8 +1,8 @@
 """Errors at the gRPC seam: `HackkvError` -> status and trailing metadata at the server, and back at the client.
 
-A failure travels whole in the trailing metadata (`FAILURE_KEY`); the gRPC status code beside it is for proxies, logs
-and grpcurl. A call that ends without that metadata did not fail in a service but on the way, and becomes `NodeLost`,
-`DeadlineExceeded` or `FrameRefused` by its status code.
+A failure travels whole in the trailing metadata (`FAILURE_KEY`). The gRPC status code beside it is for proxies, logs
+and grpcurl. A call that ends without that metadata failed on the way and not in a service. Its status code then decides
+the error: for example `NodeLost`, `DeadlineExceeded` or `FrameRefused`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _STATUS = {
 
 
 def internal(error: Exception, where: str) -> HackkvError:
-    """Log an unexpected exception with its traceback and return what the peer may know of it: its type."""
+    """Log an unexpected exception with its traceback. Returns an error for the peer, which names its type only."""
     log.error("%s raised an unexpected %s", where, type(error).__name__, exc_info=error)
     return HackkvError(f"{where}: unexpected {type(error).__name__}, see the log of the node")
 
@@ -70,7 +70,7 @@ async def abort(context: Context, error: HackkvError) -> NoReturn:
 
 
 async def reporting(context: Context, method: str, work: Awaitable[T]) -> T:
-    """Outermost boundary of a service method: whatever it raises ends the call by name and leaves the server alive."""
+    """Outermost boundary of a service method: an error ends the call with that error, and the server goes on."""
     try:
         return await work
     except HackkvError as error:
@@ -87,7 +87,7 @@ def cancelled_from_outside() -> bool:
 
 @contextlib.contextmanager
 def translating(address: str) -> Iterator[None]:
-    """Turn what grpc.aio raises at a client into errors of this project that name the peer."""
+    """Turn errors of grpc.aio at a client into errors of this project that name the peer."""
     try:
         yield
     except grpc.aio.AioRpcError as exc:
@@ -101,7 +101,7 @@ def translating(address: str) -> Iterator[None]:
 
 
 def rebuild(exc: grpc.aio.AioRpcError, address: str) -> HackkvError:
-    """The error that the peer raised, or the one that says how the call was lost."""
+    """The error that the peer raised, or else an error that says how the call was lost."""
     trailing = cast(Iterable[tuple[str, str | bytes]], exc.trailing_metadata() or ())  # the stub misses `__iter__`
     for key, value in trailing:
         if key == FAILURE_KEY and isinstance(value, bytes):

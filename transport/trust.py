@@ -1,8 +1,8 @@
-"""How the processes of one cluster know each other on their internal ports: a shared token, mutual TLS, or both.
+"""How the processes of one cluster authenticate on their internal ports: by a shared token, mutual TLS, or both.
 
-The token travels with every call and is compared before a message is read; without TLS it is as secret as the network
-that carries it. With TLS both ends prove themselves by a certificate of the cluster's own authority. A port that other
-machines can reach does not open without one of them, unless the configuration says so.
+The token travels with every call and is compared before a message is read. Without TLS it is only as secret as the
+network that carries it. With TLS both ends show a certificate of the cluster's own authority. A port that other
+machines can reach needs a token or TLS, unless the configuration sets `internal.open`.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Trust:
-    """What a process shows its peers and asks of them; without anything, everybody is a peer."""
+    """What a process shows its peers and asks of them. Without token and TLS, every caller is a peer."""
 
     token: str = ""
     tls: Tls | None = None
 
     @property
     def metadata(self) -> Metadata:
-        """What goes with every call."""
+        """The metadata of every call."""
         return ((TOKEN_KEY, self.token),) if self.token else ()
 
     def knows(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether a call comes from a peer, in constant time. The TLS handshake has had its say before."""
+        """Whether a call shows the token; compared in constant time. TLS has checked the certificate before."""
         if not self.token:
             return True
         shown = next((value for key, value in metadata if key == TOKEN_KEY), "")
@@ -82,7 +82,8 @@ EVERYBODY = Trust()
 def load_trust(config: InternalConfig, host: str) -> Trust:
     """Read the files that `config` names. Raises `ConfigError` naming the setting and the file.
 
-    `host` is where this process listens for peers: if other machines reach it, an open port must be asked for.
+    `host` is where this process listens for peers. If other machines can reach it, a port without token and TLS needs
+    `internal.open`.
     """
     token, tls = "", None
     if config.token_file is not None:
@@ -109,7 +110,7 @@ def load_trust(config: InternalConfig, host: str) -> Trust:
 
 
 def _check_pair(config: TlsConfig) -> None:
-    """gRPC says no more than that a handshake failed; OpenSSL says which file is wrong."""
+    """Load the files with OpenSSL, which says which one is wrong. gRPC only says that a handshake failed."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_verify_locations(config.authority)

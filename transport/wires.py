@@ -1,75 +1,146 @@
-"""The table of wires. A contract test loops over it, so a new wire is tested the day it is added."""
+"""The table of wires. Settings, tests and measurements choose from it by name, so a new wire is a module and a row.
+
+A wire moves the KV of one request from a prefill node to a decode node. Both ends live in processes that already have a
+control port. A `Site` holds what a process gives to its ends. A decode node announces an address for each of its wires.
+The router names one of them to the prefill node as `wire://address`, and `Senders` takes the wire of that name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
 
-from transport.base import KvListener, KvSender
+from hackkv.errors import ConfigError, HandshakeRefused
+from hackkv.nodes import WireAddress
+from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
+from transport.base import Deliver, KvListener, KvSender
+from transport.closing import closing
+from transport.delivery import FRAME_TIMEOUT_S
 from transport.grpc_wire import GrpcListener, GrpcSender
 from transport.inproc_wire import InprocNetwork
 from transport.rpc_server import RpcServer
+from transport.trust import EVERYBODY, Trust
+
+DEFAULT_WIRE = "grpc"
 
 
-class Wire(Protocol):
-    """Makes both ends of one kind of wire on this machine."""
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a process gives to the ends of its wires. The server's owner closes it."""
 
-    def sender(self) -> KvSender:
-        """A new sender."""
-        ...
+    server: RpcServer
+    """The port of its control calls. An end may add calls of its own, and starts the server if it is not started."""
+    trust: Trust = EVERYBODY
+    frame_timeout_s: float = FRAME_TIMEOUT_S
+    """How long a receiver waits for the next frame."""
+    network: InprocNetwork = field(default_factory=InprocNetwork)
+    """Where ends within one process meet."""
 
-    def listener(self) -> KvListener:
-        """A new listener at an address of its own."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How both ends of one wire are made. Their owner closes them."""
+
+    sender: Callable[[Site], KvSender]
+    listener: Callable[[Site], KvListener]
+    leaves_process: bool = True
+    """Whether the ends may be in two processes."""
+
+
+WIRES: Mapping[str, Wire] = MappingProxyType(
+    {
+        "grpc": Wire(
+            sender=lambda site: GrpcSender(trust=site.trust),
+            listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s),
+        ),
+        "inproc": Wire(
+            sender=lambda site: site.network.sender(),
+            listener=lambda site: site.network.listener(frame_timeout_s=site.frame_timeout_s),
+            leaves_process=False,
+        ),
+    }
+)
+"""Name -> wire."""
+
+
+def check_wires(names: Sequence[str]) -> None:
+    """Raise `ConfigError` if `names` is empty or holds a wire that a node process cannot use."""
+    usable = [name for name, wire in WIRES.items() if wire.leaves_process]
+    wrong = [name for name in names if name not in usable]
+    if wrong or not names:
+        raise ConfigError(f"wire: {', '.join(map(repr, wrong)) or 'none'}: nodes can use {', '.join(usable)}")
+
+
+def open_senders(names: Iterable[str], site: Site) -> Senders:
+    """A sender of every wire in `names`."""
+    return Senders({name: WIRES[name].sender(site) for name in names})
+
+
+class Senders:
+    """A `KvSender` over several wires; the address says which: `grpc://host:port`."""
+
+    def __init__(self, by_wire: Mapping[str, KvSender]) -> None:
+        self._by_wire = by_wire
+
+    @property
+    def wires(self) -> tuple[WireAddress, ...]:
+        """What a node that only sends announces: its wires, without addresses."""
+        return tuple(WireAddress(name, "") for name in self._by_wire)
+
+    async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
+        """Send one handoff by the wire that `address` names; see `KvSender.push`."""
+        wire, _, place = address.rpartition("://")
+        sender = self._by_wire.get(wire)
+        if sender is None:
+            async with closing(frames):
+                raise HandshakeRefused(f"wire: {address!r} is on none of this node's: {', '.join(self._by_wire)}")
+        return await sender.push(place, handoff, frames)
 
     async def close(self) -> None:
-        """Close what the wire itself opened; senders and listeners are closed by their owner, before."""
-        ...
+        """Close every sender."""
+        for sender in self._by_wire.values():
+            await sender.close()
 
 
-class InprocWire:
-    """Both ends in one event loop."""
+class Listeners:
+    """The receiving ends of a decode node, one for each of its wires."""
 
-    def __init__(self, frame_timeout_s: float) -> None:
-        self._network = InprocNetwork(frame_timeout_s=frame_timeout_s)
-        self._count = 0
+    def __init__(self, names: Iterable[str], site: Site) -> None:
+        self._by_wire = {name: WIRES[name].listener(site) for name in names}
 
-    def sender(self) -> KvSender:
-        """A new sender."""
-        return self._network.sender()
-
-    def listener(self) -> KvListener:
-        """A new listener at an address of its own."""
-        self._count += 1
-        return self._network.listener(f"inproc-{self._count}")
+    async def serve(self, deliver: Deliver) -> tuple[WireAddress, ...]:
+        """Start to accept handoffs on every wire; return the addresses to announce."""
+        return tuple([WireAddress(name, await one.serve(deliver)) for name, one in self._by_wire.items()])
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Stop accepting; handoffs under way fail at their senders with `NodeLost`."""
+        for one in self._by_wire.values():
+            await one.close()
 
 
-class GrpcWire:
-    """Loopback gRPC; each listener has a server of its own."""
+class Loopback:
+    """Both ends of one wire within this process, on loopback: for tests and measurements."""
 
-    def __init__(self, frame_timeout_s: float) -> None:
-        self._frame_timeout_s = frame_timeout_s
+    def __init__(self, name: str, frame_timeout_s: float = FRAME_TIMEOUT_S) -> None:
+        self._wire, self._frame_timeout_s = WIRES[name], frame_timeout_s
+        self._network = InprocNetwork()
         self._servers: list[RpcServer] = []
 
     def sender(self) -> KvSender:
         """A new sender."""
-        return GrpcSender()
+        return self._wire.sender(self._site())
 
     def listener(self) -> KvListener:
-        """A new listener on a free port of 127.0.0.1."""
-        server = RpcServer("127.0.0.1", 0)
-        self._servers.append(server)
-        return GrpcListener(server, frame_timeout_s=self._frame_timeout_s)
+        """A new listener at an address of its own."""
+        return self._wire.listener(self._site())
 
     async def close(self) -> None:
-        """Close the servers."""
+        """Close the servers; senders and listeners are closed by their owner, before."""
         while self._servers:
             await self._servers.pop().close()
 
-
-WIRES: Mapping[str, Callable[[float], Wire]] = MappingProxyType({"inproc": InprocWire, "grpc": GrpcWire})
-"""Name -> factory; the argument is the receiver's `frame_timeout_s`."""
+    def _site(self) -> Site:
+        server = RpcServer("127.0.0.1", 0)
+        self._servers.append(server)
+        return Site(server, frame_timeout_s=self._frame_timeout_s, network=self._network)

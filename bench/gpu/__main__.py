@@ -1,11 +1,11 @@
 """Check every GPU kernel against the reference, then time them beside BF16 attention and dequantization.
 
 One command, unattended: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton, numpy and `hack_kernels` from
-this checkout. Checks run side by side, in processes that compile meanwhile what is timed later; then rows are timed,
-one at a time, in a process that is replaced if a kernel breaks it. Results are written as they come, as JSON and as a
-Markdown table, the most important first; when `--budget` seconds are over, everything ends, and what was left out is
-named. The exit status is 1 if a check or a row failed. `--smoke` runs the same logic on tiny shapes, for Triton's
-interpreter.
+this checkout. Checks run side by side in several processes, which also compile the kernels that are timed later. Then
+rows are timed, one at a time, in a process that is replaced if a kernel breaks it. Results are written as they come, as
+JSON and as a Markdown table, the most important first. After `--budget` seconds everything ends, and the results name
+what was left out. The exit status is 1 if a check or a row failed. `--smoke` runs the same logic on tiny shapes, for
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from time import monotonic
 import torch
 import triton
 from hack_kernels import load
-from hack_kernels.base import BackendUnavailable, HackFormat, Rounding
-from hack_kernels.triton.backend import TritonKernels
+from hack_kernels.base import BackendUnavailable
+from hack_kernels.hack_format import HackFormat, Rounding
+from hack_kernels.triton.backend import TritonBackend
 
 from bench.gpu.checks import checks
 from bench.gpu.processes import Answer, Task, answers
@@ -33,14 +34,14 @@ from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, seal_ro
 from bench.gpu.timing import copy_bandwidth
 
 BUDGET_S = 450
-"""Below 8 minutes with the start of Python and the end of a process."""
+"""Seconds. Together with the start of Python and the end of a process, below 8 minutes."""
 CHECKS_SHARE = 0.4
-"""Of the budget, at most: nearly all of a check is compiling its kernels, so processes share them out."""
+"""The largest share of the budget for checks. A check mostly compiles its kernels, so several processes run them."""
 CHECKING_PROCESSES = 16
 ROW_S = 60
-"""For one row, at most; rows whose kernels are compiled take a few seconds."""
+"""The most seconds for one row. A row whose kernels are compiled takes a few."""
 REHEARSED_TOKENS = 1024
-"""Long enough for a kernel to be compiled as it is for the lengths that are timed: tables have rows of 16 pages."""
+"""Long enough that Triton compiles the same kernel as for the lengths that are timed: a table row has 16 pages."""
 DECODES = (
     *((2**17, 1), (2**15, 8)),
     *((2**17, 8), (2**15, 1), (2**14, 1), (2**12, 1), (2**14, 8), (2**12, 8)),
@@ -80,7 +81,7 @@ class Results:
         self._replace("gpu.md", "\n".join([*lines, *map(line, self.rows), *failed, *left_out, ""]))
 
     def _replace(self, name: str, text: str) -> None:
-        """At once, so that whoever ends us never leaves half a file."""
+        """Replace a file in one step, so that a process that is killed leaves no half of it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         new = self.folder / f"{name}.new"
         new.write_text(text, encoding="utf-8")
@@ -96,7 +97,7 @@ def line(row: Row) -> str:
 
 
 def rehearsals(*, smoke: bool) -> Iterator[Task]:
-    """What is timed later, on short sequences: nobody looks at the times, but Triton keeps the compiled kernels."""
+    """The rows that are timed later, on short sequences: Triton keeps the compiled kernels, the times are not used."""
     for rounding in Rounding:
         fmt = HackFormat(128, 64, rounding=rounding)
         yield Task(
@@ -126,7 +127,7 @@ def run_checks(results: Results, until: float, *, smoke: bool) -> None:
 
 
 def measurements(*, smoke: bool) -> Iterator[tuple[Task, int]]:
-    """Every row with the device memory that it takes, as far as that can be much."""
+    """Every row with the device memory that it takes in bytes, or 0 where that is never much."""
     kv_heads = 1 if smoke else 8
     groups = (4,) if smoke else (8, 4)
 
@@ -181,21 +182,21 @@ def main() -> None:
     arguments = parser.parse_args()
     began = monotonic()
     try:
-        kernels = load("triton")
+        backend = load("triton")
     except BackendUnavailable as error:
         sys.exit(f"bench.gpu: {error}")
-    assert isinstance(kernels, TritonKernels)
-    on_gpu = kernels.device.type == "cuda"
+    assert isinstance(backend, TritonBackend)
+    on_gpu = backend.device.type == "cuda"
     machine: dict[str, object] = {
-        "gpu": torch.cuda.get_device_name(kernels.device) if on_gpu else "none (interpreted)",
+        "gpu": torch.cuda.get_device_name(backend.device) if on_gpu else "none (interpreted)",
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "copy_gb_per_s": round(copy_bandwidth(kernels.device, 2048 if on_gpu else 16)),
+        "copy_gb_per_s": round(copy_bandwidth(backend.device, 2048 if on_gpu else 16)),
     }
     free = math.inf
     if on_gpu:
         torch.cuda.empty_cache()
-        free = 0.8 * torch.cuda.mem_get_info(kernels.device)[0]
+        free = 0.8 * torch.cuda.mem_get_info(backend.device)[0]
     results = Results(machine, arguments.out)
     results.write()
     run_checks(results, began + CHECKS_SHARE * arguments.budget, smoke=arguments.smoke)

@@ -1,21 +1,26 @@
-"""Every kernel against the reference on fresh random inputs, in memory that held poison before."""
+"""Every kernel against the reference on fresh random inputs, in memory that held NaN or random bytes before."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
-from hack_kernels.base import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, HackPages, OpenPage, Rounding, Spans
+from hack_kernels.base import Planes, Pool, Rows, Spans, new_pool
+from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, OpenPage, Rounding
 from hack_kernels.quantize import unpack
-from hack_kernels.reference import ReferenceKernels
-from hack_kernels.triton.backend import TritonKernels
-from hack_kernels.triton.dequantize import attn_decode_dequantized
+from hack_kernels.reference.hack import HackReference
+from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.rows import attn_decode_rows
 from torch import Tensor
 
 from bench.gpu.processes import Task
+from bench.gpu.shapes import kernels_of
+from lab.gpu.dequantize import attn_decode_dequantized
+
+CPU = torch.device("cpu")
 
 TOLERANCE = 2.0**-7
 """Relative, one step of BF16: Triton's interpreter truncates where torch rounds, and a GPU's exp turns weights that are
@@ -26,7 +31,7 @@ RIVAL_TOLERANCE = 2.0**-5
 
 
 def checks(*, smoke: bool) -> Iterator[Task]:
-    """Every size, form and open page, widths and groups taken in turn; with `smoke` one size, for the interpreter.
+    """Checks of every size, form and open page. Widths and groups take turns. `smoke`: one size, for the interpreter.
 
     The size that is timed comes first, then those that take longest to compile.
     """
@@ -47,82 +52,82 @@ def checks(*, smoke: bool) -> Iterator[Task]:
             yield Task(f"dequantize, rows {_name(fmt)} G={group}", partial(check_rivals, fmt, group))
 
 
-def check_pages(fmt: HackFormat, kernels: TritonKernels) -> None:
+def check_pages(fmt: HackFormat, backend: TritonBackend) -> None:
     """Bytes of sealed pages, and the way over the wire."""
     shape = (3, 2, fmt.page_tokens, fmt.head_dim)
     k, v = (torch.randn(shape).half() for _ in range(2))
     ids, starts = torch.tensor([4, 0, 2]), torch.tensor([0, 7, 1000]) * fmt.page_tokens
-    reference = ReferenceKernels()
-    expected = reference.new_pages(fmt, 5, 2)
-    reference.seal(fmt, 5, expected, ids, starts, k, v)
-    wire = reference.export(fmt, expected, ids)
-    pool = poisoned_pool(kernels, fmt, 5, 2)
-    on_device = [x.to(kernels.device) for x in (ids, starts, k, v)]
-    kernels.seal(fmt, 5, pool, *on_device)
-    _same(kernels.export(fmt, pool, on_device[0]), wire, "seal or export")
-    fresh = poisoned_pool(kernels, fmt, 5, 2)
-    kernels.install(fmt, fresh, on_device[0], {n: x.to(kernels.device) for n, x in wire.items() if "sums" not in n})
-    _same(kernels.export(fmt, fresh, on_device[0]), wire, "install")
+    kernels, reference = kernels_of(backend, fmt), HackReference(fmt, CPU)
+    expected = new_pool(fmt, reference, CPU, 5, 1, range(2))
+    reference.seal(5, expected, ids, starts, k, v)
+    wire = reference.export(expected, ids)
+    pool = poisoned_pool(backend, fmt, 5, 2)
+    on_device = [x.to(backend.device) for x in (ids, starts, k, v)]
+    kernels.seal(5, pool, *on_device)
+    _same(kernels.export(pool, on_device[0]), wire, "seal or export")
+    fresh = poisoned_pool(backend, fmt, 5, 2)
+    kernels.install(fresh, on_device[0], {n: x.to(backend.device) for n, x in wire.items() if "sums" not in n})
+    _same(kernels.export(fresh, on_device[0]), wire, "install")
 
 
-def check_attention(fmt: HackFormat, group: int, kernels: TritonKernels) -> None:
+def check_attention(fmt: HackFormat, group: int, backend: TritonBackend) -> None:
     """A ragged prefill around page boundaries, and a decode step over the same pages."""
     pi, heads = fmt.page_tokens, 2
     pairs = [(0, pi), (pi - 1, 2), (2 * pi + 3, pi + 1), (3 * pi, 1)]
     starts, counts = (torch.tensor(x) for x in zip(*pairs, strict=True))
     order = torch.arange(len(pairs))
     spans = Spans(starts, counts, counts.cumsum(0) - counts, torch.randperm(4 * len(pairs)).view(-1, 4), order)
-    reference, total = ReferenceKernels(), int(counts.sum())
-    expected = reference.new_pages(fmt, 4 * len(pairs), heads)
+    kernels, reference, total = kernels_of(backend, fmt), HackReference(fmt, CPU), int(counts.sum())
+    expected = new_pool(fmt, reference, CPU, 4 * len(pairs), len(pairs), range(heads))
     ids = torch.arange(4 * len(pairs))
-    reference.seal(
-        fmt, 0, expected, ids, ids * pi, *(torch.randn(len(ids), heads, pi, fmt.head_dim).half() for _ in "kv")
-    )
-    pool = poisoned_pool(kernels, fmt, len(ids), heads)
-    kernels.install(fmt, pool, ids.to(kernels.device), _moved(reference.export(fmt, expected, ids), kernels.device))
-    open_k, open_v = (torch.randn(len(pairs), heads, pi, fmt.head_dim).half() for _ in "kv")
+    reference.seal(0, expected, ids, ids * pi, *(torch.randn(len(ids), heads, pi, fmt.head_dim).half() for _ in "kv"))
+    pool = poisoned_pool(backend, fmt, len(ids), heads)
+    kernels.install(pool, ids.to(backend.device), _moved(reference.export(expected, ids), backend.device))
+    for open_rows in (expected.open_k, expected.open_v):
+        open_rows.normal_()
+    pool = replace(pool, open_k=expected.open_k.to(backend.device), open_v=expected.open_v.to(backend.device))
     q = torch.randn(total, heads * group, fmt.head_dim).bfloat16()
     k, v = (torch.randn(total, heads, fmt.head_dim).half() for _ in "kv")
-    their_k, their_v, their_q = (x.to(kernels.device) for x in (open_k, open_v, q))
-    poison(q, kernels.device)
-    new = (k.to(kernels.device), v.to(kernels.device))
-    got = kernels.attn_prefill(fmt, 0, pool, their_k, their_v, _spans(spans, kernels.device), their_q, *new)
-    _close(got, reference.attn_prefill(fmt, 0, expected, open_k, open_v, spans, q, k, v), "prefill")
+    their_q, *new = (x.to(backend.device) for x in (q, k, v))
+    poison(q, backend.device)
+    got = kernels.attend(0, pool, _spans(spans, backend.device), Rows(their_q, *new))
+    _close(got, reference.attend(0, expected, spans, Rows(q, k, v)), "prefill")
 
     one, q = Spans(starts, torch.ones_like(counts), order, spans.table, order), q[: len(pairs)]
-    poison(q, kernels.device)
-    step = (their_k, their_v, _spans(one, kernels.device), their_q[: len(pairs)])
-    got = kernels.attn_decode(fmt, 0, pool, *step)
-    _close(got, reference.attn_decode(fmt, 0, expected, open_k, open_v, one, q), "decode")
+    poison(q, backend.device)
+    got = kernels.attend(0, pool, _spans(one, backend.device), Rows(their_q[: len(pairs)]))
+    _close(got, reference.attend(0, expected, one, Rows(q)), "decode")
 
 
-def check_rivals(fmt: HackFormat, group: int, kernels: TritonKernels) -> None:
-    """What decode is timed against, over the same ragged batch: against FP64 attention on the rows that it reads."""
-    pi, heads, device = fmt.page_tokens, 2, kernels.device
+def check_rivals(fmt: HackFormat, group: int, backend: TritonBackend) -> None:
+    """The kernels that decode is timed against, over one ragged batch, against FP64 attention on the rows they read."""
+    pi, heads, device = fmt.page_tokens, 2, backend.device
     starts = torch.tensor([0, pi - 1, 2 * pi + 3, 3 * pi])
     order, count = torch.arange(len(starts)), 4 * len(starts)
     spans = Spans(starts, torch.ones_like(starts), order, torch.randperm(count).view(-1, 4), order)
     k, v = (torch.randn(count, heads, pi, fmt.head_dim).half() for _ in "kv")
     open_k, open_v = (torch.randn(len(starts), heads, pi, fmt.head_dim).half() for _ in "kv")
     q = torch.randn(len(starts), heads * group, fmt.head_dim).bfloat16()
-    reference, ids = ReferenceKernels(), torch.arange(count)
-    sealed = reference.new_pages(fmt, count, heads)
-    reference.seal(fmt, 0, sealed, ids, ids * pi, k, v)
-    wire = reference.export(fmt, sealed, ids)
-    pool = poisoned_pool(kernels, fmt, count, heads)
-    kernels.install(fmt, pool, ids.to(device), _moved(wire, device))
-    rest = (open_k.to(device), open_v.to(device), _spans(spans, device), q.to(device))
+    reference, ids = HackReference(fmt, CPU), torch.arange(count)
+    sealed = new_pool(fmt, reference, CPU, count, 1, range(heads))
+    reference.seal(0, sealed, ids, ids * pi, k, v)
+    wire = reference.export(sealed, ids)
+    pool = poisoned_pool(backend, fmt, count, heads)
+    kernels_of(backend, fmt).install(pool, ids.to(device), _moved(wire, device))
+    own = (open_k.to(device), open_v.to(device))
+    rest = (_spans(spans, device), q.to(device), backend.workspace)
     poison(q, device)
-    got = attn_decode_dequantized(fmt, pool, *rest, kernels.workspace)
+    got = attn_decode_dequantized(fmt, Pool(pool.planes, *own), *rest)
     _close(got, _exact(spans, q, open_k, open_v, *_reconstructed(fmt, wire)), "dequantize", RIVAL_TOLERANCE)
     for dtype in (torch.bfloat16, torch.float16):
         k_rows, v_rows = k.to(dtype), v.to(dtype)
         poison(q, device)
-        got = attn_decode_rows(k_rows.to(device), v_rows.to(device), *rest, kernels.workspace)
+        planes = {"k": k_rows.to(device), "v": v_rows.to(device)}
+        got = attn_decode_rows(Pool(planes, *own), *rest)
         _close(got, _exact(spans, q, open_k, open_v, k_rows, v_rows), f"rows in {dtype}", RIVAL_TOLERANCE)
 
 
-def _reconstructed(fmt: HackFormat, wire: HackPages) -> tuple[Tensor, Tensor]:
+def _reconstructed(fmt: HackFormat, wire: Planes) -> tuple[Tensor, Tensor]:
     """K^ and V^ FP64 [P, Hkv, Π, D] of planes in wire order."""
     planes = {name: plane.transpose(0, 1).double() for name, plane in wire.items() if "codes" not in name}
     k, v = (unpack(wire[f"{x}_codes"].transpose(0, 1), bits, axis).double() for x, bits, axis in (
@@ -148,10 +153,11 @@ def _exact(spans: Spans, q: Tensor, open_k: Tensor, open_v: Tensor, k: Tensor, v
     return torch.stack(outs)
 
 
-def poisoned_pool(kernels: TritonKernels, fmt: HackFormat, pages: int, heads: int) -> HackPages:
+def poisoned_pool(backend: TritonBackend, fmt: HackFormat, pages: int, heads: int) -> Pool:
     """A pool of bytes that mean nothing."""
-    pool = kernels.new_pages(fmt, pages, heads)
-    torch.empty(0, dtype=torch.uint8, device=kernels.device).set_(pool["k_codes"].untyped_storage()).fill_(0xFF)
+    pool = new_pool(fmt, kernels_of(backend, fmt), backend.device, pages, 1, range(heads))
+    records = pool.planes["k_codes"].untyped_storage()
+    torch.empty(0, dtype=torch.uint8, device=backend.device).set_(records).fill_(0xFF)
     return pool
 
 
@@ -168,7 +174,7 @@ def _name(fmt: HackFormat) -> str:
     return f"D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits} {fmt.arithmetic}"
 
 
-def _moved(planes: HackPages, device: torch.device) -> HackPages:
+def _moved(planes: Planes, device: torch.device) -> Planes:
     return {name: plane.to(device) for name, plane in planes.items()}
 
 
@@ -176,7 +182,7 @@ def _spans(x: Spans, device: torch.device) -> Spans:
     return Spans(*(t.to(device) for t in (x.starts, x.counts, x.offsets, x.table, x.slots)))
 
 
-def _same(got: HackPages, expected: HackPages, what: str) -> None:
+def _same(got: Planes, expected: Planes, what: str) -> None:
     for name, plane in expected.items():
         differing = int((got[name].cpu() != plane).sum())
         if differing:

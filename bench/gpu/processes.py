@@ -1,4 +1,4 @@
-"""Work in processes of their own: a kernel that breaks its GPU context, dies or never ends takes no other along."""
+"""Work in separate processes: a kernel that breaks its GPU context, dies or never ends harms no other."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from time import monotonic
 
 import torch
 from hack_kernels import load
-from hack_kernels.triton.backend import TritonKernels
+from hack_kernels.triton.backend import TritonBackend
 
 STOP_S = 10
-"""To wait for a process that was killed: the driver first ends what it had begun."""
+"""Seconds to wait for a process that was killed: the driver first ends the work that the process had begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class Task:
     """A name, and a function of the kernels that returns something or raises; both can be sent to a process."""
 
     name: str
-    run: Callable[[TritonKernels], object]
+    run: Callable[[TritonBackend], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a task returned, or why there is nothing: then the last line of `failure` says it short."""
+    """What a task returned, or why it failed. The last line of `failure` sums it up."""
 
     name: str
     result: object = None
@@ -40,8 +40,8 @@ class Answer:
 def answers(tasks: Iterable[Task], processes: int, until: float, limit_s: float = math.inf) -> Iterator[Answer]:
     """Do tasks in up to `processes` processes; answers in the order in which they come.
 
-    At `until` of `monotonic` everything ends, and what has no answer by then gets none. A task that takes longer than
-    `limit_s` fails. A process that failed is not used again.
+    When `monotonic` reaches `until`, everything ends, and tasks without an answer get none. A task that takes longer
+    than `limit_s` fails. A process whose task failed is not used again.
     """
     waiting = deque(tasks)
     idle: list[_Worker] = []
@@ -86,7 +86,7 @@ class _Worker:
         self.pipe.send(task)
 
     def answer(self) -> Answer | None:
-        """None while the task goes on."""
+        """The task's answer; None while the task goes on."""
         if self.pipe.poll():
             try:
                 answer: Answer = self.pipe.recv()
@@ -99,7 +99,7 @@ class _Worker:
         return None
 
     def stop(self) -> None:
-        """Whatever it does."""
+        """Kill the process, whatever it does."""
         self._process.kill()
         self._process.join(STOP_S)
         self.pipe.close()
@@ -119,12 +119,12 @@ def _serve(pipe: Connection) -> None:
 
 def _attempt(task: Task) -> Answer:
     try:
-        kernels = load("triton")
-        assert isinstance(kernels, TritonKernels)
-        result = task.run(kernels)
-        if kernels.device.type == "cuda":
-            torch.cuda.synchronize(kernels.device)
+        backend = load("triton")
+        assert isinstance(backend, TritonBackend)
+        result = task.run(backend)
+        if backend.device.type == "cuda":
+            torch.cuda.synchronize(backend.device)
             torch.cuda.empty_cache()
-    except Exception:  # noqa: BLE001  whatever is wrong with one kernel is an answer
+    except Exception:  # noqa: BLE001  any error of one kernel is an answer
         return Answer(task.name, failure=traceback.format_exc())
     return Answer(task.name, result)

@@ -1,4 +1,4 @@
-"""What is timed: each function returns one row, microseconds by contender and what follows from them."""
+"""The rows that are timed. Each function returns one row: microseconds by contender and what follows from them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 import triton
 import triton.language as tl
-from hack_kernels.base import HackFormat, HackPages, Spans
-from hack_kernels.triton.backend import TritonKernels
+from hack_kernels.base import Planes, Pool, Rows, Spans, new_pool
+from hack_kernels.hack_format import HackFormat, HackKernels
+from hack_kernels.reference.hack import HackReference
+from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.decode import decode_launch
-from hack_kernels.triton.dequantize import dequantize_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import page_layout
 from hack_kernels.triton.rows import rows_launch
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.gpu.timing import measure
+from lab.gpu.dequantize import dequantize_launch
 
 FORMAT = HackFormat(128, 64)
 PI, D = FORMAT.page_tokens, FORMAT.head_dim
@@ -52,10 +54,10 @@ def read_records(records, table, out, page_stride, head_stride, BYTES: tl.conste
     tl.store(out + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(total, 0))
 
 
-def decode_row(tokens: int, batch: int, kv_heads: int, group: int, kernels: TritonKernels) -> Row:
+def decode_row(tokens: int, batch: int, kv_heads: int, group: int, backend: TritonBackend) -> Row:
     """One decode step over random codes; BF16 reads a cache of the same length, by torch and by our kernel `rows`."""
-    device, each, workspace = kernels.device, tokens // PI, kernels.workspace
-    pages = random_pages(kernels, each * batch, kv_heads)
+    device, each, workspace = backend.device, tokens // PI, backend.workspace
+    pages = random_pages(backend, each * batch, kv_heads)
     order = torch.arange(batch, device=device)
     table = torch.randperm(each * batch, device=device).view(batch, each)
     starts, ones = torch.full_like(order, each * PI), torch.ones_like(order)
@@ -64,8 +66,7 @@ def decode_row(tokens: int, batch: int, kv_heads: int, group: int, kernels: Trit
     open_k, open_v = (torch.randn(batch, kv_heads, PI, D, device=device).half() for _ in "kv")
     q = torch.randn(batch, kv_heads * group, D, device=device).bfloat16()
     out = torch.empty_like(q)
-    rows = (open_k, open_v)
-
+    pool = Pool(pages, open_k, open_v)
     codes = pages["k_codes"]
     read = Launch(
         read_records,
@@ -81,12 +82,10 @@ def decode_row(tokens: int, batch: int, kv_heads: int, group: int, kernels: Trit
         warps=4,
     )
     us = {
-        "hack": measure(decode_launch(FORMAT, pages, *rows, spans, q, out, workspace).run, device),
+        "hack": measure(decode_launch(FORMAT, pool, spans, q, out, workspace).run, device),
         "loads only": measure(read.run, device),
-        "compute only": measure(
-            decode_launch(FORMAT, pages, *rows, resident, q, out, workspace).run, device, cold=False
-        ),
-        "dequantize": measure(dequantize_launch(FORMAT, pages, *rows, spans, q, out, workspace).run, device),
+        "compute only": measure(decode_launch(FORMAT, pool, resident, q, out, workspace).run, device, cold=False),
+        "dequantize": measure(dequantize_launch(FORMAT, pool, spans, q, out, workspace).run, device),
     }
     query = q.view(batch, kv_heads, group, D)
     k, v = (torch.randn(batch, kv_heads, tokens, D, device=device, dtype=torch.bfloat16) for _ in "kv")
@@ -98,8 +97,8 @@ def decode_row(tokens: int, batch: int, kv_heads: int, group: int, kernels: Trit
         device,
     )
     us["bf16"] = best
-    k_pages, v_pages = (x.view(each * batch, kv_heads, PI, D) for x in (k, v))
-    us["rows"] = measure(rows_launch(k_pages, v_pages, *rows, spans, q, out, workspace).run, device)
+    planes = {name: x.view(each * batch, kv_heads, PI, D) for name, x in (("k", k), ("v", v))}
+    us["rows"] = measure(rows_launch(Pool(planes, open_k, open_v), spans, q, out, workspace).run, device)
     moved = each * batch * kv_heads * page_layout(FORMAT).nbytes
     targets = {(2**17, 1): "<= 40 us, >= 3.5x", (2**15, 8): ">= 4x"}
     target = targets.get((tokens, batch), ">= 1x" if tokens * batch > 8192 else "")
@@ -107,13 +106,20 @@ def decode_row(tokens: int, batch: int, kv_heads: int, group: int, kernels: Trit
     return Row("decode", shape, us, best / us["hack"], moved / us["hack"] / 1e3, target, notes)
 
 
-def seal_row(tokens: int, kv_heads: int, fmt: HackFormat, kernels: TritonKernels) -> Row:
+def kernels_of(backend: TritonBackend, fmt: HackFormat) -> HackKernels:
+    """Triton's kernels for `fmt`."""
+    definition: Callable[[HackFormat, torch.device], HackKernels] = HackReference
+    return backend.kernels_for(fmt, definition)
+
+
+def seal_row(tokens: int, kv_heads: int, fmt: HackFormat, backend: TritonBackend) -> Row:
     """Full pages; bytes are those of the FP16 input."""
-    device, count = kernels.device, tokens // PI
+    device, count = backend.device, tokens // PI
     k, v = (torch.randn(count, kv_heads, PI, D, device=device).half() for _ in "kv")
     ids = torch.arange(count, device=device)
-    pages = kernels.new_pages(fmt, count, kv_heads)
-    us = {"hack": measure(lambda: kernels.seal(fmt, 0, pages, ids, ids * PI, k, v), device)}
+    kernels = kernels_of(backend, fmt)
+    pool = new_pool(fmt, kernels, device, count, 1, range(kv_heads))
+    us = {"hack": measure(lambda: kernels.seal(0, pool, ids, ids * PI, k, v), device)}
     return Row(
         "seal",
         f"{tokens} tokens, {kv_heads} heads, {fmt.rounding}",
@@ -124,19 +130,18 @@ def seal_row(tokens: int, kv_heads: int, fmt: HackFormat, kernels: TritonKernels
     )
 
 
-def prefill_row(tokens: int, kv_heads: int, group: int, kernels: TritonKernels) -> Row:
+def prefill_row(tokens: int, kv_heads: int, group: int, backend: TritonBackend) -> Row:
     """A whole prompt, causal, INT8 on codes against BF16."""
-    device = kernels.device
+    device = backend.device
     k, v = (torch.randn(tokens, kv_heads, D, device=device).half() for _ in "kv")
     q = torch.randn(tokens, kv_heads * group, D, device=device).bfloat16()
-    pages = random_pages(kernels, tokens // PI, kv_heads)
+    pages = random_pages(backend, tokens // PI, kv_heads)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     table = torch.arange(tokens // PI, device=device)[None]
     spans = Spans(zero, zero + tokens, zero, table, zero)
     empty = torch.zeros(1, kv_heads, PI, D, dtype=torch.float16, device=device)
-    us = {
-        "hack": measure(lambda: kernels.attn_prefill(FORMAT, 0, pages, empty, empty, spans, q, k, v), device, rounds=5)
-    }
+    kernels, pool, rows = kernels_of(backend, FORMAT), Pool(pages, empty, empty), Rows(q, k, v)
+    us = {"hack": measure(lambda: kernels.attend(0, pool, spans, rows), device, rounds=5)}
     query, key, value = (x.bfloat16().transpose(0, 1)[None].contiguous() for x in (q, k, v))
     best, notes = best_sdpa(
         {"enable_gqa": lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)}, device
@@ -160,9 +165,9 @@ def best_sdpa(variants: dict[str, Callable[[], Tensor]], device: torch.device) -
     return times[best], [f"bf16: {best}"]
 
 
-def random_pages(kernels: TritonKernels, count: int, kv_heads: int) -> HackPages:
+def random_pages(backend: TritonBackend, count: int, kv_heads: int) -> Planes:
     """Random codes under small random scales."""
-    pages = kernels.new_pages(FORMAT, count, kv_heads)
+    pages = kernels_of(backend, FORMAT).new_planes(count, kv_heads)
     for plane in pages.values():
         if plane.dtype is torch.uint8:
             plane.random_(0, 256)

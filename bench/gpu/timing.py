@@ -13,7 +13,7 @@ FLUSH_BYTES = 256 * 2**20
 
 
 def measure(run: Callable[[], object], device: torch.device, *, rounds: int = 25, cold: bool = True) -> float:
-    """Median microseconds of one call. Inputs that are larger than the cache need no flush, but it does no harm."""
+    """Median microseconds of one call. `cold` empties the cache before each, which larger inputs would not need."""
     run()
     if device.type != "cuda":
         began = perf_counter()

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
 
+from app.cluster import ClusterPlan, running
 from bench.links.link import DECODE_HOST, behind, measure
-from hackkv.cluster import ClusterPlan, running
 from hackkv.errors import ConfigError
 from hackkv.model.shipped import find_model
 
@@ -69,12 +69,12 @@ async def _serve(cell: Cell, file: Path) -> int:
     model = str(find_model("").path)
     worker = {"model": {"path": model, "threads": 1}, "codec": {"name": cell.codec}}
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model}
-    # Prompts are real text and begin alike: reuse would measure the text.
+    # Prompts are cut from one real text and can begin alike. Prefix reuse would make times depend on the text.
     prefill, decode = {"prefix_cache": False}, {"listen": {"host": DECODE_HOST}}
     load = ("--request-rate", str(cell.rate)) if cell.rate else ("--max-concurrency", str(cell.concurrency))
     async with running(ClusterPlan(router, worker, 1, 1, prefill=prefill, decode=decode), print) as cluster:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.serve", "--base-url", cluster.url, "--tokenizer", model, *load),
+            *(sys.executable, "-m", "measure.serve", "--base-url", cluster.url, "--tokenizer", model, *load),
             *("--num-prompts", str(cell.requests), "--num-warmups", str(WARMUPS), "--seed", "1"),
             *("--input-len", str(PROMPTS[cell.prompt]), "--output-len", str(OUTPUT_TOKENS), "--out", str(file)),
         )

@@ -14,16 +14,16 @@ from hackkv.errors import ConfigError
 
 FREE: Final = "none"
 DECODE_HOST: Final = "127.0.0.2"
-"""The decode node listens here; what is sent to this address passes the link, and nothing else does."""
+"""The decode node listens here. Packets to this address pass the link, and no others."""
 
 _UNITS: Final = {"mbit": 1e6, "gbit": 1e9}
 _PACKET: Final = 65536
-"""The largest of loopback."""
+"""Bytes of loopback's largest packet."""
 _EARLY_S: Final = 0.0005
-"""A bucket of so much time is what the link may be early; smaller ones cost fast links their rate."""
+"""Size of the token bucket, in time: how early the link may deliver. Smaller ones keep fast links below their rate."""
 _PROBE_S: Final = 0.3
 _PROBE_BYTES: Final = 256 << 20
-"""What is sent to measure a link: as much as it carries in that time, or all of it where nothing limits."""
+"""A measurement sends what the link carries in `_PROBE_S`, at most this; over the free link it sends all of this."""
 _PIECE: Final = 1 << 20
 
 
@@ -40,7 +40,7 @@ def behind(link: str, command: Sequence[str]) -> list[str]:
     steps = ["ip link set lo up"]
     if link != FREE:
         burst = max(_PACKET, round(bits_per_s(link) / 8 * _EARLY_S))
-        # Without a default class, what no filter chooses is not shaped.
+        # Without a default class, packets that match no filter are not shaped.
         steps += [
             "tc qdisc add dev lo root handle 1: htb",
             f"tc class add dev lo parent 1: classid 1:1 htb rate {link} burst {burst} cburst {burst} quantum {_PACKET}",
@@ -50,7 +50,7 @@ def behind(link: str, command: Sequence[str]) -> list[str]:
 
 
 def measure(link: str) -> float:
-    """Send something over the link; bits a second. To be called inside the namespace."""
+    """Bits a second of the link, measured by sending over it. Call it inside the namespace."""
     size = _PROBE_BYTES if link == FREE else min(_PROBE_BYTES, round(bits_per_s(link) / 8 * _PROBE_S))
     with socket.create_server((DECODE_HOST, 0)) as server:
         reader = threading.Thread(target=_drain, args=(server, size))

@@ -1,4 +1,4 @@
-"""docs/jct.md: tables of what was measured, and sentences that the numbers decide."""
+"""docs/jct.md: tables of what was measured, and sentences that follow from the numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LLAMA_8B_BYTES: Final = 131_072
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the numbers do not say themselves."""
+    """Facts of the experiment that are not in the results."""
 
     machine: str
     share: float
@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def crossing_ms(self) -> float:
-        """What a request's KV takes on a link that carries nothing else; 0 on the free one."""
+        """Milliseconds that a request's KV takes on a link that carries nothing else; 0 on the free one."""
         return 0.0 if self.link == FREE else 8e3 * self.bytes_per_request / bits_per_s(self.link)
 
     def stage_ms(self, stage: Stage, statistic: str = "mean") -> float:
@@ -141,7 +141,7 @@ def _times(rows: list[Measured], statistic: str) -> list[str]:
 
 
 def _reading(measured: list[Measured]) -> list[str]:
-    """Where `hack` helps and where it does not, as the numbers have it."""
+    """Where `hack` helps and where it does not, according to the numbers."""
     exact = {(each.prompt, each.link): each for each in measured if each.codec == "fp16"}
     pairs = [
         (exact[each.prompt, each.link], each)
@@ -180,7 +180,7 @@ def _reading(measured: list[Measured]) -> list[str]:
 
 
 def _noise(measured: list[Measured]) -> tuple[float, str]:
-    """What two links that nobody fills differ by, and a sentence that says so."""
+    """How much times differ between links that are almost idle, as a share, and a sentence that says so."""
     idle: dict[tuple[str, str], list[float]] = {}
     for each in measured:
         if each.crossing_ms <= IDLE * each.jct_ms:
@@ -208,7 +208,7 @@ def _stages_apart(fp16: Measured, hack: Measured) -> str:
 
 
 def _link_alone(each: Measured, measured: list[Measured]) -> str:
-    """What a slow link does to one codec, which is not what tells two codecs apart."""
+    """What a slow link does to one codec, apart from the comparison of codecs."""
     free = next((one for one in measured if (one.prompt, one.link, one.codec) == (each.prompt, FREE, each.codec)), None)
     told = (
         f"- `{each.codec}` with {each.prompt} prompts at {each.link}: KV takes {each.crossing_ms:.0f} ms on an empty "

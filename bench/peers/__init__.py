@@ -1,1 +1,1 @@
-"""The same request to the same weights: hackkv through HTTP, router and wire, and llama.cpp in one process."""
+"""One request to the same weights in two systems: hackkv through HTTP, router and wire; llama.cpp in one process."""

@@ -34,7 +34,7 @@ LLAMA = (("f16", "flash"), ("f16", "plain"), ("q8_0", "flash"), ("q4_0", "flash"
 SLOW_KV = ("q8_0", "q4_0")
 """llama.cpp takes 3 and 5 times as long with these as with f16, so they run once."""
 CELL_TOKENS = 24_576
-"""Prompt tokens that a cell of `codecs` may cost: a long prompt runs less often, but once."""
+"""Prompt tokens that a cell of `codecs` may cost. A long prompt runs less often, but at least once."""
 
 LLAMA_PYTHON = typer.Option(help="interpreter with llama-cpp-python, gguf and safetensors", exists=True, dir_okay=False)
 Threads = Annotated[int, typer.Option(min=1, help="compute threads of each process")]
@@ -139,7 +139,7 @@ def _names(only: str) -> list[str]:
 
 
 def _prompts(lengths: list[int], nth: int) -> list[int]:
-    """Prompt lengths of the nth round: a cell runs once, and again as long as it costs no more than CELL_TOKENS."""
+    """Prompt lengths of the nth round. A cell runs once, and again while it costs no more than CELL_TOKENS."""
     return [length for length in lengths if nth == 0 or (nth + 1) * length <= CELL_TOKENS]
 
 

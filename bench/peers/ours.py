@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
+from app.cluster import ClusterPlan, running
 from bench.peers.model import prompt_ids
-from hackkv.cluster import ClusterPlan, running
 
 TIMEOUT_S = 900.0
 KV_BYTES = 1 << 30
@@ -47,7 +47,7 @@ def serve(
 ) -> None:
     """Start a cluster with `codec`, answer one request of `tokens` tokens for each prompt length, alone on the cluster.
 
-    `done` is told the length and the result of each as it ends.
+    `done` is called with the length and the result of each request as it ends.
     """
     asyncio.run(_serve(checkpoint, codec, prompts, tokens, threads, done))
 

@@ -12,14 +12,14 @@ from typing import Any, Final
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bench.accuracy.machine import this_machine
 from bench.peers.model import SHAPE
 from bench.peers.ours import Run, middle
 from hackkv.timing import Stage
+from measure.accuracy.machine import this_machine
 
 PICTURE: Final = "performance-codecs.png"
 TARGETS: Final = {"llama.cpp KV f16, flash": 0.5, "llama.cpp KV f16, plain": 0.5, "llama.cpp KV q4_0, flash": 0.1}
-"""At most this share of the peer's time, by codec `hack`."""
+"""The target: `hack` takes at most this share of the peer's time."""
 
 
 PAPER: Final = "hack-paper"
@@ -109,7 +109,7 @@ def codecs_section(
 
 
 def _ablations(chosen: Mapping[int, Mapping[str, Run]]) -> list[str]:
-    """A table of the ablations' times by those of the codec that they cut from, and what they mean."""
+    """A table of each ablation's time over that of the codec it is derived from, and what the ratios mean."""
     lines = [f"| prompt | codec | JCT / {PAPER} | prefill / {PAPER} | decode / {PAPER} |", "|---|---|---|---|---|"]
     for size, each in chosen.items():
         for name in ABLATIONS:

@@ -1,7 +1,7 @@
 """Kill and restart nodes of a real cluster under a steady load: `python -m bench.reliability kill-decode|...|all`.
 
-A calm run of the same requests on two prefill and two decode nodes gives the tokens that every client must get. Writes
-docs/reliability.json and the table in docs/reliability.md; the exit code says whether all holds.
+An undisturbed run of the same requests on two prefill and two decode nodes gives the tokens that every client must get.
+Writes docs/reliability.json and the table in docs/reliability.md; the exit code says whether all holds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from time import perf_counter
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.accuracy.machine import commit, this_machine
+from app.cluster import LocalCluster
 from bench.cluster import metrics, tiny_cluster
 from bench.reliability.load import Outcome, bodies, steady
 from bench.reliability.report import Result, judge, save
 from bench.reliability.scenarios import SCENARIOS, Scenario
-from hackkv.cluster import LocalCluster
+from measure.accuracy.machine import commit, this_machine
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SEED = 5
@@ -32,7 +32,7 @@ SEED = 5
 async def _run(
     cluster: LocalCluster, requests: list[bytes], rate: float, scenario: Scenario | None, console: Console
 ) -> tuple[list[Outcome], float]:
-    """Send everything; in the middle, disturb. Returns the outcomes and when the disturbance began."""
+    """Send everything, and disturb the cluster in the middle. Returns the outcomes and when the disturbance began."""
     middle_s, began = len(requests) / rate / 2, perf_counter()
     at_s = 0.0
 
@@ -55,7 +55,7 @@ async def _run(
 async def measure(
     names: Sequence[str], count: int, rate: float, model: Path, console: Console
 ) -> AsyncIterator[Result]:
-    """The calm run, then each scenario on a cluster of its own."""
+    """The undisturbed run, then each scenario on a cluster of its own."""
     requests = bodies(count, SEED)
     async with tiny_cluster(model) as cluster:
         calm, _ = await _run(cluster, requests, rate, None, console)

@@ -1,6 +1,6 @@
-"""A steady stream of requests, and exactly what each client got: its tokens, its errors, how long it was kept waiting.
+"""A steady stream of requests, and exactly what each client got: its tokens, its errors, its waits.
 
-Requests start at a fixed rate whatever becomes of the others, as users do. Half of them are greedy, half are sampled
+Requests start at a fixed rate, as users do, whatever becomes of earlier ones. Half of them are greedy, half are sampled
 with a seed of their own, so that each has one right answer.
 """
 

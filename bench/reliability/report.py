@@ -27,7 +27,7 @@ class Result:
     tokens_differ: int
     """Requests that were served with other tokens than in the undisturbed run."""
     moved: int
-    """Requests that a node's end sent elsewhere."""
+    """Requests that went to another node because theirs ended."""
     disturbed_at_s: float
     error_window_s: float
     """From the disturbance to the last request that failed; 0 if none did."""
@@ -40,7 +40,7 @@ class Result:
     replayed_tokens: float
     machine: str
     load_average: float
-    """Of the minute before the end."""
+    """Load average of the minute before the end."""
     commit: str
 
     @property
@@ -59,7 +59,7 @@ def judge(
     after: dict[str, float],
     where: tuple[str, float, str],
 ) -> Result:
-    """Compare a disturbed run with the calm one, request by request.
+    """Compare a disturbed run with the undisturbed one, request by request.
 
     `after` is the router's metrics page, `where` the machine, its load average and the commit.
     """

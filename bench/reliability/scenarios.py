@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from hackkv.cluster import LocalCluster
+from app.cluster import LocalCluster
 
 AWAY_S = 3.0
 """How long a node that is killed without a spare stays away before somebody starts it again."""
@@ -15,7 +15,7 @@ DRAINED_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A cluster and what is done to it, and what a peer published for the same."""
+    """A cluster, what is done to it, and what a peer published for the same disturbance."""
 
     name: str
     what: str
@@ -27,7 +27,7 @@ class Scenario:
 
 
 def _kill(cluster: LocalCluster, name: str) -> None:
-    next(member for member in cluster.members if member.name == name).process.kill()
+    next(child for child in cluster.children if child.name == name).process.kill()
 
 
 async def _kill_decode(cluster: LocalCluster) -> None:
@@ -47,7 +47,7 @@ async def _no_spare(cluster: LocalCluster) -> None:
 
 async def _rolling(cluster: LocalCluster) -> None:
     """SIGTERM and a new process under the old name, one node after another."""
-    for node in cluster.members[1:]:
+    for node in cluster.children[1:]:
         node.process.terminate()
         async with asyncio.timeout(DRAINED_S):
             await node.process.wait()

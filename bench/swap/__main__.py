@@ -1,10 +1,10 @@
 """A decode node with a tenth of the memory that its load wants, and one with all of it: `python -m bench.swap`.
 
-Clusters of real processes serve the same requests, one after the other: ample memory, a tenth of it, ample again, so
-that a machine that slows down shows. Each has three times as many clients as a decode step takes. Throughput is what
-the decode node generates while the load stands; every output of the tight node is compared with the ample one's, which
-never swaps. `--seconds 600` is the long form. Writes docs/reliability.json and its section of docs/reliability.md; the
-exit code says whether all holds.
+Three clusters of real processes serve the same requests, one after the other: with ample memory, with a tenth of it,
+and with ample memory again, which shows whether the machine has slowed down. Each has three times as many clients as a
+decode step takes sequences. Throughput is what the decode node generates while all clients are there. Every output of
+the tight node is compared with that of the ample one, which never swaps. `--seconds 600` is the long form. Writes
+docs/reliability.json and its section of docs/reliability.md; the exit code says whether all holds.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
-from bench.accuracy.machine import commit, this_machine
 from bench.cluster import load_note
 from bench.swap import workload
 from bench.swap.load import plan, run, windows
 from bench.swap.report import Result, judge, record, save
 from hackkv.codecs import CODECS
 from hackkv.model.tiny import write_tiny
+from measure.accuracy.machine import commit, this_machine
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REFERENCE_SHARE, SHORTEST_S = 0.2, 30.0
-"""How long the ample cluster is measured, before and again after, of the time of the tight one."""
+"""How long the ample cluster is measured, each time: a share of the tight one's time, but at least so many seconds."""
 
 
 async def measure(arguments: argparse.Namespace, model: str, console: Console) -> Result:

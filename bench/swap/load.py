@@ -12,15 +12,16 @@ from time import perf_counter
 
 import psutil
 
+from app.cluster import ClusterPlan, LocalCluster, running
 from bench.cluster import dead, describe, metrics, total, until
 from bench.connection import Connection
 from bench.swap.workload import LOAD, MAX_BATCH, Job, Memory
-from hackkv.cluster import ClusterPlan, LocalCluster, running
 from hackkv.errors import DeadlineExceeded
-from hackkv.types import NodeInfo, Role
+from hackkv.nodes import NodeInfo
+from hackkv.types import Role
 
 RAMP_S, WARM_S, WINDOW_S = 10.0, 40.0, 10.0
-"""Clients come one after another; after the warm-up the load stands."""
+"""Clients join one after another; after the warm-up all are there."""
 REQUEST_S = 900.0
 """A request that takes longer hangs."""
 BASELINE_S = 10.0
@@ -50,7 +51,7 @@ class Run:
     async def serve(
         self, url: str, work: Sequence[Job], order: Iterator[int], stop: asyncio.Event, begin_s: float
     ) -> None:
-        """One client: from `begin_s` on one request after another, each to its end."""
+        """One client: after `begin_s` it sends one request after another, and reads each to its end."""
         await asyncio.sleep(begin_s)
         while not stop.is_set():
             index, began = next(order), perf_counter()
@@ -77,7 +78,7 @@ class Run:
 def plan(model: str, codec: str, memory: Memory) -> ClusterPlan:
     """One prefill and one decode node, one compute thread each."""
     worker = {"model": {"path": model, "dtype": "float32", "threads": 1}, "codec": {"name": codec}}
-    # What is tried here is memory: a busy machine is nobody's death, and at three times the load requests do wait.
+    # The test is about memory: a busy machine must not cost a node its lease, and at this load requests wait long.
     waits = dict.fromkeys(("queue_s", "prefill_s", "landed_s", "swapped_s"), REQUEST_S)
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model, "lease_ttl_s": 10.0, "deadlines": waits}
     decode = {"kv_bytes": memory.pages * memory.page_bytes, "max_sequences": memory.slots, "max_batch": MAX_BATCH}
@@ -85,7 +86,7 @@ def plan(model: str, codec: str, memory: Memory) -> ClusterPlan:
 
 
 async def run(plan: ClusterPlan, work: Sequence[Job], seconds: float, window_done: Callable[[], None]) -> Run:
-    """Put the load on a cluster, measure once it stands, let every request end, and see that nothing is held."""
+    """Load a cluster, measure once all clients are there, let every request end, and check that nothing is held."""
     result = Run()
     async with running(plan, lambda _: None) as cluster:
         stop, order = asyncio.Event(), cycle(range(len(work)))
@@ -122,7 +123,7 @@ async def _measure(cluster: LocalCluster, result: Run, seconds: float, window_do
 
 
 async def _settle(cluster: LocalCluster, result: Run) -> None:
-    """Everything comes back; then the nodes' own accounts."""
+    """Wait until everything is given back, then read the nodes' own counters."""
 
     async def idle() -> bool:
         info = await _decode(cluster)
@@ -140,7 +141,7 @@ async def _settle(cluster: LocalCluster, result: Run) -> None:
 
 
 def windows(seconds: float) -> int:
-    """In which so many seconds are measured."""
+    """Number of windows in so many seconds."""
     return max(1, round(seconds / WINDOW_S))
 
 
@@ -157,6 +158,6 @@ async def _generated(cluster: LocalCluster) -> float:
 
 
 def _cpu_s(cluster: LocalCluster) -> float:
-    (member,) = [member for member in cluster.members if member.name == "decode-0"]
-    times = psutil.Process(member.process.pid).cpu_times()
+    (child,) = [child for child in cluster.children if child.name == "decode-0"]
+    times = psutil.Process(child.process.pid).cpu_times()
     return times.user + times.system

@@ -18,7 +18,7 @@ SECTION = "bench.swap"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What is kept. The ample cluster ran before and after the tight one."""
+    """The record. The ample cluster ran before and after the tight one."""
 
     codec: str
     seconds: float
@@ -29,7 +29,7 @@ class Result:
     """Mean before, mean after."""
     tight_tokens_per_s: float
     windows: dict[str, list[float]]
-    """The same, ten seconds at a time."""
+    """Tokens per second, ten seconds at a time."""
     mean_batch: dict[str, float]
     decode_cores: dict[str, float]
     requests: dict[str, int]

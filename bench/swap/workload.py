@@ -10,20 +10,22 @@ from statistics import mean
 
 from hack_kernels import load
 
-from hackkv.codec import FP16_BYTES
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
+from hackkv.footprint import Footprint, footprint_of
 from hackkv.model.tiny import Tiny
+from hackkv.types import KvLayout, KvShape
 
 MODEL = Tiny(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=128, ffn=768, max_context=1024)
+SHAPE = KvShape(MODEL.layers, MODEL.kv_heads, MODEL.head_dim)
 """Large enough that a step computes rather than starts operators: a batch of 90 saturates one core."""
 MAX_BATCH = 256
 LOAD = 3
-"""Requests that are there at any time, in batches."""
+"""Requests under way at any time, over the largest batch."""
 SHARE = 0.1
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 160), (64, 384)
 REQUESTS = 600
-"""Different requests; they come round again."""
+"""Different requests. Clients repeat them in a cycle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,11 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """The most that are in its cache: the last token is chosen but never run."""
+        """The most tokens in the request's cache: the last token is chosen but never run."""
         return len(self.prompt) + self.output - 1
 
     def body(self) -> bytes:
-        """Every second one samples."""
+        """The body of the HTTP request. Every second request samples, the others are greedy."""
         chosen = {"temperature": 0.8 * (self.seed % 2), "seed": self.seed, "ignore_eos": True, "return_token_ids": True}
         return json.dumps({"prompt": self.prompt, "max_tokens": self.output, **chosen}).encode()
 
@@ -70,19 +72,23 @@ def jobs(seed: int) -> list[Job]:
 
 
 def ample(work: Sequence[Job], codec_name: str) -> Memory:
-    """All that the load would hold if every request of it were there at its full length."""
-    codec = make_codec(CodecConfig(name=codec_name), MODEL.head_dim, load("reference"))
-    page_tokens, heads = codec.format.page_tokens, MODEL.layers * MODEL.kv_heads
-    pages = mean(codec.sealed_pages(job.tokens) for job in work)
-    row_bytes = 2 * FP16_BYTES * MODEL.head_dim
+    """Memory for all requests of the load at their full length."""
+    weighs = footprint(codec_name)
+    pages = mean(weighs.sealed(job.tokens) for job in work)
     clients = LOAD * MAX_BATCH
-    return Memory(round(clients * pages), clients, codec.format.resident_bytes * heads, page_tokens * row_bytes * heads)
+    return Memory(round(clients * pages), clients, weighs.page_bytes, weighs.page_tokens * weighs.row_bytes)
+
+
+def footprint(codec_name: str) -> Footprint:
+    """Pages and bytes of the model's sequences under a codec."""
+    codec = make_codec(CodecConfig(name=codec_name), SHAPE, load("reference"))
+    return footprint_of(codec, KvLayout(MODEL.layers, MODEL.kv_heads, MODEL.head_dim, codec.page_tokens))
 
 
 def tight(work: Sequence[Job], codec_name: str) -> Memory:
-    """A tenth of it, with as many slots as there are pages for sequences of mean age."""
+    """A tenth of the ample memory, with as many slots as there are pages for sequences of mean length."""
     whole = ample(work, codec_name)
-    sealed = make_codec(CodecConfig(name=codec_name), MODEL.head_dim, load("reference")).sealed_pages
+    sealed = footprint(codec_name).sealed
     steps = sum(job.output for job in work)
     held = sum(sealed(len(job.prompt) + step) for job in work for step in range(job.output)) / steps
     size = SHARE * whole.size

@@ -1,4 +1,4 @@
-"""The table of codecs: every form in which a KV cache can rest and travel, by name.
+"""The table of codecs: a preset name chooses one, settings refine it.
 
 To add one, write a module beside this one and enter it in `CODECS`; the contract tests loop over the table, and nothing
 else in the project knows a codec by name.
@@ -7,77 +7,74 @@ else in the project knows a codec by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hack_kernels.base import Arithmetic, HackFormat, HackKernels, OpenPage, Rounding
-from pydantic import Field, ValidationError
+from hack_kernels.base import Backend
+from hack_kernels.hack_format import Arithmetic, OpenPage, Rounding
+from pydantic import ValidationError
 
 from hackkv.codec import KvCodec
-from hackkv.codecs.fp16 import Fp16Codec
-from hackkv.codecs.hack import HackCodec
-from hackkv.config import CodecConfig, Frozen
+from hackkv.codecs.fp8 import make_fp8
+from hackkv.codecs.fp16 import make_fp16
+from hackkv.codecs.hack import make_hack
+from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
+from hackkv.types import KvShape
+from hackkv.wire_form import RAW, WireForm, wire_form
+
+Factory = Callable[[str, KvShape, Backend, dict[str, Any]], KvCodec]
+"""(preset name, shape of the model's KV, backend, settings) -> codec. Raises `ValueError` naming a bad setting."""
 
 
-class HackSettings(Frozen):
-    """Settings of the `hack` presets; see `HackFormat`."""
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One row of the table: a family of codecs, and the settings in which this one differs from the family's."""
 
-    page_tokens: int = 64
-    k_bits: int = 2
-    v_bits: int = 2
-    rounding: Rounding = Rounding.NEAREST
-    arithmetic: Arithmetic = Arithmetic.SYMMETRIC
-    stored_sums: bool = True
-    open_page: OpenPage = OpenPage.EXACT
-    send_sums: bool = False
-    seed: int = Field(default=0, ge=0, lt=2**64)
+    make: Factory
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Fp16Settings(Frozen):
-    """Settings of `fp16`."""
-
-    page_tokens: int = Field(default=64, multiple_of=8, gt=0, le=256)
-
-
-Factory = Callable[[str, int, HackKernels, dict[str, Any]], KvCodec]
-"""(preset name, head_dim, kernels, settings) -> codec. Raises `ValueError` naming a bad setting."""
-
-
-def _hack(**preset: object) -> Factory:
-    def make(name: str, head_dim: int, kernels: HackKernels, settings: dict[str, Any]) -> KvCodec:
-        chosen = HackSettings.model_validate({**preset, **settings})
-        fields = chosen.model_dump()
-        send_sums = fields.pop("send_sums")
-        fmt = HackFormat(head_dim=head_dim, **fields)
-        if send_sums and not fmt.sums:
-            raise ValueError("send_sums is set, but these settings keep no sums")
-        return HackCodec(name, fmt, kernels, send_sums=send_sums)
-
-    return make
-
-
-def _fp16(name: str, head_dim: int, kernels: HackKernels, settings: dict[str, Any]) -> KvCodec:
-    return Fp16Codec(name, head_dim, Fp16Settings.model_validate(settings).page_tokens, kernels)
-
-
-CODECS: Final[Mapping[str, Factory]] = {
-    "fp16": _fp16,
-    "hack": _hack(),
-    "hack-k4v2": _hack(k_bits=4),
-    "hack-paper": _hack(
-        rounding=Rounding.STOCHASTIC, arithmetic=Arithmetic.ASYMMETRIC, open_page=OpenPage.K_CODES, send_sums=False
+CODECS: Final[dict[str, Preset]] = {
+    "fp16": Preset(make_fp16),
+    "fp8": Preset(make_fp8),
+    "hack": Preset(make_hack),
+    "hack-k4v2": Preset(make_hack, {"k_bits": 4}),
+    "hack-paper": Preset(
+        make_hack,
+        {
+            "rounding": Rounding.STOCHASTIC,
+            "arithmetic": Arithmetic.ASYMMETRIC,
+            "open_page": OpenPage.K_CODES,
+            "send_sums": False,
+        },
     ),
 }
 
 
-def make_codec(config: CodecConfig, head_dim: int, kernels: HackKernels) -> KvCodec:
-    """Build the configured codec. Raises `ConfigError` naming the preset or the setting at fault."""
+def make_codec(config: CodecConfig, shape: KvShape, backend: Backend) -> KvCodec:
+    """Build the configured codec. Raises `ConfigError` naming the preset or the setting at fault.
+
+    Every codec has the setting `wire_form`, a name of `WIRE_FORMS`; without it, planes travel as they rest.
+    """
     if config.name not in CODECS:
         raise ConfigError(f"codec.name: {config.name!r} is unknown; known: {', '.join(CODECS)}")
+    preset = CODECS[config.name]
+    settings = {**preset.settings, **config.settings}
+    form = _wire_form(str(settings.pop("wire_form", RAW.name)))
     try:
-        return CODECS[config.name](config.name, head_dim, kernels, dict(config.settings))
+        codec = preset.make(config.name, shape, backend, settings)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"codec.settings.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     except ValueError as error:
         raise ConfigError(f"codec.settings: {error}") from error
+    codec.wire_form = form
+    return codec
+
+
+def _wire_form(name: str) -> WireForm:
+    try:
+        return wire_form(name)
+    except ConfigError as error:
+        raise ConfigError(f"codec.settings.wire_form: {error}") from error

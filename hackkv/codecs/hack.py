@@ -1,83 +1,93 @@
-"""Codec `hack`: KV quantized once, to 2 or 4 bits, and attended to on its codes (HACK, sections 5 and 6).
+"""Codec `hack`: KV quantized once, to 2, 4 or 8 bits, and attended to on its codes (HACK, sections 5 and 6).
 
-The page format, the bit order and the arithmetic are those of `hack_kernels`; this file maps batches to kernel calls.
+The page format, the bit order and the arithmetic are those of `hack_kernels`; this file has the settings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from hack_kernels.base import SUM_PLANES, HackFormat, HackKernels, OpenPage
+from hack_kernels.base import Backend, Pool, Spans
+from hack_kernels.hack_format import Arithmetic, HackFormat, HackKernels, OpenPage, Rounding
+from hack_kernels.reference.hack import HackReference
+from pydantic import Field
 from torch import Tensor
 
-from hackkv.codec import Batch, LayerPages, PageFormat, Plane
-from hackkv.codecs.paged import PagedCodec, filled_pages
+from hackkv.codec import Batch, KvCodec
+from hackkv.codecs.paged import Kept, PagedCodec, Settings
+from hackkv.config import Frozen
+from hackkv.types import KvShape
+
+Definition = Callable[[HackFormat, torch.device], HackKernels]
 
 
-class HackCodec(PagedCodec):
-    """Implements `KvCodec` for one `HackFormat` on one backend."""
+class HackSettings(Frozen):
+    """Settings of the `hack` presets; see `HackFormat`."""
 
-    def __init__(self, name: str, fmt: HackFormat, kernels: HackKernels, *, send_sums: bool = False) -> None:
-        super().__init__()
-        self.name = name
-        self.fmt = fmt
-        self.kernels = kernels
-        self.send_sums = send_sums
-        planes = tuple(
-            Plane(plane, dtype, shape, on_wire=send_sums or plane not in SUM_PLANES)
-            for plane, (shape, dtype) in fmt.plane_specs().items()
-        )
-        self.format = PageFormat(planes, fmt.page_tokens, fmt.head_dim)
+    page_tokens: int = 64
+    k_bits: int = 2
+    v_bits: int = 2
+    rounding: Rounding = Rounding.NEAREST
+    arithmetic: Arithmetic = Arithmetic.SYMMETRIC
+    stored_sums: bool = True
+    open_page: OpenPage = OpenPage.EXACT
+    send_sums: bool = False
+    seed: int = Field(default=0, ge=0, lt=2**64)
+
+
+def make_hack(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
+    """A codec of the family. Raises `ValueError` naming a bad setting."""
+    chosen = HackSettings.model_validate(settings)
+    fields = chosen.model_dump()
+    send_sums = fields.pop("send_sums")
+    fmt = HackFormat(head_dim=shape.head_dim, **fields)
+    if send_sums and not fmt.sums:
+        raise ValueError("send_sums is set, but these settings keep no sums")
+    definition: Definition = HackReference
+    kernels = backend.kernels_for(fmt, definition)
+    names = (
+        "page_tokens",
+        "k_bits",
+        "v_bits",
+        "rounding",
+        "arithmetic",
+        "stored_sums",
+        "open_page",
+        "seed",
+        "send_sums",
+    )
+    written = tuple((setting, str(getattr(chosen, setting))) for setting in names)
+    layers = (Kept(fmt, kernels, fmt.planes if send_sums else None),) * shape.num_layers
+    if fmt.open_page is OpenPage.REQUANTIZE:
+        return RequantizingCodec(name, layers, backend, written, kernels.requantize)
+    return PagedCodec(name, layers, backend, written)
+
+
+class RequantizingCodec(PagedCodec):
+    """Ablation HACK/RQE: the open page rests as codes too, and its V is quantized again with every row."""
+
+    def __init__(
+        self,
+        name: str,
+        layers: tuple[Kept, ...],
+        backend: Backend,
+        settings: Settings,
+        requantize: Callable[[int, Pool, Spans, Tensor, Tensor], None],
+    ) -> None:
+        super().__init__(name, layers, backend, settings)
+        self._requantize = requantize
 
     @property
-    def approximation_s(self) -> float:
-        """Seconds spent on the correction terms of Eq. (4)."""
-        return self.kernels.approximation_s
-
-    def fingerprint(self) -> tuple[tuple[str, str], ...]:
-        """Settings of the format; the backend is not among them, since backends agree bit for bit."""
-        names = ("page_tokens", "k_bits", "v_bits", "rounding", "arithmetic", "stored_sums", "open_page", "seed")
-        values = tuple((f"codec.{name}", str(getattr(self.fmt, name))) for name in names)
-        return (("codec", self.name), *values, ("codec.send_sums", str(self.send_sums)))
-
-    def new_layer(self, num_pages: int, num_slots: int, num_kv_heads: int) -> LayerPages:
-        """An empty pool for one layer."""
-        shape = (num_slots, num_kv_heads, self.fmt.page_tokens, self.fmt.head_dim)
-        planes = self.kernels.new_pages(self.fmt, num_pages, num_kv_heads)
-        return LayerPages(planes, torch.zeros(shape, dtype=torch.float16), torch.zeros(shape, dtype=torch.float16))
-
-    def sealed_pages(self, tokens: int) -> int:
-        """With requantization the last page is codes too, however few rows it holds."""
-        begun = self.fmt.open_page is OpenPage.REQUANTIZE
-        return -(-tokens // self.fmt.page_tokens) if begun else tokens // self.fmt.page_tokens
+    def seals_open_page(self) -> bool:
+        """The last page is codes too, however few rows it holds."""
+        return True
 
     def seals(self, batch: Batch) -> bool:
-        """With requantization every row goes into its page's codes."""
-        return self.fmt.open_page is OpenPage.REQUANTIZE or super().seals(batch)
+        """Every row goes into its page's codes."""
+        return True
 
-    def seal(self, layer: int, pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:
-        """Quantize the pages that the batch fills, or with requantization those it touches, in one kernel call."""
-        if self.fmt.open_page is OpenPage.REQUANTIZE:
-            self.kernels.requantize(self.fmt, layer, pool.planes, batch.where, k, v)
-        else:
-            page_ids = torch.tensor([page.page_id for page in batch.filled])
-            starts = torch.tensor([page.start for page in batch.filled])
-            self.kernels.seal(self.fmt, layer, pool.planes, page_ids, starts, *filled_pages(pool, batch, k, v))
-
-    def prefill(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Homomorphic attention of a chunk."""
-        rows = (pool.planes, pool.open_k, pool.open_v, batch.where, q, k, v)
-        return self.kernels.attn_prefill(self.fmt, layer, *rows)
-
-    def decode(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor) -> Tensor:
-        """Homomorphic attention of one row per sequence."""
-        rows = (pool.planes, pool.open_k, pool.open_v, batch.where, q)
-        return self.kernels.attn_decode(self.fmt, layer, *rows)
-
-    def to_wire(self, pool: LayerPages, page_ids: Tensor) -> dict[str, Tensor]:
-        """Sums stay behind unless `send_sums`: they follow from the codes."""
-        planes = self.kernels.export(self.fmt, pool.planes, page_ids)
-        return {plane.name: planes[plane.name] for plane in self.format.wire_planes}
-
-    def from_wire(self, pool: LayerPages, page_ids: Tensor, planes: dict[str, Tensor]) -> None:
-        """Install sealed pages; the kernels bring them into their own order."""
-        self.kernels.install(self.fmt, pool.planes, page_ids, planes)
+    def seal(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
+        """Quantize the pages that the batch touches."""
+        self._requantize(layer, pool, batch.where, k, v)

@@ -1,94 +1,180 @@
 """The life of a page, which all codecs share: rows collect in the open page, a full page is sealed, queries read both.
 
-A subclass says how to seal and how to attend. The order matters: in a prefill batch the queries of a page still read
-its FP16 rows when it has been sealed already, so the open page is overwritten last; in decode the new row is written
-first, in one call, and sealing and attention find it in the open page.
+A subclass says how to seal and how to attend. The order of the steps matters. In a prefill batch, queries still read
+the FP16 rows of a page that is sealed already, so the open page is overwritten last. In decode the new row is written
+first, so sealing and attention find it in the open page.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from time import perf_counter
+from dataclasses import dataclass, replace
 
 import torch
-from hack_kernels.base import HackKernels
+from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pool
 from torch import Tensor
 
-from hackkv.codec import Batch, LayerPages, PageFormat, non_finite, to_rows
+from hackkv.codec import AttentionWeights, Batch, Eviction, Fills, int64, non_finite
+from hackkv.wire_form import RAW, WireForm
+
+Settings = tuple[tuple[str, str], ...]
+"""Named settings, as text, for the fingerprint."""
 
 
-class PagedCodec(ABC):
-    """Base of the codecs; implements `attend` of `KvCodec`."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How a codec keeps the pages of a layer. Layers of one format share one set of kernels."""
 
-    name: str
     format: PageFormat
-    kernels: HackKernels
+    kernels: PageKernels
+    """Bound to the format."""
+    sent: tuple[Plane, ...] | None = None
+    """The planes that travel; None for those that are not derived."""
 
-    def __init__(self) -> None:
-        self.quantize_s = 0.0
-        self.attend_s = 0.0
+    @property
+    def wire_planes(self) -> tuple[Plane, ...]:
+        """The planes that travel, in wire order."""
+        return self.sent or tuple(plane for plane in self.format.planes if not plane.derived)
 
-    def attend(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+
+class PagedCodec:
+    """Implements `KvCodec` for any page formats; a codec with more to say inherits it."""
+
+    prepares_weights = False
+
+    def __init__(self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings) -> None:
+        """`settings` are all that change bytes or results. Layers may differ in everything but `page_tokens`."""
+        self.name = name
+        (self.page_tokens,) = {kept.format.page_tokens for kept in layers}
+        self.formats = tuple(kept.format for kept in layers)
+        self.wire_planes = tuple(kept.wire_planes for kept in layers)
+        self.wire_form: WireForm = RAW
+        self.sealing, self.attending = backend.stopwatch(), backend.stopwatch()
+        self._settings = settings
+        self._kernels = tuple(kept.kernels for kept in layers)
+        self._backend = backend
+
+    @property
+    def seals_open_page(self) -> bool:
+        """The open page stays in FP16."""
+        return False
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """All rows stay."""
+        return None
+
+    @property
+    def bytes_follow_tokens(self) -> bool:
+        """True by the open-page rule, unless rows are evicted or the open page is sealed anew with every row."""
+        return self.eviction is None and not self.seals_open_page
+
+    @property
+    def quantize_s(self) -> float:
+        """Seconds on the stopwatch `sealing`."""
+        return self.sealing.seconds
+
+    @property
+    def attend_s(self) -> float:
+        """Seconds on the stopwatch `attending`."""
+        return self.attending.seconds
+
+    @property
+    def approximation_s(self) -> float:
+        """As the kernels report it."""
+        return sum(kernels.approximation_s for kernels in dict.fromkeys(self._kernels))
+
+    @property
+    def served_by(self) -> str:
+        """Whose kernels compute."""
+        return ", ".join(dict.fromkeys(kernels.served_by for kernels in self._kernels))
+
+    def fingerprint(self) -> Settings:
+        """Name and settings; the backend is not among them, since backends agree bit for bit."""
+        return (("codec", self.name), *((f"codec.{name}", value) for name, value in self._settings))
+
+    def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
+        """Nothing is folded."""
+        return weights
+
+    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range) -> Pool:
+        """An empty pool on the backend's device."""
+        return new_pool(self.formats[layer], self._kernels[layer], self._backend.device, num_pages, num_slots, heads)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Add the pages that the batch fills, as tensors."""
+        if not batch.filled:
+            return batch
+        page_ids, starts = ([page.page_id for page in batch.filled], [page.start for page in batch.filled])
+        return replace(batch, fills=Fills(int64(page_ids, batch.device), int64(starts, batch.device)))
+
+    def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append rows and attend; see `KvCodec.attend`."""
+        kernels, rows = self._kernels[layer], self._backend.rows
         if batch.is_decode:
-            if not self.kernels.append(pool.open_k, pool.open_v, batch.where, k, v):
-                raise non_finite(layer, batch, k, v)
-            began = perf_counter()
+            rows.append(pool, batch.where, k, v, batch.faulty)
             if self.seals(batch):
-                self.seal(layer, pool, batch, *decode_rows(pool, batch))
-            sealed = perf_counter()
-            out = self.decode(layer, pool, batch, q)
-        else:
-            k, v = to_rows(layer, batch, k, v)
-            began = perf_counter()
-            if self.seals(batch):
-                self.seal(layer, pool, batch, k, v)
-            sealed = perf_counter()
-            out = self.prefill(layer, pool, batch, q, k, v)
-            write_open_rows(pool, batch, k, v)
-        self.quantize_s += sealed - began
-        self.attend_s += perf_counter() - sealed
+                with self.sealing:
+                    self.seal(layer, pool, batch, *decode_rows(pool, batch))
+            with self.attending:
+                return kernels.attend(layer, pool, self.visible(layer, pool, batch, q), Rows(q))
+        narrowed = rows.narrow(k, v)
+        if narrowed is None:
+            raise non_finite(layer, batch, k, v)
+        if self.seals(batch):
+            with self.sealing:
+                self.seal(layer, pool, batch, *narrowed)
+        with self.attending:
+            out = kernels.attend(layer, pool, batch.where, Rows(q, *narrowed))
+            write_open_rows(pool, batch, *narrowed)
         return out
+
+    def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
+        """Which pages the queries q [B, Hq, D] of a decode batch attend to; by default all that their sequence holds.
+
+        A codec that reads only some pages overrides this and lists them, per sequence or per KV head (`some_pages`).
+        """
+        return batch.where
 
     def seals(self, batch: Batch) -> bool:
         """Whether `seal` has anything to do."""
         return bool(batch.filled)
 
-    def sealed_pages(self, tokens: int) -> int:
-        """Full pages only: the open page stays in FP16."""
-        return tokens // self.format.page_tokens
+    def seal(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
+        """Seal the pages that `batch` fills, in one kernel call; k, v [T, Hkv, D] float16 are all rows of the batch."""
+        assert batch.fills is not None, "`prepare` comes first"
+        fills = batch.fills
+        self._kernels[layer].seal(layer, pool, fills.page_ids, fills.starts, *filled_pages(pool, batch, k, v))
 
-    @abstractmethod
-    def seal(self, layer: int, pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:
-        """Write the pages that `batch` fills into the pool; k, v [T, Hkv, D] float16 are all rows of the batch."""
+    def to_wire(self, layer: int, pool: Pool, page_ids: Tensor) -> Planes:
+        """Derived planes stay behind unless the codec sends them."""
+        planes = self._kernels[layer].export(pool, page_ids)
+        return {plane.name: planes[plane.name] for plane in self.wire_planes[layer]}
 
-    @abstractmethod
-    def prefill(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of many rows per sequence; the batch's own rows are in k, v [T, Hkv, D] float16 only."""
-
-    @abstractmethod
-    def decode(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor) -> Tensor:
-        """Attention of one row per sequence, whose K and V stand in the open page already."""
+    def from_wire(self, layer: int, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
+        """Install sealed pages; the kernels bring them into their own order."""
+        self._kernels[layer].install(pool, page_ids, planes)
 
 
-def write_open_rows(pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> None:
-    """Copy the rows that no full page takes into their sequences' open pages. k, v [T, Hkv, D] float16."""
+def write_open_rows(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
+    """Copy the rows past each sequence's last full page into its open page. k, v [T, Hkv, D] float16."""
     pi = batch.page_tokens
-    for span, offset in zip(batch.spans, batch.where.offsets.tolist(), strict=True):
-        end = span.start + span.count
-        begin = max(span.start, end // pi * pi)
-        rows = slice(offset + begin - span.start, offset + span.count)
+    offset = 0
+    for span in batch.spans:
+        end = span.held + span.count
+        begin = max(span.held, end // pi * pi)
+        rows = slice(offset + begin - span.held, offset + span.count)
         for open_rows, x in ((pool.open_k, k), (pool.open_v, v)):
             open_rows[span.slot, :, begin % pi : begin % pi + end - begin] = x[rows].transpose(0, 1)
+        offset += span.count
 
 
-def decode_rows(pool: LayerPages, batch: Batch) -> tuple[Tensor, Tensor]:
+def decode_rows(pool: Pool, batch: Batch) -> tuple[Tensor, Tensor]:
     """The rows of a decode batch, [B, Hkv, D] float16, from their places in the open pages."""
     slots, at = batch.where.slots, batch.where.starts % batch.page_tokens
     return pool.open_k[slots, :, at], pool.open_v[slots, :, at]
 
 
-def filled_pages(pool: LayerPages, batch: Batch, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def filled_pages(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """K and V of the pages that `batch` fills, [P, Hkv, Π, D] float16: open rows first, then the batch's own."""
     pi = batch.page_tokens
     pages: tuple[list[Tensor], list[Tensor]] = ([], [])

@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from hack_kernels.base import RowKernels
 
+from hackkv.codec import AttentionWeights
 from hackkv.errors import ConfigError
 from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.identity import model_hash
 from hackkv.model.llama import Attend, Llama, flat_positions
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
 from hackkv.model.shipped import ModelFolder, find_model
-from hackkv.model.weights import OnBytes, load_weights, progress_bar
+from hackkv.model.weights import Loading, OnBytes, PrepareWeights, load_weights, progress_bar
 
 __all__ = [
     "DTYPES",
@@ -41,6 +42,10 @@ def _silent(done: int, total: int) -> None:
     """Report no progress."""
 
 
+def _unchanged(layer: int, weights: AttentionWeights) -> AttentionWeights:
+    return weights
+
+
 def check_dtype(dtype: str, device: torch.device = CPU) -> None:
     """Raise `ConfigError` for a dtype that we do not compute in on `device`."""
     if dtype not in DTYPES or (dtype == "float16" and device.type == "cpu"):
@@ -56,16 +61,18 @@ def load_model(
     batch_invariant: bool | None = None,
     kernels: RowKernels | None = None,
     on_bytes: OnBytes = _silent,
+    prepare: PrepareWeights = _unchanged,
 ) -> Llama:
     """Read, check and load the checkpoint in `folder`.
 
     `max_context` 0 takes the checkpoint's limit. `batch_invariant` None means: in float32 on a CPU, where it is cheap
-    and makes greedy tokens independent of batching. `kernels` are those of `Llama`. Raises `CheckpointError`
-    that names the file and tensor or field, `ConfigError` for a dtype that we do not compute in.
+    and makes greedy tokens independent of batching. `kernels` are those of `Llama`, `prepare` is a
+    codec's. Raises `CheckpointError` that names the file and tensor or field, `ConfigError` for a dtype that we do not
+    compute in.
     """
     check_dtype(dtype, device)
     spec = read_spec(folder, max_context)
-    weights = load_weights(folder, spec, DTYPES[dtype], device, on_bytes)
+    weights = load_weights(folder, spec, Loading(DTYPES[dtype], device, on_bytes, prepare))
     if batch_invariant is None:
         batch_invariant = dtype == "float32" and device.type == "cpu"
     return Llama(spec, weights, batch_invariant=batch_invariant, kernels=kernels)

@@ -17,7 +17,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
 from hackkv.errors import CheckpointError
-from hackkv.types import KvLayout
+from hackkv.types import KvLayout, KvShape
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ class Family:
     qk_norm: bool = False
     """RMSNorm on every head of Q and K, before the rotation."""
     windowed: bool = False
-    """`sliding_window` limits attention; we serve such a model up to its window, where both are the same."""
+    """`sliding_window` limits attention. We serve such a model up to its window, where full attention is the same."""
     head_dim: int | None = None
-    """Used where config.json has no head_dim; None is hidden_size / num_attention_heads."""
+    """The default where config.json has no head_dim; None means hidden_size / num_attention_heads."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -51,7 +51,7 @@ REFUSED: tuple[tuple[str, Any], ...] = (
     ("partial_rotary_factor", 1.0),
     ("quantization_config", None),
 )
-"""Fields of config.json and the only value that we compute; a missing field or null means that value."""
+"""Field of config.json -> the only value that we support; a missing field or null means that value."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -87,6 +87,11 @@ class ModelSpec:
     """Longest prompt plus output, in tokens."""
     bos_id: int | None
     eos_ids: tuple[int, ...]
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """The shape of this model's KV."""
+        return KvShape(self.num_layers, self.num_kv_heads, self.head_dim)
 
     def kv_layout(self, page_tokens: int) -> KvLayout:
         """The shape of this model's KV cache."""
@@ -246,7 +251,7 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
 def _max_context(fields: Fields, family: Family, rope: Rope, wanted: int) -> int:
     limit = fields.count("max_position_embeddings")
     if rope.kind == "yarn":
-        # YaRN checkpoints may state the length before stretching (Qwen2.5 does); the stretched one is what they serve.
+        # YaRN checkpoints may state the length before stretching (Qwen2.5 does); they serve the stretched length.
         yarn = _rope_parameters(fields)
         limit = max(limit, int(yarn.get("original_max_position_embeddings", limit) * (yarn.get("factor") or 1)))
     window = fields.count("sliding_window", limit) if family.windowed else limit

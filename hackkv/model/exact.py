@@ -37,7 +37,7 @@ class ExactKv:
 
 
 def exact_attend(caches: Sequence[ExactKv], lengths: Sequence[int]) -> Attend:
-    """Causal attention for a ragged batch: the next `lengths[i]` rows belong to `caches[i]`, and are added to it."""
+    """Causal attention for a ragged batch: the next `lengths[i]` rows belong to `caches[i]` and are appended to it."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

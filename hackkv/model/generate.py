@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hackkv.codec import Span
+from hackkv.codec import Span, rows_held
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, sample
 from hackkv.model.worker import Worker
@@ -12,8 +12,8 @@ from hackkv.types import Request, Token
 def generate(worker: Worker, request: Request, *, chunk_pages: int = 4) -> list[Token]:
     """All output tokens of `request`: prefill in chunks of `chunk_pages` pages, then decode one by one.
 
-    Everything is what the nodes use: the same model, codec and sampler, on a fresh pool of just enough pages. Raises
-    `NonFiniteError`. Prompt log-probabilities are not computed.
+    It runs the nodes' own model, codec and sampler, on a fresh pool of just enough pages. Raises `NonFiniteError`.
+    Prompt log-probabilities are not computed.
     """
     ids, layout = request.prompt_ids, worker.layout
     num_pages = layout.pages(len(ids) + request.sampling.max_tokens)
@@ -24,9 +24,12 @@ def generate(worker: Worker, request: Request, *, chunk_pages: int = 4) -> list[
     for start in range(0, len(ids), chunk_tokens):
         chunk = ids[start : start + chunk_tokens]
         hidden = runner.forward([Span(0, start, len(chunk), pages)], chunk)
+    held = rows_held(worker.codec, len(ids))
+    if worker.codec.eviction is not None:
+        for pool in runner.memory.pools:
+            worker.codec.eviction.evict(pool, Span(0, 0, len(ids), pages))
     tokens = sample(worker.model.logits(hidden[-1:]), [state])
     while tokens[-1].finish is None:
-        position = len(ids) + len(tokens) - 1
-        hidden = runner.forward([Span(0, position, 1, pages)], [tokens[-1].token_id])
-        tokens += sample(worker.model.logits(hidden), [state])
+        span = Span(0, held + len(tokens) - 1, 1, pages, evicted=len(ids) - held)
+        tokens += runner.choose([span], [tokens[-1].token_id], [state])
     return tokens

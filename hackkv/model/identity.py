@@ -4,8 +4,8 @@ It covers config.json and tokenizer.json whole, and of every safetensors file th
 data: all of it up to 16 MiB, beyond that 256 blocks of 16 KiB at even distances, the first and the last included.
 
 It detects: another model, another fine-tune of the same model, another dtype or sharding, a retrained or partly copied
-checkpoint. It does not detect a few flipped or edited values that fall between the sampled blocks of a large file, nor
-is it meant to withstand a forger: it costs a second, not a minute, at every start of every node.
+checkpoint. It does not detect a few changed values between the sampled blocks of a large file, and it does not resist
+forgery. In return it costs a second, not a minute, at every start of a node.
 """
 
 from __future__ import annotations

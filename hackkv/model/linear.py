@@ -1,9 +1,9 @@
 """Matrix products with weights that rest in the order the processor multiplies fastest.
 
-oneDNN computes a BF16 product on blocks of the weight. Given the rows as a checkpoint has them it gathers those blocks
-anew in every call, which costs about half the time where a few rows are decoded. `packed` does it once, at load; the
-products are bit-equal. Only a tied `lm_head` takes memory of its own then, beside `embed`. FP32 stays as it is: batch
-invariance was measured on MKL's own path.
+oneDNN computes a BF16 product on blocks of the weight. If the weight lies in rows, as in a checkpoint, every call
+gathers the blocks anew; with few rows in a batch this is about half of the call's time. `packed` gathers them once, at
+load; the products are bit-equal. A tied `lm_head` then takes memory of its own beside `embed`. FP32 weights are not
+packed: batch invariance was measured on MKL's own path.
 """
 
 from __future__ import annotations

@@ -5,17 +5,17 @@
                      g, u = gate_up @ rms(x);               x += down @ (silu(g) * u)
     hidden = rms(x);  logits = lm_head @ hidden[rows]
 
-T is a flat, ragged batch: the tokens of many sequences one after another, each with its own position. Who attends to
-whom, and where KV lives, is the business of `attend`; nothing here remembers anything. Norms and rotations are
-computed in float32 whatever the weights are.
+T is a flat, ragged batch: the tokens of many sequences one after another, each with its own position. `attend` decides
+which tokens see each other and where KV lives; the model keeps no state. Norms and rotations are computed in float32
+whatever the dtype of the weights.
 
 Batch invariance. A float32 matrix product on a CPU may round a row differently depending on how many rows stand beside
 it. Measured (MKL's AVX2 and AVX-512 paths, 64 to 2816 inputs): rows in a last, incomplete group of four come from
 another kernel; with the row count padded to a multiple of four every row is bit-equal in any batch, at any place in it.
-`batch_invariant=True` pads them, so that greedy tokens cannot depend on batching; it costs most, about twofold, where
-one row is decoded alone. What stands between the products (`RowKernels`) is invariant by its contract. BF16 products
-were invariant as they are. The limit: on Intel's AVX-512 path, from 8 threads on, MKL splits small products along the
-inner dimension, differently by shape; up to `INVARIANT_THREADS` it never did.
+`batch_invariant=True` pads the rows, so that greedy tokens do not depend on batching. It costs most, about twofold,
+when one row is decoded alone. The operations between the products (`RowKernels`) are invariant by contract. BF16
+products were invariant without padding. The limit: on Intel's AVX-512 path, from 8 threads on, MKL splits small
+products along the inner dimension, differently by shape; up to `INVARIANT_THREADS` it never did.
 Rejected: blocks of fixed row count, which read the weights once per block and would still depend on the thread count.
 """
 
@@ -85,7 +85,7 @@ class Weights:
 class Llama:
     """A decoder of the Llama family over plain tensors. Safe to call from several threads: it holds no state.
 
-    Weights need no gradients. Who runs many small steps enters `torch.inference_mode` once for all of a step.
+    Weights need no gradients. A caller of many small steps enters `torch.inference_mode` once per step.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Llama:
     ) -> None:
         """`batch_invariant` makes every row of the result independent of the rows beside it, bit for bit.
 
-        `kernels` compute what stands between the matrix products, by default torch.
+        `kernels` compute the operations between the matrix products; the default is torch.
         """
         self.spec = spec
         self.weights = weights
@@ -108,8 +108,8 @@ class Llama:
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for `ids` and `positions`, both int64 [T].
 
-        `attend` is called once per layer, in order, with exactly T rows. With `rows` (int64 [R]) only these rows go
-        through the last layer's feed-forward and come back, [R, hidden]: of the others, only K and V are of use.
+        `attend` is called once per layer, in order, with exactly T rows. With `rows` (int64 [R]) only these rows pass
+        through the last layer's feed-forward and are returned, [R, hidden]; the others contribute only K and V.
         """
         tokens = ids.shape[0]
         ids, turns = self._padded(ids), self._turns.index_select(0, positions)

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
-from hackkv.codec import Batch, KvCodec, LayerPages, Span, int64
-from hackkv.model.llama import Llama, flat_positions
-from hackkv.types import KvLayout
+from hackkv.codec import Batch, KvCodec, Span, int64, non_finite
+from hackkv.errors import NonFiniteError
+from hackkv.kv_memory import KvMemory
+from hackkv.model.llama import Attend, Llama, flat_positions
+from hackkv.model.sampler import FaultyRow, SamplerState, sample
+from hackkv.types import KvLayout, Token
 
 
 class ModelRunner:
-    """A model, a codec, and one pool of pages per layer."""
+    """A model, a codec, and the KV of all sequences on this node."""
 
     def __init__(self, model: Llama, codec: KvCodec, num_pages: int, num_slots: int) -> None:
         spec = model.spec
         self.model = model
         self.codec = codec
-        self.layout: KvLayout = spec.kv_layout(codec.format.page_tokens)
-        self.pools: tuple[LayerPages, ...] = tuple(
-            codec.new_layer(num_pages, num_slots, spec.num_kv_heads) for _ in range(spec.num_layers)
-        )
+        self.layout: KvLayout = spec.kv_layout(codec.page_tokens)
+        self.memory = KvMemory(codec, self.layout, num_pages, num_slots)
         self._last: Batch | None = None
 
     def forward(
@@ -36,29 +37,73 @@ class ModelRunner:
         """Hidden states [T, hidden] of the rows that `spans` add, whose tokens are `ids`.
 
         `on_layer(i)` is called as soon as the KV of layer i is in its pages. With `wanted`, only the last `wanted[i]`
-        rows of span i come back, which is cheaper. Raises `NonFiniteError` naming the span.
+        rows of span i are returned, which is cheaper. Raises `NonFiniteError` naming the span; `on_layer` is not called
+        for a layer in which a value is not finite.
         """
-        batch = Batch.of(spans, self.layout.page_tokens, self._last)
-        self._last = batch
+        batch = self._lay_out(spans)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = self.codec.attend(layer, self.pools[layer], batch, q, k, v)
+            out = self.codec.attend(layer, self.memory.pools[layer], batch, q, k, v)
             if on_layer is not None:
+                if batch.is_decode and self.model.kernels.set_in(batch.faulty):
+                    raise non_finite(layer, batch, k, v)
                 on_layer(layer)
             return out
 
-        device = self.model.device
-        if batch.is_decode:
-            positions = batch.where.starts.to(device)
+        hidden = self._run(batch, ids, attend, wanted)
+        if batch.is_decode and self.model.kernels.set_in(batch.faulty):
+            raise self._named(batch, ids)
+        return hidden
+
+    def choose(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> list[Token]:
+        """Run one row of each sequence and choose the token after it: the host waits for the device once.
+
+        Raises `NonFiniteError` naming the span; no state has advanced then.
+        """
+        batch = self._lay_out(spans)
+        hidden = self._run(batch, ids, partial(self._attend, batch))
+        kernels = self.model.kernels
+        try:
+            return sample(self.model.logits(hidden), states, kernels, batch.faulty)
+        except FaultyRow as error:
+            raise self._named(batch, ids) from error
+
+    def _lay_out(self, spans: Sequence[Span]) -> Batch:
+        self._last = Batch.of(spans, self.layout.page_tokens, self.model.device, self._last)
+        return self.codec.prepare(self._last)
+
+    def _attend(self, batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.codec.attend(layer, self.memory.pools[layer], batch, q, k, v)
+
+    def _named(self, batch: Batch, ids: Sequence[int]) -> NonFiniteError:
+        """The error of a decode batch with a faulty sequence; repeats the step up to the layer at fault."""
+        first = self.model.kernels.set_in(batch.faulty)[0]
+        batch.faulty.zero_()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = self._attend(batch, layer, q, k, v)
+            if self.model.kernels.set_in(batch.faulty):
+                raise non_finite(layer, batch, k, v)
+            return out
+
+        try:
+            self._run(batch, ids, attend)
+        except NonFiniteError as error:
+            return error
+        return NonFiniteError("K or V is not finite", first)
+
+    def _run(self, batch: Batch, ids: Sequence[int], attend: Attend, wanted: Sequence[int] | None = None) -> Tensor:
+        spans, device = batch.spans, self.model.device
+        if batch.is_decode and not any(span.evicted for span in spans):
+            positions = batch.where.starts
         else:
-            positions = flat_positions([(span.start, span.start + span.count) for span in spans], device)
-        tokens = int64(ids).to(device)
-        rows = None if wanted is None else _last_rows(spans, wanted).to(device)
+            positions = flat_positions([(span.position, span.position + span.count) for span in spans], device)
+        tokens = int64(ids, device)
+        rows = None if wanted is None else int64(_last_rows(spans, wanted), device)
         return self.model.forward(tokens, positions, attend, rows)
 
 
-def _last_rows(spans: Sequence[Span], wanted: Sequence[int]) -> Tensor:
-    """int64 [sum(wanted)]: where the last `wanted[i]` rows of each span stand in the batch."""
+def _last_rows(spans: Sequence[Span], wanted: Sequence[int]) -> list[int]:
+    """[sum(wanted)]: indices in the batch of the last `wanted[i]` rows of each span."""
     ends = accumulate(span.count for span in spans)
-    places = [row for end, count in zip(ends, wanted, strict=True) for row in range(end - count, end)]
-    return torch.tensor(places, dtype=torch.int64)
+    return [row for end, count in zip(ends, wanted, strict=True) for row in range(end - count, end)]

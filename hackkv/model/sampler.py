@@ -11,7 +11,7 @@ The order of operations, and the meaning of each parameter, is vLLM's:
 
 The draw for output token i takes one uniform number, Philox(key = seed, counter = i), and inverts the cumulative
 distribution of the kept tokens, most probable first and ties by id. So a choice is a function of (logits, sampling,
-prompt, tokens so far) alone: any node can replay it, whatever else is in its batch. Rows are worked on in float64.
+prompt, tokens so far) alone: any node can replay it, whatever else is in its batch. Arithmetic is float64.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Row: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 
 GROUP = 16
-"""Values of which only the largest takes part in finding the largest of all."""
+"""Values per group in `_order`, which finds its threshold from the largest value of each group."""
 
 UNIFORMS = 64
-"""Random numbers that a state makes at once: a generator costs more than these."""
+"""Random numbers that a state makes at once: creating a generator costs more than drawing these."""
 
 
 class SamplerState:
-    """What choosing the next token of one request depends on: its parameters, its prompt, its output so far."""
+    """All that the choice of a request's next token depends on beside logits: parameters, prompt, output so far."""
 
     __slots__ = (
         "_barred",
@@ -85,12 +85,12 @@ class SamplerState:
 
     @property
     def untouched(self) -> bool:
-        """The next token is chosen from the logits as they are."""
+        """The next token is chosen from the raw logits."""
         return self.plain and not self._stops_barred
 
     @property
     def takes_largest(self) -> bool:
-        """The next token is the one with the largest logit, and that is all there is to report of it."""
+        """The next token is the one with the largest raw logit, and no log-probabilities are reported."""
         return self.greedy and self.untouched and self.sampling.logprobs is None
 
     @property
@@ -135,12 +135,21 @@ class SamplerState:
         return self._uniforms[at]
 
 
-def sample(logits: Tensor, states: Sequence[SamplerState], kernels: RowKernels | None = None) -> list[Token]:
+class FaultyRow(Exception):
+    """A row's logits are undefined, because K or V of its sequence is not finite in FP16."""
+
+
+def sample(
+    logits: Tensor, states: Sequence[SamplerState], kernels: RowKernels | None = None, faulty: Tensor | None = None
+) -> list[Token]:
     """Choose one token per row of `logits` [B, vocab] and advance the row's state. `kernels` are torch by default.
 
-    Raises `NonFiniteError` whose `span` is the first row that holds NaN or +Inf; no state has advanced then.
+    Raises `FaultyRow` if any of `faulty` [B] bool is set, else `NonFiniteError` whose `span` is the first row that
+    holds NaN or +Inf. When it raises, no state has advanced.
     """
-    largest = (kernels or Rowwise()).largest(logits)
+    largest = (kernels or Rowwise()).largest(logits, faulty)
+    if -2 in largest:
+        raise FaultyRow
     if -1 in largest:
         row = largest.index(-1)
         raise NonFiniteError(f"logits of row {row} are not finite", span=row)
@@ -177,7 +186,7 @@ def _choose(raw: Row, state: SamplerState) -> Token:
 
 def uniforms(seed: int, first: int, count: int) -> list[float]:
     """The numbers in [0, 1) that decide output tokens `first` and following of a request with this seed."""
-    words = 4  # that Philox makes of one counter; the first is the token's
+    words = 4  # Philox makes four words per counter; a token uses the first
     generator = np.random.Generator(np.random.Philox(key=seed % 2**64, counter=first))
     numbers: list[float] = generator.random(words * count)[::words].tolist()
     return numbers
@@ -185,7 +194,7 @@ def uniforms(seed: int, first: int, count: int) -> list[float]:
 
 def draw(row: Row, sampling: Sampling, u: float) -> int:
     """The token that `u` in [0, 1) selects from `row` (float64 [vocab]) under temperature, min_p, top_k and top_p."""
-    # Relative to the largest, so that a tiny temperature cannot overflow; the largest has weight 1.
+    # Weights are relative to the largest, which has weight 1, so that a tiny temperature cannot overflow.
     weights = np.exp((row - row.max()) / sampling.temperature)
     if sampling.min_p > 0:
         weights[weights < sampling.min_p] = 0.0
@@ -195,8 +204,9 @@ def draw(row: Row, sampling: Sampling, u: float) -> int:
         total = float(ranked.sum())
     else:
         total = float(weights.sum())
-        # Who lies below the cut weighs half as much, all of them together, as what is beyond the place that we look
-        # for. So it is among the others, which are few: sorting the whole row would take most of the time.
+        # The search below ends at cumulative weight `share * total` of the sorted row. Sorting the whole row would take
+        # most of the time, so only weights above a cutoff are sorted. All weights below the cutoff sum to at most half
+        # of `(1 - share) * total`, the weight that lies past the end of the search: the result is never among them.
         share = sampling.top_p if sampling.top_p < 1 else u
         above = np.flatnonzero(weights > (1 - share) * total / (2 * weights.size))
         order = above[np.argsort(-weights[above], kind="stable")]
@@ -205,7 +215,7 @@ def draw(row: Row, sampling: Sampling, u: float) -> int:
     if sampling.top_p < 1:
         cumulative = cumulative[: int(np.searchsorted(cumulative, sampling.top_p * total, side="left")) + 1]
         total = float(cumulative[-1])
-    # The sums may differ in the last bit, so hold the place within the kept tokens that can occur at all.
+    # The sums may differ in the last bit, so the index is limited to kept tokens of nonzero weight.
     last = min(cumulative.size, int(np.count_nonzero(ranked))) - 1
     at = int(np.searchsorted(cumulative, u * total, side="right"))
     return int(order[min(at, last)])
@@ -215,7 +225,7 @@ def _order(values: Row, size: int) -> Ids:
     """Positions of the `size` largest values, largest first, ties by position."""
     if size * GROUP >= values.size:
         return np.argsort(-values, kind="stable")[:size]
-    # As many groups have a maximum of `least` or more, and so the largest values, which are as many, are not below it.
+    # `least` is the `size`-th largest maximum: at least `size` values reach it, so the `size` largest values do too.
     maxima = values[: values.size // GROUP * GROUP].reshape(GROUP, -1).max(axis=0)
     least = np.partition(maxima, maxima.size - size)[maxima.size - size]
     among = np.flatnonzero(values >= least)

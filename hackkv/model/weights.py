@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hackkv.codec import AttentionWeights
 from hackkv.errors import CheckpointError
 from hackkv.model.config import ModelSpec
 from hackkv.model.linear import packed
@@ -25,6 +27,9 @@ from hackkv.model.llama import LayerWeights, Weights
 
 OnBytes = Callable[[int, int], None]
 """Told (bytes of tensors read so far, bytes in all) after each tensor."""
+
+PrepareWeights = Callable[[int, AttentionWeights], AttentionWeights]
+"""(layer, weights as in the checkpoint) -> what the codec makes of them: `KvCodec.prepare_weights`."""
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -35,14 +40,34 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes per element of the safetensors dtypes that we read."""
 
 
-def load_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, on_bytes: OnBytes) -> Weights:
-    """Read and check every tensor of `folder` that `spec` asks for, as `dtype` on `device`.
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How weights are loaded."""
+
+    dtype: torch.dtype
+    device: torch.device
+    on_bytes: OnBytes
+    prepare: PrepareWeights
+
+
+def load_weights(folder: Path, spec: ModelSpec, how: Loading) -> Weights:
+    """Read and check every tensor of `folder` that `spec` asks for.
 
     Raises `CheckpointError` that names the file and the tensor.
     """
+
+    def read(name: str) -> Tensor:
+        return checkpoint.read(name, how.on_bytes).to(how.device, how.dtype, copy=True)
+
     with ExitStack() as stack:
         checkpoint = _Checkpoint(folder, expected_shapes(spec), stack)
-        return _assemble(checkpoint, spec, lambda name: checkpoint.read(name, on_bytes).to(device, dtype, copy=True))
+        embed = read("model.embed_tokens.weight")
+        return Weights(
+            embed=embed,
+            layers=tuple(_layer(spec, index, read, how.prepare) for index in range(spec.num_layers)),
+            final_norm=read("model.norm.weight"),
+            lm_head=packed(embed if spec.tie_embeddings else read("lm_head.weight")),
+        )
 
 
 def check_weights(folder: Path, spec: ModelSpec) -> None:
@@ -156,17 +181,9 @@ class _Checkpoint:
         return tensor
 
 
-def _assemble(checkpoint: _Checkpoint, spec: ModelSpec, read: Callable[[str], Tensor]) -> Weights:
-    embed = read("model.embed_tokens.weight")
-    return Weights(
-        embed=embed,
-        layers=tuple(_layer(spec, f"model.layers.{index}.", read) for index in range(spec.num_layers)),
-        final_norm=read("model.norm.weight"),
-        lm_head=packed(embed if spec.tie_embeddings else read("lm_head.weight")),
-    )
+def _layer(spec: ModelSpec, index: int, read: Callable[[str], Tensor], prepare: PrepareWeights) -> LayerWeights:
+    prefix = f"model.layers.{index}."
 
-
-def _layer(spec: ModelSpec, prefix: str, read: Callable[[str], Tensor]) -> LayerWeights:
     def fused(*names: str) -> Tensor:
         return torch.cat([read(prefix + name) for name in names])
 
@@ -175,12 +192,21 @@ def _layer(spec: ModelSpec, prefix: str, read: Callable[[str], Tensor]) -> Layer
         heads = (("q", spec.num_heads), ("k", spec.num_kv_heads))
         qk_norm = torch.cat([read(f"{prefix}self_attn.{name}_norm.weight").repeat(count, 1) for name, count in heads])
     attention = "self_attn.{}_proj.{}".format
+    around = prepare(
+        index,
+        AttentionWeights(
+            qkv=fused(*(attention(name, "weight") for name in "qkv")),
+            qkv_bias=fused(*(attention(name, "bias") for name in "qkv")) if spec.qkv_bias else None,
+            qk_norm=qk_norm,
+            out=read(prefix + attention("o", "weight")),
+        ),
+    )
     return LayerWeights(
         input_norm=read(prefix + "input_layernorm.weight"),
-        qkv=packed(fused(*(attention(name, "weight") for name in "qkv"))),
-        qkv_bias=fused(*(attention(name, "bias") for name in "qkv")) if spec.qkv_bias else None,
-        qk_norm=qk_norm,
-        out=packed(read(prefix + attention("o", "weight"))),
+        qkv=packed(around.qkv),
+        qkv_bias=around.qkv_bias,
+        qk_norm=around.qk_norm,
+        out=packed(around.out),
         ffn_norm=read(prefix + "post_attention_layernorm.weight"),
         gate_up=packed(fused("mlp.gate_proj.weight", "mlp.up_proj.weight")),
         down=packed(read(prefix + "mlp.down_proj.weight")),

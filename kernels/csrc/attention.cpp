@@ -13,25 +13,6 @@ namespace {
 
 constexpr int kItemsPerThread = 8;     // enough that a thread that falls behind costs little
 constexpr std::int64_t kMinSplit = 4;  // pages
-// Pages times tiles of 4 rows that one thread does while another would wake: of codes, of 16-bit rows.
-constexpr std::int64_t kAloneWork = 96;
-constexpr std::int64_t kAloneRows = 24;
-
-template <class Byte, class Half>
-BasicPage<Byte, Half> advance(const Format& fmt, const BasicPage<Byte, Half>& base, std::size_t n) {
-  BasicPage<Byte, Half> page = base;
-  page.k_codes += n * fmt.k_code_bytes();
-  page.v_codes += n * fmt.v_code_bytes();
-  page.k_min += n * fmt.k_meta();
-  page.k_scale += n * fmt.k_meta();
-  page.v_min += n * fmt.v_meta();
-  page.v_scale += n * fmt.v_meta();
-  if (page.k_sums != nullptr) {
-    page.k_sums += n * fmt.k_meta() * fmt.k_sum_bytes();
-    page.v_sums += n * fmt.v_meta() * fmt.v_sum_bytes();
-  }
-  return page;
-}
 
 void check(bool holds, const std::string& message) {
   if (!holds) throw std::invalid_argument(message);
@@ -41,24 +22,26 @@ std::string name_of(std::int64_t b) {
   return "sequence " + std::to_string(b);
 }
 
-// `total` rows are in the batch; `coded`: the page of a span's last row is in the pool, too.
-void check_span(const Format& fmt, const Pool& pool, const Spans& spans, std::int64_t total, bool coded,
+// `total` rows are in the batch; `own_rests`: the page of a span's last row is in the pool, too.
+void check_span(const PageFormat& fmt, const Pool& pool, const Spans& spans, std::int64_t total, bool own_rests,
                 std::int64_t b) {
   const std::string which = name_of(b);
   const std::int64_t start = spans.starts[b], count = spans.counts[b], offset = spans.offsets[b];
   check(start >= 0 && count > 0, which + " has a bad start or count");
   check(offset >= 0 && offset + count <= total, which + " lies outside the batch's rows");
-  const std::int64_t pages = (start + count - 1) / fmt.page_tokens + (coded ? 1 : 0);
+  const std::int64_t pages = (start + count - 1) / fmt.page_tokens + (own_rests ? 1 : 0);
   check(pages <= spans.width, which + " has more pages than the table");
-  for (std::int64_t p = 0; p < pages; ++p) {
-    const std::int64_t id = spans.table[b * spans.width + p];
-    check(id >= 0 && id < pool.pages, which + " refers to page " + std::to_string(id) + " outside the pool");
-  }
+  for (int list = 0; list < spans.lists; ++list)
+    for (std::int64_t p = 0; p < pages; ++p) {
+      const std::int64_t id = spans.pages(b, list)[p];
+      check(id >= 0 && id < pool.pages, which + " refers to page " + std::to_string(id) + " outside the pool");
+    }
 }
 
 class Planner {
  public:
-  Planner(const Format& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans, const Rows& rows)
+  Planner(const PageFormat& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans,
+          const Rows& rows)
       : fmt_(fmt),
         layer_(layer),
         pool_(pool),
@@ -71,7 +54,7 @@ class Planner {
   std::vector<AttendItem> items() const {
     std::vector<AttendItem> out;
     for (std::int64_t b = 0; b < spans_.batch; ++b) {
-      check_span(fmt_, pool_, spans_, rows_.total, fmt_.own_v_codes, b);
+      check_span(fmt_, pool_, spans_, rows_.total, fmt_.own_page_rests, b);
       check(rows_.k != nullptr || spans_.counts[b] == 1, name_of(b) + " has several rows in decode");
       check(spans_.slots[b] >= 0 && spans_.slots[b] < open_.slots, name_of(b) + " has an open page outside the pool");
       const std::int64_t end = spans_.starts[b] + spans_.counts[b];
@@ -99,7 +82,7 @@ class Planner {
             .group = group_,
             .tokens = int(stop - at),
             .head = head,
-            .page_ids = spans_.table + b * spans_.width,
+            .page_ids = spans_.pages(b, head),
             .first = 0,
             .last = page,
             .own = own_rows(b, head, page, stop),
@@ -112,7 +95,7 @@ class Planner {
     const std::int64_t stride = std::int64_t(pool_.heads) * fmt_.head_dim;
     const std::int64_t slot = (spans_.slots[b] * pool_.heads + head) * fmt_.page_tokens * fmt_.head_dim;
     OwnRows own{open_.k + slot, open_.v + slot, int(stop - begin), nullptr,
-                nullptr,        stride,         int(stop - begin), Place{layer_, head, begin}};
+                nullptr,        stride,         int(stop - begin), Place{layer_, pool_.head_start + head, begin}};
     if (rows_.k == nullptr) return own;
     own.open = int(std::max<std::int64_t>(start - begin, 0));
     const std::int64_t first = spans_.offsets[b] + std::max(begin - start, std::int64_t(0));
@@ -121,7 +104,7 @@ class Planner {
     return own;
   }
 
-  const Format& fmt_;
+  const PageFormat& fmt_;
   int layer_;
   const Pool& pool_;
   const OpenPages& open_;
@@ -134,16 +117,16 @@ int rows_of(const AttendItem& item) {
   return item.tokens * item.group;
 }
 
-// A page costs this much: passes over it with 4 rows each. The own page counts as one more.
+// The cost of an item: passes of 4 rows over each page. The own page counts as one page.
 std::int64_t cost(const AttendItem& item) {
   return (item.last + 1) * ((rows_of(item) + 3) / 4);
 }
 
-// Whole items cut into ranges of pages, so that a few long sequences still fill all threads. Whoever finishes the last
-// part of an item merges its parts.
+// Whole items cut into ranges of pages, so that a few long sequences still fill all threads. The thread that finishes
+// the last part of an item merges its parts.
 class Splits {
  public:
-  Splits(const Format& fmt, const std::vector<AttendItem>& items, std::int64_t most) {
+  Splits(const PageFormat& fmt, const std::vector<AttendItem>& items, std::int64_t most) {
     for (const AttendItem& item : items) {
       const std::int64_t pages = std::max(kMinSplit, most / std::max<std::int64_t>(1, cost(item) / (item.last + 1)));
       const int count = int(std::max<std::int64_t>(1, (item.last + pages - 1) / pages));
@@ -155,7 +138,7 @@ class Splits {
 
   std::int64_t size() const { return std::int64_t(parts_.size()); }
 
-  void run(std::int64_t index, Attend* attend, const Operations& operations, const Format& fmt, const Pool& pool,
+  void run(std::int64_t index, Attend* attend, const Operations& operations, const PageFormat& fmt, const Pool& pool,
            std::byte* scratch) {
     const Part& part = parts_[std::size_t(index)];
     Whole& whole = wholes_[part.whole];
@@ -177,7 +160,7 @@ class Splits {
   };
 
   // The last part also takes the own page.
-  static AttendItem item_of(const Format& fmt, Whole& whole, int split) {
+  static AttendItem item_of(const PageFormat& fmt, Whole& whole, int split) {
     AttendItem item = whole.item;
     if (whole.splits == 1) return item;
     item.first = whole.item.last * split / whole.splits;
@@ -193,7 +176,7 @@ class Splits {
 
 }  // namespace
 
-void Engine::attend(const Format& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans,
+void Engine::attend(const PageFormat& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans,
                     const Rows& rows) const {
   const std::vector<AttendItem> items = Planner(fmt, layer, pool, open, spans, rows).items();
   std::int64_t work = 0;
@@ -202,31 +185,34 @@ void Engine::attend(const Format& fmt, int layer, const Pool& pool, const OpenPa
     work += cost(item);
     most_rows = std::max(most_rows, rows_of(item));
   }
-  const int workers = work <= (fmt.coded() ? kAloneWork : kAloneRows) ? 1 : threads;
+  const PageOperations& pages = operations.pages[int(fmt.kind)];
+  const int workers = work <= pages.alone_work ? 1 : threads;
   const std::int64_t per_item = workers == 1 ? work : work / (std::int64_t(workers) * kItemsPerThread) + 1;
   Splits splits(fmt, items, per_item);
-  const std::size_t bytes = scratch_bytes(fmt, most_rows);
-  Attend* rows_of_pages = rows.dtype == Dtype::kBfloat ? rows_in_bfloat : operations.attend_rows;
-  Attend* attend = fmt.coded() ? operations.attend : rows_of_pages;
+  const std::size_t bytes = pages.scratch_bytes(fmt, most_rows);
   parallel_for(workers, splits.size(),
-               [&](std::int64_t i) { splits.run(i, attend, operations, fmt, pool, thread_scratch(bytes)); });
+               [&](std::int64_t i) { splits.run(i, pages.attend, operations, fmt, pool, thread_scratch(bytes)); });
 }
 
-void Engine::seal(const Format& fmt, int layer, const Pool& pool, PageList pages, const std::int64_t* starts,
+void Engine::seal(const PageFormat& fmt, int layer, const Pool& pool, PageList pages, const std::int64_t* starts,
                   const std::uint16_t* k, const std::uint16_t* v) const {
-  const std::size_t bytes = scratch_bytes(fmt, 1);
+  const PageOperations& of_kind = operations.pages[int(fmt.kind)];
+  check(of_kind.seal != nullptr, "pages of this kind are sealed by copying rows");
+  const std::size_t bytes = of_kind.scratch_bytes(fmt, 1);
   const std::int64_t count = pages.count * pool.heads;
   parallel_for(count > 2 ? threads : 1, count, [&](std::int64_t i) {
     const int head = int(i % pool.heads);
     const std::int64_t page = i / pool.heads;
-    const Page to = advance(fmt, pool.base, std::size_t(pages.ids[page] * pool.heads + head));
     const std::size_t rows = std::size_t(i) * fmt.elements();
-    operations.seal(fmt, {layer, head, starts[page]}, k + rows, v + rows, to, thread_scratch(bytes));
+    of_kind.seal(fmt, {layer, pool.head_start + head, starts[page]}, k + rows, v + rows,
+                 pool.page(fmt, pages.ids[page], head), thread_scratch(bytes));
   });
 }
 
-void Engine::requantize(const Format& fmt, int layer, const Pool& pool, const Spans& spans, std::int64_t total,
+void Engine::requantize(const PageFormat& fmt, int layer, const Pool& pool, const Spans& spans, std::int64_t total,
                         const std::uint16_t* k, const std::uint16_t* v) const {
+  const PageOperations& of_kind = operations.pages[int(fmt.kind)];
+  check(of_kind.requantize != nullptr, "pages of this kind take no further rows");
   struct Part {
     std::int64_t page_id, begin;  // of the page
     std::int64_t row;             // first of the batch that joins it
@@ -240,38 +226,42 @@ void Engine::requantize(const Format& fmt, int layer, const Pool& pool, const Sp
       const std::int64_t page = at / fmt.page_tokens, begin = page * fmt.page_tokens;
       const std::int64_t stop = std::min(end, begin + fmt.page_tokens);
       parts.push_back(
-          {spans.table[b * spans.width + page], begin, spans.offsets[b] + at - start, int(at - begin), int(stop - at)});
+          {spans.pages(b, 0)[page], begin, spans.offsets[b] + at - start, int(at - begin), int(stop - at)});
       at = stop;
     }
   }
-  const std::size_t bytes = scratch_bytes(fmt, 1);
+  const std::size_t bytes = of_kind.scratch_bytes(fmt, 1);
   const std::int64_t count = std::int64_t(parts.size()) * pool.heads, stride = std::int64_t(pool.heads) * fmt.head_dim;
   parallel_for(count > 2 ? threads : 1, count, [&](std::int64_t i) {
     const Part& part = parts[std::size_t(i / pool.heads)];
     const int head = int(i % pool.heads);
     const std::int64_t first = part.row * stride + std::int64_t(head) * fmt.head_dim;
-    const Page to = advance(fmt, pool.base, std::size_t(part.page_id * pool.heads + head));
-    operations.requantize(fmt, {layer, head, part.begin}, {k + first, v + first, stride, part.old, part.count}, to,
-                          thread_scratch(bytes));
+    of_kind.requantize(fmt, {layer, pool.head_start + head, part.begin},
+                       {k + first, v + first, stride, part.old, part.count}, pool.page(fmt, part.page_id, head),
+                       thread_scratch(bytes));
   });
 }
 
-void Engine::install(const Format& fmt, const Pool& pool, PageList pages, const ConstPage& wire) const {
-  const std::size_t bytes = scratch_bytes(fmt, 1);
+void Engine::install(const PageFormat& fmt, const Pool& pool, PageList pages, const ConstPlanes& wire) const {
+  const PageOperations& of_kind = operations.pages[int(fmt.kind)];
+  check(of_kind.install != nullptr, "pages of this kind are installed by copying");
+  const std::size_t bytes = of_kind.scratch_bytes(fmt, 1);
   const std::int64_t count = pages.count * pool.heads;
   parallel_for(count > 4 ? threads : 1, count, [&](std::int64_t i) {
     const std::int64_t head = i % pool.heads, page = i / pool.heads;
-    const Page to = advance(fmt, pool.base, std::size_t(pages.ids[page] * pool.heads + head));
-    operations.install(fmt, advance(fmt, wire, std::size_t(head * pages.count + page)), to, thread_scratch(bytes));
+    of_kind.install(fmt, advance(fmt, wire, std::size_t(head * pages.count + page)),
+                    pool.page(fmt, pages.ids[page], int(head)), thread_scratch(bytes));
   });
 }
 
-void Engine::export_pages(const Format& fmt, const Pool& pool, PageList pages, const Page& wire) const {
+void Engine::export_pages(const PageFormat& fmt, const Pool& pool, PageList pages, const Planes& wire) const {
+  const PageOperations& of_kind = operations.pages[int(fmt.kind)];
+  check(of_kind.export_page != nullptr, "pages of this kind are exported by copying");
   const std::int64_t count = pages.count * pool.heads;
   parallel_for(count > 4 ? threads : 1, count, [&](std::int64_t i) {
     const std::int64_t head = i % pool.heads, page = i / pool.heads;
-    const Page from = advance(fmt, pool.base, std::size_t(pages.ids[page] * pool.heads + head));
-    operations.export_page(fmt, from, advance(fmt, wire, std::size_t(head * pages.count + page)));
+    of_kind.export_page(fmt, pool.page(fmt, pages.ids[page], int(head)),
+                        advance(fmt, wire, std::size_t(head * pages.count + page)));
   });
 }
 

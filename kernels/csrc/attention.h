@@ -1,4 +1,4 @@
-// Whole calls: a batch becomes items of work, which threads take one by one.
+// Whole calls: a batch is cut into items of work, which threads take one by one.
 #pragma once
 
 #include "work.h"
@@ -9,10 +9,15 @@ struct Spans {
   const std::int64_t* starts;
   const std::int64_t* counts;
   const std::int64_t* offsets;
-  const std::int64_t* table;  // [batch, width]
+  const std::int64_t* table;  // [batch, lists, width]
   const std::int64_t* slots;
   std::int64_t batch;
+  int lists;  // 1, or one for each KV head, which then reads pages of its own choice
   std::int64_t width;
+
+  const std::int64_t* pages(std::int64_t b, int head) const {
+    return table + (b * lists + (lists == 1 ? 0 : head)) * width;
+  }
 };
 
 struct OpenPages {
@@ -41,21 +46,21 @@ struct PageList {
 
 struct Engine {
   const Operations& operations;
-  Attend* rows_in_bfloat;
   int threads;
 
-  // Raises std::invalid_argument where spans point outside their tensors.
-  void attend(const Format& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans,
+  // Every operation raises std::invalid_argument if spans point outside their tensors or the kind of page lacks the
+  // operation.
+  void attend(const PageFormat& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans,
               const Rows& rows) const;
   // k, v [count, heads, Π, D].
-  void seal(const Format& fmt, int layer, const Pool& pool, PageList pages, const std::int64_t* starts,
+  void seal(const PageFormat& fmt, int layer, const Pool& pool, PageList pages, const std::int64_t* starts,
             const std::uint16_t* k, const std::uint16_t* v) const;
-  // Rows [total, heads, D] of every span join its pages, which are codes from their first row on (REQUANTIZE).
-  void requantize(const Format& fmt, int layer, const Pool& pool, const Spans& spans, std::int64_t total,
+  // Appends rows [total, heads, D] of all spans to their pages, which are codes from the first row on (REQUANTIZE).
+  void requantize(const PageFormat& fmt, int layer, const Pool& pool, const Spans& spans, std::int64_t total,
                   const std::uint16_t* k, const std::uint16_t* v) const;
   // wire planes [heads, count, plane].
-  void install(const Format& fmt, const Pool& pool, PageList pages, const ConstPage& wire) const;
-  void export_pages(const Format& fmt, const Pool& pool, PageList pages, const Page& wire) const;
+  void install(const PageFormat& fmt, const Pool& pool, PageList pages, const ConstPlanes& wire) const;
+  void export_pages(const PageFormat& fmt, const Pool& pool, PageList pages, const Planes& wire) const;
 };
 
 }  // namespace hack

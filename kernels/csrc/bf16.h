@@ -1,13 +1,13 @@
 // Attention on BF16 products with FP32 sums, on AVX-512 BF16: for models in bfloat16 on pages of FP16 rows, whose
-// values BF16 holds exactly (but for those below FP16's normal range), and for the rival `bf16`.
+// values BF16 holds exactly (but for those below FP16's normal range).
 //
-// A page of BF16 rows is K [Π/16][D/2][16 tokens][2 channels], V [D/16][Π/2][16 channels][2 tokens]. Asks for
-// page_tokens and head_dim that are multiples of 64.
+// A page of BF16 rows is K [Π/16][D/2][16 tokens][2 channels], V [D/16][Π/2][16 channels][2 tokens]. page_tokens and
+// head_dim must be multiples of 64.
 #pragma once
 
 #include <immintrin.h>
 
-#include "operations.h"
+#include "rows.h"
 #include "simd/avx512.h"
 
 namespace hack {
@@ -21,7 +21,7 @@ inline void narrow(const float* in, int n, std::uint16_t* out) {
   }
 }
 
-// sums[r][b] = Σ over pairs of NR rows of BF16 with NB blocks of 16 lanes; `ahead` bytes on lies what comes next.
+// sums[r][b] = Σ over pairs of NR rows of BF16 with NB blocks of 16 lanes; data `ahead` bytes on is prefetched.
 template <int NR, int NB>
 [[gnu::always_inline]] inline void pair_dots(const std::uint16_t* blocks, int pairs, std::int64_t ahead,
                                              const std::uint16_t* rows, int stride, __m512 (&sums)[NR][NB]) {
@@ -45,11 +45,11 @@ template <int NR, int NB>
 struct Bf16Page {
   const std::uint16_t* k;
   const std::uint16_t* v;
-  std::int64_t ahead;  // bytes to the page that comes next, 0 when pages are read many times
+  std::int64_t ahead;  // bytes to the next page, 0 when pages are read many times
 };
 
 template <int NR>
-void bf16_tile(const Format& fmt, const Bf16Page& page, const std::uint16_t* q, int r0, State& state, float* scores,
+void bf16_tile(const PageFormat& fmt, const Bf16Page& page, const std::uint16_t* q, int r0, State& state, float* scores,
                std::uint16_t* p) {
   constexpr int NB = 4;
   const int pi = fmt.page_tokens, d = fmt.head_dim;
@@ -79,7 +79,7 @@ void bf16_tile(const Format& fmt, const Bf16Page& page, const std::uint16_t* q, 
 }
 
 // A page of FP16 rows in the order of the products.
-inline void order_rows(const Format& fmt, const RowPage& page, std::uint16_t* k, std::uint16_t* v) {
+inline void order_rows(const PageFormat& fmt, const RowPage& page, std::uint16_t* k, std::uint16_t* v) {
   const int pi = fmt.page_tokens, d = fmt.head_dim;
   for (int c = 0; c < d; c += kLanes) {
     for (int t = 0; t < pi; t += 2, v += 2 * kLanes)
@@ -98,10 +98,11 @@ inline void order_rows(const Format& fmt, const RowPage& page, std::uint16_t* k,
   }
 }
 
-// `attend_rows` for queries in bfloat16. Few rows wait for memory, whatever multiplies them.
-inline void attend_bf16_rows(const Format& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
-  const bool fits = fmt.page_tokens % 64 == 0 && fmt.head_dim % 64 == 0;
-  if (!fits || item.tokens * item.group <= kPackedRows) return attend_rows<V512>(fmt, pool, item, scratch);
+inline bool takes_bf16(const PageFormat& fmt) {
+  return fmt.page_tokens % 64 == 0 && fmt.head_dim % 64 == 0;
+}
+
+inline void attend_rows_in_bf16(const PageFormat& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
   Arena<V512> arena(scratch);
   const Query query = make_query<V512>(fmt, item, arena);
   State state = make_state<V512>(fmt, query.rows, arena);
@@ -115,7 +116,7 @@ inline void attend_bf16_rows(const Format& fmt, const Pool& pool, const AttendIt
     order_rows(fmt, row_page<V512>(fmt, pool, item, i), k, v);
     each_tile(query.rows, [&](auto rows, int r) { bf16_tile<rows>(fmt, {k, v, 0}, q, r, state, scores, p); });
   }
-  if (item.own.total > 0) attend_own<V512>(fmt, item, query, WidePage{}, state, arena);
+  if (item.own.total > 0) attend_own_exactly<V512>(fmt, item, query, state, arena);
   write_state<V512>(fmt, item, query.rows, state);
 }
 

@@ -8,7 +8,8 @@
 
 #include "attention.h"
 #include "dispatch.h"
-#include "machine_limits.h"
+#include "hack_format.h"
+#include "row_format.h"
 #include "rowwise_calls.h"
 
 namespace nb = nanobind;
@@ -24,10 +25,10 @@ namespace {
   refuse(std::string(name) + " " + what);
 }
 
-enum class Kind { kByte, kShort, kLong, kUnsignedLong, kFloat, kHalf, kBfloat };
+enum class Type { kByte, kShort, kLong, kUnsignedLong, kFloat, kHalf, kBfloat };
 
-// The dtypes of torch in the order of Kind. Tensors are read through their methods, in a tenth of DLPack's time.
-Kind kind_of(nb::handle dtype, const char* name) {
+// The dtypes of torch in the order of Type. Tensors are read through their methods, in a tenth of DLPack's time.
+Type type_of(nb::handle dtype, const char* name) {
   static const std::vector<PyObject*> dtypes = [] {
     const nb::module_ torch = nb::module_::import_("torch");
     std::vector<PyObject*> found;
@@ -36,8 +37,12 @@ Kind kind_of(nb::handle dtype, const char* name) {
     return found;
   }();
   for (std::size_t i = 0; i < dtypes.size(); ++i)
-    if (dtype.ptr() == dtypes[i]) return Kind(i);
+    if (dtype.ptr() == dtypes[i]) return Type(i);
   refuse(name, "has a dtype that no kernel takes");
+}
+
+Type type_of(Element element) {
+  return element == Element::kByte ? Type::kByte : element == Element::kShort ? Type::kShort : Type::kHalf;
 }
 
 std::vector<std::size_t> shape_of(nb::handle tensor) {
@@ -52,13 +57,13 @@ class Array {
       refuse(name, "must be contiguous and on the CPU");
     data_ = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
     size_ = nb::cast<std::size_t>(tensor.attr("numel")());
-    kind_ = kind_of(tensor.attr("dtype"), name);
+    type_ = type_of(tensor.attr("dtype"), name);
   }
 
   const char* name() const { return name_; }
   void* data() const { return data_; }
   std::size_t size() const { return size_; }
-  Kind kind() const { return kind_; }
+  Type type() const { return type_; }
   std::size_t ndim() const { return nb::len(nb::object(tensor_.attr("shape"))); }
   std::vector<std::size_t> shape() const { return shape_of(tensor_); }
   std::size_t shape(int axis) const {
@@ -72,7 +77,7 @@ class Array {
   const char* name_;
   void* data_;
   std::size_t size_;
-  Kind kind_;
+  Type type_;
 };
 
 std::string in_words(const std::vector<std::size_t>& shape) {
@@ -88,26 +93,26 @@ void expect_shape(const Array& array, const std::vector<std::size_t>& expected) 
 
 // The elements of an array, which must be `count` of the given kind.
 template <class T>
-T* elements(const Array& array, Kind kind, std::size_t count) {
-  if (array.kind() != kind) refuse(array.name(), "has the wrong dtype");
+T* elements(const Array& array, Type type, std::size_t count) {
+  if (array.type() != type) refuse(array.name(), "has the wrong dtype");
   if (array.size() != count)
     refuse(array.name(), "has " + std::to_string(array.size()) + " elements; expected " + std::to_string(count));
   return static_cast<T*>(array.data());
 }
 
 const std::int64_t* integers(const Array& array, std::size_t count) {
-  return elements<const std::int64_t>(array, Kind::kLong, count);
+  return elements<const std::int64_t>(array, Type::kLong, count);
 }
 
 const std::uint16_t* halves(const Array& array, std::size_t count) {
-  return elements<const std::uint16_t>(array, Kind::kHalf, count);
+  return elements<const std::uint16_t>(array, Type::kHalf, count);
 }
 
-Dtype float_dtype(Kind kind, const char* name) {
-  switch (kind) {
-    case Kind::kFloat: return Dtype::kFloat;
-    case Kind::kHalf: return Dtype::kHalf;
-    case Kind::kBfloat: return Dtype::kBfloat;
+Dtype float_dtype(Type type, const char* name) {
+  switch (type) {
+    case Type::kFloat: return Dtype::kFloat;
+    case Type::kHalf: return Dtype::kHalf;
+    case Type::kBfloat: return Dtype::kBfloat;
     default: refuse(name, "must be float32, float16 or bfloat16");
   }
 }
@@ -128,7 +133,7 @@ class RowArray {
       inner_ = axis == axes - 1 ? size : inner_;
     }
     if (elements_ < 1) refuse(name, "has empty rows");
-    dtype_ = float_dtype(kind_of(tensor.attr("dtype"), name), name);
+    dtype_ = float_dtype(type_of(tensor.attr("dtype"), name), name);
     strips_ = {reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")())),
                nb::cast<std::int64_t>(shape[0]), nb::cast<std::int64_t>(strides[0]) * bytes_of(dtype_)};
   }
@@ -150,36 +155,32 @@ class RowArray {
   std::int64_t inner_ = 1;
 };
 
-// Planes of `pages` pages of one head, by name. Sums are looked up where the format keeps them and `sums` says so.
-Page planes_of_dict(const Format& fmt, const nb::dict& planes, std::size_t pages, bool sums) {
-  const auto get = [&](const char* name) {
-    if (!planes.contains(name)) refuse(std::string("plane ") + name + " is missing");
-    return Array(planes[name], name);
-  };
-  const auto bytes = [&](const char* name, std::size_t count) {
-    return elements<std::uint8_t>(get(name), Kind::kByte, pages * count);
-  };
-  const auto meta = [&](const char* name, std::size_t count) -> std::uint16_t* {
-    if (!fmt.coded()) return nullptr;
-    return elements<std::uint16_t>(get(name), Kind::kHalf, pages * count);
-  };
-  const auto sum = [&](const char* name, std::size_t count, int width) -> std::uint8_t* {
-    if (!fmt.sums_at_rest() || !sums) return nullptr;
-    if (width == 1) return bytes(name, count);
-    return reinterpret_cast<std::uint8_t*>(elements<std::int16_t>(get(name), Kind::kShort, pages * count));
-  };
-  return {bytes("k_codes", fmt.k_code_bytes()), meta("k_min", fmt.k_meta()),
-          meta("k_scale", fmt.k_meta()),        sum("k_sums", fmt.k_meta(), fmt.k_sum_bytes()),
-          bytes("v_codes", fmt.v_code_bytes()), meta("v_min", fmt.v_meta()),
-          meta("v_scale", fmt.v_meta()),        sum("v_sums", fmt.v_meta(), fmt.v_sum_bytes())};
+// A plane by its name, null where it is missing.
+nb::handle find(const nb::dict& planes, const Plane& plane) {
+  return PyDict_GetItemString(planes.ptr(), plane.name);
 }
 
-Pool pool_of(const Format& fmt, const nb::dict& planes) {
-  if (!planes.contains("k_codes")) refuse("plane k_codes is missing");
-  const Array codes(planes["k_codes"], "k_codes");
-  if (codes.ndim() != 4) refuse("k_codes of a pool has four dimensions");
-  return {planes_of_dict(fmt, planes, codes.shape(0) * codes.shape(1), true), std::int64_t(codes.shape(0)),
-          int(codes.shape(1))};
+// Planes of `pages` pages of one head. Where `complete` is false, derived ones may be missing.
+Planes planes_of_dict(const PageFormat& fmt, const nb::dict& planes, std::size_t pages, bool complete) {
+  Planes found;
+  for (int i = 0; i < fmt.plane_count; ++i) {
+    const Plane& plane = fmt.planes[i];
+    const nb::handle tensor = find(planes, plane);
+    if (tensor.is_valid()) {
+      found.at[i] = elements<std::byte>(Array(tensor, plane.name), type_of(plane.element), pages * plane.count);
+    } else if (complete || !plane.derived) {
+      refuse(std::string("plane ") + plane.name + " is missing");
+    }
+  }
+  return found;
+}
+
+Pool pool_of(const PageFormat& fmt, const nb::dict& planes, int head_start) {
+  const nb::handle first = find(planes, fmt.planes[0]);
+  if (!first.is_valid()) refuse(std::string("plane ") + fmt.planes[0].name + " is missing");
+  const auto shape = shape_of(first);
+  if (shape.size() != 4) refuse(fmt.planes[0].name, "of a pool has four dimensions");
+  return {planes_of_dict(fmt, planes, shape[0] * shape[1], true), std::int64_t(shape[0]), int(shape[1]), head_start};
 }
 
 PageList page_list(const Pool& pool, const Array& ids) {
@@ -191,9 +192,7 @@ PageList page_list(const Pool& pool, const Array& ids) {
 
 class Kernels {
  public:
-  Kernels(const Operations& operations, int threads) : engine_{operations, rows_in_bfloat(operations), 1} {
-    set_threads(threads);
-  }
+  Kernels(const Operations& operations, int threads) : engine_{operations, 1} { set_threads(threads); }
 
   std::string isa() const { return std::string(engine_.operations.name); }
   int threads() const { return engine_.threads; }
@@ -202,9 +201,9 @@ class Kernels {
     engine_.threads = threads;
   }
 
-  void seal(const Format& fmt, int layer, const nb::dict& pages, nb::handle ids, nb::handle starts, nb::handle k,
-            nb::handle v) const {
-    const Pool pool = pool_of(fmt, pages);
+  void seal(const PageFormat& fmt, int layer, const nb::dict& pages, nb::handle ids, nb::handle starts, nb::handle k,
+            nb::handle v, int head_start) const {
+    const Pool pool = pool_of(fmt, pages, head_start);
     const PageList list = page_list(pool, Array(ids, "page_ids"));
     const std::size_t rows = std::size_t(list.count) * pool.heads * fmt.elements();
     const auto* first = integers(Array(starts, "starts"), std::size_t(list.count));
@@ -214,41 +213,42 @@ class Kernels {
   }
 
   // spans as in `attend`.
-  void requantize(const Format& fmt, int layer, const nb::dict& pages, const nb::tuple& spans, nb::handle k,
-                  nb::handle v) const {
-    const Pool pool = pool_of(fmt, pages);
+  void requantize(const PageFormat& fmt, int layer, const nb::dict& pages, const nb::tuple& spans, nb::handle k,
+                  nb::handle v, int head_start) const {
+    const Pool pool = pool_of(fmt, pages, head_start);
     const Array keys(k, "k"), values(v, "v");
     const std::size_t total = keys.shape(0), heads = std::size_t(pool.heads), d = std::size_t(fmt.head_dim);
     expect_shape(keys, {total, heads, d});
     expect_shape(values, {total, heads, d});
-    const Spans where = spans_of(spans, total);
+    const Spans where = spans_of(spans, total, 1);
     const auto *k_rows = halves(keys, keys.size()), *v_rows = halves(values, values.size());
     const nb::gil_scoped_release unlocked;
     engine_.requantize(fmt, layer, pool, where, std::int64_t(total), k_rows, v_rows);
   }
 
-  void install(const Format& fmt, const nb::dict& pages, nb::handle ids, const nb::dict& wire) const {
-    const Pool pool = pool_of(fmt, pages);
+  void install(const PageFormat& fmt, const nb::dict& pages, nb::handle ids, const nb::dict& wire) const {
+    const Pool pool = pool_of(fmt, pages, 0);
     const PageList list = page_list(pool, Array(ids, "page_ids"));
-    const Page from = planes_of_dict(fmt, wire, std::size_t(list.count) * pool.heads, wire.contains("k_sums"));
+    const Planes from = planes_of_dict(fmt, wire, std::size_t(list.count) * pool.heads, false);
+    ConstPlanes read;
+    for (int i = 0; i < fmt.plane_count; ++i) read.at[i] = from.at[i];
     const nb::gil_scoped_release unlocked;
-    engine_.install(
-        fmt, pool, list,
-        {from.k_codes, from.k_min, from.k_scale, from.k_sums, from.v_codes, from.v_min, from.v_scale, from.v_sums});
+    engine_.install(fmt, pool, list, read);
   }
 
-  void export_pages(const Format& fmt, const nb::dict& pages, nb::handle ids, const nb::dict& wire) const {
-    const Pool pool = pool_of(fmt, pages);
+  void export_pages(const PageFormat& fmt, const nb::dict& pages, nb::handle ids, const nb::dict& wire) const {
+    const Pool pool = pool_of(fmt, pages, 0);
     const PageList list = page_list(pool, Array(ids, "page_ids"));
-    const Page to = planes_of_dict(fmt, wire, std::size_t(list.count) * pool.heads, true);
+    const Planes to = planes_of_dict(fmt, wire, std::size_t(list.count) * pool.heads, true);
     const nb::gil_scoped_release unlocked;
     engine_.export_pages(fmt, pool, list, to);
   }
 
   // spans: (starts, counts, offsets, table, slots); k and v are None in decode. Tokens of q may lie apart.
-  void attend(const Format& fmt, int layer, const nb::dict& pages, nb::handle open_k, nb::handle open_v,
-              const nb::tuple& spans, nb::handle queries, nb::handle output, nb::handle k, nb::handle v) const {
-    const Pool pool = pool_of(fmt, pages);
+  void attend(const PageFormat& fmt, int layer, const nb::dict& pages, nb::handle open_k, nb::handle open_v,
+              const nb::tuple& spans, nb::handle queries, nb::handle output, nb::handle k, nb::handle v,
+              int head_start) const {
+    const Pool pool = pool_of(fmt, pages, head_start);
     const Array keys(open_k, "open_k"), values(open_v, "open_v"), out(output, "out");
     const RowArray q(queries, "q");
     const std::size_t heads = std::size_t(pool.heads), d = std::size_t(fmt.head_dim), slots = keys.shape(0);
@@ -258,10 +258,10 @@ class Kernels {
       refuse("q is " + in_words(shape_of(queries)) + "; expected [T, a multiple of " + std::to_string(heads) +
              " heads, " + std::to_string(d) + "]");
     const std::size_t total = std::size_t(q.strips().count);
-    if (out.size() != total * std::size_t(q.elements()) || float_dtype(out.kind(), "out") != q.dtype())
+    if (out.size() != total * std::size_t(q.elements()) || float_dtype(out.type(), "out") != q.dtype())
       refuse("out must be like q");
     if (k.is_none() != v.is_none()) refuse("k and v are given together or not at all");
-    const Spans where = spans_of(spans, total);
+    const Spans where = spans_of(spans, total, pool.heads);
     const auto rows_of = [&](nb::handle x, const char* name) -> const std::uint16_t* {
       if (x.is_none()) return nullptr;
       const Array rows(x, name);
@@ -285,8 +285,8 @@ class Kernels {
     const std::size_t batch = std::size_t(k_rows.strips().count), heads = keys.shape(1), d = keys.shape(3);
     k_rows.expect(k_rows, std::int64_t(heads * d));
     v_rows.expect(k_rows, std::int64_t(heads * d));
-    const OpenRows open{elements<std::uint16_t>(keys, Kind::kHalf, keys.size()),
-                        elements<std::uint16_t>(values, Kind::kHalf, keys.size()),
+    const OpenRows open{elements<std::uint16_t>(keys, Type::kHalf, keys.size()),
+                        elements<std::uint16_t>(values, Type::kHalf, keys.size()),
                         integers(Array(starts, "starts"), batch),
                         integers(Array(slots, "slots"), batch),
                         int(heads),
@@ -303,7 +303,7 @@ class Kernels {
   void rotate(nb::handle x, int heads, nb::handle turns) const {
     const RowArray rows(x, "x");
     const std::size_t d = std::size_t(rows.inner()), count = std::size_t(rows.strips().count);
-    const auto* angles = elements<const float>(Array(turns, "turns"), Kind::kFloat, count * d);
+    const auto* angles = elements<const float>(Array(turns, "turns"), Type::kFloat, count * d);
     if (d % 2 || heads < 1 || heads > rows.elements() / rows.inner()) refuse("x lacks heads, or head_dim is odd");
     const nb::gil_scoped_release unlocked;
     hack::rotate(rows_of(rows), engine_.threads, rows.strips(), heads, int(d), angles);
@@ -320,14 +320,14 @@ class Kernels {
     }
     const Array weights(weight, "weight");
     to.expect(rows, rows.elements());
-    if (float_dtype(weights.kind(), "weight") != rows.dtype() || std::int64_t(weights.size()) != rows.elements())
+    if (float_dtype(weights.type(), "weight") != rows.dtype() || std::int64_t(weights.size()) != rows.elements())
       refuse("weight has the wrong shape or dtype for x");
     const nb::gil_scoped_release unlocked;
     hack::norm(rows_of(rows), engine_.threads, rows.strips(), added, static_cast<const std::byte*>(weights.data()),
                int(rows.elements()), epsilon, to.strips());
   }
 
-  // Rows of x [T, 2 n], gates and then what they let through, to out [T, n].
+  // silu(gate) * up: rows of x [T, 2 n], which are gate [n] and then up [n], to out [T, n].
   void gate(nb::handle x, nb::handle out) const {
     const RowArray rows(x, "x"), to(out, "out");
     if (rows.elements() % 2) refuse("x has an odd number of columns");
@@ -350,12 +350,16 @@ class Kernels {
  private:
   const RowOperations& rows_of(const RowArray& rows) const { return engine_.operations.rows[int(rows.dtype())]; }
 
-  static Spans spans_of(const nb::tuple& spans, std::size_t rows) {
+  // `heads`: how many lists of pages a sequence may have, beside one for all heads.
+  static Spans spans_of(const nb::tuple& spans, std::size_t rows, int heads) {
     if (nb::len(spans) != 5) refuse("spans are (starts, counts, offsets, table, slots)");
     const Array starts(spans[0], "starts"), counts(spans[1], "counts"), offsets(spans[2], "offsets"),
         table(spans[3], "table"), slots(spans[4], "slots");
-    if (table.ndim() != 2) refuse("table must have two dimensions");
-    const std::size_t batch = starts.size(), width = table.shape(1);
+    if (table.ndim() != 2 && table.ndim() != 3) refuse("table must have two or three dimensions");
+    const std::size_t batch = starts.size(), lists = table.ndim() == 3 ? table.shape(1) : 1;
+    const std::size_t width = table.shape(table.ndim() - 1);
+    if (lists != 1 && lists != std::size_t(heads))
+      refuse("table has " + std::to_string(lists) + " lists of pages a sequence; expected 1 or " + std::to_string(heads));
     const auto* each = integers(counts, batch);
     std::int64_t covered = 0;
     for (std::size_t b = 0; b < batch; ++b) covered += each[b];
@@ -364,19 +368,27 @@ class Kernels {
     return {.starts = integers(starts, batch),
             .counts = each,
             .offsets = integers(offsets, batch),
-            .table = integers(table, batch * width),
+            .table = integers(table, batch * lists * width),
             .slots = integers(slots, batch),
             .batch = std::int64_t(batch),
+            .lists = int(lists),
             .width = std::int64_t(width)};
   }
 
   Engine engine_;
 };
 
-Format make_format(int head_dim, int page_tokens, int k_bits, int v_bits, int k_partition, bool stochastic,
-                   bool asymmetric, bool stored_sums, bool own_k_codes, bool own_v_codes, std::uint64_t seed) {
-  return {head_dim,   page_tokens, k_bits,      v_bits,      k_partition, stochastic,
-          asymmetric, stored_sums, own_k_codes, own_v_codes, seed};
+HackFormat make_hack_format(int head_dim, int page_tokens, int k_bits, int v_bits, int k_partition, bool stochastic,
+                            bool asymmetric, bool stored_sums, bool own_k_codes, bool own_v_codes, std::uint64_t seed) {
+  if (!is_width(k_bits) || !is_width(v_bits)) refuse("codes have a width that no kernel takes");
+  return HackFormat({head_dim, page_tokens, k_bits, v_bits, k_partition, stochastic, asymmetric, stored_sums,
+                     own_k_codes, own_v_codes, seed});
+}
+
+// A table of operations from another extension, built from the same sources: how the lab's rivals get at the engine.
+Kernels kernels_of(const nb::capsule& table, int threads) {
+  if (std::string_view(table.name()) != HACK_OPERATIONS) refuse("the operations were built from other sources");
+  return Kernels(*static_cast<const Operations*>(table.data()), threads);
 }
 
 }  // namespace
@@ -387,32 +399,25 @@ NB_MODULE(_cpu, m) {
   m.doc() = "C++ kernels of the CPU backend; hack_kernels.cpu is their API.";
   m.attr("SOURCES") = HACK_SOURCES;
   m.def("supported_isas", supported_isas);
-  m.def("read_all", [](nb::handle tensor, int threads) {
-    const Array array(tensor, "words");
-    const auto* words = elements<const std::uint64_t>(array, Kind::kUnsignedLong, array.size());
-    const nb::gil_scoped_release unlocked;
-    return read_all(words, array.size(), threads);
-  });
-  m.def("dots", [](const std::string& isa, std::int64_t rounds, int threads) {
-    const Operations& operations = operations_for(isa);
-    const nb::gil_scoped_release unlocked;
-    dots_on_all(operations, rounds, threads);
-  });
-  m.attr("PRODUCTS_PER_ROUND") = kDotsPerRound * kVectorBytes;
-  nb::class_<Format>(m, "Format");
-  m.def("make_format", make_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
+  nb::class_<PageFormat>(m, "PageFormat");
+  nb::class_<HackFormat, PageFormat>(m, "HackFormat");
+  nb::class_<RowFormat, PageFormat>(m, "RowFormat");
+  m.def("hack_format", make_hack_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "own_v_codes"_a, "seed"_a);
+  m.def(
+      "row_format", [](int head_dim, int page_tokens) { return RowFormat(head_dim, page_tokens); }, nb::kw_only(),
+      "head_dim"_a, "page_tokens"_a);
   m.def(
       "kernels", [](const std::string& isa, int threads) { return Kernels(operations_for(isa), threads); }, "isa"_a,
       "threads"_a);
-  m.def(
-      "rival", [](const std::string& name, int threads) { return Kernels(rival_for(name), threads); }, "name"_a,
-      "threads"_a);
+  m.def("kernels_of", kernels_of, "table"_a, "threads"_a);
   nb::class_<Kernels>(m, "Kernels")
       .def_prop_ro("isa", &Kernels::isa)
       .def_prop_rw("threads", &Kernels::threads, &Kernels::set_threads)
-      .def("seal", &Kernels::seal)
-      .def("requantize", &Kernels::requantize)
+      .def("seal", &Kernels::seal, "fmt"_a, "layer"_a, "pages"_a, "page_ids"_a, "starts"_a, "k"_a, "v"_a,
+           "head_start"_a = 0)
+      .def("requantize", &Kernels::requantize, "fmt"_a, "layer"_a, "pages"_a, "spans"_a, "k"_a, "v"_a,
+           "head_start"_a = 0)
       .def("install", &Kernels::install)
       .def("export", &Kernels::export_pages)
       .def("append", &Kernels::append)
@@ -421,7 +426,7 @@ NB_MODULE(_cpu, m) {
       .def("gate", &Kernels::gate)
       .def("largest", &Kernels::largest)
       .def("attend", &Kernels::attend, "fmt"_a, "layer"_a, "pages"_a, "open_k"_a, "open_v"_a, "spans"_a, "q"_a, "out"_a,
-           "k"_a.none(), "v"_a.none());
+           "k"_a.none(), "v"_a.none(), "head_start"_a = 0);
 }
 
 }  // namespace hack

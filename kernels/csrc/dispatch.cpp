@@ -28,6 +28,7 @@ bool runs_avx2() {
 
 constexpr Candidate kCandidates[] = {
 #if defined(__x86_64__)
+    {avx512_bf16_operations, runs_bf16},
     {avx512_operations, runs_avx512},
     {avx2_operations, runs_avx2},
 #endif
@@ -38,8 +39,11 @@ constexpr Candidate kCandidates[] = {
 
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
-  for (const Candidate& candidate : kCandidates)
-    if (candidate.runs()) names.emplace_back(candidate.operations().name);
+  for (const Candidate& candidate : kCandidates) {
+    if (!candidate.runs()) continue;
+    const std::string name(candidate.operations().name);
+    if (names.empty() || names.back() != name) names.push_back(name);  // two candidates may serve one name
+  }
   return names;
 }
 
@@ -49,23 +53,6 @@ const Operations& operations_for(const std::string& isa) {
   std::string known;
   for (const std::string& name : supported_isas()) known += (known.empty() ? "" : ", ") + name;
   throw std::invalid_argument("this processor or build does not run '" + isa + "'; it runs " + known);
-}
-
-Attend* rows_in_bfloat(const Operations& operations) {
-#if defined(__x86_64__)
-  if (&operations == &avx512_operations() && runs_bf16()) return bf16_rows();
-#endif
-  return operations.attend_rows;
-}
-
-const Operations& rival_for(const std::string& name) {
-#if defined(__x86_64__)
-  if (runs_bf16()) {
-    for (const Operations* rival : {&bf16_rival(), &dequantize_rival()})
-      if (rival->name == name) return *rival;
-  }
-#endif
-  throw std::invalid_argument("no rival '" + name + "' on this processor; bf16 and dequantize need AVX-512 BF16");
 }
 
 }  // namespace hack

@@ -1,7 +1,7 @@
 // Exponential and the randomness of stochastic rounding on 16 lanes.
 #pragma once
 
-#include "format.h"
+#include "page_format.h"
 #include "unrolled.h"
 
 namespace hack {
@@ -50,14 +50,14 @@ struct Noise {
   typename S::F k_low, k_high, v_low, v_high;  // 16 channels each
 };
 
-// Those of channels `channel`.., a multiple of kNoiseChannels: four blocks of K and four of V; see philox.py.
+// The numbers of channels `channel`.. (a multiple of kNoiseChannels): four blocks of K and four of V; see philox.py.
 template <class S>
 [[gnu::always_inline]] inline Noise<S> noise(const RoundKeys& keys, int layer, int head, std::int64_t position,
                                              int channel) {
   using W = typename S::W;
   constexpr std::uint32_t factor_a = 0xD2511F53u, factor_b = 0xCD9E8D57u;
   const auto word = [](std::uint32_t x) { return S::splat_word(x); };
-  // All blocks share three of the counter's words, so the first round needs no vectors but for the last one.
+  // All blocks share three words of the counter, so the first round needs vectors for the last word only.
   const std::uint64_t first_a = std::uint64_t(factor_a) * std::uint32_t(layer);
   const std::uint64_t first_b = std::uint64_t(factor_b) * std::uint32_t(position);
   const std::uint32_t numbers = std::uint32_t(channel) / 4;  // 2 * (channel / 8), whose lower three bits are 0

@@ -1,8 +1,8 @@
-// A query's own page, as the open-page rule has it: exact FP32 arithmetic on FP16 rows, or K as codes made at once.
+// A query's own page by the open-page rule: FP32 arithmetic on FP16 rows. A kind of page may define its own scores.
 #pragma once
 
-#include "quantize.h"
-#include "tile.h"
+#include "query.h"
+#include "unrolled.h"
 
 namespace hack {
 
@@ -12,7 +12,7 @@ struct RowPointers {
 };
 
 template <class S>
-RowPointers own_rows(const Format& fmt, const OwnRows& own) {
+RowPointers own_rows(const PageFormat& fmt, const OwnRows& own) {
   RowPointers rows;
   for (int j = 0; j < own.total; ++j) {
     const bool old = j < own.open;
@@ -37,31 +37,9 @@ void exact_scores(const float* q, const std::uint16_t* key, int d, float* scores
   for (int r = 0; r < kTile; ++r) scores[r * stride] = sums[r];
 }
 
-// Codes of the own page's K in the order of a wide page; rows past the last stay 0.
+// Turns the scores of one row into weights, in place, and adds them to the state. Keys past `visible` weigh 0.
 template <class S>
-void widen_own_k(const Format& fmt, const OwnRows& own, const RowPointers& rows, const WidePage& wide, Arena<S> arena) {
-  const int d = fmt.head_dim, groups = fmt.k_groups(), pi = fmt.page_tokens, blocks = pi / kLanes;
-  const RowCodes codes = take_codes(fmt, fmt.k_meta(), arena);
-  quantize_k<S>(fmt, own.place, rows.k, own.total, codes);
-  std::memset(wide.k, 0, fmt.elements());
-  std::memset(wide.k_min, 0, sizeof(float) * fmt.k_meta());
-  std::memset(wide.k_scale, 0, sizeof(float) * fmt.k_meta());
-  for (int t = 0; t < own.total; ++t) {
-    for (int j = 0; j < d / kQuad; ++j) {
-      std::uint8_t* to = wide.k + (std::size_t(j) * blocks + t / kLanes) * kVectorBytes + t % kLanes * kQuad;
-      std::memcpy(to, codes.codes + t * d + kQuad * j, kQuad);
-    }
-    for (int g = 0; g < groups; ++g) {
-      wide.k_min[g * pi + t] = codes.minimum[t * groups + g];
-      wide.k_scale[g * pi + t] = codes.scale[t * groups + g];
-    }
-  }
-  if (fmt.asymmetric) widen_k_sums<S>(fmt, wide);
-}
-
-// Weights of one row, in place of its scores; the state takes them. Keys past `visible` weigh 0.
-template <class S>
-void own_weights(const Format& fmt, State& state, int row, int visible, int padded, float* scores) {
+void own_weights(const PageFormat& fmt, State& state, int row, int visible, int padded, float* scores) {
   for (int j = visible; j < padded; ++j) scores[j] = kUnseen;
   const float top = S::reduce_max(lane_maxima<S>(scores, padded));
   raise_tops<S>(fmt, state, row, 1, &top);
@@ -76,7 +54,7 @@ void own_weights(const Format& fmt, State& state, int row, int visible, int padd
 
 // out += P·V for kTile rows; p is [kTile, Π].
 template <class S>
-void own_values(const Format& fmt, const RowPointers& rows, int total, const float* p, float* out) {
+void own_values(const PageFormat& fmt, const RowPointers& rows, int total, const float* p, float* out) {
   constexpr int NB = 2;
   for (int d = 0; d < fmt.head_dim; d += NB * kLanes) {
     typename S::F sums[kTile][NB];
@@ -95,29 +73,33 @@ void own_values(const Format& fmt, const RowPointers& rows, int total, const flo
   }
 }
 
-template <class S>
-void attend_own(const Format& fmt, const AttendItem& item, const Query& query, const WidePage& wide, State& state,
-                Arena<S> arena) {
-  const OwnRows& own = item.own;
-  const RowPointers rows = own_rows<S>(fmt, own);
-  if (fmt.own_k_codes) widen_own_k<S>(fmt, own, rows, wide, arena);
-  const int d = fmt.head_dim, pi = fmt.page_tokens, padded = (own.total + kLanes - 1) / kLanes * kLanes;
-  float* scores = arena.template take<float>(kTile * pi);
+// score(r0, total, scores) gives the scores of kTile rows from r0 on with the first `total` keys, [kTile, Π].
+template <class S, class Score>
+void attend_own(const PageFormat& fmt, const AttendItem& item, const Query& query, const RowPointers& rows,
+                State& state, float* scores, Score score) {
+  const int pi = fmt.page_tokens, padded = (item.own.total + kLanes - 1) / kLanes * kLanes;
   for (int r0 = 0; r0 < query.rows; r0 += kTile) {
     const int last = r0 + kTile <= query.rows ? r0 + kTile - 1 : query.rows - 1;
-    const int total = item.visible + last / item.group;  // no row of the tile sees more
-    if (fmt.own_k_codes) {
-      wide_scores<S>(fmt, wide, query, r0, scores);
-    } else {
-      for (int j = 0; j < total; ++j) exact_scores<S>(query.exact + r0 * d, rows.k[j], d, scores + j, pi);
-    }
+    const int total = item.visible + last / item.group;  // the most keys that a row of the tile sees
+    score(r0, total, scores);
     for (int r = 0; r < kTile; ++r) {
       const int row = r0 + r <= last ? r0 + r : last;
       const int visible = item.visible + row / item.group;
       own_weights<S>(fmt, state, r0 + r, visible, padded, scores + r * pi);
     }
-    own_values<S>(fmt, rows, total, scores, state.out + std::size_t(r0) * d);
+    own_values<S>(fmt, rows, total, scores, state.out + std::size_t(r0) * fmt.head_dim);
   }
+}
+
+template <class S>
+void attend_own_exactly(const PageFormat& fmt, const AttendItem& item, const Query& query, State& state,
+                        Arena<S> arena) {
+  const RowPointers rows = own_rows<S>(fmt, item.own);
+  const int d = fmt.head_dim;
+  float* own_scores = arena.template take<float>(kTile * fmt.page_tokens);
+  attend_own<S>(fmt, item, query, rows, state, own_scores, [&](int r0, int total, float* scores) {
+    for (int j = 0; j < total; ++j) exact_scores<S>(query.exact + r0 * d, rows.k[j], d, scores + j, fmt.page_tokens);
+  });
 }
 
 }  // namespace hack

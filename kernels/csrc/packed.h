@@ -1,7 +1,7 @@
-// Decode: few rows against pages whose codes are read straight from their packed order. Symmetric form only.
+// Decode: few rows against pages, with codes read directly from their packed order. Symmetric form only.
 //
-// Pages are taken in strips: all scores, then all weights, then all products with V. The softmax of one page is a chain
-// of dependent instructions; those of a strip overlap.
+// Pages are processed in strips: all scores, then all weights, then all products with V. The softmax of one page is a
+// chain of dependent instructions; the chains of a strip overlap.
 #pragma once
 
 #include "softmax.h"
@@ -9,21 +9,17 @@
 
 namespace hack {
 
-inline constexpr int kStrip = kLanes / kTile;  // pages: one vector holds a number for each of their rows
+inline constexpr int kStrip = kLanes / kTile;  // pages per strip: one vector holds a number for each of their rows
 
-// Consecutive pages of one KV head, and the pages of the next strip, which are fetched meanwhile.
+// Consecutive pages of one KV head, and the pages of the next strip, which are prefetched.
 struct Strip {
   int pages;
-  ConstPage page[kStrip];
-  ConstPage next[kStrip];
+  ConstHackPage page[kStrip];
+  ConstHackPage next[kStrip];
 };
 
-[[gnu::always_inline]] inline void fetch(const void* p) {
-  __builtin_prefetch(p, 0, 2);
-}
-
 // dots = codes · rows, over `chunks` vectors of NB blocks of lanes. Rows are `stride` bytes apart, blocks follow one
-// another, and the lines at `next` are fetched.
+// another, and the cache lines at `next` are prefetched.
 template <class S, int bits, int NR, int NB>
 [[gnu::always_inline]] inline void packed_dots(const std::uint8_t* codes, const std::uint8_t* next, int block_bytes,
                                                int chunks, const std::uint8_t* rows, int stride,
@@ -40,25 +36,16 @@ template <class S, int bits, int NR, int NB>
       unrolled<NB>([&](auto b) { plane[b] = S::template plane<bits, f>(packed[b]); });
       unrolled<NR>([&](auto r) __attribute__((always_inline)) {
         const auto quad = S::broadcast_quad(rows + r * stride + kQuad * f);
-        unrolled<NB>([&](auto b) { dots[r][b] = S::dot(dots[r][b], plane[b], quad); });
+        unrolled<NB>([&](auto b) { dots[r][b] = S::template dot<bits>(dots[r][b], plane[b], quad); });
       });
     });
   }
 }
 
-// tile(t, NB) for NB blocks of lanes from lane t on, as many at a time as registers allow.
-template <class S, class Tile>
-[[gnu::always_inline]] inline void each_block(int lanes, Tile tile) {
-  constexpr int NB = S::kTileBlocks;
-  int t = 0;
-  for (; t + NB * kLanes <= lanes; t += NB * kLanes) tile(t, std::integral_constant<int, NB>{});
-  for (; t < lanes; t += 2 * kLanes) tile(t, std::integral_constant<int, 2>{});
-}
-
 // Scores [NR, Π] of rows r0.. with a page.
 template <class S, int bits, int NR>
-void packed_scores(const Format& fmt, const ConstPage& page, const ConstPage& next, const Query& query, int r0,
-                   float* scores) {
+void packed_scores(const HackFormat& fmt, const ConstHackPage& page, const ConstHackPage& next, const HackQuery& query,
+                   int r0, float* scores) {
   const int groups = fmt.k_groups(), pi = fmt.page_tokens, chunks = fmt.k_partition / chunk_of(bits);
   const int group_bytes = chunks * kVectorBytes, block_bytes = groups * group_bytes;
   each_block<S>(
@@ -92,7 +79,7 @@ void packed_scores(const Format& fmt, const ConstPage& page, const ConstPage& ne
 
 // P·V of NR rows with a page, added to `out` [NR, D].
 template <class S, int bits, int NR>
-void packed_values(const Format& fmt, const ConstPage& page, const ConstPage& next, const std::uint8_t* p,
+void packed_values(const HackFormat& fmt, const ConstHackPage& page, const ConstHackPage& next, const std::uint8_t* p,
                    const RowMerge* merges, float* out) {
   const int chunks = fmt.page_tokens / chunk_of(bits), block_bytes = chunks * kVectorBytes;
   each_block<S>(
@@ -119,14 +106,15 @@ void packed_values(const Format& fmt, const ConstPage& page, const ConstPage& ne
       });
 }
 
-// Scores [kStrip, NR, Π] and codes of P likewise. Four rows are weighed at a time, of as many pages as that takes, just
-// before the first of those pages needs them: the products of one page hide the chains of the next one's softmax.
+// Attention of NR rows to a strip; `scores` and `codes` of P are [kStrip, NR, Π]. Weights are computed for four rows at
+// a time, which may belong to several pages, just before the first of these pages needs them: the products of one page
+// hide the softmax chains of the next.
 template <class S, int NR>
-void packed_rows(const Format& fmt, const Strip& strip, const Query& query, int r0, State& state, float* scores,
+void packed_rows(const HackFormat& fmt, const Strip& strip, const HackQuery& query, int r0, State& state, float* scores,
                  std::uint8_t* codes) {
   const int pi = fmt.page_tokens, rows = strip.pages * NR;
-  const auto scores_of = fmt.k_bits == 2 ? packed_scores<S, 2, NR> : packed_scores<S, 4, NR>;
-  const auto values_of = fmt.v_bits == 2 ? packed_values<S, 2, NR> : packed_values<S, 4, NR>;
+  const auto scores_of = with_width<S>(fmt.k_bits, [](auto width) { return width.template scores<NR>; });
+  const auto values_of = with_width<S>(fmt.v_bits, [](auto width) { return width.template values<NR>; });
   for (int i = 0; i < strip.pages; ++i) scores_of(fmt, strip.page[i], strip.next[i], query, r0, scores + i * NR * pi);
   if (rows % kTile != 0) std::memset(scores + rows * pi, 0, sizeof(float) * (kTile - rows % kTile) * pi);
   alignas(64) float tops[kLanes], takes[kLanes];
@@ -143,9 +131,9 @@ void packed_rows(const Format& fmt, const Strip& strip, const Query& query, int 
   }
 }
 
-// Every row of the query takes the strip.
+// Attention of every row of the query to the strip.
 template <class S>
-void attend_packed(const Format& fmt, const Strip& strip, const Query& query, State& state, Arena<S> arena) {
+void attend_packed(const HackFormat& fmt, const Strip& strip, const HackQuery& query, State& state, Arena<S> arena) {
   float* scores = arena.template take<float>(kLanes * fmt.page_tokens);
   auto* codes = arena.template take<std::uint8_t>(kLanes * fmt.page_tokens);
   for (int r = 0; r < query.rows; r += S::kTileRows) {

@@ -1,8 +1,8 @@
-// FP16 rows to codes, one byte per code: the definition is quantize.py, and every bit agrees with it.
+// FP16 rows to codes, one byte per code, bit-equal to the definition in quantize.py.
 #pragma once
 
 #include "arena.h"
-#include "format.h"
+#include "hack_format.h"
 #include "math.h"
 #include "work.h"
 
@@ -16,7 +16,7 @@ struct RowCodes {
 };
 
 template <class S>
-RowCodes take_codes(const Format& fmt, std::size_t metadata, Arena<S>& arena) {
+RowCodes take_codes(const HackFormat& fmt, std::size_t metadata, Arena<S>& arena) {
   return {arena.template take<std::uint8_t>(fmt.elements()), arena.template take<float>(metadata + kLanes),
           arena.template take<float>(metadata + kLanes)};
 }
@@ -35,7 +35,7 @@ void scales_from_maxima(float* maximum, const float* minimum, int n, int bits) {
 }
 
 template <class S>
-void k_ranges(const Format& fmt, const std::uint16_t* const* rows, int n, RowCodes& out) {
+void k_ranges(const HackFormat& fmt, const std::uint16_t* const* rows, int n, RowCodes& out) {
   const int groups = fmt.k_groups();
   for (int t = 0; t < n; ++t) {
     for (int g = 0; g < groups; ++g) {
@@ -56,7 +56,7 @@ void k_ranges(const Format& fmt, const std::uint16_t* const* rows, int n, RowCod
 }
 
 template <class S>
-void v_ranges(const Format& fmt, const std::uint16_t* const* rows, int n, RowCodes& out) {
+void v_ranges(const HackFormat& fmt, const std::uint16_t* const* rows, int n, RowCodes& out) {
   for (int d = 0; d < fmt.head_dim; d += kLanes) {
     auto low = S::load_half(rows[0] + d), high = low;
     for (int t = 1; t < n; ++t) {
@@ -79,7 +79,7 @@ template <class S>
 }
 
 template <class S>
-void store_v_meta(const Format& fmt, const RowCodes& v, const Page& page) {
+void store_v_meta(const HackFormat& fmt, const RowCodes& v, const HackPage& page) {
   for (int d = 0; d < fmt.head_dim; d += kLanes) {
     S::store_half(page.v_min + d, S::load(v.minimum + d));
     S::store_half(page.v_scale + d, S::load(v.scale + d));
@@ -105,10 +105,10 @@ template <class S, bool stochastic, class Use>
   }
 }
 
-// K rows, each by itself; kNoiseChannels divides every partition. The format by value, for codes are bytes and so might
-// be its own.
+// K rows, each by itself; kNoiseChannels divides every partition. The format is passed by value: codes are bytes, so
+// the compiler would have to assume that a store changes a format behind a reference.
 template <class S, bool stochastic>
-void round_k(Format fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
+void round_k(HackFormat fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
   using F = typename S::F;
   const RoundKeys keys = round_keys<S>(fmt.seed);
   const F levels = top_level<S>(fmt.k_bits);
@@ -125,9 +125,9 @@ void round_k(Format fmt, Place at, const std::uint16_t* const* rows, int n, RowC
   }
 }
 
-// V rows of one page from its first on, channels over all of them.
+// V rows of one page from its first row on; the rows of a channel are one partition.
 template <class S, bool stochastic>
-void round_v(Format fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
+void round_v(HackFormat fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
   using F = typename S::F;
   const RoundKeys keys = round_keys<S>(fmt.seed);
   const F levels = top_level<S>(fmt.v_bits);
@@ -142,9 +142,9 @@ void round_v(Format fmt, Place at, const std::uint16_t* const* rows, int n, RowC
   }
 }
 
-// A whole page: K rows each by itself, V channels over the page.
+// A whole page: each K row by itself, each V channel over the page.
 template <class S, bool stochastic>
-void round_page(Format fmt, Place at, const std::uint16_t* const* k_rows, const std::uint16_t* const* v_rows,
+void round_page(HackFormat fmt, Place at, const std::uint16_t* const* k_rows, const std::uint16_t* const* v_rows,
                 RowCodes k, RowCodes v) {
   using F = typename S::F;
   const RoundKeys keys = round_keys<S>(fmt.seed);
@@ -166,20 +166,20 @@ void round_page(Format fmt, Place at, const std::uint16_t* const* k_rows, const 
 }
 
 template <class S>
-void quantize_k(const Format& fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
+void quantize_k(const HackFormat& fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
   k_ranges<S>(fmt, rows, n, out);
   (fmt.stochastic ? round_k<S, true> : round_k<S, false>)(fmt, at, rows, n, out);
 }
 
 template <class S>
-void quantize_v(const Format& fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
+void quantize_v(const HackFormat& fmt, Place at, const std::uint16_t* const* rows, int n, RowCodes out) {
   v_ranges<S>(fmt, rows, n, out);
   (fmt.stochastic ? round_v<S, true> : round_v<S, false>)(fmt, at, rows, n, out);
 }
 
 template <class S>
-void quantize_page(const Format& fmt, Place at, const std::uint16_t* const* k_rows, const std::uint16_t* const* v_rows,
-                   RowCodes k, RowCodes v) {
+void quantize_page(const HackFormat& fmt, Place at, const std::uint16_t* const* k_rows,
+                   const std::uint16_t* const* v_rows, RowCodes k, RowCodes v) {
   k_ranges<S>(fmt, k_rows, fmt.page_tokens, k);
   v_ranges<S>(fmt, v_rows, fmt.page_tokens, v);
   (fmt.stochastic ? round_page<S, true> : round_page<S, false>)(fmt, at, k_rows, v_rows, k, v);

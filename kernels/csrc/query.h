@@ -1,4 +1,4 @@
-// Q in 8 bits, the running state of the rows of one item, and what it leaves.
+// The rows of Q of one item, their running softmax state, and their output; pages of every kind share them.
 #pragma once
 
 #include <cmath>
@@ -13,26 +13,19 @@ namespace hack {
 
 inline constexpr int kTile = 4;  // rows that share one pass over a page's codes
 
-// Rows below which unpacking a page costs more than reading its packed codes again for every four rows.
-inline constexpr int kPackedRows = 12;
-
 constexpr int padded_rows(int rows) {
   return (rows + kTile - 1) / kTile * kTile;
 }
 
-// Rows of Q, padded with zeros to R, a multiple of kTile. Scores are kept in units of log2, so `scale`, `minimum` and
-// `exact` carry a factor log2(e): exp(x) is then a power of two without a further product.
+// Rows of Q, padded with zeros to R, a multiple of kTile. Scores are kept in units of log2, so `exact` carries a factor
+// log2(e): exp(x) is then a power of two without a further product.
 struct Query {
   int rows;
-  int padded;          // R
-  std::int8_t* codes;  // [R, D]; this and the next three only where pages hold codes
-  float* scale;        // [G, R]
-  float* sums;         // [G, R] Σ codes
-  float* minimum;      // [G, R], asymmetric form only
-  float* exact;        // [R, D]
+  int padded;    // R
+  float* exact;  // [R, D]
 };
 
-// Below any score, yet finite: differences of it are numbers.
+// Below any score, yet finite: the difference of two of them is a number.
 inline constexpr float kUnseen = -1e30f;
 
 // Online softmax: out / weight is the result for the keys seen so far, both relative to 2^top.
@@ -70,42 +63,11 @@ void store_row(std::byte* row, Dtype dtype, int n, const float* values) {
   }
 }
 
-// One partition x [Z] of a scaled row; the definition is `quantize_query` in reference.py.
-template <class S>
-void quantize_partition(const Format& fmt, const float* x, std::int8_t* codes, float* scale, float* sum, float* low) {
-  auto smallest = S::load(x), largest = smallest;
-  for (int d = kLanes; d < fmt.k_partition; d += kLanes) {
-    smallest = S::min(S::load(x + d), smallest);
-    largest = S::max(S::load(x + d), largest);
-  }
-  const float lo = S::reduce_min(smallest), hi = S::reduce_max(largest);
-  const float range = fmt.asymmetric ? (hi - lo) / kAsymmetricLevels : (hi > -lo ? hi : -lo) / kSymmetricLevels;
-  const float step = range == 0.0f ? 1.0f : range;
-  const float origin = fmt.asymmetric ? lo : 0.0f, offset = fmt.asymmetric ? 128.0f : 0.0f;
-  const auto least = S::splat(fmt.asymmetric ? 0.0f : -127.0f), most = S::splat(fmt.asymmetric ? 255.0f : 127.0f);
-  auto total = S::zero_int();
-  for (int d = 0; d < fmt.k_partition; d += kLanes) {
-    const auto steps = S::div(S::sub(S::load(x + d), S::splat(origin)), S::splat(step));
-    const auto level = S::max(S::min(S::floor(S::add(steps, S::splat(0.5f))), most), least);
-    const auto code = S::truncate(S::sub(level, S::splat(offset)));
-    total = S::add_int(total, code);
-    S::store_low_bytes(reinterpret_cast<std::uint8_t*>(codes + d), code);
-  }
-  *scale = step * kLog2e;
-  *sum = float(S::reduce_add_int(total));
-  if (fmt.asymmetric) *low = (lo + 128.0f * step) * kLog2e;
-}
-
-template <class S>
-Query make_query(const Format& fmt, const AttendItem& item, Arena<S>& arena) {
-  const int rows = item.tokens * item.group, padded = padded_rows(rows), d = fmt.head_dim, groups = fmt.k_groups();
-  Query query{rows,
-              padded,
-              arena.template take<std::int8_t>(padded * d),
-              arena.template take<float>(padded * groups),
-              arena.template take<float>(padded * groups),
-              arena.template take<float>(padded * groups),
-              arena.template take<float>(padded * d)};
+// take(r, row) is called with each scaled row, padding included, before the row is multiplied by log2(e).
+template <class S, class Take>
+Query make_query(const PageFormat& fmt, const AttendItem& item, Arena<S>& arena, Take take) {
+  const int rows = item.tokens * item.group, padded = padded_rows(rows), d = fmt.head_dim;
+  const Query query{rows, padded, arena.template take<float>(padded * d)};
   const float root = std::sqrt(float(d));
   for (int r = 0; r < padded; ++r) {
     float* row = query.exact + r * d;
@@ -116,18 +78,19 @@ Query make_query(const Format& fmt, const AttendItem& item, Arena<S>& arena) {
       for (int i = 0; i < d; ++i) row[i] = 0.0f;
     }
     for (int i = 0; i < d; i += kLanes) S::store(row + i, S::div(S::load(row + i), S::splat(root)));
-    for (int g = 0; fmt.coded() && g < groups; ++g) {
-      const int z = g * fmt.k_partition, at = g * padded + r;
-      quantize_partition<S>(fmt, row + z, query.codes + r * d + z, query.scale + at, query.sums + at,
-                            query.minimum + at);
-    }
+    take(r, row);
     for (int i = 0; i < d; i += kLanes) S::store(row + i, S::mul(S::load(row + i), S::splat(kLog2e)));
   }
   return query;
 }
 
 template <class S>
-State make_state(const Format& fmt, int rows, Arena<S>& arena) {
+Query make_query(const PageFormat& fmt, const AttendItem& item, Arena<S>& arena) {
+  return make_query<S>(fmt, item, arena, [](int, const float*) {});
+}
+
+template <class S>
+State make_state(const PageFormat& fmt, int rows, Arena<S>& arena) {
   const int padded = padded_rows(rows);
   State state{arena.template take<float>(padded + kLanes), arena.template take<float>(padded + kLanes),
               arena.template take<float>(std::size_t(padded) * fmt.head_dim)};
@@ -139,9 +102,34 @@ State make_state(const Format& fmt, int rows, Arena<S>& arena) {
   return state;
 }
 
+template <class S>
+typename S::F lane_maxima(const float* scores, int n) {
+  auto top = S::load(scores);
+  for (int i = kLanes; i < n; i += kLanes) top = S::max(top, S::load(scores + i));
+  return top;
+}
+
+// Raises the state's maxima at `row`.. to `tops` and scales its weights and outputs down accordingly.
+template <class S>
+void raise_tops(const PageFormat& fmt, State& state, int row, int rows, const float* tops) {
+  alignas(64) float keep[kLanes] = {};
+  for (int r = 0; r < rows; ++r) {
+    const float before = state.top[row + r];
+    state.top[row + r] = tops[r] > before ? tops[r] : before;
+    keep[r] = before - state.top[row + r];
+  }
+  S::store(keep, exp2<S>(S::load(keep)));
+  for (int r = 0; r < rows; ++r) {
+    if (keep[r] == 1.0f) continue;
+    state.weight[row + r] *= keep[r];
+    float* out = state.out + std::size_t(row + r) * fmt.head_dim;
+    for (int d = 0; d < fmt.head_dim; d += kLanes) S::store(out + d, S::mul(S::splat(keep[r]), S::load(out + d)));
+  }
+}
+
 // Row r of the item's output = values / weight, in the dtype of the queries.
 template <class S>
-void write_row(const Format& fmt, const AttendItem& item, int r, float* values, float weight) {
+void write_row(const PageFormat& fmt, const AttendItem& item, int r, float* values, float weight) {
   for (int d = 0; d < fmt.head_dim; d += kLanes) S::store(values + d, S::div(S::load(values + d), S::splat(weight)));
   std::byte* token = item.out + (r / item.group) * item.out_stride;
   store_row<S>(token + std::int64_t(r % item.group) * fmt.head_dim * bytes_of(item.dtype), item.dtype, fmt.head_dim,
@@ -149,7 +137,7 @@ void write_row(const Format& fmt, const AttendItem& item, int r, float* values, 
 }
 
 template <class S>
-void write_state(const Format& fmt, const AttendItem& item, int rows, State& state) {
+void write_state(const PageFormat& fmt, const AttendItem& item, int rows, State& state) {
   if (item.partial != nullptr) {
     std::memcpy(item.partial, state.top, sizeof(float) * rows);
     std::memcpy(item.partial + rows, state.weight, sizeof(float) * rows);
@@ -157,6 +145,28 @@ void write_state(const Format& fmt, const AttendItem& item, int rows, State& sta
     return;
   }
   for (int r = 0; r < rows; ++r) write_row<S>(fmt, item, r, state.out + std::size_t(r) * fmt.head_dim, state.weight[r]);
+}
+
+// Merges the splits of one item into its output.
+template <class S>
+void merge(const PageFormat& fmt, const MergeItem& item) {
+  const int rows = item.whole.tokens * item.whole.group;
+  const std::int64_t size = partial_floats(fmt, rows);
+  for (int r = 0; r < rows; ++r) {
+    alignas(64) float out[kMaxHeadDim] = {};
+    float top = item.partials[r], weight = 0.0f;
+    for (int s = 1; s < item.splits; ++s) top = item.partials[s * size + r] > top ? item.partials[s * size + r] : top;
+    for (int s = 0; s < item.splits; ++s) {
+      const float* partial = item.partials + s * size;
+      alignas(64) float factor[kLanes];
+      S::store(factor, exp2<S>(S::splat(partial[r] - top)));
+      weight += factor[0] * partial[rows + r];
+      const float* values = partial + 2 * rows + std::int64_t(r) * fmt.head_dim;
+      for (int d = 0; d < fmt.head_dim; d += kLanes)
+        S::store(out + d, S::fma(S::splat(factor[0]), S::load(values + d), S::load(out + d)));
+    }
+    write_row<S>(fmt, item.whole, r, out, weight);
+  }
 }
 
 }  // namespace hack

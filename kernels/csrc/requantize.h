@@ -1,5 +1,5 @@
-// Ablation HACK/RQE: rows join a page that is codes already. K's are quantized alone; V's codes become FP16 rows again
-// and are quantized anew together with the new ones. The definition is `requantize` in reference.py.
+// Ablation HACK/RQE: appends rows to a page of codes. K rows are quantized by themselves. V's codes are dequantized to
+// FP16 rows and quantized anew together with the new rows. The definition is `requantize` in reference/hack.py.
 #pragma once
 
 #include "layout.h"
@@ -9,7 +9,7 @@ namespace hack {
 
 // The first `n` rows of a page's V, rounded up to whole vectors of codes: FP16 [n, D].
 template <class S, int bits>
-void dequantize_v(const Format& fmt, const Page& page, int n, std::uint16_t* rows) {
+void dequantize_v(const HackFormat& fmt, const HackPage& page, int n, std::uint16_t* rows) {
   constexpr int kChunk = chunk_of(bits);
   for (int d = 0; d < fmt.head_dim; d += kLanes) {
     const auto scale = S::load_half(page.v_scale + d), minimum = S::load_half(page.v_min + d);
@@ -30,15 +30,14 @@ void dequantize_v(const Format& fmt, const Page& page, int n, std::uint16_t* row
 
 // Codes [Π - old, D] and metadata [Π - old, G] of the rows of K from `old` on; those past the new rows are 0.
 template <class S>
-void append_k(const Format& fmt, Place place, const NewRows& rows, const Page& page, Arena<S> arena) {
+void append_k(const HackFormat& fmt, Place place, const NewRows& rows, const HackPage& page, Arena<S> arena) {
   const int d = fmt.head_dim, groups = fmt.k_groups(), end = fmt.page_tokens - rows.old;
   const RowCodes k = take_codes(fmt, fmt.k_meta(), arena);
   const std::uint16_t* pointers[kMaxPageTokens];
   for (int t = 0; t < rows.count; ++t) pointers[t] = rows.k + t * rows.stride;
   quantize_k<S>(fmt, {place.layer, place.head, place.position + rows.old}, pointers, rows.count, k);
   std::memset(k.codes + rows.count * d, 0, std::size_t(end - rows.count) * d);
-  fmt.k_bits == 2 ? pack_k_from<S, 2>(fmt, rows.old, k.codes, page.k_codes)
-                  : pack_k_from<S, 4>(fmt, rows.old, k.codes, page.k_codes);
+  with_width<S>(fmt.k_bits, [&](auto width) { width.pack_k_from(fmt, rows.old, k.codes, page.k_codes); });
   auto* halves = arena.template take<std::uint16_t>(fmt.k_meta() + kLanes);
   const auto store = [&](float* meta, std::uint16_t* plane) {
     std::memset(meta + rows.count * groups, 0, sizeof(float) * (end - rows.count) * groups);
@@ -52,22 +51,25 @@ void append_k(const Format& fmt, Place place, const NewRows& rows, const Page& p
 }
 
 template <class S>
-void append_v(const Format& fmt, Place place, const NewRows& rows, const Page& page, Arena<S> arena) {
+void append_v(const HackFormat& fmt, Place place, const NewRows& rows, const HackPage& page, Arena<S> arena) {
   const int d = fmt.head_dim, total = rows.old + rows.count;
   const RowCodes v = take_codes(fmt, fmt.v_meta(), arena);
   auto* kept = arena.template take<std::uint16_t>(fmt.elements());
-  fmt.v_bits == 2 ? dequantize_v<S, 2>(fmt, page, rows.old, kept) : dequantize_v<S, 4>(fmt, page, rows.old, kept);
+  with_width<S>(fmt.v_bits, [&](auto width) { width.dequantize_v(fmt, page, rows.old, kept); });
   const std::uint16_t* pointers[kMaxPageTokens];
   for (int t = 0; t < total; ++t) pointers[t] = t < rows.old ? kept + t * d : rows.v + (t - rows.old) * rows.stride;
   quantize_v<S>(fmt, place, pointers, total, v);
   std::memset(v.codes + total * d, 0, std::size_t(fmt.page_tokens - total) * d);
-  fmt.v_bits == 2 ? pack_v<S, 2>(fmt, v.codes, page.v_codes) : pack_v<S, 4>(fmt, v.codes, page.v_codes);
+  with_width<S>(fmt.v_bits, [&](auto width) { width.pack_v(fmt, v.codes, page.v_codes); });
   store_v_meta<S>(fmt, v, page);
   if (fmt.sums_at_rest()) count_v_sums<S>(fmt, v.codes, page);
 }
 
 template <class S>
-void requantize(const Format& fmt, Place place, const NewRows& rows, const Page& page, std::byte* scratch) {
+void requantize_codes(const PageFormat& format, Place place, const NewRows& rows, const Planes& planes,
+                      std::byte* scratch) {
+  const HackFormat& fmt = as_hack(format);
+  const auto page = hack_page<HackPage>(planes);
   const Arena<S> arena(scratch);
   append_k<S>(fmt, place, rows, page, arena);
   append_v<S>(fmt, place, rows, page, arena);

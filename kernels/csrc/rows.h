@@ -1,12 +1,17 @@
-// Pages of FP16 rows, [Π, D] for K and for V: exact attention in FP32, for codec `fp16`.
+// Kind::kRows: pages of FP16 rows, [Π, D] for K and for V; exact attention in FP32, for codec `fp16`. They are sealed,
+// installed and exported by copying, which the caller does.
 //
-// Few query rows read the pages as they rest; for many, a page is turned to FP32 once. Asks for page_tokens and
-// head_dim that are multiples of 32.
+// Few query rows read the pages as they rest; for many, a page is converted to FP32 once. page_tokens and head_dim must
+// be multiples of 32.
 #pragma once
 
 #include "own_page.h"
+#include "row_format.h"
 
 namespace hack {
+
+// Query rows up to which converting a page to FP32 costs more than reading it again for every four rows.
+inline constexpr int kRestingRows = 12;
 
 struct RowPage {
   const std::uint16_t* k;
@@ -14,20 +19,20 @@ struct RowPage {
 };
 
 template <class S>
-RowPage row_page(const Format& fmt, const Pool& pool, const AttendItem& item, std::int64_t i) {
+RowPage row_page(const PageFormat& fmt, const Pool& pool, const AttendItem& item, std::int64_t i) {
   const std::size_t at = (std::size_t(item.page_ids[i]) * pool.heads + item.head) * fmt.elements();
-  return {reinterpret_cast<const std::uint16_t*>(pool.base.k_codes) + at,
-          reinterpret_cast<const std::uint16_t*>(pool.base.v_codes) + at};
+  return {reinterpret_cast<const std::uint16_t*>(pool.planes.at[0]) + at,
+          reinterpret_cast<const std::uint16_t*>(pool.planes.at[1]) + at};
 }
 
-// Pages lie in one pool; the difference is taken of bytes, for it says what to fetch.
+// Both pages lie in one pool; their distance is in bytes, as prefetching needs it.
 [[gnu::always_inline]] inline std::int64_t bytes_between(const std::uint16_t* from, const std::uint16_t* to) {
   return reinterpret_cast<const std::byte*>(to) - reinterpret_cast<const std::byte*>(from);
 }
 
-// Scores [NR, Π] become weights in place, and the state takes them.
+// Turns scores [NR, Π] into weights, in place, and adds them to the state.
 template <class S, int NR>
-void weigh_rows(const Format& fmt, State& state, int r0, float* scores) {
+void weigh_rows(const PageFormat& fmt, State& state, int r0, float* scores) {
   const int pi = fmt.page_tokens;
   float tops[NR];
   for (int r = 0; r < NR; ++r) tops[r] = S::reduce_max(lane_maxima<S>(scores + r * pi, pi));
@@ -49,9 +54,9 @@ template <class Tile>
   for (int r = 0; r < rows; r += kTile) with_constant<kTile>(rows - r, [&](auto count) { tile(count, r); });
 }
 
-// Scores of NR rows with the keys of a page, read as they rest; `ahead` bytes on lie the keys of the next page.
+// Scores of NR rows with the keys of a page, read as they rest; the next page's keys, `ahead` bytes on, are prefetched.
 template <class S, int NR>
-void resting_scores(const Format& fmt, const std::uint16_t* k, std::int64_t ahead, const float* q, float* scores) {
+void resting_scores(const PageFormat& fmt, const std::uint16_t* k, std::int64_t ahead, const float* q, float* scores) {
   constexpr int NK = S::kTileBlocks;  // keys that share one load of Q
   const int pi = fmt.page_tokens, d = fmt.head_dim;
   for (int t = 0; t < pi; t += NK) {
@@ -79,7 +84,7 @@ void resting_scores(const Format& fmt, const std::uint16_t* k, std::int64_t ahea
 
 // out [NR, D] += P·V, V as it rests.
 template <class S, int NR>
-void resting_values(const Format& fmt, const std::uint16_t* v, std::int64_t ahead, const float* p, float* out) {
+void resting_values(const PageFormat& fmt, const std::uint16_t* v, std::int64_t ahead, const float* p, float* out) {
   const int pi = fmt.page_tokens, d = fmt.head_dim;
   each_block<S>(
       d, [&](int c, auto blocks) __attribute__((always_inline)) {
@@ -102,14 +107,14 @@ void resting_values(const Format& fmt, const std::uint16_t* v, std::int64_t ahea
       });
 }
 
-// A page in FP32: K turned, [D, Π], and V [Π, D].
+// A page in FP32: K transposed, [D, Π], and V [Π, D].
 struct FloatPage {
   float* k;
   float* v;
 };
 
 template <class S>
-void widen_rows(const Format& fmt, const RowPage& page, const FloatPage& wide) {
+void widen_rows(const PageFormat& fmt, const RowPage& page, const FloatPage& wide) {
   const int pi = fmt.page_tokens, d = fmt.head_dim;
   for (std::size_t i = 0; i < fmt.elements(); i += kLanes) S::store(wide.v + i, S::load_half(page.v + i));
   for (int t = 0; t < pi; ++t) {
@@ -142,7 +147,7 @@ void add_products_of_rows(const float* rows, int n, const float* columns, int la
 }
 
 template <class S>
-void attend_resting(const Format& fmt, const Pool& pool, const AttendItem& item, const Query& query, State& state,
+void attend_resting(const PageFormat& fmt, const Pool& pool, const AttendItem& item, const Query& query, State& state,
                     float* scores) {
   const int d = fmt.head_dim;
   for (std::int64_t i = item.first; i < item.last; ++i) {
@@ -157,7 +162,7 @@ void attend_resting(const Format& fmt, const Pool& pool, const AttendItem& item,
 }
 
 template <class S>
-void attend_widened(const Format& fmt, const Pool& pool, const AttendItem& item, const Query& query, State& state,
+void attend_widened(const PageFormat& fmt, const Pool& pool, const AttendItem& item, const Query& query, State& state,
                     float* scores, Arena<S>& arena) {
   const int pi = fmt.page_tokens, d = fmt.head_dim;
   const FloatPage wide{arena.template take<float>(fmt.elements()), arena.template take<float>(fmt.elements())};
@@ -173,18 +178,33 @@ void attend_widened(const Format& fmt, const Pool& pool, const AttendItem& item,
 }
 
 template <class S>
-void attend_rows(const Format& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
+void attend_rows(const PageFormat& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
   Arena<S> arena(scratch);
   const Query query = make_query<S>(fmt, item, arena);
   State state = make_state<S>(fmt, query.rows, arena);
   float* scores = arena.template take<float>(kTile * fmt.page_tokens);
-  if (query.rows <= kPackedRows) {
+  if (query.rows <= kRestingRows) {
     attend_resting<S>(fmt, pool, item, query, state, scores);
   } else {
     attend_widened<S>(fmt, pool, item, query, state, scores, arena);
   }
-  if (item.own.total > 0) attend_own<S>(fmt, item, query, WidePage{}, state, arena);
+  if (item.own.total > 0) attend_own_exactly<S>(fmt, item, query, state, arena);
   write_state<S>(fmt, item, query.rows, state);
+}
+
+template <class S>
+constexpr std::size_t rows_scratch_bytes(const PageFormat& fmt, int rows) {
+  const std::size_t query_in_bf16 = 2 * std::size_t(padded_rows(rows)) * fmt.head_dim;
+  return query_scratch_bytes(fmt, rows) + query_in_bf16 + 8 * fmt.elements();
+}
+
+template <class S>
+constexpr PageOperations rows_operations() {
+  PageOperations operations;
+  operations.attend = attend_rows<S>;
+  operations.scratch_bytes = rows_scratch_bytes<S>;
+  operations.alone_work = 24;
+  return operations;
 }
 
 }  // namespace hack

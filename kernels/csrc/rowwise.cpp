@@ -6,7 +6,7 @@
 namespace hack {
 namespace {
 
-constexpr std::int64_t kBlockElements = 1 << 15;  // what one thread does while another would wake
+constexpr std::int64_t kBlockElements = 1 << 15;  // elements that one thread computes while another wakes up
 
 template <class Function>
 void for_rows(int threads, std::int64_t rows, std::int64_t row_elements, Function function) {

@@ -1,5 +1,5 @@
-// What a model does to single rows between its matrix products; the definitions are in rowwise.py. Rows are of any
-// length and of the model's dtype, arithmetic is FP32, and a row's result does not depend on the rows beside it.
+// Operations of a model on single rows between its matrix products; the definitions are in rowwise.py. Rows have any
+// length and the model's dtype. Arithmetic is FP32. A row's result does not depend on the rows beside it.
 #pragma once
 
 #include <bit>
@@ -56,7 +56,7 @@ void store_lanes(std::byte* row, int at, int n, typename S::F lanes) {
   }
 }
 
-// FP16 of n values; whether all of them are finite.
+// Rounds n values to FP16; returns whether all of them are finite.
 template <class S, Dtype dtype>
 bool round_row(const std::byte* row, int n, std::uint16_t* out) {
   for (int i = 0; i < n; i += kLanes)
@@ -66,7 +66,7 @@ bool round_row(const std::byte* row, int n, std::uint16_t* out) {
   return finite;
 }
 
-// Turns the pairs (i, i + D/2) of every head [D] of a row by `turn`, cos [D/2] and then sin [D/2].
+// Rotates the pairs (i, i + D/2) of every head [D] of a row by `turn`, which is cos [D/2] and then sin [D/2].
 template <class S, Dtype dtype>
 void rotate_row(std::byte* row, int heads, int head_dim, const float* turn) {
   const int half = head_dim / 2;
@@ -121,7 +121,7 @@ constexpr std::int32_t kInfinity = 0x7F800000;  // as `ordered` has it
   return magnitude > kInfinity ? magnitude : signed_bits;
 }
 
-// Where the row is largest, the first place among equals; -1 where it holds NaN or what is largest is infinite.
+// Index of the row's largest value, the first among equals; -1 if the row holds NaN or its largest value is infinite.
 template <class S, Dtype dtype>
 std::int64_t largest_in_row(const std::byte* row, int n) {
   alignas(64) float x[kLanes];

@@ -12,7 +12,7 @@ struct Strips {
   std::int64_t stride;
 };
 
-// Where decoded rows go: row position % page_tokens of open page slots[b], in k and v [slots, heads, page_tokens, D].
+// Destination of decoded rows: row position % page_tokens of open page slots[b] in k, v [slots, heads, page_tokens, D].
 struct OpenRows {
   std::uint16_t* k;
   std::uint16_t* v;
@@ -23,11 +23,11 @@ struct OpenRows {
   int head_dim;
 };
 
-// Rounds k and v, one row [heads, D] per sequence, to FP16 and writes them; false, and nothing is written, where one
-// is not finite.
+// Rounds k and v, one row [heads, D] per sequence, to FP16 and writes them. If a value is not finite, it returns false
+// and writes nothing.
 bool append(const RowOperations& operations, const OpenRows& open, const Strips& k, const Strips& v);
 void rotate(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim, const float* turns);
-// Adds `more` to x where it has data, then norms x.
+// Adds `more` to x if it has data, then normalizes x.
 void norm(const RowOperations& operations, int threads, const Strips& x, const Strips& more, const std::byte* weight,
           int n, float epsilon, const Strips& out);
 // Rows of x are gate [n] and then up [n], each of `bytes`.

@@ -1,10 +1,10 @@
-// Scores to weights: what one page gives to a row, and how the row's running state takes it.
+// Scores to weights: one page's contribution to a row, and its merge into the row's running state.
 //
 // Everything up to `PageWeights` depends on the row and the page alone, never on how work is split, and both ways of
 // multiplying (packed.h, tile.h) share these lines: the integer weights agree to the bit.
 #pragma once
 
-#include "query.h"
+#include "hack_query.h"
 #include "unrolled.h"
 
 namespace hack {
@@ -24,14 +24,7 @@ typename S::F add_product(typename S::F sum, typename S::F dots, typename S::F s
   return S::fma(S::splat(row_scale), S::fma(scale, dots, S::mul(minimum, S::splat(row_codes))), sum);
 }
 
-template <class S>
-typename S::F lane_maxima(const float* scores, int n) {
-  auto top = S::load(scores);
-  for (int i = kLanes; i < n; i += kLanes) top = S::max(top, S::load(scores + i));
-  return top;
-}
-
-// Maxima of four rows of scores [4, n], for their reductions share work.
+// Maxima of four rows of scores [4, n]: four reductions share work.
 template <class S>
 void row_maxima(const float* scores, int n, float* tops) {
   typename S::F lanes[kTile];
@@ -81,35 +74,17 @@ void weigh_asymmetric(float* scores, int n, const float* tops, std::uint8_t* cod
   }
 }
 
-// Raises the state's maxima at `row`.. to `tops`, and its weights and outputs fall by as much.
-template <class S>
-void raise_tops(const Format& fmt, State& state, int row, int rows, const float* tops) {
-  alignas(64) float keep[kLanes] = {};
-  for (int r = 0; r < rows; ++r) {
-    const float before = state.top[row + r];
-    state.top[row + r] = tops[r] > before ? tops[r] : before;
-    keep[r] = before - state.top[row + r];
-  }
-  S::store(keep, exp2<S>(S::load(keep)));
-  for (int r = 0; r < rows; ++r) {
-    if (keep[r] == 1.0f) continue;
-    state.weight[row + r] *= keep[r];
-    float* out = state.out + std::size_t(row + r) * fmt.head_dim;
-    for (int d = 0; d < fmt.head_dim; d += kLanes) S::store(out + d, S::mul(S::splat(keep[r]), S::load(out + d)));
-  }
-}
-
-// What the integer products of one row with a page's V are multiplied by.
+// Factors of the integer products of one row with a page's V.
 struct RowMerge {
   float take;      // of s_v Σp'v' + m_v Σp'
   float take_low;  // of s_v Σv' + Π m_v; asymmetric form only
   float sum;       // Σp'
 };
 
-// The state of NR rows takes the maxima of `pages` pages: tops and takes are [pages, NR], at most kLanes; a take is
-// what the weights of that page and row count for.
+// Merges the maxima of `pages` pages into the state of NR rows. `tops` and `takes` are [pages, NR], at most kLanes
+// values; a take is the factor of that page's weights for that row.
 template <class S, int NR>
-void take_maxima(const Format& fmt, State& state, int row, int pages, const float* tops, float* takes) {
+void take_maxima(const HackFormat& fmt, State& state, int row, int pages, const float* tops, float* takes) {
   float most[NR];
   for (int r = 0; r < NR; ++r) most[r] = tops[r];
   for (int i = NR; i < pages * NR; ++i) most[i % NR] = most[i % NR] < tops[i] ? tops[i] : most[i % NR];
@@ -119,9 +94,9 @@ void take_maxima(const Format& fmt, State& state, int row, int pages, const floa
   S::store(takes, exp2<S>(S::load(below)));
 }
 
-// The state's weights take those of one page.
+// Adds the weights of one page to the state's weights.
 template <class S, int NR>
-void merge_weights(const Format& fmt, State& state, int row, const float* takes, const PageWeights* weights,
+void merge_weights(const HackFormat& fmt, State& state, int row, const float* takes, const PageWeights* weights,
                    RowMerge* merges) {
   for (int r = 0; r < NR; ++r) {
     const float of_codes = takes[r] * weights[r].scale, of_low = takes[r] * weights[r].low;

@@ -1,5 +1,5 @@
 // Prefill: many rows against a page. Codes are unpacked once into bytes; Q·K^T and P·V are integer matrix products with
-// register tiling. Also serves both forms of Q and P, and the codes of the open page.
+// register tiling. Both forms of Q and P and the codes of the open page are served here.
 #pragma once
 
 #include "layout.h"
@@ -21,7 +21,7 @@ struct WidePage {
 };
 
 template <class S>
-WidePage make_wide_page(const Format& fmt, Arena<S>& arena) {
+WidePage make_wide_page(const HackFormat& fmt, Arena<S>& arena) {
   const auto floats = [&](std::size_t n) { return arena.template take<float>(n); };
   auto* k = arena.template take<std::uint8_t>(fmt.elements());
   auto* v = arena.template take<std::uint8_t>(fmt.elements());
@@ -29,9 +29,10 @@ WidePage make_wide_page(const Format& fmt, Arena<S>& arena) {
   return {k, v, floats(k_meta), floats(k_meta), floats(k_meta), floats(d), floats(d), floats(d)};
 }
 
-// [blocks][chunks] packed vectors -> [4·planes·chunks / 4][blocks] vectors of bytes.
+// Codes [lanes, elements] in [blocks][chunks] packed vectors -> [elements / 4][blocks] vectors of bytes.
 template <class S, int bits>
-void widen_codes(const std::uint8_t* packed, int blocks, int chunks, std::uint8_t* wide) {
+void widen_codes(const std::uint8_t* packed, int lanes, int elements, std::uint8_t* wide) {
+  const int blocks = lanes / kLanes, chunks = elements / chunk_of(bits);
   for (int b = 0; b < blocks; ++b) {
     for (int c = 0; c < chunks; ++c, packed += kVectorBytes) {
       const auto codes = S::load_int(packed);
@@ -40,16 +41,6 @@ void widen_codes(const std::uint8_t* packed, int blocks, int chunks, std::uint8_
         S::store_int(to, S::template plane<bits, f>(codes));
       });
     }
-  }
-}
-
-template <class S>
-void widen(int bits, const std::uint8_t* packed, int lanes, int quads, std::uint8_t* wide) {
-  const int blocks = lanes / kLanes, chunks = quads / chunk_of(bits);
-  if (bits == 2) {
-    widen_codes<S, 2>(packed, blocks, chunks, wide);
-  } else {
-    widen_codes<S, 4>(packed, blocks, chunks, wide);
   }
 }
 
@@ -71,7 +62,7 @@ void sum_lanes(const std::uint8_t* wide, int blocks, int quads, float* sums) {
 }
 
 template <class S>
-void widen_k_sums(const Format& fmt, const WidePage& wide) {
+void widen_k_sums(const HackFormat& fmt, const WidePage& wide) {
   const int blocks = fmt.page_tokens / kLanes, quads = fmt.k_partition / kQuad;
   for (int g = 0; g < fmt.k_groups(); ++g) {
     sum_lanes<S>(wide.k + std::size_t(g) * quads * blocks * kVectorBytes, blocks, quads,
@@ -80,9 +71,9 @@ void widen_k_sums(const Format& fmt, const WidePage& wide) {
 }
 
 template <class S>
-void widen_page(const Format& fmt, const ConstPage& page, const WidePage& wide) {
-  widen<S>(fmt.k_bits, page.k_codes, fmt.page_tokens, fmt.head_dim, wide.k);
-  widen<S>(fmt.v_bits, page.v_codes, fmt.head_dim, fmt.page_tokens, wide.v);
+void widen_page(const HackFormat& fmt, const ConstHackPage& page, const WidePage& wide) {
+  with_width<S>(fmt.k_bits, [&](auto width) { width.widen(page.k_codes, fmt.page_tokens, fmt.head_dim, wide.k); });
+  with_width<S>(fmt.v_bits, [&](auto width) { width.widen(page.v_codes, fmt.head_dim, fmt.page_tokens, wide.v); });
   widen_halves<S>(page.k_min, fmt.k_meta(), wide.k_min);
   widen_halves<S>(page.k_scale, fmt.k_meta(), wide.k_scale);
   widen_halves<S>(page.v_min, fmt.v_meta(), wide.v_min);
@@ -97,9 +88,14 @@ void widen_page(const Format& fmt, const ConstPage& page, const WidePage& wide) 
   }
 }
 
-// dots[r][b] = Σ over quads of NR rows of bytes (`stride` apart) with NB vectors of codes. `swap` says that the rows
-// are the unsigned operand (asymmetric P reaches 255) and the codes, below 16, the signed one.
-template <class S, int NR, int NB, bool swap>
+// The width that selects the product instruction: widths with the same product share compiled code.
+template <class S>
+constexpr int dot_bits(int bits, bool unsigned_rows) {
+  return bits <= kNarrow || (S::kDotTakesBytes && !unsigned_rows) ? kNarrow : 8;
+}
+
+// dots[r][b] = Σ over quads of NR rows of bytes (`stride` apart) with NB vectors of codes; asymmetric P is unsigned.
+template <class S, int bits, int NR, int NB, bool unsigned_rows>
 [[gnu::always_inline]] inline void wide_dots(const std::uint8_t* codes, int blocks, int quads, const std::uint8_t* rows,
                                              int stride, typename S::I (&dots)[NR][NB]) {
   unrolled<NR * NB>([&](auto i) { dots[i / NB][i % NB] = S::zero_int(); });
@@ -109,15 +105,16 @@ template <class S, int NR, int NB, bool swap>
     unrolled<NR>([&](auto r) __attribute__((always_inline)) {
       const auto quad = S::broadcast_quad(rows + r * stride + kQuad * j);
       unrolled<NB>([&](auto b) __attribute__((always_inline)) {
-        dots[r][b] = swap ? S::dot(dots[r][b], quad, vectors[b]) : S::dot(dots[r][b], vectors[b], quad);
+        dots[r][b] = unsigned_rows ? S::template dot_unsigned<bits>(dots[r][b], vectors[b], quad)
+                                   : S::template dot<bits>(dots[r][b], vectors[b], quad);
       });
     });
   }
 }
 
 // Scores of NR rows from r0 with NB blocks of tokens from t0; `scores` is [kTile, Π] and starts at row r0.
-template <class S, int NR, int NB>
-void score_tile(const Format& fmt, const WidePage& wide, const Query& query, int r0, int t0, float* scores) {
+template <class S, int bits, int NR, int NB>
+void score_tile(const HackFormat& fmt, const WidePage& wide, const HackQuery& query, int r0, int t0, float* scores) {
   const int groups = fmt.k_groups(), pi = fmt.page_tokens, blocks = pi / kLanes, quads = fmt.k_partition / kQuad;
   typename S::F score[NR][NB];
   unrolled<NR * NB>([&](auto i) { score[i / NB][i % NB] = S::zero(); });
@@ -125,7 +122,7 @@ void score_tile(const Format& fmt, const WidePage& wide, const Query& query, int
     typename S::I dots[NR][NB];
     const auto* codes = wide.k + (std::size_t(g) * quads * blocks + t0 / kLanes) * kVectorBytes;
     const auto* rows = reinterpret_cast<const std::uint8_t*>(query.codes + r0 * fmt.head_dim + g * fmt.k_partition);
-    wide_dots<S, NR, NB, false>(codes, blocks, quads, rows, fmt.head_dim, dots);
+    wide_dots<S, bits, NR, NB, false>(codes, blocks, quads, rows, fmt.head_dim, dots);
     unrolled<NB>([&](auto b) __attribute__((always_inline)) {
       const int at = g * pi + t0 + b * kLanes;
       const auto k_scale = S::load(wide.k_scale + at), k_min = S::load(wide.k_min + at);
@@ -139,9 +136,9 @@ void score_tile(const Format& fmt, const WidePage& wide, const Query& query, int
   unrolled<NR * NB>([&](auto i) { S::store(scores + i / NB * pi + t0 + i % NB * kLanes, score[i / NB][i % NB]); });
 }
 
-// The terms of Eq. (4) that Q's minimum brings, onto the scores of one row.
+// Adds the terms of Eq. (4) with Q's minimum to the scores of one row.
 template <class S>
-void add_minimum_terms(const Format& fmt, const WidePage& wide, const Query& query, int row, float* scores) {
+void add_minimum_terms(const HackFormat& fmt, const WidePage& wide, const HackQuery& query, int row, float* scores) {
   const int groups = fmt.k_groups(), pi = fmt.page_tokens;
   for (int g = 0; g < groups; ++g) {
     const auto minimum = S::splat(query.minimum[g * query.padded + row]), z = S::splat(float(fmt.k_partition));
@@ -156,24 +153,26 @@ void add_minimum_terms(const Format& fmt, const WidePage& wide, const Query& que
 
 // Scores [kTile, Π] of rows r0..r0+3.
 template <class S>
-void wide_scores(const Format& fmt, const WidePage& wide, const Query& query, int r0, float* scores) {
+void wide_scores(const HackFormat& fmt, const WidePage& wide, const HackQuery& query, int r0, float* scores) {
   constexpr int NR = S::kTileRows;
-  for (int r = 0; r < kTile; r += NR) {
-    each_block<S>(fmt.page_tokens, [&](int t, auto blocks) {
-      score_tile<S, NR, blocks>(fmt, wide, query, r0 + r, t, scores + r * fmt.page_tokens);
-    });
-  }
+  with_bits(fmt.k_bits, [&](auto bits) {
+    for (int r = 0; r < kTile; r += NR) {
+      each_block<S>(fmt.page_tokens, [&](int t, auto blocks) {
+        score_tile<S, dot_bits<S>(bits, false), NR, blocks>(fmt, wide, query, r0 + r, t, scores + r * fmt.page_tokens);
+      });
+    }
+  });
   if (!fmt.asymmetric) return;
   for (int r = 0; r < kTile; ++r) add_minimum_terms<S>(fmt, wide, query, r0 + r, scores + r * fmt.page_tokens);
 }
 
-template <class S, int NR, int NB, bool asymmetric>
-void value_tile(const Format& fmt, const WidePage& wide, const std::uint8_t* p, const RowMerge* merges, int d0,
+template <class S, int bits, int NR, int NB, bool asymmetric>
+void value_tile(const HackFormat& fmt, const WidePage& wide, const std::uint8_t* p, const RowMerge* merges, int d0,
                 float* out) {
   const int blocks = fmt.head_dim / kLanes;
   typename S::I dots[NR][NB];
-  wide_dots<S, NR, NB, asymmetric>(wide.v + d0 / kLanes * kVectorBytes, blocks, fmt.page_tokens / kQuad, p,
-                                   fmt.page_tokens, dots);
+  wide_dots<S, bits, NR, NB, asymmetric>(wide.v + d0 / kLanes * kVectorBytes, blocks, fmt.page_tokens / kQuad, p,
+                                         fmt.page_tokens, dots);
   unrolled<NB>([&](auto b) __attribute__((always_inline)) {
     const int channel = d0 + b * kLanes;
     const auto v_scale = S::load(wide.v_scale + channel), v_min = S::load(wide.v_min + channel);
@@ -191,27 +190,31 @@ void value_tile(const Format& fmt, const WidePage& wide, const std::uint8_t* p, 
 }
 
 template <class S, bool asymmetric>
-void wide_values(const Format& fmt, const WidePage& wide, const std::uint8_t* p, const RowMerge* merges, float* out) {
+void wide_values(const HackFormat& fmt, const WidePage& wide, const std::uint8_t* p, const RowMerge* merges,
+                 float* out) {
   constexpr int NR = S::kTileRows;
-  for (int r = 0; r < kTile; r += NR) {
-    each_block<S>(fmt.head_dim, [&](int d, auto blocks) {
-      value_tile<S, NR, blocks, asymmetric>(fmt, wide, p + r * fmt.page_tokens, merges + r, d, out + r * fmt.head_dim);
-    });
-  }
+  with_bits(fmt.v_bits, [&](auto bits) {
+    for (int r = 0; r < kTile; r += NR) {
+      each_block<S>(fmt.head_dim, [&](int d, auto blocks) {
+        value_tile<S, dot_bits<S>(bits, asymmetric), NR, blocks, asymmetric>(fmt, wide, p + r * fmt.page_tokens,
+                                                                             merges + r, d, out + r * fmt.head_dim);
+      });
+    }
+  });
 }
 
-// Keys of the item's own page that come after a row's token weigh nothing: scores [kTile, Π] of rows r0...
+// Masks keys of the item's own page that come after a row's token, in the scores [kTile, Π] of rows r0...
 template <class S>
-void hide_later(const Format& fmt, const AttendItem& item, int r0, float* scores) {
+void hide_later(const HackFormat& fmt, const AttendItem& item, int r0, float* scores) {
   for (int r = r0; r < r0 + kTile; ++r, scores += fmt.page_tokens) {
     const int token = r / item.group < item.tokens ? r / item.group : item.tokens - 1;
     for (int t = item.visible + token; t < fmt.page_tokens; ++t) scores[t] = kUnseen;
   }
 }
 
-// Every row of the query takes the page; `own` is the item whose own page it is, if any.
+// Attention of every row of the query to the page; `own` is the item whose own page this is, else null.
 template <class S>
-void attend_wide(const Format& fmt, const WidePage& wide, const Query& query, State& state, Arena<S> arena,
+void attend_wide(const HackFormat& fmt, const WidePage& wide, const HackQuery& query, State& state, Arena<S> arena,
                  const AttendItem* own = nullptr) {
   const int pi = fmt.page_tokens;
   float* scores = arena.template take<float>(kTile * pi);

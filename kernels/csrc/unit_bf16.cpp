@@ -1,20 +1,23 @@
-#include "rivals.h"
+#include "bf16.h"
 
 namespace hack {
+namespace {
 
-Attend* bf16_rows() {
-  return attend_bf16_rows;
+// With few rows, memory is the limit whatever the instruction.
+void attend_rows_by_dtype(const PageFormat& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
+  const bool many = item.tokens * item.group > kRestingRows;
+  if (item.dtype == Dtype::kBfloat && many && takes_bf16(fmt)) return attend_rows_in_bf16(fmt, pool, item, scratch);
+  avx512_operations().pages[int(Kind::kRows)].attend(fmt, pool, item, scratch);
 }
 
-const Operations& bf16_rival() {
-  static constexpr Operations operations{"bf16",  nullptr,     nullptr,     nullptr, nullptr,
-                                         nullptr, attend_bf16, merge<V512>, nullptr, {}};
-  return operations;
-}
+}  // namespace
 
-const Operations& dequantize_rival() {
-  static constexpr Operations operations{"dequantize",        nullptr, nullptr,     nullptr, nullptr,
-                                         attend_dequantizing, nullptr, merge<V512>, nullptr, {}};
+const Operations& avx512_bf16_operations() {
+  static const Operations operations = [] {
+    Operations all = avx512_operations();
+    all.pages[int(Kind::kRows)].attend = attend_rows_by_dtype;
+    return all;
+  }();
   return operations;
 }
 

@@ -1,7 +1,9 @@
-// Counts that the compiler must know before it assigns registers, so that arrays of accumulators live in them.
+// Loops with compile-time counts, so that the compiler keeps arrays of accumulators in registers.
 #pragma once
 
 #include <utility>
+
+#include "page_format.h"
 
 namespace hack {
 
@@ -21,6 +23,20 @@ template <int most, class Use>
     if (n < most) return with_constant<most - 1>(n, use);
   }
   use(std::integral_constant<int, most>{});
+}
+
+// tile(t, NB) for NB blocks of lanes from lane t on, as many at a time as registers allow.
+template <class S, class Tile>
+[[gnu::always_inline]] inline void each_block(int lanes, Tile tile) {
+  constexpr int NB = S::kTileBlocks;
+  int t = 0;
+  for (; t + NB * kLanes <= lanes; t += NB * kLanes) tile(t, std::integral_constant<int, NB>{});
+  for (; t < lanes; t += 2 * kLanes) tile(t, std::integral_constant<int, 2>{});
+}
+
+// Prefetches into the second-level cache.
+[[gnu::always_inline]] inline void fetch(const void* p) {
+  __builtin_prefetch(p, 0, 2);
 }
 
 }  // namespace hack

@@ -1,13 +1,13 @@
-// What one thread computes at a time, and the table of operations that each instruction set fills.
+// Items of work, each computed by one thread, and the table of operations that each instruction set fills.
 #pragma once
 
 #include <string_view>
 
-#include "format.h"
+#include "page_format.h"
 
 namespace hack {
 
-// Where rows stand: the coordinates of stochastic rounding.
+// The coordinates of rows, which key stochastic rounding.
 struct Place {
   int layer;
   int head;
@@ -19,11 +19,16 @@ constexpr int bytes_of(Dtype dtype) {
   return dtype == Dtype::kFloat ? 4 : 2;
 }
 
-// A layer's pool, [N, Hkv, plane] each.
+// A layer's sealed pages, [N, Hkv, plane] each.
 struct Pool {
-  Page base;
+  Planes planes;
   std::int64_t pages;
   int heads;
+  int head_start;  // the model's number of the first head here; it keys stochastic rounding
+
+  [[gnu::always_inline]] Planes page(const PageFormat& fmt, std::int64_t id, int head) const {
+    return advance(fmt, planes, std::size_t(id) * heads + head);
+  }
 };
 
 // The rows of a sequence's own page before and in the batch, of one KV head.
@@ -34,7 +39,7 @@ struct OwnRows {
   const std::uint16_t* k;  // the batch's rows after them, `stride` elements apart; unused in decode
   const std::uint16_t* v;
   std::int64_t stride;
-  int total;  // rows to read, 0: this item does not look at the own page
+  int total;  // rows to read; 0: this item does not read the own page
   Place place;
 };
 
@@ -47,9 +52,9 @@ struct NewRows {
   int count;
 };
 
-// Attention of `tokens` queries of one page, times the `group` query heads of one KV head, to pages [first, last) of
-// `page_ids` and perhaps the own page, which is page `last` where it rests as codes. Row r is token r / group, head
-// r % group.
+// Attention of `tokens` queries in one page, times the `group` query heads of one KV head, to pages [first, last) of
+// `page_ids` and, if `own.total` > 0, to the own page. An own page that rests as codes is page `last`. Row r is token
+// r / group, head r % group.
 struct AttendItem {
   const std::byte* q;
   std::byte* out;
@@ -71,7 +76,7 @@ struct AttendItem {
 inline constexpr int kItemRows = 128;
 
 // State of one row in a split: maximum, weight, sum of values [D].
-constexpr std::int64_t partial_floats(const Format& fmt, int rows) {
+constexpr std::int64_t partial_floats(const PageFormat& fmt, int rows) {
   return std::int64_t(rows) * (fmt.head_dim + 2);
 }
 
@@ -82,9 +87,7 @@ struct MergeItem {
   AttendItem whole;
 };
 
-inline constexpr int kDotsPerRound = 16;
-
-using Attend = void(const Format&, const Pool&, const AttendItem&, std::byte* scratch);
+using Attend = void(const PageFormat&, const Pool&, const AttendItem&, std::byte* scratch);
 
 // Operations on single rows of one dtype; rowwise.h.
 struct RowOperations {
@@ -95,39 +98,42 @@ struct RowOperations {
   std::int64_t (*largest)(const std::byte* row, int n);
 };
 
+// Operations of one instruction set on pages of one kind; their format is of that kind. Null: not supported.
+struct PageOperations {
+  // k, v: one page of one KV head, FP16 [Π, D].
+  void (*seal)(const PageFormat&, Place, const std::uint16_t* k, const std::uint16_t* v, const Planes& page,
+               std::byte* scratch) = nullptr;
+  // `place` is that of the page's first row; rows past the new ones become 0.
+  void (*requantize)(const PageFormat&, Place place, const NewRows&, const Planes& page, std::byte* scratch) = nullptr;
+  // Wire order to native and back; derived planes are read from the wire page where it has them, else computed.
+  void (*install)(const PageFormat&, const ConstPlanes& wire, const Planes& page, std::byte* scratch) = nullptr;
+  void (*export_page)(const PageFormat&, const Planes& page, const Planes& wire) = nullptr;
+  Attend* attend = nullptr;
+  // Bytes of scratch memory that any of these needs for `rows` query rows.
+  std::size_t (*scratch_bytes)(const PageFormat&, int rows) = nullptr;
+  std::int64_t alone_work = 0;  // pages times tiles of 4 rows that one thread computes while another wakes up
+};
+
+// One instruction set. Rivals of the lab have one kind of page and no operations on rows.
 struct Operations {
   std::string_view name;
-  // k, v: one page of one KV head, FP16 [Π, D].
-  void (*seal)(const Format&, Place, const std::uint16_t* k, const std::uint16_t* v, const Page&, std::byte* scratch);
-  // `place` is that of the page's first row; rows past the new ones become 0.
-  void (*requantize)(const Format&, Place place, const NewRows&, const Page&, std::byte* scratch);
-  // Wire order to native and back; sums are read from the wire page where it has them, else counted.
-  void (*install)(const Format&, const ConstPage& wire, const Page&, std::byte* scratch);
-  void (*export_page)(const Format&, const Page&, const Page& wire);
-  Attend* attend;       // pages of codes
-  Attend* attend_rows;  // pages of FP16 rows, FP32 arithmetic
-  void (*merge)(const Format&, const MergeItem&);
-  // `rounds` times kDotsPerRound integer dots of kVectorBytes products, all in registers and the first cache.
-  std::uint32_t (*dots)(std::int64_t rounds);
+  PageOperations pages[kKinds];  // by Kind
+  void (*merge)(const PageFormat&, const MergeItem&);
   RowOperations rows[3];  // by Dtype
 };
 
 const Operations& portable_operations();
 const Operations& avx2_operations();
 const Operations& avx512_operations();
-// `attend_rows` on BF16 products, for queries in bfloat16.
-Attend* bf16_rows();
-// Rivals only attend and merge; their other operations are null.
-const Operations& bf16_rival();
-const Operations& dequantize_rival();
+// AVX-512 with BF16 products for pages of FP16 rows and queries in bfloat16.
+const Operations& avx512_bf16_operations();
 
-// Bytes of scratch memory that any operation on this format needs for `rows` query rows.
-constexpr std::size_t scratch_bytes(const Format& fmt, int rows) {
-  const std::size_t padded = std::size_t(rows + 3) / 4 * 4, d = fmt.head_dim, groups = fmt.k_groups();
-  const std::size_t queries = padded * (2 * d + 4 * d + 12 * groups), state = padded * (4 * d + 8);
-  const std::size_t pages = (fmt.coded() ? 4 : 8) * fmt.elements(), meta = 4 * (6 * fmt.k_meta() + 6 * d + 256);
-  const std::size_t tile = 5 * kLanes * std::size_t(fmt.page_tokens);  // scores and codes of P
-  return queries + state + pages + meta + tile + 64 * 64;
+// Bytes of scratch memory that every kind needs: queries, their state, scores of a tile.
+[[gnu::always_inline]] constexpr std::size_t query_scratch_bytes(const PageFormat& fmt, int rows) {
+  const std::size_t padded = std::size_t(rows + 3) / 4 * 4, d = fmt.head_dim;
+  const std::size_t queries = padded * 4 * d, state = padded * (4 * d + 8);
+  const std::size_t tile = 4 * kLanes * std::size_t(fmt.page_tokens);
+  return queries + state + tile + 64 * 64;
 }
 
 }  // namespace hack

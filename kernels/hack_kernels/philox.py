@@ -2,14 +2,15 @@
 
 A counter-based generator has no state: the number for an element is a function of the deployment seed and of the
 element's coordinates, so every node, backend, chunking and replay rounds it alike. A block of four 32-bit words serves
-the channels 8b .. 8b+7 of one row. Its counter: (layer, KV head, token position, 2b for K and 2b + 1 for V); its key:
-the two halves of the seed. Channel 8b + i takes the i-th 16 bits of the block, u, the lower half of a word before its
-upper one, and the number (u + 1/2) / 2^16. Being centred in their intervals, these round a value up with its exact
-probability to within 2^-17, and leave a value that lies on a level where it is.
+channels 8b .. 8b+7 of one row. Its counter is (layer, KV head, row number, 2b for K and 2b + 1 for V). Its key is the
+two halves of the seed. Channel 8b + i takes u, the i-th 16 bits of the block (the lower half of a word before its upper
+half), and gets the number (u + 1/2) / 2^16. These numbers are centred in their intervals: a value is rounded up with
+its exact probability to within 2^-17, and a value that lies on a level stays there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
@@ -26,11 +27,22 @@ _BLOCK: Final = 8
 """Channels that a block serves."""
 
 
-class Plane(IntEnum):
-    """Whose rows a block rounds."""
+class Tensors(IntEnum):
+    """The tensor whose rows a block rounds."""
 
     K = 0
     V = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """The coordinates of rows of some KV heads in the model's KV cache; they key stochastic rounding."""
+
+    layer: int
+    head_start: int
+    """The model's number of the first KV head."""
+    rows: Tensor
+    """[n] int64: the numbers of the rows in their sequence."""
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -45,14 +57,14 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, layer: int, heads: int, positions: Tensor, channels: int, plane: Plane) -> Tensor:
-    """Uniform numbers in (0, 1), FP32 [len(positions), heads, channels]. `positions` is int64; channels in eights."""
-    device = positions.device
+def uniform(seed: int, where: Coordinates, heads: int, channels: int, tensor: Tensors) -> Tensor:
+    """Uniform numbers in (0, 1), FP32 [n rows, heads, channels]; channels come in eights."""
+    device = where.rows.device
     counter = (
-        torch.tensor(layer, device=device),
-        torch.arange(heads, device=device)[None, :, None],
-        positions[:, None, None],
-        2 * torch.arange(channels // _BLOCK, device=device)[None, None, :] + plane,
+        torch.tensor(where.layer, device=device),
+        where.head_start + torch.arange(heads, device=device)[None, :, None],
+        where.rows[:, None, None],
+        2 * torch.arange(channels // _BLOCK, device=device)[None, None, :] + tensor,
     )
     words = torch.stack(philox4x32(counter, (seed & _MASK, seed >> 32)), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(-3)

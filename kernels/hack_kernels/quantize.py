@@ -1,8 +1,8 @@
 """Partitions to codes and back, and codes to bytes and back: the definitions that every backend must meet bit for bit.
 
 For a partition x with levels = 2^bits - 1:
-m = FP16 toward -inf of min(x), and +0 where that is zero of either sign;
-s = FP16 toward +inf of (max(x) - m) / levels, 1 where that is 0;
+m = min(x) rounded to FP16 toward -inf, with +0 in place of -0;
+s = (max(x) - m) / levels rounded to FP16 toward +inf, with 1 in place of 0;
 code = floor((x - m) / s + r), clamped to 0..levels, with r = 1/2 (nearest) or uniform in (0, 1) (stochastic; see
 `philox.py`). All arithmetic is IEEE FP32 with true division, so |x - (s·code + m)| <= s (s/2 for nearest) and constants
 are exact.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hack_kernels.base import HackFormat, Rounding
-from hack_kernels.philox import Plane, uniform
+from hack_kernels.hack_format import HackFormat, Rounding
+from hack_kernels.philox import Coordinates, Tensors, uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,10 @@ class Quantized:
         codes, scale, minimum = (t.to(dtype) for t in (self.codes, self.scale, self.minimum))
         return codes * scale[..., None] + minimum[..., None]
 
+    def fields(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, minimum, scale."""
+        return self.codes, self.minimum, self.scale
+
 
 def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> Quantized:
     """Quantize partitions that lie along the last axis; `noise` in [0, 1), shaped as x, rounds stochastically."""
@@ -46,22 +50,22 @@ def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> Quantized:
     return Quantized(codes.to(torch.uint8), minimum, scale)
 
 
-def quantize_k(fmt: HackFormat, layer: int, k: Tensor, positions: Tensor) -> Quantized:
-    """K rows [n, Hkv, D] at `positions` [n] -> codes [n, Hkv, G, Z], metadata [n, Hkv, G]; each row by itself."""
+def quantize_k(fmt: HackFormat, where: Coordinates, k: Tensor) -> Quantized:
+    """K rows [n, Hkv, D] at `where` -> codes [n, Hkv, G, Z], metadata [n, Hkv, G]; each row by itself."""
     n, heads, dim = k.shape
     split = (n, heads, fmt.k_groups, fmt.k_partition)
     noise = None
     if fmt.rounding is Rounding.STOCHASTIC:
-        noise = uniform(fmt.seed, layer, heads, positions, dim, Plane.K).view(split)
+        noise = uniform(fmt.seed, where, heads, dim, Tensors.K).view(split)
     return quantize(k.reshape(split), fmt.k_bits, noise)
 
 
-def quantize_v(fmt: HackFormat, layer: int, v: Tensor, positions: Tensor) -> Quantized:
+def quantize_v(fmt: HackFormat, where: Coordinates, v: Tensor) -> Quantized:
     """V rows [n, Hkv, D] of one page -> codes [Hkv, D, n], metadata [Hkv, D]; a channel's rows are one partition."""
     heads, dim = v.shape[1:]
     noise = None
     if fmt.rounding is Rounding.STOCHASTIC:
-        noise = uniform(fmt.seed, layer, heads, positions, dim, Plane.V).permute(1, 2, 0)
+        noise = uniform(fmt.seed, where, heads, dim, Tensors.V).permute(1, 2, 0)
     return quantize(v.permute(1, 2, 0), fmt.v_bits, noise)
 
 

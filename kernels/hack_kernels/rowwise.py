@@ -1,7 +1,8 @@
-"""What a model does to single rows between its matrix products, and how a decoded row enters its open page: in torch.
+"""Operations on single rows between a model's matrix products, and a decoded row's entry into its open page: in torch.
 
-A backend inherits `Rowwise` and overrides what it does in fewer passes; in C++ each is one call. In float32 the forms
-are those whose rows do not depend on the rows beside them (`hackkv.model.llama` says how that was measured).
+A backend inherits `Rowwise` and overrides operations that it computes in fewer passes; in C++ each is one call. The
+float32 forms are chosen so that a row does not depend on the rows beside it (`hackkv.model.llama` tells the
+measurement).
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hack_kernels.base import Spans
+from hack_kernels.base import Pool, Spans
 
 
 class Rowwise:
-    """Implements `RowKernels` and `append` of `HackKernels`, which say what the arguments are, on any device."""
+    """Implements `RowKernels` on any device; `RowKernels` describes the arguments."""
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
         """RMSNorm."""
@@ -23,29 +24,39 @@ class Rowwise:
         return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
     def rotate(self, x: Tensor, heads: int, turns: Tensor) -> None:
-        """Rotary embedding. Products and sums are separate kernels: a fused multiply-add may round differently at the
-        edges of vectors."""
+        """Rotary embedding. Products and sums are separate operations: a fused multiply-add may round differently at
+        the edges of vectors."""
         cos, sin = turns[:, None].chunk(2, dim=-1)
         low, high = x[:, :heads].float().chunk(2, dim=-1)
         x[:, :heads].copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
 
     def gate(self, x: Tensor) -> Tensor:
-        """SwiGLU. torch's float32 silu differs where threads split a tensor off a vector boundary; with exp it does
-        not."""
+        """SwiGLU. torch's float32 silu differs where threads split a tensor off a vector boundary; a form with exp
+        does not."""
         g, u = x.chunk(2, dim=-1)
         active = g / torch.exp(-g).add_(1) if x.dtype == torch.float32 else F.silu(g)
         return active.mul_(u)
 
-    def largest(self, x: Tensor) -> list[int]:
+    def largest(self, x: Tensor, faulty: Tensor | None = None) -> list[int]:
         """The largest of each row."""
         top, at = x.max(dim=-1)
-        return at.where(top.isfinite(), -1).tolist()
+        at = at.where(top.isfinite(), -1)
+        return (at if faulty is None else at.masked_fill(faulty, -2)).tolist()
 
-    def append(self, open_k: Tensor, open_v: Tensor, spans: Spans, k: Tensor, v: Tensor) -> bool:
-        """A decoded row of each sequence, into its open page."""
-        rows = k.to(torch.float16), v.to(torch.float16)
-        if not all(bool(torch.isfinite(x).all()) for x in rows):
-            return False
-        at = spans.starts % open_k.shape[2]
-        open_k[spans.slots, :, at], open_v[spans.slots, :, at] = rows
-        return True
+    def set_in(self, flags: Tensor) -> list[int]:
+        """Indices of the set flags."""
+        return flags.nonzero().flatten().tolist()
+
+    def append(self, pool: Pool, spans: Spans, k: Tensor, v: Tensor, faulty: Tensor) -> None:
+        """Write a decoded row of each sequence into its open page; a faulty row leaves the page unchanged."""
+        k, v = k.to(torch.float16), v.to(torch.float16)
+        bad = ~(torch.isfinite(k) & torch.isfinite(v)).flatten(1).all(dim=1)
+        faulty.logical_or_(bad)
+        at, kept = spans.starts % pool.open_k.shape[2], bad[:, None, None]
+        for open_rows, x in ((pool.open_k, k), (pool.open_v, v)):
+            open_rows[spans.slots, :, at] = open_rows[spans.slots, :, at].where(kept, x)
+
+    def narrow(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """One check of finiteness for both tensors."""
+        k, v = k.to(torch.float16), v.to(torch.float16)
+        return (k, v) if bool(torch.isfinite(k).all() & torch.isfinite(v).all()) else None

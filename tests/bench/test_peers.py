@@ -12,6 +12,7 @@ from bench.peers.report import CODECS, codecs_section
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
 from hackkv.timing import Stage
+from hackkv.types import KvShape
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,8 @@ def test_a_wrong_argument_is_named(arguments: list[str], named: str) -> None:
 
 def test_every_codec_of_the_table_can_be_made() -> None:
     fingerprints = {
-        make_codec(CodecConfig.model_validate(codec), 128, load("reference")).fingerprint() for codec in CODECS.values()
+        make_codec(CodecConfig.model_validate(codec), KvShape(1, 1, 128), load("reference")).fingerprint()
+        for codec in CODECS.values()
     }
     assert len(fingerprints) == len(CODECS)
 

@@ -9,7 +9,7 @@ import pytest
 from chaos.scenario import play
 from chaos.setup import Ask, Scenario, Setup
 from chaos.storm import Storm, weather
-from faults.plan import Action, FaultPlan, Point, Rule
+from faults.plan import Action, FaultPlan, FaultRule, Point
 from hackkv.config import load
 from hackkv.errors import ConfigError
 
@@ -29,7 +29,7 @@ def test_there_are_scenarios() -> None:
 def test_the_same_seed_tells_the_same_story(seed: int) -> None:
     def story() -> list[tuple[float, str]]:
         lines: list[tuple[float, str]] = []
-        rule = Rule(at=Point.TOKEN, do=Action.CUT, chance=0.05, times=0)
+        rule = FaultRule(at=Point.TOKEN, do=Action.CUT, chance=0.05, times=0)
         asks = tuple(Ask(name=f"r{i}", at=i / 10, prompt=40 * i + 5, tokens=8) for i in range(6))
         play(Scenario(requests=asks, faults=FaultPlan(seed=seed, rules=(rule,))), lambda *line: lines.append(line))
         return lines
@@ -39,7 +39,7 @@ def test_the_same_seed_tells_the_same_story(seed: int) -> None:
 
 def test_a_fault_that_cannot_be_survived_is_seen() -> None:
     """The proof that the harness can fail: every try of this request is cut."""
-    rule = Rule(at=Point.TOKEN, do=Action.CUT, times=0)
+    rule = FaultRule(at=Point.TOKEN, do=Action.CUT, times=0)
     report = play(Scenario(cluster=Setup(), requests=(Ask(name="r"),), faults=FaultPlan(rules=(rule,))))
     assert report.wrong == ("r: node_lost, expected complete",)
 

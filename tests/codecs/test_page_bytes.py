@@ -6,13 +6,14 @@ import pytest
 import torch
 from hack_kernels import AUTO, load
 
-from hackkv.codec import KvCodec
+from hackkv.codec import KvCodec, fp16_page_bytes, planes_bytes
 from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
+from hackkv.types import KvShape
 
 
 def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
-    return make_codec(CodecConfig(name=name, settings=settings), head_dim, load("reference"))
+    return make_codec(CodecConfig(name=name, settings=settings), KvShape(1, 1, head_dim), load("reference"))
 
 
 @pytest.mark.parametrize(
@@ -23,19 +24,22 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
         ("hack-paper", {}, 5376, 5120),
         ("hack-paper", {"send_sums": True}, 5376, 5376),
         ("hack-paper", {"stored_sums": False}, 5120, 5120),
+        ("fp8", {}, 16392, 16392),
         ("fp16", {}, 32768, 32768),
     ],
     ids=str,
 )
 def test_page_bytes_of_the_design(name: str, settings: dict[str, bool], resident: int, wire: int) -> None:
     """Head_dim 128, Π 64, one KV head: design section 2."""
-    page = make(name, 128, **settings).format
-    assert (page.resident_bytes, page.wire_bytes, page.fp16_bytes) == (resident, wire, 32768)
+    codec = make(name, 128, **settings)
+    assert codec.formats[0].page_bytes == resident
+    assert planes_bytes(codec.wire_planes[0]) == wire
+    assert fp16_page_bytes(codec.formats[0]) == 32768
 
 
 def test_every_codec_of_the_table_is_pinned() -> None:
-    """A codec that is added must be entered above."""
-    assert set(CODECS) == {"hack", "hack-k4v2", "hack-paper", "fp16"}
+    """A codec that is added must be entered above; `hack-zstd` is the tests' own and has the pages of `hack`."""
+    assert set(CODECS) - {"hack-zstd", "toy-layers"} == {"hack", "hack-k4v2", "hack-paper", "fp8", "fp16"}
 
 
 @pytest.mark.parametrize(
@@ -44,10 +48,11 @@ def test_every_codec_of_the_table_is_pinned() -> None:
 )
 def test_bytes_per_token(head_dim: int, page_tokens: int, wire: int, with_sums: int) -> None:
     """The table of kv-compression.md section 3; sums are one byte wherever the largest one fits."""
-    symmetric = make("hack", head_dim, page_tokens=page_tokens).format
-    paper = make("hack-paper", head_dim, page_tokens=page_tokens).format
-    assert symmetric.wire_bytes == symmetric.resident_bytes == paper.wire_bytes == wire * page_tokens
-    assert paper.resident_bytes == with_sums * page_tokens
+    symmetric = make("hack", head_dim, page_tokens=page_tokens)
+    paper = make("hack-paper", head_dim, page_tokens=page_tokens)
+    assert planes_bytes(symmetric.wire_planes[0]) == planes_bytes(paper.wire_planes[0]) == wire * page_tokens
+    assert symmetric.formats[0].page_bytes == wire * page_tokens
+    assert paper.formats[0].page_bytes == with_sums * page_tokens
 
 
 @pytest.mark.parametrize("backend", sorted(AUTO))
@@ -59,17 +64,21 @@ def test_pools_and_wire_tensors_have_exactly_that_size(
 ) -> None:
     """Packed, not a wider type that merely counts as packed: storage is measured, on every backend."""
     pages, slots, heads = 3, 2, 2
-    codec = make_codec(CodecConfig(name=name, settings={"page_tokens": page_tokens}), head_dim, load(backend))
-    pool = codec.new_layer(pages, slots, heads)
+    codec = make_codec(
+        CodecConfig(name=name, settings={"page_tokens": page_tokens}), KvShape(1, heads, head_dim), load(backend)
+    )
+    pool = codec.new_pool(0, pages, slots, range(heads))
     resident = sum(plane.untyped_storage().nbytes() for plane in pool.planes.values())
-    assert resident == pages * heads * codec.format.resident_bytes
+    assert resident == pages * heads * codec.formats[0].page_bytes
     for rows in (pool.open_k, pool.open_v):
-        assert rows.untyped_storage().nbytes() == slots * heads * codec.format.fp16_bytes // 2
-    wire = codec.to_wire(pool, torch.tensor([2, 0]))
-    assert list(wire) == [plane.name for plane in codec.format.wire_planes]
-    for plane in codec.format.wire_planes:
+        assert rows.untyped_storage().nbytes() == slots * heads * fp16_page_bytes(codec.formats[0]) // 2
+    wire = codec.to_wire(0, pool, torch.tensor([2, 0]))
+    assert list(wire) == [plane.name for plane in codec.wire_planes[0]]
+    for plane in codec.wire_planes[0]:
         assert wire[plane.name].shape == (heads, 2, *plane.shape)
         assert wire[plane.name].dtype is plane.dtype
         assert wire[plane.name].is_contiguous()
         assert wire[plane.name].nbytes == 2 * heads * plane.page_bytes
-    assert sum(plane.untyped_storage().nbytes() for plane in wire.values()) == 2 * heads * codec.format.wire_bytes
+    assert sum(plane.untyped_storage().nbytes() for plane in wire.values()) == 2 * heads * planes_bytes(
+        codec.wire_planes[0]
+    )

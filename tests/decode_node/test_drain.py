@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from decode_node.config import DecodeSettings
 from hackkv.errors import DeadlineExceeded, NodeDraining
 from hackkv.model.generate import generate
 from hackkv.types import (
@@ -71,7 +72,7 @@ async def test_what_takes_too_long_goes_on_elsewhere() -> None:
 
 async def test_a_reservation_whose_kv_never_comes_ends_at_its_deadline() -> None:
     """Its pages come back although nobody reads the stream."""
-    async with paired(tiny_worker("hack"), num_pages=4, landing_s=0.01) as nodes:
+    async with paired(tiny_worker("hack"), num_pages=4, decoding=DecodeSettings(landing_s=0.01)) as nodes:
         events = nodes.decode.decode(DecodeJob(greedy("r", prompt(1, 3 * PI), 9), "r", 0))
         assert await anext(events) == Reserved()
         assert (await nodes.decode.describe()).free_pages == 1

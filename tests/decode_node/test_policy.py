@@ -8,24 +8,24 @@ from hypothesis import strategies as st
 from decode_node.policy import SOON, Candidate, pick_victim, replay_rows
 
 CANDIDATES = st.lists(
-    st.builds(Candidate, ticket=st.integers(0, 50), pages=st.integers(0, 3), left=st.integers(1, 3 * SOON)),
-    unique_by=lambda candidate: candidate.ticket,
+    st.builds(Candidate, order=st.integers(0, 50), pages=st.integers(0, 3), left=st.integers(1, 3 * SOON)),
+    unique_by=lambda candidate: candidate.order,
 )
 
 
 @given(CANDIDATES)
 def test_the_victim_is_the_youngest_that_is_worth_it(candidates: list[Candidate]) -> None:
     chosen = pick_victim(candidates)
-    able = [it for it in candidates if it.pages and it.ticket != min(other.ticket for other in candidates)]
+    able = [it for it in candidates if it.pages and it.order != min(other.order for other in candidates)]
     if chosen is None:
         assert not able
         return
     victim = candidates[chosen]
     assert victim in able
     if victim.left > SOON:
-        assert all(it.left <= SOON for it in able if it.ticket > victim.ticket)
+        assert all(it.left <= SOON for it in able if it.order > victim.order)
     else:
-        assert all(it.left <= SOON and it.ticket <= victim.ticket for it in able)
+        assert all(it.left <= SOON and it.order <= victim.order for it in able)
 
 
 @given(st.integers(0, 200), st.integers(1, 300), st.integers(8, 64), st.sampled_from([4, 8]))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from copy import copy
 from dataclasses import replace
 
 import pytest
+from hack_kernels.base import Pool
 from torch import Tensor
 
-from hackkv.codec import Batch, LayerPages
+from hackkv.codec import Batch
 from hackkv.codecs import CODECS
 from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
 from hackkv.types import Request
-from tests.pair import PI, TIMEOUT_S, Pair, greedy, paired, prompt, tiny_worker
+from tests.pair import PI, TIMEOUT_S, Pair, greedy, paired, prompt, tiny_worker, twin
 
 
 def growing(count: int) -> list[Request]:
@@ -34,10 +34,10 @@ async def counts(nodes: Pair) -> dict[str, float]:
 
 def held(worker: Worker) -> tuple[Worker, threading.Event]:
     """The same with a codec of its own, whose passes wait for the event."""
-    codec, begin = copy(worker.codec), threading.Event()
+    codec, begin = twin(worker.codec), threading.Event()
     attend = codec.attend
 
-    def wait_and_attend(layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def wait_and_attend(layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert begin.wait(TIMEOUT_S)
         return attend(layer, pool, batch, q, k, v)
 
@@ -108,7 +108,7 @@ async def test_a_swap_that_fails_ends_its_request_and_not_the_node(
     failures = iter([MemoryError("no memory")])
 
     async with paired(worker, num_pages=8) as nodes:
-        swapper = nodes.decode._steps._swapper
+        swapper = nodes.decode._steps.copies._swapper
         out = swapper.out
 
         async def fails_once(*arguments: object) -> object:

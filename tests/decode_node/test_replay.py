@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from decode_node.config import DecodeSettings
 from hackkv.codecs import CODECS
 from hackkv.errors import RequestError, TransferError
 from hackkv.model.generate import generate
@@ -40,7 +41,8 @@ async def test_it_goes_on_after_any_token_with_the_tokens_of_an_undisturbed_run(
     requests = [request_for(index, length, cut) for index, (length, cut) in enumerate(cuts)]
     whole = [generate(worker, request) for request in requests]
     bystander = greedy("bystander", prompt(99, 40), 30)
-    async with paired(worker, num_pages=256, max_sequences=32, max_batch=32, replay_tokens=2 * PI) as nodes:
+    decoding = DecodeSettings(max_sequences=32, max_batch=32, replay_tokens=2 * PI)
+    async with paired(worker, num_pages=256, decoding=decoding) as nodes:
         beside = asyncio.create_task(nodes.serve(bystander))
         served = await asyncio.gather(
             *(
@@ -61,7 +63,7 @@ async def test_replays_and_swaps_together_change_nothing() -> None:
     worker = tiny_worker("hack")
     requests = [greedy(f"r{i}", prompt(i, 10 + i), 3 * PI, ignore_eos=True) for i in range(5)]
     whole = [generate(worker, request) for request in requests]
-    async with paired(worker, num_pages=8, replay_tokens=PI) as nodes:
+    async with paired(worker, num_pages=8, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
         served = await asyncio.gather(
             *(
                 nodes.serve(request, emitted=tuple(token.token_id for token in tokens[:PI]))

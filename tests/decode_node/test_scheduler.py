@@ -7,22 +7,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_node.scheduler import DecodeScheduler, Footprint, Place, Plan, Seat
+from decode_node.pages import PagePool
+from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.seats import Place, Plan, Seat
 from hackkv.errors import Overloaded, RequestError
-from hackkv.pages import PagePool
+from hackkv.footprint import Footprint
 
 PI = 4
 PAGE_BYTES, ROW_BYTES = 10, 3
-FOOTPRINT = Footprint(lambda tokens: tokens // PI, PI, PAGE_BYTES, ROW_BYTES)
+FOOTPRINT = Footprint(PI, PAGE_BYTES, PAGE_BYTES, ROW_BYTES)
 
 
 def scheduler(
     pages: int = 8, slots: int = 8, *, host_bytes: int = 10_000, max_batch: int = 4, replay_tokens: int = 2 * PI
 ) -> tuple[DecodeScheduler[str], PagePool]:
     pool = PagePool(pages, slots)
-    made: DecodeScheduler[str] = DecodeScheduler(
-        pool, FOOTPRINT, host_bytes=host_bytes, max_batch=max_batch, replay_tokens=replay_tokens
-    )
+    made: DecodeScheduler[str] = DecodeScheduler(pool, FOOTPRINT, Limits(host_bytes, max_batch, replay_tokens))
     return made, pool
 
 
@@ -40,7 +40,7 @@ class Schedules(RuleBasedStateMachine):
         self.pool = PagePool(pages, slots)
         self.capacity = host_pages * PAGE_BYTES
         self.scheduler: DecodeScheduler[int] = DecodeScheduler(
-            self.pool, FOOTPRINT, host_bytes=self.capacity, max_batch=max_batch, replay_tokens=2 * PI
+            self.pool, FOOTPRINT, Limits(self.capacity, max_batch, 2 * PI)
         )
         self.max_batch = max_batch
         self.landing: list[Seat[int]] = []
@@ -72,7 +72,7 @@ class Schedules(RuleBasedStateMachine):
     def land(self, data: st.DataObject) -> None:
         """The KV of anybody has landed, maybe with tokens to replay."""
         seat = self.landing.pop(data.draw(st.integers(0, len(self.landing) - 1)))
-        self.scheduler.land(seat, data.draw(st.integers(1, seat.limit - seat.tokens)))
+        self.scheduler.land(seat, data.draw(st.integers(1, seat.limit - seat.rows)))
         self.landed.append(seat)
 
     @precondition(lambda self: self.landing or self.landed)
@@ -91,18 +91,18 @@ class Schedules(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         self.copies += [*plan.leaving, *plan.returning]
         assert len(plan.turns) <= self.max_batch
-        tickets = [turn.seat.ticket for turn in plan.turns]
-        assert tickets == sorted(tickets)
+        orders = [turn.seat.order for turn in plan.turns]
+        assert orders == sorted(orders)
         replayed = 0
         for turn in plan.turns:
             seat = turn.seat
             assert seat.place is Place.DEVICE
             assert turn.rows >= 1
-            assert seat.pages >= (seat.tokens + turn.rows) // PI
+            assert seat.pages >= (seat.rows + turn.rows) // PI
             assert turn.replay == (seat.pending > 1)
             if turn.replay:
                 assert turn.rows < seat.pending
-                crosses = seat.tokens % PI and (seat.tokens + turn.rows - 1) // PI > seat.tokens // PI
+                crosses = seat.rows % PI and (seat.rows + turn.rows - 1) // PI > seat.rows // PI
                 assert not crosses, "a chunk that starts inside a page ends with it"
                 replayed += turn.rows
             else:
@@ -111,10 +111,10 @@ class Schedules(RuleBasedStateMachine):
         turns = {turn.seat for turn in plan.turns}
         for seat in self.begun - turns:
             here = seat.place is Place.DEVICE and seat.pending == 1
-            assert not here or (seat.tokens + 1) // PI > seat.pages, "pushed out of the batch, and not for its pages"
-        skipped = [seat.ticket for seat in self.landed if seat.place is Place.DEVICE and seat not in turns]
+            assert not here or (seat.rows + 1) // PI > seat.pages, "pushed out of the batch, and not for its pages"
+        skipped = [seat.order for seat in self.landed if seat.place is Place.DEVICE and seat not in turns]
         # Who only has the place of an older one that waits for pages, or for its part of the replays, gives it back.
-        self.begun |= {seat for seat in turns if seat.ticket < min(skipped, default=self.names + 1)}
+        self.begun |= {seat for seat in turns if seat.order < min(skipped, default=self.names + 1)}
         self.plan = plan
 
     @precondition(lambda self: self.plan is not None)
@@ -124,7 +124,7 @@ class Schedules(RuleBasedStateMachine):
         assert self.plan is not None
         self.scheduler.stepped(self.plan.turns, advanced=works)
         self.plan = None
-        for seat in [seat for seat in self.landed if seat.tokens == seat.limit]:
+        for seat in [seat for seat in self.landed if seat.rows == seat.limit]:
             self.landed.remove(seat)
             self.scheduler.leave(seat)
 
@@ -160,9 +160,9 @@ class Schedules(RuleBasedStateMachine):
             seat = self.landing.pop()
             self.scheduler.land(seat)
             self.landed.append(seat)
-        patience = 10 + 2 * sum(seat.limit - seat.tokens for seat in self.landed)
+        patience = 10 + 2 * sum(seat.limit - seat.rows for seat in self.landed)
         while self.landed:
-            before = sum(seat.limit - seat.tokens for seat in self.landed)
+            before = sum(seat.limit - seat.rows for seat in self.landed)
             self.begin_step()
             moved = bool(self.plan and self.plan.turns) or bool(self.copies)
             assert moved, "nobody runs and nothing moves"
@@ -220,9 +220,9 @@ def test_pages_are_taken_as_they_fill() -> None:
     seat = landed(made, "a", PI - 1, 3 * PI)
     assert (seat.pages, pool.free_pages) == (1, 2)
     run(made, 1)
-    assert (seat.tokens, seat.pages) == (PI, 1)
+    assert (seat.rows, seat.pages) == (PI, 1)
     run(made, PI)
-    assert (seat.tokens, seat.pages) == (2 * PI, 2)
+    assert (seat.rows, seat.pages) == (2 * PI, 2)
 
 
 def test_the_youngest_leaves_in_time_and_goes_before_every_new_request() -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hack_kernels.base import Pool
 from torch import Tensor
 
-from decode_node.steps import footprint
-from decode_node.swap import copy_back, copy_out
-from hackkv.codec import LayerPages
+from decode_node.pages import Grant
 from hackkv.codecs import CODECS
 from hackkv.model.runner import ModelRunner
-from hackkv.pages import Grant
 from tests.pair import PI, tiny_worker
 
 OLD, NEW = Grant((3, 0, 5), 2), Grant((1, 4, 2, 6), 0)
 
 
-def randomized(pools: tuple[LayerPages, ...]) -> None:
+def randomized(pools: tuple[Pool, ...]) -> None:
     """Every byte of the pools becomes random."""
     generator = torch.Generator().manual_seed(1)
     for pool in pools:
@@ -36,14 +34,15 @@ def raw(tensor: Tensor) -> Tensor:
 def test_a_round_trip_is_bit_exact_and_touches_nothing_else(codec: str, rows: int) -> None:
     worker = tiny_worker(codec)
     runner = ModelRunner(worker.model, worker.codec, 7, 3)
-    randomized(runner.pools)
-    before = [[plane.clone() for plane in pool.planes.values()] for pool in runner.pools]
-    opened = [(pool.open_k.clone(), pool.open_v.clone()) for pool in runner.pools]
-    kv = copy_out(runner.pools, OLD, 3, rows)
+    memory = runner.memory
+    randomized(memory.pools)
+    before = [[plane.clone() for plane in pool.planes.values()] for pool in memory.pools]
+    opened = [(pool.open_k.clone(), pool.open_v.clone()) for pool in memory.pools]
+    kv = memory.copy_out(OLD.pages[:3], OLD.slot, rows)
     tensors = [x for layer in kv.layers for x in (*layer.planes.values(), layer.open_k, layer.open_v)]
-    assert sum(x.numel() * x.itemsize for x in tensors) == footprint(runner).host_bytes(3 * PI + rows)
-    copy_back(runner.pools, NEW, kv)
-    for pool, planes, opens in zip(runner.pools, before, opened, strict=True):
+    assert sum(x.numel() * x.itemsize for x in tensors) == memory.footprint.resting_bytes(3 * PI + rows)
+    memory.copy_back(kv, NEW.pages, NEW.slot)
+    for pool, planes, opens in zip(memory.pools, before, opened, strict=True):
         for now, old in zip(pool.planes.values(), planes, strict=True):
             assert torch.equal(raw(now[list(NEW.pages[:3])]), raw(old[list(OLD.pages)]))
             rest = [page for page in range(7) if page not in NEW.pages[:3]]

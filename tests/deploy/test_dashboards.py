@@ -50,14 +50,14 @@ class Prometheus:
 
     def ask(self, path: str, **query: str) -> Any:
         """GET one of the API's resources; its data."""
-        answer = httpx.get(f"{self._url}/api/v1/{path}", params=query).json()
+        answer = httpx.get(f"{self._url}/api/v1/{path}", params=query, timeout=START_S).json()
         assert answer["status"] == "success", answer
         return answer["data"]
 
     def healthy(self) -> bool:
         """Whether it is up and its last scrape worked."""
         try:
-            ready = httpx.get(f"{self._url}/-/ready").is_success
+            ready = httpx.get(f"{self._url}/-/ready", timeout=START_S).is_success
         except httpx.TransportError:
             ready = False
         if not ready:

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import httpx
 
+from decode_node.config import DecodeSettings
 from decode_node.service import DecodeService
 from hackkv.config import ListenConfig
 from hackkv.model.worker import Worker
-from hackkv.types import NodeIdentity, NodeInfo
+from hackkv.nodes import NodeIdentity, NodeInfo
+from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
 from router.config import RouterConfig
 from router.service import serve
-from transport.base import KvListener
+from tests.e2e.processes import START_S
 from transport.channels import ChannelPool
-from transport.grpc_wire import GrpcListener, GrpcSender
 from transport.inproc_wire import InprocNetwork
 from transport.rpc_client import RegistryClient
 from transport.rpc_server import RpcServer
+from transport.wires import Listeners, Site, open_senders
 
 NUM_PAGES = 512
 
@@ -46,30 +48,24 @@ async def in_process_cluster(
         channels = ChannelPool()
         stack.push_async_callback(channels.close)
         registry = RegistryClient(ready["control"], channels)
-        network = InprocNetwork(frame_timeout_s=30)
+        network = InprocNetwork()
         for i in range(num_decode):
             await registry.register(await _decode_node(stack, f"decode-{i}", worker, wire, network))
         for i in range(num_prefill):
             await registry.register(await _prefill_node(stack, f"prefill-{i}", worker, wire, network, chunk_pages))
-        yield await stack.enter_async_context(httpx.AsyncClient(base_url=ready["http"], timeout=60))
+        yield await stack.enter_async_context(httpx.AsyncClient(base_url=ready["http"], timeout=START_S))
 
 
 async def _prefill_node(
     stack: contextlib.AsyncExitStack, name: str, worker: Worker, wire: str, network: InprocNetwork, chunk_pages: int
 ) -> NodeInfo:
-    sender = GrpcSender() if wire == "grpc" else network.sender()
-    stack.push_async_callback(sender.close)
     server = RpcServer("127.0.0.1", 0)
     address = await server.start()
-    node = PrefillService(
-        NodeIdentity(name, address, "1"),
-        worker,
-        sender,
-        num_pages=NUM_PAGES,
-        max_prompts=32,
-        chunk_tokens=chunk_pages * worker.layout.page_tokens,
-        host_bytes=1 << 30,
-    )
+    senders = open_senders([wire], Site(server, network=network))
+    stack.push_async_callback(senders.close)
+    identity = NodeIdentity(name, address, "1", senders.wires)
+    settings = PrefillSettings(max_prompts=32, chunk_tokens=chunk_pages * worker.layout.page_tokens)
+    node = PrefillService(identity, worker, senders, NUM_PAGES, settings)
     server.add_prefill(node)
     stack.push_async_callback(node.close)
     stack.push_async_callback(server.close)
@@ -81,21 +77,14 @@ async def _decode_node(
 ) -> NodeInfo:
     server = RpcServer("127.0.0.1", 0)
     address = await server.start()
-    node = DecodeService(
-        NodeIdentity(name, address, "1"),
-        worker,
-        num_pages=NUM_PAGES,
-        max_sequences=32,
-        max_batch=16,
-        host_bytes=1 << 30,
-    )
+    listeners = Listeners([wire], Site(server, network=network))
+    settings = DecodeSettings(max_sequences=32, max_batch=16)
+    node = DecodeService(NodeIdentity(name, address, "1"), worker, NUM_PAGES, settings)
     server.add_decode(node)
-    # The in-process network uses the control address as a mere name.
-    listener: KvListener = GrpcListener(server, frame_timeout_s=30) if wire == "grpc" else network.listener(address)
-    await listener.serve(node.inbox.deliver)
+    await node.listen(listeners)
     stack.push_async_callback(node.close)
     stack.push_async_callback(server.close)
-    stack.push_async_callback(listener.close)
+    stack.push_async_callback(listeners.close)
     return await node.describe()
 
 

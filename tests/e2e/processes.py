@@ -21,8 +21,8 @@ import httpx
 import psutil
 import yaml
 
-from hackkv.cluster import ENTRIES
-from hackkv.process import read_announcement
+from app.cluster import ENTRIES
+from node.process import read_announcement
 
 START_S = 90.0
 KILL_S = 10.0
@@ -101,7 +101,7 @@ def role(folder: Path, kind: str, name: str, settings: dict[str, Any]) -> Child:
 
 def hackkv(folder: Path, name: str, *arguments: str) -> Child:
     """Start the command line."""
-    return Child(folder, name, (sys.executable, "-c", "from hackkv.cli import app; app()", *arguments))
+    return Child(folder, name, (sys.executable, "-c", "from app.cli import app; app()", *arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +114,21 @@ class Api:
     @property
     def nodes(self) -> dict[str, int]:
         """How many nodes of each role the router counts."""
-        counted: dict[str, int] = httpx.get(f"{self.url}/ready").json()["nodes"]
+        counted: dict[str, int] = httpx.get(f"{self.url}/ready", timeout=START_S).json()["nodes"]
         return counted
 
     def complete(self, prompt: Sequence[int] | str, max_tokens: int = 8) -> dict[str, Any]:
         """One greedy completion; its tokens are under `choices`, its account under `hackkv`."""
         fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "return_stages": True}
         body = {"prompt": prompt, "max_tokens": max_tokens, **fixed}
-        response = httpx.post(f"{self.url}/v1/completions", json=body, headers=self.headers, timeout=60)
+        response = httpx.post(f"{self.url}/v1/completions", json=body, headers=self.headers, timeout=START_S)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
 
     def metrics(self) -> dict[str, float]:
         """`/metrics`, by 'name{labels}'."""
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers).text
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=START_S).text
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in lines}
 

@@ -163,6 +163,11 @@ def test_nodes_listed_in_the_configuration_need_not_register(paper: Fleet, check
     paper.children.append(router)
     url = router.ready()["http"]
     wanted = {"prefill": 1, "decode": 2}
-    until(lambda: httpx.get(f"{url}/ready").json()["nodes"] == wanted, START_S, "the router has found its nodes")
-    response = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True})
+    until(
+        lambda: httpx.get(f"{url}/ready", timeout=START_S).json()["nodes"] == wanted,
+        START_S,
+        "the router has found its nodes",
+    )
+    body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=START_S)
     assert response.json()["usage"]["completion_tokens"] == 4

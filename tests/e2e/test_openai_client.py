@@ -11,10 +11,11 @@ import pytest
 from openai import AuthenticationError, BadRequestError, OpenAI
 
 from tests.e2e.conftest import Start
-from tests.e2e.processes import Api, Child, alive, check_weight, family, until
+from tests.e2e.processes import START_S, Api, Child, alive, check_weight, family, until
+
+STOP_S = 5.0
 
 API_KEY = "sk-loopback"
-STOP_S = 5.0
 PROMPT = "def read_lines(path):"
 
 
@@ -111,9 +112,12 @@ def test_refusals_are_the_clients_own_exceptions(api: Api, client: OpenAI) -> No
 
 
 def test_the_key_guards_everything_but_the_probes(api: Api) -> None:
-    status = {path: httpx.get(api.url + path).status_code for path in ("/live", "/ready", "/health", "/metrics")}
+    status = {
+        path: httpx.get(api.url + path, timeout=START_S).status_code
+        for path in ("/live", "/ready", "/health", "/metrics")
+    }
     assert status == {"/live": 200, "/ready": 200, "/health": 200, "/metrics": 401}
-    assert httpx.post(f"{api.url}/v1/completions", json={"prompt": "x"}).status_code == 401
+    assert httpx.post(f"{api.url}/v1/completions", json={"prompt": "x"}, timeout=START_S).status_code == 401
 
 
 def test_a_long_prompt_weighs_at_most_0165_of_fp16(api: Api) -> None:
@@ -125,9 +129,11 @@ def test_ctrl_c_ends_every_process_within_5_seconds_even_in_the_middle_of_a_stre
     processes = family(served)
     assert len(processes) == 4
     body = {"prompt": "def ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{api.url}/v1/completions", json=body, headers=api.headers) as stream:
+    with httpx.stream("POST", f"{api.url}/v1/completions", json=body, headers=api.headers, timeout=START_S) as stream:
         assert stream.status_code == 200
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         served.process.send_signal(signal.SIGINT)
         until(lambda: not alive(processes), STOP_S, "every process has ended")
+        assert sum(map(bool, lines)) < 4000, "the answer was waited for"
     assert served.wait(STOP_S) == 130

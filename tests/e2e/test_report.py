@@ -33,6 +33,8 @@ async def test_workers_account_for_their_stages(tmp_path: Path, stream: bool) ->
     assert set(stages) == set(Stage)
     assert sum(stages.values()) == pytest.approx(report["total_s"])
     assert 0 < sub_stages["quantize"] < stages["prefill"]
+    assert 0 < sub_stages["wire_encode"] < stages["prefill"]
+    assert 0 < sub_stages["wire_decode"] < report["total_s"]
     assert 0 < sub_stages["approximation"] < sub_stages["attend"] < stages["decode"]
     assert stages["decode_queue"] > 0
     kv = report["kv"]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hackkv.cluster import ClusterPlan, running
+from app.cluster import ClusterPlan, running
 from hackkv.errors import NodeLost
 from tests.e2e.conftest import Start
 from tests.e2e.processes import START_S, Api, Child, alive, family, until

@@ -10,13 +10,14 @@ import pytest
 
 from decode_node.__main__ import serve as serve_decode
 from decode_node.config import DecodeConfig
-from hackkv.process import run_role
+from node.process import run_role
 from prefill_node.__main__ import serve as serve_prefill
 from prefill_node.config import PrefillConfig
 
 COMMON = [
     ("kv_bytes=10", r"kv_bytes: 10 is less than one page of \d+ bytes"),
     (f"kv_bytes={1 << 60}", rf"kv_bytes: {1 << 60} is more than this machine's memory of \d+ bytes"),
+    ("wire=inproc", r"wire: 'inproc': nodes can use grpc"),
     ("faults=/nowhere.yaml", r"/nowhere\.yaml: No such file or directory"),
 ]
 

@@ -10,11 +10,11 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
+from app.cluster import LocalCluster
 from bench import disconnects, fuzz, fuzz_http, stages
 from bench.cluster import tiny_cluster
-from hackkv.cluster import LocalCluster
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 CONSOLE = Console(quiet=True)
 
@@ -34,9 +34,14 @@ async def small(model: Path) -> AsyncIterator[LocalCluster]:
 
 
 async def test_stages_sum_to_the_clients_time(small: LocalCluster) -> None:
-    """Most of the time: without the right to real-time scheduling, a busy machine adds waits of its own."""
+    """To no more than it, and near it most of the time.
+
+    Without the right to real-time scheduling, a busy machine adds waits of its own.
+    """
     timed = await stages.measure(small, 40, 4, seed=1, console=CONSOLE)
-    assert sum(one.kind.startswith("aborted") for one in timed) == 4
+    finished = [one for one in timed if not one.kind.startswith("aborted")]
+    assert len(timed) - len(finished) == 4
+    assert all(0 < one.stages_s <= one.client_s for one in finished)
     assert stages.share_within(timed) >= 0.75
     assert median(abs(one.error_s) for one in timed) <= stages.ABSOLUTE_S
 

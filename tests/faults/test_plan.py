@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos.loop import run
+from decode_node.pages import PagePool
 from faults.injector import Injector
-from faults.plan import ON_FRAMES, Action, FaultPlan, Point, Rule
+from faults.plan import ON_FRAMES, Action, FaultPlan, FaultRule, Point
 from faults.process import suffer
 from faults.seams import DECODE_POINTS, PREFILL_POINTS
 from hackkv.config import load
 from hackkv.errors import ConfigError, NodeLost
-from hackkv.pages import PagePool
 from hackkv.types import DecodeEvent, KvFrame, PlaneSpan, PrefillEvent
 
 
@@ -41,7 +41,7 @@ def frame(payload: bytes = bytes(range(64)), transfer_id: str = "t") -> KvFrame:
     return KvFrame(transfer_id, 0, 0, 0, 0, 1, 0, 1, 0, (PlaneSpan("k_codes", len(payload), len(payload), 1),), payload)
 
 
-async def hits(rule: Rule, moments: int, node: str = "d", seed: int = 0) -> list[int]:
+async def hits(rule: FaultRule, moments: int, node: str = "d", seed: int = 0) -> list[int]:
     """At which of its first moments a rule strikes, from 1."""
     hands = Noted()
     injector = Injector(FaultPlan(seed=seed, rules=(rule,)), node, hands)
@@ -54,8 +54,8 @@ async def hits(rule: Rule, moments: int, node: str = "d", seed: int = 0) -> list
     return struck
 
 
-def abort(**settings: object) -> Rule:
-    return Rule.model_validate({"at": Point.TOKEN, "do": Action.ABORT, **settings})
+def abort(**settings: object) -> FaultRule:
+    return FaultRule.model_validate({"at": Point.TOKEN, "do": Action.ABORT, **settings})
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def abort(**settings: object) -> Rule:
         (abort(request="other"), []),
     ],
 )
-async def test_a_rule_strikes_as_often_as_it_says(rule: Rule, struck: list[int]) -> None:
+async def test_a_rule_strikes_as_often_as_it_says(rule: FaultRule, struck: list[int]) -> None:
     assert await hits(rule, 5) == struck
 
 
@@ -89,7 +89,7 @@ async def test_nodes_have_chances_of_their_own() -> None:
 
 
 async def test_a_cut_is_a_lost_node() -> None:
-    injector = Injector(FaultPlan(rules=(Rule(at=Point.TOKEN, do=Action.CUT),)), "d-1", Noted())
+    injector = Injector(FaultPlan(rules=(FaultRule(at=Point.TOKEN, do=Action.CUT),)), "d-1", Noted())
     with pytest.raises(NodeLost, match=r"d-1: .*decode\.token"):
         await injector.reach(Point.TOKEN, "r")
 
@@ -97,22 +97,22 @@ async def test_a_cut_is_a_lost_node() -> None:
 @settings(deadline=None)
 @given(payload=st.binary(min_size=1, max_size=64), seed=st.integers(0, 9))
 def test_corruption_flips_one_bit(payload: bytes, seed: int) -> None:
-    injector = Injector(FaultPlan(seed=seed, rules=(Rule(at=Point.FRAME, do=Action.CORRUPT),)), "p", Noted())
+    injector = Injector(FaultPlan(seed=seed, rules=(FaultRule(at=Point.FRAME, do=Action.CORRUPT),)), "p", Noted())
     (rotten,) = asyncio.run(injector.reach_frame(frame(payload)))
-    flipped = [a ^ b for a, b in zip(rotten.payload, payload, strict=True)]
+    flipped = [a ^ b for a, b in zip(bytes(rotten.payload), payload, strict=True)]
     assert sum(byte.bit_count() for byte in flipped) == 1
     assert rotten.planes == frame(payload).planes
 
 
 @pytest.mark.parametrize(("action", "count"), [(Action.DROP, 0), (Action.DUPLICATE, 2)])
 async def test_frames_are_lost_and_doubled(action: Action, count: int) -> None:
-    injector = Injector(FaultPlan(rules=(Rule(at=Point.FRAME, do=action, times=1),)), "p", Noted())
+    injector = Injector(FaultPlan(rules=(FaultRule(at=Point.FRAME, do=action, times=1),)), "p", Noted())
     assert await injector.reach_frame(frame()) == [frame()] * count
     assert await injector.reach_frame(frame()) == [frame()]
 
 
 async def test_frames_know_their_request_by_the_transfer() -> None:
-    rule = Rule(at=Point.FRAME, do=Action.DROP, request="victim", times=0)
+    rule = FaultRule(at=Point.FRAME, do=Action.DROP, request="victim", times=0)
     injector = Injector(FaultPlan(rules=(rule,)), "p", Noted())
     injector.requests["t"] = "victim"
     assert await injector.reach_frame(frame()) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from hackkv.cluster import ClusterPlan, running
+from app.cluster import ClusterPlan, running
 from hackkv.model.tiny import Tiny, write_tiny
 
 PLAN = {
@@ -27,7 +27,7 @@ async def test_a_flipped_bit_and_cut_streams_are_survived(tmp_path: Path) -> Non
     worker = {"model": {"path": str(model), "dtype": "float32", "threads": 1}, "faults": str(plan)}
     body = {"prompt": "a flipped bit " * 20, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     cluster_plan = ClusterPlan(router, worker, num_prefill=1, num_decode=2)
-    async with running(cluster_plan, lambda _: None) as cluster, httpx.AsyncClient(timeout=60) as client:
+    async with running(cluster_plan, lambda _: None) as cluster, httpx.AsyncClient(timeout=240) as client:
         struck, spared = [
             (await client.post(f"{cluster.url}/v1/completions", json=body | {"return_stages": True})).json()
             for _ in range(2)

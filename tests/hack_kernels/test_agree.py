@@ -8,22 +8,25 @@ import math
 import pytest
 import torch
 from hack_kernels import BACKENDS, cpu, load
-from hack_kernels.base import (
+from hack_kernels.base import Backend, BackendUnavailable, Pool, Rows, Spans
+from hack_kernels.cpu.extension import supported_isas
+from hack_kernels.hack_format import (
     CODE_BITS,
     HEAD_DIMS,
     PAGE_TOKENS,
     Arithmetic,
-    BackendUnavailable,
     HackFormat,
     HackKernels,
     OpenPage,
     Rounding,
-    Spans,
 )
+from hack_kernels.philox import Coordinates
 from hack_kernels.quantize import quantize_k, quantize_v
-from hack_kernels.reference import quantize_query
+from hack_kernels.reference.eq4 import CodeArithmetic, quantize_query
 from torch import Tensor
 from torch.nn.functional import pad
+
+from tests.hack_kernels.pools import empty_pool, hack_kernels, random_rows, reference
 
 GROUPS = [1, 3, 7]
 
@@ -31,14 +34,14 @@ GROUPS = [1, 3, 7]
 def backends_and_paths() -> list[tuple[str, str]]:
     """Every backend, and `cpu` once for every instruction set that this processor runs."""
     try:
-        isas = cpu.supported_isas()
+        isas = supported_isas()
     except BackendUnavailable:
         isas = [""]
     return [(name, isa) for name in sorted(BACKENDS) for isa in (isas if name == "cpu" else [""])]
 
 
 @pytest.fixture(params=backends_and_paths(), ids=" ".join)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HackKernels:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     name, isa = request.param
     monkeypatch.setenv(cpu.ISA_VARIABLE, isa)
     try:
@@ -52,15 +55,11 @@ def one_span(start: int, count: int, pages: int) -> Spans:
     return Spans(torch.tensor([start]), torch.tensor([count]), torch.tensor([0]), table, torch.tensor([0]))
 
 
-def random_rows(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def dequantized(fmt: HackFormat, layer: int, k: Tensor, v: Tensor, page: int) -> tuple[Tensor, Tensor]:
     """FP64 K^ and V^ [Π, Hkv, D] of one page."""
-    positions = page * fmt.page_tokens + torch.arange(k.shape[0])
-    k_hat = quantize_k(fmt, layer, k, positions).dequantize(torch.float64).flatten(2)
-    return k_hat, quantize_v(fmt, layer, v, positions).dequantize(torch.float64).permute(2, 0, 1)
+    where = Coordinates(layer, 0, page * fmt.page_tokens + torch.arange(k.shape[0]))
+    k_hat = quantize_k(fmt, where, k).dequantize(torch.float64).flatten(2)
+    return k_hat, quantize_v(fmt, where, v).dequantize(torch.float64).permute(2, 0, 1)
 
 
 def quantized_query(fmt: HackFormat, q: Tensor) -> Tensor:
@@ -117,20 +116,17 @@ def definition(fmt: HackFormat, layer: int, q: Tensor, k: Tensor, v: Tensor, pos
     return numerator / denominator, slack / denominator
 
 
-def fill(
-    kernels: HackKernels, fmt: HackFormat, layer: int, k: Tensor, v: Tensor
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def fill(kernels: HackKernels, fmt: HackFormat, layer: int, k: Tensor, v: Tensor) -> Pool:
     """Seal the full pages of rows [n, Hkv, D] into a fresh pool; the rest goes to slot 0's open page."""
     pi, n, heads = fmt.page_tokens, k.shape[0], k.shape[1]
     full = n // pi
-    pages = kernels.new_pages(fmt, max(full, 1), heads)
+    pool = empty_pool(kernels, fmt, max(full, 1), heads)
     if full:
         sealed = (x[: full * pi].view(full, pi, heads, fmt.head_dim).transpose(1, 2) for x in (k, v))
-        kernels.seal(fmt, layer, pages, torch.arange(full), torch.arange(full) * pi, *sealed)
-    open_rows = [torch.zeros(1, heads, pi, fmt.head_dim, dtype=torch.float16) for _ in range(2)]
-    for pool, x in zip(open_rows, (k, v), strict=True):
-        pool[0, :, : n % pi] = x[full * pi :].transpose(0, 1)
-    return pages, open_rows[0], open_rows[1]
+        kernels.seal(layer, pool, torch.arange(full), torch.arange(full) * pi, *sealed)
+    for open_rows, x in ((pool.open_k, k), (pool.open_v, v)):
+        open_rows[0, :, : n % pi] = x[full * pi :].transpose(0, 1)
+    return pool
 
 
 FORMATS = [
@@ -138,19 +134,22 @@ FORMATS = [
     for d, pi, (kb, vb), a, o in itertools.product(
         HEAD_DIMS, PAGE_TOKENS, [(2, 2), (4, 2)], Arithmetic, [OpenPage.EXACT, OpenPage.K_CODES]
     )
+] + [
+    HackFormat(64, 32, 8, 8, arithmetic=a, open_page=o)
+    for a, o in itertools.product(Arithmetic, [OpenPage.EXACT, OpenPage.K_CODES])
 ]
+CASES = [(one, fmt) for one in backends_and_paths() for fmt in (FORMATS[::7] if one[0] == "triton" else FORMATS)]
+"""Every format on every backend; of those that Triton interprets only every seventh."""
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_homomorphic_attention_equals_the_definition(kernels: HackKernels, fmt: HackFormat) -> None:
+@pytest.mark.parametrize(("backend", "fmt"), CASES, indirect=["backend"], ids=str)
+def test_homomorphic_attention_equals_the_definition(backend: Backend, fmt: HackFormat) -> None:
     """Every format, at the positions around page boundaries, to 1e-6 relative, plus what ties may turn."""
-    if kernels.name == "triton" and FORMATS.index(fmt) % 7:
-        pytest.skip("every seventh format only: without a GPU, Triton interprets")
     n = 2 * fmt.page_tokens + 3
     k, v = (random_rows(seed, n, 1, fmt.head_dim).to(torch.float16) for seed in (1, 2))
     q = random_rows(3, n, 1, fmt.head_dim)
-    pages, open_k, open_v = fill(kernels, fmt, 0, k, v)
-    out = kernels.attn_prefill(fmt, 0, pages, open_k, open_v, one_span(0, n, 2), q, k, v)
+    kernels = hack_kernels(backend, fmt)
+    out = kernels.attend(0, fill(kernels, fmt, 0, k, v), one_span(0, n, 2), Rows(q, k, v))
     for position in (0, fmt.page_tokens - 1, fmt.page_tokens, n - 1):
         expected, slack = definition(fmt, 0, q[position, 0], k, v, position)
         error = float((out[position, 0].double() - expected).norm())
@@ -160,16 +159,16 @@ def test_homomorphic_attention_equals_the_definition(kernels: HackKernels, fmt: 
 @pytest.mark.parametrize("arithmetic", list(Arithmetic))
 @pytest.mark.parametrize("more", [0, 3, 31])
 def test_attention_over_a_requantized_page_equals_the_definition(
-    kernels: HackKernels, arithmetic: Arithmetic, more: int
+    backend: Backend, arithmetic: Arithmetic, more: int
 ) -> None:
     fmt = HackFormat(96, 32, 4, 2, Rounding.STOCHASTIC, arithmetic, open_page=OpenPage.REQUANTIZE)
     n = fmt.page_tokens + more
     k, v = (random_rows(seed, n, 1, 96).to(torch.float16) for seed in (1, 2))
     q = random_rows(3, n, 1, 96)
-    pages, spans = kernels.new_pages(fmt, 2, 1), one_span(0, n, 2)
-    kernels.requantize(fmt, 0, pages, spans, k, v)
-    open_k, open_v = (torch.zeros(1, 1, 32, 96, dtype=torch.float16) for _ in range(2))
-    out = kernels.attn_prefill(fmt, 0, pages, open_k, open_v, spans, q, k, v)
+    kernels = hack_kernels(backend, fmt)
+    pool, spans = empty_pool(kernels, fmt, 2, 1), one_span(0, n, 2)
+    kernels.requantize(0, pool, spans, k, v)
+    out = kernels.attend(0, pool, spans, Rows(q, k, v))
     for position in {fmt.page_tokens - 1, n - 1}:
         expected, slack = definition(fmt, 0, q[position, 0], k, v, position)
         error = float((out[position, 0].double() - expected).norm())
@@ -184,13 +183,12 @@ def test_scores_equal_fp64_products_of_the_dequantized_operands(
 ) -> None:
     """Eq. (4) itself, before any further rounding: relative 1e-6."""
     fmt = HackFormat(head_dim, page_tokens, arithmetic=arithmetic)
-    reference = load("reference")
     k, v = (random_rows(seed, 3 * page_tokens, 2, head_dim).to(torch.float16) for seed in (4, 5))
-    pages, _, _ = fill(reference, fmt, 1, k, v)
-    codes = reference._unpack(fmt, pages, torch.arange(3))  # type: ignore[attr-defined]
+    arithmetic_of = CodeArithmetic(fmt)
+    codes, _ = arithmetic_of.unpack(fill(reference(fmt), fmt, 1, k, v).planes)
     q = random_rows(6, 2, 14, head_dim)
     query = quantize_query(fmt, q)
-    scores = reference._scores(fmt, query, codes.k, codes.k_min, codes.k_scale, codes.k_sums)  # type: ignore[attr-defined]
+    scores = arithmetic_of.scores(query, codes)
     minimum = 0.0 if query.minimum is None else query.minimum.double()[..., None]
     q_hat = (query.codes.double() * query.scale.double()[..., None] + minimum).transpose(1, 2).flatten(2)
     k_hat = torch.cat([dequantized(fmt, 1, k[p * page_tokens : (p + 1) * page_tokens], v, p)[0] for p in range(3)])
@@ -200,83 +198,81 @@ def test_scores_equal_fp64_products_of_the_dequantized_operands(
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("open_page", list(OpenPage))
-def test_decode_equals_prefill_row_by_row(kernels: HackKernels, group: int, open_page: OpenPage) -> None:
+def test_decode_equals_prefill_row_by_row(backend: Backend, group: int, open_page: OpenPage) -> None:
     fmt = HackFormat(64, 32, open_page=open_page)
-    heads, total = 2, 70
+    kernels, heads, total = hack_kernels(backend, fmt), 2, 70
     k, v = (random_rows(seed, total, heads, 64).to(torch.float16) for seed in (7, 8))
     q = random_rows(9, total, heads * group, 64)
     for n in (1, 31, 32, 33, 64, 65, 70):
         if open_page is OpenPage.REQUANTIZE:
-            pages, open_k, open_v = requantized(kernels, fmt, k[:n], v[:n])
+            pool = requantized(kernels, fmt, k[:n], v[:n])
         else:
-            pages, open_k, open_v = fill(kernels, fmt, 0, k[: n - 1], v[: n - 1])
-        prefill = kernels.attn_prefill(
-            fmt, 0, pages, open_k, open_v, one_span(n - 1, 1, -(-n // 32)), q[n - 1 : n], k[n - 1 : n], v[n - 1 : n]
-        )
-        open_k[0, :, (n - 1) % 32], open_v[0, :, (n - 1) % 32] = k[n - 1], v[n - 1]
-        decode = kernels.attn_decode(fmt, 0, pages, open_k, open_v, one_span(n - 1, 1, -(-n // 32)), q[n - 1 : n])
+            pool = fill(kernels, fmt, 0, k[: n - 1], v[: n - 1])
+        spans, last = one_span(n - 1, 1, -(-n // 32)), slice(n - 1, n)
+        prefill = kernels.attend(0, pool, spans, Rows(q[last], k[last], v[last]))
+        pool.open_k[0, :, (n - 1) % 32], pool.open_v[0, :, (n - 1) % 32] = k[n - 1], v[n - 1]
+        decode = kernels.attend(0, pool, spans, Rows(q[last]))
         assert torch.allclose(prefill, decode, rtol=1e-5, atol=1e-6)
 
 
-def requantized(
-    kernels: HackKernels, fmt: HackFormat, k: Tensor, v: Tensor
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def requantized(kernels: HackKernels, fmt: HackFormat, k: Tensor, v: Tensor) -> Pool:
     """All rows as codes, appended one by one."""
-    pages = kernels.new_pages(fmt, 4, k.shape[1])
+    pool = empty_pool(kernels, fmt, 4, k.shape[1])
     for i in range(k.shape[0]):
-        kernels.requantize(fmt, 0, pages, one_span(i, 1, 4), k[i : i + 1], v[i : i + 1])
-    open_rows = (torch.zeros(1, k.shape[1], fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
-    open_k, open_v = open_rows
-    return pages, open_k, open_v
+        kernels.requantize(0, pool, one_span(i, 1, 4), k[i : i + 1], v[i : i + 1])
+    return pool
 
 
 @pytest.mark.parametrize("bits", list(itertools.product(CODE_BITS, CODE_BITS)))
 @pytest.mark.parametrize("rounding", list(Rounding))
 def test_export_and_install_are_bit_exact_and_recount_sums(
-    kernels: HackKernels, bits: tuple[int, int], rounding: Rounding
+    backend: Backend, bits: tuple[int, int], rounding: Rounding
 ) -> None:
     fmt = HackFormat(96, 64, *bits, rounding=rounding, arithmetic=Arithmetic.ASYMMETRIC)
     k, v = (random_rows(seed, 192, 2, 96).to(torch.float16) for seed in (10, 11))
-    pages, _, _ = fill(kernels, fmt, 2, k, v)
-    wire = kernels.export(fmt, pages, torch.tensor([2, 0, 1]))
+    kernels = hack_kernels(backend, fmt)
+    wire = kernels.export(fill(kernels, fmt, 2, k, v), torch.tensor([2, 0, 1]))
     sent = {name: plane for name, plane in wire.items() if not name.endswith("sums")}
-    other = kernels.new_pages(fmt, 5, 2)
-    kernels.install(fmt, other, torch.tensor([4, 1, 3]), sent)
-    back = kernels.export(fmt, other, torch.tensor([4, 1, 3]))
+    other = empty_pool(kernels, fmt, 5, 2)
+    kernels.install(other, torch.tensor([4, 1, 3]), sent)
+    back = kernels.export(other, torch.tensor([4, 1, 3]))
     assert all(torch.equal(back[name], plane) for name, plane in wire.items())
 
 
-def test_summation_elimination_changes_nothing(kernels: HackKernels) -> None:
+def test_summation_elimination_changes_nothing(backend: Backend) -> None:
     k, v = (random_rows(seed, 130, 2, 128).to(torch.float16) for seed in (12, 13))
     q = random_rows(14, 130, 4, 128)
     outs = []
     for stored in (True, False):
         fmt = HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC, stored_sums=stored)
-        pages, open_k, open_v = fill(kernels, fmt, 0, k, v)
-        assert ("k_sums" in pages) == stored
-        outs.append(kernels.attn_prefill(fmt, 0, pages, open_k, open_v, one_span(0, 130, 2), q, k, v))
+        kernels = hack_kernels(backend, fmt)
+        pool = fill(kernels, fmt, 0, k, v)
+        assert ("k_sums" in pool.planes) == stored
+        outs.append(kernels.attend(0, pool, one_span(0, 130, 2), Rows(q, k, v)))
     assert torch.equal(outs[0], outs[1])
 
 
-def test_error_is_small_with_four_bits_and_vanishes_for_constant_pages(kernels: HackKernels) -> None:
+def test_error_is_small_with_four_bits_and_vanishes_for_constant_pages(backend: Backend) -> None:
     fmt = HackFormat(64, 32)
     k, v = (torch.full((64, 1, 64), x, dtype=torch.float16) for x in (0.25, -3.0))
-    pages, open_k, open_v = fill(kernels, fmt, 0, k, v)
-    out = kernels.attn_prefill(fmt, 0, pages, open_k, open_v, one_span(0, 64, 2), random_rows(15, 64, 1, 64), k, v)
+    kernels = hack_kernels(backend, fmt)
+    q = random_rows(15, 64, 1, 64)
+    out = kernels.attend(0, fill(kernels, fmt, 0, k, v), one_span(0, 64, 2), Rows(q, k, v))
     assert torch.allclose(out, torch.full_like(out, -3.0), atol=1e-6)
 
 
-def test_wrong_inputs_are_named(kernels: HackKernels) -> None:
+def test_wrong_inputs_are_named(backend: Backend) -> None:
     fmt = HackFormat(64, 32)
-    pages = kernels.new_pages(fmt, 2, 1)
+    kernels = hack_kernels(backend, fmt)
+    pool = empty_pool(kernels, fmt, 2, 1)
     row = torch.zeros(1, 1, 32, 64)
     ids = torch.tensor([0])
     with pytest.raises(ValueError, match=r"k is \(1, 1, 32, 64\) torch.float32"):
-        kernels.seal(fmt, 0, pages, ids, ids, row, row.half())
+        kernels.seal(0, pool, ids, ids, row, row.half())
     with pytest.raises(ValueError, match="page ids"):
-        kernels.seal(fmt, 0, pages, torch.tensor([2]), ids, row.half(), row.half())
+        kernels.seal(0, pool, torch.tensor([2]), ids, row.half(), row.half())
     with pytest.raises(ValueError, match="plane k_codes is missing"):
-        kernels.install(fmt, pages, ids, {})
+        kernels.install(pool, ids, {})
     with pytest.raises(ValueError, match="head_dim is 80"):
         HackFormat(80)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hack_kernels.philox import Plane, philox4x32, uniform
+from hack_kernels.philox import Coordinates, Tensors, philox4x32, uniform
 from hack_kernels.quantize import fp16_down, fp16_up, pack, quantize, unpack
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,11 +77,11 @@ def test_stochastic_rounding_is_unbiased_to_2_to_the_minus_17_of_a_step(bits: in
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("plane", Plane)
-def test_the_mean_of_codes_is_the_value(bits: int, plane: Plane) -> None:
+@pytest.mark.parametrize("plane", Tensors)
+def test_the_mean_of_codes_is_the_value(bits: int, plane: Tensors) -> None:
     trials, channels = 4096, 64
     x = rows(5, (1, channels)).expand(trials, channels)
-    noise = uniform(7, layer=3, heads=1, positions=torch.arange(trials), channels=channels, plane=plane)[:, 0]
+    noise = uniform(7, Coordinates(3, 0, torch.arange(trials)), 1, channels, plane)[:, 0]
     quantized = quantize(x, bits, noise)
     mean_error = (quantized.dequantize(torch.float64) - x.double()).mean(0).abs()
     assert bool((mean_error <= 4 * quantized.scale[0].double() / (4 * trials) ** 0.5).all())
@@ -98,7 +98,8 @@ def test_numbers_of_a_block_are_uniform_and_uncorrelated() -> None:
     """Within five standard deviations, every pair of channels that share a block, K's and V's neighbour included."""
     tokens = 2**14
     positions = torch.arange(tokens)
-    numbers = torch.cat([uniform(9, 1, 1, positions, 16, plane)[:, 0] for plane in Plane], dim=1).double()
+    where = Coordinates(1, 0, positions)
+    numbers = torch.cat([uniform(9, where, 1, 16, plane)[:, 0] for plane in Tensors], dim=1).double()
     assert float((numbers.mean(0) - 0.5).abs().max()) <= 5 / (12 * tokens) ** 0.5
     counts = torch.stack([torch.bincount((column * 16).long(), minlength=16) for column in numbers.T]).double()
     assert float((counts - tokens / 16).abs().max()) <= 5 * (tokens / 16) ** 0.5
@@ -107,8 +108,8 @@ def test_numbers_of_a_block_are_uniform_and_uncorrelated() -> None:
 
 def test_channels_share_blocks_in_the_order_that_is_pinned() -> None:
     layer, head, position, key = 3, 2, 70_000, (2**40 + 7 & 0xFFFFFFFF, 2**40 >> 32)
-    for plane in Plane:
-        noise = uniform(2**40 + 7, layer, 3, torch.tensor([position]), channels=64, plane=plane)[0, head]
+    for plane in Tensors:
+        noise = uniform(2**40 + 7, Coordinates(layer, 0, torch.tensor([position])), 3, 64, plane)[0, head]
         for channel in (0, 1, 7, 8, 37, 63):
             counter = (layer, head, position, 2 * (channel // 8) + plane)
             a, b, c, d = (torch.tensor(word) for word in counter)
@@ -132,14 +133,17 @@ def test_philox_matches_the_published_vectors() -> None:
 
 
 def test_noise_depends_on_coordinates_only() -> None:
+    """A part of the rows or of the heads has the numbers that it has in the whole."""
     positions = torch.arange(100, 164)
-    whole = uniform(11, 2, heads=3, positions=positions, channels=32, plane=Plane.V)
-    assert torch.equal(whole[10:20], uniform(11, 2, heads=3, positions=positions[10:20], channels=32, plane=Plane.V))
-    assert torch.equal(whole[:, :1], uniform(11, 2, heads=1, positions=positions, channels=32, plane=Plane.V))
+    where = Coordinates(2, 0, positions)
+    whole = uniform(11, where, 3, 32, Tensors.V)
+    assert torch.equal(whole[10:20], uniform(11, Coordinates(2, 0, positions[10:20]), 3, 32, Tensors.V))
+    assert torch.equal(whole[:, :1], uniform(11, where, 1, 32, Tensors.V))
+    assert torch.equal(whole[:, 1:], uniform(11, Coordinates(2, 1, positions), 2, 32, Tensors.V))
     for other in (
-        uniform(12, 2, 3, positions, 32, Plane.V),
-        uniform(11, 3, 3, positions, 32, Plane.V),
-        uniform(11, 2, 3, positions, 32, Plane.K),
+        uniform(12, where, 3, 32, Tensors.V),
+        uniform(11, Coordinates(3, 0, positions), 3, 32, Tensors.V),
+        uniform(11, where, 3, 32, Tensors.K),
     ):
         assert not torch.equal(whole, other)
     assert float(whole.min()) > 0

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from hack_kernels import cpu, load
-from hack_kernels.base import BackendUnavailable, HackKernels, HackPages, Spans
+from hack_kernels.base import Backend, BackendUnavailable, PageKernels, Pool, Rows, Spans, new_pool
+from hack_kernels.cpu.extension import supported_isas
+from hack_kernels.reference.rows import RowReference
+from hack_kernels.row_format import RowFormat
 from torch import Tensor
 
+from tests.hack_kernels.pools import CPU
+
 try:
-    ISAS = cpu.supported_isas()
+    ISAS = supported_isas()
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -20,8 +25,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
 
 @pytest.fixture(params=ISAS)
-def kernels(request: pytest.FixtureRequest) -> cpu.CpuKernels:
-    return cpu.CpuKernels(request.param, threads=2)
+def backend(request: pytest.FixtureRequest) -> cpu.CpuBackend:
+    return cpu.CpuBackend(request.param, threads=2)
 
 
 class Case:
@@ -42,41 +47,40 @@ class Case:
         for b, count in enumerate(counts):
             self.table[b, :count] = torch.tensor([order.pop() for _ in range(count)])
 
-    def pages(self, kernels: HackKernels) -> HackPages:
-        pi = self.page_tokens
-        pages = kernels.new_rows(sum(n // pi for n in self.lengths) + 1, HEADS, pi, self.head_dim)
-        for b, n in enumerate(self.lengths):
-            for plane, x in ((pages["k"], self.k[b]), (pages["v"], self.v[b])):
-                full = x[: n // pi * pi].unflatten(0, (-1, pi)).transpose(1, 2)
-                plane[self.table[b, : n // pi]] = full
-        return pages
+    def kernels(self, backend: Backend) -> PageKernels:
+        return backend.kernels_for(RowFormat(self.head_dim, self.page_tokens), RowReference)
 
-    def open_pages(self, begins: list[int]) -> tuple[Tensor, Tensor]:
-        """The rows of page `begin // Π` before `begin`."""
-        pi = self.page_tokens
-        open_k, open_v = (torch.zeros(len(begins), HEADS, pi, self.head_dim, dtype=torch.float16) for _ in range(2))
-        for b, begin in enumerate(begins):
+    def pool(self, kernels: PageKernels, begins: list[int]) -> Pool:
+        """All full pages, and in open page b the rows of page `begins[b] // Π` before `begins[b]`."""
+        pi, fmt = self.page_tokens, RowFormat(self.head_dim, self.page_tokens)
+        pool = new_pool(fmt, kernels, CPU, sum(n // pi for n in self.lengths) + 1, len(begins), range(HEADS))
+        for b, (n, begin) in enumerate(zip(self.lengths, begins, strict=True)):
+            if full := n // pi:
+                k, v = (x[b][: full * pi].unflatten(0, (full, pi)).transpose(1, 2) for x in (self.k, self.v))
+                kernels.seal(0, pool, self.table[b, :full], torch.arange(full) * pi, k, v)
             first = begin // pi * pi
-            for pool, x in ((open_k, self.k[b]), (open_v, self.v[b])):
-                pool[b, :, : begin - first] = x[first:begin].transpose(0, 1)
-        return open_k, open_v
+            for open_rows, x in ((pool.open_k, self.k[b]), (pool.open_v, self.v[b])):
+                open_rows[b, :, : begin - first] = x[first:begin].transpose(0, 1)
+        return pool
 
-    def prefill(self, kernels: HackKernels, begins: list[int], q: Tensor) -> Tensor:
+    def prefill(self, backend: Backend, begins: list[int], q: Tensor) -> Tensor:
         starts = torch.tensor(begins)
         counts = torch.tensor(self.lengths) - starts
         spans = Spans(starts, counts, counts.cumsum(0) - counts, self.table, torch.arange(len(begins)))
         new = (torch.cat([x[begin:] for x, begin in zip(xs, begins, strict=True)]) for xs in (self.k, self.v))
-        return kernels.attn_rows(self.pages(kernels), *self.open_pages(begins), spans, q, *new)
+        kernels = self.kernels(backend)
+        return kernels.attend(0, self.pool(kernels, begins), spans, Rows(q, *new))
 
-    def decode(self, kernels: HackKernels, q: Tensor) -> Tensor:
+    def decode(self, backend: Backend, q: Tensor) -> Tensor:
         """The query is the last row; where it fills a page, that page still stands whole in the open one."""
         pi, batch = self.page_tokens, len(self.lengths)
-        open_k, open_v = self.open_pages([n - 1 for n in self.lengths])
+        kernels = self.kernels(backend)
+        pool = self.pool(kernels, [n - 1 for n in self.lengths])
         for b, n in enumerate(self.lengths):
-            open_k[b, :, (n - 1) % pi], open_v[b, :, (n - 1) % pi] = self.k[b][-1], self.v[b][-1]
+            pool.open_k[b, :, (n - 1) % pi], pool.open_v[b, :, (n - 1) % pi] = self.k[b][-1], self.v[b][-1]
         order, ones = torch.arange(batch), torch.ones(batch, dtype=torch.int64)
         spans = Spans(torch.tensor(self.lengths) - 1, ones, order, self.table, order)
-        return kernels.attn_rows(self.pages(kernels), open_k, open_v, spans, q)
+        return kernels.attend(0, pool, spans, Rows(q))
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -87,41 +91,41 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("group", [1, 3, 4, 14])
 @pytest.mark.parametrize(("page_tokens", "head_dim"), SHAPES)
 def test_rows_agree_with_the_reference(
-    kernels: cpu.CpuKernels, page_tokens: int, head_dim: int, group: int, dtype: torch.dtype
+    backend: cpu.CpuBackend, page_tokens: int, head_dim: int, group: int, dtype: torch.dtype
 ) -> None:
     """Ragged lengths around page boundaries, queries that begin inside a page, one long enough to be split."""
     pi = page_tokens
-    assert cpu.takes_rows(page_tokens, head_dim)
     case, reference = Case(page_tokens, head_dim, [1, pi, pi + 1, 9 * pi + 5], dtype), load("reference")
+    assert case.kernels(backend).served_by == "cpu"
     begins = [0, 3, pi, 8 * pi + 2]
     q = case.rows(sum(case.lengths) - sum(begins), HEADS * group)
-    out, last = case.prefill(kernels, begins, q), case.rows(len(case.lengths), HEADS * group)
+    out, last = case.prefill(backend, begins, q), case.rows(len(case.lengths), HEADS * group)
     assert out.dtype is dtype
     assert relative(out, case.prefill(reference, begins, q)) < TOLERANCE[dtype]
-    assert relative(case.decode(kernels, last), case.decode(reference, last)) < TOLERANCE[dtype]
+    assert relative(case.decode(backend, last), case.decode(reference, last)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("magnitude", [2.0**-20, 60000.0])
-def test_any_fp16_value_is_taken(kernels: cpu.CpuKernels, magnitude: float) -> None:
+def test_any_fp16_value_is_taken(backend: cpu.CpuBackend, magnitude: float) -> None:
     case, reference = Case(64, 128, [200], torch.bfloat16), load("reference")
     case.v[0] = (case.v[0].clamp(-1, 1).float() * magnitude).half()
     q = case.rows(200, HEADS * 4)
-    assert relative(case.prefill(kernels, [0], q), case.prefill(reference, [0], q)) < TOLERANCE[torch.bfloat16]
+    assert relative(case.prefill(backend, [0], q), case.prefill(reference, [0], q)) < TOLERANCE[torch.bfloat16]
 
 
 def test_shapes_without_a_kernel_go_to_the_reference() -> None:
-    kernels, reference = cpu.CpuKernels(threads=2), load("reference")
+    backend, reference = cpu.CpuBackend(threads=2), load("reference")
     case = Case(24, 80, [50], torch.float32)
-    assert not cpu.takes_rows(24, 80)
+    assert case.kernels(backend).served_by == "reference"
     q = case.rows(1, HEADS * 2)
-    assert torch.equal(case.decode(kernels, q), case.decode(reference, q))
+    assert torch.equal(case.decode(backend, q), case.decode(reference, q))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_wrong_inputs_are_named(backend: str) -> None:
-    kernels, case = load(backend), Case(32, 64, [40], torch.float32)
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_wrong_inputs_are_named(name: str) -> None:
+    backend, case = load(name), Case(32, 64, [40], torch.float32)
     with pytest.raises(ValueError, match=r"q is \(1, 3, 64\)"):
-        case.decode(kernels, case.rows(1, 3))
+        case.decode(backend, case.rows(1, 3))
     case.table[0, 0] = 99
     with pytest.raises((ValueError, IndexError), match=r"99|sequence 0"):
-        case.decode(kernels, case.rows(1, 2))
+        case.decode(backend, case.rows(1, 2))

@@ -5,24 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 from hack_kernels import cpu
-from hack_kernels.base import BackendUnavailable, Spans
+from hack_kernels.base import BackendUnavailable, Pool, RowKernels, Spans
+from hack_kernels.cpu.extension import supported_isas
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
 try:
-    ISAS = cpu.supported_isas()
+    ISAS = supported_isas()
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
 TORCH = Rowwise()
+
+
+def flags(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.bool)
+
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [1, 15, 16, 172, 768]
 """Columns: within a vector, whole vectors, and vectors with a rest."""
 
 
 @pytest.fixture(params=ISAS)
-def kernels(request: pytest.FixtureRequest) -> cpu.CpuKernels:
-    return cpu.CpuKernels(request.param, threads=2)
+def kernels(request: pytest.FixtureRequest) -> RowKernels:
+    return cpu.CpuBackend(request.param, threads=2).rows
 
 
 def rows(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -37,7 +44,7 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", SIZES)
-def test_norm(kernels: cpu.CpuKernels, n: int, dtype: torch.dtype) -> None:
+def test_norm(kernels: RowKernels, n: int, dtype: torch.dtype) -> None:
     x, more, weight = rows(1, 7, n, dtype=dtype), rows(2, 7, n, dtype=dtype), rows(3, n, dtype=dtype)
     summed = x + more
     for terms in (None, more):
@@ -51,7 +58,7 @@ def test_norm(kernels: cpu.CpuKernels, n: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [2, 16, 96, 128])
-def test_rotate_is_bit_equal(kernels: cpu.CpuKernels, head_dim: int, dtype: torch.dtype) -> None:
+def test_rotate_is_bit_equal(kernels: RowKernels, head_dim: int, dtype: torch.dtype) -> None:
     wide, turns = rows(4, 9, 7, head_dim, dtype=dtype), rows(5, 9, head_dim)
     for heads in (1, 3, 5):
         for x in (wide[:, :5], wide[:, 2:]):  # rows lie apart
@@ -64,7 +71,7 @@ def test_rotate_is_bit_equal(kernels: cpu.CpuKernels, head_dim: int, dtype: torc
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", SIZES)
-def test_gate(kernels: cpu.CpuKernels, n: int, dtype: torch.dtype) -> None:
+def test_gate(kernels: RowKernels, n: int, dtype: torch.dtype) -> None:
     x = rows(6, 5, 2 * n, dtype=dtype)
     x[0, 0], x[1, 0] = 200, -200  # where a power of e overflows
     g, u = x.double().chunk(2, dim=-1)
@@ -75,7 +82,7 @@ def test_gate(kernels: cpu.CpuKernels, n: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [*SIZES, 4096])
-def test_largest(kernels: cpu.CpuKernels, n: int, dtype: torch.dtype) -> None:
+def test_largest(kernels: RowKernels, n: int, dtype: torch.dtype) -> None:
     """Also among equals, of which coarse values have many, and where every value is negative."""
     x = torch.cat((rows(1, 5, n + 3), rows(2, 5, n + 3).round(), -rows(3, 5, n + 3).abs())).to(dtype)[:, 3:]
     x[0], x[1, n // 2 :] = -torch.inf, -torch.inf
@@ -87,14 +94,14 @@ def test_largest(kernels: cpu.CpuKernels, n: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("broken", [torch.nan, -torch.nan, torch.inf])
-def test_what_is_not_finite_has_no_largest(kernels: cpu.CpuKernels, broken: float) -> None:
+def test_what_is_not_finite_has_no_largest(kernels: RowKernels, broken: float) -> None:
     for at in (0, 15, 16, 38):
         x = rows(1, 3, 39)
         x[1, at] = broken
         assert kernels.largest(x) == TORCH.largest(x) == [int(x[0].argmax()), -1, int(x[2].argmax())]
 
 
-def test_what_is_not_a_number_stays_none(kernels: cpu.CpuKernels) -> None:
+def test_what_is_not_a_number_stays_none(kernels: RowKernels) -> None:
     """The codec and the sampler find broken values: nothing before them may lose one."""
     for at in (0, 3, 17):
         x = rows(7, 2, 36)
@@ -105,7 +112,7 @@ def test_what_is_not_a_number_stays_none(kernels: cpu.CpuKernels) -> None:
 
 
 @pytest.mark.parametrize("columns", [172, 4096])
-def test_a_row_does_not_depend_on_its_place(kernels: cpu.CpuKernels, columns: int) -> None:
+def test_a_row_does_not_depend_on_its_place(kernels: RowKernels, columns: int) -> None:
     """Enough rows for several threads."""
     x, weight, turns = rows(8, 300, 2 * columns), rows(9, 2 * columns), rows(10, 300, columns)
     gated, normed, turned = kernels.gate(x), kernels.norm(x, weight, 1e-6), x.view(300, 2, columns).clone()
@@ -118,6 +125,10 @@ def test_a_row_does_not_depend_on_its_place(kernels: cpu.CpuKernels, columns: in
         assert torch.equal(kernels.norm(x[part], weight, 1e-6), normed[part])
 
 
+def pool_of(open_k: Tensor, open_v: Tensor) -> Pool:
+    return Pool({}, open_k, open_v)
+
+
 def decode_spans(positions: list[int], slots: list[int]) -> Spans:
     ones = torch.ones(len(slots), dtype=torch.int64)
     return Spans(torch.tensor(positions), ones, ones.cumsum(0) - 1, torch.zeros(len(slots), 1), torch.tensor(slots))
@@ -125,48 +136,77 @@ def decode_spans(positions: list[int], slots: list[int]) -> Spans:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [6, 64])
-def test_append_is_bit_equal(kernels: cpu.CpuKernels, head_dim: int, dtype: torch.dtype) -> None:
+def test_append_is_bit_equal(kernels: RowKernels, head_dim: int, dtype: torch.dtype) -> None:
     """Rows are slices of Q, K and V; sequences stand in any order of slots, at the ends of pages and inside."""
     qkv, spans = rows(11, 4, 7, head_dim, dtype=dtype), decode_spans([0, 31, 32 * 9 + 7, 63], [5, 0, 2, 3])
     k, v = qkv[:, 3:5], qkv[:, 5:]
     k[0, 0, 0], v[3, 1, 1] = 65504.0 if dtype is not torch.bfloat16 else 65280.0, 1e-7
     found, wanted = (torch.zeros(2, 6, 2, 32, head_dim, dtype=torch.float16) for _ in range(2))
-    assert kernels.append(found[0], found[1], spans, k, v)
-    assert TORCH.append(wanted[0], wanted[1], spans, k, v)
+    for each, pages in ((kernels, found), (TORCH, wanted)):
+        faulty = flags(len(spans.slots))
+        each.append(pool_of(pages[0], pages[1]), spans, k, v, faulty)
+        assert not bool(faulty.any())
     assert torch.equal(found, wanted)
     assert bool(found[:, 1].eq(0).all())
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf, 7e4])
 @pytest.mark.parametrize("tensor", [0, 1])
-def test_nothing_is_appended_where_a_value_is_not_finite(kernels: cpu.CpuKernels, tensor: int, broken: float) -> None:
+def test_a_row_that_is_not_finite_is_flagged_and_not_written(kernels: RowKernels, tensor: int, broken: float) -> None:
+    """The others are written as if it were not there; a flag that is set stays set."""
     given = rows(12, 2, 3, 2, 24)
     given[tensor, 2, 1, 23] = broken
+    spans = decode_spans([1, 2, 3], [0, 1, 2])
     for each in (kernels, TORCH):
-        pages = torch.zeros(2, 3, 2, 32, 24, dtype=torch.float16)
-        assert not each.append(pages[0], pages[1], decode_spans([1, 2, 3], [0, 1, 2]), given[0], given[1])
-        assert bool(pages.eq(0).all())
+        pages, faulty = torch.zeros(2, 3, 2, 32, 24, dtype=torch.float16), flags(3)
+        faulty[0] = True
+        each.append(pool_of(pages[0], pages[1]), spans, given[0], given[1], faulty)
+        assert faulty.tolist() == [True, False, True]
+        assert each.set_in(faulty) == [0, 2]
+        assert bool(pages[:, 2].eq(0).all())
+        for slot in (0, 1):
+            assert torch.equal(pages[:, slot, :, spans.starts[slot]], given[:, slot].half())
+            assert int(pages[:, slot].count_nonzero()) == 2 * 2 * 24
 
 
-def test_wrong_inputs_are_named(kernels: cpu.CpuKernels) -> None:
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf, 7e4])
+@pytest.mark.parametrize("tensor", [0, 1])
+def test_a_prompt_is_narrowed_whole_or_not_at_all(kernels: RowKernels, tensor: int, broken: float) -> None:
+    given = rows(16, 2, 5, 2, 24)
+    narrowed = kernels.narrow(given[0], given[1])
+    assert narrowed is not None
+    assert all(torch.equal(x, y.half()) for x, y in zip(narrowed, given, strict=True))
+    given[tensor, 4, 1, 3] = broken
+    assert kernels.narrow(given[0], given[1]) is None
+
+
+def test_a_faulty_row_has_no_largest(kernels: RowKernels) -> None:
+    x, faulty = rows(17, 4, 40), flags(4)
+    x[1, 3] = torch.nan
+    assert kernels.largest(x, faulty) == kernels.largest(x)
+    faulty[1] = faulty[3] = True
+    assert kernels.largest(x, faulty) == [int(x[0].argmax()), -2, int(x[2].argmax()), -2]
+
+
+def test_wrong_inputs_are_named(kernels: RowKernels) -> None:
     x, pages = rows(13, 4, 2, 16), torch.zeros(3, 2, 32, 16, dtype=torch.float16)
     good = decode_spans([0, 1, 2, 3], [0, 1, 2, 2])
     for spans in (decode_spans([0, 1, 2, 3], [0, 1, 2, 3]), decode_spans([0, 1, 2, -1], [0, 1, 2, 2])):
         with pytest.raises(ValueError, match="sequence 3"):
-            kernels.append(pages, pages, spans, x, x)
+            kernels.append(pool_of(pages, pages), spans, x, x, flags(4))
     with pytest.raises(ValueError, match="starts"):
-        kernels.append(pages, pages, decode_spans([0], [0]), x, x)
+        kernels.append(pool_of(pages, pages), decode_spans([0], [0]), x, x, flags(4))
     with pytest.raises(ValueError, match="none of them 0"):
-        kernels.append(pages[:, :, :0], pages[:, :, :0], good, x, x)
+        kernels.append(pool_of(pages[:, :, :0], pages[:, :, :0]), good, x, x, flags(4))
     with pytest.raises(ValueError, match="open_v is"):
-        kernels.append(pages, pages.view(3, 2, 16, 32), good, x, x)
+        kernels.append(pool_of(pages, pages.view(3, 2, 16, 32)), good, x, x, flags(4))
     with pytest.raises(ValueError, match="v has the wrong shape or dtype for k"):
-        kernels.append(pages, pages, good, x, x[:, :1])
+        kernels.append(pool_of(pages, pages), good, x, x[:, :1], flags(4))
     with pytest.raises(ValueError, match=r"k has the wrong shape or dtype$"):
-        kernels.append(pages, pages, good, x[:, :1], x)
+        kernels.append(pool_of(pages, pages), good, x[:, :1], x, flags(4))
     for wrong, name in ((x.long(), "v"), (x[0, 0], "v"), (x[:, :0], "v")):
         with pytest.raises(ValueError, match=rf"^{name} "):
-            kernels.append(pages, pages, good, x, wrong)
+            kernels.append(pool_of(pages, pages), good, x, wrong, flags(4))
     with pytest.raises(ValueError, match="turns"):
         kernels.rotate(x, 2, rows(14, 3, 16))
     with pytest.raises(ValueError, match="lacks heads"):

@@ -12,7 +12,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 from hackkv.model.tiny import Tiny, write_tiny
-from tests.e2e.processes import Child, Fleet, role
+from tests.e2e.processes import START_S, Child, Fleet, role
 from tests.page.conftest import Open
 
 PHONE = {"width": 390, "height": 844}
@@ -42,7 +42,7 @@ LAYOUT_SHIFT = """() => new Promise((done) => new PerformanceObserver(
   (list) => done(list.getEntries().reduce((sum, entry) => sum + entry.value, 0)),
 ).observe({ type: "layout-shift", buffered: true }))"""
 
-pytestmark = pytest.mark.usefixtures("browser")
+pytestmark = [pytest.mark.usefixtures("browser"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_stop_stops_and_an_error_is_shown(fleet: Fleet, open_page: Open) -> None
 def test_the_waterfall_sums_to_the_total(fleet: Fleet, open_page: Open) -> None:
     served(fleet)
     page = ready(open_page(fleet.api.url))
-    told = httpx.get(f"{fleet.api.url}/api/requests").json()["ended"][::-1]
+    told = httpx.get(f"{fleet.api.url}/api/requests", timeout=START_S).json()["ended"][::-1]
     rows = page.locator("#requests-rows > tr")
     expect(rows).to_have_count(min(12, len(told)))
     longest = max(one["total_s"] for one in told[:12])

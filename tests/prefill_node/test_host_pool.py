@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -62,11 +63,24 @@ class Tenants(RuleBasedStateMachine):
         if claim.tenant is Tenant.PREFIX:
             tenant = Tenant.PREFIX
         due = self.left + claim.num_bytes * (claim.tenant is Tenant.WAITING is not tenant)
-        self.pool.turn(claim, tenant)
+        self.pool.change_tenant(claim, tenant)
         assert self.left == due
         assert claim.tenant is tenant
         self.living.remove(claim)
         self.living.append(claim)
+
+    @precondition(lambda self: self.living or self.gone)
+    @rule(data=st.data())
+    def shrink(self, data: st.DataObject) -> None:
+        """A claim keeps its place and gives back what it does not need, never more than it has."""
+        claim = data.draw(st.sampled_from(self.living + self.gone))
+        num_bytes = data.draw(st.integers(0, claim.num_bytes))
+        due = self.left + num_bytes * (claim in self.living and claim.tenant is Tenant.WAITING)
+        kept = claim.num_bytes - num_bytes * (claim in self.living)
+        self.pool.shrink(claim, num_bytes)
+        assert (self.left, claim.num_bytes) == (due, kept)
+        with pytest.raises(ValueError, match="cannot give back"):
+            self.pool.shrink(claim, kept + 1)
 
     @precondition(lambda self: self.living or self.gone)
     @rule(data=st.data())
@@ -84,7 +98,7 @@ class Tenants(RuleBasedStateMachine):
     @rule(data=st.data(), tenant=st.sampled_from(Tenant))
     def turn_what_is_gone(self, data: st.DataObject, tenant: Tenant) -> None:
         """Nothing comes back to life."""
-        self.pool.turn(data.draw(st.sampled_from(self.gone)), tenant)
+        self.pool.change_tenant(data.draw(st.sampled_from(self.gone)), tenant)
 
     @invariant()
     def bytes_add_up(self) -> None:

@@ -8,18 +8,21 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+from hack_kernels.base import Pool
 from torch import Tensor
 
-from hackkv.codec import Batch, LayerPages
+from hackkv.codec import Batch
 from hackkv.codecs import CODECS
 from hackkv.errors import HackkvError
-from hackkv.framing import FrameLedger
+from hackkv.framing import Expected, FrameLedger
 from hackkv.model.generate import generate
-from hackkv.types import Handoff, HandoffEnd, KvFrame, NodeIdentity, Prefilled, PrefillJob, Receipt, Token
+from hackkv.nodes import NodeIdentity
+from hackkv.types import Handoff, HandoffEnd, KvFrame, Prefilled, PrefillJob, Receipt, Token
+from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
 from tests.pair import PI, TIMEOUT_S, GatedCodec, greedy, paired, prompt, tiny_worker
 from transport.closing import closing
-from transport.wires import WIRES
+from transport.wires import Loopback
 
 HIT_LENGTHS = (PI - 1, PI, PI + 1, 2 * PI - 1, 2 * PI, 2 * PI + 1)
 SETTINGS = [
@@ -56,18 +59,17 @@ class Bench:
         self.worker = tiny_worker(codec, **settings)
         if codec_object:
             self.worker = replace(tiny_worker("fp16"), codec=codec_object)
-        self.wire = WIRES["inproc"](TIMEOUT_S)
+        self.wire = Loopback("inproc", TIMEOUT_S)
         self.listener = self.wire.listener()
         self.planes: dict[str, dict[tuple[int, int, int, str], bytes]] = {}
         self.service = PrefillService(
             NodeIdentity("p", "p", "1"),
             self.worker,
             self.wire.sender(),
-            num_pages=num_pages,
-            max_prompts=8,
-            chunk_tokens=chunk_pages * PI,
-            host_bytes=host_bytes,
-            prefix_cache=prefix_cache,
+            num_pages,
+            PrefillSettings(
+                max_prompts=8, chunk_tokens=chunk_pages * PI, host_bytes=host_bytes, prefix_cache=prefix_cache
+            ),
         )
         self.count = 0
 
@@ -84,10 +86,10 @@ class Bench:
 
     async def deliver(self, handoff: Handoff, items: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Check everything, as a decode node does, and keep the bytes."""
-        sealed = self.worker.codec.sealed_pages(handoff.num_tokens)
-        ledger = FrameLedger(
-            self.worker.layout, self.worker.codec.format, handoff.transfer_id, handoff.epoch, handoff.num_tokens, sealed
-        )
+        codec, tokens = self.worker.codec, handoff.num_tokens
+        sealed = self.worker.footprint.sealed(tokens)
+        expected = Expected(self.worker.layout, codec.wire_planes, tokens, sealed, codec.wire_form)
+        ledger = FrameLedger(handoff.transfer_id, handoff.epoch, expected)
         planes = self.planes.setdefault(handoff.transfer_id, {})
         async for item in items:
             if isinstance(item, HandoffEnd):
@@ -149,7 +151,7 @@ async def test_pages_go_to_host_memory_and_come_back_bit_equal(codec: str) -> No
         first = await bench.serve(ids)
         await bench.serve(other)
         assert await bench.stat("hackkv_prefix_evictions_total") == 3
-        assert await bench.stat("hackkv_host_pool_prefix_bytes") == 3 * 4 * bench.worker.codec.format.resident_bytes
+        assert await bench.stat("hackkv_host_pool_prefix_bytes") == 3 * bench.worker.footprint.page_bytes
         again = await bench.serve(ids)
         assert again.computed_tokens == 9
         assert (again.token, again.planes) == (first.token, first.planes)
@@ -160,7 +162,7 @@ async def test_pages_go_to_host_memory_and_come_back_bit_equal(codec: str) -> No
 async def test_without_room_in_host_memory_pages_are_dropped() -> None:
     ids, other = prompt(1, 3 * PI), prompt(2, 4 * PI)
     async with Bench(num_pages=4) as bench:
-        host_bytes = 4 * 4 * bench.worker.codec.format.resident_bytes
+        host_bytes = 4 * bench.worker.footprint.page_bytes
     async with Bench(num_pages=4, host_bytes=host_bytes) as bench:
         await bench.serve(ids)
         held = bench.service.prefill(PrefillJob(greedy("waits", other, 4), "waits", 0))
@@ -244,7 +246,7 @@ async def test_after_a_pass_that_broke_nothing_is_believed(caplog: pytest.LogCap
     class Breaking(GatedCodec):
         broken = False
 
-        def attend(self, layer: int, pool: LayerPages, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.broken:
                 raise RuntimeError("boom")
             return super().attend(layer, pool, batch, q, k, v)

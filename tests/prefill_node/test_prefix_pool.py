@@ -11,7 +11,7 @@ from hackkv.types import Fingerprint
 from prefill_node import page_names as naming
 from prefill_node.host_pool import Claim, HostPool, Tenant
 from prefill_node.page_names import page_names
-from prefill_node.prefix_pool import Lease, PrefixPool
+from prefill_node.prefix_pool import PrefixGrant, PrefixPool
 
 PAGES, SLOTS, PI, PAGE_BYTES, HOST_BYTES = 4, 3, 2, 10, 45
 FINGERPRINT = Fingerprint((("codec", "hack"),))
@@ -26,11 +26,11 @@ prompts = st.builds(
 
 
 class Running:
-    """A prompt that holds a lease: `done` of its pages are sealed."""
+    """A prompt that holds a grant: `done` of its pages are sealed."""
 
-    def __init__(self, ids: tuple[int, ...], salt: str, lease: Lease) -> None:
-        self.ids, self.salt, self.lease = ids, salt, lease
-        self.done = lease.cached_tokens // PI
+    def __init__(self, ids: tuple[int, ...], salt: str, grant: PrefixGrant) -> None:
+        self.ids, self.salt, self.grant = ids, salt, grant
+        self.done = grant.cached_tokens // PI
 
     def content(self, index: int) -> object:
         """What page `index` must hold: everything that its bytes depend on."""
@@ -59,16 +59,16 @@ class Pages(RuleBasedStateMachine):
         for ids, salt, hit in wanted:
             names = page_names(ids, PI, FINGERPRINT, salt)
             room = self.pool.has_room(len(ids), names if hit else ())
-            lease = self.pool.take(len(ids), names, hit=hit)
-            assert (lease is not None) == room
-            if lease is not None:
-                assert len(lease.pages) == -(-len(ids) // PI)
-                assert lease.cached_tokens < len(ids)
-                assert hit or not lease.cached_tokens
-                self.running.append(Running(ids, salt, lease))
+            grant = self.pool.take(len(ids), names, hit=hit)
+            assert (grant is not None) == room
+            if grant is not None:
+                assert len(grant.pages) == -(-len(ids) // PI)
+                assert grant.cached_tokens < len(ids)
+                assert hit or not grant.cached_tokens
+                self.running.append(Running(ids, salt, grant))
         moves = self.pool.moves()
         for place, page in moves.saves.items():
-            assert place < self.pool.num_places
+            assert place < self.pool.places.count
             self.memory[place] = self.device[page]
         for page, place in moves.loads.items():
             self.device[page] = self.memory[place]
@@ -76,10 +76,10 @@ class Pages(RuleBasedStateMachine):
             full = len(each.ids) // PI
             sealed = data.draw(st.sampled_from([full, full, each.done + (each.done < full)]))
             for index in range(each.done, sealed):
-                self.device[each.lease.pages[index]] = each.content(index)
+                self.device[each.grant.pages[index]] = each.content(index)
             if succeeds:
                 each.done = sealed
-                self.pool.publish(each.lease, sealed)
+                self.pool.publish(each.grant, sealed)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -87,16 +87,16 @@ class Pages(RuleBasedStateMachine):
         """A prompt ends, or its client leaves."""
         each = data.draw(st.sampled_from(self.running))
         self.running.remove(each)
-        self.pool.give_back(each.lease)
+        self.pool.give_back(each.grant)
         with pytest.raises(ValueError, match="is not held"):
-            self.pool.give_back(each.lease)
+            self.pool.give_back(each.grant)
 
     @precondition(lambda self: self.running)
     @rule()
     def all_leave(self) -> None:
         """The node is idle for a moment."""
         while self.running:
-            self.pool.give_back(self.running.pop().lease)
+            self.pool.give_back(self.running.pop().grant)
 
     @rule(event=st.sampled_from(["pressed", "relaxed", "relaxed", "broken"]), num_bytes=st.integers(0, HOST_BYTES))
     def disturb(self, event: str, num_bytes: int) -> None:
@@ -114,12 +114,12 @@ class Pages(RuleBasedStateMachine):
         """However it came there."""
         for each in self.running:
             for index in range(each.done):
-                assert self.device[each.lease.pages[index]] == each.content(index)
+                assert self.device[each.grant.pages[index]] == each.content(index)
 
     @invariant()
     def pages_slots_and_bytes_add_up(self) -> None:
         """Prompts share pages, but never with the free ones; host memory is counted by the page."""
-        held = {page for each in self.running for page in each.lease.pages}
+        held = {page for each in self.running for page in each.grant.pages}
         assert self.pool.free_pages == PAGES - len(held)
         assert self.pool.free_slots == SLOTS - len(self.running)
         assert self.host.bytes_of(Tenant.PREFIX) == PAGE_BYTES * self.pool.known_pages[1]
@@ -127,11 +127,11 @@ class Pages(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Nothing is lost: a prompt that needs every page can have them."""
         for each in self.running:
-            self.pool.give_back(each.lease)
+            self.pool.give_back(each.grant)
         self.running.clear()
-        lease = self.pool.take(PAGES * PI)
-        assert lease is not None
-        assert sorted(lease.pages) == list(range(PAGES))
+        grant = self.pool.take(PAGES * PI)
+        assert grant is not None
+        assert sorted(grant.pages) == list(range(PAGES))
 
 
 TestPages = Pages.TestCase
@@ -157,27 +157,27 @@ def test_digests_that_collide_are_found_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(naming, "_digest", lambda _: b"same")
     pool = PrefixPool(PAGES, SLOTS, PI, HostPool(0, lambda _: None), PAGE_BYTES)
     for ids, salt, cached in (((1, 2, 3), "", 0), ((1, 2, 3), "", 2), ((1, 3, 3), "", 0), ((1, 2, 3), "salt", 0)):
-        lease = pool.take(3, page_names(ids, PI, FINGERPRINT, salt))
-        assert lease is not None
-        assert lease.cached_tokens == cached
-        pool.publish(lease, 1)
-        pool.give_back(lease)
+        grant = pool.take(3, page_names(ids, PI, FINGERPRINT, salt))
+        assert grant is not None
+        assert grant.cached_tokens == cached
+        pool.publish(grant, 1)
+        pool.give_back(grant)
 
 
 def test_the_beginning_of_a_prefix_outlives_its_end() -> None:
     """Least recently used first, and of one prompt its last page first."""
     pool = PrefixPool(4, SLOTS, PI, HostPool(0, lambda _: None), PAGE_BYTES)
     for ids in ((1, 1, 2, 2), (3, 3, 4, 4)):
-        lease = pool.take(4, page_names(ids, PI, FINGERPRINT, ""))
-        assert lease is not None
-        pool.publish(lease, 2)
-        pool.give_back(lease)
-    lease = pool.take(2)
-    assert lease is not None
+        grant = pool.take(4, page_names(ids, PI, FINGERPRINT, ""))
+        assert grant is not None
+        pool.publish(grant, 2)
+        pool.give_back(grant)
+    grant = pool.take(2)
+    assert grant is not None
     assert pool.counts.evicted_pages == 1
-    pool.give_back(lease)
+    pool.give_back(grant)
     for begins, cached in (((3, 3, 4, 4), 4), ((1, 1, 2, 2), 2)):
-        lease = pool.take(5, page_names((*begins, 5), PI, FINGERPRINT, ""))
-        assert lease is not None
-        assert lease.cached_tokens == cached
-        pool.give_back(lease)
+        grant = pool.take(5, page_names((*begins, 5), PI, FINGERPRINT, ""))
+        assert grant is not None
+        assert grant.cached_tokens == cached
+        pool.give_back(grant)

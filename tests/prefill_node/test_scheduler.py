@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hackkv.errors import ConfigError
 from prefill_node.host_pool import HostPool
 from prefill_node.prefix_pool import PrefixPool
-from prefill_node.scheduler import PATIENCE, Chunk, PrefillScheduler, Prompt
+from prefill_node.scheduler import MAX_SKIPS, Chunk, PrefillScheduler, Prompt
 
 PAGES, SLOTS, PI = 10, 5, 4
 WHOLE_POOL = PAGES * PI
@@ -47,7 +47,7 @@ class Queue(RuleBasedStateMachine):
     def start(self, admit: bool) -> None:
         """A pass starts: its chunks go on where their prompts stand, within the budget, and waste none of it."""
         chunks = self.in_pass = self.scheduler.schedule(lambda _: admit)
-        alive, started = self.alive, [prompt for prompt in self.alive if prompt.lease]
+        alive, started = self.alive, [prompt for prompt in self.alive if prompt.grant]
         total = sum(chunk.count for chunk in chunks)
         assert total <= self.budget
         for chunk in chunks:
@@ -55,12 +55,12 @@ class Queue(RuleBasedStateMachine):
             assert chunk.start % PI == 0
             assert chunk.count > 0
             assert chunk.is_last or chunk.count % PI == 0
-            assert chunk.lease is chunk.prompt.lease
-            assert len(chunk.lease.pages) == -(-chunk.prompt.num_tokens // PI)
+            assert chunk.grant is chunk.prompt.grant
+            assert len(chunk.grant.pages) == -(-chunk.prompt.num_tokens // PI)
         assert [chunk.prompt for chunk in chunks] == [p for p in alive if any(c.prompt is p for c in chunks)]
         if started:
             assert total > self.budget - PI or total == sum(prompt.remaining for prompt in started)
-            if alive[0].lease:
+            if alive[0].grant:
                 assert chunks[0].prompt is alive[0], "the oldest goes on in every pass"
                 assert chunks[0].count >= min(PI, alive[0].remaining)
         if admit and alive and not started:
@@ -93,22 +93,22 @@ class Queue(RuleBasedStateMachine):
     @invariant()
     def pages_have_one_owner_and_come_back(self) -> None:
         """Pages are held by prompts that run, and until the end of the pass by those that left during it."""
-        leases = [prompt.lease for prompt in self.added if prompt.lease]
-        pages = [page for lease in leases for page in lease.pages]
+        grants = [prompt.grant for prompt in self.added if prompt.grant]
+        pages = [page for grant in grants for page in grant.pages]
         assert len(set(pages)) == len(pages) == PAGES - self.pool.free_pages
-        assert len({lease.slot for lease in leases}) == len(leases) == SLOTS - self.pool.free_slots
+        assert len({grant.slot for grant in grants}) == len(grants) == SLOTS - self.pool.free_slots
         in_pass = {id(chunk.prompt) for chunk in self.in_pass or []}
         for prompt in self.added:
             finished = prompt.left or not prompt.remaining
-            assert not (finished and prompt.lease and id(prompt) not in in_pass), "a departed prompt holds pages"
+            assert not (finished and prompt.grant and id(prompt) not in in_pass), "a departed prompt holds pages"
 
     @invariant()
     def loads_are_told_truly(self) -> None:
         """What the router balances by."""
         if self.in_pass is None:
             assert self.scheduler.queued_tokens == sum(prompt.remaining for prompt in self.alive)
-            assert self.scheduler.running == sum(prompt.lease is not None for prompt in self.alive)
-            assert self.scheduler.waiting == sum(prompt.lease is None for prompt in self.alive)
+            assert self.scheduler.running == sum(prompt.grant is not None for prompt in self.alive)
+            assert self.scheduler.waiting == sum(prompt.grant is None for prompt in self.alive)
 
 
 TestQueue = Queue.TestCase
@@ -177,12 +177,12 @@ def test_who_finds_no_room_is_overtaken_a_few_times_only() -> None:
     """Or an endless stream of small prompts would take every bit of room that comes free."""
     scheduler: PrefillScheduler[str] = PrefillScheduler(page_pool(), 2 * PI)
     scheduler.add(Prompt("big", WHOLE_POOL))
-    small = [Prompt("small", PI) for _ in range(PATIENCE + 5)]
+    small = [Prompt("small", PI) for _ in range(MAX_SKIPS + 5)]
     for prompt in small:
         scheduler.add(prompt)
     while scheduler.schedule(lambda owner: owner == "small"):
         scheduler.commit()
-    assert [prompt.remaining for prompt in small] == [0] * PATIENCE + [PI] * 5
+    assert [prompt.remaining for prompt in small] == [0] * MAX_SKIPS + [PI] * 5
     assert scheduler.schedule()[0].prompt.owner == "big"
 
 

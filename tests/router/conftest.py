@@ -16,14 +16,11 @@ from starlette.types import ASGIApp
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from hackkv.defaults import SamplingDefaults
 from hackkv.tokenizer import Tokenizer
-from router.app import build_app
-from router.dispatch import Dispatcher
-from router.generation import Backend, PromptLimits
-from router.journal import Journal
-from router.lifecycle import Deadlines
-from router.metrics import Metrics
+from router.api.app import build_app
+from router.api.defaults import SamplingDefaults
+from router.api.served import ServedModel, serve_model
+from router.config import DeadlinesConfig, LimitsConfig
 from tests.router.scripted import Cluster
 
 TEMPLATE = (
@@ -68,31 +65,32 @@ class Api:
 
     app: ASGIApp
     cluster: Cluster
-    backend: Backend
+    served: ServedModel
     http: httpx.AsyncClient
     openai: AsyncOpenAI
 
 
-def make_backend(cluster: Cluster, tokenizer: Tokenizer, deadlines: Deadlines | None = None) -> Backend:
-    """The router's inside over a scripted cluster."""
-    metrics = Metrics("tiny", cluster.fleet)
-    dispatcher = Dispatcher(cluster.fleet, metrics, deadlines or Deadlines(), max_inflight=64, max_failovers=1)
-    limits, defaults = PromptLimits(400, 32, 24), SamplingDefaults(top_k=7)
-    return Backend("tiny", tokenizer, dispatcher, metrics, limits, defaults, Journal(cluster.fleet))
+def make_served(cluster: Cluster, tokenizer: Tokenizer, deadlines: DeadlinesConfig | None = None) -> ServedModel:
+    """A model over a scripted cluster."""
+    limits = LimitsConfig(
+        max_prompt_tokens=400, max_sequences=32, default_chat_tokens=24, max_inflight=64, max_failovers=1
+    )
+    defaults = SamplingDefaults(top_k=7)
+    return serve_model("tiny", tokenizer, cluster.fleet, defaults, deadlines or DeadlinesConfig(), limits)
 
 
 @pytest.fixture
 async def api(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Api]:
     """The HTTP API over `cluster`."""
-    backend = make_backend(cluster, tokenizer)
-    app = build_app(backend, max_body_bytes=64 << 10)
+    served = make_served(cluster, tokenizer)
+    app = build_app(served, max_body_bytes=64 << 10)
     url = "http://router"
     async with (
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url) as client,
         httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http_client,
     ):
         openai = AsyncOpenAI(api_key="none", base_url=f"{url}/v1", http_client=http_client, max_retries=0)
-        yield Api(app, cluster, backend, client, openai)
+        yield Api(app, cluster, served, client, openai)
 
 
 def check_error(response: httpx.Response, status: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hackkv.errors import HackkvError, HandshakeRefused, NodeLost, Overloaded, TransferError
+from hackkv.nodes import NodeInfo, WireAddress
 from hackkv.types import (
     Decoded,
     DecodeEvent,
@@ -22,7 +23,6 @@ from hackkv.types import (
     HandoffFailed,
     Landed,
     Logprob,
-    NodeInfo,
     Prefilled,
     PrefillEvent,
     PrefillJob,
@@ -33,9 +33,11 @@ from hackkv.types import (
     Swapped,
     Token,
 )
-from router.fleet import Fleet
-from router.line import Patience
-from router.policy import Need
+from router.config import LimitsConfig
+from router.fleet.fleet import Fleet
+from router.fleet.line import Demand
+from router.fleet.members import Booked
+from router.fleet.policy import Need
 
 FINGERPRINT = Fingerprint((("codec", "hack"), ("model", "tiny")))
 PAGE_TOKENS = 16
@@ -65,6 +67,7 @@ def info(role: Role, node_id: str = "", **changes: object) -> NodeInfo:
         "fingerprint": FINGERPRINT, "page_tokens": PAGE_TOKENS, "max_context": 512, "total_pages": pages,
         "free_pages": pages, "queued_tokens": 0, "running": 0, "waiting": 0,
     }  # fmt: skip
+    values["wires"] = (WireAddress("inproc", str(changes.get("address", node_id))),)
     return NodeInfo(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -89,6 +92,8 @@ class Script:
     """Of each prompt, by an earlier request."""
     swaps: bool = False
     """Whether a sequence is swapped out before `fail_at_token`."""
+    babbles: bool = False
+    """Whether nodes send events out of turn, too."""
 
     async def meet(self, node_id: str, point: Point) -> None:
         """Be at a point: say so, wait at its gate, fail if a fault is due."""
@@ -112,6 +117,9 @@ class Script:
             return Token(index, token_id, finish)
         top = tuple(Logprob(token_id + other, -0.5 - other) for other in range(sampling.logprobs))
         return Token(index, token_id, finish, -0.5, top)
+
+
+_DECODED = Decoded(queue_s=0.0, decode_s=0.0, attend_s=0.0, approximation_s=0.0)
 
 
 class ScriptedDecode:
@@ -140,11 +148,17 @@ class ScriptedDecode:
                     if self.script.swaps:
                         yield Swapped()
                     await self.script.meet(self.node_id, Point.TOKEN)
+                if self.script.babbles:
+                    yield Landed(receipt)
+                    yield _DECODED
                 token = self.script.token(job.request, index)
                 index, finish = index + 1, token.finish
                 yield token
+            if self.script.babbles:
+                yield Swapped()
+                yield token
             await self.script.meet(self.node_id, Point.DECODED)
-            yield Decoded(queue_s=0.0, decode_s=0.0, attend_s=0.0, approximation_s=0.0)
+            yield _DECODED
         finally:
             del self.open[job.transfer_id]
 
@@ -173,7 +187,10 @@ class ScriptedPrefill:
             logprobs = tuple(Token(index, prompt[index], None, -1.0) for index in range(1, len(prompt)))
             token = self.script.token(job.request, 0)
             computed = len(prompt) - self.script.cached_tokens
-            yield Prefilled(token, 0.0, 0.0, 0.0, computed, logprobs if wanted is not None else ())
+            prefilled = Prefilled(token, 0.0, 0.0, 0.0, computed, logprobs if wanted is not None else ())
+            yield prefilled
+            if self.script.babbles:
+                yield prefilled
             while job.handoff and token.finish is None:
                 yield await self._push(job, *await assigned.get())
                 if not self.script.keeps_kv:
@@ -184,7 +201,7 @@ class ScriptedPrefill:
     async def _push(self, job: PrefillJob, epoch: int, address: str) -> HandedOff | HandoffFailed:
         try:
             await self.script.meet(self.node_id, Point.HANDOFF)
-            landing = self._decode[address].open.get(job.transfer_id)
+            landing = self._decode[address.removeprefix("inproc://")].open.get(job.transfer_id)
             if landing is None or landing.done():  # the decode node let go of it, or has it
                 raise HandshakeRefused("unknown transfer")
         except TransferError as error:
@@ -219,7 +236,6 @@ class Cluster:
         decode: int = 2,
         pages: int = 64,
         max_waiting: int = 100,
-        patience: Patience = Patience(),  # noqa: B008  (frozen)
     ) -> None:
         self.script = Script()
         self.decode = {f"d{i}": ScriptedDecode(f"d{i}", self.script) for i in range(decode)}
@@ -229,8 +245,7 @@ class Cluster:
             self.prefill.__getitem__,
             self.decode.__getitem__,
             3.0,
-            max_waiting=max_waiting,
-            patience=patience,
+            LimitsConfig(max_waiting=max_waiting),
             now=lambda: self.now,
         )
         self._pages = pages
@@ -244,10 +259,14 @@ class Cluster:
     async def report(self, node_id: str, **changes: object) -> None:
         """Let one node register or renew its lease."""
         if node_id in self.prefill:
-            await self.fleet.register(info(Role.PREFILL, node_id, **changes))
+            await self.fleet.nodes.register(info(Role.PREFILL, node_id, **changes))
         else:
             pages = {"total_pages": self._pages, "free_pages": self._pages}
-            await self.fleet.register(info(Role.DECODE, node_id, **{**pages, **changes}))
+            await self.fleet.nodes.register(info(Role.DECODE, node_id, **{**pages, **changes}))
+
+    def demand(self, tokens: int) -> Demand:
+        """The next request asks, for room that it takes whole when it lands."""
+        return Demand(Need(tokens, tokens), self.fleet.next_serial())
 
     def fail(self, node_id: str, point: Point, *errors: HackkvError) -> None:
         """Make a node fail the next times it gets to a point."""
@@ -268,15 +287,8 @@ class Cluster:
         """Nothing is open on any node, and every load counter is back at zero."""
         assert not any(node.open for node in self.prefill.values())
         assert not any(node.open for node in self.decode.values())
-        assert [(m.tokens, m.pages, m.requests) for m in self.fleet.members()] == [(0, 0, 0)] * len(
-            self.fleet.members()
-        )
+        assert all(member.booked == Booked() for member in self.fleet.nodes.members())
         assert self.fleet.waiting == 0
-
-
-def whole(tokens: int) -> Need:
-    """Room for a request that takes all it needs when it lands."""
-    return Need(tokens, tokens)
 
 
 async def settled(work: Awaitable[None]) -> None:

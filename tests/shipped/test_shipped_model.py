@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hackkv
-from bench import tasks
-from bench.tasks import Ids, Phrases
+from measure import tasks
+from measure.tasks import Ids, Phrases
 
 FOLDER = Path(hackkv.__file__).parent / "shipped"
 TRIALS = 8

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.tasks import Phrases
+from measure.tasks import Phrases
 from tools.train_small import rows
 from tools.train_small.rows import Material
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from hackkv.nodes import NodeInfo
 from hackkv.types import (
     DecodeJob,
     Fingerprint,
     Handoff,
     HandoffEnd,
     KvFrame,
-    NodeInfo,
     PlaneSpan,
     PrefillJob,
     Receipt,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hackkv import errors, types
 from hackkv.errors import FrameRefused, HackkvError, RequestError, TransferError
+from hackkv.nodes import Lease, NodeInfo, WireAddress
 from hackkv.types import (
     DecodeJob,
     Fingerprint,
@@ -17,9 +18,7 @@ from hackkv.types import (
     HandoffEnd,
     KvFrame,
     KvLayout,
-    Lease,
     Logprob,
-    NodeInfo,
     PlaneSpan,
     PrefillJob,
     Receipt,
@@ -75,13 +74,13 @@ tokens = st.builds(
     st.none() | LOGPROB,
     short_tuples(st.builds(Logprob, U32, LOGPROB)),
 )
-planes = st.builds(PlaneSpan, TEXT, U64, U64, U64)
+planes = st.builds(PlaneSpan, TEXT, U64, U64, U64, U32)
 kv_frames = st.builds(
     KvFrame, TEXT, U32, U32, U32, U32, U32, U32, U32, U32, short_tuples(planes), st.binary(max_size=200)
 )
-receipts = st.builds(Receipt, TEXT, U32, short_tuples(st.tuples(TEXT, U64)), U64, U64, SECONDS)
+receipts = st.builds(Receipt, TEXT, U32, short_tuples(st.tuples(TEXT, U64)), U64, U64, SECONDS, SECONDS)
 prefill_events = (
-    st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, short_tuples(tokens))
+    st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, short_tuples(tokens), SECONDS)
     | st.builds(types.HandedOff, receipts, SECONDS, SECONDS, U64, U32)
     | st.builds(types.HandoffFailed, U32, TEXT, TEXT)
 )
@@ -110,6 +109,7 @@ node_infos = st.builds(
     short_tuples(st.tuples(TEXT, LOGPROB)),
     st.booleans(),
     TEXT,
+    short_tuples(st.builds(WireAddress, TEXT, TEXT)),
 )
 
 CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [

@@ -16,7 +16,7 @@ import grpc.aio
 from hackkv.errors import FrameRefused, HackkvError
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from tests.transport import nouns
-from tests.transport.test_rpc import FakeDecode, FakePrefill, FakeRegistry
+from tests.transport.fakes import FakeDecode, FakePrefill, FakeRegistry
 from transport import methods
 from transport.channels import ChannelPool
 from transport.coder import MAX_PAYLOAD_BYTES, MAX_REQUEST_BYTES

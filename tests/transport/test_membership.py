@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hackkv.errors import NodeLost
-from hackkv.types import Lease, NodeInfo
+from hackkv.nodes import Lease, NodeInfo
 from tests.transport import nouns
 from transport import membership
 from transport.membership import stay_member

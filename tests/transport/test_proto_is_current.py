@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from grpc_tools import protoc
 
-from hackkv import types
+from hackkv import nodes, types
 from transport import methods
 from transport.pb import kv_pb2 as pb
 
@@ -29,20 +29,17 @@ def test_method_paths_are_those_of_the_proto() -> None:
     assert set(methods.ALL) == {f"/{service.full_name}/{m.name}" for service in services for m in service.methods}
 
 
-LOCAL_NOUNS = {"NodeIdentity"}
+LOCAL_NOUNS = {"KvShape", "NodeIdentity"}
 """Nouns that never leave a process by themselves."""
 LOCAL_FIELDS = {("KvFrame", "header_bytes")}
 """Fields that an end fills in for itself."""
 
 
 def test_every_field_of_every_noun_is_in_the_proto() -> None:
+    nouns = {name: noun for name, noun in {**vars(types), **vars(nodes)}.items() if dataclasses.is_dataclass(noun)}
     for name, message in pb.DESCRIPTOR.message_types_by_name.items():
-        noun = getattr(types, name, None)
-        if dataclasses.is_dataclass(noun):
+        if noun := nouns.get(name):
             names = [field.name for field in dataclasses.fields(noun)]
             sent = [field for field in names if (name, field) not in LOCAL_FIELDS]
             assert sent == [field.name for field in message.fields]
-    missing = {name for name, noun in vars(types).items() if dataclasses.is_dataclass(noun)} - set(
-        pb.DESCRIPTOR.message_types_by_name
-    )
-    assert missing == LOCAL_NOUNS
+    assert nouns.keys() - pb.DESCRIPTOR.message_types_by_name.keys() == LOCAL_NOUNS

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 import grpc.aio
 import pytest
@@ -22,143 +20,13 @@ from hackkv.errors import (
     TransferError,
     Unavailable,
 )
-from hackkv.types import (
-    Decoded,
-    DecodeEvent,
-    DecodeJob,
-    Finish,
-    HandedOff,
-    HandoffFailed,
-    Landed,
-    Lease,
-    NodeInfo,
-    Prefilled,
-    PrefillEvent,
-    PrefillJob,
-    Reserved,
-    Swapped,
-    Token,
-)
+from hackkv.nodes import Lease
 from tests.transport import nouns
-from transport.base import DecodeNode, PrefillNode, Registry
-from transport.channels import ChannelPool, Keepalive
+from tests.transport.fakes import DECODE_EVENTS, PREFILL_EVENTS, Cluster, FakeDecode
+from transport.channels import ChannelPool
 from transport.pb import kv_pb2, kv_pb2_grpc
-from transport.rpc_client import DecodeClient, PrefillClient, RegistryClient
+from transport.rpc_client import DecodeClient
 from transport.rpc_server import RpcServer
-
-PREFILL_EVENTS: list[PrefillEvent] = [
-    Prefilled(Token(0, 11, None, -0.5), 0.1, 0.2, 0.05, 3),
-    HandoffFailed(0, "node_lost", "d-1 went away"),
-    HandedOff(nouns.receipt(), 0.0, 0.3, 512, epoch=1),
-]
-DECODE_EVENTS: list[DecodeEvent] = [
-    Reserved(),
-    Landed(nouns.receipt()),
-    Token(1, 12),
-    Swapped(),
-    Token(2, 13, Finish.STOP),
-    Decoded(0.1, 0.2, 0.1, 0.01),
-]
-
-
-class FakePrefill:
-    """Plays its events; raises `error` after them."""
-
-    def __init__(self) -> None:
-        self.events: list[PrefillEvent] = PREFILL_EVENTS
-        self.error: Exception | None = None
-        self.hang = False
-        self.jobs: list[PrefillJob] = []
-        self.assigned: list[tuple[str, int, str]] = []
-        self.closed = asyncio.Event()
-
-    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        self.jobs.append(job)
-        try:
-            for event in self.events:
-                yield event
-            if self.hang:
-                await asyncio.Event().wait()
-            if self.error is not None:
-                raise self.error
-        finally:
-            self.closed.set()
-
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
-        if self.error is not None:
-            raise self.error
-        self.assigned.append((transfer_id, epoch, decode_address))
-
-    async def describe(self) -> NodeInfo:
-        if self.hang:
-            await asyncio.Event().wait()
-        return nouns.node_info("p-1")
-
-
-class FakeDecode:
-    """Plays its events."""
-
-    async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
-        for event in DECODE_EVENTS:
-            yield event
-
-    async def describe(self) -> NodeInfo:
-        return nouns.node_info()
-
-
-class FakeRegistry:
-    """Grants a lease."""
-
-    async def register(self, info: NodeInfo) -> Lease:
-        if info != nouns.node_info():
-            raise HandshakeRefused("node_id: 'd-1' here")
-        return Lease(3.5)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A caller's view of the three services, and the implementation behind the prefill node."""
-
-    fake: FakePrefill
-    prefill: PrefillNode
-    decode: DecodeNode
-    registry: Registry
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[RpcServer]:
-    made = RpcServer("127.0.0.1", 0)
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def channels() -> AsyncIterator[ChannelPool]:
-    made = ChannelPool()
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def remote(server: RpcServer, channels: ChannelPool) -> Cluster:
-    fake = FakePrefill()
-    server.add_prefill(fake)
-    server.add_decode(FakeDecode())
-    server.add_registry(FakeRegistry())
-    address = await server.start()
-    return Cluster(
-        fake,
-        PrefillClient(address, channels, timeout_s=0.5),
-        DecodeClient(address, channels),
-        RegistryClient(address, channels),
-    )
-
-
-@pytest.fixture(params=["direct", "grpc"])
-async def cluster(request: pytest.FixtureRequest, remote: Cluster) -> Cluster:
-    if request.param == "grpc":
-        return remote
-    return Cluster(remote.fake, remote.fake, FakeDecode(), FakeRegistry())
 
 
 async def test_prefill_yields_its_events(cluster: Cluster) -> None:
@@ -326,66 +194,6 @@ async def test_the_advertised_host_is_what_peers_dial(channels: ChannelPool) -> 
     assert address.startswith("localhost:")
     assert await DecodeClient(address, channels).describe() == nouns.node_info()
     await server.close()
-
-
-class Relay:
-    """A TCP relay that can go silent without closing anything, as a machine that lost power does."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._awake = asyncio.Event()
-        self._awake.set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-
-    async def start(self) -> str:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    def go_silent(self) -> None:
-        self._awake.clear()
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        back_reader, back_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        for source, sink in ((reader, back_writer), (back_reader, writer)):
-            self._tasks.add(asyncio.create_task(self._copy(source, sink)))
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(1 << 16):
-                await self._awake.wait()
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            return
-        finally:
-            writer.close()
-
-
-async def test_a_silent_peer_is_noticed_on_both_ends() -> None:
-    keepalive = Keepalive(time_s=0.1, timeout_s=0.2)
-    server, channels, fake = RpcServer("127.0.0.1", 0, keepalive=keepalive), ChannelPool(keepalive), FakePrefill()
-    fake.hang = True
-    server.add_prefill(fake)
-    relay = Relay(int((await server.start()).rpartition(":")[2]))
-    address = await relay.start()
-    events = PrefillClient(address, channels).prefill(nouns.prefill_job())
-    for event in PREFILL_EVENTS:
-        assert await anext(events) == event
-    relay.go_silent()
-    with pytest.raises(NodeLost, match=address):
-        await asyncio.wait_for(anext(events), 5)
-    await asyncio.wait_for(fake.closed.wait(), 5)
-    await channels.close()
-    await server.close()
-    await relay.close()
 
 
 async def test_generated_stubs_can_call_the_server(server: RpcServer, remote: Cluster) -> None:

@@ -13,7 +13,8 @@ import trustme
 
 from hackkv.config import InternalConfig, TlsConfig
 from hackkv.errors import ConfigError, HackkvError, NodeLost, Unauthorized
-from hackkv.types import Handoff, HandoffEnd, KvFrame, Lease, NodeInfo, Receipt
+from hackkv.nodes import Lease, NodeInfo
+from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from tests.transport import nouns
 from transport import methods
 from transport.channels import ChannelPool

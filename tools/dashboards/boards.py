@@ -69,7 +69,8 @@ JCT = Board(
         ),
         Chart(
             "Parts of stages",
-            "Quantizing is a part of prefill; attention and the approximation's corrections are parts of decoding.",
+            "Quantizing and coding for the wire are parts of prefill; attention and the approximation's corrections "
+            "are parts of decoding. Decoding what came over the wire overlaps with prefill and transfer.",
             "s",
             (Query(mean_by("stage", "hackkv_request_substage_seconds"), "{{stage}}"),),
         ),

@@ -1,4 +1,4 @@
-"""What a dashboard is made of here, and how it becomes Grafana's JSON, typed by Grafana's own SDK.
+"""The parts of a dashboard, and how they become Grafana's JSON, typed by Grafana's own SDK.
 
 A chart is data: queries, a unit and how they are drawn. Everything looks alike because it is built in one place.
 """

@@ -1,7 +1,8 @@
-"""`python -m tools.screenshots`: write docs/prometheus-*.png, what a real Prometheus shows of a real cluster.
+"""`python -m tools.screenshots`: write docs/prometheus-*.png, pictures of a real cluster in a real Prometheus.
 
-`fp16` serves for a while and then `hack`, two prefill and two decode nodes each, under a Poisson load; the pictures are
-taken of Prometheus' graph page. Needs Debian's packages `prometheus` (2.42, whose graph page it knows) and `chromium`.
+A cluster with `fp16` serves for a while and then one with `hack`, two prefill and two decode nodes each, under a
+Poisson load. The pictures show Prometheus' graph page. Needs Debian's packages `prometheus` (2.42, whose graph page it
+knows) and `chromium`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import httpx
 import yaml
 from playwright.async_api import async_playwright
 
+from app.cluster import ClusterPlan, running
 from bench.cluster import until
-from hackkv.cluster import ClusterPlan, running
 from hackkv.errors import ConfigError
 from hackkv.model.shipped import find_model
 from tools.dashboards.boards import STAGE, mean_by
@@ -90,7 +91,7 @@ async def serve(codec: str, rate: float, seconds: float) -> None:
     worker = {"model": {"path": model, "threads": 1}, "codec": {"name": codec}}
     async with running(ClusterPlan(router, worker), print) as cluster:
         load = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.serve", "--base-url", cluster.url, "--tokenizer", model),
+            *(sys.executable, "-m", "measure.serve", "--base-url", cluster.url, "--tokenizer", model),
             *(
                 "--input-len",
                 "1000",

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bench.tasks import Ids, Phrases
+from measure.tasks import Ids, Phrases
 from tools.train_small import corpus, evaluate, export, tokenizer
 from tools.train_small.rows import Material
 from tools.train_small.settings import Settings, load

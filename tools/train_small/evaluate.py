@@ -14,8 +14,8 @@ import torch
 from rich.progress import track
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bench import tasks
-from bench.tasks import Example, Ids, Phrases
+from measure import tasks
+from measure.tasks import Example, Ids, Phrases
 
 COPY_DISTANCES = (128, 512, 1024, 2048, 3072)
 LENGTHS = (1024, 2048, 4096)
@@ -86,7 +86,7 @@ def complete(subject: Subject, prompt: str, greedy: bool, tokens: int = 64) -> s
 
 
 def measure(subject: Subject, trials: int) -> dict[str, Any]:
-    """Every bar, as plain data."""
+    """Every measurement, as plain data."""
     phrases, filler = subject.phrases, subject.held_out
 
     def run(make: Callable[[int, Phrases, Ids, int], Example], at: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Writes what ships: BF16 weights, tokenizer, held-out text, and the model card with measurements and loss curve."""
+"""Writes the model that ships: BF16 weights, tokenizer, held-out text, card with measurements, and loss curve."""
 
 import itertools
 import json

@@ -1,8 +1,8 @@
 """Rows of training tokens and the weight of each token in the loss.
 
-Kinds: `text` (real text), `copy`, `recall` and `needle` (the tasks of bench.tasks, several to a row, with every
-distance the row allows) and `chat`. Random material weighs nothing where it is stated, because nothing can predict it,
-and weighs `RECALL_WEIGHT` where it is recalled.
+Kinds: `text` (real text), `copy`, `recall` and `needle` (the tasks of measure.tasks, several to a row, with every
+distance the row allows) and `chat`. Random material has weight 0 where it is stated, because nothing can predict it,
+and weight `RECALL_WEIGHT` where it is recalled.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bench import tasks
-from bench.tasks import Encode, Ids, Phrases
+from measure import tasks
+from measure.tasks import Encode, Ids, Phrases
 
 Weights = npt.NDArray[np.float32]
 Row = tuple[Ids, Weights]
@@ -76,7 +76,7 @@ _ITEMS: dict[str, Callable[[Rng, Material, int], _Item]] = {
 
 
 def _scattered(rng: Rng, m: Material, length: int, make: Callable[[Rng, Material, int], _Item]) -> Row:
-    """Items told and asked at random places of real text; in half of the rows everything is told before the rest."""
+    """Items stated and recalled at random places of real text. In half of the rows all are stated before any recall."""
     share = rng.uniform(0.15, 0.75)
     items: list[_Item] = []
     room = int(length * share)
@@ -108,7 +108,7 @@ def _fit(parts: list[Row], length: int | None = None) -> Row:
 
 
 def _chat(rng: Rng, m: Material, length: int) -> Row:
-    """One or more turns whose answers are real text or were told by the user, then real text to the end."""
+    """One or more turns, then real text to the end. An answer is real text, or was told by the user before."""
     parts: list[Row] = []
     size = 0
     while size < length // 2:

@@ -34,7 +34,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class Stream:
-    """A share of the steps: rows of `length` tokens, kinds of rows drawn by weight from `mix`."""
+    """A share of the steps. Rows have `length` tokens; their kinds are drawn by weight from `mix`."""
 
     share: float
     length: int
@@ -60,7 +60,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """The budget is spent when either the tokens or the minutes are; the schedule follows whichever is faster."""
+    """The budget ends with its tokens or its minutes, whichever end first. The schedule follows the faster one."""
 
     tokens: int
     minutes: float

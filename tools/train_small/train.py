@@ -1,8 +1,8 @@
 """The training loop: Muon for matrices, AdamW for the rest, a length curriculum, checkpoints one can resume from.
 
-The schedule follows the share of the budget that is spent, in tokens or in minutes, whichever is further. On a machine
-shared with others the curriculum and the learning rate thus still reach their end in time; on a fast one the tokens
-decide and a run is reproducible.
+The schedule follows the share of the budget that is spent, in tokens or in minutes, whichever is further along. So the
+curriculum and the learning rate reach their end in time on a shared, slow machine. On a fast machine the tokens decide,
+and a run is reproducible.
 """
 
 import json
@@ -127,7 +127,7 @@ class Run:
         self.stopped = True
 
     def train(self, material: rows.Material) -> None:
-        """Until the budget is spent or SIGTERM or SIGINT comes; the checkpoint is written either way."""
+        """Train until the budget is spent, or SIGTERM or SIGINT comes. The checkpoint is written either way."""
         settings = self.settings
         signal.signal(signal.SIGTERM, self.stop)
         signal.signal(signal.SIGINT, self.stop)

@@ -144,16 +144,18 @@ class Handoff(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class PlaneSpan(_message.Message):
-    __slots__ = ("name", "raw_bytes", "coded_bytes", "checksum")
+    __slots__ = ("name", "raw_bytes", "coded_bytes", "checksum", "method")
     NAME_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     CODED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
     name: str
     raw_bytes: int
     coded_bytes: int
     checksum: int
-    def __init__(self, name: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., coded_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    method: int
+    def __init__(self, name: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., coded_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., method: _Optional[int] = ...) -> None: ...
 
 class KvFrame(_message.Message):
     __slots__ = ("transfer_id", "epoch", "seq", "layer", "head_start", "head_count", "page_start", "page_count", "rows", "planes", "payload")
@@ -204,20 +206,22 @@ class PlaneBytes(_message.Message):
     def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("transfer_id", "tokens", "bytes_by_plane", "header_bytes", "fp16_bytes", "receive_s")
+    __slots__ = ("transfer_id", "tokens", "bytes_by_plane", "header_bytes", "fp16_bytes", "receive_s", "wire_decode_s")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BYTES_BY_PLANE_FIELD_NUMBER: _ClassVar[int]
     HEADER_BYTES_FIELD_NUMBER: _ClassVar[int]
     FP16_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DECODE_S_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     tokens: int
     bytes_by_plane: _containers.RepeatedCompositeFieldContainer[PlaneBytes]
     header_bytes: int
     fp16_bytes: int
     receive_s: float
-    def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes_by_plane: _Optional[_Iterable[_Union[PlaneBytes, _Mapping]]] = ..., header_bytes: _Optional[int] = ..., fp16_bytes: _Optional[int] = ..., receive_s: _Optional[float] = ...) -> None: ...
+    wire_decode_s: float
+    def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes_by_plane: _Optional[_Iterable[_Union[PlaneBytes, _Mapping]]] = ..., header_bytes: _Optional[int] = ..., fp16_bytes: _Optional[int] = ..., receive_s: _Optional[float] = ..., wire_decode_s: _Optional[float] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("handoff", "frame", "end")
@@ -268,20 +272,22 @@ class Assignment(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("token", "queue_s", "prefill_s", "quantize_s", "computed_tokens", "prompt_logprobs")
+    __slots__ = ("token", "queue_s", "prefill_s", "quantize_s", "computed_tokens", "prompt_logprobs", "wire_encode_s")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     QUANTIZE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_ENCODE_S_FIELD_NUMBER: _ClassVar[int]
     token: Token
     queue_s: float
     prefill_s: float
     quantize_s: float
     computed_tokens: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[Token]
-    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., quantize_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
+    wire_encode_s: float
+    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., quantize_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., wire_encode_s: _Optional[float] = ...) -> None: ...
 
 class HandedOff(_message.Message):
     __slots__ = ("receipt", "swap_wait_s", "transfer_s", "overlapped_bytes", "epoch")
@@ -379,8 +385,16 @@ class Stat(_message.Message):
     value: float
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
+class WireAddress(_message.Message):
+    __slots__ = ("wire", "address")
+    WIRE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    wire: str
+    address: str
+    def __init__(self, wire: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "role", "address", "incarnation", "model", "fingerprint", "page_tokens", "max_context", "total_pages", "free_pages", "queued_tokens", "running", "waiting", "stats", "draining", "kernels")
+    __slots__ = ("node_id", "role", "address", "incarnation", "model", "fingerprint", "page_tokens", "max_context", "total_pages", "free_pages", "queued_tokens", "running", "waiting", "stats", "draining", "kernels", "wires")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +411,7 @@ class NodeInfo(_message.Message):
     STATS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    WIRES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     role: Role
     address: str
@@ -413,7 +428,8 @@ class NodeInfo(_message.Message):
     stats: _containers.RepeatedCompositeFieldContainer[Stat]
     draining: bool
     kernels: str
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., page_tokens: _Optional[int] = ..., max_context: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., stats: _Optional[_Iterable[_Union[Stat, _Mapping]]] = ..., draining: _Optional[bool] = ..., kernels: _Optional[str] = ...) -> None: ...
+    wires: _containers.RepeatedCompositeFieldContainer[WireAddress]
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., page_tokens: _Optional[int] = ..., max_context: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., stats: _Optional[_Iterable[_Union[Stat, _Mapping]]] = ..., draining: _Optional[bool] = ..., kernels: _Optional[str] = ..., wires: _Optional[_Iterable[_Union[WireAddress, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("ttl_s",)

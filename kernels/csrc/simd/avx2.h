@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../widths.h"
+
 namespace hack {
 
 struct Avx2 {
@@ -19,6 +21,7 @@ struct Avx2 {
     __m256i a, b;
   };
   using W = I;
+  static constexpr bool kDotTakesBytes = false;  // codes of more than kNarrow bits need a `dot` of their own
 
   static F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
   static F splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -97,9 +100,20 @@ struct Avx2 {
     return {_mm256_and_si256(_mm256_srli_epi16(x.a, bits * f), mask),
             _mm256_and_si256(_mm256_srli_epi16(x.b, bits * f), mask)};
   }
-  // Pairs of products stay below 2^15 (at most 2 * 255 * 15), so the saturating 16-bit step is exact.
-  static I dot(I acc, I unsigned_bytes, I signed_bytes) {
-    return {half_dot(acc.a, unsigned_bytes.a, signed_bytes.a), half_dot(acc.b, unsigned_bytes.b, signed_bytes.b)};
+  // acc + Σ of 4 products per lane, unsigned codes times signed bytes.
+  template <int bits = kNarrow>
+  static I dot(I acc, I codes, I signed_bytes) {
+    if constexpr (bits <= kNarrow)
+      return {half_dot(acc.a, codes.a, signed_bytes.a), half_dot(acc.b, codes.b, signed_bytes.b)};
+    return {byte_dot(acc.a, codes.a, even(signed_bytes.a), odd(signed_bytes.a)),
+            byte_dot(acc.b, codes.b, even(signed_bytes.b), odd(signed_bytes.b))};
+  }
+  // The same with unsigned bytes.
+  template <int bits = kNarrow>
+  static I dot_unsigned(I acc, I codes, I bytes) {
+    if constexpr (bits <= kNarrow) return {half_dot(acc.a, bytes.a, codes.a), half_dot(acc.b, bytes.b, codes.b)};
+    return {byte_dot(acc.a, codes.a, even_unsigned(bytes.a), odd_unsigned(bytes.a)),
+            byte_dot(acc.b, codes.b, even_unsigned(bytes.b), odd_unsigned(bytes.b))};
   }
   // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
   static W splat_word(std::uint32_t x) { return {_mm256_set1_epi64x(x), _mm256_set1_epi64x(x)}; }
@@ -160,9 +174,19 @@ struct Avx2 {
     const __m128 odd = with(_mm_unpacklo_ps(x[1], x[3]), _mm_unpackhi_ps(x[1], x[3]));
     _mm_storeu_ps(out, with(_mm_unpacklo_ps(even, odd), _mm_unpackhi_ps(even, odd)));
   }
+  // Pairs of products stay below 2^15 (at most 2 * 255 * 15), so the saturating 16-bit step is exact.
   static __m256i half_dot(__m256i acc, __m256i u, __m256i s) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
   }
+  // Codes of 8 bits: products of bytes that were widened to 16 bits, the even ones and the odd ones.
+  static __m256i byte_dot(__m256i acc, __m256i codes, __m256i even, __m256i odd) {
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(even_unsigned(codes), even));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(odd_unsigned(codes), odd));
+  }
+  static __m256i even_unsigned(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi16(0xFF)); }
+  static __m256i odd_unsigned(__m256i bytes) { return _mm256_srli_epi16(bytes, 8); }
+  static __m256i even(__m256i bytes) { return _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8); }
+  static __m256i odd(__m256i bytes) { return _mm256_srai_epi16(bytes, 8); }
 };
 
 }  // namespace hack

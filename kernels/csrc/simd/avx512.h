@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../widths.h"
+
 namespace hack {
 
 struct Avx512 {
@@ -15,6 +17,7 @@ struct Avx512 {
   using F = __m512;
   using I = __m512i;
   using W = __m512i;
+  static constexpr bool kDotTakesBytes = true;  // one `dot` serves codes of every width
 
   static F zero() { return _mm512_setzero_ps(); }
   static F splat(float x) { return _mm512_set1_ps(x); }
@@ -70,11 +73,19 @@ struct Avx512 {
     if constexpr (f == 0) return _mm512_and_si512(x, mask);
     return _mm512_and_si512(_mm512_srli_epi16(x, bits * f), mask);
   }
-  // acc + Σ of 4 products per lane, unsigned times signed bytes. In assembly, for GCC copies the accumulator of the
-  // intrinsic before and after every use, which costs as much as the products.
-  static I dot(I acc, I unsigned_bytes, I signed_bytes) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(unsigned_bytes), "v"(signed_bytes));
+  // acc + Σ of 4 products per lane, unsigned codes times signed bytes. In assembly, because GCC copies the intrinsic's
+  // accumulator before and after every use, which costs as much as the products.
+  template <int bits = kNarrow>
+  static I dot(I acc, I codes, I signed_bytes) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(signed_bytes));
     return acc;
+  }
+  // The same with unsigned bytes. Codes of 8 bits are read as signed, 256 less where the top bit is set.
+  template <int bits = kNarrow>
+  static I dot_unsigned(I acc, I codes, I bytes) {
+    acc = dot(acc, bytes, codes);
+    if constexpr (bits <= kNarrow) return acc;
+    return add_int(acc, _mm512_slli_epi32(dot(zero_int(), bytes, plane<1, 7>(codes)), 8));
   }
   // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
   static W splat_word(std::uint32_t x) { return _mm512_set1_epi64(x); }

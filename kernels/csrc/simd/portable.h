@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "../half.h"
+#include "../widths.h"
 
 namespace hack {
 
@@ -23,6 +24,7 @@ struct Portable {
   struct W {
     std::uint64_t v[8];
   };
+  static constexpr bool kDotTakesBytes = true;  // one `dot` serves codes of every width
 
   static F zero() { return splat(0.0f); }
   static F splat(float x) {
@@ -139,17 +141,14 @@ struct Portable {
     constexpr std::uint32_t mask = 0x01010101u * ((1u << bits) - 1);
     return lanes<I>([&](int i) { return (x.v[i] >> (bits * f)) & mask; });
   }
-  static I dot(I acc, I unsigned_bytes, I signed_bytes) {
-    std::uint8_t u[64];
-    std::int8_t s[64];
-    std::memcpy(u, unsigned_bytes.v, sizeof u);
-    std::memcpy(s, signed_bytes.v, sizeof s);
-    for (int i = 0; i < 16; ++i) {
-      std::int32_t sum = 0;
-      for (int j = 4 * i; j < 4 * i + 4; ++j) sum += std::int32_t(u[j]) * s[j];
-      acc.v[i] += std::uint32_t(sum);
-    }
-    return acc;
+  // acc + Σ of 4 products per lane, unsigned codes times signed bytes, or unsigned ones.
+  template <int bits = kNarrow>
+  static I dot(I acc, I codes, I signed_bytes) {
+    return sum_products<std::int8_t>(acc, codes, signed_bytes);
+  }
+  template <int bits = kNarrow>
+  static I dot_unsigned(I acc, I codes, I bytes) {
+    return sum_products<std::uint8_t>(acc, codes, bytes);
   }
   // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
   static W splat_word(std::uint32_t x) {
@@ -176,10 +175,23 @@ struct Portable {
   }
 
  private:
-  // floor(x), |x| < 2^22 or whole, without the library call that std::floor is on old processors.
+  // floor(x) for |x| < 2^22 or whole x; std::floor is a library call on old processors.
   static float whole_below(float x) {
     const float nearest = (x + 0x1.8p23f) - 0x1.8p23f;
     return nearest > x ? nearest - 1.0f : nearest;
+  }
+  template <class Byte>
+  static I sum_products(I acc, I codes, I bytes) {
+    std::uint8_t u[64];
+    Byte s[64];
+    std::memcpy(u, codes.v, sizeof u);
+    std::memcpy(s, bytes.v, sizeof s);
+    for (int i = 0; i < 16; ++i) {
+      std::int32_t sum = 0;
+      for (int j = 4 * i; j < 4 * i + 4; ++j) sum += std::int32_t(u[j]) * s[j];
+      acc.v[i] += std::uint32_t(sum);
+    }
+    return acc;
   }
   template <class V, class Make>
   static V lanes(Make make) {

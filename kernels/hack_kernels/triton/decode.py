@@ -14,103 +14,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import HackFormat, HackPages, Spans
-from hack_kernels.triton.fragments import doubled, equal_halves, field, load_row, load_sums, load_tile, load_unit
+from hack_kernels.base import Pool, Spans
+from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import check_records, page_layout
-from hack_kernels.triton.own_page import LOG2_E, query_rows
-from hack_kernels.triton.paged import ALL_REGISTERS, LOWEST, REGISTERS, PageReader, paged_launch
+from hack_kernels.triton.paged import ALL_REGISTERS, LOWEST, REGISTERS, PageReader, paged_launch, rows_of_heads
+from hack_kernels.triton.query import query_columns
 from hack_kernels.triton.split import Workspace
+from hack_kernels.triton.tiles import doubled, equal_halves, load_row, load_sums, load_tile, load_unit, masked
 
 ROUND = tl.constexpr(12582912.0)
 """1.5·2^23: added to a small FP32, its low byte is the nearest integer."""
 
 
 @triton.jit
-def scaled_query(q, first, heads, D: tl.constexpr, N: tl.constexpr):
-    """`query_rows` over sqrt(D), rounded as the reference rounds."""
-    return tl.div_rn(query_rows(q, first, heads, D, N), tl.full((32, N), D**0.5, tl.float32))
-
-
-@triton.jit
-def quantized_partition(q, p: tl.constexpr, layout: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
-    """One partition of Q as `reference.quantize_query` has it.
-
-    Returns codes (a tuple over 32 channels of int8 [W, 32, N]); and of [N] each: scale, minimum, the constant that goes
-    with K's minimum, and the sum of codes, INT32. Scores are wanted in units of log2.
-    """
-    D: tl.constexpr = layout.fmt.head_dim
-    Z: tl.constexpr = layout.fmt.k_partition
-    low = tl.full((N,), float("inf"), tl.float32)
-    high = tl.full((N,), float("-inf"), tl.float32)
-    for step in tl.static_range(Z // 32):
-        x = scaled_query(q, p * Z + step * 32, heads, D, N)
-        low = tl.minimum(low, tl.min(x, 0))
-        high = tl.maximum(high, tl.max(x, 0))
-    if layout.asymmetric:
-        scale = tl.div_rn(high - low, tl.full((N,), 255.0, tl.float32))
-    else:
-        scale = tl.div_rn(tl.maximum(high, -low), tl.full((N,), 127.0, tl.float32))
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    codes = ()
-    sums = tl.zeros((N,), tl.int32)
-    for step in tl.static_range(Z // 32):
-        x = scaled_query(q, p * Z + step * 32, heads, D, N)
-        divisor = tl.broadcast_to(scale[None, :], (32, N))
-        if layout.asymmetric:
-            levels = tl.minimum(tl.floor(tl.div_rn(x - low[None, :], divisor) + 0.5), 255.0) - 128.0
-        else:
-            levels = tl.minimum(tl.maximum(tl.floor(tl.div_rn(x, divisor) + 0.5), -127.0), 127.0)
-        sums += tl.sum(levels, 0).to(tl.int32)
-        codes = codes + (tl.broadcast_to(levels.to(tl.int8)[None, :, :], (W, 32, N)),)
-    minimum = (low + 128.0 * scale) * LOG2_E
-    scale = scale * LOG2_E
-    constant = scale * sums.to(tl.float32)
-    if layout.asymmetric:
-        constant += Z * minimum
-    return codes, scale, minimum, constant, sums
-
-
-@triton.jit
-def quantized_query(q, layout: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
-    """All partitions of the query heads at `q`."""
-    query = ()
-    for p in tl.static_range(tl.constexpr(layout.fmt.k_groups)):
-        query = query + (quantized_partition(q, p, layout, heads, W, N),)
-    return query
-
-
-@triton.jit
 def add_partition(
-    score, record, tiles, part, layout: tl.constexpr, m: tl.constexpr, p: tl.constexpr, W: tl.constexpr, N: tl.constexpr
+    score, record, tiles, part, LAYOUT: tl.constexpr, m: tl.constexpr, p: tl.constexpr, W: tl.constexpr, N: tl.constexpr
 ):
     """Eq. (4) over partition `p` for the keys of token tile `m`, added to their scores FP32 [W, 16, N]."""
     codes, q_scale, q_minimum, constant, q_sums = part
-    across: tl.constexpr = layout.k_tiles.grid[1]
-    bits: tl.constexpr = layout.k_tiles.bits
-    row_fields: tl.constexpr = layout.k_tiles.row_fields
-    column_fields: tl.constexpr = layout.k_tiles.column_fields
-    steps: tl.constexpr = layout.fmt.k_partition // 32
-    unit: tl.constexpr = p * (layout.fmt.page_tokens // 16) + m
+    across: tl.constexpr = LAYOUT.k_tiles.across
+    bits: tl.constexpr = LAYOUT.k_tiles.bits
+    row_fields: tl.constexpr = LAYOUT.k_tiles.row_fields
+    column_fields: tl.constexpr = LAYOUT.k_tiles.column_fields
+    steps: tl.constexpr = LAYOUT.partition // 32
+    unit: tl.constexpr = p * (LAYOUT.page_tokens // 16) + m
     f: tl.constexpr = (p * steps) % column_fields * row_fields + m % row_fields
-    last: tl.constexpr = f == layout.k_tiles.fields - 1
-    flipped = q_sums * 128 if last and not layout.asymmetric else q_sums * 0
+    last: tl.constexpr = f == LAYOUT.k_tiles.fields - 1
+    flipped = q_sums * 128 if last and not LAYOUT.asymmetric else q_sums * 0
     dot = tl.broadcast_to(flipped[None, None, :], (W, 16, N))
     for step in tl.static_range(steps):
         tile = tiles[m // row_fields * across + (p * steps + step) // column_fields]
-        dot = tl.dot(field(tile, f, bits), codes[step], dot, out_dtype=tl.int32)
-    scale, minimum = load_unit(record + layout.k_meta, unit, W)
-    if layout.asymmetric:
+        dot = tl.dot(masked(tile, f, LAYOUT.k_tiles), codes[step], dot, out_dtype=tl.int32)
+    scale, minimum = load_unit(record + LAYOUT.k_meta, unit, W)
+    if LAYOUT.asymmetric:
         # The field's weight goes to K's scale, its flipped bit to K's minimum and sums: scales of Q per field, and its
         # sums, would stay in registers for all pages.
-        if layout.fmt.stored_sums:
-            sums = load_sums(record + layout.k_sums, layout.wide_k_sums, unit, W)[:, :, None] << (bits * f)
-            sums -= layout.fmt.k_partition * 128 if last else 0
+        if LAYOUT.sums:
+            sums = load_sums(record + LAYOUT.k_sums, LAYOUT.wide_k_sums, unit, W)[:, :, None] << (bits * f)
+            sums -= LAYOUT.partition * 128 if last else 0
         else:
             sums = tl.zeros((W, 16, N), tl.int32)
             for step in tl.static_range(steps):
                 tile = tiles[m // row_fields * across + (p * steps + step) // column_fields]
-                sums = tl.dot(field(tile, f, bits), tl.full((W, 32, N), 1, tl.int8), sums, out_dtype=tl.int32)
+                ones = tl.full((W, 32, N), 1, tl.int8)
+                sums = tl.dot(masked(tile, f, LAYOUT.k_tiles), ones, sums, out_dtype=tl.int32)
         x = dot.to(tl.float32) * q_scale[None, None, :] + sums.to(tl.float32) * q_minimum[None, None, :]
         scale *= 2.0 ** (-bits * f)
         minimum += scale * (128.0 if last else 0.0)
@@ -121,16 +69,16 @@ def add_partition(
 
 
 @triton.jit
-def page_scores(record, query, layout: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def page_scores(record, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """Scores of W pages at `record` [W], in units of log2: a tuple over token tiles of FP32 [W, 16, N]."""
     tiles = ()
-    for i in tl.static_range(tl.constexpr(layout.k_tiles.grid[0] * layout.k_tiles.grid[1])):
+    for i in tl.static_range(tl.constexpr(LAYOUT.k_tiles.stored)):
         tiles = tiles + (load_tile(record, i, W),)
     scores = ()
-    for m in tl.static_range(tl.constexpr(layout.fmt.page_tokens // 16)):
+    for m in tl.static_range(tl.constexpr(LAYOUT.page_tokens // 16)):
         score = tl.zeros((W, 16, N), tl.float32)
-        for p in tl.static_range(tl.constexpr(layout.fmt.k_groups)):
-            score = add_partition(score, record, tiles, query[p], layout, m, p, W, N)
+        for p in tl.static_range(tl.constexpr(LAYOUT.groups)):
+            score = add_partition(score, record, tiles, query[p], LAYOUT, m, p, W, N)
         scores = scores + (score,)
     return scores
 
@@ -145,7 +93,7 @@ def top_of(scores):
 
 
 @triton.jit
-def in_token_order(x, layout: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def in_token_order(x, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """A tuple of token tiles [W, 16, N] -> [W, Π, N]."""
     if len(x) == 2:
         joined = tl.permute(tl.join(x[0], x[1]), (0, 3, 1, 2))
@@ -156,11 +104,11 @@ def in_token_order(x, layout: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
         low = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
         high = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
         joined = tl.permute(tl.join(low, high), (0, 3, 4, 5, 1, 2))
-    return tl.reshape(joined, (W, layout.fmt.page_tokens, N))
+    return tl.reshape(joined, (W, LAYOUT.page_tokens, N))
 
 
 @triton.jit
-def quantized_weights(scores, top, layout: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def quantized_weights(scores, top, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """exp2(scores - top) in 8 bits: codes int8 [W, Π, N], and scale and minimum [W, N] of the page.
 
     Asymmetric codes 0..255 are returned less 128.
@@ -168,7 +116,7 @@ def quantized_weights(scores, top, layout: tl.constexpr, W: tl.constexpr, N: tl.
     weights = ()
     for m in tl.static_range(tl.constexpr(len(scores))):
         weights = weights + (tl.exp2(scores[m] - top[:, None, :]),)
-    if layout.asymmetric:
+    if LAYOUT.asymmetric:
         lowest = weights[0]
         for m in tl.static_range(1, tl.constexpr(len(scores))):
             lowest = tl.minimum(lowest, weights[m])
@@ -184,25 +132,25 @@ def quantized_weights(scores, top, layout: tl.constexpr, W: tl.constexpr, N: tl.
     for m in tl.static_range(tl.constexpr(len(scores))):
         rounded = (weights[m] - low[:, None, :]) * factor[:, None, :] + origin
         codes = codes + (rounded.to(tl.int32, bitcast=True).to(tl.int8),)
-    return in_token_order(codes, layout, W, N), scale, low
+    return in_token_order(codes, LAYOUT, W, N), scale, low
 
 
 @triton.jit
 def add_channels(
-    out, record, tiles, weights, kept, terms, layout: tl.constexpr, m: tl.constexpr, W: tl.constexpr, N: tl.constexpr
+    out, record, tiles, weights, kept, terms, LAYOUT: tl.constexpr, m: tl.constexpr, W: tl.constexpr, N: tl.constexpr
 ):
     """Eq. (4) of P·V for channel tile `m`, added to its outputs FP32 [W, 16, N]."""
     p_sums, p_scale, p_minimum, p_total = terms
-    PI: tl.constexpr = layout.fmt.page_tokens
-    bits: tl.constexpr = layout.v_tiles.bits
-    f: tl.constexpr = m % layout.v_tiles.fields
-    last: tl.constexpr = f == layout.v_tiles.fields - 1
-    codes = field(tiles, f, bits)
+    PI: tl.constexpr = LAYOUT.page_tokens
+    bits: tl.constexpr = LAYOUT.v_tiles.bits
+    f: tl.constexpr = m % LAYOUT.v_tiles.fields
+    last: tl.constexpr = f == LAYOUT.v_tiles.fields - 1
+    codes = masked(tiles, f, LAYOUT.v_tiles)
     flipped = doubled(p_sums * 128 if last else p_sums * 0, W, N)
-    if layout.asymmetric:
+    if LAYOUT.asymmetric:
         # P's codes are signed for the product only; as 0..255 again, the terms of Eq. (4) do not cancel in FP32.
-        if layout.fmt.stored_sums:
-            sums = load_sums(record + layout.v_sums, layout.wide_v_sums, m, W)[:, :, None] << (bits * f)
+        if LAYOUT.sums:
+            sums = load_sums(record + LAYOUT.v_sums, LAYOUT.wide_v_sums, m, W)[:, :, None] << (bits * f)
         else:
             sums = tl.full((W, 16, N), PI * 128 if last else 0, tl.int32)
             sums = tl.dot(codes, tl.full((W, PI, N), 1, tl.int8), sums, out_dtype=tl.int32)
@@ -212,78 +160,63 @@ def add_channels(
     else:
         dot = tl.dot(codes, weights, flipped, out_dtype=tl.int32)
         x = dot.to(tl.float32) * (p_scale * 2.0 ** (-bits * f))[:, None, :]
-    scale, minimum = load_unit(record + layout.v_meta, m, W)
+    scale, minimum = load_unit(record + LAYOUT.v_meta, m, W)
     out = out * kept[:, None, :] + scale[:, :, None] * x
     return out + minimum[:, :, None] * p_total
 
 
 @triton.jit
-def add_pages(state, record, _, valid, query, layout: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def add_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """W pages at `record` [W] added to the running softmax: (largest score [W, N], weight [W, 8, N], outputs)."""
     top, weight, out = state
-    PI: tl.constexpr = layout.fmt.page_tokens
-    across: tl.constexpr = layout.v_tiles.grid[1]
-    fields: tl.constexpr = layout.v_tiles.fields
-    scores = page_scores(record, query, layout, W, N)
+    PI: tl.constexpr = LAYOUT.page_tokens
+    fields: tl.constexpr = LAYOUT.v_tiles.fields
+    scores = page_scores(record, query, LAYOUT, W, N)
     page_top = top_of(scores)
     counted_top = tl.where(valid[:, None], page_top, 2 * LOWEST)  # below any `top`, so the share of such a page is 0
     new_top = tl.maximum(top, counted_top)
     kept = tl.exp2(top - new_top)
     share = tl.exp2(counted_top - new_top)
 
-    weights, p_scale, p_minimum = quantized_weights(scores, page_top, layout, W, N)
+    weights, p_scale, p_minimum = quantized_weights(scores, page_top, LAYOUT, W, N)
     p_scale, p_minimum = p_scale * share, p_minimum * share
     # A product with ones sums the weights in the place and layout in which they are wanted.
     p_sums = tl.dot(tl.full((W, 16, PI), 1, tl.int8), weights, tl.zeros((W, 16, N), tl.int32), out_dtype=tl.int32)
-    if layout.asymmetric:
+    if LAYOUT.asymmetric:
         p_total = (p_sums + 128 * PI).to(tl.float32) * p_scale[:, None, :] + (PI * p_minimum)[:, None, :]
     else:
         p_total = p_sums.to(tl.float32) * p_scale[:, None, :]
     terms = (equal_halves(p_sums, W, N), p_scale, p_minimum, p_total)
 
     added = ()
-    for m in tl.static_range(tl.constexpr(layout.v_units)):
+    for m in tl.static_range(tl.constexpr(LAYOUT.v_units)):
         if m % fields == 0:
-            tiles = load_row(record + layout.v_codes, m // fields, across, W)
-        added = added + (add_channels(out[m], record, tiles, weights, kept, terms, layout, m, W, N),)
+            tiles = load_row(record + LAYOUT.v_codes, m // fields, LAYOUT.v_tiles, W)
+        added = added + (add_channels(out[m], record, tiles, weights, kept, terms, LAYOUT, m, W, N),)
     return new_top, weight * kept[:, None, :] + equal_halves(p_total, W, N), added
 
 
-def attn_decode(
-    fmt: HackFormat, pages: HackPages, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor, workspace: Workspace
-) -> Tensor:
-    """`HackKernels.attn_decode` for `OpenPage.EXACT` in one launch, without a word to or from the host."""
-    check_records(fmt, pages)
-    q = q.contiguous()
-    out = torch.empty_like(q)
-    decode_launch(fmt, pages, open_k, open_v, spans, q, out, workspace).run()
+def attn_decode(fmt: HackFormat, pool: Pool, spans: Spans, q: Tensor, workspace: Workspace) -> Tensor:
+    """`PageKernels.attend` of a decode batch for `OpenPage.EXACT`, in one launch and without waiting for the device."""
+    check_records(fmt, pool.planes)
+    q = rows_of_heads(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    decode_launch(fmt, pool, spans, q, out, workspace).run()
     return out
 
 
-def decode_launch(
-    fmt: HackFormat,
-    pages: HackPages,
-    open_k: Tensor,
-    open_v: Tensor,
-    spans: Spans,
-    q: Tensor,
-    out: Tensor,
-    workspace: Workspace,
-) -> Launch:
-    """The launch that writes `out`; `q` and `out` are contiguous."""
+def decode_launch(fmt: HackFormat, pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace) -> Launch:
+    """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
     layout = page_layout(fmt)
     # Pages above 16 KiB spill within `REGISTERS` on sm_100; two programs read more of them than three of half the size.
     registers = ALL_REGISTERS if layout.asymmetric or layout.nbytes > 2**14 else REGISTERS
     reader = PageReader(
-        quantized_query,
+        query_columns,
         add_pages,
         layout,
-        layout.nbytes,
-        fmt.head_dim,
-        fmt.page_tokens,
         registers,
         few_columns=layout.asymmetric,
         sparing=layout.asymmetric or fmt.page_tokens < 128,  # as machine code says: with it, one of 128 tokens spills
     )
-    records = pages["k_codes"]
-    return paged_launch(reader, records, records, open_k, open_v, spans, q, out, workspace)
+    records = pool.planes["k_codes"]
+    return paged_launch(reader, records, records, pool, spans, q, out, workspace)

@@ -17,17 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import SUM_PLANES, HackFormat, HackPages
+from hack_kernels.base import Planes
+from hack_kernels.hack_format import SUM_PLANES, HackFormat
+from hack_kernels.triton.code_tiles import padded
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.shape import padded, shape_of
+from hack_kernels.triton.layout import page_layout
 from hack_kernels.triton.tiles import sums_pointer, unit_place
 
 LANE_WORDS = 4
 """Words of a 16-byte load."""
 MOST_WARPS = 4
 COUNTING_REGISTERS = 128
-"""The most that a thread may take to count sums: without a limit the assembler spills on sm_80, to save registers that
-nobody asked for."""
+"""Register limit of a thread that counts sums: without a limit the assembler spills on sm_80, although registers are
+free."""
 
 
 @triton.jit
@@ -160,12 +162,12 @@ def bytes_sum_of_word(word):
 
 
 @triton.jit
-def count_k_sums(words, rest, present, SHAPE: tl.constexpr):
+def count_k_sums(words, rest, present, LAYOUT: tl.constexpr):
     """Sums over channels of a partition for every token, from words in wire order to records."""
-    TILE: tl.constexpr = SHAPE.k
+    TILE: tl.constexpr = LAYOUT.k_tiles
     FIELDS: tl.constexpr = TILE.fields
     LINES: tl.constexpr = TILE.down_pad * 16 // FIELDS
-    PARTITIONS: tl.constexpr = TILE.across_pad // triton.next_power_of_2(SHAPE.partition_tiles)
+    PARTITIONS: tl.constexpr = TILE.across_pad // triton.next_power_of_2(LAYOUT.partition_tiles)
     PAGES: tl.constexpr = words[0].shape[0]
     line = tl.arange(0, LINES)[None, :, None]
     across = tl.arange(0, PARTITIONS)[None, None, :]
@@ -176,15 +178,15 @@ def count_k_sums(words, rest, present, SHAPE: tl.constexpr):
             four = bytes_sum_of_word(part_of_word(words[field], part, TILE, True))
             sums = tl.sum(tl.reshape(four, (PAGES, LINES, PARTITIONS, TILE.across_pad // PARTITIONS * 8)), axis=3)
             token = (row_tile * (16 // FIELDS) + line % (16 // FIELDS)) * FIELDS + part
-            place = rest[:, None, None] + unit_place(token, partition * (SHAPE.page_tokens // 16))
-            seen = present[:, :, None] & (partition < SHAPE.groups) & (token >= 0)
+            place = rest[:, None, None] + unit_place(token, partition * (LAYOUT.page_tokens // 16))
+            seen = present[:, :, None] & (partition < LAYOUT.groups) & (token >= 0)
             tl.store(place, sums.to(place.dtype.element_ty), mask=seen)
 
 
 @triton.jit
-def count_v_sums(words, rest, present, SHAPE: tl.constexpr):
+def count_v_sums(words, rest, present, LAYOUT: tl.constexpr):
     """Sums over tokens for every channel, from words in wire order to records."""
-    TILE: tl.constexpr = SHAPE.v
+    TILE: tl.constexpr = LAYOUT.v_tiles
     FIELDS: tl.constexpr = TILE.fields
     PAGES: tl.constexpr = words[0].shape[0]
     ROWS: tl.constexpr = TILE.field_rows
@@ -196,26 +198,26 @@ def count_v_sums(words, rest, present, SHAPE: tl.constexpr):
             total += tl.sum(tl.reshape(four, (PAGES, TILE.field_rows, TILE.columns // (4 * FIELDS))), axis=2)
         channel = (row // 16 * FIELDS + field) * 16 + row % 16
         place = rest[:, None] + unit_place(channel, 0)
-        tl.store(place, total.to(place.dtype.element_ty), mask=present & (channel < SHAPE.head_dim))
+        tl.store(place, total.to(place.dtype.element_ty), mask=present & (channel < LAYOUT.head_dim))
 
 
 @triton.jit
-def row_places(SHAPE: tl.constexpr, OF_K: tl.constexpr):
+def row_places(LAYOUT: tl.constexpr, OF_K: tl.constexpr):
     """Rows in wire order, K's [Π, G] or V's [D], and their places among units of 16 rows; both [1, rows]."""
-    TOTAL: tl.constexpr = SHAPE.page_tokens * SHAPE.groups if OF_K else SHAPE.head_dim
+    TOTAL: tl.constexpr = LAYOUT.page_tokens * LAYOUT.groups if OF_K else LAYOUT.head_dim
     at = tl.arange(0, triton.next_power_of_2(TOTAL))[None, :]
     if OF_K:
-        token, partition = at // SHAPE.groups, at % SHAPE.groups
-        place = unit_place(token, partition * (SHAPE.page_tokens // 16))
+        token, partition = at // LAYOUT.groups, at % LAYOUT.groups
+        place = unit_place(token, partition * (LAYOUT.page_tokens // 16))
     else:
         place = unit_place(at, 0)
     return at, place, at < TOTAL
 
 
 @triton.jit
-def move(wire, rest, present, INSTALL: tl.constexpr, STEP: tl.constexpr, SHAPE: tl.constexpr, OF_K: tl.constexpr):
+def move(wire, rest, present, INSTALL: tl.constexpr, STEP: tl.constexpr, LAYOUT: tl.constexpr, OF_K: tl.constexpr):
     """Scales, minima or sums of rows, STEP elements apart at rest."""
-    at, place, inside = row_places(SHAPE, OF_K)
+    at, place, inside = row_places(LAYOUT, OF_K)
     seen = present & inside
     if INSTALL:
         tl.store(rest[:, None] + STEP * place, tl.load(wire[:, None] + at, mask=seen), mask=seen)
@@ -240,75 +242,73 @@ def exchange_kernel(
     INSTALL: tl.constexpr,
     COUNT: tl.constexpr,
     PAGES: tl.constexpr,
-    SHAPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Grid (blocks of PAGES pages, KV heads); wire planes are contiguous [heads, count, ...]. COUNT: install sums that
     did not travel."""
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     present = (page < count)[:, None]
     ids = tl.load(page_ids + page, mask=page < count, other=0)
-    record = records + ids * page_stride + tl.program_id(1) * SHAPE.record
+    record = records + ids * page_stride + tl.program_id(1) * LAYOUT.nbytes
     index = tl.program_id(1).to(tl.int64) * count + page
-    K: tl.constexpr = SHAPE.k
-    V: tl.constexpr = SHAPE.v
-    k_rows: tl.constexpr = SHAPE.page_tokens * SHAPE.groups
-    plane: tl.constexpr = SHAPE.page_tokens * SHAPE.head_dim
+    K: tl.constexpr = LAYOUT.k_tiles
+    V: tl.constexpr = LAYOUT.v_tiles
+    k_rows: tl.constexpr = LAYOUT.page_tokens * LAYOUT.groups
+    plane: tl.constexpr = LAYOUT.page_tokens * LAYOUT.head_dim
     k_wire, v_wire = k_codes + index * (plane // K.fields), v_codes + index * (plane // V.fields)
-    k_meta = (record + SHAPE.k_meta).to(tl.pointer_type(tl.float16), bitcast=True)
-    v_meta = (record + SHAPE.v_meta).to(tl.pointer_type(tl.float16), bitcast=True)
-    move(k_scale + index * k_rows, k_meta, present, INSTALL, 2, SHAPE, True)
-    move(k_min + index * k_rows, k_meta + 1, present, INSTALL, 2, SHAPE, True)
-    move(v_scale + index * SHAPE.head_dim, v_meta, present, INSTALL, 2, SHAPE, False)
-    move(v_min + index * SHAPE.head_dim, v_meta + 1, present, INSTALL, 2, SHAPE, False)
-    k_resting = sums_pointer(record + SHAPE.k_sums, SHAPE.k_wide_sums)
-    v_resting = sums_pointer(record + SHAPE.v_sums, SHAPE.v_wide_sums)
-    if SHAPE.sums and not COUNT:
-        move(k_sums + index * k_rows, k_resting, present, INSTALL, 1, SHAPE, True)
-        move(v_sums + index * SHAPE.head_dim, v_resting, present, INSTALL, 1, SHAPE, False)
+    k_meta = (record + LAYOUT.k_meta).to(tl.pointer_type(tl.float16), bitcast=True)
+    v_meta = (record + LAYOUT.v_meta).to(tl.pointer_type(tl.float16), bitcast=True)
+    move(k_scale + index * k_rows, k_meta, present, INSTALL, 2, LAYOUT, True)
+    move(k_min + index * k_rows, k_meta + 1, present, INSTALL, 2, LAYOUT, True)
+    move(v_scale + index * LAYOUT.head_dim, v_meta, present, INSTALL, 2, LAYOUT, False)
+    move(v_min + index * LAYOUT.head_dim, v_meta + 1, present, INSTALL, 2, LAYOUT, False)
+    k_resting = sums_pointer(record + LAYOUT.k_sums, LAYOUT.wide_k_sums)
+    v_resting = sums_pointer(record + LAYOUT.v_sums, LAYOUT.wide_v_sums)
+    if LAYOUT.sums and not COUNT:
+        move(k_sums + index * k_rows, k_resting, present, INSTALL, 1, LAYOUT, True)
+        move(v_sums + index * LAYOUT.head_dim, v_resting, present, INSTALL, 1, LAYOUT, False)
     if INSTALL:
         words = load_wire(k_wire, present, K, True)
         install_codes(words, record, present, K, True)
         if COUNT:
-            count_k_sums(words, k_resting, present, SHAPE)
+            count_k_sums(words, k_resting, present, LAYOUT)
         words = load_wire(v_wire, present, V, False)
-        install_codes(words, record + SHAPE.v_codes, present, V, False)
+        install_codes(words, record + LAYOUT.v_codes, present, V, False)
         if COUNT:
-            count_v_sums(words, v_resting, present, SHAPE)
+            count_v_sums(words, v_resting, present, LAYOUT)
     else:
         export_codes(record, k_wire, present, K, True)
-        export_codes(record + SHAPE.v_codes, v_wire, present, V, False)
+        export_codes(record + LAYOUT.v_codes, v_wire, present, V, False)
 
 
-def install(fmt: HackFormat, pages: HackPages, page_ids: Tensor, planes: HackPages) -> None:
+def install(fmt: HackFormat, pages: Planes, page_ids: Tensor, planes: Planes) -> None:
     """Planes [Hkv, P, *plane shape] in wire order into the records of `page_ids`; checks are the caller's."""
     wire = {name: plane.contiguous() for name, plane in planes.items()}
     exchange_launch(fmt, pages, page_ids, wire, installing=True).run()
 
 
-def export(fmt: HackFormat, pages: HackPages, page_ids: Tensor) -> HackPages:
+def export(fmt: HackFormat, pages: Planes, page_ids: Tensor) -> Planes:
     """The records of `page_ids` as planes [Hkv, P, *plane shape] in wire order."""
     records = pages["k_codes"]
     lead = (records.shape[1], page_ids.numel())
     wire = {
-        name: torch.empty((*lead, *shape), dtype=dtype, device=records.device)
-        for name, (shape, dtype) in fmt.plane_specs().items()
+        plane.name: torch.empty((*lead, *plane.shape), dtype=plane.dtype, device=records.device) for plane in fmt.planes
     }
     if page_ids.numel():
         exchange_launch(fmt, pages, page_ids, wire, installing=False).run()
     return wire
 
 
-def exchange_launch(
-    fmt: HackFormat, pages: HackPages, page_ids: Tensor, wire: HackPages, *, installing: bool
-) -> Launch:
-    """The launch of either; `wire` is contiguous. Where sums are absent, the codes stand in for them untouched.
+def exchange_launch(fmt: HackFormat, pages: Planes, page_ids: Tensor, wire: Planes, *, installing: bool) -> Launch:
+    """The launch of `install` or `export`; `wire` is contiguous. Absent sums are passed as the codes, never accessed.
 
     A program takes as many pages as it needs for every lane to load 16 bytes.
     """
-    records, shape, count = pages["k_codes"], shape_of(fmt), page_ids.numel()
+    records, layout, count = pages["k_codes"], page_layout(fmt), page_ids.numel()
     came = all(name in wire for name in SUM_PLANES)
-    least = min(shape.k.exchange_words, shape.v.exchange_words) // (32 * LANE_WORDS)
-    together = 1 if least else padded(32 * LANE_WORDS // min(shape.k.exchange_words, shape.v.exchange_words))
+    words = min(layout.k_tiles.exchange_words, layout.v_tiles.exchange_words)
+    least = words // (32 * LANE_WORDS)
+    together = 1 if least else padded(32 * LANE_WORDS // words)
     arguments = {
         **{name: wire[name] for name in ("k_codes", "k_min", "k_scale", "v_codes", "v_min", "v_scale")},
         "k_sums": wire["k_sums"] if came else wire["k_codes"],
@@ -320,7 +320,7 @@ def exchange_launch(
         "INSTALL": installing,
         "COUNT": installing and fmt.sums and not came,
         "PAGES": together,
-        "SHAPE": shape,
+        "LAYOUT": layout,
     }
     grid = (-(-count // together), records.shape[1])
     registers = COUNTING_REGISTERS if arguments["COUNT"] else None

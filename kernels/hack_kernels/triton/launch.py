@@ -1,16 +1,25 @@
-"""A launch as a value: what the backend runs on a GPU is what `inspect.py` compiles without one."""
+"""A launch as a value: the backend runs it on a GPU, and `lab/gpu/inspect.py` compiles the same value without one."""
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETER: Final = threading.Lock() if triton.knobs.runtime.interpret else nullcontext()
+"""Triton's interpreter keeps its state in one place, so one kernel at a time; a GPU queues them itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel with everything that it is called with.
 
-    Software pipelining is off by default: it would send codes through shared memory, and they need no such stop.
+    Software pipelining is off by default: it would move codes through shared memory, which they do not need.
     """
 
     kernel: Any
@@ -20,7 +29,7 @@ class Launch:
     warps: int
     stages: int = 1
     registers: int | None = None
-    """The most that a thread may take; None leaves it to the assembler."""
+    """Register limit of a thread; None leaves it to the assembler."""
     fusion: bool = True
     """Let multiplications fuse into additions."""
     assembler: str | None = None
@@ -37,6 +46,13 @@ class Launch:
             **({"ptx_options": self.assembler} if self.assembler else {}),
         }
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors lie."""
+        return next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
+
     def run(self) -> None:
-        """Enqueue on the current stream."""
-        self.kernel[self.grid](**self.arguments, **self.options)
+        """Enqueue on the current stream of the tensors' device, whichever device the calling thread has."""
+        device = self.device
+        with INTERPRETER, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[self.grid](**self.arguments, **self.options)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from hack_kernels.triton.query import LOG2_E, load_query
+
 HALF_STEP = tl.constexpr(2048.0)
-"""2^11: what is left of an FP32 number in -1..1 after rounding to FP16, times this, is of the same size again."""
+"""2^11: scales the rest of an FP32 number in -1..1 after rounding to FP16 back to the range of the number itself."""
 
 
 @triton.jit
@@ -28,13 +29,6 @@ def load_rows(rows, row, first, columns: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def query_rows(q, first, heads, D: tl.constexpr, N: tl.constexpr):
-    """Channels `first`.. `first`+31 of query heads [heads, D]: FP32 [32, N], zero past `heads`."""
-    channel, head = first + tl.arange(0, 32)[:, None], tl.arange(0, N)[None, :]
-    return tl.load(q + head * D + channel, mask=head < heads, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def exact_scores(q, heads, rows, row, origin, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """Scores FP32 [W, 16, N] of rows `row` [W, 16] of K against the query heads at `q`, in units of log2.
 
@@ -42,12 +36,12 @@ def exact_scores(q, heads, rows, row, origin, D: tl.constexpr, W: tl.constexpr, 
     """
     size = tl.zeros((N,), tl.float32)
     for first in range(origin, D, 32):
-        size = tl.maximum(size, tl.max(tl.abs(query_rows(q, first, heads, D, N)), 0))
+        size = tl.maximum(size, tl.max(tl.abs(load_query(q, first, heads, D, N)), 0))
     size = tl.where(size == 0.0, 1.0, size)
     large = tl.zeros((W, 16, N), tl.float32)
     small = tl.zeros((W, 16, N), tl.float32)
     for first in range(origin, D, 32):
-        high, low = two_halves(query_rows(q, first, heads, D, N) / size[None, :])
+        high, low = two_halves(load_query(q, first, heads, D, N) / size[None, :])
         k = load_rows(rows, row, first, 32, D)
         large = tl.dot(k, tl.broadcast_to(high[None, :, :], (W, 32, N)), large)
         small = tl.dot(k, tl.broadcast_to(low[None, :, :], (W, 32, N)), small)

@@ -1,21 +1,20 @@
-"""Decode over paged KV, whatever a page is made of: the frame that homomorphic attention and its rivals share.
+"""Decode over paged KV of any page layout: the loop that homomorphic attention and its rivals share.
 
 A program of W warps walks through its stretch of the batch (`split.py`), W pages at a time and one per warp, keeps a
-running softmax for every warp, adds the sequence's own FP16 page, and merges. What to make of the queries and of a
-page's bytes are functions that the kernel is compiled with.
+running softmax for every warp, adds the sequence's own FP16 page, and merges. The kernel is compiled with the functions
+that prepare queries and that read a page's bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import Spans
-from hack_kernels.triton.fragments import doubled
+from hack_kernels.base import Pool, Spans
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.own_page import add_rows, exact_scores
 from hack_kernels.triton.split import (
@@ -28,17 +27,20 @@ from hack_kernels.triton.split import (
     partial_of,
     sequence_of,
 )
+from hack_kernels.triton.tiles import doubled
 
 WARPS: Final = 4
 """Pages that a program reads at once, each by one warp."""
 REGISTERS: Final = 168
-"""Per thread, so that three programs run on a multiprocessor: 12 pages on their way hide the latency of memory."""
+"""Registers per thread, so that three programs fit a multiprocessor: 12 pages in flight hide memory latency."""
 ALL_REGISTERS: Final = 255
-"""For kernels to which that is too few. Without a limit the assembler may spill to save registers nobody asked for."""
+"""Registers per thread for kernels that need more. Without a limit the assembler may spill although some are free."""
+PROCESSOR_REGISTERS: Final = 2**16
+"""Registers of a multiprocessor, on every architecture that `support.py` admits."""
 SPARING: Final = "--register-usage-level=4"
-"""For those, too: at its default of 5, the assembler looks ahead so far that a few of them spill."""
+"""ptxas option for kernels with `ALL_REGISTERS`: at its default of 5 it looks ahead so far that a few of them spill."""
 REGISTERS_FOR_OUTPUTS: Final = 1024
-"""Outputs (channels × queries) up to which a program fits that; with more it takes what it needs."""
+"""Outputs (channels × queries) up to which a program fits in `REGISTERS`; with more it takes `ALL_REGISTERS`."""
 
 LOWEST = tl.constexpr(-1e30)
 """Stands for minus infinity where a difference of two of them is taken."""
@@ -109,23 +111,25 @@ def decode_kernel(
     tickets,
     PREPARE: tl.constexpr,
     ADD: tl.constexpr,
-    layout: tl.constexpr,
+    LAYOUT: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     D: tl.constexpr,
     PI: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    Q_GAP: tl.constexpr,
     N: tl.constexpr,
     BATCH: tl.constexpr,
     W: tl.constexpr,
 ):
     """Grid (HEADS · ceil(GROUP / N), parts), W warps: N query heads of a KV head, an equal share of all pages.
 
-    PREPARE(q, layout, heads, W, N) makes of a KV head's query heads what ADD(state, keys, values, valid, query,
-    layout, W, N) wants, which adds W pages at the pointers keys and values [W] to the running softmax.
+    PREPARE(q, LAYOUT, heads, W, N) makes of a KV head's query heads what ADD(state, keys, values, valid, query,
+    LAYOUT, W, N) wants, which adds W pages at the pointers keys and values [W] to the running softmax.
 
     keys, values: pools [pages, HEADS, ...] with strides `page_stride` and HEAD_STRIDE; table int64 [batch, ...];
-    starts, slots int64 [batch]; open_k, open_v [slots, HEADS, PI, D]; q, out [batch, HEADS·GROUP, D]; partials FP32
+    starts, slots int64 [batch]; open_k, open_v [slots, HEADS, PI, D]; q, out [batch, HEADS·GROUP, D], with Q_GAP
+    elements between the queries of one sequence and of the next; partials FP32
     [parts, grid[0], 2, (D + 32)·N]; tickets int32 [batch, grid[0]], zero before and after.
     """
     BLOCKS: tl.constexpr = (GROUP + N - 1) // N
@@ -151,7 +155,8 @@ def decode_kernel(
         begin = end - pages - OWN_UNITS
         at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
         rows = b * (HEADS * GROUP) + first_query
-        query = PREPARE(q + rows * D, layout, heads_here, W, N)
+        queries = q + (rows * D + b * Q_GAP)
+        query = PREPARE(queries, LAYOUT, heads_here, W, N)
         zeros = ()
         for _ in tl.static_range(D // 16):
             zeros = zeros + (tl.zeros((W, 16, N), tl.float32),)
@@ -165,10 +170,10 @@ def decode_kernel(
             place = page * page_stride
             valid = i + warp < last
             page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
-            state = ADD(state, keys + place, values + place, valid, query, layout, W, N)
+            state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
         if until == end:
             own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (PI * D)
-            state = own_page(state, q + rows * D, open_k + own, open_v + own, start, heads_here, D, PI, W, N)
+            state = own_page(state, queries, open_k + own, open_v + own, start, heads_here, D, PI, W, N)
 
         if (mine <= begin) & (end <= stop):
             store_outputs(out + rows * D, state, heads_here, D, W, N)
@@ -190,20 +195,32 @@ def decode_kernel(
                 tl.store(ticket, 0)
 
 
+class PoolLayout(Protocol):
+    """How a kind of page rests, as far as the frame asks: one value that names a compiled kernel."""
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+
+    @property
+    def page_tokens(self) -> int:
+        """Π."""
+
+    @property
+    def head_stride(self) -> int:
+        """Elements of a pool from one KV head's page to the next head's."""
+
+
 @dataclass(frozen=True, slots=True)
 class PageReader:
-    """What a kind of page adds to the frame: two device functions (see `decode_kernel`) and numbers."""
+    """What a kind of page adds to the frame: two device functions (see `decode_kernel`), its layout, and numbers."""
 
     prepare: Any
     add: Any
-    layout: Any
-    head_stride: int
-    """Elements of a pool from one KV head's page to the next head's."""
-    head_dim: int
-    page_tokens: int
+    layout: PoolLayout
     registers: int = REGISTERS
     few_columns: bool = False
-    """What it keeps per query head leaves no registers for outputs beyond `REGISTERS_FOR_OUTPUTS`."""
+    """Its state per query head leaves no registers for outputs beyond `REGISTERS_FOR_OUTPUTS`."""
     sparing: bool = True
     """Assemble it with `SPARING` where it has all registers."""
 
@@ -212,19 +229,22 @@ def paged_launch(
     reader: PageReader,
     keys: Tensor,
     values: Tensor,
-    open_k: Tensor,
-    open_v: Tensor,
+    pool: Pool,
     spans: Spans,
     q: Tensor,
     out: Tensor,
     workspace: Workspace,
 ) -> Launch:
-    """The launch that writes `out` [B, Hq, D]; `q` and `out` are contiguous, pools have strides (any, head_stride)."""
+    """The launch that writes `out` [B, Hq, D], contiguous; in `q` each sequence's heads are too (`rows_of_heads`).
+
+    keys, values: planes of `pool` with strides (any, head_stride).
+    """
     batch, heads = q.shape[0], keys.shape[1]
     group = q.shape[1] // heads
-    columns = query_columns(reader.head_dim, group, few=reader.few_columns)
+    columns = query_columns(reader.layout.head_dim, group, few=reader.few_columns)
     groups = heads * -(-group // columns)
-    parts = workspace.parts(groups)
+    registers = reader.registers if columns * reader.layout.head_dim <= REGISTERS_FOR_OUTPUTS else ALL_REGISTERS
+    parts = workspace.parts(groups, programs_per_processor(registers))
     arguments = {
         "keys": keys,
         "values": values,
@@ -234,28 +254,41 @@ def paged_launch(
         "starts": spans.starts,
         "slots": spans.slots,
         "batch": batch,
-        "open_k": open_k,
-        "open_v": open_v,
-        "slot_stride": open_k.stride(0),
+        "open_k": pool.open_k,
+        "open_v": pool.open_v,
+        "slot_stride": pool.open_k.stride(0),
         "q": q,
         "out": out,
-        "partials": workspace.partials(groups, parts, reader.head_dim, columns),
+        "partials": workspace.partials(groups, parts, reader.layout.head_dim, columns),
         "tickets": workspace.tickets(batch, groups),
         "PREPARE": reader.prepare,
         "ADD": reader.add,
-        "layout": reader.layout,
-        "HEAD_STRIDE": reader.head_stride,
-        "D": reader.head_dim,
-        "PI": reader.page_tokens,
+        "LAYOUT": reader.layout,
+        "HEAD_STRIDE": reader.layout.head_stride,
+        "D": reader.layout.head_dim,
+        "PI": reader.layout.page_tokens,
         "HEADS": heads,
         "GROUP": group,
+        "Q_GAP": q.stride(0) - q.shape[1] * q.shape[2],
         "N": columns,
         "BATCH": 1 << (batch - 1).bit_length(),
         "W": WARPS,
     }
-    registers = reader.registers if columns * reader.head_dim <= REGISTERS_FOR_OUTPUTS else ALL_REGISTERS
     assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else None
     return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)
+
+
+def rows_of_heads(q: Tensor) -> Tensor:
+    """Queries [B, Hq, D] as kernels read them: each sequence's heads contiguous, with any stride between sequences.
+
+    So queries that lie beside keys and values in the rows of one product are not copied.
+    """
+    return q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
+
+
+def programs_per_processor(registers: int) -> int:
+    """Programs that fit a multiprocessor at a time, given registers per thread, which are allocated in eights."""
+    return PROCESSOR_REGISTERS // (WARPS * 32 * -(-registers // 8) * 8)
 
 
 def query_columns(head_dim: int, group: int, *, few: bool) -> int:

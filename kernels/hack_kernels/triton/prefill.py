@@ -12,13 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import HackFormat, HackPages, Spans
+from hack_kernels.base import Pool, Spans
+from hack_kernels.hack_format import HackFormat
+from hack_kernels.triton.code_tiles import padded
 from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.layout import page_layout
 from hack_kernels.triton.paged import ALL_REGISTERS
 from hack_kernels.triton.prefill_own import add_rows, code_scores, exact_scores
-from hack_kernels.triton.prefill_sealed import add_page, quantized_query
+from hack_kernels.triton.prefill_sealed import add_page
 from hack_kernels.triton.prefill_tiling import channels_of, tiling_of
-from hack_kernels.triton.shape import padded, shape_of
+from hack_kernels.triton.query import query_rows
 
 
 @triton.jit
@@ -36,7 +39,7 @@ def locate(starts, counts, batch, BATCH: tl.constexpr, TOKENS: tl.constexpr):
     return tl.where(index < 0, -1, sequence), (first + index - before) * TOKENS
 
 
-@triton.jit(do_not_specialize=["layer", "seed"])
+@triton.jit(do_not_specialize=["layer", "head_start", "seed"])
 def prefill_kernel(
     q,
     k,
@@ -58,6 +61,7 @@ def prefill_kernel(
     page_stride,
     table_stride,
     layer,
+    head_start,
     seed,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -65,11 +69,11 @@ def prefill_kernel(
     BATCH: tl.constexpr,
     EXACT_QK: tl.constexpr,
     TILING: tl.constexpr,
-    SHAPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Grid (tiles, KV heads, parts of V). Rows of a tile are (token, query head), heads padded to GROUP_PAD."""
     ROWS: tl.constexpr = TOKENS * GROUP_PAD
-    PI: tl.constexpr = SHAPE.page_tokens
+    PI: tl.constexpr = LAYOUT.page_tokens
     BLOCKS: tl.constexpr = TILING.blocks
     CHANNELS: tl.constexpr = TILING.channels
     sequence, first = locate(starts, counts, batch, BATCH, TOKENS)
@@ -85,9 +89,9 @@ def prefill_kernel(
     row = tl.arange(0, ROWS)
     position, member = first + row // GROUP_PAD, row % GROUP_PAD
     seen_rows = (position >= start) & (position < end) & (member < GROUP)
-    tile = (shift + first) * q_stride + head * (GROUP * SHAPE.head_dim)
-    at = row // GROUP_PAD * q_stride + member * SHAPE.head_dim  # from the tile's first row, so 32 bits are enough
-    query = quantized_query(q + tile + at, seen_rows, SHAPE)
+    tile = (shift + first) * q_stride + head * (GROUP * LAYOUT.head_dim)
+    at = row // GROUP_PAD * q_stride + member * LAYOUT.head_dim  # from the tile's first row, so 32 bits are enough
+    query = query_rows(q + tile + at, seen_rows, LAYOUT)
     outputs = ()
     for _ in tl.static_range(BLOCKS):
         outputs = outputs + (tl.zeros((ROWS, CHANNELS), tl.float32),)
@@ -95,64 +99,46 @@ def prefill_kernel(
 
     for page in range(own_page):
         page_id = tl.load(table + sequence.to(tl.int64) * table_stride + page)
-        record = records + page_id * page_stride + head * SHAPE.record
-        state = add_page(state, query, record, first_block, TILING, SHAPE)
+        record = records + page_id * page_stride + head * LAYOUT.nbytes
+        state = add_page(state, query, record, first_block, TILING, LAYOUT)
 
     open_at = tl.load(slots + sequence) * slot_stride + head * open_head_stride
-    open_at -= (start // PI * PI).to(tl.int64) * SHAPE.head_dim
-    batch_at = shift * row_stride + head * SHAPE.head_dim
+    open_at -= (start // PI * PI).to(tl.int64) * LAYOUT.head_dim
+    batch_at = shift * row_stride + head * LAYOUT.head_dim
     open_k, open_v, k, v = open_k + open_at, open_v + open_at, k + batch_at, v + batch_at
     last = tl.minimum(first + TOKENS, end)
     for begin in tl.range(own_page * PI, last, TILING.own_rows, num_stages=1):
         token = begin + tl.arange(0, TILING.own_rows)
-        if SHAPE.own_codes:
-            scores = code_scores(query, open_k, k, token, start, end, row_stride, head, layer, seed, SHAPE)
+        if LAYOUT.own_codes:
+            model_head = head_start + head
+            scores = code_scores(query, open_k, k, token, start, end, row_stride, model_head, layer, seed, LAYOUT)
         else:
-            scores = exact_scores(q + tile + at, seen_rows, open_k, k, token, start, end, row_stride, EXACT_QK, SHAPE)
+            scores = exact_scores(q + tile + at, seen_rows, open_k, k, token, start, end, row_stride, EXACT_QK, LAYOUT)
         scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
-        state = add_rows(state, scores, open_v, v, token, start, end, row_stride, first_block, TILING, SHAPE)
+        state = add_rows(state, scores, open_v, v, token, start, end, row_stride, first_block, TILING, LAYOUT)
 
     _, total, outputs = state
-    V: tl.constexpr = SHAPE.v
+    V: tl.constexpr = LAYOUT.v_tiles
     for block in tl.static_range(BLOCKS):
         channel = channels_of(first_block + block, TILING, V)
-        seen = seen_rows[:, None] & (channel < SHAPE.head_dim)[None, :]
+        seen = seen_rows[:, None] & (channel < LAYOUT.head_dim)[None, :]
         x = (outputs[block] / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + tile + at[:, None] + channel[None, :], x, mask=seen)
 
 
-def attn_prefill(
-    fmt: HackFormat,
-    layer: int,
-    pages: HackPages,
-    open_k: Tensor,
-    open_v: Tensor,
-    spans: Spans,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
-    """Launch over a batch; see `HackKernels.attn_prefill`. Checks are the caller's; nothing is read on the host."""
+def attn_prefill(fmt: HackFormat, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`PageKernels.attend` of a batch with rows k, v. Checks are the caller's; nothing is read on the host."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
-    prefill_launch(fmt, layer, pages, open_k, open_v, spans, q, k, v, out).run()
+    prefill_launch(fmt, layer, pool, spans, q, k, v, out).run()
     return out
 
 
 def prefill_launch(
-    fmt: HackFormat,
-    layer: int,
-    pages: HackPages,
-    open_k: Tensor,
-    open_v: Tensor,
-    spans: Spans,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
+    fmt: HackFormat, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> Launch:
     """The launch that writes `out`; q, k, v and out are contiguous."""
-    records, batch = pages["k_codes"], spans.starts.numel()
+    records, batch = pool.planes["k_codes"], spans.starts.numel()
     group = q.shape[1] // k.shape[1]
     tiling = tiling_of(fmt, q.dtype)
     tokens = min(fmt.page_tokens, max(1, tiling.rows // padded(group)))
@@ -161,8 +147,8 @@ def prefill_launch(
         "k": k,
         "v": v,
         "out": out,
-        "open_k": open_k,
-        "open_v": open_v,
+        "open_k": pool.open_k,
+        "open_v": pool.open_v,
         "records": records,
         "starts": spans.starts,
         "counts": spans.counts,
@@ -172,11 +158,12 @@ def prefill_launch(
         "batch": batch,
         "q_stride": q.stride(0),
         "row_stride": k.stride(0),
-        "slot_stride": open_k.stride(0),
-        "open_head_stride": open_k.stride(1),
+        "slot_stride": pool.open_k.stride(0),
+        "open_head_stride": pool.open_k.stride(1),
         "page_stride": records.stride(0),
         "table_stride": spans.table.stride(0),
         "layer": layer,
+        "head_start": pool.head_start,
         "seed": fmt.seed,
         "GROUP": group,
         "GROUP_PAD": padded(group),
@@ -184,7 +171,7 @@ def prefill_launch(
         "BATCH": padded(batch),
         "EXACT_QK": "tf32x3" if q.dtype is torch.float32 else "tf32",  # TF32 holds FP16 and BF16 exactly
         "TILING": tiling,
-        "SHAPE": shape_of(fmt),
+        "LAYOUT": page_layout(fmt),
     }
     # A span touches at most two tiles that it does not fill.
     tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)

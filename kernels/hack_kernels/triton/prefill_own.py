@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hack_kernels.triton.own_page import two_halves
 from hack_kernels.triton.prefill_tiling import channels_of
 from hack_kernels.triton.quantize import codes_of, divided, extremes, noise_of, scale_of
 
@@ -28,45 +29,45 @@ def own_rows(open_rows, batch_rows, token, column, start, end, row_stride, WIDTH
 
 @triton.jit
 def exact_scores(
-    q_rows, seen_rows, open_k, batch_k, token, start, end, row_stride, EXACT_QK: tl.constexpr, SHAPE: tl.constexpr
+    q_rows, seen_rows, open_k, batch_k, token, start, end, row_stride, EXACT_QK: tl.constexpr, LAYOUT: tl.constexpr
 ):
     """Q·K^T / sqrt(D) against FP16 rows of the own page: FP32 [M, R]."""
-    STEPS: tl.constexpr = (SHAPE.head_dim + 63) // 64
+    STEPS: tl.constexpr = (LAYOUT.head_dim + 63) // 64
     ROWS: tl.constexpr = q_rows.shape[0]
     COLUMNS: tl.constexpr = token.shape[0]
     scores = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in tl.static_range(STEPS):
         column = step * 64 + tl.arange(0, 64)
-        seen = seen_rows[:, None] & (column < SHAPE.head_dim)[None, :]
+        seen = seen_rows[:, None] & (column < LAYOUT.head_dim)[None, :]
         q = tl.load(q_rows[:, None] + column[None, :], mask=seen, other=0.0).to(tl.float32)
-        k = own_rows(open_k, batch_k, token, column, start, end, row_stride, SHAPE.head_dim).to(tl.float32)
+        k = own_rows(open_k, batch_k, token, column, start, end, row_stride, LAYOUT.head_dim).to(tl.float32)
         scores = tl.dot(q, tl.trans(k), scores, input_precision=EXACT_QK)
-    return divided(scores, SHAPE.root)
+    return divided(scores, LAYOUT.root)
 
 
 @triton.jit
-def code_scores(query, open_k, batch_k, token, start, end, row_stride, head, layer, seed, SHAPE: tl.constexpr):
+def code_scores(query, open_k, batch_k, token, start, end, row_stride, head, layer, seed, LAYOUT: tl.constexpr):
     """Eq. (4) against rows of the own page that are quantized here: FP32 [M, R]."""
-    GROUPS: tl.constexpr = SHAPE.groups
-    z = tl.arange(0, SHAPE.partition_pad)
-    seen = (token >= 0)[:, None] & (z < SHAPE.partition)[None, :]
+    GROUPS: tl.constexpr = LAYOUT.groups
+    z = tl.arange(0, LAYOUT.partition_pad)
+    seen = (token >= 0)[:, None] & (z < LAYOUT.partition)[None, :]
     ROWS: tl.constexpr = query[0][0].shape[0]
     COLUMNS: tl.constexpr = token.shape[0]
     scores = tl.zeros((ROWS, COLUMNS), tl.float32)
     for p in tl.static_range(GROUPS):
         q, q_scale, q_min, q_sum = query[p]
-        channel = p * SHAPE.partition + z
-        x = own_rows(open_k, batch_k, token, channel, start, end, row_stride, SHAPE.head_dim).to(tl.float32)
+        channel = p * LAYOUT.partition + z
+        x = own_rows(open_k, batch_k, token, channel, start, end, row_stride, LAYOUT.head_dim).to(tl.float32)
         low, high = extremes(x, seen)
-        scale = scale_of(low, high, SHAPE.k.levels).to(tl.float32)
-        blocks = p * SHAPE.partition // 8 + tl.arange(0, SHAPE.partition_pad // 8)
-        noise = noise_of(seed, layer, head, token, blocks, 0, SHAPE.stochastic)
-        codes = tl.where(seen, codes_of(x, low, scale, noise, SHAPE.k.levels), 0)
+        scale = scale_of(low, high, LAYOUT.k_tiles.levels).to(tl.float32)
+        blocks = p * LAYOUT.partition // 8 + tl.arange(0, LAYOUT.partition_pad // 8)
+        noise = noise_of(seed, layer, head, token, blocks, 0, LAYOUT.stochastic)
+        codes = tl.where(seen, codes_of(x, low, scale, noise, LAYOUT.k_tiles.levels), 0)
         dots = tl.dot(q, tl.trans(codes.to(tl.int8))).to(tl.float32)
         scores += q_scale[:, None] * (scale[None, :] * dots + low[None, :] * q_sum[:, None])
-        if SHAPE.asymmetric:
+        if LAYOUT.asymmetric:
             sums = tl.sum(codes, axis=1).to(tl.float32)
-            scores += q_min[:, None] * (scale * sums + SHAPE.partition * low)[None, :]
+            scores += q_min[:, None] * (scale * sums + LAYOUT.partition * low)[None, :]
     return scores
 
 
@@ -82,7 +83,7 @@ def add_rows(
     row_stride,
     first_block,
     TILING: tl.constexpr,
-    SHAPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Rows of V with `scores` [M, R] added to the running softmax of `prefill_sealed.add_page`.
 
@@ -90,15 +91,14 @@ def add_rows(
     """
     top, total, outputs = state
     BLOCKS: tl.constexpr = TILING.blocks
-    V: tl.constexpr = SHAPE.v
+    V: tl.constexpr = LAYOUT.v_tiles
     higher = tl.maximum(top, tl.max(scores, axis=1))
     weights, kept = tl.exp(scores - higher[:, None]), tl.exp(top - higher)
-    high = weights.to(tl.float16)
-    rest = ((weights - high.to(tl.float32)) * 2048.0).to(tl.float16)
+    high, rest = two_halves(weights)
     updated = ()
     for block in tl.static_range(BLOCKS):
         channel = channels_of(first_block + block, TILING, V)
-        values = own_rows(open_v, batch_v, token, channel, start, end, row_stride, SHAPE.head_dim)
+        values = own_rows(open_v, batch_v, token, channel, start, end, row_stride, LAYOUT.head_dim)
         more = tl.dot(high, values) + tl.dot(rest, values) * (1.0 / 2048.0)
         updated = updated + (outputs[block] * kept[:, None] + more,)
     return higher, total * kept + tl.sum(weights, axis=1), updated

@@ -1,4 +1,4 @@
-"""What a program of prefill computes: how many query rows, and V's channels in which blocks."""
+"""The share of work of a prefill program: its number of query rows, and its blocks of V's channels."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import torch
 import triton
 import triton.language as tl
 
-from hack_kernels.base import HackFormat
-from hack_kernels.triton.layout import TILE_BYTES
-from hack_kernels.triton.shape import shape_of
+from hack_kernels.hack_format import HackFormat
+from hack_kernels.triton.code_tiles import TILE_BYTES
+from hack_kernels.triton.layout import page_layout
 
-TILE_ROWS: Final = 32
-"""Query rows of a program; half of it for rows twice as wide, in channels or in bytes, and for two warps. 64 rows and
-Hopper's wider INT8 products would take a fifth less instructions there, but spill on other GPUs."""
+QUERY_ROWS: Final = 32
+"""Query rows of a program; half as many for wide heads, for float32 and for two warps. On Hopper, 64 rows and its wider
+INT8 products would take a fifth fewer instructions, but 64 rows spill on other GPUs."""
 TILES_AT_ONCE: Final = 4
-"""Of 16 channels of V: a warp then has products of its own. With fewer, warps repeat some."""
+"""Tiles of 16 channels of V multiplied at once: enough that every warp has its own products, else warps repeat some."""
 PARTS: Final = 2
-"""Of V's channels, where registers do not reach for all of them."""
+"""Parts that V's channels are divided into where registers do not suffice for all of them."""
 LANE_BYTES: Final = 16
-"""Codes that every lane loads at a time. Pages of 32 tokens have too few of them for more than two warps."""
+"""Bytes of codes that a lane loads at a time. Pages of 32 tokens have too few codes for more than two warps."""
 
 OWN_ROWS: Final = 32
-"""Rows of the own page at a time: FP16 rows need more shared memory than codes."""
+"""Rows of the own page that are read at a time: FP16 rows need more shared memory than codes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What a program computes."""
+    """The share of work of one program."""
 
     rows: int
     """Query rows, heads padded."""
     warps: int
     v_fields: int
     v_down: int
-    """Bit fields, and rows of stored tiles, of V that are multiplied at once: a block."""
+    """A block of V, multiplied at once: `v_fields` bit fields of `v_down` rows of stored tiles."""
     blocks: int
-    """Blocks of V of one program."""
+    """Blocks of V that one program computes."""
     parts: int
-    """Programs that share V's channels, and each multiply all of K."""
+    """Programs that divide V's channels among them; each multiplies all of K."""
     own_rows: int
-    """Rows of the own page at a time."""
+    """Rows of the own page that are read at a time."""
 
     @property
     def channels(self) -> int:
@@ -51,8 +51,8 @@ class Tiling:
 
 
 def tiling_of(fmt: HackFormat, dtype: torch.dtype) -> Tiling:
-    """The tiling that spills on no GPU."""
-    v = shape_of(fmt).v
+    """A tiling that does not spill on any GPU."""
+    v = page_layout(fmt).v_tiles
     half = fmt.head_dim > 128 or fmt.page_tokens == 32 or dtype is torch.float32
     # Eight partitions of K, with constants for every row, leave two warps no registers for outputs of all channels.
     divided_v = fmt.page_tokens == 32 and fmt.head_dim > 128
@@ -63,7 +63,7 @@ def tiling_of(fmt: HackFormat, dtype: torch.dtype) -> Tiling:
     blocks = v.row_pad // (fields * down * 16)
     parts = PARTS if divided_v else 1
     return Tiling(
-        rows=TILE_ROWS // 2 if half else TILE_ROWS,
+        rows=QUERY_ROWS // 2 if half else QUERY_ROWS,
         warps=warps,
         v_fields=fields,
         v_down=down,

@@ -1,4 +1,4 @@
-"""The arithmetic of `hack_kernels.quantize` and of the reference's query, for use inside Triton kernels.
+"""The arithmetic of `hack_kernels.quantize`, for use inside Triton kernels.
 
 Codes must equal the reference's bit for bit on a GPU too, and Triton's plain division is good to 2 ulp only. A quotient
 by a scale that many elements share is corrected from the scale's reciprocal instead of divided anew: half the price of
@@ -70,27 +70,3 @@ def noise_of(seed, layer, head, positions, blocks, PLANE: tl.constexpr, STOCHAST
 def extremes(x, seen):
     """Minimum and maximum of every row, of the elements that `seen` marks."""
     return tl.min(tl.where(seen, x, float("inf")), axis=1), tl.max(tl.where(seen, x, float("-inf")), axis=1)
-
-
-@triton.jit
-def query_codes(q, seen, ASYMMETRIC: tl.constexpr):
-    """Q rows [M, Z] FP32, scaled by 1/sqrt(D), to INT8: codes [M, Z], then scale, minimum and sum of codes [M] FP32.
-
-    The minimum is 0 in the symmetric form and the value of code 0 in the other, whose codes are shifted by 128 steps.
-    Elements that `seen` leaves out get code 0, which adds nothing to a product.
-    """
-    if ASYMMETRIC:
-        low, high = extremes(q, seen)
-        scale = divided(high - low, 255.0)
-        scale = tl.where(scale == 0.0, 1.0, scale)
-        levels = tl.floor(tl.div_rn(q - low[:, None], scale[:, None] + tl.zeros_like(q)) + 0.5)
-        codes = tl.minimum(levels, 255.0) - 128.0
-        minimum = low + 128.0 * scale
-    else:
-        scale = divided(tl.max(tl.abs(q), axis=1), 127.0)
-        scale = tl.where(scale == 0.0, 1.0, scale)
-        codes = tl.floor(tl.div_rn(q, scale[:, None] + tl.zeros_like(q)) + 0.5)
-        codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
-        minimum = tl.zeros_like(scale)
-    codes = tl.where(seen, codes, 0.0)
-    return codes.to(tl.int8), scale, minimum, tl.sum(codes, axis=1)

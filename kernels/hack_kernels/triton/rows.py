@@ -3,30 +3,49 @@
 Pages are FP16 or BF16 rows [N, Hkv, Π, D]. A warp reads 16 rows at a time, which is as much as registers hold while
 three programs run on a multiprocessor; K goes from memory to the matrix unit as it is, V once through shared memory to
 be transposed.
+
+`bench.gpu` and `lab.gpu` run it. `TritonBackend` does not yet: it leaves codec `fp16` to torch, prompts and decode.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import HEAD_DIMS, PAGE_TOKENS, Spans
-from hack_kernels.triton.fragments import INTERPRETED, doubled, equal_halves
+from hack_kernels.base import Pool, Spans
+from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.own_page import LOG2_E
-from hack_kernels.triton.paged import LOWEST, PageReader, paged_launch
+from hack_kernels.triton.paged import LOWEST, PageReader, paged_launch, rows_of_heads
+from hack_kernels.triton.query import LOG2_E
 from hack_kernels.triton.split import Workspace
+from hack_kernels.triton.tiles import INTERPRETED, doubled, equal_halves
 
 ROWS_AT_ONCE = tl.constexpr(16)
 """Rows that a warp reads in one turn."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """A page of rows [Π, D] of one KV head."""
+
+    head_dim: int
+    page_tokens: int
+    dtype: tl.dtype
+
+    @property
+    def head_stride(self) -> int:
+        """Elements from one KV head's page to the next head's."""
+        return self.page_tokens * self.head_dim
+
+
 @triton.jit
-def rounded_query(q, layout: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
+def rounded_query(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
     """Query heads in the type of the pages, scaled for scores in log2: a tuple over 32 channels of [W, 32, N]."""
-    D: tl.constexpr = layout[0]
+    D: tl.constexpr = LAYOUT.head_dim
     head = tl.arange(0, N)[None, :]
     query = ()
     for c in tl.static_range(D // 32):
@@ -34,7 +53,7 @@ def rounded_query(q, layout: tl.constexpr, heads, W: tl.constexpr, N: tl.constex
         place = tl.arange(0, 32)
         channel = c * 32 + place // 2 % 4 * 8 + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
         x = tl.load(q + head * D + channel[:, None], mask=head < heads, other=0.0).to(tl.float32)
-        x = (x * (LOG2_E * D**-0.5)).to(layout[2])
+        x = (x * (LOG2_E * D**-0.5)).to(LAYOUT.dtype)
         query = query + (tl.broadcast_to(x[None, :, :], (W, 32, N)),)
     return query
 
@@ -63,10 +82,10 @@ def load_keys(rows, first, c: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def add_row_pages(state, keys, values, valid, query, layout: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def add_row_pages(state, keys, values, valid, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """W pages whose rows begin at `keys` and `values` [W] added to the running softmax."""
-    D: tl.constexpr = layout[0]
-    PI: tl.constexpr = layout[1]
+    D: tl.constexpr = LAYOUT.head_dim
+    PI: tl.constexpr = LAYOUT.page_tokens
     for first in tl.range(0, PI, ROWS_AT_ONCE, num_stages=1):
         top, weight, out = state
         score = tl.zeros((W, ROWS_AT_ONCE, N), tl.float32)
@@ -75,8 +94,8 @@ def add_row_pages(state, keys, values, valid, query, layout: tl.constexpr, W: tl
         new_top = tl.maximum(top, tl.where(valid[:, None], tl.max(score, 1), LOWEST))
         kept = tl.exp2(top - new_top)
         base = tl.where(valid[:, None], new_top, -LOWEST)  # pages that do not count get weights of 0
-        p = tl.exp2(score - base[:, None, :]).to(layout[2])
-        ones = tl.full((W, 16, ROWS_AT_ONCE), 1.0, tl.float32).to(layout[2])
+        p = tl.exp2(score - base[:, None, :]).to(LAYOUT.dtype)
+        ones = tl.full((W, 16, ROWS_AT_ONCE), 1.0, tl.float32).to(LAYOUT.dtype)
         weight = equal_halves(product(ones, p, doubled(weight * kept[:, None, :], W, N)), W, N)
         # Always `values`, but known only with the scores: V beside K would take more registers than there are.
         v_rows = values + (tl.max(new_top, 1) <= 2 * LOWEST).to(tl.int32) * D
@@ -90,27 +109,25 @@ def add_row_pages(state, keys, values, valid, query, layout: tl.constexpr, W: tl
     return state
 
 
-def attn_decode_rows(
-    k: Tensor, v: Tensor, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor, workspace: Workspace
-) -> Tensor:
-    """Decode over pages k, v [N, Hkv, Π, D]; the rest as in `decode.attn_decode`. Raises `ValueError`."""
+def attn_decode_rows(pool: Pool, spans: Spans, q: Tensor, workspace: Workspace) -> Tensor:
+    """Decode over pages `k`, `v` [N, Hkv, Π, D]; the rest as in `decode.attn_decode`. Raises `ValueError`."""
+    k, v = pool.planes["k"], pool.planes["v"]
     if k.shape != v.shape or k.dtype is not v.dtype or k.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"k is {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}; expected FP16 or BF16 alike"
         )
     if k.shape[2] not in PAGE_TOKENS or k.shape[3] not in HEAD_DIMS or k.stride() != v.stride():
         raise ValueError(f"pages are {tuple(k.shape)} with strides {k.stride()} and {v.stride()}")
-    q = q.contiguous()
-    out = torch.empty_like(q)
-    rows_launch(k, v, open_k, open_v, spans, q, out, workspace).run()
+    q = rows_of_heads(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    rows_launch(pool, spans, q, out, workspace).run()
     return out
 
 
-def rows_launch(
-    k: Tensor, v: Tensor, open_k: Tensor, open_v: Tensor, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace
-) -> Launch:
-    """The launch that writes `out`; `q` and `out` are contiguous."""
+def rows_launch(pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace) -> Launch:
+    """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
+    k, v = pool.planes["k"], pool.planes["v"]
     page_tokens, head_dim = k.shape[2:]
-    layout = (head_dim, page_tokens, tl.float16 if k.dtype is torch.float16 else tl.bfloat16)
-    reader = PageReader(rounded_query, add_row_pages, layout, page_tokens * head_dim, head_dim, page_tokens)
-    return paged_launch(reader, k, v, open_k, open_v, spans, q, out, workspace)
+    layout = RowLayout(head_dim, page_tokens, tl.float16 if k.dtype is torch.float16 else tl.bfloat16)
+    reader = PageReader(rounded_query, add_row_pages, layout)
+    return paged_launch(reader, k, v, pool, spans, q, out, workspace)

@@ -6,83 +6,84 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import HackFormat, HackPages
+from hack_kernels.base import Pool
+from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.layout import page_layout
 from hack_kernels.triton.quantize import codes_of, extremes, noise_of, scale_of
-from hack_kernels.triton.shape import shape_of
 from hack_kernels.triton.tiles import store_codes, store_meta, sums_pointer, unit_place
 
 
 @triton.jit
-def _seal_k(rows, record, token_stride, start, head, layer, seed, SHAPE: tl.constexpr):
+def _seal_k(rows, record, token_stride, start, head, layer, seed, LAYOUT: tl.constexpr):
     """Partition by partition; where a byte holds two column tiles, two partitions share its stored tile."""
-    TILE: tl.constexpr = SHAPE.k
-    STEPS: tl.constexpr = (SHAPE.groups + TILE.column_fields - 1) // TILE.column_fields
+    TILE: tl.constexpr = LAYOUT.k_tiles
+    STEPS: tl.constexpr = (LAYOUT.groups + TILE.column_fields - 1) // TILE.column_fields
     SHARING: tl.constexpr = TILE.column_fields
     FIELDS: tl.constexpr = TILE.row_fields
     ROWS: tl.constexpr = TILE.field_rows
-    COLUMNS: tl.constexpr = SHAPE.partition_pad
+    COLUMNS: tl.constexpr = LAYOUT.partition_pad
     local = tl.arange(0, ROWS)
     z = tl.arange(0, COLUMNS)
-    eighth = tl.arange(0, SHAPE.partition_pad // 8)
+    eighth = tl.arange(0, LAYOUT.partition_pad // 8)
     for step in tl.static_range(STEPS):
         packed = tl.zeros((ROWS, COLUMNS), tl.int32)
         for shared in tl.static_range(SHARING):
             partition = step * SHARING + shared
-            if partition < SHAPE.groups:
-                channel = partition * SHAPE.partition + z
-                first_block = partition * SHAPE.partition // 8
+            if partition < LAYOUT.groups:
+                channel = partition * LAYOUT.partition + z
+                first_block = partition * LAYOUT.partition // 8
                 for field in tl.static_range(FIELDS):
                     token = (local // 16 * FIELDS + field) * 16 + local % 16
-                    seen = (local >= 0)[:, None] & (z < SHAPE.partition)[None, :]
+                    seen = (local >= 0)[:, None] & (z < LAYOUT.partition)[None, :]
                     at = rows + token[:, None] * token_stride + channel[None, :]
                     x = tl.load(at, mask=seen, other=0.0).to(tl.float32)
                     low, high = extremes(x, seen)
                     scale = scale_of(low, high, TILE.levels)
-                    noise = noise_of(seed, layer, head, start + token, first_block + eighth, 0, SHAPE.stochastic)
+                    noise = noise_of(seed, layer, head, start + token, first_block + eighth, 0, LAYOUT.stochastic)
                     codes = codes_of(x, low, scale.to(tl.float32), noise, TILE.levels)
                     codes = tl.where(seen, codes, 0)
                     packed |= codes << (TILE.bits * (shared * FIELDS + field))
-                    unit = partition * (SHAPE.page_tokens // 16)
-                    store_meta(record + SHAPE.k_meta, token, unit, scale, low.to(tl.float16), local >= 0)
-                    if SHAPE.sums:
-                        sums = sums_pointer(record + SHAPE.k_sums, SHAPE.k_wide_sums) + unit_place(token, unit)
+                    unit = partition * (LAYOUT.page_tokens // 16)
+                    store_meta(record + LAYOUT.k_meta, token, unit, scale, low.to(tl.float16), local >= 0)
+                    if LAYOUT.sums:
+                        sums = sums_pointer(record + LAYOUT.k_sums, LAYOUT.wide_k_sums) + unit_place(token, unit)
                         tl.store(sums, tl.sum(codes, axis=1).to(sums.dtype.element_ty))
-        first_tile = step * SHARING * SHAPE.partition_tiles // SHARING
-        store_codes(record, packed, first_tile, TILE, SHAPE.partition_tiles)
+        first_tile = step * SHARING * LAYOUT.partition_tiles // SHARING
+        store_codes(record, packed, first_tile, TILE, LAYOUT.partition_tiles)
 
 
 @triton.jit
-def _seal_v(rows, record, token_stride, start, head, layer, seed, SHAPE: tl.constexpr):
+def _seal_v(rows, record, token_stride, start, head, layer, seed, LAYOUT: tl.constexpr):
     """Channels are rows here and tokens columns; a channel's tokens are its partition."""
-    TILE: tl.constexpr = SHAPE.v
+    TILE: tl.constexpr = LAYOUT.v_tiles
     FIELDS: tl.constexpr = TILE.row_fields
     ROWS: tl.constexpr = TILE.field_rows
-    COLUMNS: tl.constexpr = SHAPE.page_tokens
+    COLUMNS: tl.constexpr = LAYOUT.page_tokens
     local = tl.arange(0, ROWS)
     eighth = tl.arange(0, ROWS // 8)
     token = tl.arange(0, COLUMNS)
     packed = tl.zeros((ROWS, COLUMNS), tl.int32)
     for field in tl.static_range(FIELDS):
         channel = (local // 16 * FIELDS + field) * 16 + local % 16
-        inside = channel < SHAPE.head_dim
+        inside = channel < LAYOUT.head_dim
         seen = inside[:, None] & (token >= 0)[None, :]
         x = tl.load(rows + token[None, :] * token_stride + channel[:, None], mask=seen, other=0.0).to(tl.float32)
         low, high = extremes(x, (channel >= 0)[:, None] & (token >= 0)[None, :])
         scale = scale_of(low, high, TILE.levels)
         blocks = (eighth // 2 * FIELDS + field) * 2 + eighth % 2
-        noise = noise_of(seed, layer, head, start + token, blocks, 1, SHAPE.stochastic)
+        noise = noise_of(seed, layer, head, start + token, blocks, 1, LAYOUT.stochastic)
         codes = codes_of(x, low, scale.to(tl.float32), tl.trans(noise), TILE.levels)
         codes = tl.where(seen, codes, 0)
         packed |= codes << (TILE.bits * field)
-        store_meta(record + SHAPE.v_meta, channel, 0, scale, low.to(tl.float16), inside)
-        if SHAPE.sums:
-            sums = sums_pointer(record + SHAPE.v_sums, SHAPE.v_wide_sums) + unit_place(channel, 0)
+        store_meta(record + LAYOUT.v_meta, channel, 0, scale, low.to(tl.float16), inside)
+        if LAYOUT.sums:
+            sums = sums_pointer(record + LAYOUT.v_sums, LAYOUT.wide_v_sums) + unit_place(channel, 0)
             tl.store(sums, tl.sum(codes, axis=1).to(sums.dtype.element_ty), mask=inside)
-    store_codes(record + SHAPE.v_codes, packed, 0, TILE, TILE.across)
+    store_codes(record + LAYOUT.v_codes, packed, 0, TILE, TILE.across)
 
 
-@triton.jit(do_not_specialize=["layer", "seed"])
+@triton.jit(do_not_specialize=["layer", "head_start", "seed"])
 def seal_kernel(
     k,
     v,
@@ -94,31 +95,33 @@ def seal_kernel(
     head_stride,
     token_stride,
     layer,
+    head_start,
     seed,
-    SHAPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
-    """Grid (pages, KV heads, 2): K or V of one page of one head."""
+    """Grid (pages, KV heads, 2): K or V of one page of one head. Noise is that of the model's head `head_start` on."""
     page, head = tl.program_id(0), tl.program_id(1)
-    record = records + tl.load(page_ids + page) * page_stride + head * SHAPE.record
+    record = records + tl.load(page_ids + page) * page_stride + head * LAYOUT.nbytes
     start = tl.load(starts + page).to(tl.int32)
     at = page.to(tl.int64) * row_stride + head * head_stride
+    model_head = head_start + head
     if tl.program_id(2) == 0:
-        _seal_k(k + at, record, token_stride, start, head, layer, seed, SHAPE)
+        _seal_k(k + at, record, token_stride, start, model_head, layer, seed, LAYOUT)
     else:
-        _seal_v(v + at, record, token_stride, start, head, layer, seed, SHAPE)
+        _seal_v(v + at, record, token_stride, start, model_head, layer, seed, LAYOUT)
 
 
-def seal(fmt: HackFormat, layer: int, pages: HackPages, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-    """Quantize k, v [P, Hkv, Π, D] FP16 into the records of `page_ids`; checks are the caller's."""
-    seal_launch(fmt, layer, pages, page_ids, starts, k.contiguous(), v.contiguous()).run()
+def seal(fmt: HackFormat, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
+    """Quantize k, v [P, Hkv, Π, D] FP16 into the records of `page_ids` of a pool; checks are the caller's."""
+    seal_launch(fmt, layer, pool, page_ids, starts, k.contiguous(), v.contiguous()).run()
 
 
 def seal_launch(
-    fmt: HackFormat, layer: int, pages: HackPages, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor
+    fmt: HackFormat, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor
 ) -> Launch:
     """The launch of `seal`; k and v are contiguous. Without fused multiply-adds, rounding is the reference's."""
-    records, shape = pages["k_codes"], shape_of(fmt)
-    elements = max(shape.k.field_rows * shape.partition_pad, shape.v.field_rows * shape.page_tokens)
+    records, layout = pool.planes["k_codes"], page_layout(fmt)
+    elements = max(layout.k_tiles.field_rows * layout.partition_pad, layout.v_tiles.field_rows * layout.page_tokens)
     arguments = {
         "k": k,
         "v": v,
@@ -130,8 +133,9 @@ def seal_launch(
         "head_stride": k.stride(1),
         "token_stride": k.stride(2),
         "layer": layer,
+        "head_start": pool.head_start,
         "seed": fmt.seed,
-        "SHAPE": shape,
+        "LAYOUT": layout,
     }
     grid = (page_ids.numel(), k.shape[1], 2)
     return Launch(seal_kernel, grid, arguments, warps=4 if elements <= 4096 else 8, fusion=False)

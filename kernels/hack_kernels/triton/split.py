@@ -1,21 +1,25 @@
-"""One launch for a ragged batch: how its pages are divided among programs, and how what they find is merged.
+"""One launch for a ragged batch: how its pages are divided among programs, and how partial results are merged.
 
 Work is counted in units: one for every sealed page, `OWN_UNITS` for a sequence's own page. The units of a batch stand
 in one row, sequence after sequence, and every one of the `parts` programs of a KV head takes an equal stretch of it.
 Lengths are read on the device, so the grid does not depend on them and a CUDA graph replays for any.
 
 A sequence that lies in several stretches is merged by the program that finishes it last: each writes its share
-(outputs, weight and largest score) to `partials`, then draws a ticket; who draws the last one adds all shares up, in
-the order of the stretches, and puts the ticket back to 0. Results do not depend on who it was.
+(outputs, weight and largest score) to `partials`, then draws a ticket. The program with the last ticket adds up all
+shares, in the order of the stretches, and resets the ticket to 0. Results do not depend on which program that is.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+PROGRAMS_PER_PROCESSOR: Final = 3
+"""Decode programs that a multiprocessor holds at a time, as far as their registers let it (`paged.py`)."""
 OWN_UNITS = tl.constexpr(8)
 """Cost of a sequence's own page in sealed pages: it has 6.4 times their bytes and other costs once per sequence."""
 
@@ -103,29 +107,38 @@ def merged(partials, first, count, group, groups, opens_inside, D: tl.constexpr,
 class Workspace:
     """Device memory that launches share, one after another on one stream: shares of split sequences, and tickets.
 
-    It grows as larger batches come. A CUDA graph keeps the memory that it was captured with, so capture the largest
-    batch first, or give each graph a workspace of its own.
+    It grows with larger batches, but not while a CUDA graph is captured: zeroing tickets would be recorded, not run.
+    So run a batch of the captured size once before the capture. Memory that it has outgrown stays allocated, because
+    graphs go on using the memory that they were captured with.
     """
 
     def __init__(self, device: torch.device, programs: int) -> None:
-        """`programs`: how many run at once on this device, over all KV heads."""
+        """`programs`: how many run at once on this device, over all KV heads, at `PROGRAMS_PER_PROCESSOR`."""
         self._programs = programs
         self._partials = torch.empty(0, dtype=torch.float32, device=device)
         self._tickets = torch.zeros(0, dtype=torch.int32, device=device)
+        self._outgrown: list[Tensor] = []
 
-    def parts(self, groups: int) -> int:
-        """Programs per group of query heads."""
-        return max(1, self._programs // groups)
+    def parts(self, groups: int, per_processor: int = PROGRAMS_PER_PROCESSOR) -> int:
+        """Programs per group of query heads, for a kernel of which a multiprocessor holds `per_processor` programs."""
+        return max(1, self._programs * per_processor // PROGRAMS_PER_PROCESSOR // groups)
 
     def partials(self, groups: int, parts: int, head_dim: int, columns: int) -> Tensor:
         """Room for two shares per program, FP32."""
         size = groups * parts * 2 * (head_dim + 32) * columns
         if self._partials.numel() < size:
+            self._outgrow(self._partials)
             self._partials = self._partials.new_empty(size)
         return self._partials
 
     def tickets(self, batch: int, groups: int) -> Tensor:
         """Zeroed counters, one per sequence and group of query heads."""
         if self._tickets.numel() < batch * groups:
+            self._outgrow(self._tickets)
             self._tickets = self._tickets.new_zeros(batch * groups)
         return self._tickets
+
+    def _outgrow(self, memory: Tensor) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the workspace would grow inside the capture of a CUDA graph: run such a batch before")
+        self._outgrown.append(memory)

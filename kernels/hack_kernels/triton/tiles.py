@@ -1,9 +1,96 @@
-"""Reading and writing the parts of a record (`layout.py`) in kernels: code tiles, metadata, sums."""
+"""Device functions that read and write the parts of a record (`layout.py`): code tiles, metadata, sums.
+
+Two forms. In decode, W warps read W pages at once: axis 0 of every tensor is the warp, nothing crosses from one warp to
+another, and tiles, fields and units are known when the kernel is compiled, so bytes are operands in the registers that
+they are loaded to (`load_tile` to `load_sums`). Elsewhere a program has one page, and rows are tensors (`load_codes` to
+`store_codes`).
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def load_tile(codes, index: tl.constexpr, W: tl.constexpr):
+    """Stored tile `index` of W pages whose codes begin at `codes` [W] uint8: int8 [W, 16, 32].
+
+    One 16-byte load per lane; the reordering names registers and moves nothing.
+    """
+    packed = tl.load(codes[:, None] + (index * 512 + tl.arange(0, 512))[None, :])
+    split = tl.reshape(packed.to(tl.int8, bitcast=True), (W, 8, 4, 2, 2, 4))
+    return tl.reshape(tl.permute(split, (0, 4, 1, 3, 2, 5)), (W, 16, 32))
+
+
+@triton.jit
+def load_row(codes, row: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr):
+    """Row `row` of the stored tiles, all across: int8 [W, 16, 32·across]."""
+    across: tl.constexpr = TILE.across
+    tile = load_tile(codes, row * across, W)
+    if across == 2:
+        tile = tl.permute(tl.join(tile, load_tile(codes, row * across + 1, W)), (0, 1, 3, 2))
+    if across == 4:
+        even = tl.join(tile, load_tile(codes, row * across + 2, W))
+        odd = tl.join(load_tile(codes, row * across + 1, W), load_tile(codes, row * across + 3, W))
+        tile = tl.permute(tl.join(even, odd), (0, 1, 3, 4, 2))
+    return tl.reshape(tile, (W, 16, 32 * across))
+
+
+@triton.jit
+def masked(tiles, field: tl.constexpr, TILE: tl.constexpr):
+    """Codes in bit field `field`, as int8 worth code·2^(bits·field), less 128 in the last field."""
+    mask: tl.constexpr = TILE.levels << (TILE.bits * field)
+    signed: tl.constexpr = mask - 256 if mask > 127 else mask
+    if INTERPRETED:
+        return tiles & signed
+    # Four codes per instruction, said outright: Triton keeps LLVM from finding that out on sm_80.
+    masks = tl.full(tiles.shape, signed, tl.int8)
+    return tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [tiles, masks], tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def scale_and_minimum(words):
+    """Metadata as they rest, INT32, as two of FP32."""
+    scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_unit(meta, unit: tl.constexpr, W: tl.constexpr):
+    """Scale and minimum of a unit of W pages whose metadata begin at `meta` [W] uint8: two of FP32 [W, 16]."""
+    place = (unit // 2) * 32 + (unit % 2) * 2 + tl.arange(0, 8)[:, None] * 4 + tl.arange(0, 2)[None, :]
+    words = tl.load(meta.to(tl.pointer_type(tl.int32))[:, None, None] + place[None, :, :])
+    return scale_and_minimum(tl.reshape(tl.permute(words, (0, 2, 1)), (W, 16)))
+
+
+@triton.jit
+def sums_pointer(sums, WIDE: tl.constexpr):
+    """Bytes to elements of a sum's type."""
+    return sums.to(tl.pointer_type(tl.int16), bitcast=True) if WIDE else sums
+
+
+@triton.jit
+def load_sums(sums, WIDE: tl.constexpr, unit: tl.constexpr, W: tl.constexpr):
+    """Sums (int16 if `WIDE`, else uint8) of a unit of W pages, which begin at `sums` [W] uint8: INT32 [W, 16]."""
+    row = tl.arange(0, 16)
+    place = (unit // 2) * 32 + (row % 8) * 4 + (unit % 2) * 2 + row // 8
+    return tl.load(sums_pointer(sums, WIDE)[:, None] + place[None, :]).to(tl.int32)
+
+
+@triton.jit
+def equal_halves(x, W: tl.constexpr, N: tl.constexpr):
+    """[W, 16, N] whose rows are equal as [W, 8, N]: a lane holds rows r and r + 8, so nothing moves."""
+    halves = tl.permute(tl.reshape(x, (W, 2, 8, N)), (0, 2, 3, 1))
+    return tl.split(halves)[0]
+
+
+@triton.jit
+def doubled(x, W: tl.constexpr, N: tl.constexpr):
+    """[W, 8, N] whose rows are equal as [W, 16, N]: the same registers, each named twice."""
+    return tl.reshape(tl.permute(tl.join(x, x), (0, 3, 1, 2)), (W, 16, N))
 
 
 @triton.jit
@@ -54,9 +141,7 @@ def unit_place(row, first_unit):
 def load_meta(meta, row, first_unit, seen):
     """Scale and minimum FP32 of rows; `meta` points to bytes."""
     at = meta.to(tl.pointer_type(tl.int32), bitcast=True) + unit_place(row, first_unit)
-    words = tl.load(at, mask=seen, other=0)
-    scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale_and_minimum(tl.load(at, mask=seen, other=0))
 
 
 @triton.jit
@@ -65,12 +150,6 @@ def store_meta(meta, row, first_unit, scale, minimum, seen):
     at = meta.to(tl.pointer_type(tl.float16), bitcast=True) + 2 * unit_place(row, first_unit)
     tl.store(at, scale, mask=seen)
     tl.store(at + 1, minimum, mask=seen)
-
-
-@triton.jit
-def sums_pointer(sums, WIDE: tl.constexpr):
-    """Bytes to elements of a sum's type."""
-    return sums.to(tl.pointer_type(tl.int16), bitcast=True) if WIDE else sums
 
 
 @triton.jit

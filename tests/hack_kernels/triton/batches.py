@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from hack_kernels.base import HackFormat, HackPages, Spans
-from hack_kernels.reference import ReferenceKernels
+from hack_kernels.base import Planes, Pool, Rows, Spans
+from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.layout import from_wire, new_pages
 from torch import Tensor
+
+from tests.hack_kernels.pools import empty_pool, reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +18,8 @@ class DecodeBatch:
     """Arguments of `attn_decode`, with the same pages in wire order and in the GPU's."""
 
     fmt: HackFormat
-    wire: HackPages
-    pages: HackPages
+    wire: Planes
+    pages: Planes
     k: Tensor
     """FP16 [N, Hkv, Π, D]: what the pages were sealed from."""
     v: Tensor
@@ -26,10 +28,34 @@ class DecodeBatch:
     spans: Spans
     q: Tensor
 
+    @property
+    def pool(self) -> Pool:
+        """Pages in the GPU's order."""
+        return Pool(self.pages, self.open_k, self.open_v)
+
     def expected(self) -> Tensor:
         """The reference's answer."""
-        rows = (self.open_k, self.open_v, self.spans, self.q)
-        return ReferenceKernels().attn_decode(self.fmt, 0, self.wire, *rows)
+        pool = Pool(self.wire, self.open_k, self.open_v)
+        return reference(self.fmt).attend(0, pool, self.spans, Rows(self.q))
+
+    def exact(self, k: Tensor, v: Tensor) -> Tensor:
+        """FP64 attention over sealed pages of rows k, v [N, Hkv, Π, D] and the own page; one KV head."""
+        outs = []
+        for b, cached in enumerate(self.spans.starts.tolist()):
+            full, rest = divmod(cached, self.fmt.page_tokens)
+            ids, slot = self.spans.table[b, :full], self.spans.slots[b]
+            keys, values = (
+                torch.cat((pages[ids, 0].flatten(0, 1), own[slot, 0, : rest + 1])).double()
+                for pages, own in ((k, self.open_k), (v, self.open_v))
+            )
+            scores = self.q[b].double() @ keys.T / self.fmt.head_dim**0.5
+            outs.append(scores.softmax(-1) @ values)
+        return torch.stack(outs)
+
+
+def largest_error(found: Tensor, expected: Tensor) -> float:
+    """Relative, of the row that is off most."""
+    return float(((found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def decode_batch(
@@ -48,8 +74,9 @@ def decode_batch(
     for b, count in enumerate(counts):
         table[b, :count] = order[sum(counts[:b]) :][:count]
     k, v = rows(len(order)), rows(len(order))
-    wire = ReferenceKernels().new_pages(fmt, len(order), heads)
-    ReferenceKernels().seal(fmt, 0, wire, torch.arange(len(order)), torch.zeros(len(order), dtype=torch.int64), k, v)
+    sealed = empty_pool(reference(fmt), fmt, len(order), heads)
+    reference(fmt).seal(0, sealed, torch.arange(len(order)), torch.zeros(len(order), dtype=torch.int64), k, v)
+    wire = sealed.planes
     pages = new_pages(fmt, len(order), heads, "cpu")
     for name, plane in from_wire(fmt, wire).items():
         pages[name].copy_(plane)

@@ -6,27 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from hack_kernels.base import (
-    SUM_PLANES,
-    Arithmetic,
-    BackendUnavailable,
-    HackFormat,
-    HackPages,
-    OpenPage,
-    Rounding,
-    Spans,
-)
-from hack_kernels.reference import ReferenceKernels
+from hack_kernels.base import BackendUnavailable, Planes, Pool, Rows, Spans, new_pool
+from hack_kernels.hack_format import SUM_PLANES, Arithmetic, HackFormat, HackKernels, OpenPage, Rounding
+from hack_kernels.reference.hack import HackReference
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from tests.hack_kernels.pools import CPU, empty_pool, hack_kernels, reference
 
 pytest.importorskip("triton")
 
 import triton
 from hack_kernels.triton import backend, layout
-from hack_kernels.triton.backend import PREFILL_VARIABLE, Prefill, TritonKernels
+from hack_kernels.triton.backend import PREFILL_VARIABLE, Prefill, TritonBackend
 
-CPU = torch.device("cpu")
 SEED = 2**63 + 12345
 ASYMMETRIC, STOCHASTIC = Arithmetic.ASYMMETRIC, Rounding.STOCHASTIC
 SEALED = [
@@ -44,14 +37,18 @@ def rows(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
 
 
-def poisoned(fmt: HackFormat, pages: int, heads: int) -> HackPages:
-    """A pool in which nothing is what `new_pages` would leave there."""
-    pool = layout.new_pages(fmt, pages, heads, "cpu")
-    torch.empty(0, dtype=torch.uint8).set_(pool["k_codes"].untyped_storage()).fill_(0xA5)
+def kernels_of(fmt: HackFormat, prefill: Prefill = Prefill.HOMOMORPHIC) -> HackKernels:
+    return hack_kernels(TritonBackend(CPU, prefill), fmt)
+
+
+def poisoned(fmt: HackFormat, pages: int, heads: int) -> Pool:
+    """A pool in which no sealed page is what `new_pages` would leave there."""
+    pool = empty_pool(kernels_of(fmt), fmt, pages, heads)
+    torch.empty(0, dtype=torch.uint8).set_(pool.planes["k_codes"].untyped_storage()).fill_(0xA5)
     return pool
 
 
-def assert_same_bytes(got: HackPages, expected: HackPages) -> None:
+def assert_same_bytes(got: Planes, expected: Planes) -> None:
     for name, plane in expected.items():
         ours = got[name].contiguous().flatten().view(torch.uint8)
         assert torch.equal(ours, plane.contiguous().flatten().view(torch.uint8)), name
@@ -65,40 +62,58 @@ def test_sealed_records_are_the_reference_s_bit_for_bit(fmt: HackFormat) -> None
     k[1] *= 1e-4
     v[2] *= 1e-5
     ids, starts = torch.tensor([4, 0, 2]), torch.tensor([0, 5, 2**20]) * fmt.page_tokens
-    expected = ReferenceKernels().new_pages(fmt, 5, 2)
-    ReferenceKernels().seal(fmt, 3, expected, ids, starts, k, v)
+    expected = empty_pool(reference(fmt), fmt, 5, 2)
+    reference(fmt).seal(3, expected, ids, starts, k, v)
     pool = poisoned(fmt, 5, 2)
-    untouched = {name: plane[[1, 3]].clone() for name, plane in pool.items()}
-    TritonKernels(CPU).seal(fmt, 3, pool, ids, starts, k, v)
-    native = layout.from_wire(fmt, {name: plane[ids] for name, plane in expected.items()})
-    assert_same_bytes({name: plane[ids] for name, plane in pool.items()}, native)
-    assert_same_bytes({name: plane[[1, 3]] for name, plane in pool.items()}, untouched)
+    untouched = {name: plane[[1, 3]].clone() for name, plane in pool.planes.items()}
+    kernels_of(fmt).seal(3, pool, ids, starts, k, v)
+    native = layout.from_wire(fmt, {name: plane[ids] for name, plane in expected.planes.items()})
+    assert_same_bytes({name: plane[ids] for name, plane in pool.planes.items()}, native)
+    assert_same_bytes({name: plane[[1, 3]] for name, plane in pool.planes.items()}, untouched)
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in SEALED if fmt.rounding is STOCHASTIC], ids=str)
+def test_a_range_of_heads_is_sealed_as_among_all_of_them(fmt: HackFormat) -> None:
+    """Noise is keyed by the model's heads: a worker that holds two of four gives their bytes, in a pool of its own or
+    in a view of a larger one."""
+    k, v = (rows(seed, 2, 4, fmt.page_tokens, fmt.head_dim) for seed in (1, 2))
+    ids, starts, part = torch.tensor([1, 0]), torch.tensor([0, 3]) * fmt.page_tokens, slice(1, 3)
+    whole = empty_pool(reference(fmt), fmt, 2, 4)
+    reference(fmt).seal(3, whole, ids, starts, k, v)
+    expected = layout.from_wire(fmt, {name: plane[:, part] for name, plane in whole.planes.items()})
+    own = new_pool(fmt, kernels_of(fmt), CPU, 2, 1, range(1, 3))
+    for pool in (own, poisoned(fmt, 2, 4).heads(1, 2)):
+        kernels_of(fmt).seal(3, pool, ids, starts, k[:, part], v[:, part])
+        assert_same_bytes(pool.planes, expected)
+    at_home = empty_pool(kernels_of(fmt), fmt, 2, 2)
+    kernels_of(fmt).seal(3, at_home, ids, starts, k[:, part], v[:, part])
+    assert not torch.equal(at_home.planes["k_codes"], own.planes["k_codes"]), "this test must see the wrong key"
 
 
 def test_requantized_pages_are_the_reference_s_and_no_others_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second sequence's table ends with a page 0 that is another's, who writes to it in the meantime."""
     fmt = HackFormat(64, 32, 2, 4, arithmetic=ASYMMETRIC, open_page=OpenPage.REQUANTIZE)
-    pool, expected = poisoned(fmt, 5, 2), ReferenceKernels().new_pages(fmt, 5, 2)
+    pool, expected = poisoned(fmt, 5, 2), empty_pool(reference(fmt), fmt, 5, 2)
     table, mine = torch.tensor([[4, 1], [3, 0]]), torch.tensor([4, 1, 3])
-    requantize = ReferenceKernels.requantize
+    requantize = HackReference.requantize
 
     def meanwhile(*arguments: Any) -> None:
-        pool["k_codes"][0] += 1
+        pool.planes["k_codes"][0] += 1
         requantize(*arguments)
 
     for seed, starts, counts in ((11, [0, 0], [40, 5]), (13, [40, 5], [3, 1])):
         total, offsets = sum(counts), torch.tensor([0, counts[0]])
         spans = Spans(torch.tensor(starts), torch.tensor(counts), offsets, table, torch.arange(2))
         k, v = (rows(each, total, 2, fmt.head_dim) for each in (seed, seed + 1))
-        ReferenceKernels().requantize(fmt, 3, expected, spans, k, v)
-        others = {name: plane[[0, 2]].clone() for name, plane in pool.items()}
+        reference(fmt).requantize(3, expected, spans, k, v)
+        others = {name: plane[[0, 2]].clone() for name, plane in pool.planes.items()}
         others["k_codes"][0] += 1
         with monkeypatch.context() as patched:
-            patched.setattr(ReferenceKernels, "requantize", meanwhile)
-            TritonKernels(CPU).requantize(fmt, 3, pool, spans, k, v)
-        native = layout.from_wire(fmt, {name: plane[mine] for name, plane in expected.items()})
-        assert_same_bytes({name: plane[mine] for name, plane in pool.items()}, native)
-        assert_same_bytes({name: plane[[0, 2]] for name, plane in pool.items()}, others)
+            patched.setattr(HackReference, "requantize", meanwhile)
+            kernels_of(fmt).requantize(3, pool, spans, k, v)
+        native = layout.from_wire(fmt, {name: plane[mine] for name, plane in expected.planes.items()})
+        assert_same_bytes({name: plane[mine] for name, plane in pool.planes.items()}, native)
+        assert_same_bytes({name: plane[[0, 2]] for name, plane in pool.planes.items()}, others)
 
 
 EXCHANGED = [
@@ -113,23 +128,24 @@ EXCHANGED = [
 def test_any_bytes_survive_install_and_export(fmt: HackFormat) -> None:
     generator = torch.Generator().manual_seed(3)
     wire = {}
-    for name, (shape, dtype) in fmt.plane_specs().items():
-        raw = torch.randint(0, 256, (1, 2, *shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
-        wire[name] = raw.view(dtype).squeeze(-1)
-    pool, ids = poisoned(fmt, 3, 1), torch.tensor([2, 0])
-    untouched = {name: plane[1].clone() for name, plane in pool.items()}
-    kernels = TritonKernels(CPU)
-    kernels.install(fmt, pool, ids, wire)
+    for plane in fmt.planes:
+        shape = (1, 2, *plane.shape, plane.dtype.itemsize)
+        raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        wire[plane.name] = raw.view(plane.dtype).squeeze(-1)
+    pool, ids, kernels = poisoned(fmt, 3, 1), torch.tensor([2, 0]), kernels_of(fmt)
+    untouched = {name: plane[1].clone() for name, plane in pool.planes.items()}
+    kernels.install(pool, ids, wire)
     native = layout.from_wire(fmt, {name: plane.transpose(0, 1) for name, plane in wire.items()})
-    assert_same_bytes({name: plane[ids] for name, plane in pool.items()}, native)
-    assert_same_bytes({name: plane[1] for name, plane in pool.items()}, untouched)
-    assert_same_bytes(kernels.export(fmt, pool, ids), wire)
+    assert_same_bytes({name: plane[ids] for name, plane in pool.planes.items()}, native)
+    assert_same_bytes({name: plane[1] for name, plane in pool.planes.items()}, untouched)
+    assert_same_bytes(kernels.export(pool, ids), wire)
 
     if fmt.sums:
-        kernels.install(fmt, pool, ids, {name: plane for name, plane in wire.items() if name not in SUM_PLANES})
-        counted = ReferenceKernels().new_pages(fmt, 3, 1)
-        ReferenceKernels().install(fmt, counted, ids, {n: x for n, x in wire.items() if n not in SUM_PLANES})
-        assert_same_bytes(kernels.export(fmt, pool, ids), ReferenceKernels().export(fmt, counted, ids))
+        without = {name: plane for name, plane in wire.items() if name not in SUM_PLANES}
+        kernels.install(pool, ids, without)
+        counted = empty_pool(reference(fmt), fmt, 3, 1)
+        reference(fmt).install(counted, ids, without)
+        assert_same_bytes(kernels.export(pool, ids), reference(fmt).export(counted, ids))
 
 
 def ragged(fmt: HackFormat, kv_heads: int) -> tuple[Spans, Tensor, Tensor, int]:
@@ -155,22 +171,25 @@ def ragged(fmt: HackFormat, kv_heads: int) -> tuple[Spans, Tensor, Tensor, int]:
     ids=str,
 )
 def test_prefill_of_a_ragged_batch_is_the_reference_s(fmt: HackFormat, group: int, dtype: torch.dtype) -> None:
-    """In a pool of four KV heads, of which the call sees one or two. Weights near a rounding tie may turn."""
+    """In a pool of four KV heads, of which the call sees one or two. Weights near a rounding tie may turn.
+
+    Own rows that are seen as codes have the noise of the model's heads, as their pages will.
+    """
     heads = 2 if group < 7 else 1
     spans, open_k, open_v, total = ragged(fmt, heads)
     count = spans.table.numel()
     k_pages, v_pages = (rows(seed, count, heads, fmt.page_tokens, fmt.head_dim) for seed in (6, 7))
     ids, starts = torch.arange(count), torch.zeros(count, dtype=torch.int64)
-    expected_pool = ReferenceKernels().new_pages(fmt, count, heads)
-    ReferenceKernels().seal(fmt, 1, expected_pool, ids, starts, k_pages, v_pages)
-    pool = {name: plane[:, 1 : 1 + heads] for name, plane in poisoned(fmt, count, 4).items()}
-    for name, plane in layout.from_wire(fmt, expected_pool).items():
-        pool[name].copy_(plane)
+    expected_pool = empty_pool(reference(fmt), fmt, count, heads)
+    reference(fmt).seal(1, expected_pool, ids, starts, k_pages, v_pages)
+    planes = {name: plane[:, 1 : 1 + heads] for name, plane in poisoned(fmt, count, 4).planes.items()}
+    for name, plane in layout.from_wire(fmt, expected_pool.planes).items():
+        planes[name].copy_(plane)
     k, v = (rows(seed, total, heads, fmt.head_dim) for seed in (8, 9))
     q = rows(10, total, heads * group, fmt.head_dim).to(dtype)
-    arguments = (open_k, open_v, spans, q, k, v)
-    expected = ReferenceKernels().attn_prefill(fmt, 1, expected_pool, *arguments).float()
-    out = TritonKernels(CPU).attn_prefill(fmt, 1, pool, *arguments).float()
+    batch = Rows(q, k, v)
+    expected = reference(fmt).attend(1, Pool(expected_pool.planes, open_k, open_v, 1), spans, batch).float()
+    out = kernels_of(fmt).attend(1, Pool(planes, open_k, open_v, 1), spans, batch).float()
     assert torch.isfinite(out).all()
     rounding = torch.finfo(dtype).eps
     assert float((out - expected).norm() / expected.norm()) <= 2e-3 + rounding
@@ -178,22 +197,21 @@ def test_prefill_of_a_ragged_batch_is_the_reference_s(fmt: HackFormat, group: in
 
 def test_exact_prefill_is_plain_attention_and_reads_what_was_cached() -> None:
     fmt = HackFormat(64, 32)
-    kernels = TritonKernels(CPU, Prefill.EXACT)
+    kernels = kernels_of(fmt, Prefill.EXACT)
     k, v, q = rows(11, 40, 1, 64), rows(12, 40, 1, 64), rows(13, 40, 3, 64).float()
-    pool, empty = kernels.new_pages(fmt, 1, 1), torch.zeros(1, 1, 32, 64, dtype=torch.float16)
-    zero = torch.tensor([0])
+    pool, zero = empty_pool(kernels, fmt, 1, 1), torch.tensor([0])
     whole = Spans(zero, torch.tensor([40]), zero, torch.tensor([[0]]), zero)
-    out = kernels.attn_prefill(fmt, 0, pool, empty, empty, whole, q, k, v)
+    out = kernels.attend(0, pool, whole, Rows(q, k, v))
     queries, keys, values = (x.float().transpose(0, 1)[None] for x in (q, k, v))
     plain = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     assert float((out - plain).norm() / plain.norm()) < 1e-2  # BF16
 
-    kernels.seal(fmt, 0, pool, zero, zero, *(x[None, :32].transpose(1, 2) for x in (k, v)))
+    kernels.seal(0, pool, zero, zero, *(x[None, :32].transpose(1, 2) for x in (k, v)))
     rest = Spans(torch.tensor([32]), torch.tensor([8]), zero, torch.tensor([[0]]), zero)
-    later = kernels.attn_prefill(fmt, 0, pool, empty, empty, rest, q[32:], k[32:], v[32:])
-    wire = kernels.export(fmt, pool, zero)
-    cached = ReferenceKernels().new_pages(fmt, 1, 1) | {name: x.transpose(0, 1) for name, x in wire.items()}
-    homomorphic = ReferenceKernels().attn_prefill(fmt, 0, cached, empty, empty, rest, q[32:], k[32:], v[32:])
+    later = kernels.attend(0, pool, rest, Rows(q[32:], k[32:], v[32:]))
+    cached = empty_pool(reference(fmt), fmt, 1, 1)
+    reference(fmt).install(cached, zero, kernels.export(pool, zero))
+    homomorphic = reference(fmt).attend(0, cached, rest, Rows(q[32:], k[32:], v[32:]))
     assert float((later - homomorphic).norm() / homomorphic.norm()) < 2e-2  # Q and P in 8 bits, BF16
 
 
@@ -209,4 +227,4 @@ def test_devices_and_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None
     fmt, ids = HackFormat(64, 32), torch.tensor([0])
     page = torch.zeros(1, 1, 32, 64, dtype=torch.float16)
     with pytest.raises(ValueError, match="k is on meta; the pages are on cpu"):
-        TritonKernels(CPU).seal(fmt, 0, poisoned(fmt, 1, 1), ids, ids, page.to("meta"), page)
+        kernels_of(fmt).seal(0, poisoned(fmt, 1, 1), ids, ids, page.to("meta"), page)

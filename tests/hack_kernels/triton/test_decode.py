@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-from hack_kernels.base import CODE_BITS, HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat
+from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat
+from hack_kernels.triton.code_tiles import CODE_BITS
 from torch import Tensor
 
 from tests.hack_kernels.triton.batches import DecodeBatch, decode_batch
 
 pytest.importorskip("triton")
 
-from hack_kernels.triton.decode import attn_decode
+from hack_kernels.triton.decode import attn_decode, decode_launch
+from hack_kernels.triton.paged import rows_of_heads
 from hack_kernels.triton.split import Workspace
 
 CPU = torch.device("cpu")
@@ -23,8 +26,7 @@ FORMATS = [HackFormat(d, pi, arithmetic=a) for d, pi, a in itertools.product(HEA
 def run(batch: DecodeBatch, programs: int) -> Tensor:
     workspace = Workspace(CPU, programs)
     workspace.partials(8, 8, 256, 16).fill_(float("nan"))
-    rows = (batch.open_k, batch.open_v, batch.spans, batch.q, workspace)
-    out = attn_decode(batch.fmt, batch.pages, *rows)
+    out = attn_decode(batch.fmt, batch.pool, batch.spans, batch.q, workspace)
     assert int(workspace.tickets(1, 1).count_nonzero()) == 0, "tickets must be 0 again for the next launch"
     return out
 
@@ -89,6 +91,24 @@ def test_some_heads_of_a_pool() -> None:
         batch.q[:, 2:6].contiguous(),
     )
     assert_equal(run(part, programs=2), part.expected())
+
+
+def test_queries_beside_keys_and_values_are_read_where_they_are() -> None:
+    """A model's product makes rows of queries, keys and values; decode copies nothing out of them."""
+    batch = decode_batch(HackFormat(64, 32), [40, 3], heads=2, group=2)
+    packed = torch.cat((batch.q, torch.full((2, 4, 64), float("nan"))), 1)
+    beside = packed[:, :4]
+    assert rows_of_heads(beside) is beside
+    assert torch.equal(run(replace(batch, q=beside), programs=2), run(batch, programs=2))
+    assert rows_of_heads(batch.q[..., ::2]).is_contiguous()
+
+
+@pytest.mark.parametrize(("arithmetic", "per_processor"), [(Arithmetic.SYMMETRIC, 3), (Arithmetic.ASYMMETRIC, 2)])
+def test_as_many_programs_as_registers_let_run_at_once(arithmetic: Arithmetic, per_processor: int) -> None:
+    fmt = HackFormat(128, 64, arithmetic=arithmetic)
+    batch = decode_batch(fmt, [70], heads=1, group=2)
+    launch = decode_launch(fmt, batch.pool, batch.spans, batch.q, batch.q, Workspace(CPU, 3 * 132))
+    assert launch.grid == (1, per_processor * 132)
 
 
 def test_attention_on_one_key_and_on_all_alike() -> None:

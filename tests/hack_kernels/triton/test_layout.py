@@ -6,20 +6,14 @@ import itertools
 
 import pytest
 import torch
-from hack_kernels.base import CODE_BITS, HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat
-from hack_kernels.reference import ReferenceKernels
-from hack_kernels.triton.layout import (
-    TILE_BYTES,
-    CodeTiles,
-    check_records,
-    from_wire,
-    new_pages,
-    page_layout,
-    to_wire,
-)
+from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat
+from hack_kernels.triton.code_tiles import CODE_BITS, TILE_BYTES, CodeTiles
+from hack_kernels.triton.layout import check_records, from_wire, new_pages, page_layout, to_wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.hack_kernels.pools import reference
 
 FORMATS = [
     HackFormat(d, pi, kb, vb, arithmetic=a)
@@ -30,10 +24,10 @@ FORMATS = [
 def random_wire(fmt: HackFormat, seed: int, *lead: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     planes = {}
-    for name, (shape, dtype) in fmt.plane_specs().items():
-        nbytes = dtype.itemsize
-        raw = torch.randint(0, 256, (*lead, *shape, nbytes), dtype=torch.uint8, generator=generator)
-        planes[name] = raw.view(dtype).squeeze(-1)
+    for plane in fmt.planes:
+        nbytes = plane.dtype.itemsize
+        raw = torch.randint(0, 256, (*lead, *plane.shape, nbytes), dtype=torch.uint8, generator=generator)
+        planes[plane.name] = raw.view(plane.dtype).squeeze(-1)
     return planes
 
 
@@ -65,7 +59,7 @@ def test_every_code_lies_where_the_docstring_says(data: st.DataObject, fmt: Hack
     packed = tiles.pack(codes) ^ 0x80
     (place,) = packed.nonzero().flatten().tolist()
     stored, byte = divmod(place, TILE_BYTES)
-    j, t = divmod(stored, tiles.grid[1])
+    j, t = divmod(stored, tiles.across)
     lane, b = divmod(byte, 16)
     c, r = divmod((int(packed[place]).bit_length() - 1) // tiles.bits, tiles.row_fields)
     assert int(packed[place]) >> tiles.bits * (c * tiles.row_fields + r) == code
@@ -105,7 +99,7 @@ def test_pools_that_are_not_views_into_records_are_refused() -> None:
     with pytest.raises(ValueError, match="plane v_min does not lie"):
         check_records(fmt, pages | {"v_min": pages["v_min"].clone()})
     with pytest.raises(ValueError, match="k_codes has strides"):
-        check_records(fmt, ReferenceKernels().new_pages(fmt, 3, 4))
+        check_records(fmt, reference(fmt).new_planes(3, 4))
 
 
 def test_an_empty_pool_exports_zeros() -> None:

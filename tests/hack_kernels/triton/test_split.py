@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 pytest.importorskip("triton")
@@ -9,7 +11,7 @@ pytest.importorskip("triton")
 import torch
 import triton
 import triton.language as tl
-from hack_kernels.triton.split import opening_of, part_of
+from hack_kernels.triton.split import Workspace, opening_of, part_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,3 +35,25 @@ def test_every_unit_has_one_program_and_stretches_are_equal_but_for_one_unit(tot
     assert openings[-1] == total
     assert lengths.max() - lengths.min() <= 1
     assert torch.equal(owners, torch.arange(parts, dtype=torch.int32).repeat_interleave(lengths))
+
+
+def test_a_workspace_does_not_grow_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeroing new tickets would be recorded and not done, and an eager launch would read what lay there."""
+    workspace = Workspace(torch.device("cpu"), 3)
+    tickets = workspace.tickets(2, 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert workspace.tickets(1, 8) is tickets
+    with pytest.raises(RuntimeError, match="inside the capture of a CUDA graph"):
+        workspace.tickets(3, 4)
+    with pytest.raises(RuntimeError, match="inside the capture of a CUDA graph"):
+        workspace.partials(4, 1, 64, 8)
+
+
+def test_what_a_workspace_has_outgrown_stays_allocated() -> None:
+    """A graph goes on using the memory that it was captured with."""
+    workspace = Workspace(torch.device("cpu"), 3)
+    captured = [weakref.ref(workspace.tickets(1, 4)), weakref.ref(workspace.partials(4, 1, 64, 8))]
+    assert workspace.tickets(2, 4).numel() == 8
+    assert workspace.partials(8, 1, 64, 8).numel() == 8 * 2 * 96 * 8
+    assert all(memory() is not None for memory in captured)

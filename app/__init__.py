@@ -1,0 +1,1 @@
+"""The application: the command `hackkv`, a cluster on one machine, and the demo."""

@@ -1,0 +1,144 @@
+"""What the wire forms save on real pages, and how fast they are: `python -m bench.wire_forms [--out docs]`.
+
+The shipped model reads text that it was not trained on. Its pages become frames as on a prefill node, chunk by chunk
+and layer by layer, and are opened as on a decode node. A speed is bytes at rest over processor time. That time covers
+cutting, coding and checksums, or checksums and decoding. The best of several runs counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import thread_time
+from typing import Final
+
+import torch
+from hack_kernels.base import Planes
+
+from bench.cluster import load_note
+from bench.sections import write_section
+from hackkv.codec import Span
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.framing import Expected, FrameLedger, FrameWriter
+from hackkv.model.runner import ModelRunner
+from hackkv.model.shipped import SHIPPED
+from hackkv.model.worker import Worker, load_worker
+from hackkv.tokenizer import Tokenizer
+from hackkv.types import KvFrame
+from hackkv.wire_form import WIRE_FORMS, WireForm, wire_form
+from measure.accuracy.machine import this_machine
+
+TOKENS: Final = 3072
+CHUNK_PAGES: Final = (8, 48)
+"""Pages of a chunk. A frame holds those of one layer and all KV heads."""
+CODECS: Final = ("fp16", "fp8", "hack", "hack-k4v2", "hack-paper")
+REPEATS: Final = 7
+
+
+@dataclass(slots=True)
+class Cost:
+    """One codec's pages in one wire form."""
+
+    raw: Counter[str] = field(default_factory=Counter)
+    coded: Counter[str] = field(default_factory=Counter)
+    """Bytes by plane, before and after."""
+    encode_s: float = float("inf")
+    decode_s: float = float("inf")
+
+    def row(self, codec: str, form: str, pages: int) -> str:
+        """A line of the table."""
+        raw, coded = self.raw.total(), self.coded.total()
+        shrunk = {name: size for name, size in self.raw.items() if self.coded[name] < size}
+        planes = ", ".join(f"{name} {self.coded[name] / size:.2f}" for name, size in shrunk.items())
+        speeds = f"{raw / self.encode_s / 1e9:.2f} | {raw / self.decode_s / 1e9:.2f}"
+        return f"| `{codec}` | {pages} | `{form}` | {coded / raw:.3f} | {planes} | {speeds} |"
+
+
+def main() -> None:
+    """Print the table; with `--out`, write it into the section of performance.md."""
+    parser = argparse.ArgumentParser("python -m bench.wire_forms", description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder of performance.md, whose section is written")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    began, lines = load_note(), list[str]()
+    for codec in CODECS:
+        worker = load_worker(ModelConfig(path=str(SHIPPED)), CodecConfig(name=codec))
+        for pages in CHUNK_PAGES:
+            sealed = list(chunks(worker, pages))
+            for name in WIRE_FORMS:
+                lines.append(measure(worker, sealed, wire_form(name)).row(codec, name, pages))
+                print(lines[-1], flush=True)
+    if args.out:
+        where = f"{this_machine('', 1).cpu}, {began}"
+        write_section(args.out, "wire-forms", section(where, lines), {"where": where, "rows": lines})
+
+
+def section(where: str, lines: list[str]) -> str:
+    """The section of performance.md."""
+    about = f"`python -m bench.wire_forms --out docs` · hackkv-small, {TOKENS} tokens of held-out text; {where}"
+    notes = (
+        "Speeds are bytes at rest over the processor time of everything that is done to them: cutting, coding and "
+        "checksums; checksums and decoding. A frame holds a layer's pages of one chunk, of two KV heads; models with "
+        "more heads have larger frames, which are faster. Planes that are not named travel as they rest."
+    )
+    head = (
+        "| codec | pages of a chunk | wire form | bytes, of raw | by plane | encode, GB/s | decode, GB/s |",
+        "|---|---|---|---|---|---|---|",
+    )
+    return "\n".join(("## Wire forms", "", about, "", notes, "", *head, *lines))
+
+
+def chunks(worker: Worker, pages: int) -> Iterator[tuple[int, int, Planes]]:
+    """Layer, first page and planes that travel of every chunk of a prompt, as a prefill node exports them."""
+    ids, page_tokens = prompt_ids(), worker.layout.page_tokens
+    all_pages = tuple(range(TOKENS // page_tokens))
+    runner = ModelRunner(worker.model, worker.codec, len(all_pages), 1)
+    with torch.inference_mode():
+        for start in range(0, TOKENS, pages * page_tokens):
+            count = min(pages * page_tokens, TOKENS - start)
+            runner.forward([Span(0, start, count, all_pages)], ids[start : start + count], wanted=[0])
+    for first in range(0, len(all_pages), pages):
+        for layer in range(worker.layout.num_layers):
+            yield layer, first, runner.memory.export(layer, all_pages[first : first + pages])
+
+
+def prompt_ids() -> list[int]:
+    """The beginning of text that the shipped model was not trained on."""
+    lines = (SHIPPED / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(json.loads(line)["text"] for line in lines)
+    ids = Tokenizer(SHIPPED).encode(text[: 12 * TOKENS])
+    return list(ids[:TOKENS])
+
+
+def measure(worker: Worker, sealed: list[tuple[int, int, Planes]], form: WireForm) -> Cost:
+    """Frames of all chunks, and back, `REPEATS` times."""
+    cost = Cost()
+    for _ in range(REPEATS):
+        writer = FrameWriter("bench", 0, form)
+        began = thread_time()
+        frames = [frame for layer, first, planes in sealed for frame in writer.frames(layer, first, planes)]
+        cost.encode_s = min(cost.encode_s, thread_time() - began)
+        cost.decode_s = min(cost.decode_s, open_all(worker, frames, form))
+    for frame in frames:
+        for span in frame.planes:
+            cost.raw[span.name] += span.raw_bytes
+            cost.coded[span.name] += span.coded_bytes
+    return cost
+
+
+def open_all(worker: Worker, frames: list[KvFrame], form: WireForm) -> float:
+    """Processor seconds to verify and decode frames."""
+    sealed = TOKENS // worker.layout.page_tokens
+    ledger = FrameLedger("bench", 0, Expected(worker.layout, worker.codec.wire_planes, TOKENS, sealed, form))
+    began = thread_time()
+    for frame in frames:
+        ledger.accept(frame)
+    return thread_time() - began
+
+
+if __name__ == "__main__":
+    main()

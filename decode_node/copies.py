@@ -1,0 +1,94 @@
+"""The copies of a plan: sequences move to host memory and back while steps run. Each copy has a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from time import perf_counter
+from typing import Any
+
+from decode_node.pages import Grant
+from decode_node.scheduler import DecodeScheduler
+from decode_node.seats import Plan, Seat
+from decode_node.stream import Stream
+from decode_node.swap import Swapper
+from hackkv.errors import HackkvError
+from hackkv.kv_memory import HostKv, KvMemory
+from hackkv.types import Swapped
+
+log = logging.getLogger(__name__)
+
+
+class Copies:
+    """Runs copies until `close`. Belongs to the event loop's thread; the bytes move on the swapper's."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        scheduler: DecodeScheduler[Stream],
+        fail: Callable[[Stream, HackkvError], None],
+        on_copied: Callable[[], None],
+    ) -> None:
+        """`fail` ends a sequence whose copy failed; `on_copied` is called when the scheduler may plan anew."""
+        self._footprint = memory.footprint
+        self._swapper = Swapper(memory)
+        self._scheduler = scheduler
+        self._fail = fail
+        self._on_copied = on_copied
+        self._running: set[asyncio.Task[None]] = set()
+        self.counts: Counter[str] = Counter()
+        """swap_out, swap_in."""
+        self.swapped_s = 0.0
+        """Sum of the seconds that sequences were swapped out. Counts those that came back."""
+
+    def start(self, plan: Plan[Stream]) -> None:
+        """Start a plan's copies. Each takes its grant and KV now: its sequence may leave before its task runs."""
+        for seat in plan.leaving:
+            self._run(self._swap_out(seat, seat.held_grant))
+        for seat in plan.returning:
+            self._run(self._swap_in(seat, seat.held_grant, seat.owner.kv))
+
+    async def close(self) -> None:
+        """Wait for the copies under way."""
+        if self._running:
+            await asyncio.wait(self._running)
+        self._swapper.close()
+
+    def _run(self, copy: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(copy)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _swap_out(self, seat: Seat[Stream], grant: Grant) -> None:
+        stream, held = seat.owner, seat.rows
+        stream.swapped_at = perf_counter()
+        stream.put(Swapped())
+        with self._moving(seat):
+            stream.kv = await self._swapper.out(grant, self._footprint.sealed(held), self._footprint.open_rows(held))
+            self.counts["swap_out"] += 1
+
+    async def _swap_in(self, seat: Seat[Stream], grant: Grant, kv: HostKv | None) -> None:
+        stream = seat.owner
+        with self._moving(seat):
+            assert kv is not None
+            await self._swapper.back(grant, kv)
+            stream.kv = None
+            self.counts["swap_in"] += 1
+            seconds = perf_counter() - stream.swapped_at
+            stream.sequence.swapped_s += seconds
+            self.swapped_s += seconds
+
+    @contextlib.contextmanager
+    def _moving(self, seat: Seat[Stream]) -> Iterator[None]:
+        """Tell the scheduler that the copy is over, whether it worked or failed."""
+        try:
+            yield
+        except Exception as error:  # for example out of memory: the node must go on
+            log.exception("a swap failed")
+            self._fail(seat.owner, HackkvError(f"swap failed: {type(error).__name__}: {error}"))
+        finally:
+            self._scheduler.copied(seat)
+            self._on_copied()

@@ -1,0 +1,77 @@
+"""A sequence as the scheduler of a decode node sees it, and its plans. Numbers only, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Generic, NamedTuple, TypeVar
+
+from decode_node.pages import Grant
+
+Owner = TypeVar("Owner")
+
+
+class Place(Enum):
+    """Where a sequence's KV is."""
+
+    LANDING = auto()
+    """A prefill node writes it."""
+    DEVICE = auto()
+    LEAVING = auto()
+    """On its way to host memory."""
+    HOST = auto()
+    RETURNING = auto()
+    """On its way back."""
+    GONE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Seat(Generic[Owner]):
+    """One admitted sequence."""
+
+    owner: Owner
+    rows: int
+    """Rows that its cache holds: its tokens, less the evicted ones."""
+    limit: int
+    """The most rows that its cache may come to hold."""
+    grant: Grant | None
+    place: Place = Place.LANDING
+    order: int = 0
+    """Order of landing."""
+    pending: int = 1
+    """Tokens to run until the next one can be chosen; more than one in a replay."""
+    host_bytes: int = 0
+    busy: bool = False
+    """In the step that runs now."""
+
+    def reach(self, steps: int) -> int:
+        """Rows in the cache after its replay and `steps` more steps, at most `limit`."""
+        return min(self.limit, self.rows + self.pending - 1 + steps)
+
+    @property
+    def held_grant(self) -> Grant:
+        """Its grant. Every sequence of a plan has one."""
+        assert self.grant is not None
+        return self.grant
+
+    @property
+    def pages(self) -> int:
+        """Pages that it holds on the device."""
+        return len(self.grant.pages) if self.grant else 0
+
+
+class Turn(NamedTuple, Generic[Owner]):
+    """What a sequence does in a step: it runs `rows` rows and chooses a token after them, unless they are a replay."""
+
+    seat: Seat[Owner]
+    rows: int
+    replay: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[Owner]):
+    """What to do now: one step, and copies that run beside it."""
+
+    turns: list[Turn[Owner]] = field(default_factory=list)
+    leaving: list[Seat[Owner]] = field(default_factory=list)
+    returning: list[Seat[Owner]] = field(default_factory=list)

@@ -1,0 +1,68 @@
+"""The size of a sequence, in pages and in bytes, over all layers and KV heads of a node. Numbers only, no tensors.
+
+Everything here is a function of *rows*: what the cache holds. A codec that evicts rows after prefill holds fewer rows
+than tokens; `hackkv.codec.rows_held` says how many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from hackkv.codec import FP16_BYTES, KvCodec, planes_bytes
+from hackkv.types import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Sizes of one model's KV under one codec."""
+
+    page_tokens: int
+    page_bytes: int
+    """One sealed page of all layers and KV heads, at rest."""
+    wire_page_bytes: int
+    """One sealed page of all layers and KV heads on the wire, before coding."""
+    row_bytes: int
+    """One row of K and V in FP16, of all layers and KV heads: its size in an open page, and uncompressed."""
+    seals_open_page: bool = False
+    """Whether rows past the last full page rest as a sealed page too."""
+
+    def pages(self, rows: int) -> int:
+        """Pages that `rows` rows take, the open page included."""
+        return -(-rows // self.page_tokens)
+
+    def sealed(self, rows: int) -> int:
+        """How many of those pages rest as planes."""
+        return self.pages(rows) if self.seals_open_page else rows // self.page_tokens
+
+    def open_rows(self, rows: int) -> int:
+        """How many of the rows lie in the open page, in FP16."""
+        return max(0, rows - self.sealed(rows) * self.page_tokens)
+
+    def resting_bytes(self, rows: int) -> int:
+        """Sealed pages and open rows, at rest."""
+        return self.sealed(rows) * self.page_bytes + self.open_rows(rows) * self.row_bytes
+
+    def wire_bytes(self, rows: int) -> int:
+        """Payload of a handoff, before coding."""
+        return self.sealed(rows) * self.wire_page_bytes + self.open_rows(rows) * self.row_bytes
+
+    def most_bytes(self, rows: int) -> int:
+        """The largest size at rest of a sequence while it grows to `rows` rows."""
+        return self.sealed(rows) * self.page_bytes + self.page_tokens * self.row_bytes
+
+
+def footprint_of(codec: KvCodec, layout: KvLayout) -> Footprint:
+    """The sizes of a model's KV, for the layers and KV heads of `layout`."""
+    return Footprint(
+        page_tokens=layout.page_tokens,
+        page_bytes=sum(fmt.page_bytes for fmt in codec.formats) * layout.num_kv_heads,
+        wire_page_bytes=sum(map(planes_bytes, codec.wire_planes)) * layout.num_kv_heads,
+        row_bytes=fp16_bytes(layout, 1),
+        seals_open_page=codec.seals_open_page,
+    )
+
+
+def fp16_bytes(layout: KvLayout, tokens: int) -> int:
+    """Bytes of K and V of `tokens` tokens in FP16."""
+    return prod((2, FP16_BYTES, layout.num_layers, layout.num_kv_heads, layout.head_dim, tokens))

@@ -1,0 +1,125 @@
+"""The KV of one node: every layer's pool on its device, and every way in and out of it.
+
+Pages go to the wire in wire order (`export`) and come from it (`install`), by layer and range of KV heads. They go to
+host memory and back in their resting order, so nothing is converted or rounded (`copy_out`, `copy_back`, `HostPages`).
+Schedulers decide who may touch which page. The methods here touch only the pages that they are given; any thread may
+call them for pages that nobody else uses. Pinned memory and copy streams of a GPU belong in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from hack_kernels.base import Planes, Pool
+from torch import Tensor
+
+from hackkv.codec import KvCodec
+from hackkv.footprint import Footprint, footprint_of
+from hackkv.types import KvLayout
+
+OPEN_PLANES = ("open_k", "open_v")
+"""Names of the planes in which the rows of an open page travel, [Hkv, 1, rows, D] float16."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostKv:
+    """The KV of one sequence in host memory: one pool per layer, with its pages and one slot for its open rows."""
+
+    layers: tuple[Pool, ...]
+    pages: int
+    rows: int
+    """Rows of the open page."""
+
+
+class KvMemory:
+    """All pools of a node, made by the codec's kernels on their device."""
+
+    def __init__(self, codec: KvCodec, layout: KvLayout, num_pages: int, num_slots: int) -> None:
+        self.footprint: Footprint = footprint_of(codec, layout)
+        self.pools: tuple[Pool, ...] = tuple(
+            codec.new_pool(layer, num_pages, num_slots, range(layout.num_kv_heads))
+            for layer in range(layout.num_layers)
+        )
+        self._codec = codec
+
+    def export(self, layer: int, pages: Sequence[int]) -> Planes:
+        """Sealed pages as planes that travel: name -> [Hkv, P, *plane shape], contiguous."""
+        pool = self.pools[layer]
+        return self._codec.to_wire(layer, pool, _index(pool, pages))
+
+    def export_rows(self, layer: int, slot: int, rows: int) -> Planes:
+        """The first rows of an open page, as planes `open_k` and `open_v` [Hkv, 1, rows, D]."""
+        pool = self.pools[layer]
+        return {"open_k": pool.open_k[slot, :, None, :rows], "open_v": pool.open_v[slot, :, None, :rows]}
+
+    def install(self, layer: int, heads: range, pages: Sequence[int], planes: Planes) -> None:
+        """Write what `export` of an equal codec gave, for some of the KV heads, bit-exact."""
+        pool = self.pools[layer].heads(heads.start, len(heads))
+        self._codec.from_wire(layer, pool, _index(pool, pages), planes)
+
+    def install_rows(self, layer: int, heads: range, slot: int, planes: Planes) -> None:
+        """Write what `export_rows` gave, for some of the KV heads."""
+        pool = self.pools[layer].heads(heads.start, len(heads))
+        for open_rows, name in ((pool.open_k, "open_k"), (pool.open_v, "open_v")):
+            rows = planes[name][:, 0]
+            open_rows[slot, :, : rows.shape[1]] = rows
+
+    def copy_out(self, pages: Sequence[int], slot: int, rows: int) -> HostKv:
+        """Copy a sequence's pages and the first `rows` rows of its open page to host memory."""
+        ids = _index(self.pools[0], pages)
+        layers = tuple(
+            Pool(
+                {name: plane.index_select(0, ids).cpu() for name, plane in pool.planes.items()},
+                pool.open_k[slot, :, :rows].to("cpu", copy=True)[None],
+                pool.open_v[slot, :, :rows].to("cpu", copy=True)[None],
+                pool.head_start,
+            )
+            for pool in self.pools
+        )
+        return HostKv(layers, len(pages), rows)
+
+    def copy_back(self, kv: HostKv, pages: Sequence[int], slot: int) -> None:
+        """Write `kv` to the first of `pages` and to an open page."""
+        ids = _index(self.pools[0], pages[: kv.pages])
+        for pool, layer in zip(self.pools, kv.layers, strict=True):
+            for name, plane in layer.planes.items():
+                pool.planes[name].index_copy_(0, ids, plane.to(pool.device))
+            pool.open_k[slot, :, : kv.rows] = layer.open_k[0]
+            pool.open_v[slot, :, : kv.rows] = layer.open_v[0]
+
+
+class HostPages:
+    """Sealed pages in host memory: one block of memory for each plane, with numbered places for pages.
+
+    Thousands of small, short-lived tensors would fragment the allocator's heap, and the process would grow. The first
+    write to a place takes its memory from the system.
+    """
+
+    def __init__(self, memory: KvMemory, num_pages: int) -> None:
+        self._pairs = [
+            (plane, torch.empty((num_pages, *plane.shape[1:]), dtype=plane.dtype))
+            for pool in memory.pools
+            for plane in pool.planes.values()
+        ]
+
+    def save(self, pages: Sequence[int], places: Sequence[int]) -> None:
+        """Copy pages of the pools to places here; no place may be named twice."""
+        there, here = _ids(pages), _ids(places)
+        for plane, copies in self._pairs:
+            copies[here] = plane[there.to(plane.device)].cpu()
+
+    def load(self, places: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy places here to pages of the pools."""
+        here, there = _ids(places), _ids(pages)
+        for plane, copies in self._pairs:
+            plane[there.to(plane.device)] = copies[here].to(plane.device)
+
+
+def _index(pool: Pool, pages: Sequence[int]) -> Tensor:
+    return torch.tensor(pages, dtype=torch.int64, device=pool.device)
+
+
+def _ids(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)

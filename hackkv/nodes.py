@@ -1,0 +1,76 @@
+"""Nouns of membership: who a node is, what it says of itself, and what the router answers. No torch here either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hackkv.types import Fingerprint, Role
+
+
+@dataclass(frozen=True, slots=True)
+class WireAddress:
+    """A wire of a node (a name of `transport.wires.WIRES`), and the address at which the node takes handoffs on it.
+
+    The address is empty on nodes that only send.
+    """
+
+    wire: str
+    address: str
+
+    @property
+    def url(self) -> str:
+        """The address with its wire, as `PrefillJob.decode_address` and `assign` name it."""
+        return f"{self.wire}://{self.address}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Who a node is: a stable name, the address that peers dial, and a word that changes when its process restarts."""
+
+    node_id: str
+    address: str
+    incarnation: str
+    wires: tuple[WireAddress, ...] = ()
+    """How KV reaches the node, or leaves it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a node says of itself when it registers, and again each time it renews its lease.
+
+    `incarnation` changes when the process restarts. Page counts are zero on nodes that hold no pages for a role.
+    `stats` are gauges for the metrics page, by Prometheus name.
+    """
+
+    node_id: str
+    role: Role
+    address: str
+    incarnation: str
+    model: str
+    fingerprint: Fingerprint
+    page_tokens: int
+    max_context: int
+    total_pages: int
+    free_pages: int
+    queued_tokens: int
+    running: int
+    waiting: int
+    stats: tuple[tuple[str, float], ...] = ()
+    draining: bool = False
+    """The node finishes what it has and takes nothing new."""
+    kernels: str = ""
+    """Backend and instruction set of its kernels, for display."""
+    wires: tuple[WireAddress, ...] = ()
+    """The node's wires, in order of preference."""
+
+    def reached_at(self, address: str) -> NodeInfo:
+        """The same node, dialled at `address` instead of its own; wires at its own address move with it."""
+        wires = tuple(replace(one, address=address) if one.address == self.address else one for one in self.wires)
+        return replace(self, address=address, wires=wires)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The router's answer to a registration: renew within `ttl_s` or be taken out of the fleet."""
+
+    ttl_s: float

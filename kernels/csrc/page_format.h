@@ -1,0 +1,69 @@
+// The engine's view of a page format: kind, shape and planes. Each kind adds its own settings.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hack {
+
+inline constexpr int kLanes = 16;  // lanes of a vector: FP32 values, or groups of 4 codes
+inline constexpr int kMaxPageTokens = 128;
+inline constexpr int kMaxHeadDim = 256;
+inline constexpr float kLog2e = 1.44269504088896340736f;
+
+// A kind of page defines what its planes mean; only its own operations read them (`PageOperations` in work.h). A new
+// kind takes a value here, a format with its planes, a header with its operations, and a row in `operations_of`.
+enum class Kind : int { kHack, kRows };
+inline constexpr int kKinds = 2;
+
+enum class Element : int { kByte, kShort, kHalf };
+constexpr std::size_t bytes_of(Element element) {
+  return element == Element::kByte ? 1 : 2;
+}
+
+// One array of a page of one KV head.
+struct Plane {
+  const char* name;
+  Element element;
+  std::size_t count;
+  bool derived = false;  // follows from the other planes: `install` computes it where it is missing
+
+  constexpr std::size_t bytes() const { return count * bytes_of(element); }
+};
+
+inline constexpr int kMaxPlanes = 8;
+
+struct PageFormat {
+  Kind kind;
+  int head_dim;
+  int page_tokens;
+  bool own_page_rests = false;  // the page of a sequence's last row lies among the sealed ones (REQUANTIZE)
+  int plane_count = 0;
+  Plane planes[kMaxPlanes] = {};
+
+  constexpr std::size_t elements() const { return std::size_t(page_tokens) * head_dim; }
+
+ protected:
+  constexpr PageFormat(Kind kind, int head_dim, int page_tokens)
+      : kind(kind), head_dim(head_dim), page_tokens(page_tokens) {}
+  constexpr void add(const Plane& plane) { planes[plane_count++] = plane; }
+};
+
+// Addresses of the planes of one page, or of several consecutive pages, in the order of the format. Null: absent.
+template <class Byte>
+struct BasicPlanes {
+  Byte* at[kMaxPlanes] = {};
+};
+using Planes = BasicPlanes<std::byte>;
+using ConstPlanes = BasicPlanes<const std::byte>;
+
+// The planes of the page that follows `n` pages of one KV head later.
+template <class Byte>
+[[gnu::always_inline]] constexpr BasicPlanes<Byte> advance(const PageFormat& format, BasicPlanes<Byte> planes,
+                                                           std::size_t n) {
+  for (int i = 0; i < format.plane_count; ++i)
+    if (planes.at[i] != nullptr) planes.at[i] += n * format.planes[i].bytes();
+  return planes;
+}
+
+}  // namespace hack

@@ -1,0 +1,83 @@
+"""Backend `cpu`: the C++ kernels of `kernels/csrc`, with the instruction set chosen at run time."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import torch
+
+from hack_kernels.base import (
+    Backend,
+    BackendUnavailable,
+    FormatT,
+    KernelsT,
+    PageFormat,
+    PageKernels,
+    RowKernels,
+    Stopwatch,
+)
+from hack_kernels.cpu import extension
+from hack_kernels.cpu.hack import HackCpu
+from hack_kernels.cpu.rows import RowCpu
+from hack_kernels.cpu.rowwise import RowwiseCpu
+from hack_kernels.hack_format import HackFormat
+from hack_kernels.row_format import RowFormat
+from hack_kernels.stopwatch import HostStopwatch
+
+ISA_VARIABLE: Final = "HACKKV_CPU_ISA"
+"""Environment variable that forces an instruction set: avx512-vnni, avx2 or portable."""
+
+FORMATS: Final[dict[type[PageFormat], Callable[[Any, Any], PageKernels | None]]] = {
+    HackFormat: HackCpu,
+    RowFormat: RowCpu.for_format,
+}
+"""Class of page format -> function of a format and the compiled kernels; it returns None for an unsupported shape."""
+
+_log = logging.getLogger(__name__)
+
+
+class CpuBackend:
+    """Implements `Backend`. Raises `BackendUnavailable` where the extension or the instruction set is missing."""
+
+    name = "cpu"
+
+    def __init__(self, isa: str | None = None, threads: int | None = None) -> None:
+        supported = extension.supported_isas()
+        self.isa = isa or supported[0]
+        if self.isa not in supported:
+            raise BackendUnavailable(
+                f"this processor or build does not run instruction set {self.isa!r}; it runs {', '.join(supported)}"
+            )
+        self.device = torch.device("cpu")
+        self._native = extension.compiled().kernels(self.isa, threads or torch.get_num_threads())
+        self.rows: RowKernels = RowwiseCpu(self._native)
+
+    def kernels_for(self, fmt: FormatT, definition: Callable[[FormatT, torch.device], KernelsT]) -> KernelsT:
+        """C++ kernels, if there are any for the format and its shape."""
+        compiled = FORMATS[type(fmt)](fmt, self._native) if type(fmt) in FORMATS else None
+        return definition(fmt, self.device) if compiled is None else cast(KernelsT, compiled)
+
+    def stopwatch(self) -> Stopwatch:
+        """The host's clock: calls return when the work is done."""
+        return HostStopwatch()
+
+    @property
+    def threads(self) -> int:
+        """Threads of one call, the caller's included."""
+        return int(self._native.threads)
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        self._native.threads = threads
+
+
+def create(device: torch.device | None = None) -> Backend:
+    """The fastest instruction set of this processor, or the one that HACKKV_CPU_ISA names."""
+    if device is not None and device.type != "cpu":
+        raise BackendUnavailable(f"it computes on the processor, not on {device}")
+    backend = CpuBackend(os.environ.get(ISA_VARIABLE) or None)
+    _log.info("cpu kernels: instruction set %s, %d threads", backend.isa, backend.threads)
+    return backend

@@ -1,0 +1,40 @@
+"""Backend `reference`: the definitions in plain torch, on whatever device torch runs on.
+
+These files serve reading, not speed: they are never optimised, and every other backend is tested against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hack_kernels.base import Backend, BackendUnavailable, FormatT, KernelsT, RowKernels, Stopwatch
+from hack_kernels.rowwise import Rowwise
+from hack_kernels.stopwatch import HostStopwatch
+
+
+class ReferenceBackend:
+    """Implements `Backend` with the definition of every format."""
+
+    name = "reference"
+    isa = "torch"
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self.rows: RowKernels = Rowwise()
+
+    def kernels_for(self, fmt: FormatT, definition: Callable[[FormatT, torch.device], KernelsT]) -> KernelsT:
+        """The definition."""
+        return definition(fmt, self.device)
+
+    def stopwatch(self) -> Stopwatch:
+        """The host's clock: calls return when the work is done."""
+        return HostStopwatch()
+
+
+def create(device: torch.device | None = None) -> Backend:
+    """The reference runs wherever torch does; by default on the processor."""
+    if device is not None and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BackendUnavailable(f"torch finds no {device}; it finds {torch.cuda.device_count()} GPUs")
+    return ReferenceBackend(device)

@@ -1,0 +1,27 @@
+"""The uncompressed page format: rows of K and V in FP16, as codec `fp16` keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hack_kernels.base import PageFormat, Plane
+
+
+@dataclass(frozen=True)
+class RowFormat(PageFormat):
+    """Planes `k` and `v`, each [Π, D] float16. Attention is exact.
+
+    Arithmetic is FP32; products are BF16 where q is bfloat16 and the processor has such products.
+    """
+
+    head_dim: int
+    page_tokens: int = 64
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        """K, then V."""
+        shape = (self.page_tokens, self.head_dim)
+        return Plane("k", torch.float16, shape), Plane("v", torch.float16, shape)

@@ -1,0 +1,1 @@
+"""The GPU kernels' rivals, and what their machine code says."""

@@ -1,0 +1,194 @@
+"""Launches of every kernel at the shapes that matter, on tensors without memory; `inspect.py` compiles them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from hack_kernels.base import Pool, Spans
+from hack_kernels.hack_format import (
+    HEAD_DIMS,
+    PAGE_TOKENS,
+    Arithmetic,
+    HackFormat,
+    OpenPage,
+    Rounding,
+)
+from hack_kernels.triton.code_tiles import CODE_BITS
+from hack_kernels.triton.decode import decode_launch
+from hack_kernels.triton.exchange import exchange_launch
+from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.layout import new_pages
+from hack_kernels.triton.prefill import prefill_launch
+from hack_kernels.triton.rows import ROWS_AT_ONCE, rows_launch
+from hack_kernels.triton.seal import seal_launch
+from hack_kernels.triton.split import Workspace
+from torch import Tensor
+
+from lab.gpu.dequantize import dequantize_launch
+
+KV_HEADS: Final = 8
+TOKENS: Final = 2**17
+PROGRAMS: Final = 3 * 132
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A launch with a name."""
+
+    name: str
+    launch: Launch
+    tokens: int = 0
+    """Tokens of one KV head that a warp handles in one iteration of the main loop; 0 where that means nothing."""
+    code_bytes: int = 0
+    """Bytes of codes that a program reads in one iteration of the main loop, or in total if it has no main loop."""
+    int8: bool = False
+    """Whether the kernel multiplies codes as integers."""
+
+
+def decode(fmt: HackFormat, group: int) -> Example:
+    """One sequence of 128K tokens, 8 KV heads, BF16 queries."""
+    launch = decode_launch(fmt, _pool(fmt, TOKENS), *_one_step(fmt, group))
+    code_bytes = launch.warps * _code_bytes(fmt)
+    return Example(f"decode {_name(fmt)} G={group}", launch, fmt.page_tokens, code_bytes, int8=True)
+
+
+def dequantize(fmt: HackFormat, group: int) -> Example:
+    """The rival on the same pages."""
+    launch = dequantize_launch(fmt, _pool(fmt, TOKENS), *_one_step(fmt, group))
+    return Example(f"dequantize {_name(fmt)} G={group}", launch, fmt.page_tokens, launch.warps * _code_bytes(fmt))
+
+
+def rows(fmt: HackFormat, group: int) -> Example:
+    """Pages of FP16 rows."""
+    shape = (TOKENS // fmt.page_tokens, KV_HEADS, fmt.page_tokens, fmt.head_dim)
+    planes = {name: _empty(*shape, dtype=torch.float16) for name in "kv"}
+    launch = rows_launch(replace(_pool(fmt, 0), planes=planes), *_one_step(fmt, group))
+    return Example(f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}", launch, ROWS_AT_ONCE.value)
+
+
+def prefill(fmt: HackFormat, group: int) -> Example:
+    """A prompt of 16K tokens, BF16 queries."""
+    tokens = 2**14
+    k, v = (_empty(tokens, KV_HEADS, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    q = _empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
+    spans = _one_sequence(TOKENS // fmt.page_tokens)
+    launch = prefill_launch(fmt, 0, _pool(fmt, tokens), spans, q, k, v, torch.empty_like(q))
+    return Example(f"prefill {_name(fmt)} G={group}", launch, 0, _code_bytes(fmt), int8=True)
+
+
+def seal(fmt: HackFormat) -> Example:
+    """Pages of a prompt of 16K tokens."""
+    tokens = 2**14
+    count = tokens // fmt.page_tokens
+    k, v = (_empty(count, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    ids = _empty(count, dtype=torch.int64)
+    return Example(f"seal {_name(fmt)} {fmt.rounding}", seal_launch(fmt, 0, _pool(fmt, tokens), ids, ids, k, v))
+
+
+def exchange(fmt: HackFormat, *, installing: bool) -> Example:
+    """Pages of a prompt of 16K tokens from the wire, with sums to count if the format has them, or to the wire."""
+    count = 2**14 // fmt.page_tokens
+    wire = {
+        plane.name: _empty(KV_HEADS, count, *plane.shape, dtype=plane.dtype)
+        for plane in fmt.planes
+        if not (installing and plane.derived)
+    }
+    pages = new_pages(fmt, count, KV_HEADS, "meta")
+    launch = exchange_launch(fmt, pages, _empty(count, dtype=torch.int64), wire, installing=installing)
+    name = f"{'install' if installing else 'export'} {_name(fmt)}"
+    return Example(name, launch, 0, launch.arguments["PAGES"] * _code_bytes(fmt))
+
+
+def _pool(fmt: HackFormat, tokens: int) -> Pool:
+    """A pool of one slot, with pages for `tokens` tokens."""
+    open_k, open_v = (_empty(1, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    return Pool(new_pages(fmt, tokens // fmt.page_tokens, KV_HEADS, "meta"), open_k, open_v)
+
+
+def _one_step(fmt: HackFormat, group: int) -> tuple[Spans, Tensor, Tensor, Workspace]:
+    """Spans, queries, room for outputs and a workspace."""
+    q = _empty(1, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
+    spans = _one_sequence(TOKENS // fmt.page_tokens)
+    return spans, q, torch.empty_like(q), Workspace(torch.device("meta"), PROGRAMS)
+
+
+def _one_sequence(pages: int) -> Spans:
+    scalar = _empty(1, dtype=torch.int64)
+    return Spans(scalar, scalar, scalar, _empty(1, pages, dtype=torch.int64), scalar)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _code_bytes(fmt: HackFormat) -> int:
+    """Bytes of the codes in a page of one KV head."""
+    return fmt.page_tokens * fmt.head_dim * (fmt.k_bits + fmt.v_bits) // 8
+
+
+def _name(fmt: HackFormat) -> str:
+    form = "" if fmt.arithmetic is Arithmetic.SYMMETRIC else " asymmetric" if fmt.stored_sums else " no-sums"
+    return f"D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits}{form}"
+
+
+DECODE: Final = (
+    *(decode(HackFormat(128, 64), group) for group in (8, 4, 1, 16)),
+    *(decode(HackFormat(d, pi), 8) for d in (64, 96, 256) for pi in PAGE_TOKENS),
+    *(decode(HackFormat(128, pi), 8) for pi in (32, 128)),
+    decode(HackFormat(128, 64, k_bits=4), 8),
+    decode(HackFormat(128, 64, k_bits=4, v_bits=4), 8),
+    decode(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC), 8),
+    decode(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC, stored_sums=False), 8),
+    decode(HackFormat(64, 64, arithmetic=Arithmetic.ASYMMETRIC), 8),
+)
+RIVALS: Final = tuple(rival(HackFormat(d, 64), 8) for rival in (dequantize, rows) for d in (128, 64))
+PREFILL: Final = (
+    prefill(HackFormat(128, 64), 4),
+    prefill(HackFormat(64, 32), 7),
+    prefill(HackFormat(96, 128), 1),
+    prefill(HackFormat(256, 128, k_bits=4, v_bits=4), 8),
+    prefill(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC, open_page=OpenPage.K_CODES), 4),
+)
+SEAL: Final = (
+    seal(HackFormat(128, 64)),
+    seal(HackFormat(64, 64)),
+    seal(HackFormat(256, 128, k_bits=4, v_bits=4)),
+    seal(HackFormat(128, 64, rounding=Rounding.STOCHASTIC, arithmetic=Arithmetic.ASYMMETRIC)),
+)
+EXCHANGE: Final = tuple(
+    exchange(fmt, installing=installing)
+    for fmt in (HackFormat(128, 64), HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC), HackFormat(64, 64))
+    for installing in (True, False)
+)
+
+EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL, *EXCHANGE)
+"""What the tool prints unless told otherwise; add a kernel's examples here."""
+
+
+def grid(head_dim: int, page_tokens: int, bits: int) -> tuple[Example, ...]:
+    """Every kernel that touches codes or makes them, at one size and width."""
+    paper = HackFormat(head_dim, page_tokens, bits, bits, arithmetic=Arithmetic.ASYMMETRIC)
+    fmt = HackFormat(head_dim, page_tokens, bits, bits)
+    return (
+        *(decode(form, 8) for form in (paper, fmt)),
+        *(prefill(form, 4) for form in (paper, fmt)),
+        dequantize(fmt, 8),
+        *(exchange(form, installing=installing) for form in (paper, fmt) for installing in (True, False)),
+        seal(fmt),
+    )
+
+
+GRID: Final = (
+    *(rows(HackFormat(d, pi), 8) for d, pi in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS)),
+    *(
+        example
+        for d, pi, bits in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS, reversed(CODE_BITS))
+        for example in grid(d, pi, bits)
+    ),
+)
+"""Every kernel at every size, for `--grid`; kernels that need most registers come first."""
+
+NAMED: Final = {example.name: example for example in (*EXAMPLES, *GRID)}

@@ -1,0 +1,127 @@
+"""Answers from the serving path: one `ModelRunner` over a codec's packed pages, several sequences side by side.
+
+Prompts go through in chunks of whole pages, as a prefill node would send them; answers are decoded one token per step
+and sequence, as on a decode node. Teacher forcing feeds the true token whatever the model chose, so that one wrong
+token costs one token. The share of answers without a wrong token is the same as in a greedy run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hackkv.codec import Span
+from hackkv.model.runner import ModelRunner
+from hackkv.model.worker import Worker
+from measure.accuracy.metrics import Answered
+from measure.tasks import Example, Ids
+
+CHUNK_TOKENS = 256
+"""A multiple of every page size."""
+BATCH_TOKENS = 16384
+"""Tokens of KV that a batch of several sequences holds at most. A longer sequence runs alone."""
+LOGITS = 2**24
+"""Logits that are held at once."""
+
+Run = Callable[[Worker, Sequence[Example]], list[Answered]]
+
+
+class Lanes:
+    """Sequences side by side, each at its own position."""
+
+    def __init__(self, worker: Worker, capacities: Sequence[int]) -> None:
+        pages = [worker.layout.pages(capacity) for capacity in capacities]
+        ends = np.cumsum(pages).tolist()
+        self._runner = ModelRunner(worker.model, worker.codec, ends[-1], len(pages))
+        self._pages = [tuple(range(end - count, end)) for end, count in zip(ends, pages, strict=True)]
+        self._at = [0] * len(pages)
+
+    def advance(self, rows: Sequence[Ids]) -> list[Tensor]:
+        """Add `rows[i]`, maybe none, to lane i; returns the hidden states [rows, hidden] of each lane."""
+        spans = [Span(i, self._at[i], len(ids), self._pages[i]) for i, ids in enumerate(rows) if len(ids)]
+        hidden = self._runner.forward(spans, np.concatenate(rows).tolist())
+        self._at = [at + len(ids) for at, ids in zip(self._at, rows, strict=True)]
+        return list(hidden.split([len(ids) for ids in rows]))
+
+    def prefill(self, prompts: Sequence[Ids], wanted: Sequence[int]) -> list[Tensor]:
+        """Add whole prompts in chunks; returns the hidden states of the last `wanted[i]` rows of each."""
+        kept: list[list[Tensor]] = [[] for _ in prompts]
+        for start in range(0, max(map(len, prompts)), CHUNK_TOKENS):
+            parts = self.advance([prompt[start : start + CHUNK_TOKENS] for prompt in prompts])
+            for out, part, prompt, count in zip(kept, parts, prompts, wanted, strict=True):
+                out.append(part[max(0, len(prompt) - count - start) :])
+        return [torch.cat(parts) for parts in kept]
+
+
+def batches(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
+    """Batches of examples, in order: as many at a time as fit `BATCH_TOKENS` at the longest one's length."""
+    batch: list[Example] = []
+    for example in examples:
+        longest = max(len(e.prompt) + len(e.answer) for e in (*batch, example))
+        if batch and longest * (len(batch) + 1) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(example)
+    if batch:
+        yield batch
+
+
+def forced_prefill(worker: Worker, examples: Sequence[Example]) -> list[Answered]:
+    """The truth scored inside the prompt: no decode step is taken."""
+    lanes = _lanes(worker, examples)
+    rows = [np.concatenate((e.prompt, e.answer))[:-1] for e in examples]
+    hidden = lanes.prefill(rows, [len(e.answer) for e in examples])
+    return [_scored(worker, states, e) for states, e in zip(hidden, examples, strict=True)]
+
+
+def forced_decode(worker: Worker, examples: Sequence[Example]) -> list[Answered]:
+    """The prompt prefilled, the truth fed one token at a time."""
+    lanes = _lanes(worker, examples)
+    states = [[part] for part in lanes.prefill([e.prompt for e in examples], [1] * len(examples))]
+    for step in range(max(len(e.answer) for e in examples) - 1):
+        # The last token of an answer is never fed: nothing is asked after it.
+        rows = [e.answer[step : step + 1] if step + 1 < len(e.answer) else e.answer[:0] for e in examples]
+        for out, part in zip(states, lanes.advance(rows), strict=True):
+            out.append(part)
+    return [_scored(worker, torch.cat(parts), e) for parts, e in zip(states, examples, strict=True)]
+
+
+def greedy(worker: Worker, examples: Sequence[Example]) -> list[Answered]:
+    """The prompt prefilled, then the likeliest token fed back until the truth's length or an end of sequence."""
+    lanes = _lanes(worker, examples)
+    said: list[list[int]] = [[] for _ in examples]
+    hidden = lanes.prefill([e.prompt for e in examples], [1] * len(examples))
+    while True:
+        going = [i for i, part in enumerate(hidden) if len(part)]
+        choices = worker.model.logits(torch.cat([hidden[i] for i in going])).argmax(-1).tolist()
+        rows = [np.empty(0, np.int64) for _ in examples]
+        for i, token in zip(going, choices, strict=True):
+            if token in worker.model.spec.eos_ids:
+                continue
+            said[i].append(token)
+            if len(said[i]) < len(examples[i].answer):
+                rows[i] = np.array([token])
+        if not any(map(len, rows)):
+            break
+        hidden = lanes.advance(rows)
+    nothing = np.empty(0)
+    return [Answered(np.array(ids, np.int64), e.answer, nothing) for ids, e in zip(said, examples, strict=True)]
+
+
+def _lanes(worker: Worker, examples: Sequence[Example]) -> Lanes:
+    return Lanes(worker, [len(e.prompt) + len(e.answer) for e in examples])
+
+
+def _scored(worker: Worker, hidden: Tensor, example: Example) -> Answered:
+    """First choices and likelihood of the truth, from the hidden states [answer, hidden] before each of its tokens."""
+    truth = torch.from_numpy(example.answer)
+    rows = max(1, LOGITS // worker.model.spec.vocab)
+    choices, nlls = [], []
+    for states, target in zip(hidden.split(rows), truth.split(rows), strict=True):
+        logits = worker.model.logits(states).float()
+        choices.append(logits.argmax(-1))
+        nlls.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
+    return Answered(torch.cat(choices).numpy(), example.answer, torch.cat(nlls).double().numpy())

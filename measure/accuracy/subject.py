@@ -1,0 +1,88 @@
+"""What is measured: a checkpoint, its tokenizer, the phrases of the tasks in its tokens, and held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from hack_kernels import load
+
+from hackkv.codecs import make_codec
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model.shipped import find_model
+from hackkv.model.worker import Worker, load_worker
+from hackkv.tokenizer import BROKEN, Tokenizer
+from measure.accuracy.data import Record
+from measure.accuracy.text import Document, held_out
+from measure.tasks import Ids, Phrases, join
+
+STAND_IN = " word"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model with everything that the tasks ask of it. Immutable, so threads may share it."""
+
+    worker: Worker
+    model: ModelConfig
+    tokenizer: Tokenizer
+    phrases: Phrases
+    documents: tuple[Document, ...]
+    source: str
+    """Where the held-out text comes from."""
+    records: tuple[Record, ...] = ()
+
+    def with_codec(self, codec: CodecConfig) -> Worker:
+        """The same checkpoint with another codec and kernels of its own, for one thread."""
+        made = make_codec(codec, self.worker.model.spec.kv_shape, load(self.model.backend))
+        if made.prepares_weights:
+            return replace(load_worker(self.model, codec), name=self.worker.name)
+        return replace(self.worker, codec=made)
+
+    def encode(self, text: str) -> Ids:
+        """Ids of `text` alone."""
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
+
+    def decode(self, ids: Ids) -> str:
+        """Text of ids."""
+        return self.tokenizer.decode(ids.tolist())
+
+    @cached_property
+    def prefix(self) -> Ids:
+        """What the checkpoint puts before every text, such as a begin-of-sequence token."""
+        return np.array(self.tokenizer.encode(""), np.int64)
+
+    @cached_property
+    def filler(self) -> Ids:
+        """All held-out text as one stream."""
+        end = self.tokenizer.bos_id
+        between = np.array([] if end is None else [end], np.int64)
+        return join(*(part for document in self.documents for part in (self.encode(document.text), between)))
+
+
+def load_subject(model: ModelConfig, records: Sequence[Record] = ()) -> Subject:
+    """Load the checkpoint, once for all rows. Raises `ConfigError` or `CheckpointError`."""
+    folder = find_model(model.path)
+    model = model.model_copy(update={"path": str(folder.path)})
+    worker = load_worker(model, CodecConfig(name="fp16"))
+    tokenizer = Tokenizer(folder.path)
+    text = held_out(folder.path)
+    named = replace(worker, name=folder.name)
+    made = build_phrases(tokenizer)
+    return Subject(named, model, tokenizer, made, text.documents, text.source, tuple(records))
+
+
+def build_phrases(tokenizer: Tokenizer) -> Phrases:
+    """The tasks' phrases; a vocabulary with too few whole words (a test's, say) uses any tokens as words."""
+    vocab = [tokenizer.token_text(i) for i in range(tokenizer.vocab_size)]
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    try:
+        return Phrases.build(encode, vocab, tokenizer.special_ids)
+    except ValueError:
+        stand_ins = [STAND_IN if text and BROKEN not in text else "" for text in vocab]
+        return Phrases.build(encode, stand_ins, tokenizer.special_ids)

@@ -1,0 +1,82 @@
+"""Held-out text: what the shipped model's trainer kept back, or without that the same split of Python's library.
+
+The trainer writes the files that it held out beside the model (`held_out.jsonl`). On a machine without it, the
+library's own sources serve: a file is held out if the hash of its name falls below a bound, so the split needs no list
+and is the same on every machine (`tools/train_small/corpus.py` decides with the same rule; a test compares them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hackkv.model.shipped import SHIPPED
+
+FILE = "held_out.jsonl"
+HELD_OUT_SHARE = 0.03
+MIN_CHARS = 400
+SKIPPED = frozenset(
+    (
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "__pycache__",
+        "lib2to3",
+        "encodings",
+        "pydoc_data",
+    )
+) | frozenset(("idlelib", "turtledemo", "config-3.11-x86_64-linux-gnu", "_pydecimal.py", "_osx_support.py"))
+CODE_SUFFIX = ".py"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A file: its name inside its source, and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def is_code(self) -> bool:
+        """Whether it is Python."""
+        return self.name.endswith(CODE_SUFFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Documents that no trainer of ours saw, and where they come from."""
+
+    documents: tuple[Document, ...]
+    source: str
+
+
+def held_out(model: Path) -> HeldOut:
+    """The text kept beside the model or beside the shipped one, else the library's."""
+    for path in (model / FILE, SHIPPED / FILE):
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            records = [json.loads(line) for line in lines]
+            documents = tuple(Document(record["name"], record["text"]) for record in records)
+            return HeldOut(documents, f"{path.parent.name}/{FILE}, {len(documents)} files that the trainer held out")
+    documents = tuple(_library(Path(sysconfig.get_paths()["stdlib"])))
+    return HeldOut(documents, f"{len(documents)} files of this Python's library that the trainer holds out by name")
+
+
+def is_held_out(name: str) -> bool:
+    """The trainer's rule."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 2**32 < HELD_OUT_SHARE
+
+
+def _library(root: Path) -> Iterator[Document]:
+    for path in sorted(root.rglob(f"*{CODE_SUFFIX}")):
+        name = path.relative_to(root).as_posix()
+        if SKIPPED.isdisjoint(name.split("/")) and is_held_out(name):
+            text = path.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n").expandtabs(8)
+            if len(text) >= MIN_CHARS:
+                yield Document(name, text)

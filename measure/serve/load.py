@@ -1,0 +1,49 @@
+"""Sends calls at their times, and never waits for one answer to send the next unless told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+from measure.serve.calls import Call
+from measure.serve.client import Outcome
+
+
+class Sender(Protocol):
+    """Sends one call; see `measure.serve.client.Client`."""
+
+    async def send(self, call: Call, fields: dict[str, Any]) -> Outcome:
+        """Return what became of it."""
+        ...
+
+
+async def run_load(
+    sender: Sender,
+    calls: Sequence[Call],
+    fields: dict[str, Any],
+    max_concurrency: int | None,
+    on_sent: Callable[[], None],
+    on_outcome: Callable[[Outcome], None],
+) -> tuple[list[Outcome], float]:
+    """Send every call; returns the outcomes in the order of the calls, and the seconds all of it took."""
+    places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    began = perf_counter()
+
+    async def send_one(call: Call) -> Outcome:
+        async with places:
+            sent_s = perf_counter() - began
+            on_sent()
+            outcome = await sender.send(call, fields)
+        outcome.sent_s, outcome.held_s = sent_s, sent_s - call.at_s
+        on_outcome(outcome)
+        return outcome
+
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for call in calls:
+            await asyncio.sleep(began + call.at_s - perf_counter())  # not positive when late: only yields
+            tasks.append(group.create_task(send_one(call)))
+    return [task.result() for task in tasks], perf_counter() - began

@@ -1,0 +1,172 @@
+"""How a role becomes a process: command line, configuration, logging, signals, and one line that says it is ready.
+
+    hackkv ROLE --config FILE [--set key=value ...] [--supervised]
+
+SIGTERM asks a role to drain: to take nothing new and to finish what it has. SIGINT, a second SIGTERM and the end of
+standard input (`--supervised`) end it at once.
+
+Exit codes: 0 after any of these, 1 when the role failed, 2 when its configuration or checkpoint is wrong. With 2, the
+message is one line on standard error and no port was opened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import inspect
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from hackkv.config import Frozen, RoleConfig, load
+from hackkv.errors import ConfigError, HackkvError
+
+log = logging.getLogger(__name__)
+
+
+class Shutdown:
+    """How a role is told to end: first to `drain`, then, or without that, to `stop`. `stop` implies `drain`."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        """Take nothing new and finish what you have."""
+        self.stop = asyncio.Event()
+        """End now."""
+
+    def ask(self) -> None:
+        """Ask to drain. A second call orders to stop."""
+        if self.drain.is_set():
+            self.stop.set()
+        self.drain.set()
+
+    def order(self) -> None:
+        """Order to stop."""
+        self.drain.set()
+        self.stop.set()
+
+    @contextlib.asynccontextmanager
+    async def draining(self, drain: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """While the body runs, answer a request to drain: call `drain`, and set `stop` when it has returned.
+
+        The body should end with `stop`, which cancels a `drain` that still runs. Raises what `drain` raised.
+        """
+        task = asyncio.create_task(self._drain(drain))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+    async def _drain(self, drain: Callable[[], Awaitable[None]]) -> None:
+        await self.drain.wait()
+        try:
+            await drain()
+        finally:
+            self.stop.set()
+
+
+ConfigT = TypeVar("ConfigT", bound=RoleConfig)
+Serve = Callable[[ConfigT, Shutdown], Awaitable[None]]
+"""Runs a role until it is told to end."""
+
+
+def run_role(role: str, config_class: type[ConfigT], serve: Serve[ConfigT], argv: Sequence[str] | None = None) -> int:
+    """Run a role to its end and return the exit code."""
+    arguments = _arguments(role, config_class, argv)
+    try:
+        overrides = dict(_override(text) for text in arguments.set)
+        config = load(config_class, arguments.config, overrides)
+        _log_to_stderr(config.node_id or role, config.log_level)
+        asyncio.run(_until_stopped(serve, config, supervised=arguments.supervised))
+    except ConfigError as error:
+        print(f"{role}: {error}", file=sys.stderr)
+        return 2
+    except HackkvError as error:
+        print(f"{role}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _log_to_stderr(name: str, level: str) -> None:
+    layout = f"%(asctime)s %(levelname)s {name} %(message)s"
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=layout, datefmt="%H:%M:%S")
+    for chatty in ("httpx", "uvicorn.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def announce(**fields: str) -> None:
+    """Say on standard output that the role is ready, as one JSON line.
+
+    The objects made until now live as long as the process. They are frozen, so that the garbage collector does not scan
+    them again: each scan would stop the event loop for 100 ms. Cycles, which every cancelled task group leaves, are
+    then collected before there are many of them.
+    """
+    gc.collect()
+    gc.freeze()
+    print(json.dumps({"ready": fields}), flush=True)
+
+
+def read_announcement(line: str) -> dict[str, str] | None:
+    """The fields of an `announce` line, or None for any other line."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    ready = message.get("ready") if isinstance(message, dict) else None
+    return ready if isinstance(ready, dict) else None
+
+
+async def _until_stopped(serve: Serve[ConfigT], config: ConfigT, *, supervised: bool) -> None:
+    shutdown = Shutdown()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, shutdown.ask)
+    loop.add_signal_handler(signal.SIGINT, shutdown.order)
+
+    def on_stdin() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            shutdown.order()
+
+    if supervised:
+        # The supervisor holds the other end of standard input. However it dies, standard input ends here.
+        loop.add_reader(sys.stdin.fileno(), on_stdin)
+    serving = asyncio.ensure_future(serve(config, shutdown))
+    try:
+        await serving
+    finally:
+        if supervised:
+            loop.remove_reader(sys.stdin.fileno())
+
+
+def _arguments(role: str, config_class: type[RoleConfig], argv: Sequence[str] | None) -> argparse.Namespace:
+    sections = [one for one in config_class.__mro__ if issubclass(one, Frozen) and one is not Frozen]
+    where = ", ".join(dict.fromkeys(filter(None, map(inspect.getsourcefile, sections))))
+    parser = argparse.ArgumentParser(
+        prog=f"hackkv {role}",
+        description=f"Run one {role} process until it is told to stop.",
+        epilog=f"The settings, with their meaning and defaults, are the fields of {where}.",
+    )
+    parser.add_argument("--config", type=Path, help="YAML file of this role")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting (a.b=1)")
+    parser.add_argument("--supervised", action="store_true", help="stop when standard input ends")
+    return parser.parse_args(argv)
+
+
+def _override(text: str) -> tuple[str, object]:
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {text}: expected KEY=VALUE")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,88 @@
+"""The life of a node process, whatever its role: load, open one port, register, serve, drain, close.
+
+A role gives a function that makes its service from a `Ground`; see `prefill_node/__main__.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+from uuid import uuid4
+
+from hackkv.model.worker import Worker, load_worker
+from hackkv.nodes import NodeIdentity
+from hackkv.types import Role
+from node.config import NodeConfig
+from node.process import Shutdown, announce
+from transport.base import DecodeNode, PrefillNode
+from transport.membership import stay_member
+from transport.rpc_server import RpcServer
+from transport.trust import load_trust
+from transport.wires import Site, check_wires
+
+ConfigT = TypeVar("ConfigT", bound=NodeConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Ground(Generic[ConfigT]):
+    """What is ready before a role's service is made: a loaded model and an open port."""
+
+    config: ConfigT
+    worker: Worker
+    num_pages: int
+    """Pages, of all layers and KV heads, that `kv_bytes` pays for."""
+    identity: NodeIdentity
+    site: Site
+
+    @property
+    def server(self) -> RpcServer:
+        """The port of the node."""
+        return self.site.server
+
+
+class Service(Protocol):
+    """What a node's process needs of its service, beside the protocol that callers use."""
+
+    @property
+    def draining(self) -> asyncio.Event:
+        """Set when the node takes nothing new, and never cleared."""
+        ...
+
+    async def drain(self, within_s: float) -> None:
+        """Take nothing new and finish the present requests. Those left after `within_s` are given up."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """A node that serves."""
+
+    service: Service
+    face: PrefillNode | DecodeNode
+    """What callers reach: the service, or the service wrapped in its faults."""
+
+
+OpenNode = Callable[[Ground[ConfigT]], AbstractAsyncContextManager[Hosted]]
+"""Makes a role's service and adds it to the server. At the end it closes both in the order that their calls need."""
+
+
+async def serve_node(role: Role, open_node: OpenNode[ConfigT], config: ConfigT, shutdown: Shutdown) -> None:
+    """Run one node until it is told to end. Raises `ConfigError` or `CheckpointError` before a port is open."""
+    check_wires(config.wire)
+    trust = load_trust(config.internal, config.listen.host)
+    worker = load_worker(config.model, config.codec)
+    num_pages = worker.pages_in(config.kv_bytes)
+    listen = config.listen
+    async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:
+        address = await server.start()
+        identity = NodeIdentity(config.node_id or f"{role}@{address}", address, uuid4().hex)
+        site = Site(server, trust)
+        async with open_node(Ground(config, worker, num_pages, identity, site)) as node:
+            announce(node=identity.node_id, address=address)
+            service, describe = node.service, node.face.describe
+            async with shutdown.draining(partial(service.drain, config.drain_s)):
+                await stay_member(config.router, describe, shutdown.stop, trust, news=service.draining)

@@ -1,0 +1,46 @@
+"""The HTTP application, put together."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from hackkv import __version__
+from hackkv.errors import HackkvError
+from router.api import chat, completions, page, probes
+from router.api.errors import HTTPError, error_response, handle
+from router.api.intake import Gate
+from router.api.served import ServedModel
+from router.config import DeadlinesConfig, LimitsConfig
+
+_DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()
+_REFUSALS = {404: ("no such route", "not_found"), 405: ("method not allowed", "method_not_allowed")}
+
+
+def build_app(
+    served: ServedModel,
+    api_keys: tuple[str, ...] = (),
+    max_body_bytes: int = _LIMITS.max_body_bytes,
+    body_s: float = _DEADLINES.body_s,
+) -> ASGIApp:
+    """The HTTP API of one served model."""
+    app = FastAPI(title="hackkv", version=__version__, docs_url=None, redoc_url=None)
+    app.state.served, app.state.max_body_bytes, app.state.body_s = served, max_body_bytes, body_s
+    for module in (completions, chat, probes, page):
+        app.include_router(module.routes)
+    app.add_exception_handler(HackkvError, handle)
+    app.add_exception_handler(HTTPError, handle)
+    app.add_exception_handler(HTTPException, _refuse)
+    app.add_exception_handler(Exception, handle)
+    return Gate(app, served.metrics.refused, api_keys)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals, in our envelope."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    detail = error.detail if isinstance(error, HTTPException) else str(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    message, code = _REFUSALS.get(status, (detail, "refused"))
+    return error_response(HTTPError(status, f"{message}: {request.method} {request.url.path}", code, headers=headers))

@@ -1,0 +1,100 @@
+"""From the tokens of one sequence to text: detokenized, and cut before a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hackkv.tokenizer import Detokenizer, StopMatcher, Tokenizer
+from hackkv.types import Finish, Token
+from router.life.flight import Flight
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one token adds to one choice. `token` is None if nobody asked for the token itself."""
+
+    choice: Choice
+    text: str
+    token: Token | None
+    finish: Finish | None
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts of its choice up to here."""
+        completion = 0 if self.token is None else self.token.index + 1
+        return token_counts(len(self.choice.prompt_ids), completion, self.choice.cached_tokens)
+
+
+def token_counts(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """OpenAI's `usage`. `cached` counts prompt tokens that were not computed again."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Choice:
+    """One output: collects its text and tokens, and tells `on_delta` about each."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_ids: tuple[int, ...],
+        tokenizer: Tokenizer,
+        stops: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        wants_tokens: bool = True,
+    ) -> None:
+        self.index, self.prompt_ids, self.tokenizer = index, prompt_ids, tokenizer
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._matcher = StopMatcher(stops)
+        self._min_tokens, self._wants_tokens = min_tokens, wants_tokens
+        self._texts: list[str] = []
+        self.tokens: list[Token] = []
+        self.finish: Finish | None = None
+        self.flight: Flight | None = None
+        """The router's view of the sequence that this choice comes from."""
+        self.on_delta: Callable[[Delta], None] = lambda delta: None
+
+    @property
+    def text(self) -> str:
+        """The text so far, without the prompt."""
+        return "".join(self._texts)
+
+    @property
+    def prompt_logprobs(self) -> tuple[Token, ...]:
+        """Log-probabilities of the prompt from its second token on, if they were asked for."""
+        prefilled = self.flight.route.prefilled if self.flight else None
+        return prefilled.prompt_logprobs if prefilled else ()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that a prefill node had computed for an earlier request."""
+        return self.flight.cached_tokens if self.flight else 0
+
+    def take(self, token: Token) -> bool:
+        """Add a token; False once the choice is complete."""
+        if not self._wants_tokens:  # only the prompt is scored: the one computed token is not part of the answer
+            self._show("", None, Finish.LENGTH)
+            return False
+        self.tokens.append(token)
+        # As with OpenAI, the token that stopped the request is not part of the text.
+        text = "" if token.finish is Finish.STOP else self._detokenizer.push(token.token_id)
+        if token.finish is not None:
+            text += self._detokenizer.flush()
+        if token.index >= self._min_tokens:  # stop strings do not count within the first min_tokens
+            text = self._matcher.push(text)
+        finish = Finish.STOP if self._matcher.matched is not None else token.finish
+        if finish is not None:
+            text += self._matcher.release()
+        self._show(text, token, finish)
+        return finish is None
+
+    def _show(self, text: str, token: Token | None, finish: Finish | None) -> None:
+        self._texts.append(text)
+        self.finish = finish
+        self.on_delta(Delta(self, text, token, finish))

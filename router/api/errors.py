@@ -1,0 +1,121 @@
+"""Errors as HTTP: OpenAI's envelope `{"error": {message, type, param, code}}` and a status for each class.
+
+HTTPError         what this API itself refuses: 401, 404, 405, 408, 413
+RequestError  400 | NonFiniteError 500 | Overloaded 429 (Retry-After) | Cancelled 499 | Unavailable 503 (Retry-After)
+DeadlineExceeded 504 | Unauthorized, NodeLost, TransferError 502 | anything else 500
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hackkv.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HackkvError,
+    NodeLost,
+    NonFiniteError,
+    Overloaded,
+    RequestError,
+    TransferError,
+    Unauthorized,
+    Unavailable,
+)
+from router.watch.metrics import Outcome
+
+log = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""nginx's status for a client that left. Only logs show it."""
+
+
+class HTTPError(Exception):
+    """This API refuses a request before it reaches the cluster."""
+
+    def __init__(
+        self, status: int, message: str, code: str, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers or {}
+
+
+_STATUS: tuple[tuple[type[HackkvError], int, Outcome], ...] = (
+    (RequestError, 400, Outcome.REFUSED),
+    (NonFiniteError, 500, Outcome.FAILED),
+    (Overloaded, 429, Outcome.OVERLOADED),
+    (Cancelled, CLIENT_GONE, Outcome.CANCELLED),
+    (Unavailable, 503, Outcome.OVERLOADED),
+    (DeadlineExceeded, 504, Outcome.DEADLINE),
+    (Unauthorized, 502, Outcome.FAILED),
+    (NodeLost, 502, Outcome.FAILED),
+    (TransferError, 502, Outcome.FAILED),
+)
+
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status for an error."""
+    if isinstance(error, HTTPError):
+        return error.status
+    return next((status for cls, status, _ in _STATUS if isinstance(error, cls)), 500)
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """The metric label for an error."""
+    if isinstance(error, HTTPError):
+        return Outcome.REFUSED
+    return next((outcome for cls, _, outcome in _STATUS if isinstance(error, cls)), Outcome.FAILED)
+
+
+def envelope(error: BaseException) -> dict[str, dict[str, str | None]]:
+    """The body that goes with an error. The message of an unexpected error is not shown to clients."""
+    status = status_of(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    if isinstance(error, HTTPError):
+        return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    if isinstance(error, HackkvError):
+        param = error.param if isinstance(error, RequestError) else None
+        return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
+    return {"error": {"message": "internal error", "type": kind, "param": None, "code": "internal"}}
+
+
+def error_response(error: BaseException) -> Response:
+    """An error as a response."""
+    headers = dict(error.headers) if isinstance(error, HTTPError) else {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, Unavailable):
+        headers["Retry-After"] = "1"
+    # ASCII, because the message may quote the client's text, which may hold characters that UTF-8 cannot encode.
+    body = json.dumps(envelope(error)).encode("ascii")
+    return Response(body, status_of(error), headers, media_type="application/json")
+
+
+async def handle(request: Request, error: Exception) -> Response:
+    """Exception handler for everything that a route raises."""
+    if status_of(error) == 500:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return error_response(error)
+
+
+def from_validation(error: ValidationError) -> RequestError:
+    """Name the field that pydantic refused."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    kind, names = first["type"], [part for part in first["loc"] if not str(part).startswith("tuple[")]
+    if kind == "json_invalid":
+        return RequestError(f"the body is not valid JSON: {first['ctx']['error']}")
+    if kind == "model_type":
+        return RequestError("the body must be a JSON object")
+    if not names:  # a rule about several fields is named after the one at fault
+        return RequestError(first["msg"], param=kind if kind in first["msg"] else None)
+    path = ".".join(str(name) for name in names if name != "str")
+    if kind == "extra_forbidden":
+        return RequestError(f"unknown field: {path}", param=path)
+    return RequestError(f"{path}: {first['msg']}", param=path)

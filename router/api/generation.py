@@ -1,0 +1,89 @@
+"""The sequences of one HTTP request: how they run, and what is reported about them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hackkv.timing import StageClock
+from hackkv.types import Request, Sampling
+from router.api.choices import Choice, Delta, token_counts
+from router.api.errors import outcome_of
+from router.api.served import ServedModel
+from router.life.flight import Flight
+from router.scopes import unwrapped
+from router.watch.account import kv_account, time_account
+from router.watch.metrics import Outcome
+
+
+class Generation:
+    """Runs the sequences of one HTTP request side by side."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        request_id: str,
+        arrived: float,
+        jobs: Sequence[tuple[Choice, Sampling]],
+        cache_salt: str = "",
+    ) -> None:
+        self._served = served
+        self.request_id = request_id
+        self.choices = [choice for choice, _ in jobs]
+        self._flights = [
+            Flight(
+                Request(f"{request_id}-{choice.index}", choice.prompt_ids, sampling, cache_salt),
+                StageClock(start=arrived),
+                choice.take,
+            )
+            for choice, sampling in jobs
+        ]
+        for choice, flight in zip(self.choices, self._flights, strict=True):
+            choice.flight = flight
+
+    async def run(self, on_delta: Callable[[Delta], None] | None = None) -> None:
+        """Run to the end. Raises the first error; the other sequences are then cancelled."""
+        if on_delta is not None:
+            for choice in self.choices:
+                choice.on_delta = on_delta
+        for flight in self._flights:
+            self._served.journal.began(flight)
+        with unwrapped():
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._served.dispatcher.serve(flight)) for flight in self._flights]
+                await asyncio.wait(running)
+
+    def settle(self, error: BaseException | None) -> None:
+        """Count every sequence. Called when the last byte has been sent, or when none will follow."""
+        for flight, choice in zip(self._flights, self.choices, strict=True):
+            if choice.finish is not None:
+                outcome = Outcome(choice.finish)
+            elif error is not None:
+                outcome = outcome_of(error)
+            else:
+                outcome = Outcome.FAILED
+            self._served.metrics.ended(flight, outcome)
+            self._served.journal.ended(flight, outcome)
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's token counts. A prompt counts once, however many choices it has."""
+        prompts = {id(choice.prompt_ids): choice for choice in reversed(self.choices)}.values()
+        prompt = sum(len(choice.prompt_ids) for choice in prompts)
+        completion = sum(len(choice.tokens) for choice in self.choices)
+        return token_counts(prompt, completion, sum(choice.cached_tokens for choice in prompts))
+
+    def report(self) -> dict[str, Any]:
+        """Where the time went and what was moved: the opt-in field `hackkv`. Seconds and bytes.
+
+        With several sequences the stages are those of the one that ended last, since it made the client wait.
+        """
+        flight = max(self._flights, key=lambda flight: flight.output.at_s[-1] if flight.output.at_s else 0.0)
+        receipts = [receipt for each in self._flights for receipt in each.route.receipts]
+        return {
+            **time_account(flight.clock),
+            "kv": kv_account(self._served.dispatcher.fleet.nodes.codec, receipts),
+            "prefill_node": flight.route.prefill_node,
+            "decode_node": flight.route.decode_node,
+            "attempts": flight.route.attempts,
+        }

@@ -1,0 +1,83 @@
+"""Probes, metrics and the model list."""
+
+from __future__ import annotations
+
+from time import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from hackkv import __version__
+from hackkv.types import Role
+from router.api.errors import HTTPError
+from router.api.intake import served_by
+
+routes = APIRouter()
+
+_STARTED = int(time())
+
+
+@routes.get("/live")
+@routes.head("/live", include_in_schema=False)
+async def live() -> Response:
+    """200: the event loop runs."""
+    return JSONResponse({"status": "live"})
+
+
+@routes.get("/ready")
+@routes.get("/health")
+@routes.head("/ready", include_in_schema=False)
+@routes.head("/health", include_in_schema=False)
+async def ready(request: Request) -> Response:
+    """200 when at least one node of each role holds a lease and is not draining; else 503 with what is missing."""
+    dispatcher = served_by(request).dispatcher
+    fleet = dispatcher.fleet.nodes
+    nodes = {str(role): sum(not member.draining for member in fleet.members(role)) for role in Role}
+    if dispatcher.closing:
+        return JSONResponse({"status": "stopping", "missing": list(fleet.missing), "nodes": nodes}, status_code=503)
+    if fleet.missing:
+        return JSONResponse({"status": "not ready", "missing": list(fleet.missing), "nodes": nodes}, status_code=503)
+    return JSONResponse({"status": "ready", "nodes": nodes})
+
+
+@routes.get("/version")
+async def version(request: Request) -> Response:
+    """The program's version, and what computes on each node."""
+    members = served_by(request).dispatcher.fleet.nodes.members()
+    nodes = {member.node_id: {"role": member.info.role, "kernels": member.info.kernels} for member in members}
+    return JSONResponse({"version": __version__, "nodes": nodes})
+
+
+@routes.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(served_by(request).metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@routes.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    return JSONResponse({"object": "list", "data": [_model(request)]})
+
+
+@routes.get("/v1/models/{model:path}")
+async def model(request: Request, model: str) -> Response:
+    """One model, or 404."""
+    found = _model(request)
+    if model != found["id"]:
+        raise HTTPError(404, f"the model {model!r} does not exist", "model_not_found", "model")
+    return JSONResponse(found)
+
+
+def _model(request: Request) -> dict[str, Any]:
+    served = served_by(request)
+    capacity = served.dispatcher.fleet.capacity
+    max_model_len = capacity.max_context if capacity.known else None
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "hackkv",
+        "max_model_len": max_model_len,
+    }

@@ -1,0 +1,118 @@
+"""Responses that generate while they are sent, and stop when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from abc import abstractmethod
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hackkv.errors import Cancelled, HackkvError
+from router.api.caller import Caller
+from router.api.choices import Delta
+from router.api.errors import envelope
+from router.api.generation import Generation
+from router.api.schema import Generate
+from router.scopes import unwrapped
+
+log = logging.getLogger(__name__)
+
+
+class Renderer(Protocol):
+    """How an endpoint writes its answers."""
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        """The complete answer."""
+        ...
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The events that one delta becomes."""
+        ...
+
+    def closing_chunk(self, generation: Generation) -> dict[str, Any] | None:
+        """The event after the last choice: usage or stages, if asked for."""
+        ...
+
+
+def running_usage(body: Generate, delta: Delta) -> dict[str, Any] | None:
+    """The `usage` of an event in a stream: null as with OpenAI, or as with vLLM the counts so far, if asked for."""
+    continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
+    return delta.usage() if continuous else None
+
+
+def to_json(value: dict[str, Any]) -> bytes:
+    """Compact UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+class Reply(Response):
+    """Runs a generation for as long as the client stays."""
+
+    def __init__(self, generation: Generation, renderer: Renderer) -> None:
+        super().__init__()
+        self._generation, self._renderer = generation, renderer
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate and send. Errors before the first byte are raised, for the exception handlers."""
+        error: BaseException | None = None
+        try:
+            with unwrapped():
+                async with asyncio.TaskGroup() as tasks:
+                    watcher = tasks.create_task(self._watch(receive))
+                    await self._work(tasks, send)
+                    watcher.cancel()  # before the last byte, since every client may leave after it
+                    await asyncio.wait([watcher])
+            await self._finish(send)
+        except BaseException as caught:
+            error = caught
+            if not self._started or not isinstance(caught, Exception):
+                raise
+            await self._break_off(caught, send)
+        finally:
+            self._generation.settle(error)
+
+    @abstractmethod
+    async def _work(self, tasks: asyncio.TaskGroup, send: Send) -> None:
+        """Generate; may send."""
+
+    @abstractmethod
+    async def _finish(self, send: Send) -> None:
+        """Send what remains."""
+
+    async def _break_off(self, error: Exception, send: Send) -> None:
+        """Report an error after the status has been sent, when only the body can carry it."""
+        raise error
+
+    async def _watch(self, receive: Receive) -> None:
+        """Raise `Cancelled` when the client leaves. The request's clock stops there, so cleaning up is not counted."""
+        await Caller(receive).left()
+        for choice in self._generation.choices:
+            if choice.flight is not None:
+                choice.flight.clock.stop()
+        raise Cancelled("the client left")
+
+
+class JsonReply(Reply):
+    """One JSON object, sent when everything is generated."""
+
+    async def _work(self, tasks: asyncio.TaskGroup, send: Send) -> None:
+        await self._generation.run()
+
+    async def _finish(self, send: Send) -> None:
+        body = to_json(self._renderer.whole(self._generation))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def log_break(generation: Generation, error: Exception) -> bytes:
+    """The error as an event's data, logged if it is a fault of ours."""
+    if not isinstance(error, HackkvError):
+        log.error("request %s broke off", generation.request_id, exc_info=error)
+    return json.dumps(envelope(error)).encode("ascii")

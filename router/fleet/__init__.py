@@ -1,0 +1,1 @@
+"""The nodes: who is alive, how loaded, who gets room, and who waits for it."""

@@ -1,0 +1,135 @@
+"""Where requests book shares of nodes: one desk for each role.
+
+Load is the router's own count. It is exact at every moment, because all work of a node was booked here. Only the count
+of free pages also uses the node's last report, and the node may still refuse (`Overloaded`). A request that finds no
+node, or no room on one, waits in line (`router.fleet.line`). It is refused at once only if no node has filled the role
+since the router started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from hackkv.errors import Overloaded
+from router.fleet.booking import Booking
+from router.fleet.line import Ageing, Demand, Line
+from router.fleet.members import Member
+from router.fleet.policy import pages_for, pick_decode, pick_prefill
+from router.fleet.roster import Roster
+from transport.base import DecodeNode, PrefillNode
+
+_SMOOTHING = 0.2
+"""Weight of the newest interval between two releases in their moving mean."""
+
+
+class PrefillDesk:
+    """Books places in the prefill nodes' queues. Queues have no limit here: requests wait only for a missing node."""
+
+    def __init__(self, nodes: Roster[PrefillNode], ageing: Ageing, now: Callable[[], float]) -> None:
+        self._nodes, self._now = nodes, now
+        self._line = Line(self, ageing, now)
+        self._choices = count(1)
+
+    def __len__(self) -> int:
+        """Requests in line."""
+        return len(self._line)
+
+    async def book(self, demand: Demand) -> Booking[PrefillNode]:
+        """Put the prompt on the shortest queue. Waits while every prefill node is away.
+
+        Raises `Unavailable` when there never was one.
+        """
+        self._nodes.require()
+        return await self._line.wait(demand)
+
+    def serve(self) -> None:
+        """Serve the line: there may be a node for waiting requests."""
+        self._line.serve()
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether a node takes requests."""
+        return self._choose(demand) is not None
+
+    def could_fit(self, demand: Demand) -> bool:
+        """Always false: no request waits for something that others hold."""
+        return False
+
+    def take(self, demand: Demand) -> Booking[PrefillNode]:
+        """Book a node for a demand that `fits`."""
+        member = self._choose(demand)
+        assert member is not None, "the line serves only who fits"
+        member.chosen_at = next(self._choices)
+        return Booking(member, demand.need.whole, 0, self._now)
+
+    def _choose(self, demand: Demand) -> Member[PrefillNode] | None:
+        loads = (member.prefill_load() for member in self._nodes.members)
+        node_id = pick_prefill(loads, self._now(), demand.avoid)
+        return None if node_id is None else self._nodes.member(node_id)
+
+
+class DecodeDesk:
+    """Books room for KV on decode nodes."""
+
+    def __init__(self, nodes: Roster[DecodeNode], max_waiting: int, ageing: Ageing, now: Callable[[], float]) -> None:
+        self._nodes, self._max_waiting, self._now = nodes, max_waiting, now
+        self._line = Line(self, ageing, now)
+        self._choices = count(1)
+        self._released_at: float | None = None
+        self._release_interval_s = 1.0
+
+    def __len__(self) -> int:
+        """Requests in line."""
+        return len(self._line)
+
+    @property
+    def retry_after_s(self) -> float:
+        """Estimated wait in seconds (1 to 60): the mean time between two releases, for every request in line."""
+        return min(60.0, max(1.0, self._release_interval_s * (len(self._line) + 1)))
+
+    def try_book(self, demand: Demand) -> Booking[DecodeNode] | None:
+        """Book room for KV. Returns None if there is none, or if free room is kept for requests ahead in line.
+
+        Raises `Overloaded` if the line is full too, and `Unavailable` if there never was a decode node.
+        """
+        self._nodes.require()
+        booking = self._line.try_now(demand)
+        if booking is None and not demand.recovering and len(self._line) >= self._max_waiting:
+            raise Overloaded("too many requests wait for decode capacity", self.retry_after_s)
+        return booking
+
+    async def book(self, demand: Demand) -> Booking[DecodeNode]:
+        """Like `try_book`, but stand in line."""
+        return self.try_book(demand) or await self._line.wait(demand)
+
+    def serve(self) -> None:
+        """Serve the line: there may be room for waiting requests."""
+        self._line.serve()
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether a node has room now."""
+        return self._choose(demand) is not None
+
+    def could_fit(self, demand: Demand) -> bool:
+        """Whether a node that is here has room once other requests end."""
+        return any(member.decode_load().could_hold(demand.need) for member in self._nodes.members)
+
+    def take(self, demand: Demand) -> Booking[DecodeNode]:
+        """Book room for a demand that `fits`."""
+        member = self._choose(demand)
+        assert member is not None, "the line serves only who fits"
+        member.chosen_at = next(self._choices)
+        pages = pages_for(demand.need.landing, member.info.page_tokens)
+        return Booking(member, demand.need.whole, pages, self._now, self._released)
+
+    def _choose(self, demand: Demand) -> Member[DecodeNode] | None:
+        loads = (member.decode_load() for member in self._nodes.members)
+        node_id = pick_decode(loads, demand.need, self._now(), demand.avoid)
+        return None if node_id is None else self._nodes.member(node_id)
+
+    def _released(self) -> None:
+        now = self._now()
+        if self._released_at is not None:
+            self._release_interval_s += _SMOOTHING * (now - self._released_at - self._release_interval_s)
+        self._released_at = now
+        self._line.serve()

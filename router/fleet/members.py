@@ -1,0 +1,110 @@
+"""One node of the fleet: its lease, its last report, and the work that was booked on it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from hackkv.errors import HackkvError, NodeDraining, NodeLost
+from hackkv.nodes import NodeInfo
+from router.fleet.health import Breaker, Health
+from router.fleet.policy import DecodeLoad, PrefillLoad
+from transport.base import DecodeNode, PrefillNode
+
+NodeT = TypeVar("NodeT", bound=PrefillNode | DecodeNode)
+
+
+@dataclass(slots=True)
+class Booked:
+    """What our requests hold of one node."""
+
+    tokens: int = 0
+    """Queued (prefill) or outstanding (decode) tokens of requests that we sent there."""
+    pages: int = 0
+    requests: int = 0
+
+
+class Member(Generic[NodeT]):
+    """A node with a live lease, and the way to reach it."""
+
+    def __init__(self, info: NodeInfo, node: NodeT, now: float, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self.info = info
+        self.node = node
+        self.expires_at = now + ttl_s
+        self.gone: asyncio.Future[HackkvError] = asyncio.get_running_loop().create_future()
+        """Done when the node has left the fleet. The result is the error that its requests get."""
+        self.booked = Booked()
+        self.chosen_at = 0
+        """Number of the choice that last fell on this node."""
+        self.breaker = Breaker()
+        self._free_at_report, self._booked_at_report = info.free_pages, 0
+        self._let_go = False
+
+    @property
+    def node_id(self) -> str:
+        """The name under which the node registered."""
+        return self.info.node_id
+
+    @property
+    def health(self) -> Health:
+        """What recent failures say about the node."""
+        return self.breaker.health
+
+    @property
+    def draining(self) -> bool:
+        """The node is about to stop: it finishes its requests, and this process of the node gets no new ones."""
+        return self.info.draining or self._let_go
+
+    @property
+    def free_pages(self) -> int:
+        """Free pages of the last report, corrected by what was booked and released since.
+
+        Never more than all pages of the node less those that are booked.
+        """
+        reported = self._free_at_report - (self.booked.pages - self._booked_at_report)
+        return max(0, min(reported, self.info.total_pages - self.booked.pages))
+
+    def prefill_load(self) -> PrefillLoad:
+        """Snapshot for the policy."""
+        return PrefillLoad(self.node_id, self.booked.tokens, self.chosen_at, self.health, self.draining)
+
+    def decode_load(self) -> DecodeLoad:
+        """Snapshot for the policy."""
+        info = self.info
+        return DecodeLoad(
+            info.node_id,
+            self.booked.tokens,
+            self.free_pages,
+            info.total_pages,
+            info.page_tokens,
+            self.chosen_at,
+            self.health,
+            self.draining,
+        )
+
+    def heard(self, now: float) -> None:
+        """The node sent something, so it is alive. One that is too busy to report in time must not lose its lease."""
+        self.expires_at = max(self.expires_at, now + self._ttl_s)
+
+    def renew(self, info: NodeInfo, now: float) -> None:
+        """Take in a new report."""
+        self.heard(now)
+        self.info = info
+        self.breaker.reported()
+        self._free_at_report, self._booked_at_report = info.free_pages, self.booked.pages
+
+    def full(self) -> None:
+        """The node refused for lack of room: it counts as full until it reports again or a booking on it ends."""
+        self._free_at_report, self._booked_at_report = 0, self.booked.pages
+
+    def drain(self) -> None:
+        """The node let go of a request because it is about to stop."""
+        self._let_go = True
+
+    def leave(self, why: str) -> None:
+        """The node is out of the fleet; requests on it hear of it at once."""
+        kind = NodeDraining if self.draining else NodeLost
+        if not self.gone.done():
+            self.gone.set_result(kind(f"{self.info.role} node {self.node_id} {why}"))

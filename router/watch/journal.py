@@ -1,0 +1,171 @@
+"""What the router's own page shows: the last requests, the last minutes, and nodes that are gone.
+
+The journal is bounded, lives in memory and holds no text: prompts and outputs are counted, never kept. For more than
+the last minutes there is `/metrics`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter, time
+from typing import Any, Final
+
+from hackkv.timing import Stage
+from router.fleet.fleet import Fleet
+from router.fleet.membership import AnyMember
+from router.life.flight import Flight
+from router.watch.account import kv_account, time_account
+from router.watch.metrics import Outcome
+
+SAMPLE_S: Final = 1.0
+SAMPLES: Final = 300
+ENDED: Final = 200
+GONE_S: Final = 600.0
+"""How long a node that is gone is remembered."""
+
+FINISHED: Final = (Outcome.STOP, Outcome.LENGTH)
+
+TOTALS: Final = (
+    *("finished", "failed", "prompt_tokens", "output_tokens", "kv_bytes", "fp16_bytes"),
+    *(f"{stage}_s" for stage in Stage),
+)
+"""Counted since the router started, so that the difference of two samples is what happened between them. Stages are
+summed over finished sequences. A sequence that ended in any other way counts as failed."""
+FIELDS: Final = ("seq", "at_s", "live", "waiting", *TOTALS)
+"""Columns of a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A node, and when it was last in the fleet."""
+
+    member: AnyMember
+    at_s: float
+
+
+class Journal:
+    """Notes sequences as they come and go, and once a second takes a sample of the totals."""
+
+    def __init__(self, fleet: Fleet, now: Callable[[], float] = perf_counter) -> None:
+        self._fleet, self._now, self._began = fleet, now, now()
+        self.started = time()
+        """Start in Unix time, which tells this process of the router from an earlier one."""
+        self._live: dict[int, Flight] = {}
+        self._totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
+        self._ended: deque[dict[str, Any]] = deque(maxlen=ENDED)
+        self._num_ended = 0
+        self._samples: deque[list[float]] = deque(maxlen=SAMPLES)
+        self._num_samples = 0
+        self._seen: dict[str, _Seen] = {}
+
+    @property
+    def at_s(self) -> float:
+        """Seconds since the router started."""
+        return self._now() - self._began
+
+    @property
+    def live(self) -> int:
+        """Sequences on their way."""
+        return len(self._live)
+
+    async def run(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(SAMPLE_S)
+
+    def began(self, flight: Flight) -> None:
+        """A sequence is on its way; `ended` follows."""
+        self._live[id(flight)] = flight
+
+    def ended(self, flight: Flight, outcome: Outcome) -> None:
+        """A sequence is over."""
+        self._live.pop(id(flight), None)
+        self._num_ended += 1
+        account = _account(flight, self._fleet.nodes.codec)
+        account |= {"seq": self._num_ended, "outcome": outcome, "arrived_s": self.at_s - account["total_s"]}
+        self._ended.append(account)
+        self._count(flight, outcome, account)
+
+    def sample(self) -> None:
+        """Take one sample, and note which nodes are in the fleet."""
+        now_s = self.at_s
+        for member in self._fleet.nodes.members():
+            self._seen[member.node_id] = _Seen(member, now_s)
+        self._seen = {node_id: seen for node_id, seen in self._seen.items() if now_s - seen.at_s <= GONE_S}
+        self._num_samples += 1
+        under_way = sum(len(flight.output.token_ids) for flight in self._live.values())
+        totals = {**self._totals, "output_tokens": self._totals["output_tokens"] + under_way}
+        self._samples.append(
+            [self._num_samples, round(now_s, 3), self.live, self._fleet.waiting, *(totals[name] for name in TOTALS)]
+        )
+
+    def samples(self, after: int) -> dict[str, Any]:
+        """Samples with a number above `after`."""
+        return {"fields": FIELDS, "rows": [row for row in self._samples if row[0] > after]}
+
+    def gone(self) -> list[dict[str, Any]]:
+        """Nodes that were in the fleet and no longer are: lost, or stopped in good order."""
+        alive = {member.node_id for member in self._fleet.nodes.members()}
+        return [
+            {
+                "id": node_id,
+                "role": seen.member.info.role,
+                "drained": seen.member.draining,
+                "gone_s": self.at_s - seen.at_s,
+            }
+            for node_id, seen in self._seen.items()
+            if node_id not in alive
+        ]
+
+    def requests(self, after: int) -> dict[str, Any]:
+        """Sequences on their way, and those that ended with a number above `after`; oldest first."""
+        return {
+            "at_s": self.at_s,
+            "live": [_progress(flight) for flight in self._live.values()],
+            "ended": [account for account in self._ended if account["seq"] > after],
+        }
+
+    def _count(self, flight: Flight, outcome: Outcome, account: dict[str, Any]) -> None:
+        totals, kv = self._totals, account["kv"]
+        totals["output_tokens"] += len(flight.output.token_ids)
+        totals["prompt_tokens"] += len(flight.request.prompt_ids) if flight.route.prefilled else 0
+        totals["kv_bytes"] += sum(kv["bytes_by_plane"].values()) + kv["header_bytes"]
+        totals["fp16_bytes"] += kv["fp16_bytes"]
+        if outcome in FINISHED:
+            totals["finished"] += 1
+            for stage, seconds in account["stages"].items():
+                totals[f"{stage}_s"] += seconds
+        else:
+            totals["failed"] += 1
+
+
+def _progress(flight: Flight) -> dict[str, Any]:
+    """Facts of a sequence on its way. It has no stages yet: the stage of a wait is known only when the wait is over."""
+    return {
+        "id": flight.request.request_id,
+        "elapsed_s": flight.clock.total_s,
+        "prompt_tokens": len(flight.request.prompt_ids),
+        "output_tokens": len(flight.output.token_ids),
+        "max_tokens": flight.request.sampling.max_tokens,
+        "prefill_node": flight.route.prefill_node,
+        "decode_node": flight.route.decode_node,
+        "attempts": flight.route.attempts,
+    }
+
+
+def _account(flight: Flight, codec: str) -> dict[str, Any]:
+    """Facts of a sequence that is over."""
+    times = flight.output.at_s
+    return {
+        **_progress(flight),
+        **time_account(flight.clock),
+        "cached_tokens": flight.cached_tokens,
+        "replayed_tokens": flight.route.replayed,
+        "ttft_s": times[0] if times else None,
+        "tpot_s": (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+        "kv": kv_account(codec, flight.route.receipts),
+    }

@@ -1,0 +1,47 @@
+"""How commands start, wherever they are typed, and end: by a signal as by Ctrl-C, and by none that is switched off."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from app.cli import _until_signalled
+from app.cluster import role_command
+
+TIMEOUT_S = 10.0
+
+
+def test_a_role_runs_beside_modules_of_the_same_names(tmp_path: Path) -> None:
+    for name in ("router", "yaml"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('somebody else’s')", encoding="utf-8")
+    command = role_command("router", ["--help"])
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: hackkv router ")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_ends_a_command(signum: signal.Signals) -> None:
+    async def main() -> int:
+        os.kill(os.getpid(), signum)
+        await asyncio.Event().wait()
+        return 0
+
+    assert await asyncio.wait_for(_until_signalled(main()), TIMEOUT_S) == 130
+
+
+async def test_nohup_outlives_its_terminal() -> None:
+    async def main() -> int:
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        return 0
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert await asyncio.wait_for(_until_signalled(main()), TIMEOUT_S) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

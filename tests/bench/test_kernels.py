@@ -1,0 +1,41 @@
+"""The table of the CPU kernels on any processor: a rival that is not there is named, and no row is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hack_kernels.cpu import CpuBackend
+from hack_kernels.cpu.extension import supported_isas
+
+from bench import kernels as bench
+from bench.kernels_limits import MachineLimits
+from bench.kernels_report import console_line, write_report
+from bench.row import Row
+from lab.rivals import RIVALS
+
+LIMITS = MachineLimits(read_gb_per_s=10.0, integer_dots=100.0, one_core_dots=50.0)
+
+
+@pytest.fixture(params=supported_isas())
+def backend(request: pytest.FixtureRequest) -> CpuBackend:
+    return CpuBackend(request.param, threads=1)
+
+
+@pytest.fixture
+def rows(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    monkeypatch.setattr(bench, "COLD_BYTES", 1)
+    return [bench.decode_row(backend, 128, 1, 1, 2, LIMITS), bench.prefill_row(backend, 128, 1, 2)]
+
+
+def test_each_rival_has_a_ratio_or_is_named_as_missing(backend: CpuBackend, rows: list[Row], tmp_path: Path) -> None:
+    missing = bench.missing_rivals(backend)
+    write_report(tmp_path, bench.machine(backend, LIMITS, priority=False), rows)
+    lines = (tmp_path / "performance.md").read_text(encoding="utf-8").splitlines()
+    for row, rivals in zip(rows, (RIVALS, ("bf16",)), strict=True):
+        measured = {name for name in rivals if name in row.ratios}
+        assert measured == set(rivals) - set(missing)
+        assert sum("sdpa" in name for name in row.ratios) >= 2
+        (line,) = (line for line in lines if line.startswith(f"| {row.shape} "))
+        assert line.count("not on this processor") == len(rivals) - len(measured)
+        assert all(name in console_line(row, missing) for name in rivals)

@@ -1,0 +1,55 @@
+"""Calls of a decode node, as its router makes them: where the tests of the service start."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from hackkv.errors import (
+    by_code,
+)
+from hackkv.types import (
+    DecodeEvent,
+    DecodeJob,
+    HandedOff,
+    HandoffFailed,
+    Landed,
+    Prefilled,
+    PrefillJob,
+    Request,
+    Reserved,
+)
+from tests.pair import Pair, greedy
+from transport.closing import closing
+
+
+async def landed(nodes: Pair, request: Request) -> AsyncIterator[DecodeEvent]:
+    """A decode call whose KV has landed: its next event is a token."""
+    events = nodes.decode.decode(DecodeJob(request, request.request_id, 0))
+    assert await anext(events) == Reserved()
+    async with closing(nodes.prefill.prefill(PrefillJob(request, request.request_id, 0, nodes.address))) as prefilling:
+        assert isinstance(await anext(prefilling), Prefilled)
+        assert isinstance(await anext(prefilling), HandedOff)
+    assert isinstance(await anext(events), Landed)
+    return events
+
+
+async def close(events: AsyncIterator[DecodeEvent]) -> None:
+    async with closing(events):
+        pass
+
+
+async def reserved(nodes: Pair, name: str, prompt_tokens: int, max_tokens: int) -> AsyncIterator[DecodeEvent]:
+    """A decode call that has room."""
+    events = nodes.decode.decode(DecodeJob(greedy(name, (5,) * prompt_tokens, max_tokens), name, 0))
+    assert await anext(events) == Reserved()
+    return events
+
+
+async def drain(nodes: Pair, job: PrefillJob) -> None:
+    """Prefill up to the fate of the first push; a failure is raised."""
+    async with closing(nodes.prefill.prefill(job)) as events:
+        async for event in events:
+            if isinstance(event, HandoffFailed):
+                raise by_code(event.code, event.message)
+            if isinstance(event, HandedOff):
+                return

@@ -1,0 +1,25 @@
+"""Every wire, with frames that land at once and frames that land on the thread beside the loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from decode_node import landing
+from tests.pair import TIMEOUT_S
+from transport.wires import WIRES, Loopback
+
+
+@pytest.fixture(params=["at once", "beside the loop"])
+def _landing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames of these tests are small."""
+    if request.param == "beside the loop":
+        monkeypatch.setattr(landing, "AT_ONCE_BYTES", 0)
+
+
+@pytest.fixture(params=sorted(WIRES))
+async def wire(request: pytest.FixtureRequest, _landing: None) -> AsyncIterator[Loopback]:
+    made = Loopback(request.param, TIMEOUT_S)
+    yield made
+    await made.close()

@@ -1,0 +1,94 @@
+"""A decode node's inbox behind a wire, and handoffs for it: where the tests of receiving start."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import torch
+from torch import Tensor
+
+from decode_node.inbox import Inbox, Reservation
+from decode_node.pages import Grant
+from hackkv.framing import FrameWriter, handoff_end
+from hackkv.model.runner import ModelRunner
+from hackkv.model.worker import Worker
+from hackkv.types import DecodeJob, Handoff, HandoffEnd, KvFrame
+from hackkv.wire_form import WireForm
+from tests.handoffs import random_bytes
+from tests.pair import PI, greedy, prompt, tiny_worker
+from transport.base import KvSender
+from transport.wires import Loopback
+
+Frames = AsyncIterator[KvFrame | HandoffEnd]
+TOKENS = 2 * PI + 5
+GRANT = Grant((5, 2, 7), 1)
+REQUEST = greedy("r", prompt(1, TOKENS), 4)
+
+
+class Decode:
+    """A decode node's inbox behind a wire, and a sender that reaches it."""
+
+    def __init__(self, wire: Loopback, codec: str = "hack") -> None:
+        self.worker: Worker = tiny_worker(codec)
+        self.runner = ModelRunner(self.worker.model, self.worker.codec, 9, 3)
+        self.inbox = Inbox(self.runner, self.worker.fingerprint)
+        self.listener = wire.listener()
+        self.sender: KvSender = wire.sender()
+        self.address = ""
+
+    async def __aenter__(self) -> Decode:
+        self.address = await self.listener.serve(self.inbox.deliver)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.sender.close()
+        await self.listener.close()
+
+    @property
+    def handoff(self) -> Handoff:
+        return Handoff("t", 2, self.worker.fingerprint, TOKENS)
+
+    def reserve(self) -> Reservation:
+        return self.inbox.reserve(DecodeJob(REQUEST, "t", 2), GRANT)
+
+    def bytes(self) -> list[Tensor]:
+        """A copy of everything that the pools hold."""
+        pools = [(*pool.planes.values(), pool.open_k, pool.open_v) for pool in self.runner.memory.pools]
+        return [plane.clone().view(torch.uint8) for pool in pools for plane in pool]
+
+
+def planned(
+    worker: Worker, transfer_id: str = "t", epoch: int = 2, seed: int = 3, form: WireForm | None = None
+) -> list[KvFrame | HandoffEnd]:
+    """An honest handoff of random bytes: two sealed pages and five open rows of each layer, and token 9.
+
+    It is coded by `form`, or as the worker's codec does.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    writer = FrameWriter(transfer_id, epoch, form or worker.codec.wire_form)
+    items: list[KvFrame | HandoffEnd] = []
+    for layer in range(2):
+        planes = {}
+        for plane in worker.codec.wire_planes[layer]:
+            planes[plane.name] = random_bytes((2, 2, *plane.shape), plane.dtype, generator)
+        items += writer.frames(layer, 0, {name: plane[:, :1] for name, plane in planes.items()})
+        items += writer.frames(layer, 1, {name: plane[:, 1:] for name, plane in planes.items()})
+        rows = {name: torch.full((2, 1, 5, 64), layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}
+        items += writer.frames(layer, 2, rows, 5)
+    return [*items, writer.end(9)]
+
+
+async def send(items: list[KvFrame | HandoffEnd]) -> Frames:
+    for item in items:
+        yield item
+
+
+class Untouched:
+    """A sender's frames that nobody should ask for."""
+
+    def __init__(self) -> None:
+        self.touched = False
+
+    async def frames(self) -> Frames:
+        self.touched = True
+        yield handoff_end("t", 2, 0, 9)

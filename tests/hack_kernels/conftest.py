@@ -1,0 +1,27 @@
+"""Which cases of these tests are slow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiers import thin_out
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a GPU Triton interprets, some thousand times slower: few of its cases are quick."""
+    if not torch.cuda.is_available():
+        thin_out(item for item in items if HERE in item.path.parents and _is_interpreted(item))
+
+
+def _is_interpreted(item: pytest.Item) -> bool:
+    parameters = (
+        item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    )
+    return item.path.parent.name == "triton" or any(
+        "triton" in one for one in parameters if isinstance(one, tuple | str)
+    )

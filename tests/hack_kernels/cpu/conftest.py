@@ -1,0 +1,13 @@
+"""One backend for every instruction set that this processor runs."""
+
+from __future__ import annotations
+
+import pytest
+from hack_kernels import cpu
+
+from tests.hack_kernels.cpu.cases import ISAS
+
+
+@pytest.fixture(params=ISAS)
+def backend(request: pytest.FixtureRequest) -> cpu.CpuBackend:
+    return cpu.CpuBackend(request.param, threads=2)

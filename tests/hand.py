@@ -1,0 +1,13 @@
+"""A clock without time of its own."""
+
+from __future__ import annotations
+
+
+class Hand:
+    """A clock that a test moves by hand."""
+
+    def __init__(self) -> None:
+        self.time = 17.0
+
+    def __call__(self) -> float:
+        return self.time

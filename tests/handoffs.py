@@ -1,0 +1,125 @@
+"""Whole handoffs of random bytes for every codec, as a sender writes them: where the tests of frames start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hack_kernels import load
+from torch import Tensor
+
+from hackkv.codec import KvCodec
+from hackkv.codecs import make_codec
+from hackkv.config import CodecConfig
+from hackkv.errors import ConfigError
+from hackkv.framing import Expected, FrameLedger, FrameWriter
+from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
+from hackkv.wire_form import WIRE_FORMS, WireForm, wire_form
+
+SMALL = KvShape(2, 2, 64)
+
+Content = dict[tuple[int, int], dict[str, Tensor]]
+"""(layer, first page) -> planes [heads, pages, *shape]; the open page is the last one."""
+
+
+def _usable(name: str) -> bool:
+    try:
+        wire_form(name)
+    except ConfigError:
+        return False
+    return True
+
+
+FORMS = [name for name in WIRE_FORMS if _usable(name)]
+"""Wire forms whose libraries are installed; all of them, but in a half-made environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """A whole handoff: its shape, what it holds, and the frames it became."""
+
+    layout: KvLayout
+    codec: KvCodec
+    form: WireForm
+    num_tokens: int
+    content: Content
+    frames: list[KvFrame]
+    end: HandoffEnd
+
+    def ledger(self) -> FrameLedger:
+        sealed = self.num_tokens // self.layout.page_tokens
+        return FrameLedger("t-1", 4, Expected(self.layout, self.codec.wire_planes, self.num_tokens, sealed, self.form))
+
+    def writer(self) -> FrameWriter:
+        """Another one, that has written nothing."""
+        return FrameWriter("t-1", 4, self.form)
+
+
+def codec_of(name: str, shape: KvShape = SMALL) -> KvCodec:
+    """The codec with pages of 32 tokens."""
+    return make_codec(CodecConfig(name=name, settings={"page_tokens": 32}), shape, load("reference"))
+
+
+def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Bytes with few ones where elements are bytes, which shrink when they are coded, and any bytes elsewhere."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    draws = 3 if dtype.itemsize == 1 else 1
+    drawn = torch.full((count,), 255, dtype=torch.uint8)
+    for _ in range(draws):
+        drawn &= torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    return drawn.view(dtype).view(shape)
+
+
+def ship(
+    codec: str,
+    *,
+    layers: int = 2,
+    heads: int = 2,
+    head_dim: int = 64,
+    tokens: int = 75,
+    step: int = 2,
+    form: WireForm | None = None,
+) -> Shipment:
+    """Random bytes for every plane, written layer by layer for every `step` pages, then the open page.
+
+    They are coded by `form`, or as the codec does.
+    """
+    made = codec_of(codec, KvShape(layers, heads, head_dim))
+    form = form or made.wire_form
+    layout = KvLayout(layers, heads, head_dim, 32)
+    generator = torch.Generator().manual_seed(0)
+    writer, content, frames = FrameWriter("t-1", 4, form), Content(), list[KvFrame]()
+    sealed, rest = divmod(tokens, 32)
+    for first in range(0, sealed, step):
+        count = min(step, sealed - first)
+        for layer in range(layers):
+            planes = {
+                plane.name: random_bytes((heads, count, *plane.shape), plane.dtype, generator)
+                for plane in made.wire_planes[layer]
+            }
+            content[layer, first] = planes
+            frames += writer.frames(layer, first, planes)
+    for layer in range(layers) if rest else ():
+        rows = {
+            name: random_bytes((heads, 1, rest, head_dim), torch.float16, generator) for name in ("open_k", "open_v")
+        }
+        content[layer, sealed] = rows
+        frames += writer.frames(layer, sealed, rows, rest)
+    return Shipment(layout, made, form, tokens, content, frames, writer.end(17))
+
+
+def rows_of(planes: dict[str, Tensor]) -> int:
+    """Rows of an open page, 0 for sealed pages."""
+    return planes["open_k"].shape[2] if "open_k" in planes else 0
+
+
+def same_bytes(x: Tensor, y: Tensor) -> bool:
+    flat = [z.contiguous().flatten().view(torch.uint8) for z in (x, y)]
+    return (x.shape, x.dtype) == (y.shape, y.dtype) and torch.equal(flat[0], flat[1])
+
+
+def changed_span(frame: KvFrame, index: int, **changes: Any) -> KvFrame:
+    planes = list(frame.planes)
+    planes[index] = replace(planes[index], **changes)
+    return replace(frame, planes=tuple(planes))

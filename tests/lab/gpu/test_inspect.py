@@ -1,0 +1,152 @@
+"""Gates on the machine code of every kernel for every architecture, compiled here without a GPU.
+
+Triton keeps what it compiled on disk; a first run takes CPU minutes. `python -m lab.gpu.inspect` prints
+the whole table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from lab.gpu.examples import GRID
+from lab.gpu.machine_code import ARCHITECTURES
+
+DECODE = "decode D=128 Π=64 K2V2 G=8"
+TIGHTEST = {
+    "decode D=256 Π=128 K4V4 asymmetric G=8": (100, 2 * 64 + 4),
+    "prefill D=256 Π=128 K4V4 asymmetric G=4": (90, 2 * 32),
+}
+"""Kernels that have spilled -> the architecture, and INT8 products: they take every register that there is."""
+WITH_CODES = {
+    "decode D=64 Π=64 K2V2 G=8": {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 4, "loads_narrower": 0},
+    "decode D=64 Π=64 K2V2 asymmetric G=8": {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 4},
+    "dequantize D=64 Π=64 K2V2 G=8": {"int8_mma": 0, "float_mma": 32 + 4, "loads_128": 4, "loads_narrower": 0},
+    "prefill D=128 Π=64 K2V2 G=4": {"int8_mma": 32, "float_mma": 0, "loads_128": 2 + 1},
+    "install D=64 Π=64 K2V2": {"int8_mma": 0, "float_mma": 0},
+    "export D=64 Π=64 K2V2": {"int8_mma": 0, "float_mma": 0},
+}
+"""Kernels whose main loop is known, on every architecture: products of 16x8 with 32 codes or 16 values, decode's last
+ones sums of P, and 2 KiB of codes in 16 bytes a lane; in prefill 4 KiB by 128 lanes, K once per partition."""
+OF_ROWS = ("rows D=64 Π=64 G=8", "seal D=64 Π=64 K2V2 nearest")
+"""Kernels that read FP16 rows, on every architecture."""
+ROWS = "rows D=128 Π=64 G=8"
+
+SIZES = [f"D={d} Π={pi} K{bits}V{bits}" for d, pi, bits in (
+    (64, 32, 4), (64, 128, 2), (96, 32, 2), (96, 64, 4), (96, 128, 2), (128, 32, 2), (128, 128, 4), (256, 32, 4),
+)]  # fmt: skip
+"""Every head_dim, page and width of the grid, not every three of them; `inspect --grid` compiles all."""
+SAMPLED = [
+    example.name
+    for example in GRID
+    if any(size in example.name for size in SIZES)
+    and (example.name.startswith("prefill") or ("asymmetric" in example.name) == example.name.startswith("install"))
+    and example.name.startswith(("prefill", "install", "export"))
+]
+SAMPLED_ON = 100
+"""Where registers are scarcest."""
+TIMEOUT_S = 1500
+pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S), pytest.mark.slow]
+
+Reports = dict[tuple[str, int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    """By kernel and architecture, from a process whose Triton compiles instead of interpreting."""
+    lines = inspected([*WITH_CODES, *OF_ROWS], list(ARCHITECTURES))
+    lines += inspected([DECODE, ROWS], [90]) + inspected(SAMPLED, [SAMPLED_ON])
+    for kernel, (arch, _) in TIGHTEST.items():
+        lines += inspected([kernel], [arch])
+    return {(report["name"], report["arch"]): report for report in lines}
+
+
+def inspected(kernels: list[str], architectures: list[int], *more: str) -> list[dict[str, Any]]:
+    """What the tool prints."""
+    command = [sys.executable, "-m", "lab.gpu.inspect", "--json", "--kernel", *kernels]
+    command += ["--arch", *map(str, architectures), *more]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == len(kernels) * len(architectures), done.stderr
+    return lines
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", [*WITH_CODES, *OF_ROWS])
+def test_nothing_spills(reports: Reports, kernel: str, arch: int) -> None:
+    assert reports[kernel, arch]["local_accesses"] == 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", WITH_CODES)
+def test_a_page_of_codes_costs_what_it_should(reports: Reports, kernel: str, arch: int) -> None:
+    report = reports[kernel, arch]
+    assert {name: report[name] for name in WITH_CODES[kernel]} == WITH_CODES[kernel]
+    assert report["loads_128"] >= report["code_loads"] > 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", OF_ROWS)
+def test_rows_are_read_16_bytes_a_lane(reports: Reports, kernel: str, arch: int) -> None:
+    """16 rows of K and of V are 4 KiB a warp; a page to seal is 16 KiB, which 128 lanes share."""
+    assert reports[kernel, arch]["loads_128"] == 8
+    assert reports[kernel, arch]["loads_narrower"] == 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_k_of_rows_goes_to_the_matrix_unit_without_a_stop(reports: Reports, arch: int) -> None:
+    """V takes a barrier per 16 channels to be transposed in shared memory, and K none."""
+    assert reports["rows D=64 Π=64 G=8", arch]["barriers"] == 4
+
+
+@pytest.mark.parametrize("kernel", SAMPLED)
+def test_other_sizes_and_widths_pass_the_gates_too(reports: Reports, kernel: str) -> None:
+    report = reports[kernel, SAMPLED_ON]
+    assert report["local_accesses"] == 0
+    assert report["loads_128"] >= report["code_loads"] > 0
+    assert (report["int8_mma"] > 0) == kernel.startswith("prefill")
+
+
+def test_a_page_stays_below_its_budget_on_hopper(reports: Reports) -> None:
+    """850 warp-instructions per 64 tokens, K and V, 8 queries: an H200's memory leaves about 1,100."""
+    report = reports[DECODE, 90]
+    assert report["loop_per_64_tokens"] <= 850
+    assert report["local_accesses"] == 0
+    assert report["int8_mma"] == 34
+    assert report["loads_128"] == 8
+    assert report["registers"] <= 168
+
+
+def test_three_programs_that_read_rows_fit_on_a_multiprocessor(reports: Reports) -> None:
+    report = reports[ROWS, 90]
+    assert report["local_accesses"] == 0
+    assert report["registers"] <= 168
+
+
+@pytest.mark.parametrize("kernel", TIGHTEST)
+def test_the_largest_pages_fit_into_registers(reports: Reports, kernel: str) -> None:
+    arch, products = TIGHTEST[kernel]
+    report = reports[kernel, arch]
+    assert report["local_accesses"] == 0
+    assert report["int8_mma"] == products
+    assert report["loads_128"] >= report["code_loads"] > 0
+
+
+def test_a_run_goes_on_where_another_stopped_and_reads_again_what_has_changed(reports: Reports, tmp_path: Path) -> None:
+    kernels = ["install D=64 Π=64 K2V2", "export D=64 Π=64 K2V2"]
+    wrong = [reports[kernel, 90] | {"registers": 999} for kernel in kernels]
+    wrong[1]["fingerprint"] = "that of another kernel"
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps(report) + "\n" for report in wrong))
+    found = {report["name"]: report for report in inspected(kernels, [90], "--results", str(results))}
+    assert found == {kernels[0]: wrong[0], kernels[1]: reports[kernels[1], 90]}
+    assert [json.loads(line) for line in results.read_text().splitlines()] == [*wrong, reports[kernels[1], 90]]

@@ -1,0 +1,73 @@
+"""Requests that end otherwise than they should: too late, by a bug, or because the client left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from hackkv.tokenizer import Tokenizer
+from hackkv.types import Request
+from router.api.app import build_app
+from router.config import DeadlinesConfig
+from tests.router.conftest import Api, check_error, make_served
+from tests.router.scripted import Cluster, Point
+
+COMPLETIONS = "/v1/completions"
+
+
+async def test_a_deadline_is_a_504(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    cluster.gate(Point.PREFILL)
+    app = build_app(make_served(cluster, tokenizer, DeadlinesConfig(prefill_s=0.01)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        check_error(await client.post(COMPLETIONS, json={"prompt": "x"}), 504)
+    cluster.assert_idle()
+
+
+async def test_a_bug_is_a_500_that_gives_nothing_away(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    def bug(request: Request) -> list[int]:
+        raise ZeroDivisionError("secret")
+
+    cluster.script.answer = bug
+    transport = httpx.ASGITransport(build_app(make_served(cluster, tokenizer)), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        assert "secret" not in check_error(await client.post(COMPLETIONS, json={"prompt": "x"}), 500)["message"]
+    cluster.assert_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("point", [Point.PREFILL, Point.RESERVE, Point.HANDOFF, Point.TOKEN])
+async def test_a_client_that_leaves_stops_both_legs(api: Api, point: Point, stream: bool) -> None:
+    api.cluster.gate(point)
+    gone, sent = asyncio.Event(), []
+    body = json.dumps({"prompt": "x", "max_tokens": 9, "stream": stream}).encode()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if incoming:
+            return incoming.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(), "root_path": "", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "client": ("c", 1), "server": ("s", 1),
+    }  # fmt: skip
+    serving = asyncio.ensure_future(api.app(scope, receive, send))
+    await api.cluster.script.reached[point].wait()
+    gone.set()
+    await serving
+    api.cluster.assert_idle()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    page = api.served.metrics.render().decode()
+    assert 'hackkv_requests_total{outcome="cancelled"} 1.0' in page
+    assert "hackkv_router_inflight 0.0" in page
+    statuses = [message["status"] for message in sent if message["type"] == "http.response.start"]
+    assert statuses == ([200] if stream and point in (Point.HANDOFF, Point.TOKEN) else [499])

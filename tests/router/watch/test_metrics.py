@@ -1,0 +1,32 @@
+"""What `/metrics` says after a request."""
+
+from __future__ import annotations
+
+from tests.router.conftest import Api
+
+COMPLETIONS = "/v1/completions"
+
+
+async def test_metrics_have_help_and_the_transfer_is_proven(api: Api) -> None:
+    await api.http.post(COMPLETIONS, json={"prompt": "xyz", "max_tokens": 4})
+    page = (await api.http.get("/metrics")).text
+    for line in (
+        'hackkv_kv_transfer_bytes_total{codec="hack",plane="k_codes"} 6.0',
+        'hackkv_kv_transfer_bytes_total{codec="hack",plane="header"} 7.0',
+        'hackkv_kv_transfer_fp16_bytes_total{codec="hack"} 96.0',
+        "hackkv_kv_transfer_tokens_total 3.0",
+        "hackkv_prompt_tokens_recomputed_total 0.0",
+        'hackkv_kv_pages{node="d0",role="decode",state="free"} 64.0',
+        'hackkv_requests_total{outcome="length"} 1.0',
+        'hackkv_nodes{role="decode"} 2.0',
+        'vllm:prompt_tokens_total{model_name="tiny"} 3.0',
+        'vllm:generation_tokens_total{model_name="tiny"} 4.0',
+        'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+        'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0',
+        'vllm:inter_token_latency_seconds_count{model_name="tiny"} 3.0',
+        'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0',
+    ):
+        assert line in page
+    helped = {line.split()[2] for line in page.splitlines() if line.startswith("# HELP") and len(line.split()) > 3}
+    typed = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
+    assert typed <= helped

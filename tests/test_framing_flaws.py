@@ -1,0 +1,162 @@
+"""Frames that are wrong in one way or in several are refused by name, and nothing is believed after them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import xxhash
+
+from hackkv.codecs import CODECS
+from hackkv.errors import FrameRefused
+from hackkv.framing import FrameLedger
+from hackkv.types import KvFrame, PlaneSpan
+from tests.handoffs import Shipment, changed_span, ship
+
+
+def grown(frame: KvFrame, index: int = 0) -> KvFrame:
+    """Declares and carries one byte more, with a checksum that holds."""
+    span = frame.planes[index]
+    at = sum(span.coded_bytes for span in frame.planes[: index + 1])
+    whole = bytes(frame.payload)
+    payload = whole[:at] + b"\0" + whole[at:]
+    checksum = xxhash.xxh3_64_intdigest(payload[at - span.coded_bytes : at + 1])
+    sizes = {"raw_bytes": span.raw_bytes + 1, "coded_bytes": span.coded_bytes + 1}
+    return replace(changed_span(frame, index, **sizes, checksum=checksum), payload=payload)
+
+
+FLAWS: dict[str, tuple[Callable[[KvFrame], KvFrame], str, str]] = {
+    "another transfer": (lambda f: replace(f, transfer_id="t-2"), "stale", "transfer_id 't-2' in transfer 't-1'"),
+    "an older epoch": (lambda f: replace(f, epoch=3), "stale", "epoch 3 in epoch 4"),
+    "a later epoch": (lambda f: replace(f, epoch=5), "stale", "epoch 5 in epoch 4"),
+    "sent before": (lambda f: replace(f, seq=0), "duplicate", "frame 0 arrived where 2 was due"),
+    "out of order": (lambda f: replace(f, seq=3), "order", "frame 3 arrived where 2 was due"),
+    "the same pages again": (lambda f: replace(f, page_start=0), "duplicate", "came twice"),
+    "no such layer": (lambda f: replace(f, layer=2), "range", r"layer range 2\+1 does not lie in 2"),
+    "a negative layer": (lambda f: replace(f, layer=-1), "range", r"layer range -1\+1"),
+    "no such head": (lambda f: replace(f, head_start=1), "range", r"KV head range 1\+2 does not lie in 2"),
+    "no heads": (lambda f: replace(f, head_count=0), "range", r"KV head range 0\+0"),
+    "negative heads": (lambda f: replace(f, head_start=-1), "range", r"KV head range -1\+2"),
+    "no such page": (lambda f: replace(f, page_start=9), "range", r"page range 9\+2"),
+    "no pages": (lambda f: replace(f, page_count=0), "range", r"page range 2\+0"),
+    "too many pages": (lambda f: replace(f, page_count=2**40), "range", "page range"),
+    "into the open page": (lambda f: replace(f, page_start=3, page_count=2), "range", r"0 rows for pages 3\+2"),
+    "rows in sealed pages": (lambda f: replace(f, rows=11), "range", r"11 rows for pages 2\+2"),
+    "fewer pages than bytes": (lambda f: replace(f, page_count=1), "oversized", "declares"),
+    "fewer heads than bytes": (lambda f: replace(f, head_count=1), "oversized", "declares"),
+    "an oversized plane": (lambda f: changed_span(f, 0, raw_bytes=2**50), "oversized", "declares 1125899906842624 raw"),
+    "an oversized code": (lambda f: changed_span(f, 1, coded_bytes=2**50), "oversized", "1125899906842624 coded"),
+    "a negative size": (lambda f: changed_span(f, 1, raw_bytes=-1), "oversized", "declares -1 raw"),
+    "a code as large as the plane": (
+        lambda f: changed_span(f, 0, method=1, coded_bytes=f.planes[0].raw_bytes),
+        "method|oversized",
+        "coded by method 1, agreed is raw|declares",
+    ),
+    "a method that nobody agreed on": (lambda f: changed_span(f, 0, method=9), "method", "coded by method 9"),
+    "a negative method": (lambda f: changed_span(f, 0, method=-1), "method", "coded by method -1"),
+    "one byte more": (grown, "oversized", "declares"),
+    "a wrong plane": (lambda f: changed_span(f, 0, name="k_sums"), "planes", "k_sums"),
+    "planes in another order": (lambda f: replace(f, planes=f.planes[::-1]), "planes", "planes"),
+    "a plane missing": (lambda f: replace(f, planes=f.planes[:-1]), "planes", "planes"),
+    "a plane twice": (lambda f: replace(f, planes=(*f.planes, f.planes[0])), "planes", "planes"),
+    "no planes": (lambda f: replace(f, planes=()), "planes", r"planes \[\]"),
+    "a short payload": (lambda f: replace(f, payload=bytes(f.payload)[:-1]), "truncated", "payload has"),
+    "no payload": (lambda f: replace(f, payload=b""), "truncated", "payload has 0 bytes"),
+    "a long payload": (lambda f: replace(f, payload=bytes(f.payload) + b"\0"), "oversized", "payload has"),
+    "a wrong checksum": (lambda f: changed_span(f, 1, checksum=0), "corrupt", "checksum of plane"),
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_each_flaw_is_named_and_final(codec: str, flaw: str) -> None:
+    """The third frame of a handoff is spoilt: refused for the right reason, and even its honest form is not believed
+    after that, nor is the end."""
+    change, reason, words = FLAWS[flaw]
+    shipment = ship(codec, tokens=4 * 32 + 11)
+    ledger = shipment.ledger()
+    for frame in shipment.frames[:2]:
+        ledger.accept(frame)
+    honest = shipment.frames[2]
+    assert (honest.layer, honest.page_start, honest.page_count) == (0, 2, 2)
+    with pytest.raises(FrameRefused, match=words) as caught:
+        ledger.accept(change(honest))
+    assert caught.value.reason in reason.split("|")
+    for frame in shipment.frames[2:]:
+        with pytest.raises(FrameRefused, match="is over"):
+            ledger.accept(frame)
+    with pytest.raises(FrameRefused, match="is over"):
+        ledger.finish(shipment.end)
+
+
+def mutate(frame: KvFrame, chance: random.Random) -> KvFrame:
+    """Flip a bit, or set another value, in one field or in several."""
+    for _ in range(chance.choice([1, 1, 1, 2, 5])):
+        name = chance.choice([field.name for field in fields(KvFrame) if field.name != "header_bytes"])
+        value = getattr(frame, name)
+        if name == "planes":
+            planes = list(value) or [PlaneSpan("k_codes", 0, 0, 0)]
+            index = chance.randrange(len(planes))
+            part = chance.choice(["name", "raw_bytes", "coded_bytes", "checksum", "method", "drop", "double", "swap"])
+            if part == "drop":
+                del planes[index]
+            elif part == "double":
+                planes.append(planes[index])
+            elif part == "swap":
+                other = chance.randrange(len(planes))
+                planes[index], planes[other] = planes[other], planes[index]
+            else:
+                planes[index] = replace(planes[index], **{part: spoilt(getattr(planes[index], part), chance)})
+            frame = replace(frame, planes=tuple(planes))
+        else:
+            frame = replace(frame, **{name: spoilt(value, chance)})
+    return frame
+
+
+def spoilt(value: Any, chance: random.Random) -> Any:
+    if isinstance(value, int):
+        return chance.choice([value ^ (1 << chance.randrange(64)), value + 1, value - 1, -value, 0, 2**63])
+    if isinstance(value, str):
+        return chance.choice([value + "x", value[:-1], "", "open_k", "v_codes"])
+    at = chance.randrange(len(value) + 1)
+    flipped = value[:at] + bytes([value[at] ^ (1 << chance.randrange(8))]) + value[at + 1 :] if at < len(value) else b""
+    return chance.choice([flipped, flipped, value[:at], value + value[:at]])
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_five_thousand_mutated_frames(codec: str) -> None:
+    """No exception but `FrameRefused`, and no handoff ends well but the honest one.
+
+    Checksums cover the planes and not the header, so a frame that claims the place of another one passes by itself; the
+    frame whose place it took, or the end, is refused then.
+    """
+    chance = random.Random(codec)
+    shipment = ship(codec, layers=2, heads=2, tokens=3 * 32 + 5, step=1)
+    reasons, displaced = set(), 0
+    for _ in range(5000):
+        ledger, seq = shipment.ledger(), chance.randrange(len(shipment.frames))
+        mutant = mutate(shipment.frames[seq], chance)
+        if mutant == shipment.frames[seq]:
+            continue
+        for frame in shipment.frames[:seq]:
+            ledger.accept(frame)
+        try:
+            ledger.accept(mutant)
+        except FrameRefused as error:
+            reasons.add(error.reason)
+            continue
+        displaced += 1
+        with pytest.raises(FrameRefused):
+            finish_honestly(shipment, ledger, seq + 1)
+    header = {"stale", "duplicate", "order", "range", "planes", "method", "oversized", "truncated"}
+    assert reasons == header | {"corrupt"}, "damage is found before a decoder sees it"
+    assert displaced < 100
+
+
+def finish_honestly(shipment: Shipment, ledger: FrameLedger, seq: int) -> None:
+    for frame in shipment.frames[seq:]:
+        ledger.accept(frame)
+    ledger.finish(shipment.end)

@@ -1,0 +1,56 @@
+"""Both ends of a handoff, as tests of wires play them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
+from tests.transport import nouns
+
+FRAME_TIMEOUT_S = 5.0
+Frames = AsyncIterator[KvFrame | HandoffEnd]
+
+
+class Reader:
+    """A `deliver` that reads everything and says how it went."""
+
+    def __init__(self) -> None:
+        self.items: list[KvFrame | HandoffEnd] = []
+        self.started = asyncio.Event()
+        self.first = asyncio.Event()
+        self.over = asyncio.Event()
+        self.error: BaseException | None = None
+
+    async def __call__(self, handoff: Handoff, frames: Frames) -> Receipt:
+        self.started.set()
+        try:
+            async for item in frames:
+                self.items.append(item)
+                self.first.set()
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.over.set()
+        return nouns.receipt(handoff.transfer_id, tokens=len(self.items))
+
+
+class Source:
+    """A sender's frames that never end; says when it was touched, when it blocks and when it was closed."""
+
+    def __init__(self, before_block: int = 1) -> None:
+        self.before_block = before_block
+        self.touched = False
+        self.blocked = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    async def frames(self) -> Frames:
+        self.touched = True
+        try:
+            for seq in range(self.before_block):
+                yield nouns.frame(seq)
+            self.blocked.set()
+            await asyncio.Event().wait()
+        finally:
+            self.closed.set()

@@ -1,0 +1,107 @@
+"""Nodes and a registry that play what a test gives them, and a caller's view of all three."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from hackkv.errors import (
+    HandshakeRefused,
+)
+from hackkv.nodes import Lease, NodeInfo
+from hackkv.types import (
+    Decoded,
+    DecodeEvent,
+    DecodeJob,
+    Finish,
+    HandedOff,
+    HandoffFailed,
+    Landed,
+    Prefilled,
+    PrefillEvent,
+    PrefillJob,
+    Reserved,
+    Swapped,
+    Token,
+)
+from tests.transport import nouns
+from transport.base import DecodeNode, PrefillNode, Registry
+
+PREFILL_EVENTS: list[PrefillEvent] = [
+    Prefilled(Token(0, 11, None, -0.5), 0.1, 0.2, 0.05, 3),
+    HandoffFailed(0, "node_lost", "d-1 went away"),
+    HandedOff(nouns.receipt(), 0.0, 0.3, 512, epoch=1),
+]
+DECODE_EVENTS: list[DecodeEvent] = [
+    Reserved(),
+    Landed(nouns.receipt()),
+    Token(1, 12),
+    Swapped(),
+    Token(2, 13, Finish.STOP),
+    Decoded(0.1, 0.2, 0.1, 0.01),
+]
+
+
+class FakePrefill:
+    """Plays its events; raises `error` after them."""
+
+    def __init__(self) -> None:
+        self.events: list[PrefillEvent] = PREFILL_EVENTS
+        self.error: Exception | None = None
+        self.hang = False
+        self.jobs: list[PrefillJob] = []
+        self.assigned: list[tuple[str, int, str]] = []
+        self.closed = asyncio.Event()
+
+    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
+        self.jobs.append(job)
+        try:
+            for event in self.events:
+                yield event
+            if self.hang:
+                await asyncio.Event().wait()
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.closed.set()
+
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+        if self.error is not None:
+            raise self.error
+        self.assigned.append((transfer_id, epoch, decode_address))
+
+    async def describe(self) -> NodeInfo:
+        if self.hang:
+            await asyncio.Event().wait()
+        return nouns.node_info("p-1")
+
+
+class FakeDecode:
+    """Plays its events."""
+
+    async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
+        for event in DECODE_EVENTS:
+            yield event
+
+    async def describe(self) -> NodeInfo:
+        return nouns.node_info()
+
+
+class FakeRegistry:
+    """Grants a lease."""
+
+    async def register(self, info: NodeInfo) -> Lease:
+        if info != nouns.node_info():
+            raise HandshakeRefused("node_id: 'd-1' here")
+        return Lease(3.5)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A caller's view of the three services, and the implementation behind the prefill node."""
+
+    fake: FakePrefill
+    prefill: PrefillNode
+    decode: DecodeNode
+    registry: Registry

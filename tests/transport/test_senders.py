@@ -1,0 +1,59 @@
+"""A node's wires together: the address says which one, and what a node may not use is said before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from hackkv.errors import ConfigError, HandshakeRefused
+from hackkv.nodes import WireAddress
+from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
+from tests.transport import nouns
+from transport.rpc_server import RpcServer
+from transport.wires import DEFAULT_WIRE, WIRES, Listeners, Site, check_wires, open_senders
+
+
+async def deliver(handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
+    items = [item async for item in frames]
+    return nouns.receipt(handoff.transfer_id, tokens=len(items))
+
+
+async def test_a_node_with_every_wire_sends_by_each_to_the_address_that_was_announced() -> None:
+    async with RpcServer("127.0.0.1", 0) as server:
+        site = Site(server)
+        listeners, senders = Listeners(WIRES, site), open_senders(WIRES, site)
+        announced = await listeners.serve(deliver)
+        assert [one.wire for one in announced] == list(WIRES)
+        for one in announced:
+            receipt = await senders.push(one.url, nouns.handoff(), nouns.frames(3))
+            assert receipt == nouns.receipt(tokens=4)
+        await senders.close()
+        await listeners.close()
+
+
+@pytest.mark.parametrize("address", ["fast://somewhere", "127.0.0.1:1", ""])
+async def test_an_address_on_another_wire_is_refused_and_the_frames_are_closed(address: str) -> None:
+    async with RpcServer("127.0.0.1", 0) as server:
+        senders = open_senders([DEFAULT_WIRE], Site(server))
+        frames = nouns.frames(1)
+        with pytest.raises(HandshakeRefused, match=DEFAULT_WIRE):
+            await senders.push(address, nouns.handoff(), frames)
+        with pytest.raises(StopAsyncIteration):
+            await anext(frames)
+        assert senders.wires == (WireAddress(DEFAULT_WIRE, ""),)
+        await senders.close()
+
+
+def test_wires_that_stay_within_a_process_are_not_for_nodes() -> None:
+    usable = [name for name, wire in WIRES.items() if wire.leaves_process]
+    assert DEFAULT_WIRE in usable
+    check_wires(usable)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"), [(["inproc"], "'inproc'"), (["grpc", "telegraph"], "'telegraph'"), ([], "none")]
+)
+def test_settings_that_no_node_can_use_are_refused_by_name(names: Sequence[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"wire: {said}: nodes can use .*grpc"):
+        check_wires(names)

@@ -1,0 +1,108 @@
+"""A client's nouns <-> protobuf: sampling, requests, tokens."""
+
+from __future__ import annotations
+
+from hackkv.types import Finish, Logprob, Request, Sampling, Token
+from transport.coder import (
+    MAX_ALTERNATIVES,
+    MAX_LOGIT_BIAS,
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_TOKENS,
+    Malformed,
+    capped,
+    finite,
+    not_nan,
+    required,
+    text,
+)
+from transport.pb import kv_pb2 as pb
+
+_FINISH_TO_PB = {None: pb.FINISH_UNSPECIFIED, Finish.STOP: pb.FINISH_STOP, Finish.LENGTH: pb.FINISH_LENGTH}
+_FINISH_FROM_PB = {number: finish for finish, number in _FINISH_TO_PB.items()}
+
+
+def _pack_sampling(sampling: Sampling) -> pb.Sampling:
+    return pb.Sampling(
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=[pb.TokenBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )
+
+
+def _unpack_sampling(message: pb.Sampling) -> Sampling:
+    biases = capped("logit_bias", message.logit_bias, MAX_LOGIT_BIAS)
+    return Sampling(
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=finite("temperature", message.temperature),
+        top_p=finite("top_p", message.top_p),
+        top_k=message.top_k,
+        min_p=finite("min_p", message.min_p),
+        presence_penalty=finite("presence_penalty", message.presence_penalty),
+        frequency_penalty=finite("frequency_penalty", message.frequency_penalty),
+        repetition_penalty=finite("repetition_penalty", message.repetition_penalty),
+        logit_bias=tuple((item.token_id, finite("logit_bias", item.bias)) for item in biases),
+        stop_token_ids=tuple(capped("stop_token_ids", message.stop_token_ids, MAX_STOP_TOKENS)),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+    )
+
+
+def pack_request(request: Request) -> pb.Request:
+    """To protobuf."""
+    return pb.Request(
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        sampling=_pack_sampling(request.sampling),
+        cache_salt=request.cache_salt,
+    )
+
+
+def unpack_request(message: pb.Request) -> Request:
+    """From protobuf. Raises `Malformed`."""
+    required("sampling", message)
+    return Request(
+        request_id=text("request_id", message.request_id),
+        prompt_ids=tuple(capped("prompt_ids", message.prompt_ids, MAX_PROMPT_TOKENS)),
+        sampling=_unpack_sampling(message.sampling),
+        cache_salt=text("cache_salt", message.cache_salt),
+    )
+
+
+def pack_token(token: Token) -> pb.Token:
+    """To protobuf."""
+    return pb.Token(
+        index=token.index,
+        token_id=token.token_id,
+        finish=_FINISH_TO_PB[token.finish],
+        logprob=token.logprob,
+        top=[pb.Logprob(token_id=item.token_id, logprob=item.logprob) for item in token.top],
+    )
+
+
+def unpack_token(message: pb.Token) -> Token:
+    """From protobuf. Raises `Malformed`."""
+    if message.finish not in _FINISH_FROM_PB:
+        raise Malformed("finish", f"{message.finish} is not a Finish")
+    top = capped("top", message.top, MAX_ALTERNATIVES)
+    return Token(
+        index=message.index,
+        token_id=message.token_id,
+        finish=_FINISH_FROM_PB[message.finish],
+        logprob=not_nan("logprob", message.logprob) if message.HasField("logprob") else None,
+        top=tuple(Logprob(item.token_id, not_nan("logprob", item.logprob)) for item in top),
+    )
