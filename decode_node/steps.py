@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from decode_node.copies import Copies
 from decode_node.engine import DecodeEngine, Sequence, StepPart
 from decode_node.scheduler import DecodeScheduler
@@ -33,9 +31,7 @@ class Steps:
     def __init__(self, runner: ModelRunner, scheduler: DecodeScheduler[Stream]) -> None:
         self._scheduler = scheduler
         self._engine = DecodeEngine(runner)
-        # The thread stays in inference mode: entering it in each step costs Python time, as `bench.step` shows.
-        infer = torch.inference_mode().__enter__
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-engine", initializer=infer)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-engine")
         self._wake = asyncio.Event()
         self.copies = Copies(runner.memory, scheduler, self._fail, self._wake.set)
         self._loop = asyncio.create_task(self._run())
