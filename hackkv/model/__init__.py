@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 from hack_kernels.base import RowKernels
+from torch import Tensor
 
 from hackkv.codec import AttentionWeights
 from hackkv.errors import ConfigError
 from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.identity import model_hash
+from hackkv.model.linear import has_fast_products, packed
 from hackkv.model.llama import Attend, Llama, flat_positions
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
 from hackkv.model.shipped import ModelFolder, find_model
@@ -46,6 +48,10 @@ def _unchanged(layer: int, weights: AttentionWeights) -> AttentionWeights:
     return weights
 
 
+def _as_read(weight: Tensor) -> Tensor:
+    return weight
+
+
 def check_dtype(dtype: str, device: torch.device = CPU) -> None:
     """Raise `ConfigError` for a dtype that we do not compute in on `device`."""
     if dtype not in DTYPES or (dtype == "float16" and device.type == "cpu"):
@@ -65,14 +71,15 @@ def load_model(
 ) -> Llama:
     """Read, check and load the checkpoint in `folder`.
 
-    `max_context` 0 takes the checkpoint's limit. `batch_invariant` None means: in float32 on a CPU, where it is cheap
-    and makes greedy tokens independent of batching. `kernels` are those of `Llama`, `prepare` is a
-    codec's. Raises `CheckpointError` that names the file and tensor or field, `ConfigError` for a dtype that we do not
-    compute in.
+    `max_context` 0 takes the checkpoint's limit. `batch_invariant` None means: on a CPU, unless it has instructions for
+    products of `dtype`, which the library uses and our own products do not. `kernels` are those of `Llama`, `prepare`
+    is a codec's. Raises `CheckpointError` that names the file and tensor or field, `ConfigError` for a dtype that we do
+    not compute in.
     """
     check_dtype(dtype, device)
     spec = read_spec(folder, max_context)
-    weights = load_weights(folder, spec, Loading(DTYPES[dtype], device, on_bytes, prepare))
     if batch_invariant is None:
-        batch_invariant = dtype == "float32" and device.type == "cpu"
+        batch_invariant = device.type == "cpu" and not has_fast_products(DTYPES[dtype])
+    arrange = _as_read if batch_invariant else packed
+    weights = load_weights(folder, spec, Loading(DTYPES[dtype], device, on_bytes, prepare, arrange))
     return Llama(spec, weights, batch_invariant=batch_invariant, kernels=kernels)

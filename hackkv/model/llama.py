@@ -9,19 +9,14 @@ T is a flat, ragged batch: the tokens of many sequences one after another, each 
 which tokens see each other and where KV lives; the model keeps no state. Norms and rotations are computed in float32
 whatever the dtype of the weights.
 
-Batch invariance. A float32 matrix product on a CPU may round a row differently depending on how many rows stand beside
-it. Measured (MKL's AVX2 and AVX-512 paths, 64 to 2816 inputs): rows in a last, incomplete group of four come from
-another kernel; with the row count padded to a multiple of four every row is bit-equal in any batch, at any place in it.
-`batch_invariant=True` pads the rows, so that greedy tokens do not depend on batching. It costs most, about twofold,
-when one row is decoded alone. The operations between the products (`RowKernels`) are invariant by contract. BF16
-products were invariant without padding. The limit: on Intel's AVX-512 path, from 8 threads on, MKL splits small
-products along the inner dimension, differently by shape; up to `INVARIANT_THREADS` it never did.
-Rejected: blocks of fixed row count, which read the weights once per block and would still depend on the thread count.
+Batch invariance. A library's matrix product may round a row differently depending on how many rows stand beside it and
+on the number of threads: each processor has its own rules. `RowKernels.product` forms every sum in one order, so with
+`batch_invariant=True` greedy tokens do not depend on batching.
+Rejected: padding the rows to whole groups, which held on AMD's processors and not on Intel's.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,17 +29,9 @@ from torch import Tensor
 from hackkv.model.config import ModelSpec, Rope
 from hackkv.model.linear import linear
 
-log = logging.getLogger(__name__)
-
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], all in the model's dtype and after rotation.
 Heads of a token are contiguous, tokens lie apart: q, k and v are views of one tensor. The result is contiguous."""
-
-ROW_GROUP = 4
-"""Rows are padded to a multiple of this when a model is batch invariant; the module docstring says why."""
-
-INVARIANT_THREADS = 4
-"""Compute threads of a process up to which batch invariance was measured to hold on every CPU path of MKL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +78,18 @@ class Llama:
     def __init__(
         self, spec: ModelSpec, weights: Weights, *, batch_invariant: bool = False, kernels: RowKernels | None = None
     ) -> None:
-        """`batch_invariant` makes every row of the result independent of the rows beside it, bit for bit.
+        """`batch_invariant` makes every row of the result independent of the rows beside it, bit for bit; the weights
+        must not be packed then.
 
-        `kernels` compute the operations between the matrix products; the default is torch.
+        `kernels` compute all operations on rows; the default is torch.
         """
         self.spec = spec
         self.weights = weights
         self.batch_invariant = batch_invariant
         self.device = weights.embed.device
         self.dtype = weights.embed.dtype
-        if batch_invariant and self.device.type == "cpu" and torch.get_num_threads() > INVARIANT_THREADS:
-            log.warning("batch invariance is not certain beyond %d compute threads", INVARIANT_THREADS)
         self.kernels = kernels or Rowwise()
+        self._product = self.kernels.product if batch_invariant else linear
         self._turns = rotation_table(spec.rope, spec.max_context, self.device)
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
@@ -112,7 +99,7 @@ class Llama:
         through the last layer's feed-forward and are returned, [R, hidden]; the others contribute only K and V.
         """
         tokens = ids.shape[0]
-        ids, turns = self._padded(ids), self._turns.index_select(0, positions)
+        turns = self._turns.index_select(0, positions)
         layers = self.weights.layers
         x = self.weights.embed.index_select(0, ids)
         normed = self._norm(x, layers[0].input_norm)
@@ -120,29 +107,24 @@ class Llama:
             mixed = attend(index, *self._qkv(layer, normed, turns)).view(tokens, -1)
             last = index + 1 == len(layers)
             if rows is not None and last:
-                x, mixed, tokens = self._padded(x[rows]), mixed[rows], rows.shape[0]
-            normed = self._norm(x, layer.ffn_norm, linear(self._padded(mixed), layer.out))
+                x, mixed = x[rows], mixed[rows]
+            normed = self._norm(x, layer.ffn_norm, self._product(mixed, layer.out))
             next_norm = self.weights.final_norm if last else layers[index + 1].input_norm
             normed = self._norm(x, next_norm, self._feed_forward(layer, normed))
-        return _first(normed, tokens)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] for `hidden` [rows, hidden]; pass only the rows that need a next token."""
-        return _first(linear(self._padded(hidden), self.weights.lm_head), hidden.shape[0])
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """`x` [T, ...] with zero rows appended up to a whole row group."""
-        missing = -x.shape[0] % ROW_GROUP if self.batch_invariant else 0
-        return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
+        return self._product(hidden, self.weights.lm_head)
 
     def _norm(self, x: Tensor, weight: Tensor, more: Tensor | None = None) -> Tensor:
         return self.kernels.norm(x, weight, self.spec.rms_eps, more)
 
     def _qkv(self, layer: LayerWeights, normed: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V [T, heads, D] of the rows of `normed` before its padding, for `turns` [T, D]."""
+        """Q, K and V [T, heads, D] of the rows of `normed`, for `turns` [T, D]."""
         spec, tokens = self.spec, turns.shape[0]
         rotated_heads = spec.num_heads + spec.num_kv_heads
-        qkv = _first(linear(normed, layer.qkv, layer.qkv_bias), tokens)
+        qkv = self._product(normed, layer.qkv, layer.qkv_bias)
         heads = qkv.view(tokens, rotated_heads + spec.num_kv_heads, spec.head_dim)
         if layer.qk_norm is not None:
             qk = heads[:, :rotated_heads]
@@ -152,12 +134,7 @@ class Llama:
         return q, k, v
 
     def _feed_forward(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        return linear(self.kernels.gate(linear(normed, layer.gate_up)), layer.down)
-
-
-def _first(x: Tensor, rows: int) -> Tensor:
-    """`x` without its padding."""
-    return x if x.shape[0] == rows else x[:rows]
+        return self._product(self.kernels.gate(self._product(normed, layer.gate_up)), layer.down)
 
 
 def rotation_table(rope: Rope, positions: int, device: torch.device) -> Tensor:

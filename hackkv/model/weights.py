@@ -22,7 +22,6 @@ from torch import Tensor
 from hackkv.codec import AttentionWeights
 from hackkv.errors import CheckpointError
 from hackkv.model.config import ModelSpec
-from hackkv.model.linear import packed
 from hackkv.model.llama import LayerWeights, Weights
 
 OnBytes = Callable[[int, int], None]
@@ -48,6 +47,8 @@ class Loading:
     device: torch.device
     on_bytes: OnBytes
     prepare: PrepareWeights
+    arrange: Callable[[Tensor], Tensor]
+    """What becomes of every matrix: `packed`, or nothing."""
 
 
 def load_weights(folder: Path, spec: ModelSpec, how: Loading) -> Weights:
@@ -64,9 +65,9 @@ def load_weights(folder: Path, spec: ModelSpec, how: Loading) -> Weights:
         embed = read("model.embed_tokens.weight")
         return Weights(
             embed=embed,
-            layers=tuple(_layer(spec, index, read, how.prepare) for index in range(spec.num_layers)),
+            layers=tuple(_layer(spec, index, read, how) for index in range(spec.num_layers)),
             final_norm=read("model.norm.weight"),
-            lm_head=packed(embed if spec.tie_embeddings else read("lm_head.weight")),
+            lm_head=how.arrange(embed if spec.tie_embeddings else read("lm_head.weight")),
         )
 
 
@@ -181,7 +182,7 @@ class _Checkpoint:
         return tensor
 
 
-def _layer(spec: ModelSpec, index: int, read: Callable[[str], Tensor], prepare: PrepareWeights) -> LayerWeights:
+def _layer(spec: ModelSpec, index: int, read: Callable[[str], Tensor], how: Loading) -> LayerWeights:
     prefix = f"model.layers.{index}."
 
     def fused(*names: str) -> Tensor:
@@ -192,7 +193,7 @@ def _layer(spec: ModelSpec, index: int, read: Callable[[str], Tensor], prepare: 
         heads = (("q", spec.num_heads), ("k", spec.num_kv_heads))
         qk_norm = torch.cat([read(f"{prefix}self_attn.{name}_norm.weight").repeat(count, 1) for name, count in heads])
     attention = "self_attn.{}_proj.{}".format
-    around = prepare(
+    around = how.prepare(
         index,
         AttentionWeights(
             qkv=fused(*(attention(name, "weight") for name in "qkv")),
@@ -203,11 +204,11 @@ def _layer(spec: ModelSpec, index: int, read: Callable[[str], Tensor], prepare: 
     )
     return LayerWeights(
         input_norm=read(prefix + "input_layernorm.weight"),
-        qkv=packed(around.qkv),
+        qkv=how.arrange(around.qkv),
         qkv_bias=around.qkv_bias,
         qk_norm=around.qk_norm,
-        out=packed(around.out),
+        out=how.arrange(around.out),
         ffn_norm=read(prefix + "post_attention_layernorm.weight"),
-        gate_up=packed(fused("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-        down=packed(read(prefix + "mlp.down_proj.weight")),
+        gate_up=how.arrange(fused("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+        down=how.arrange(read(prefix + "mlp.down_proj.weight")),
     )

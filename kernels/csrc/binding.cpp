@@ -338,6 +338,21 @@ class Kernels {
                to.strips());
   }
 
+  // Rows of x [T, k] times rows of weight [n, k], plus bias [n] unless it is None, to out [T, n].
+  void product(nb::handle x, nb::handle weight, nb::handle bias, nb::handle out) const {
+    const RowArray rows(x, "x"), to(out, "out");
+    const Array weights(weight, "weight");
+    const std::int64_t k = rows.elements(), n = to.elements();
+    to.expect(rows, n);
+    expect_shape(weights, {std::size_t(n), std::size_t(k)});
+    if (float_dtype(weights.type(), "weight") != rows.dtype()) refuse("weight has the wrong dtype for x");
+    const std::byte* added = nullptr;
+    if (!bias.is_none()) added = elements<const std::byte>(Array(bias, "bias"), weights.type(), std::size_t(n));
+    const nb::gil_scoped_release unlocked;
+    hack::product(rows_of(rows), engine_.threads, rows.strips(), int(k), static_cast<const std::byte*>(weights.data()),
+                  added, n, to.strips());
+  }
+
   // Where each row of x [T, n] is largest, or -1.
   std::vector<std::int64_t> largest(nb::handle x) const {
     const RowArray rows(x, "x");
@@ -424,6 +439,7 @@ NB_MODULE(_cpu, m) {
       .def("rotate", &Kernels::rotate)
       .def("norm", &Kernels::norm, "x"_a, "more"_a.none(), "weight"_a, "epsilon"_a, "out"_a)
       .def("gate", &Kernels::gate)
+      .def("product", &Kernels::product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
       .def("largest", &Kernels::largest)
       .def("attend", &Kernels::attend, "fmt"_a, "layer"_a, "pages"_a, "open_k"_a, "open_v"_a, "spans"_a, "q"_a, "out"_a,
            "k"_a.none(), "v"_a.none(), "head_start"_a = 0);

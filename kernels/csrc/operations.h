@@ -3,9 +3,15 @@
 
 #include "hack_pages.h"
 #include "rows.h"
-#include "rowwise.h"
+#include "product.h"
 
 namespace hack {
+
+template <class S, Dtype dtype>
+constexpr RowOperations row_operations_of() {
+  return {round_row<S, dtype>, rotate_row<S, dtype>,     norm_row<S, dtype>,
+          gate_row<S, dtype>,  largest_in_row<S, dtype>, product_block<S, dtype>};
+}
 
 template <class S>
 constexpr Operations operations_of() {

@@ -7,6 +7,8 @@ namespace hack {
 namespace {
 
 constexpr std::int64_t kBlockElements = 1 << 15;  // elements that one thread computes while another wakes up
+constexpr std::int64_t kBlockProducts = 1 << 19;  // and products
+constexpr std::int64_t kFewOutputs = 48;          // for which a block of rows of x is worth reading
 
 template <class Function>
 void for_rows(int threads, std::int64_t rows, std::int64_t row_elements, Function function) {
@@ -59,6 +61,22 @@ void gate(const RowOperations& operations, int threads, const Strips& x, int n, 
   for_rows(threads, x.count, 2 * std::int64_t(n), [&](std::int64_t row) {
     const std::byte* gates = x.data + row * x.stride;
     operations.gate(gates, gates + bytes, n, out.data + row * out.stride);
+  });
+}
+
+void product(const RowOperations& operations, int threads, const Strips& x, int k, const std::byte* w,
+             const std::byte* bias, std::int64_t outputs, const Strips& out) {
+  if (x.count == 0) return;
+  const std::int64_t rows = x.count < kProductBlock ? x.count : kProductBlock, alone = kBlockProducts / (rows * k);
+  const std::int64_t columns = alone < kFewOutputs ? kFewOutputs : alone;
+  const std::int64_t across = (outputs + columns - 1) / columns, down = (x.count + kProductBlock - 1) / kProductBlock;
+  parallel_for(across * down > 1 ? threads : 1, across * down, [&](std::int64_t i) {
+    const std::int64_t row = i / across * kProductBlock, first = i % across * columns;
+    const std::int64_t last = first + columns < outputs ? first + columns : outputs;
+    const int count = int(x.count - row < kProductBlock ? x.count - row : kProductBlock);
+    operations.product({x.data + row * x.stride, x.stride, count, k, w, bias, first, last, out.data + row * out.stride,
+                        out.stride},
+                       thread_scratch(product_scratch_bytes(k)));
   });
 }
 

@@ -25,9 +25,8 @@ typename S::F load_lanes(const std::byte* row, int at, int n) {
     if constexpr (dtype == Dtype::kHalf) {
       if (count >= kLanes) return S::load_half(values);
       for (int i = 0; i < count; ++i) x[i] = half_to_float(values[i]);
-    } else if (count >= kLanes) {
-      for (int i = 0; i < kLanes; ++i) x[i] = bfloat_to_float(values[i]);
     } else {
+      if (count >= kLanes) return S::load_bfloat(values);
       for (int i = 0; i < count; ++i) x[i] = bfloat_to_float(values[i]);
     }
   }
@@ -151,9 +150,5 @@ std::int64_t largest_in_row(const std::byte* row, int n) {
   return most >= kInfinity || most == -kInfinity ? -1 : at;
 }
 
-template <class S, Dtype dtype>
-constexpr RowOperations row_operations_of() {
-  return {round_row<S, dtype>, rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>, largest_in_row<S, dtype>};
-}
 
 }  // namespace hack

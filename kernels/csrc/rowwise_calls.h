@@ -32,6 +32,9 @@ void norm(const RowOperations& operations, int threads, const Strips& x, const S
           int n, float epsilon, const Strips& out);
 // Rows of x are gate [n] and then up [n], each of `bytes`.
 void gate(const RowOperations& operations, int threads, const Strips& x, int n, std::size_t bytes, const Strips& out);
+// x [count, k] times w [outputs, k], contiguous, plus bias [outputs] unless it is null, to out [count, outputs].
+void product(const RowOperations& operations, int threads, const Strips& x, int k, const std::byte* w,
+             const std::byte* bias, std::int64_t outputs, const Strips& out);
 void largest(const RowOperations& operations, int threads, const Strips& x, int n, std::int64_t* at);
 
 }  // namespace hack

@@ -89,13 +89,39 @@ struct MergeItem {
 
 using Attend = void(const PageFormat&, const Pool&, const AttendItem&, std::byte* scratch);
 
-// Operations on single rows of one dtype; rowwise.h.
+// Rows of x [.., k] times rows [first, last) of a weight w [.., k], to columns [first, last) of out; all of one dtype.
+struct ProductItem {
+  const std::byte* x;
+  std::int64_t x_stride;  // bytes between rows of x
+  int rows;
+  int k;
+  const std::byte* w;
+  const std::byte* bias;  // [..] of every row of w; null: none
+  std::int64_t first;
+  std::int64_t last;
+  std::byte* out;
+  std::int64_t out_stride;
+};
+
+inline constexpr int kProductBlock = 64;  // rows of x in an item, at most
+
+constexpr std::size_t padded_floats(int n) {
+  return std::size_t(n + kLanes - 1) / kLanes * kLanes;
+}
+
+// Scratch of an item: its rows of x and some rows of w, in FP32.
+constexpr std::size_t product_scratch_bytes(int k) {
+  return (kProductBlock + 8) * padded_floats(k) * sizeof(float);
+}
+
+// Operations on rows of one dtype; rowwise.h and product.h.
 struct RowOperations {
   bool (*round)(const std::byte* row, int n, std::uint16_t* out);
   void (*rotate)(std::byte* row, int heads, int head_dim, const float* turn);
   void (*norm)(std::byte* x, const std::byte* more, const std::byte* weight, int n, float epsilon, std::byte* out);
   void (*gate)(const std::byte* gate, const std::byte* up, int n, std::byte* out);
   std::int64_t (*largest)(const std::byte* row, int n);
+  void (*product)(const ProductItem&, std::byte* scratch);
 };
 
 // Operations of one instruction set on pages of one kind; their format is of that kind. Null: not supported.

@@ -132,10 +132,15 @@ class Rows:
 
 
 class RowKernels(Protocol):
-    """Operations of a model on single rows between its matrix products; `hack_kernels.rowwise` is the definition.
+    """Operations of a model on rows; `hack_kernels.rowwise` is the definition.
 
-    Rows are float32, float16 or bfloat16. Arithmetic is float32. A row's result does not depend on the rows beside it.
+    Rows are float32, float16 or bfloat16. Arithmetic is float32. A row's result does not depend on the rows beside it,
+    nor on the number of threads.
     """
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, k] @ weight [n, k]^T + bias [n] -> [T, n], all of one dtype; `weight` is contiguous."""
+        ...
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
         """RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight, for x [T, n] and weight [n] of one dtype.

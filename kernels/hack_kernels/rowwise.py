@@ -1,4 +1,4 @@
-"""Operations on single rows between a model's matrix products, and a decoded row's entry into its open page: in torch.
+"""A model's operations on rows, and a decoded row's entry into its open page: in torch.
 
 A backend inherits `Rowwise` and overrides operations that it computes in fewer passes; in C++ each is one call. The
 float32 forms are chosen so that a row does not depend on the rows beside it (`hackkv.model.llama` tells the
@@ -16,6 +16,12 @@ from hack_kernels.base import Pool, Spans
 
 class Rowwise:
     """Implements `RowKernels` on any device; `RowKernels` describes the arguments."""
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Summed in float64: torch orders a float32 sum by the number of rows and threads, and the order shows."""
+        if x.dtype != torch.float32:
+            return F.linear(x, weight, bias)
+        return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
         """RMSNorm."""

@@ -125,6 +125,37 @@ def test_a_row_does_not_depend_on_its_place(kernels: RowKernels, columns: int) -
         assert torch.equal(kernels.norm(x[part], weight, 1e-6), normed[part])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (15, 7), (64, 172), (172, 65), (576, 960)])
+def test_product(kernels: RowKernels, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    """Within the rounding of a sum in FP32, for one row, some, and more than an item has."""
+    weight, bias = rows(15, outputs, inputs, dtype=dtype), rows(16, outputs, dtype=dtype)
+    for count in (0, 1, 3, 70):
+        x = rows(17, count, inputs, dtype=dtype)
+        for b in (None, bias):
+            found = kernels.product(x, weight, b)
+            exact = TORCH.product(x.float(), weight.float(), None if b is None else b.float())
+            size = x.float().abs() @ weight.float().abs().T + (0 if b is None else b.float().abs())
+            step = torch.finfo(dtype).eps
+            assert bool(((found.float() - exact).abs() <= step * exact.abs() + 1e-6 * size).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(172, 64), (1024, 1376)])
+def test_a_product_depends_on_its_row_alone(kernels: RowKernels, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    """The same bits for any batch, any place in it, any number of threads and rows that lie apart."""
+    apart, weight = rows(18, 260, 2 * inputs, dtype=dtype), rows(19, outputs, inputs, dtype=dtype)
+    x = apart[:, :inputs]
+    whole = kernels.product(x, weight)
+    for start, size in [(0, 1), (3, 1), (259, 1), (5, 2), (8, 3), (1, 5), (2, 7), (0, 64), (7, 129), (100, 131)]:
+        part = slice(start, start + size)
+        assert torch.equal(kernels.product(x[part].contiguous(), weight), whole[part])
+    for threads in (1, 3, 8):
+        assert torch.equal(
+            cpu.CpuBackend(ISAS[0], threads).rows.product(x, weight), cpu.CpuBackend(ISAS[0], 2).rows.product(x, weight)
+        )
+
+
 def pool_of(open_k: Tensor, open_v: Tensor) -> Pool:
     return Pool({}, open_k, open_v)
 
@@ -207,6 +238,15 @@ def test_wrong_inputs_are_named(kernels: RowKernels) -> None:
     for wrong, name in ((x.long(), "v"), (x[0, 0], "v"), (x[:, :0], "v")):
         with pytest.raises(ValueError, match=rf"^{name} "):
             kernels.append(pool_of(pages, pages), good, x, wrong, flags(4))
+    for weight, bias, name in (
+        (rows(14, 5, 17), None, "weight is"),
+        (rows(14, 5, 16).half(), None, "weight has"),
+        (rows(14, 16, 5).T, None, "weight must be contiguous"),
+        (rows(14, 5, 16), rows(14, 4), "bias"),
+        (rows(14, 5, 16), rows(14, 5).half(), "bias"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}"):
+            kernels.product(x[:, 0], weight, bias)
     with pytest.raises(ValueError, match="turns"):
         kernels.rotate(x, 2, rows(14, 3, 16))
     with pytest.raises(ValueError, match="lacks heads"):

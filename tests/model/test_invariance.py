@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hack_kernels.base import RowKernels
+from hack_kernels.cpu import CpuBackend
+from hack_kernels.cpu.extension import supported_isas
+from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
 from hackkv.model import load_model
-from hackkv.model.llama import INVARIANT_THREADS
 from hackkv.model.tiny import Tiny
 
 MakeTiny = Callable[[Tiny], Path]
@@ -21,12 +24,9 @@ def own_value(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) + 0.1 * q
 
 
-@pytest.fixture(params=[1, 2, 3, INVARIANT_THREADS])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+@pytest.fixture(params=["reference", *supported_isas()])
+def kernels(request: pytest.FixtureRequest) -> RowKernels:
+    return Rowwise() if request.param == "reference" else CpuBackend(request.param, threads=3).rows
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     ],
     ids=["odd", "qwen3", "wide"],
 )
-def test_rows_do_not_depend_on_their_batch(tiny: Tiny, threads: int, make_tiny: MakeTiny) -> None:
-    model = load_model(make_tiny(tiny), "float32")
+def test_rows_do_not_depend_on_their_batch(tiny: Tiny, make_tiny: MakeTiny, kernels: RowKernels) -> None:
+    model = load_model(make_tiny(tiny), "float32", kernels=kernels)
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 512, (260,), generator=generator)
     positions = torch.randint(0, 4096, (260,), generator=generator)
@@ -52,19 +52,8 @@ def test_rows_do_not_depend_on_their_batch(tiny: Tiny, threads: int, make_tiny: 
         assert torch.equal(model.logits(part), logits[rows])
 
 
-def test_more_threads_than_measured_are_reported(
-    make_tiny: MakeTiny, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: INVARIANT_THREADS + 1)
-    load_model(make_tiny(Tiny()), "float32")
-    assert "batch invariance is not certain beyond 4 compute threads" in caplog.text
-    caplog.clear()
-    load_model(make_tiny(Tiny()), "bfloat16")
-    assert caplog.text == ""
-
-
-def test_rows_that_are_wanted_are_those_of_the_whole_batch(make_tiny: MakeTiny, threads: int) -> None:
-    model = load_model(make_tiny(Tiny()), "float32")
+def test_rows_that_are_wanted_are_those_of_the_whole_batch(make_tiny: MakeTiny, kernels: RowKernels) -> None:
+    model = load_model(make_tiny(Tiny()), "float32", kernels=kernels)
     ids, positions = torch.arange(3, 14), torch.arange(11)
     whole = model.forward(ids, positions, own_value)
     for rows in (torch.tensor([10]), torch.tensor([0, 4, 10]), torch.empty(0, dtype=torch.int64)):

@@ -14,6 +14,8 @@ struct Avx2 {
   static constexpr const char* name = "avx2";
   static constexpr int kTileRows = 2;    // accumulators of an integer product: rows of Q or P
   static constexpr int kTileBlocks = 2;  // times vectors of codes
+  static constexpr int kProductRows = 3;     // accumulators of a product in FP32: rows of x
+  static constexpr int kProductOutputs = 2;  // times rows of a weight
   struct F {
     __m256 a, b;
   };
@@ -33,6 +35,11 @@ struct Avx2 {
   static F load_half(const std::uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+  }
+  static F load_bfloat(const std::uint16_t* p) {
+    const __m256i words = _mm256_loadu_si256((const __m256i*)p);
+    const auto wide = [](__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); };
+    return {wide(_mm256_castsi256_si128(words)), wide(_mm256_extracti128_si256(words, 1))};
   }
   static void store_half(std::uint16_t* p, F x) { store_half_rounded<_MM_FROUND_TO_NEAREST_INT>(p, x); }
   static void store_half_up(std::uint16_t* p, F x) { store_half_rounded<_MM_FROUND_TO_POS_INF>(p, x); }

@@ -14,6 +14,8 @@ struct Avx512 {
   static constexpr const char* name = "avx512-vnni";
   static constexpr int kTileRows = 4;    // accumulators of an integer product: rows of Q or P
   static constexpr int kTileBlocks = 4;  // times vectors of codes
+  static constexpr int kProductRows = 4;     // accumulators of a product in FP32: rows of x
+  static constexpr int kProductOutputs = 6;  // times rows of a weight
   using F = __m512;
   using I = __m512i;
   using W = __m512i;
@@ -24,6 +26,9 @@ struct Avx512 {
   static F load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
   static F load_half(const std::uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+  static F load_bfloat(const std::uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+  }
   static void store_half(std::uint16_t* p, F x) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }

@@ -15,6 +15,8 @@ struct Portable {
   static constexpr const char* name = "portable";
   static constexpr int kTileRows = 4;    // accumulators of an integer product: rows of Q or P
   static constexpr int kTileBlocks = 2;  // times vectors of codes
+  static constexpr int kProductRows = 1;     // accumulators of a product in FP32: rows of x
+  static constexpr int kProductOutputs = 2;  // times rows of a weight
   struct F {
     float v[16];
   };
@@ -36,6 +38,9 @@ struct Portable {
   static void store(float* p, F x) { std::memcpy(p, x.v, sizeof x.v); }
   static F load_half(const std::uint16_t* p) {
     return lanes<F>([=](int i) { return half_to_float(p[i]); });
+  }
+  static F load_bfloat(const std::uint16_t* p) {
+    return lanes<F>([=](int i) { return bfloat_to_float(p[i]); });
   }
   static void store_half(std::uint16_t* p, F x) {
     for (int i = 0; i < 16; ++i) p[i] = float_to_half(x.v[i]);

@@ -1,4 +1,4 @@
-"""Operations between matrix products, one C++ call each. The binding checks the arguments of calls in a decode step,
+"""A model's operations on rows, one C++ call each. The binding checks the arguments of calls in a decode step,
 because a check costs more in Python than in C++."""
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ class RowwiseCpu(Rowwise):
 
     def __init__(self, native: Any) -> None:
         self._native = native
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Every sum has one order; the weight is read as it rests."""
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        self._native.product(x, weight, bias, out)
+        return out
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
         """One C++ call; rows stay in the first-level cache."""

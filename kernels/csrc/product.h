@@ -1,0 +1,115 @@
+// Matrix products with the rows of a weight as they rest: out[r][n] = Σ_k x[r][k] w[n][k] + bias[n], summed in FP32.
+//
+// Every sum is formed in one order: 16 lanes over k, then a fold of the lanes. So a row of the result depends neither on
+// the rows beside it nor on the number of threads. No weight is copied: processes may share a mapped file.
+#pragma once
+
+#include "rowwise.h"
+#include "unrolled.h"
+
+namespace hack {
+
+template <class S, Dtype dtype>
+float value_at(const std::byte* row, std::int64_t at) {
+  if constexpr (dtype == Dtype::kFloat) return reinterpret_cast<const float*>(row)[at];
+  const std::uint16_t value = reinterpret_cast<const std::uint16_t*>(row)[at];
+  return dtype == Dtype::kHalf ? half_to_float(value) : bfloat_to_float(value);
+}
+
+template <class S, Dtype dtype>
+void set_value(std::byte* row, std::int64_t at, float value) {
+  if constexpr (dtype == Dtype::kFloat)
+    reinterpret_cast<float*>(row)[at] = value;
+  else
+    reinterpret_cast<std::uint16_t*>(row)[at] = dtype == Dtype::kHalf ? float_to_half(value) : float_to_bfloat(value);
+}
+
+// `count` rows of n values -> FP32 rows of padded_floats(n), zeros past n.
+template <class S, Dtype dtype>
+void widen_rows(const std::byte* rows, std::int64_t stride, int count, int n, float* out) {
+  for (int r = 0; r < count; ++r)
+    for (int i = 0; i < n; i += kLanes)
+      S::store(out + r * padded_floats(n) + i, load_lanes<S, dtype>(rows + r * stride, i, n));
+}
+
+// Rows in FP32, or of a weight's dtype; they are readable up to whole vectors if they are FP32.
+struct ProductRows {
+  const std::byte* data;
+  std::int64_t stride;  // in bytes
+
+  const std::byte* row(std::int64_t at) const { return data + at * stride; }
+};
+
+// R rows of x, from row `row` on, times N rows of w, to outputs [first, first + N).
+template <class S, Dtype stored, Dtype dtype, int R, int N>
+void product_tile(const ProductItem& item, const ProductRows& x, const ProductRows& w, std::int64_t row,
+                  std::int64_t first) {
+  constexpr int kSums = (R * N + 3) / 4 * 4;
+  typename S::F sums[kSums];
+  unrolled<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = S::zero(); });
+  const auto step = [&](int i, int end) __attribute__((always_inline)) {
+    typename S::F weights[N];
+    unrolled<N>([&](auto n) __attribute__((always_inline)) { weights[n] = load_lanes<S, stored>(w.row(n), i, end); });
+    unrolled<R>([&](auto r) __attribute__((always_inline)) {
+      const auto lanes = S::load(reinterpret_cast<const float*>(x.row(row + r)) + i);
+      unrolled<N>([&](auto n) __attribute__((always_inline)) {
+        sums[r * N + n] = S::fma(lanes, weights[n], sums[r * N + n]);
+      });
+    });
+  };
+  int i = 0;
+  for (; i + kLanes <= item.k; i += kLanes) step(i, i + kLanes);  // whole vectors: nothing to compare
+  if (i < item.k) step(i, item.k);
+  float folded[kSums];
+  unrolled<kSums / 4>([&](auto q) __attribute__((always_inline)) {
+    const typename S::F four[4] = {sums[4 * q], sums[4 * q + 1], sums[4 * q + 2], sums[4 * q + 3]};
+    S::fold_add(four, folded + 4 * q);
+  });
+  for (int r = 0; r < R; ++r) {
+    for (int n = 0; n < N; ++n) {
+      const float bias = item.bias == nullptr ? 0.0f : value_at<S, dtype>(item.bias, first + n);
+      set_value<S, dtype>(item.out + (row + r) * item.out_stride, first + n, folded[r * N + n] + bias);
+    }
+  }
+}
+
+// All rows of x times N rows of w.
+template <class S, Dtype stored, Dtype dtype, int N>
+void product_outputs(const ProductItem& item, const ProductRows& x, const ProductRows& w, std::int64_t first) {
+  constexpr int R = S::kProductRows;
+  std::int64_t row = 0;
+  for (; row + R <= item.rows; row += R) product_tile<S, stored, dtype, R, N>(item, x, w, row, first);
+  for (; row < item.rows; ++row) product_tile<S, stored, dtype, 1, N>(item, x, w, row, first);
+}
+
+// N rows of w from `first` on; for many rows of x they are widened once.
+template <class S, Dtype dtype, int N>
+void product_group(const ProductItem& item, const ProductRows& x, bool few, std::int64_t first, float* wide) {
+  const std::int64_t stride = std::int64_t(item.k) * bytes_of(dtype);
+  const ProductRows w{item.w + first * stride, stride};
+  if (few) return product_outputs<S, dtype, dtype, N>(item, x, w, first);
+  widen_rows<S, dtype>(w.data, stride, N, item.k, wide);
+  const ProductRows widened{reinterpret_cast<const std::byte*>(wide), std::int64_t(padded_floats(item.k) * sizeof(float))};
+  product_outputs<S, Dtype::kFloat, dtype, N>(item, x, widened, first);
+}
+
+// A block of rows of x times a range of rows of w.
+template <class S, Dtype dtype>
+void product_block(const ProductItem& item, std::byte* scratch) {
+  constexpr int N = S::kProductOutputs;
+  const std::size_t padded = padded_floats(item.k);
+  const bool ready = dtype == Dtype::kFloat && item.k % kLanes == 0;
+  auto* wide = reinterpret_cast<float*>(scratch);
+  ProductRows x{scratch, std::int64_t(padded * sizeof(float))};
+  if (ready)
+    x = {item.x, item.x_stride};
+  else
+    widen_rows<S, dtype>(item.x, item.x_stride, item.rows, item.k, wide);
+  const bool few = ready || item.rows <= 2 * S::kProductRows;
+  float* group = wide + kProductBlock * padded;
+  std::int64_t first = item.first;
+  for (; first + N <= item.last; first += N) product_group<S, dtype, N>(item, x, few, first, group);
+  for (; first < item.last; ++first) product_group<S, dtype, 1>(item, x, few, first, group);
+}
+
+}  // namespace hack
