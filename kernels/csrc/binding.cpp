@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "dispatch.h"
 #include "hack_format.h"
+#include "level_format.h"
 #include "row_format.h"
 #include "rowwise_calls.h"
 
@@ -400,6 +401,17 @@ HackFormat make_hack_format(int head_dim, int page_tokens, int k_bits, int v_bit
                      own_k_codes, own_v_codes, seed});
 }
 
+// `feedback`: the address of gains [heads, D, D] that outlive the format, transposed (level_format.h); 0: none.
+LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_bits, nb::handle feedback) {
+  if (!is_level_width(k_bits) || !is_level_width(v_bits)) refuse("levels have a width that no kernel takes");
+  if (feedback.is_none()) return LevelFormat(head_dim, page_tokens, k_bits, v_bits, nullptr, 0);
+  const Array gains(feedback, "feedback");
+  const std::size_t d = std::size_t(head_dim), heads = gains.shape(0);
+  expect_shape(gains, {heads, d, d});
+  return LevelFormat(head_dim, page_tokens, k_bits, v_bits, elements<const float>(gains, Type::kFloat, heads * d * d),
+                     std::int64_t(heads));
+}
+
 // A table of operations from another extension, built from the same sources: how the lab's rivals get at the engine.
 Kernels kernels_of(const nb::capsule& table, int threads) {
   if (std::string_view(table.name()) != HACK_OPERATIONS) refuse("the operations were built from other sources");
@@ -417,6 +429,9 @@ NB_MODULE(_cpu, m) {
   nb::class_<PageFormat>(m, "PageFormat");
   nb::class_<HackFormat, PageFormat>(m, "HackFormat");
   nb::class_<RowFormat, PageFormat>(m, "RowFormat");
+  nb::class_<LevelFormat, PageFormat>(m, "LevelFormat");
+  m.def("level_format", make_level_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
+        "feedback"_a.none(), nb::keep_alive<0, 5>());
   m.def("hack_format", make_hack_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "own_v_codes"_a, "seed"_a);
   m.def(

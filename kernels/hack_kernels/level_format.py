@@ -1,9 +1,9 @@
 """The page format of levels: K and V as integer codes around zero with one FP16 scale per row; no minimum is stored.
 
-A code c of b bits stands for the level c - z with z = (2^b - 1) / 2, and x^ = s · (c - z). So q·k^ = s_t s_q (Σ q'c - z Σ q'),
-one correction per query and none per key, and Σ p_t v^_t = Σ w_t (c_t - z) with the scale folded into the weight,
-w_t = p_t s_t (KIVI's axis for V). Levels around zero fit rows that were rotated (`hackkv.codecs.rotated`), whose channels
-look alike. Planes in wire order, the contract of `install` and `export`:
+A code c of b bits stands for the level c - z with z = (2^b - 1) / 2, and x^ = s · (c - z). So
+q·k^ = s_t s_q (Σ q'c - z Σ q'), one correction per query and none per key, and Σ p_t v^_t = Σ w_t (c_t - z) with the scale
+folded into the weight, w_t = p_t s_t (KIVI's axis for V). Levels around zero fit rows that were rotated
+(`hackkv.codecs.rotated`), whose channels look alike. Planes in wire order, the contract of `install` and `export`:
 
 =========  =====================  =======  =============================================================
 plane      shape                  dtype    meaning
