@@ -18,6 +18,7 @@ from hackkv.codec import KvCodec
 from hackkv.codecs.fp8 import make_fp8
 from hackkv.codecs.fp16 import make_fp16
 from hackkv.codecs.hack import make_hack
+from hackkv.codecs.rotated import make_rotated
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.types import KvShape
@@ -49,6 +50,10 @@ CODECS: Final[dict[str, Preset]] = {
             "send_sums": False,
         },
     ),
+    "rot-k4v4": Preset(make_rotated, {"k_bits": 4, "v_bits": 4}),
+    "rot-k3v3": Preset(make_rotated, {"k_bits": 3, "v_bits": 3}),
+    "rot-k3v2": Preset(make_rotated, {"k_bits": 3, "v_bits": 2}),
+    "rot-k2v2": Preset(make_rotated, {"k_bits": 2, "v_bits": 2}),
 }
 
 

@@ -354,6 +354,23 @@ class Kernels {
                   added, n, to.strips());
   }
 
+  // Heads of rows x [T, H, D], float32, by matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D].
+  void turn_heads(nb::handle x, nb::handle matrices, nb::handle shift, nb::handle out) const {
+    const RowArray rows(x, "x"), to(out, "out");
+    const Array turns(matrices, "matrices");
+    if (rows.dtype() != Dtype::kFloat) refuse("x must be float32");
+    to.expect(rows, rows.elements());
+    const std::size_t d = std::size_t(rows.inner()), heads = std::size_t(rows.elements()) / d, groups = turns.shape(0);
+    expect_shape(turns, {groups, d, d});
+    if (groups == 0 || heads % groups) refuse("matrices do not divide the heads of x");
+    const auto* gains = elements<const float>(turns, Type::kFloat, groups * d * d);
+    const float* added = nullptr;
+    if (!shift.is_none()) added = elements<const float>(Array(shift, "shift"), Type::kFloat, groups * d);
+    const nb::gil_scoped_release unlocked;
+    hack::turn_heads(rows_of(rows), engine_.threads, rows.strips(), int(heads), int(d), gains, added, int(groups),
+                     to.strips());
+  }
+
   // Where each row of x [T, n] is largest, or -1.
   std::vector<std::int64_t> largest(nb::handle x) const {
     const RowArray rows(x, "x");
@@ -455,6 +472,7 @@ NB_MODULE(_cpu, m) {
       .def("norm", &Kernels::norm, "x"_a, "more"_a.none(), "weight"_a, "epsilon"_a, "out"_a)
       .def("gate", &Kernels::gate)
       .def("product", &Kernels::product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
+      .def("turn_heads", &Kernels::turn_heads, "x"_a, "matrices"_a, "shift"_a.none(), "out"_a)
       .def("largest", &Kernels::largest)
       .def("attend", &Kernels::attend, "fmt"_a, "layer"_a, "pages"_a, "open_k"_a, "open_v"_a, "spans"_a, "q"_a, "out"_a,
            "k"_a.none(), "v"_a.none(), "head_start"_a = 0);

@@ -156,6 +156,14 @@ class RowKernels(Protocol):
         """
         ...
 
+    def turn_heads(self, x: Tensor, matrices: Tensor, shift: Tensor | None = None) -> Tensor:
+        """matrices[g] @ x[t, h] + shift[g] with g = h // (H // G), for every row t and head h: [T, H, D], contiguous.
+
+        x [T, H, D] float32, H a multiple of G; the heads of a row are contiguous, rows may lie apart. `matrices`
+        [G, D, D] and `shift` [G, D] are contiguous float32.
+        """
+        ...
+
     def gate(self, x: Tensor) -> Tensor:
         """silu(g) * u [T, n], where each row of x [T, 2n] is g [n] and then u [n]."""
         ...

@@ -36,6 +36,16 @@ class Rowwise:
         low, high = x[:, :heads].float().chunk(2, dim=-1)
         x[:, :heads].copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
 
+    def turn_heads(self, x: Tensor, matrices: Tensor, shift: Tensor | None = None) -> Tensor:
+        """Summed in float64, for the reason that `product` gives."""
+        rows, heads, dim = x.shape
+        groups = matrices.shape[0]
+        grouped = x.double().view(rows, groups, heads // groups, dim).transpose(0, 1)  # [G, T, H/G, D]
+        turned = grouped.flatten(1, 2) @ matrices.double().mT
+        if shift is not None:
+            turned += shift.double()[:, None]
+        return turned.view(groups, rows, heads // groups, dim).transpose(0, 1).flatten(1, 2).float().contiguous()
+
     def gate(self, x: Tensor) -> Tensor:
         """SwiGLU. torch's float32 silu differs where threads split a tensor off a vector boundary; a form with exp
         does not."""

@@ -17,6 +17,7 @@ from hackkv.codec import Batch, KvCodec, Span
 from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
 from hackkv.types import KvShape
+from tests.codecs.calibrations import calibration_file
 
 HEADS = 2
 LAYER = 3
@@ -32,15 +33,20 @@ class Case:
     group: int = 2
     backend: str = "reference"
     settings: dict[str, Any] = field(default_factory=dict)
+    calibrated: bool = False
+    """Whether the setting `calibration` names a file of random tensors."""
 
     def __str__(self) -> str:
         words = [self.name, f"pi{self.page_tokens}", f"d{self.head_dim}", f"g{self.group}", self.backend]
-        return "-".join((*words, *(f"{key}={value}" for key, value in self.settings.items())))
+        words += [f"{key}={value}" for key, value in self.settings.items()]
+        return "-".join((*words, *["calibrated"] * self.calibrated))
 
     @property
     def codec(self) -> KvCodec:
         """A new codec."""
         settings = {"page_tokens": self.page_tokens, **self.settings}
+        if self.calibrated:
+            settings["calibration"] = str(calibration_file(LAYER + 1, HEADS, self.head_dim))
         return make_codec(
             CodecConfig(name=self.name, settings=settings), KvShape(LAYER + 1, HEADS, self.head_dim), load(self.backend)
         )
@@ -61,6 +67,10 @@ VARIANTS = [
     Case("hack", settings={"open_page": "k_codes"}),
     Case("hack-paper", settings={"send_sums": True}),
     Case("hack-paper", settings={"k_bits": 4, "v_bits": 4}),
+    *(Case("rot-k3v2", page_tokens=pi, head_dim=d, group=g) for pi, d, g in [(64, 96, 1), (128, 128, 7), (32, 256, 3)]),
+    *(Case("rot-k3v2", backend=backend, calibrated=True) for backend in AUTO),
+    Case("rot-k4v4", 64, 96, group=3, calibrated=True),
+    Case("rot-k2v2", settings={"k_bits": 8, "v_bits": 8}),
 ]
 CASES = [*TABLE, *VARIANTS]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)

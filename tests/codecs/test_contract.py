@@ -85,7 +85,7 @@ def test_nothing_depends_on_batch_neighbours_or_place(case: Case) -> None:
         assert_same(cache_of(codec, pool, sequence), cache_of(codec, alone_pool, alone))
 
 
-@table
+@every_case
 def test_a_process_that_holds_some_heads_seals_what_one_with_all_of_them_does(case: Case) -> None:
     """Prompt, decode and a seal in each: stochastic rounding goes by the heads of the model, not of the process."""
     pi, codec = case.page_tokens, case.codec

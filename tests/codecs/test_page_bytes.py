@@ -25,6 +25,10 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
         ("hack-paper", {"send_sums": True}, 5376, 5376),
         ("hack-paper", {"stored_sums": False}, 5120, 5120),
         ("fp8", {}, 16392, 16392),
+        ("rot-k4v4", {}, 8448, 8448),
+        ("rot-k3v3", {}, 6400, 6400),
+        ("rot-k3v2", {}, 5376, 5376),
+        ("rot-k2v2", {}, 4352, 4352),
         ("fp16", {}, 32768, 32768),
     ],
     ids=str,
@@ -39,7 +43,8 @@ def test_page_bytes_of_the_design(name: str, settings: dict[str, bool], resident
 
 def test_every_codec_of_the_table_is_pinned() -> None:
     """A codec that is added must be entered above; `hack-zstd` is the tests' own and has the pages of `hack`."""
-    assert set(CODECS) - {"hack-zstd", "toy-layers"} == {"hack", "hack-k4v2", "hack-paper", "fp8", "fp16"}
+    hack, rotated = {"hack", "hack-k4v2", "hack-paper"}, {"rot-k4v4", "rot-k3v3", "rot-k3v2", "rot-k2v2"}
+    assert set(CODECS) - {"hack-zstd", "toy-layers"} == {*hack, *rotated, "fp8", "fp16"}
 
 
 @pytest.mark.parametrize(

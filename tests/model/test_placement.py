@@ -26,6 +26,7 @@ from hackkv.config import CodecConfig
 from hackkv.model.llama import Llama, Weights
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
+from tests.codecs.calibrations import calibration_file
 from tests.pair import PI, greedy, prompt, tiny_worker
 
 META = torch.device("meta")
@@ -71,6 +72,9 @@ class MetaKernels:
     def requantize(self, layer: int, pool: Pool, spans: Spans, k: Tensor, v: Tensor) -> None:
         _on_device(*(getattr(spans, each.name) for each in fields(spans)), k, v)
         self.sealed += 1
+
+    def set_feedback(self, layer: int, gains: Tensor) -> None:
+        _on_device(gains)
 
     def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
         _on_device(page_ids, *planes.values())
@@ -145,15 +149,22 @@ def runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     name, settings = request.param
     model = tiny_worker("fp16").model
     backend = MetaBackend()
+    shape = model.spec.kv_shape
+    if "calibration" in settings:
+        settings = {"calibration": str(calibration_file(shape.num_layers, shape.num_kv_heads, shape.head_dim))}
     config = CodecConfig(name=name, settings={"page_tokens": PI, **settings})
-    codec = make_codec(config, model.spec.kv_shape, backend)
+    codec = make_codec(config, shape, backend)
     weights: Weights = on_meta(model.weights)
     made = ModelRunner(Llama(model.spec, weights, kernels=backend.rows), codec, 8, 3)
     yield made
     assert sum(kernels.sealed for kernels in backend.made) > 0
 
 
-EVERY = [*((name, {}) for name in sorted(CODECS)), ("hack", {"open_page": "requantize"})]
+EVERY = [
+    *((name, {}) for name in sorted(CODECS)),
+    ("hack", {"open_page": "requantize"}),
+    ("rot-k3v2", {"calibration": True}),
+]
 every_codec = pytest.mark.parametrize("runner", EVERY, ids=str, indirect=True)
 
 

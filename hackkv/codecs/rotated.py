@@ -1,0 +1,172 @@
+"""Codecs `rot-*`: K and V as codes around zero with a scale per row, of rows that were rotated first.
+
+Real keys have a few loud channels, which cost all others their precision. Rotated, the channels of a row look alike and
+codes without a minimum fit (QuaRot, arXiv 2404.00456; `hack_kernels.level_format`). Nothing is rotated back:
+
+V rests as v' = v H with H the orthonormal Hadamard matrix, folded into the weights when the model is loaded.
+K rests as k' = (k - mean) T per KV head and meets q' = q T^-T. q'·k' is q·k less q·mean, which is the same for all keys
+of a query, so the softmax does not notice it. T turns after the rotary embedding and cannot be folded.
+
+Without calibration T = H and mean = 0. A calibration file (`hackkv calibrate`) brings T, the means, and the gains with
+which the codes of a row of K make up for each other's errors (`LevelKernels.set_feedback`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from hack_kernels.base import Backend, Pool
+from hack_kernels.level_format import LevelFormat, LevelKernels
+from hack_kernels.reference.levels import LevelReference
+from torch import Tensor
+
+from hackkv.codec import AttentionWeights, Batch, KvCodec, non_finite
+from hackkv.codecs.artifact import Artifact, read_artifact
+from hackkv.codecs.hadamard import hadamard
+from hackkv.codecs.paged import Kept, PagedCodec, Settings
+from hackkv.config import Frozen
+from hackkv.types import KvShape
+
+Definition = Callable[[LevelFormat, torch.device], LevelKernels]
+
+WORST_CONDITION: Final = 1e4
+"""The largest condition number of a basis: beyond it, what T^-T makes of a query loses to FP32 what codes keep."""
+
+
+class RotatedSettings(Frozen):
+    """Settings of the `rot-*` presets; see `LevelFormat`."""
+
+    page_tokens: int = 64
+    k_bits: int = 4
+    v_bits: int = 4
+    calibration: str | None = None
+    """Path of a file that `hackkv calibrate` wrote for this model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How rows of a layer turn: matrices [Hkv, D, D], or [1, D, D] for all KV heads, float32."""
+
+    query: Tensor
+    """T^-1: q' = query @ q."""
+    key: Tensor
+    """T^T: k' = key @ k + shift."""
+    shift: Tensor | None
+    """[Hkv, D]: -mean T."""
+
+    def of(self, pool: Pool) -> Turn:
+        """For the KV heads of `pool`."""
+        if self.key.shape[0] == 1:
+            return self
+        heads = slice(pool.head_start, pool.head_start + pool.num_kv_heads)
+        return Turn(self.query[heads], self.key[heads], None if self.shift is None else self.shift[heads])
+
+    def to(self, device: torch.device) -> Turn:
+        """On another device."""
+        return Turn(self.query.to(device), self.key.to(device), None if self.shift is None else self.shift.to(device))
+
+
+def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
+    """A codec of the family. Raises `ValueError` naming a bad setting, or the file and tensor that are wrong."""
+    chosen = RotatedSettings.model_validate(settings)
+    fmt = LevelFormat(shape.head_dim, chosen.page_tokens, chosen.k_bits, chosen.v_bits)
+    definition: Definition = LevelReference
+    kernels = backend.kernels_for(fmt, definition)
+    digest = "none"
+    if chosen.calibration is None:
+        turns = (plain_turn(shape.head_dim).to(backend.device),) * shape.num_layers
+    else:
+        artifact = read_artifact(Path(chosen.calibration))
+        digest = artifact.digest
+        turns = tuple(calibrated_turn(artifact, layer, shape).to(backend.device) for layer in range(shape.num_layers))
+        for layer in range(shape.num_layers):
+            kernels.set_feedback(layer, feedback_gains(artifact, layer, shape).to(backend.device))
+    written = (
+        ("page_tokens", str(fmt.page_tokens)),
+        ("k_bits", str(fmt.k_bits)),
+        ("v_bits", str(fmt.v_bits)),
+        ("calibration", digest),
+    )
+    return RotatedCodec(name, (Kept(fmt, kernels),) * shape.num_layers, backend, written, turns)
+
+
+def plain_turn(head_dim: int) -> Turn:
+    """T = H for all KV heads."""
+    rotation = hadamard(head_dim)
+    return Turn(rotation.mT.float().contiguous()[None], rotation.mT.float().contiguous()[None], None)
+
+
+def calibrated_turn(artifact: Artifact, layer: int, shape: KvShape) -> Turn:
+    """T and the means of a layer, and T's inverse in float64. Raises `ValueError` naming file and tensor."""
+    name, heads, dim = f"layers.{layer}.basis", shape.num_kv_heads, shape.head_dim
+    basis = artifact.tensor(name, (heads, dim, dim)).double()
+    mean = artifact.tensor(f"layers.{layer}.mean", (heads, dim)).double()
+    values = torch.linalg.svdvals(basis)  # largest first
+    for head, (largest, smallest) in enumerate(zip(values[:, 0].tolist(), values[:, -1].tolist(), strict=True)):
+        if smallest * WORST_CONDITION < largest or largest == 0:
+            condition = largest / smallest if smallest else torch.inf
+            raise ValueError(
+                f"{artifact.path}: {name}: KV head {head} has condition number {condition:.3g}, "
+                f"more than {WORST_CONDITION:g}"
+            )
+    shift = -(mean[:, None] @ basis)[:, 0]
+    return Turn(torch.linalg.inv(basis).float().contiguous(), basis.mT.float().contiguous(), shift.float())
+
+
+def feedback_gains(artifact: Artifact, layer: int, shape: KvShape) -> Tensor:
+    """The gains of a layer [Hkv, D, D]. Raises `ValueError` naming file and tensor if any stands at i >= d."""
+    name, dim = f"layers.{layer}.feedback", shape.head_dim
+    gains = artifact.tensor(name, (shape.num_kv_heads, dim, dim))
+    if bool(gains.tril().any()):
+        raise ValueError(f"{artifact.path}: {name}: a value on or below the diagonal is not 0")
+    return gains.contiguous()
+
+
+class RotatedCodec(PagedCodec):
+    """K and Q turn at run time, V by the weights; pages and open pages alike hold turned rows."""
+
+    prepares_weights = True
+
+    def __init__(
+        self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings, turns: tuple[Turn, ...]
+    ) -> None:
+        """`turns`, one for each layer, are those of all KV heads of the model."""
+        super().__init__(name, layers, backend, settings)
+        self._turns = turns
+
+    def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
+        """V' = H^T V, and as the heads' outputs are sums of V', W_o' = W_o H. In float64, rounded to their dtype."""
+        qkv, out, bias = weights.qkv, weights.out, weights.qkv_bias
+        dim = self.formats[layer].head_dim
+        rotation = hadamard(dim).to(qkv.device)
+        # Query heads are as wide as `out`; K and V share the rest of the rows.
+        v_rows = (qkv.shape[0] - out.shape[1]) // 2
+        rows = qkv[-v_rows:].double().unflatten(0, (-1, dim))  # [Hkv, D, hidden]
+        turned_out = out.double().unflatten(1, (-1, dim)) @ rotation  # [hidden, Hq, D]
+        if bias is not None:
+            turned_bias = bias[-v_rows:].double().unflatten(0, (-1, dim)) @ rotation
+            bias = torch.cat((bias[:-v_rows], turned_bias.flatten().to(bias.dtype)))
+        return replace(
+            weights,
+            qkv=torch.cat((qkv[:-v_rows], (rotation.mT @ rows).flatten(0, 1).to(qkv.dtype))),
+            qkv_bias=bias,
+            out=turned_out.flatten(1).to(out.dtype),
+        )
+
+    def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """K is rounded to FP16 before it turns too: a value that FP16 does not hold is found as the contract says, in
+        decode because infinity turns into rows that are not finite."""
+        rows, turn = self._backend.rows, self._turns[layer].of(pool)
+        narrow_k, narrow_v = k.to(torch.float16), v
+        if not batch.is_decode:
+            narrowed = rows.narrow(k, v)
+            if narrowed is None:
+                raise non_finite(layer, batch, k, v)
+            narrow_k, narrow_v = narrowed
+        turned_q = rows.turn_heads(q.float(), turn.query)
+        turned_k = rows.turn_heads(narrow_k.float(), turn.key, turn.shift)
+        return super().attend(layer, pool, batch, turned_q, turned_k, narrow_v).to(q.dtype)

@@ -1,0 +1,184 @@
+"""Codecs `rot-*`: rows that rest turned mean what they were, with and without a calibration file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hack_kernels import AUTO, load
+from hack_kernels.level_format import HEAD_DIMS, LevelFormat
+from hack_kernels.reference.levels import dequantize, unpack_codes
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hackkv.codec import Span
+from hackkv.codecs import make_codec
+from hackkv.codecs.hadamard import hadamard
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.errors import ConfigError
+from hackkv.model.generate import generate
+from hackkv.model.runner import ModelRunner
+from hackkv.model.tiny import Tiny, write_tiny
+from hackkv.model.worker import Worker, load_worker
+from hackkv.types import KvShape
+from tests.codecs.calibrations import calibration_file, calibration_tensors
+from tests.codecs.cases import HEADS, LAYER, Case, Growing, run
+from tests.pair import PI, greedy, prompt
+
+LAYERS, HEAD_DIM = 2, 64
+
+
+@pytest.mark.parametrize("order", [1, 2, 12, *HEAD_DIMS, 48])
+def test_hadamard_matrices_are_orthonormal_and_flat(order: int) -> None:
+    matrix = hadamard(order)
+    assert torch.allclose(matrix @ matrix.mT, torch.eye(order, dtype=torch.float64), atol=1e-12)
+    assert bool((matrix.abs() == matrix.abs()[0, 0]).all())
+
+
+@pytest.mark.parametrize("order", [0, -2, 3, 36, 80])
+def test_other_orders_are_refused(order: int) -> None:
+    with pytest.raises(ValueError, match=f"order {order} "):
+        hadamard(order)
+
+
+def unturned(case: Case, sealed: dict[str, Tensor], open_rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What the cache of a sequence stands for, FP64 K and V [n, Hkv, D] in the model's own channels."""
+    codec = case.codec
+    fmt = codec.formats[LAYER]
+    assert isinstance(fmt, LevelFormat)
+    parts = []
+    for name, bits, rest in (("k", fmt.k_bits, open_rows[0]), ("v", fmt.v_bits, open_rows[1])):
+        rows = dequantize(bits, unpack_codes(name, bits, sealed), sealed[f"{name}_scale"], torch.float64)
+        parts.append(torch.cat((rows.flatten(1, 2), rest.double()), 1).transpose(0, 1))
+    k, v = parts
+    if not case.calibrated:
+        return k @ hadamard(fmt.head_dim).mT, v
+    tensors = load_file(calibration_file(LAYER + 1, HEADS, fmt.head_dim))
+    basis, mean = (tensors[f"layers.{LAYER}.{name}"].double() for name in ("basis", "mean"))
+    return torch.einsum("nhi,hij->nhj", k, torch.linalg.inv(basis)) + mean, v
+
+
+@pytest.mark.parametrize("backend", AUTO)
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 2), (96, 3), (128, 1)])
+@pytest.mark.parametrize("name", ["rot-k4v4", "rot-k2v2"])
+def test_attention_is_that_over_the_rows_that_codes_stand_for(
+    name: str, head_dim: int, group: int, calibrated: bool, backend: str
+) -> None:
+    """The last row's query over its sealed pages, dequantized and turned back, and its own page; FP64 without any
+    rounding of queries and weights. The mean is in these keys and not in the codec's, and changes nothing."""
+    case = Case(name, head_dim=head_dim, group=group, backend=backend, calibrated=calibrated)
+    tokens = 2 * case.page_tokens + 9
+    sealed, open_rows, outputs = run(case, tokens, [tokens - 1, 1])
+    k, v = unturned(case, sealed, open_rows)
+    q = Growing(case, case.codec, tokens).q[-1].double() / math.sqrt(head_dim)  # [Hq, D]
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    weights = torch.softmax(torch.einsum("hd,nhd->hn", q, keys), -1)
+    wanted = torch.einsum("hn,nhd->hd", weights, values)
+    assert float((outputs[-1].double() - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_more_bits_are_closer_to_exact() -> None:
+    tokens = 7 * 32
+    exact, *found = (run(Case(name), tokens, [tokens])[2] for name in ("fp16", "rot-k2v2", "rot-k3v2", "rot-k4v4"))
+    two, mixed, four = (float((x - exact).norm() / exact.norm()) for x in found)
+    assert four < mixed < two < 0.9
+
+
+def loaded(folder: Path, dtype: str, name: str, **settings: Any) -> Worker:
+    codec = CodecConfig(name=name, settings={"page_tokens": PI, **settings})
+    return load_worker(ModelConfig(path=str(folder), dtype=dtype), codec)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 6e-2)])
+@pytest.mark.parametrize(
+    ("architecture", "head_dim"), [("LlamaForCausalLM", 64), ("Qwen2ForCausalLM", 64), ("Qwen3ForCausalLM", 96)]
+)
+def test_turned_rows_do_not_change_the_model(
+    tmp_path: Path, architecture: str, head_dim: int, dtype: str, tolerance: float, calibrated: bool
+) -> None:
+    """With and without a bias of V, packed weights (BF16) and not. All rows are in the open page, which is exact."""
+    folder = write_tiny(tmp_path, Tiny(architecture, layers=LAYERS, head_dim=head_dim, max_context=256))
+    settings = {"calibration": str(calibration_file(LAYERS, 2, head_dim))} if calibrated else {}
+    workers = loaded(folder, dtype, "fp16"), loaded(folder, dtype, "rot-k2v2", **settings)
+    ids, logits, values = prompt(1, PI - 1), [], []
+    for worker in workers:
+        runner = ModelRunner(worker.model, worker.codec, 1, 1)
+        with torch.inference_mode():
+            logits.append(worker.model.logits(runner.forward([Span(0, 0, PI - 1, (0,))], ids)).float())
+        values.append(runner.memory.pools[0].open_v[0].float())
+    expected = values[0] @ hadamard(head_dim).float()
+    assert float((values[1] - expected).norm() / expected.norm()) < tolerance
+    assert float((values[1] - values[0]).norm() / values[0].norm()) > 0.5
+    assert float((logits[1] - logits[0]).norm() / logits[0].norm()) < tolerance
+    if dtype == "float32":
+        request = greedy("r", prompt(2, 5), PI - 6)
+        assert generate(workers[0], request) == generate(workers[1], request)
+
+
+def test_the_fingerprint_has_the_digest_and_not_the_path(tmp_path: Path) -> None:
+    path, elsewhere = calibration_file(LAYERS, 2, HEAD_DIM), tmp_path / "elsewhere.safetensors"
+    elsewhere.write_bytes(path.read_bytes())
+    shape = KvShape(LAYERS, 2, HEAD_DIM)
+
+    def fingerprint(**settings: int | str | bool) -> tuple[tuple[str, str], ...]:
+        return make_codec(CodecConfig(name="rot-k3v2", settings=settings), shape, load("reference")).fingerprint()
+
+    first = fingerprint(calibration=str(path))
+    assert first == fingerprint(calibration=str(elsewhere))
+    assert str(path.parent) not in repr(first)
+    save_file(calibration_tensors(LAYERS, 2, HEAD_DIM, seed=1), elsewhere)
+    assert first != fingerprint(calibration=str(elsewhere))
+    assert dict(fingerprint())["codec.calibration"] == "none"
+
+
+def test_a_calibration_file_that_is_wrong_is_named_with_its_tensor(tmp_path: Path) -> None:
+    def refusal(path: Path) -> str:
+        config = CodecConfig(name="rot-k3v2", settings={"calibration": str(path)})
+        with pytest.raises(ConfigError) as caught:
+            make_codec(config, KvShape(LAYERS, 2, HEAD_DIM), load("reference"))
+        return str(caught.value)
+
+    good, bad = calibration_tensors(LAYERS, 2, HEAD_DIM), tmp_path / "bad.safetensors"
+    flat, steep = good["layers.1.basis"].clone(), good["layers.1.basis"].clone()
+    flat[1, :, 3], steep[0, :, 3] = 0, steep[0, :, 3] * 1e7
+    low = good["layers.0.feedback"].clone()
+    low[1, 3, 3] = 1e-3
+    for name, tensor, said in (
+        ("layers.1.basis", torch.eye(HEAD_DIM), "shape [64, 64], expected [2, 64, 64]"),
+        ("layers.1.mean", good["layers.1.mean"] * torch.nan, "a value is not finite"),
+        ("layers.1.basis", flat, "KV head 1 has condition number"),
+        ("layers.1.basis", steep, "KV head 0 has condition number"),
+        ("layers.0.basis", flat * 0, "KV head 0 has condition number inf, more than 10000"),
+        ("layers.0.feedback", low, "a value on or below the diagonal is not 0"),
+        ("layers.1.feedback", good["layers.1.feedback"].mT.contiguous(), "a value on or below the diagonal is not 0"),
+        ("layers.0.feedback", low.to(torch.int8), "dtype torch.int8"),
+    ):
+        save_file({**good, name: tensor}, bad)
+        assert f"codec.settings: {bad}: {name}: {said}" in refusal(bad)
+    for name in ("basis", "mean", "feedback"):
+        save_file({key: x for key, x in good.items() if key != f"layers.1.{name}"}, bad)
+        assert f"{bad}: layers.1.{name}: missing tensor" in refusal(bad)
+    bad.write_bytes(calibration_file(LAYERS, 2, HEAD_DIM).read_bytes()[:-1])
+    assert f"{bad}: truncated or not a safetensors file" in refusal(bad)
+    assert f"{tmp_path / 'none'}: No such file" in refusal(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"k_bits": 5}, "k_bits is 5"),
+        ({"page_tokens": 48}, "page_tokens is 48"),
+        ({"v_bits": "two"}, "codec.settings.v_bits"),
+        ({"rounding": "nearest"}, "codec.settings.rounding"),
+        ({"calibration": 7}, "codec.settings.calibration"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_codec(CodecConfig(name="rot-k4v4", settings=settings), KvShape(1, 1, 64), load("reference"))
+    assert said in str(caught.value)
