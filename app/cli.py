@@ -103,6 +103,15 @@ def evaluate(context: typer.Context) -> None:
     _become("measure.accuracy", context.args, "matplotlib", "rapidfuzz", "rouge_score")
 
 
+@app.command(
+    "calibrate",
+    help="Fit the codecs rot-* to a model, and write a calibration file; --help lists the options.",
+    context_settings=_PASSED_ON,
+)
+def calibrate(context: typer.Context) -> None:
+    _become("measure.calibrate", context.args)
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure a running server.")
 app.add_typer(bench, name="bench")
 

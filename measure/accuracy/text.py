@@ -1,4 +1,5 @@
-"""Held-out text: what the shipped model's trainer kept back, or without that the same split of Python's library.
+"""Held-out text: what the shipped model's trainer kept back, or without that the same split of Python's library; and
+the rest of that library, for what must not see the text that is scored.
 
 The trainer writes the files that it held out beside the model (`held_out.jsonl`). On a machine without it, the
 library's own sources serve: a file is held out if the hash of its name falls below a bound, so the split needs no list
@@ -68,15 +69,41 @@ def held_out(model: Path) -> HeldOut:
     return HeldOut(documents, f"{len(documents)} files of this Python's library that the trainer holds out by name")
 
 
+def not_held_out() -> Iterator[Document]:
+    """The files of this Python's library that no trainer of ours holds out, so nothing is scored on them.
+
+    They come in an order that mixes packages, the same on every machine with this Python.
+    """
+    files = _files(Path(sysconfig.get_paths()["stdlib"]))
+    named = {name: path for name, path in files if not is_held_out(name)}
+    for name in sorted(named, key=_digest):
+        yield from _read(name, named[name])
+
+
 def is_held_out(name: str) -> bool:
     """The trainer's rule."""
-    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 2**32 < HELD_OUT_SHARE
+    return int(_digest(name)[:8], 16) / 2**32 < HELD_OUT_SHARE
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _library(root: Path) -> Iterator[Document]:
+    for name, path in _files(root):
+        if is_held_out(name):
+            yield from _read(name, path)
+
+
+def _files(root: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(root.rglob(f"*{CODE_SUFFIX}")):
         name = path.relative_to(root).as_posix()
-        if SKIPPED.isdisjoint(name.split("/")) and is_held_out(name):
-            text = path.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n").expandtabs(8)
-            if len(text) >= MIN_CHARS:
-                yield Document(name, text)
+        if SKIPPED.isdisjoint(name.split("/")):
+            yield name, path
+
+
+def _read(name: str, path: Path) -> Iterator[Document]:
+    """The file, unless it is short."""
+    text = path.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n").expandtabs(8)
+    if len(text) >= MIN_CHARS:
+        yield Document(name, text)

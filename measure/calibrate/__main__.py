@@ -1,0 +1,147 @@
+"""`hackkv calibrate`: fit the codecs rot-* to a model, and write the file that their setting `calibration` names.
+
+The model reads text with exact attention; moments of its keys and queries give each KV head a basis in which codes
+lose least. Every node of a cluster needs a file of the same bytes: copy it, do not make it again elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import save
+from torch import Tensor
+
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.errors import ConfigError, HackkvError
+from hackkv.model.shipped import find_model
+from hackkv.model.worker import Worker, load_worker
+from hackkv.tokenizer import Tokenizer
+from measure.calibrate.moments import counted_rows, gather
+from measure.calibrate.solve import solve
+from measure.calibrate.windows import Windows, windows_of
+
+METADATA = "hackkv"
+"""The one key of the file's metadata, whose value is JSON: the library writes several keys in any order, and the bytes
+of a file must follow from what was measured."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, run, write; returns the exit code."""
+    args = _parser().parse_args(arguments)
+    console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    try:
+        _check_out(args.out)
+        worker, windows = _load(args)
+        found = _measure(worker, windows, notes)
+        write_atomically(args.out, save(found, {METADATA: _about(worker, windows)}))
+    except HackkvError as error:
+        notes.print(f"hackkv calibrate: {error}", style="red", markup=False, soft_wrap=True)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    said = f"wrote {args.out}: {worker.name}, {windows.tokens} tokens of {windows.source}"
+    console.print(said, markup=False, soft_wrap=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "hackkv calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", nargs="?", default="", help="checkpoint folder or hub name; default: the shipped model"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="UTF-8 text; default: sources of this Python's library that `hackkv eval` never scores",
+    )
+    parser.add_argument("--tokens", type=_positive, default=16384, help="how much text to read; default: 16384")
+    parser.add_argument("--out", type=Path, required=True, help="the file to write (.safetensors)")
+    parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
+    parser.add_argument("--backend", default="auto", help="kernels; default: the fastest of this machine")
+    parser.add_argument("--threads", type=_positive, default=os.cpu_count() or 1, help="default: all cores")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _check_out(out: Path) -> None:
+    """Before the work and not after it."""
+    if out.is_dir():
+        raise ConfigError(f"{out}: is a folder")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent}: no such folder")
+
+
+def _load(args: argparse.Namespace) -> tuple[Worker, Windows]:
+    """Everything that the run needs. Raises `ConfigError`, also if the text is too short."""
+    folder = find_model(args.model)
+    config = ModelConfig(path=str(folder.path), dtype=args.dtype, threads=args.threads, backend=args.backend)
+    worker = replace(load_worker(config, CodecConfig(name="fp16")), name=folder.name)
+    windows = windows_of(Tokenizer(folder.path), args.text, args.tokens, worker.model.spec.max_context)
+    rows, needed = counted_rows(windows.windows), worker.model.spec.head_dim
+    if rows < needed:
+        raise ConfigError(
+            f"{windows.source}: {windows.tokens} tokens leave {rows} rows to count; at least {needed} are needed"
+        )
+    return worker, windows
+
+
+def _measure(worker: Worker, windows: Windows, console: Console) -> dict[str, Tensor]:
+    """The tensors of the file, by name, under a progress bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    silent, found = not console.is_terminal, dict[str, Tensor]()
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=silent) as progress:
+        bar = progress.add_task("tokens", total=windows.tokens)
+        moments = gather(worker.model, windows.windows, lambda count: progress.update(bar, advance=count))
+        progress.update(bar, description="layers", total=len(moments), completed=0)
+        for layer, each in enumerate(moments):
+            found |= {f"layers.{layer}.{name}": tensor for name, tensor in solve(each).items()}
+            progress.update(bar, advance=1)
+    return found
+
+
+def _about(worker: Worker, windows: Windows) -> str:
+    about = {
+        "model": worker.name,
+        "model_hash": dict(worker.fingerprint.fields)["model_hash"],
+        "dtype": dict(worker.fingerprint.fields)["dtype"],
+        "text": windows.source,
+        "text_sha256": windows.digest,
+        "tokens": windows.tokens,
+        "torch": torch.__version__,
+    }
+    return json.dumps(about, sort_keys=True)
+
+
+def write_atomically(out: Path, data: bytes) -> None:
+    """Write `data` to `out`, which holds what it held until all of it is on the disk. Raises `ConfigError`."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(out)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"{out}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

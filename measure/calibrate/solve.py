@@ -1,0 +1,52 @@
+"""From moments to what the codecs `rot-*` read: a basis for K, its mean, and gains of the feedback inside a row.
+
+Codes of one scale want channels that look alike, so K is whitened and then spread by a Hadamard matrix. To whiten it
+wholly would spend precision on directions that no query has, hence C^(-1/4) and not C^(-1/2). What matters is the error
+of q·k, e^T E[q q^T] e for an error e of k. Feedback makes that small in the basis T, where E[q q^T] is
+M = T^-1 Q T^-T: with M = R^T R, the levels of a row are chosen from the last channel on and every channel makes up for
+the errors of those after it (LDLQ of QuIP, arXiv 2307.13304).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from hackkv.codecs.hadamard import hadamard
+from measure.calibrate.moments import Moments
+
+POWER: Final = -0.25
+FLOOR: Final = 1e-3
+"""The least eigenvalue of the covariance, as a share of their mean: text has no rows in some directions."""
+DAMP: Final = 0.1
+"""What is added to M's diagonal, as a share of its mean: the queries to come are not those of the text."""
+
+
+def solve(moments: Moments) -> dict[str, Tensor]:
+    """`basis` [Hkv, D, D], `mean` [Hkv, D] and `feedback` [Hkv, D, D] of a layer, float32 on the processor."""
+    covariance, queries = moments.covariance.cpu(), moments.queries.cpu()
+    basis = power(covariance, POWER) @ hadamard(covariance.shape[-1])
+    # What is stored is what the gains must fit, so the metric is that of the rounded basis.
+    stored = basis.float()
+    back = torch.linalg.inv(stored.double())
+    found = {"basis": stored, "mean": moments.mean.cpu().float(), "feedback": gains(back @ queries @ back.mT).float()}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def power(covariance: Tensor, exponent: float) -> Tensor:
+    """Symmetric [..., D, D] float64 to a power; eigenvalues are scaled to a mean of 1 and floored."""
+    values, vectors = torch.linalg.eigh(covariance)
+    mean = values.mean(-1, keepdim=True)
+    values = (values / torch.where(mean > 0, mean, 1)).clamp(min=FLOOR)
+    powered: Tensor = vectors * values.pow(exponent)[..., None, :] @ vectors.mT
+    return powered
+
+
+def gains(metric: Tensor) -> Tensor:
+    """g_id = R_id / R_ii for d > i, else 0, of metric [..., D, D] + damping = R^T R with R upper triangular."""
+    mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    damped = metric + DAMP * torch.where(mean > 0, mean, 1) * torch.eye(metric.shape[-1], dtype=metric.dtype)
+    root: Tensor = torch.linalg.cholesky(damped, upper=True)
+    return (root / root.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
