@@ -161,7 +161,7 @@ class RotatedCodec(PagedCodec):
         """K is rounded to FP16 before it turns too: a value that FP16 does not hold is found as the contract says, in
         decode because infinity turns into rows that are not finite."""
         rows, turn = self._backend.rows, self._turns[layer].of(pool)
-        narrow_k, narrow_v = k.to(torch.float16), v
+        narrow_k, narrow_v = k.to(torch.float16), v.float()
         if not batch.is_decode:
             narrowed = rows.narrow(k, v)
             if narrowed is None:
