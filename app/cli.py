@@ -35,7 +35,12 @@ console = Console(stderr=True, highlight=False)
 Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub name; nothing serves the model that ships along.")]
 Prefill = Annotated[int, typer.Option("--prefill", min=1, help="Prefill processes.")]
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode processes.")]
-Codec = Annotated[str, typer.Option(help="Form of the KV cache: hack, hack-k4v2, hack-paper or fp16.")]
+Codec = Annotated[
+    str,
+    typer.Option(
+        help="Form of the KV cache: hack, hack-k4v2, hack-paper, rot-k4v4, rot-k3v3, rot-k3v2, rot-k2v2, fp8 or fp16."
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Host = Annotated[str, typer.Option(help="Address of the HTTP API.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 takes any free one.")]
