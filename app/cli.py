@@ -19,6 +19,7 @@ from rich.console import Console
 from app.cluster import ENVIRONMENT, ClusterPlan, LocalCluster, role_command, running
 from app.demo import demonstrate
 from hackkv import __version__
+from hackkv.codecs import CODECS
 from hackkv.config import DEFAULT_CODEC, CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.model.shipped import find_model
@@ -37,9 +38,7 @@ Prefill = Annotated[int, typer.Option("--prefill", min=1, help="Prefill processe
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode processes.")]
 Codec = Annotated[
     str,
-    typer.Option(
-        help="Form of the KV cache: hack, hack-k4v2, hack-paper, rot-k4v4, rot-k3v3, rot-k3v2, rot-k2v2, fp8 or fp16."
-    ),
+    typer.Option(help=f"Form of the KV cache: {', '.join(CODECS)}."),
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Host = Annotated[str, typer.Option(help="Address of the HTTP API.")]
