@@ -20,6 +20,7 @@ from app.cluster import ENVIRONMENT, ClusterPlan, LocalCluster, role_command, ru
 from app.demo import demonstrate
 from app.programs import ANSWERS, DEMO_MODEL, WRITES
 from hackkv import __version__
+from hackkv.codecs import CODECS
 from hackkv.config import DEFAULT_CODEC, CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.model.shipped import SHIPPED, SHIPPED_NAME, SMOLLM2, SMOLLM2_PACKAGE, find_model, has_smollm2
@@ -39,7 +40,10 @@ Model = Annotated[str, typer.Argument(help=_MODEL)]
 DemoModel = Annotated[str, typer.Option("--model", help=_MODEL)]
 Prefill = Annotated[int, typer.Option("--prefill", min=1, help="Prefill processes.")]
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode processes.")]
-Codec = Annotated[str, typer.Option(help="Form of the KV cache: hack, hack-k4v2, hack-paper or fp16.")]
+Codec = Annotated[
+    str,
+    typer.Option(help=f"Form of the KV cache: {', '.join(CODECS)}."),
+]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Host = Annotated[str, typer.Option(help="Address of the HTTP API.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 takes any free one.")]
