@@ -208,6 +208,10 @@ def test_outputs_have_the_dtype_of_the_query(case: Case) -> None:
     q, k, v = (rows(i, 5, HEADS * case.group if i == 0 else HEADS, case.head_dim).bfloat16() for i in range(3))
     out = codec.attend(LAYER, pool, batch, q, k, v)
     assert (out.dtype, out.shape) == (torch.bfloat16, q.shape)
+    decoded = codec.attend(
+        LAYER, pool, codec.prepare(Batch.of([Span(0, 5, 1, (0,))], case.page_tokens)), q[:1], k[:1], v[:1]
+    )
+    assert (decoded.dtype, decoded.shape) == (torch.bfloat16, q[:1].shape)
 
 
 @table
