@@ -1,4 +1,9 @@
-"""Moments of keys and queries per layer and KV head, over one pass of a model with exact attention."""
+"""Moments of keys and queries per layer and KV head, over one pass of a model with exact attention.
+
+The rotary embedding turns rows by their position, and windows are shorter than the contexts to come. So sums are taken
+before the embedding, and the moments are those that the rows would have if each stood at every position of the context.
+Moments of the windows' own positions fit short contexts only.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,15 @@ from torch import Tensor
 
 from hackkv.errors import NonFiniteError
 from hackkv.model.exact import ExactKv, exact_attend
-from hackkv.model.llama import Attend, Llama, flat_positions
+from hackkv.model.llama import Attend, Llama, flat_positions, rotation_table
 from measure.tasks import Ids
 
 CHUNK_TOKENS: Final = 256
 LEFT_OUT: Final = 64
 """The first rows of a window that do not count. Attention sinks are there: few rows, unlike all others."""
+
+POSITION_STEP: Final = 7
+"""Every so many positions of the context stand for all."""
 
 OnTokens = Callable[[int], None]
 """Called with the number of tokens that the model just read."""
@@ -27,7 +35,7 @@ class Moments:
     """Of one layer, float64."""
 
     mean: Tensor
-    """[Hkv, D]: of k, after the rotary embedding."""
+    """[Hkv, D]: of k, after the rotary embedding, over all positions of the context."""
     covariance: Tensor
     """[Hkv, D, D]: of k about its mean."""
     queries: Tensor
@@ -35,32 +43,55 @@ class Moments:
 
 
 class Sums:
-    """Sums over the rows of one layer so far, float64."""
+    """Sums over the rows of one layer so far, before the rotary embedding, float64."""
 
     def __init__(self, heads: int, dim: int, device: torch.device) -> None:
         self.rows = self.query_rows = 0
         self.k = torch.zeros(heads, dim, dtype=torch.float64, device=device)
         self.kk, self.qq = (torch.zeros(heads, dim, dim, dtype=torch.float64, device=device) for _ in range(2))
 
-    def add(self, q: Tensor, k: Tensor) -> None:
-        """Rows q [T, Hq, D] and k [T, Hkv, D]."""
-        keys = k.double().transpose(0, 1)
-        queries = q.double().unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
+    def add(self, q: Tensor, k: Tensor, turns: Tensor) -> None:
+        """Rows q [T, Hq, D] and k [T, Hkv, D] as `turns` [T, D] have rotated them."""
+        keys = turned_back(k.double(), turns).transpose(0, 1)
+        queries = turned_back(q.double(), turns).unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
         self.k += keys.sum(1)
         self.kk += keys.mT @ keys
         self.qq += queries.mT @ queries
         self.rows += keys.shape[1]
         self.query_rows += queries.shape[1]
 
-    def moments(self) -> Moments:
-        """Of the rows so far, of which there is at least one."""
-        mean = self.k / self.rows
-        return Moments(mean, self.kk / self.rows - mean[:, :, None] * mean[:, None], self.qq / self.query_rows)
+    def moments(self, turns: Tensor) -> Moments:
+        """Of the rows so far, of which there is at least one, spread over the positions of `turns` [P, D]."""
+        cos, sin = turns.double().chunk(2, dim=-1)
+        mean, keys = spread(self.k / self.rows, self.kk / self.rows, cos, sin)
+        _, queries = spread(torch.zeros_like(mean), self.qq / self.query_rows, cos, sin)
+        return Moments(mean, keys - mean[:, :, None] * mean[:, None], queries)
+
+
+def turned_back(x: Tensor, turns: Tensor) -> Tensor:
+    """Rows [T, H, D] float64 as they were before the rotary embedding; `turns` [T, D] may scale as well."""
+    cos, sin = turns.double()[:, None].chunk(2, dim=-1)
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos + high * sin, high * cos - low * sin), dim=-1) / (cos * cos + sin * sin).repeat(1, 1, 2)
+
+
+def spread(mean: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean [H, D] and second moment [H, D, D] of rows that are rotated by every one of cos, sin [P, D/2]."""
+    low, high = mean.chunk(2, dim=-1)
+    c, s = cos.mean(0), sin.mean(0)
+    cc, cs, ss = (x.mT @ y / len(cos) for x, y in ((cos, cos), (cos, sin), (sin, sin)))
+    (aa, ab), (_, bb) = (half.chunk(2, dim=-1) for half in second.chunk(2, dim=-2))
+    low_low = cc * aa - cs * ab - cs.mT * ab.mT + ss * bb
+    low_high = cc * ab + cs * aa - cs.mT * bb - ss * ab.mT
+    high_high = cc * bb + cs * ab.mT + cs.mT * ab + ss * aa
+    top, bottom = torch.cat((low_low, low_high), dim=-1), torch.cat((low_high.mT, high_high), dim=-1)
+    return torch.cat((low * c - high * s, high * c + low * s), dim=-1), torch.cat((top, bottom), dim=-2)
 
 
 def gather(model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens) -> list[Moments]:
     """The moments of every layer. Raises `NonFiniteError` naming the layer whose keys or queries are not finite."""
     spec = model.spec
+    turns = rotation_table(spec.rope, spec.max_context, model.device)
     sums = [Sums(spec.num_kv_heads, spec.head_dim, model.device) for _ in range(spec.num_layers)]
     for window in windows:
         cache = ExactKv()
@@ -68,21 +99,24 @@ def gather(model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens) -> list[
             ids = torch.from_numpy(window[start : start + CHUNK_TOKENS]).to(model.device)
             count = len(ids)
             positions = flat_positions([(start, start + count)], model.device)
-            attend = _watching(exact_attend([cache], [count]), sums, max(0, LEFT_OUT - start))
+            left_out = min(count, max(0, LEFT_OUT - start))
+            attend = _watching(exact_attend([cache], [count]), sums, turns[positions[left_out:]])
             with torch.inference_mode():
                 model.forward(ids, positions, attend, rows=torch.zeros(1, dtype=torch.int64, device=model.device))
             on_tokens(count)
-    found = [each.moments() for each in sums]
+    found = [each.moments(turns[::POSITION_STEP]) for each in sums]
     for layer, moments in enumerate(found):
         if not all(bool(x.isfinite().all()) for x in (moments.mean, moments.covariance, moments.queries)):
             raise NonFiniteError(f"layer {layer}: a key or query of the text is not finite")
     return found
 
 
-def _watching(attend: Attend, sums: list[Sums], skipped: int) -> Attend:
+def _watching(attend: Attend, sums: list[Sums], turns: Tensor) -> Attend:
+    """`attend`, and the last rows of every call are summed: those that `turns` has rotated."""
+
     def watch(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if skipped < k.shape[0]:
-            sums[layer].add(q[skipped:], k[skipped:])
+        if turns.shape[0]:
+            sums[layer].add(q[-turns.shape[0] :], k[-turns.shape[0] :], turns)
         return attend(layer, q, k, v)
 
     return watch

@@ -20,12 +20,13 @@ from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import NonFiniteError
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.identity import model_hash
+from hackkv.model.llama import rotation_table
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import load_worker
 from hackkv.tokenizer import Tokenizer
 from measure.accuracy.text import held_out, is_held_out, not_held_out
 from measure.calibrate.__main__ import METADATA, main, write_atomically
-from measure.calibrate.moments import LEFT_OUT, Moments, Sums, gather
+from measure.calibrate.moments import LEFT_OUT, POSITION_STEP, Moments, Sums, gather, turned_back
 from measure.calibrate.solve import gains, solve
 from measure.calibrate.windows import WINDOW_TOKENS, windows_of
 from tests.pair import poisoned, tiny_worker
@@ -118,9 +119,16 @@ def test_windows_hold_the_text_once(checkpoint: Path, tmp_path: Path, longest: i
     assert windows_of(tokenizer, text, 4999, longest).digest != found.digest
 
 
-def test_moments_are_those_of_the_rows_that_count() -> None:
+def turned(x: Tensor, turns: Tensor) -> Tensor:
+    """Rows [.., D] by the rotary embedding `turns` [.., D]."""
+    (low, high), (cos, sin) = x.chunk(2, -1), turns.double().chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def test_moments_are_those_of_the_rows_that_count_at_every_position() -> None:
     """Against rows that the model's own cache kept, over chunks and windows of different lengths."""
     model = tiny_worker("fp16").model
+    turns = rotation_table(model.spec.rope, model.spec.max_context, model.device)
     generator = np.random.default_rng(1)
     windows = tuple(generator.integers(3, 500, count) for count in (400, LEFT_OUT, 90))
     keys = []
@@ -128,23 +136,27 @@ def test_moments_are_those_of_the_rows_that_count() -> None:
         cache = ExactKv()
         with torch.inference_mode():
             advance(model, [(cache, window.tolist())])
-        keys.append(cache.keys[1][LEFT_OUT:].double())
+        keys.append(turned_back(cache.keys[1][LEFT_OUT:].double(), turns[LEFT_OUT : len(window)]))
     k, seen = torch.cat(keys).transpose(0, 1), list[int]()
+    everywhere = turned(k[:, :, None], turns[::POSITION_STEP]).flatten(1, 2)
     (_, found) = gather(model, windows, seen.append)
     assert sum(seen) == sum(map(len, windows))
-    centred = k - k.mean(1, keepdim=True)
-    assert torch.allclose(found.mean, k.mean(1), atol=1e-5)
-    assert torch.allclose(found.covariance, centred.mT @ centred / k.shape[1], atol=1e-5)
+    centred = everywhere - everywhere.mean(1, keepdim=True)
+    assert torch.allclose(found.mean, everywhere.mean(1), atol=1e-5)
+    assert torch.allclose(found.covariance, centred.mT @ centred / everywhere.shape[1], atol=1e-5)
 
 
 def test_queries_count_for_the_kv_head_that_they_ask() -> None:
-    q, k = torch.randn(2, 50, 6, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    q, k = torch.randn(2, 50, 6, 64, generator=generator, dtype=torch.float64)
+    angles = torch.rand(50, 32, generator=generator)
+    turns = 1.5 * torch.cat((angles.cos(), angles.sin()), -1)  # an embedding may scale, too
     sums = Sums(2, 64, torch.device("cpu"))
     for part in (slice(0, 1), slice(1, 30), slice(30, 50)):
-        sums.add(q[part], k[part, :2])
+        sums.add(turned(q[part], turns[part, None]), turned(k[part, :2], turns[part, None]), turns[part])
     for head in range(2):
-        asked = q[:, 3 * head : 3 * head + 3].flatten(0, 1)
-        assert torch.allclose(sums.moments().queries[head], asked.T @ asked / 150)
+        asked = turned(q[:, 3 * head : 3 * head + 3].flatten(0, 1), turns[:1])
+        assert torch.allclose(sums.moments(turns[:1]).queries[head], asked.T @ asked / 150)
 
 
 def test_keys_that_are_not_finite_are_named() -> None:
