@@ -1,7 +1,7 @@
 // Pages of levels (Kind::kLevels), the format LevelFormat of Python: codes around zero, one FP16 scale a row.
 //
-// Codes rest as those of pages of codes do (hack_format.h). 3 bits are a plane of 2 and a plane of 1: a dot product is the
-// sum of theirs, the second four times.
+// Codes rest as those of pages of codes do (hack_format.h). 3 bits are a plane of 2 and a plane of 1, which
+// meet in a register.
 #pragma once
 
 #include "hack_format.h"

@@ -18,23 +18,42 @@ template <class S, int bits, int NR, int NB>
 [[gnu::always_inline]] inline void level_dots(const BasicLevels<const std::uint8_t, const std::uint16_t>& page,
                                               const BasicLevels<const std::uint8_t, const std::uint16_t>& next,
                                               int block, int elements, const std::uint8_t* rows, int stride,
-                                              typename S::F (&sums)[NR][NB]) {
-  constexpr int low = low_bits(bits);
-  const int chunks = elements / chunk_of(low), block_bytes = chunks * kVectorBytes;
-  typename S::I dots[NR][NB];
-  packed_dots<S, low, NR, NB>(page.codes + block * block_bytes, next.codes + block * block_bytes, block_bytes, chunks,
-                              rows, stride, dots);
-  unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
-    sums[i / NB][i % NB] = S::to_float(dots[i / NB][i % NB]);
-  });
-  if constexpr (bits == 3) {
-    const int high_chunks = elements / chunk_of(1), high_bytes = high_chunks * kVectorBytes;
-    packed_dots<S, 1, NR, NB>(page.high + block * high_bytes, next.high + block * high_bytes, high_bytes, high_chunks,
-                              rows, stride, dots);
-    const auto four = S::splat(4.0f);
-    unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
-      sums[i / NB][i % NB] = S::fma(four, S::to_float(dots[i / NB][i % NB]), sums[i / NB][i % NB]);
-    });
+                                              typename S::I (&dots)[NR][NB]) {
+  const int bytes = elements / chunk_of(low_bits(bits)) * kVectorBytes;
+  if constexpr (bits != 3) {
+    packed_dots<S, bits, NR, NB>(page.codes + block * bytes, next.codes + block * bytes, bytes, bytes / kVectorBytes,
+                                 rows, stride, dots);
+  } else {
+    // A vector of highest bits belongs to two vectors of lower bits.
+    const int high_bytes = bytes / 2;
+    const std::uint8_t *codes = page.codes + block * bytes, *high = page.high + block * high_bytes;
+    const std::uint8_t *next_codes = next.codes + block * bytes, *next_high = next.high + block * high_bytes;
+    unrolled<NR * NB>([&](auto i) { dots[i / NB][i % NB] = S::zero_int(); });
+    for (int c = 0; c < high_bytes; c += kVectorBytes) {
+      typename S::I tops[NB];
+      unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+        tops[b] = S::load_int(high + b * high_bytes + c);
+        fetch(next_high + b * high_bytes + c);
+      });
+      unrolled<2>([&](auto half) __attribute__((always_inline)) {
+        const int at = 2 * c + half * kVectorBytes;
+        typename S::I packed[NB];
+        unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+          packed[b] = S::load_int(codes + b * bytes + at);
+          fetch(next_codes + b * bytes + at);
+        });
+        unrolled<4>([&](auto f) __attribute__((always_inline)) {
+          typename S::I plane[NB];
+          unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+            plane[b] = S::template with_high<4 * half + f>(S::template plane<2, f>(packed[b]), tops[b]);
+          });
+          unrolled<NR>([&](auto r) __attribute__((always_inline)) {
+            const auto quad = S::broadcast_quad(rows + r * stride + at / 4 + kQuad * f);
+            unrolled<NB>([&](auto b) { dots[r][b] = S::template dot<3>(dots[r][b], plane[b], quad); });
+          });
+        });
+      });
+    }
   }
 }
 
@@ -47,8 +66,9 @@ void level_scores(const LevelFormat& fmt, const ConstLevelPage& page, const Cons
   each_block<S>(
       pi, [&](int t, auto blocks) __attribute__((always_inline)) {
         constexpr int NB = blocks;
-        typename S::F sums[NR][NB], scale[NB];
-        level_dots<S, bits, NR, NB>(page.k, next.k, t / kLanes, d, rows, d, sums);
+        typename S::I dots[NR][NB];
+        typename S::F scale[NB];
+        level_dots<S, bits, NR, NB>(page.k, next.k, t / kLanes, d, rows, d, dots);
         unrolled<NB>([&](auto b) __attribute__((always_inline)) {
           scale[b] = S::load_half(page.k.scale + t + b * kLanes);
           fetch(next.k.scale + t + b * kLanes);
@@ -56,7 +76,7 @@ void level_scores(const LevelFormat& fmt, const ConstLevelPage& page, const Cons
         unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
           constexpr int r = i / NB, b = i % NB;
           const auto correction = S::splat(zero_point(bits) * query.sums[r0 + r]);
-          const auto score = S::mul(S::mul(S::sub(sums[r][b], correction), scale[b]), S::splat(query.scale[r0 + r]));
+          const auto score = S::mul(S::mul(S::sub(S::to_float(dots[r][b]), correction), scale[b]), S::splat(query.scale[r0 + r]));
           S::store(scores + r * pi + t + b * kLanes, score);
         });
       });
@@ -70,12 +90,12 @@ void level_values(const LevelFormat& fmt, const ConstLevelPage& page, const Cons
   each_block<S>(
       fmt.head_dim, [&](int d, auto blocks) __attribute__((always_inline)) {
         constexpr int NB = blocks;
-        typename S::F sums[NR][NB];
-        level_dots<S, bits, NR, NB>(page.v, next.v, d / kLanes, pi, p, pi, sums);
+        typename S::I dots[NR][NB];
+        level_dots<S, bits, NR, NB>(page.v, next.v, d / kLanes, pi, p, pi, dots);
         unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
           constexpr int r = i / NB, b = i % NB;
           float* at = out + r * fmt.head_dim + d + b * kLanes;
-          const auto exact = S::sub(sums[r][b], S::splat(merges[r].correction));
+          const auto exact = S::sub(S::to_float(dots[r][b]), S::splat(merges[r].correction));
           S::store(at, S::fma(S::splat(merges[r].take), exact, S::load(at)));
         });
       });

@@ -10,8 +10,7 @@ namespace hack {
 struct WideLevels {
   std::uint8_t* k;
   std::uint8_t* v;
-  std::uint8_t* high;  // scratch
-  float* k_scale;      // [Π]
+  float* k_scale;  // [Π]
   float* v_scale;
 };
 
@@ -19,19 +18,30 @@ template <class S>
 WideLevels make_wide_levels(const LevelFormat& fmt, Arena<S>& arena) {
   const auto bytes = [&] { return arena.template take<std::uint8_t>(fmt.elements()); };
   const auto floats = [&] { return arena.template take<float>(fmt.page_tokens); };
-  auto *k = bytes(), *v = bytes(), *high = bytes();
+  auto *k = bytes(), *v = bytes();
   float *k_scale = floats(), *v_scale = floats();
-  return {k, v, high, k_scale, v_scale};
+  return {k, v, k_scale, v_scale};
 }
 
+// Codes [lanes, elements] in packed vectors -> [elements / 4][blocks] vectors of bytes; as widen_codes.
 template <class S>
-void widen_levels(const PageFormat& fmt, int bits, const BasicLevels<const std::uint8_t, const std::uint16_t>& from,
-                  int lanes, int elements, std::uint8_t* wide, std::uint8_t* high) {
+void widen_levels(int bits, const BasicLevels<const std::uint8_t, const std::uint16_t>& from, int lanes, int elements,
+                  std::uint8_t* wide) {
   with_level_bits(bits, [&](auto constant) {
-    widen_codes<S, low_bits(constant)>(from.codes, lanes, elements, wide);
-    if constexpr (constant == 3) {
-      widen_codes<S, 1>(from.high, lanes, elements, high);
-      for (std::size_t i = 0; i < fmt.elements(); ++i) wide[i] = std::uint8_t(wide[i] + 4 * high[i]);
+    if constexpr (constant != 3) {
+      widen_codes<S, constant>(from.codes, lanes, elements, wide);
+    } else {
+      const int blocks = lanes / kLanes, chunks = elements / chunk_of(1);
+      const std::uint8_t *codes = from.codes, *high = from.high;
+      for (int b = 0; b < blocks; ++b) {
+        for (int c = 0; c < chunks; ++c, codes += 2 * kVectorBytes, high += kVectorBytes) {
+          const auto tops = S::load_int(high);
+          unrolled<8>([&](auto f) __attribute__((always_inline)) {
+            const auto low = S::template plane<2, f % 4>(S::load_int(codes + f / 4 * kVectorBytes));
+            S::store_int(wide + ((c * 8 + f) * blocks + b) * kVectorBytes, S::template with_high<f>(low, tops));
+          });
+        }
+      }
     }
   });
 }
@@ -39,8 +49,8 @@ void widen_levels(const PageFormat& fmt, int bits, const BasicLevels<const std::
 template <class S>
 void widen_level_page(const LevelFormat& fmt, const ConstLevelPage& page, const WideLevels& wide) {
   const int pi = fmt.page_tokens, d = fmt.head_dim;
-  widen_levels<S>(fmt, fmt.k_bits, page.k, pi, d, wide.k, wide.high);
-  widen_levels<S>(fmt, fmt.v_bits, page.v, d, pi, wide.v, wide.high);
+  widen_levels<S>(fmt.k_bits, page.k, pi, d, wide.k);
+  widen_levels<S>(fmt.v_bits, page.v, d, pi, wide.v);
   widen_halves<S>(page.k.scale, std::size_t(pi), wide.k_scale);
   widen_halves<S>(page.v.scale, std::size_t(pi), wide.v_scale);
 }

@@ -107,6 +107,15 @@ struct Avx2 {
     return {_mm256_and_si256(_mm256_srli_epi16(x.a, bits * f), mask),
             _mm256_and_si256(_mm256_srli_epi16(x.b, bits * f), mask)};
   }
+  // `low` plus 4 times bit f of every byte of x: a code's lower two bits and its highest.
+  template <int f>
+  static I with_high(I low, I x) {
+    const auto half = [](__m256i bits, __m256i y) {
+      const __m256i moved = f < 2 ? _mm256_slli_epi16(y, f < 2 ? 2 - f : 0) : _mm256_srli_epi16(y, f < 2 ? 0 : f - 2);
+      return _mm256_or_si256(bits, _mm256_and_si256(moved, _mm256_set1_epi8(4)));
+    };
+    return {half(low.a, x.a), half(low.b, x.b)};
+  }
   // acc + Σ of 4 products per lane, unsigned codes times signed bytes.
   template <int bits = kNarrow>
   static I dot(I acc, I codes, I signed_bytes) {

@@ -78,6 +78,12 @@ struct Avx512 {
     if constexpr (f == 0) return _mm512_and_si512(x, mask);
     return _mm512_and_si512(_mm512_srli_epi16(x, bits * f), mask);
   }
+  // `low` plus 4 times bit f of every byte of x: a code's lower two bits and its highest.
+  template <int f>
+  static I with_high(I low, I x) {
+    const I moved = f < 2 ? _mm512_slli_epi16(x, f < 2 ? 2 - f : 0) : _mm512_srli_epi16(x, f < 2 ? 0 : f - 2);
+    return _mm512_ternarylogic_epi64(low, moved, _mm512_set1_epi8(4), 0xF8);  // low | (moved & 4)
+  }
   // acc + Σ of 4 products per lane, unsigned codes times signed bytes. In assembly, because GCC copies the intrinsic's
   // accumulator before and after every use, which costs as much as the products.
   template <int bits = kNarrow>

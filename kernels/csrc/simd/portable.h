@@ -146,6 +146,11 @@ struct Portable {
     constexpr std::uint32_t mask = 0x01010101u * ((1u << bits) - 1);
     return lanes<I>([&](int i) { return (x.v[i] >> (bits * f)) & mask; });
   }
+  // `low` plus 4 times bit f of every byte of x: a code's lower two bits and its highest.
+  template <int f>
+  static I with_high(I low, I x) {
+    return lanes<I>([&](int i) { return low.v[i] | (((x.v[i] >> f) & 0x01010101u) << 2); });
+  }
   // acc + Σ of 4 products per lane, unsigned codes times signed bytes, or unsigned ones.
   template <int bits = kNarrow>
   static I dot(I acc, I codes, I signed_bytes) {
