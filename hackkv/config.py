@@ -50,7 +50,7 @@ class RoleConfig(Frozen):
     internal: InternalConfig = InternalConfig()
 
 
-DEFAULT_CODEC: Final = "hack"
+DEFAULT_CODEC: Final = "rot-k4v4"
 
 
 class CodecConfig(Frozen):

@@ -9,14 +9,15 @@ from hack_kernels.base import RowKernels
 from torch import Tensor
 
 from hackkv.codec import AttentionWeights
-from hackkv.errors import ConfigError
 from hackkv.model.config import ModelSpec, read_spec
+from hackkv.model.dtypes import CPU, DTYPES, check_dtype
+from hackkv.model.fused import OnBytes
 from hackkv.model.identity import model_hash
 from hackkv.model.linear import has_fast_products, packed
 from hackkv.model.llama import Attend, Llama, flat_positions
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
 from hackkv.model.shipped import ModelFolder, find_model
-from hackkv.model.weights import Loading, OnBytes, PrepareWeights, load_weights, progress_bar
+from hackkv.model.weights import Loading, PrepareWeights, load_weights, progress_bar
 
 __all__ = [
     "DTYPES",
@@ -36,9 +37,6 @@ __all__ = [
     "sample",
 ]
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-CPU = torch.device("cpu")
-
 
 def _silent(done: int, total: int) -> None:
     """Report no progress."""
@@ -50,12 +48,6 @@ def _unchanged(layer: int, weights: AttentionWeights) -> AttentionWeights:
 
 def _as_read(weight: Tensor) -> Tensor:
     return weight
-
-
-def check_dtype(dtype: str, device: torch.device = CPU) -> None:
-    """Raise `ConfigError` for a dtype that we do not compute in on `device`."""
-    if dtype not in DTYPES or (dtype == "float16" and device.type == "cpu"):
-        raise ConfigError(f"model.dtype: {dtype!r} is not available on {device.type}; known: {', '.join(DTYPES)}")
 
 
 def load_model(

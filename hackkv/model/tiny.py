@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from hackkv.model.config import FAMILIES, read_spec
-from hackkv.model.weights import INDEX, SINGLE, expected_shapes
+from hackkv.model.layout import split_shapes
+from hackkv.model.weights import INDEX, SINGLE
 
 SPECIALS = ("<|begin|>", "<|end|>", "<|turn|>")
 VOCAB = 512
@@ -57,7 +58,7 @@ def write_tiny(folder: Path, tiny: Tiny) -> Path:
     _write_json(folder / "config.json", _config(tiny))
     _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [1], "temperature": 1.0})
     generator = torch.Generator().manual_seed(tiny.seed)
-    shapes = expected_shapes(read_spec(folder))
+    shapes = split_shapes(read_spec(folder))
     tensors = {name: _draw(name, shape, generator).to(tiny.dtype) for name, shape in shapes.items()}
     _write_tensors(folder, tensors, tiny.shards)
     return folder

@@ -1,7 +1,9 @@
 """Weights from safetensors files, checked before use and fused for speed.
 
-Nothing is ever unpickled. Tensors are copied out of the mapped files, so that replacing or truncating a checkpoint on
-disk cannot harm a process that serves it.
+Nothing is ever unpickled. Tensors in split form are copied out of the mapped files, so that replacing or truncating a
+checkpoint on disk cannot harm a process that serves it. A file in fused form (`layout`) lies in our own cache and is
+never changed, so tensors stay where they are mapped: all processes of the machine share one copy. Matrices are not
+packed then, since a packed copy would be each process's own; `linear` says what that costs.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ from torch import Tensor
 from hackkv.codec import AttentionWeights
 from hackkv.errors import CheckpointError
 from hackkv.model.config import ModelSpec
+from hackkv.model.fused import NAMES, OnBytes
+from hackkv.model.layout import FUSED, GATE_UP, PARTS, QKV, QKV_BIAS, Shapes, fused_shapes, split_shapes
 from hackkv.model.llama import LayerWeights, Weights
-
-OnBytes = Callable[[int, int], None]
-"""Told (bytes of tensors read so far, bytes in all) after each tensor."""
 
 PrepareWeights = Callable[[int, AttentionWeights], AttentionWeights]
 """(layer, weights as in the checkpoint) -> what the codec makes of them: `KvCodec.prepare_weights`."""
@@ -35,7 +36,7 @@ SINGLE = "model.safetensors"
 KNOWN_EXTRAS = ("rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints carry and that we compute ourselves."""
 
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in NAMES.items()}
 """Bytes per element of the safetensors dtypes that we read."""
 
 
@@ -57,24 +58,22 @@ def load_weights(folder: Path, spec: ModelSpec, how: Loading) -> Weights:
     Raises `CheckpointError` that names the file and the tensor.
     """
 
-    def read(name: str) -> Tensor:
-        return checkpoint.read(name, how.on_bytes).to(how.device, how.dtype, copy=True)
-
     with ExitStack() as stack:
-        checkpoint = _Checkpoint(folder, expected_shapes(spec), stack)
-        embed = read("model.embed_tokens.weight")
+        checkpoint = _Checkpoint(folder, spec, stack)
+        source = _Mapped(checkpoint, how) if checkpoint.fused else _Copied(checkpoint, how)
+        embed = source.read("model.embed_tokens.weight")
         return Weights(
             embed=embed,
-            layers=tuple(_layer(spec, index, read, how) for index in range(spec.num_layers)),
-            final_norm=read("model.norm.weight"),
-            lm_head=how.arrange(embed if spec.tie_embeddings else read("lm_head.weight")),
+            layers=tuple(_layer(spec, index, source, how.prepare) for index in range(spec.num_layers)),
+            final_norm=source.read("model.norm.weight"),
+            lm_head=source.at_rest(embed if spec.tie_embeddings else source.read("lm_head.weight")),
         )
 
 
 def check_weights(folder: Path, spec: ModelSpec) -> None:
     """Check files, names, shapes and dtypes as `load_weights` does, without reading a tensor."""
     with ExitStack() as stack:
-        _Checkpoint(folder, expected_shapes(spec), stack)
+        _Checkpoint(folder, spec, stack)
 
 
 @contextmanager
@@ -85,33 +84,6 @@ def progress_bar(label: str) -> Iterator[OnBytes]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this shape must hold, by its Hugging Face name."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (spec.hidden,),
-        "post_attention_layernorm.weight": (spec.hidden,),
-        "self_attn.q_proj.weight": (q, spec.hidden),
-        "self_attn.k_proj.weight": (kv, spec.hidden),
-        "self_attn.v_proj.weight": (kv, spec.hidden),
-        "self_attn.o_proj.weight": (spec.hidden, q),
-        "mlp.gate_proj.weight": (spec.ffn, spec.hidden),
-        "mlp.up_proj.weight": (spec.ffn, spec.hidden),
-        "mlp.down_proj.weight": (spec.hidden, spec.ffn),
-    }
-    if spec.qkv_bias:
-        layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", q), ("k", kv), ("v", kv))}
-    if spec.qk_norm:
-        layer |= {f"self_attn.{name}_norm.weight": (spec.head_dim,) for name in "qk"}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
-    for index in range(spec.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (spec.hidden,)
-    if not spec.tie_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
-    return shapes
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -142,9 +114,11 @@ def _weight_map(path: Path) -> dict[str, Any]:
 class _Checkpoint:
     """The open files of a checkpoint, with every header checked before the first tensor is read."""
 
-    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], stack: ExitStack) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, stack: ExitStack) -> None:
         self._sources: dict[str, tuple[Path, Any]] = {}
         self._done = self._total = 0
+        self.fused = False
+        """Whether the tensors are in fused form."""
         for path in weight_files(folder):
             try:
                 source = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
@@ -152,6 +126,8 @@ class _Checkpoint:
                 raise CheckpointError(f"{path}: truncated or not a safetensors file: {error}") from error
             for name in source.keys():  # noqa: SIM118  a safetensors handle is not a mapping
                 self._sources[name] = (path, source)
+            self.fused |= FUSED.items() <= (source.metadata() or {}).items()
+        shapes: Shapes = fused_shapes(spec) if self.fused else split_shapes(spec)
         tied_copy = {"lm_head.weight"} - shapes.keys()
         extras = self._sources.keys() - shapes.keys() - tied_copy
         unknown = sorted(name for name in extras if not name.endswith(KNOWN_EXTRAS))
@@ -182,33 +158,67 @@ class _Checkpoint:
         return tensor
 
 
-def _layer(spec: ModelSpec, index: int, read: Callable[[str], Tensor], how: Loading) -> LayerWeights:
+class _Copied:
+    """Tensors of a split checkpoint: this process's own, fused here, arranged."""
+
+    def __init__(self, checkpoint: _Checkpoint, how: Loading) -> None:
+        self._checkpoint = checkpoint
+        self._how = how
+
+    def read(self, name: str) -> Tensor:
+        how = self._how
+        return self._checkpoint.read(name, how.on_bytes).to(how.device, how.dtype, copy=True)
+
+    def fused(self, prefix: str, name: str) -> Tensor:
+        return torch.cat([self.read(prefix + part) for part in PARTS[name]])
+
+    def at_rest(self, weight: Tensor) -> Tensor:
+        return self._how.arrange(weight)
+
+
+class _Mapped:
+    """Tensors of a fused checkpoint: views of the mapped file, as far as dtype and device are those of the file."""
+
+    def __init__(self, checkpoint: _Checkpoint, how: Loading) -> None:
+        self._checkpoint = checkpoint
+        self._how = how
+
+    def read(self, name: str) -> Tensor:
+        return self._checkpoint.read(name, self._how.on_bytes).to(self._how.device, self._how.dtype)
+
+    def fused(self, prefix: str, name: str) -> Tensor:
+        return self.read(prefix + name)
+
+    def at_rest(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+def _layer(spec: ModelSpec, index: int, source: _Copied | _Mapped, prepare: PrepareWeights) -> LayerWeights:
     prefix = f"model.layers.{index}."
 
-    def fused(*names: str) -> Tensor:
-        return torch.cat([read(prefix + name) for name in names])
+    def read(name: str) -> Tensor:
+        return source.read(prefix + name)
 
     qk_norm = None
     if spec.qk_norm:
         heads = (("q", spec.num_heads), ("k", spec.num_kv_heads))
-        qk_norm = torch.cat([read(f"{prefix}self_attn.{name}_norm.weight").repeat(count, 1) for name, count in heads])
-    attention = "self_attn.{}_proj.{}".format
-    around = how.prepare(
+        qk_norm = torch.cat([read(f"self_attn.{name}_norm.weight").repeat(count, 1) for name, count in heads])
+    around = prepare(
         index,
         AttentionWeights(
-            qkv=fused(*(attention(name, "weight") for name in "qkv")),
-            qkv_bias=fused(*(attention(name, "bias") for name in "qkv")) if spec.qkv_bias else None,
+            qkv=source.fused(prefix, QKV),
+            qkv_bias=source.fused(prefix, QKV_BIAS) if spec.qkv_bias else None,
             qk_norm=qk_norm,
-            out=read(prefix + attention("o", "weight")),
+            out=read("self_attn.o_proj.weight"),
         ),
     )
     return LayerWeights(
-        input_norm=read(prefix + "input_layernorm.weight"),
-        qkv=how.arrange(around.qkv),
+        input_norm=read("input_layernorm.weight"),
+        qkv=source.at_rest(around.qkv),
         qkv_bias=around.qkv_bias,
         qk_norm=around.qk_norm,
-        out=how.arrange(around.out),
-        ffn_norm=read(prefix + "post_attention_layernorm.weight"),
-        gate_up=how.arrange(fused("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-        down=how.arrange(read(prefix + "mlp.down_proj.weight")),
+        out=source.at_rest(around.out),
+        ffn_norm=read("post_attention_layernorm.weight"),
+        gate_up=source.at_rest(source.fused(prefix, GATE_UP)),
+        down=source.at_rest(read("mlp.down_proj.weight")),
     )

@@ -116,7 +116,7 @@ def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, Model
             f"model.backend: {model.backend!r} computes on {backend.device}, but the engine of this version on the "
             "processor: use cpu or reference"
         )
-    folder = find_model(model.path)
+    folder = find_model(model.path, model.dtype)
     spec = read_spec(folder.path, model.max_context)
     kv_codec = make_codec(codec, spec.kv_shape, backend)
     log.info("model %s, codec %s on backend %s", folder.name, kv_codec.name, _kernels(backend, kv_codec))

@@ -198,6 +198,7 @@ void Engine::seal(const PageFormat& fmt, int layer, const Pool& pool, PageList p
                   const std::uint16_t* k, const std::uint16_t* v) const {
   const PageOperations& of_kind = operations.pages[int(fmt.kind)];
   check(of_kind.seal != nullptr, "pages of this kind are sealed by copying rows");
+  check(fmt.sealed_heads == 0 || pool.head_start + pool.heads <= fmt.sealed_heads, "pool has heads without feedback");
   const std::size_t bytes = of_kind.scratch_bytes(fmt, 1);
   const std::int64_t count = pages.count * pool.heads;
   parallel_for(count > 2 ? threads : 1, count, [&](std::int64_t i) {

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "dispatch.h"
 #include "hack_format.h"
+#include "level_format.h"
 #include "row_format.h"
 #include "rowwise_calls.h"
 
@@ -353,6 +354,23 @@ class Kernels {
                   added, n, to.strips());
   }
 
+  // Heads of rows x [T, H, D], float32, by matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D].
+  void turn_heads(nb::handle x, nb::handle matrices, nb::handle shift, nb::handle out) const {
+    const RowArray rows(x, "x"), to(out, "out");
+    const Array turns(matrices, "matrices");
+    if (rows.dtype() != Dtype::kFloat) refuse("x must be float32");
+    to.expect(rows, rows.elements());
+    const std::size_t d = std::size_t(rows.inner()), heads = std::size_t(rows.elements()) / d, groups = turns.shape(0);
+    expect_shape(turns, {groups, d, d});
+    if (groups == 0 || heads % groups) refuse("matrices do not divide the heads of x");
+    const auto* gains = elements<const float>(turns, Type::kFloat, groups * d * d);
+    const float* added = nullptr;
+    if (!shift.is_none()) added = elements<const float>(Array(shift, "shift"), Type::kFloat, groups * d);
+    const nb::gil_scoped_release unlocked;
+    hack::turn_heads(rows_of(rows), engine_.threads, rows.strips(), int(heads), int(d), gains, added, int(groups),
+                     to.strips());
+  }
+
   // Where each row of x [T, n] is largest, or -1.
   std::vector<std::int64_t> largest(nb::handle x) const {
     const RowArray rows(x, "x");
@@ -400,6 +418,17 @@ HackFormat make_hack_format(int head_dim, int page_tokens, int k_bits, int v_bit
                      own_k_codes, own_v_codes, seed});
 }
 
+// `feedback`: the address of gains [heads, D, D] that outlive the format, transposed (level_format.h); 0: none.
+LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_bits, nb::handle feedback) {
+  if (!is_level_width(k_bits) || !is_level_width(v_bits)) refuse("levels have a width that no kernel takes");
+  if (feedback.is_none()) return LevelFormat(head_dim, page_tokens, k_bits, v_bits, nullptr, 0);
+  const Array gains(feedback, "feedback");
+  const std::size_t d = std::size_t(head_dim), heads = gains.shape(0);
+  expect_shape(gains, {heads, d, d});
+  return LevelFormat(head_dim, page_tokens, k_bits, v_bits, elements<const float>(gains, Type::kFloat, heads * d * d),
+                     std::int64_t(heads));
+}
+
 // A table of operations from another extension, built from the same sources: how the lab's rivals get at the engine.
 Kernels kernels_of(const nb::capsule& table, int threads) {
   if (std::string_view(table.name()) != HACK_OPERATIONS) refuse("the operations were built from other sources");
@@ -417,6 +446,9 @@ NB_MODULE(_cpu, m) {
   nb::class_<PageFormat>(m, "PageFormat");
   nb::class_<HackFormat, PageFormat>(m, "HackFormat");
   nb::class_<RowFormat, PageFormat>(m, "RowFormat");
+  nb::class_<LevelFormat, PageFormat>(m, "LevelFormat");
+  m.def("level_format", make_level_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
+        "feedback"_a.none(), nb::keep_alive<0, 5>());
   m.def("hack_format", make_hack_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "own_v_codes"_a, "seed"_a);
   m.def(
@@ -440,6 +472,7 @@ NB_MODULE(_cpu, m) {
       .def("norm", &Kernels::norm, "x"_a, "more"_a.none(), "weight"_a, "epsilon"_a, "out"_a)
       .def("gate", &Kernels::gate)
       .def("product", &Kernels::product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
+      .def("turn_heads", &Kernels::turn_heads, "x"_a, "matrices"_a, "shift"_a.none(), "out"_a)
       .def("largest", &Kernels::largest)
       .def("attend", &Kernels::attend, "fmt"_a, "layer"_a, "pages"_a, "open_k"_a, "open_v"_a, "spans"_a, "q"_a, "out"_a,
            "k"_a.none(), "v"_a.none(), "head_start"_a = 0);

@@ -20,7 +20,7 @@ template <class S, int bits>
 }
 
 template <class S, int bits>
-void pack_k(const HackFormat& fmt, const std::uint8_t* codes, std::uint8_t* out) {
+void pack_k(const PageFormat& fmt, const std::uint8_t* codes, std::uint8_t* out) {
   for (int block = 0; block < fmt.page_tokens; block += kLanes) {
     for (int d = 0; d < fmt.head_dim; d += chunk_of(bits), out += kVectorBytes) {
       for (int lane = 0; lane < kLanes; ++lane) {
@@ -33,7 +33,7 @@ void pack_k(const HackFormat& fmt, const std::uint8_t* codes, std::uint8_t* out)
 
 // Tokens `first`.. of a page, to its end: codes [Π - first, D]. The tokens before stay as they are.
 template <class S, int bits>
-void pack_k_from(const HackFormat& fmt, int first, const std::uint8_t* codes, std::uint8_t* out) {
+void pack_k_from(const PageFormat& fmt, int first, const std::uint8_t* codes, std::uint8_t* out) {
   const int block_bytes = fmt.head_dim / chunk_of(bits) * kVectorBytes;
   for (int t = first; t < fmt.page_tokens; ++t) {
     std::uint8_t* to = out + t / kLanes * block_bytes + t % kLanes * kQuad;
@@ -45,7 +45,7 @@ void pack_k_from(const HackFormat& fmt, int first, const std::uint8_t* codes, st
 }
 
 template <class S, int bits>
-void unpack_k(const HackFormat& fmt, const std::uint8_t* packed, std::uint8_t* codes) {
+void unpack_k(const PageFormat& fmt, const std::uint8_t* packed, std::uint8_t* codes) {
   constexpr int kPlanes = planes_of(bits);
   constexpr std::uint32_t mask = 0x01010101u * ((1u << bits) - 1);
   for (int block = 0; block < fmt.page_tokens; block += kLanes) {
@@ -61,7 +61,7 @@ void unpack_k(const HackFormat& fmt, const std::uint8_t* packed, std::uint8_t* c
 }
 
 template <class S, int bits>
-void pack_v(const HackFormat& fmt, const std::uint8_t* codes, std::uint8_t* out) {
+void pack_v(const PageFormat& fmt, const std::uint8_t* codes, std::uint8_t* out) {
   constexpr int kChunk = chunk_of(bits);
   for (int d = 0; d < fmt.head_dim; d += kLanes) {
     for (int block = 0; block < fmt.page_tokens; block += kChunk, out += kVectorBytes) {
@@ -77,7 +77,7 @@ void pack_v(const HackFormat& fmt, const std::uint8_t* codes, std::uint8_t* out)
 }
 
 template <class S, int bits>
-void unpack_v(const HackFormat& fmt, const std::uint8_t* packed, std::uint8_t* codes) {
+void unpack_v(const PageFormat& fmt, const std::uint8_t* packed, std::uint8_t* codes) {
   constexpr int kChunk = chunk_of(bits);
   for (int d = 0; d < fmt.head_dim; d += kLanes) {
     for (int block = 0; block < fmt.page_tokens; block += kChunk, packed += kVectorBytes) {
@@ -120,7 +120,7 @@ void turn_k(const Word* in, Word* out) {
 }
 
 template <class S, int bits>
-void k_from_wire(const HackFormat& fmt, const std::uint8_t* wire, std::uint8_t* packed) {
+void k_from_wire(const PageFormat& fmt, const std::uint8_t* wire, std::uint8_t* packed) {
   const auto* in = words_of(wire);
   auto* out = words_of(packed);
   const int chunks = fmt.head_dim / chunk_of(bits);
@@ -130,7 +130,7 @@ void k_from_wire(const HackFormat& fmt, const std::uint8_t* wire, std::uint8_t* 
 }
 
 template <class S, int bits>
-void k_to_wire(const HackFormat& fmt, const std::uint8_t* packed, std::uint8_t* wire) {
+void k_to_wire(const PageFormat& fmt, const std::uint8_t* packed, std::uint8_t* wire) {
   const auto* in = words_of(packed);
   auto* out = words_of(wire);
   const int chunks = fmt.head_dim / chunk_of(bits);
@@ -152,7 +152,7 @@ std::uint32_t turn_v(std::uint32_t word) {
 }
 
 template <class S, int bits>
-void v_from_wire(const HackFormat& fmt, const std::uint8_t* wire, std::uint8_t* packed) {
+void v_from_wire(const PageFormat& fmt, const std::uint8_t* wire, std::uint8_t* packed) {
   const auto* in = words_of(wire);
   auto* out = words_of(packed);
   const int chunks = fmt.page_tokens / chunk_of(bits);
@@ -162,7 +162,7 @@ void v_from_wire(const HackFormat& fmt, const std::uint8_t* wire, std::uint8_t* 
 }
 
 template <class S, int bits>
-void v_to_wire(const HackFormat& fmt, const std::uint8_t* packed, std::uint8_t* wire) {
+void v_to_wire(const PageFormat& fmt, const std::uint8_t* packed, std::uint8_t* wire) {
   const auto* in = words_of(packed);
   auto* out = words_of(wire);
   const int chunks = fmt.page_tokens / chunk_of(bits);

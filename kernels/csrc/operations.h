@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hack_pages.h"
+#include "level_pages.h"
 #include "rows.h"
 #include "product.h"
 
@@ -18,6 +19,7 @@ constexpr Operations operations_of() {
   Operations all{S::name, {}, merge<S>, {}};
   all.pages[int(Kind::kHack)] = hack_operations<S>();
   all.pages[int(Kind::kRows)] = rows_operations<S>();
+  all.pages[int(Kind::kLevels)] = level_operations<S>();
   all.rows[int(Dtype::kFloat)] = row_operations_of<S, Dtype::kFloat>();
   all.rows[int(Dtype::kHalf)] = row_operations_of<S, Dtype::kHalf>();
   all.rows[int(Dtype::kBfloat)] = row_operations_of<S, Dtype::kBfloat>();

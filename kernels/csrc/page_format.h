@@ -13,8 +13,8 @@ inline constexpr float kLog2e = 1.44269504088896340736f;
 
 // A kind of page defines what its planes mean; only its own operations read them (`PageOperations` in work.h). A new
 // kind takes a value here, a format with its planes, a header with its operations, and a row in `operations_of`.
-enum class Kind : int { kHack, kRows };
-inline constexpr int kKinds = 2;
+enum class Kind : int { kHack, kRows, kLevels };
+inline constexpr int kKinds = 3;
 
 enum class Element : int { kByte, kShort, kHalf };
 constexpr std::size_t bytes_of(Element element) {
@@ -38,6 +38,7 @@ struct PageFormat {
   int head_dim;
   int page_tokens;
   bool own_page_rests = false;  // the page of a sequence's last row lies among the sealed ones (REQUANTIZE)
+  std::int64_t sealed_heads = 0;  // the model's heads that `seal` knows; 0: it needs to know nothing of them
   int plane_count = 0;
   Plane planes[kMaxPlanes] = {};
 

@@ -80,6 +80,21 @@ void product(const RowOperations& operations, int threads, const Strips& x, int 
   });
 }
 
+void turn_heads(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim,
+                const float* matrices, const float* shift, int groups, const Strips& out) {
+  const std::int64_t d = head_dim, bytes = 4 * d, blocks = (x.count + kProductBlock - 1) / kProductBlock;
+  const bool alone = x.count * heads * d * d <= kBlockProducts;
+  parallel_for(alone ? 1 : threads, blocks * heads, [&](std::int64_t i) {
+    const std::int64_t head = i % heads, row = i / heads * kProductBlock, group = head / (heads / groups);
+    const int rows = int(x.count - row < kProductBlock ? x.count - row : kProductBlock);
+    const auto* bias = reinterpret_cast<const std::byte*>(shift == nullptr ? nullptr : shift + group * d);
+    operations.product({x.data + row * x.stride + head * bytes, x.stride, rows, head_dim,
+                        reinterpret_cast<const std::byte*>(matrices + group * d * d), bias, 0, d,
+                        out.data + row * out.stride + head * bytes, out.stride},
+                       thread_scratch(product_scratch_bytes(head_dim)));
+  });
+}
+
 void largest(const RowOperations& operations, int threads, const Strips& x, int n, std::int64_t* at) {
   for_rows(threads, x.count, n, [&](std::int64_t row) { at[row] = operations.largest(x.data + row * x.stride, n); });
 }

@@ -35,6 +35,9 @@ void gate(const RowOperations& operations, int threads, const Strips& x, int n, 
 // x [count, k] times w [outputs, k], contiguous, plus bias [outputs] unless it is null, to out [count, outputs].
 void product(const RowOperations& operations, int threads, const Strips& x, int k, const std::byte* w,
              const std::byte* bias, std::int64_t outputs, const Strips& out);
+// Head h of x [count, heads, D], FP32, by matrices [groups, D, D], plus shift [groups, D] unless it is null, to out.
+void turn_heads(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim,
+                const float* matrices, const float* shift, int groups, const Strips& out);
 void largest(const RowOperations& operations, int threads, const Strips& x, int n, std::int64_t* at);
 
 }  // namespace hack

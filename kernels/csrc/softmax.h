@@ -84,7 +84,7 @@ struct RowMerge {
 // Merges the maxima of `pages` pages into the state of NR rows. `tops` and `takes` are [pages, NR], at most kLanes
 // values; a take is the factor of that page's weights for that row.
 template <class S, int NR>
-void take_maxima(const HackFormat& fmt, State& state, int row, int pages, const float* tops, float* takes) {
+void take_maxima(const PageFormat& fmt, State& state, int row, int pages, const float* tops, float* takes) {
   float most[NR];
   for (int r = 0; r < NR; ++r) most[r] = tops[r];
   for (int i = NR; i < pages * NR; ++i) most[i % NR] = most[i % NR] < tops[i] ? tops[i] : most[i % NR];

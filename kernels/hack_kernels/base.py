@@ -10,6 +10,7 @@ Letters: T rows of a batch, B sequences, Hq query heads, Hkv KV heads, D head_di
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -286,5 +287,14 @@ def new_pool(
 ) -> Pool:
     """An empty pool for KV heads `heads` of one layer."""
     shape = (num_slots, len(heads), fmt.page_tokens, fmt.head_dim)
-    open_k, open_v = (torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2))
+    open_k, open_v = (_zeroed(shape, device) for _ in range(2))
     return Pool(kernels.new_planes(num_pages, len(heads)), open_k, open_v, heads.start)
+
+
+def _zeroed(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """float16 zeros. On the processor the system gives them at the first touch, so unused slots take no memory."""
+    size = prod(shape) * torch.float16.itemsize
+    if device.type != "cpu" or size < mmap.PAGESIZE:
+        return torch.zeros(shape, dtype=torch.float16, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float16).view(shape)

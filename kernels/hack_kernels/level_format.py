@@ -21,9 +21,10 @@ Bit order: the earliest row sits in the lowest bits.
 Quantizing a row x [D], in FP32. Every sum below runs over the channels in order, 0 first, one addition at a time and
 without fused multiply-adds, so that all implementations give the same bytes.
 
-1. s = sqrt(Σ x_d² / D) · STEP[b]; FITS times: l_d = level(x_d / s), s = Σ l_d x_d / Σ l_d². Each s is at least TINY.
+1. s = sqrt(Σ x_d² / D) · STEP[b]; FITS times: l_d = level(x_d · (1/s)), s = Σ l_d x_d / Σ l_d². Each s is at least
+   TINY.
 2. s is rounded to FP16, to nearest even, and is at least TINY and at most 65504.
-3. y_d = x_d / s. Without feedback l_d = level(y_d). With feedback gains g [D, D] (K only): t = y; for d = D-1 .. 0:
+3. y_d = x_d · (1/s). Without feedback l_d = level(y_d). With feedback gains g [D, D] (K only): t = y; for d = D-1 .. 0:
    l_d = level(t_d), and for every i < d: t_i = t_i + (y_d - l_d) · g_id.
 
 level(t) = min(max(floor(t) + 1/2, -z), z), and the code is level + z. Feedback moves the error of a channel to the

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from app import cli
 from app.cli import _until_signalled
 from app.cluster import role_command
+from hackkv.config import CodecConfig, ModelConfig
 
 TIMEOUT_S = 10.0
 
@@ -45,3 +47,12 @@ async def test_nohup_outlives_its_terminal() -> None:
         assert await asyncio.wait_for(_until_signalled(main()), TIMEOUT_S) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_the_shipped_model_serves_where_smollm2_is_not_installed_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "has_smollm2", lambda: False)
+    plan = cli._plan(ModelConfig(path="smollm2"), CodecConfig(name="fp16"), 1, 1, {})
+    assert plan.router["served_model_name"] == "hackkv-small"
+    assert "smollm2 is not installed" in capsys.readouterr().err

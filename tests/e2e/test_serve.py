@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from app.cluster import ClusterPlan, running
 from hackkv.errors import NodeLost
+from hackkv.model.tiny import Tiny
 from tests.e2e.conftest import Start
-from tests.e2e.processes import START_S, Api, Child, alive, family, until
+from tests.e2e.processes import ENVIRONMENT, START_S, Api, Child, alive, family, until
+from tests.model.gguf.writing import write_gguf
 
 STOP_S = 5.0
 SMALL = ("--prefill", "1", "--decode", "1")
@@ -41,6 +43,20 @@ def test_a_node_that_dies_is_started_again_and_requests_wait_for_it(checkpoint: 
     answer = api.complete([5, 6, 7])  # both roles were filled before, so it waits
     assert answer["choices"][0]["token_ids"] == expected
     assert child.err.count("starting it again in 1 s") == 2
+
+
+def test_a_gguf_file_serves_what_its_checkpoint_serves(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "some-model.gguf", Tiny())
+    answers = []
+    for model in (file, file.with_suffix(".split")):
+        child = start("serve", str(model), *SMALL, "--port", "0", "--dtype", "float32")
+        answers.append(Api(child.serving()).complete([5, 6, 7])["choices"][0]["token_ids"])
+        child.kill()
+    assert answers[0] == answers[1]
+    assert list((tmp_path / "cache" / "hackkv" / "models").glob("*-float32-v*"))
 
 
 async def test_a_router_that_dies_while_the_nodes_start_is_a_clear_error(checkpoint: Path) -> None:

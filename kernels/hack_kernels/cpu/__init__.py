@@ -21,9 +21,11 @@ from hack_kernels.base import (
 )
 from hack_kernels.cpu import extension
 from hack_kernels.cpu.hack import HackCpu
+from hack_kernels.cpu.levels import LevelCpu
 from hack_kernels.cpu.rows import RowCpu
 from hack_kernels.cpu.rowwise import RowwiseCpu
 from hack_kernels.hack_format import HackFormat
+from hack_kernels.level_format import LevelFormat
 from hack_kernels.row_format import RowFormat
 from hack_kernels.stopwatch import HostStopwatch
 
@@ -32,6 +34,7 @@ ISA_VARIABLE: Final = "HACKKV_CPU_ISA"
 
 FORMATS: Final[dict[type[PageFormat], Callable[[Any, Any], PageKernels | None]]] = {
     HackFormat: HackCpu,
+    LevelFormat: LevelCpu,
     RowFormat: RowCpu.for_format,
 }
 """Class of page format -> function of a format and the compiled kernels; it returns None for an unsupported shape."""

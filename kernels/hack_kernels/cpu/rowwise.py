@@ -34,6 +34,12 @@ class RowwiseCpu(Rowwise):
         """One pass over each row, bit-equal to torch."""
         self._native.rotate(x, heads, turns)
 
+    def turn_heads(self, x: Tensor, matrices: Tensor, shift: Tensor | None = None) -> Tensor:
+        """Products as those of `product`, head by head."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._native.turn_heads(x, matrices, shift, out)
+        return out
+
     def gate(self, x: Tensor) -> Tensor:
         """One pass over each row."""
         out = x.new_empty(x.shape[0], x.shape[1] // 2)

@@ -118,7 +118,7 @@ def quantize_rows(x: Tensor, bits: int, gains: Tensor | None = None) -> tuple[Te
     rows, z = x.float(), top_level(bits)
     scale = _fit_scale(rows, bits)
     half = scale.clamp(max=LARGEST).to(torch.float16)
-    y = rows / half.float()[..., None]
+    y = rows * (1 / half.float())[..., None]
     levels = to_levels(y, z) if gains is None else _feed_back(y, z, gains)
     return (levels + z).to(torch.uint8), half
 
@@ -129,7 +129,7 @@ def _fit_scale(rows: Tensor, bits: int) -> Tensor:
     scale = torch.sqrt(squares / torch.full_like(squares, rows.shape[-1])) * torch.full_like(squares, STEP[bits])
     scale = scale.clamp(min=TINY)
     for _ in range(FITS):
-        levels = to_levels(rows / scale[..., None], z)
+        levels = to_levels(rows * (1 / scale)[..., None], z)
         scale = (sum_in_order(levels * rows) / sum_in_order(levels * levels)).clamp(min=TINY)
     return scale
 

