@@ -20,6 +20,7 @@ from app.cluster import ENVIRONMENT, ClusterPlan, LocalCluster, role_command, ru
 from app.demo import demonstrate
 from app.programs import ANSWERS, DEMO_MODEL, WRITES
 from hackkv import __version__
+from hackkv.canary import check_codec
 from hackkv.config import DEFAULT_CODEC, CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.model.shipped import SHIPPED, SHIPPED_NAME, SMOLLM2, SMOLLM2_PACKAGE, find_model, has_smollm2
@@ -40,6 +41,7 @@ DemoModel = Annotated[str, typer.Option("--model", help=_MODEL)]
 Prefill = Annotated[int, typer.Option("--prefill", min=1, help="Prefill processes.")]
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode processes.")]
 Codec = Annotated[str, typer.Option(help="Form of the KV cache: hack, hack-k4v2, hack-paper or fp16.")]
+AllowLoss = Annotated[bool, typer.Option("--allow-loss", help="Serve even if the codec spoils the model's answers.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Host = Annotated[str, typer.Option(help="Address of the HTTP API.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 takes any free one.")]
@@ -57,6 +59,7 @@ def serve(
     prefill: Prefill = 2,
     decode: Decode = 2,
     codec: Codec = DEFAULT_CODEC,
+    allow_loss: AllowLoss = False,
     dtype: Dtype = "bfloat16",
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -69,14 +72,21 @@ def serve(
     if api_key_file:
         router["api_key_file"] = str(api_key_file)
     settings = ModelConfig(path=model, dtype=dtype, max_context=max_context)
-    _run(lambda: _serve(_plan(settings, CodecConfig(name=codec), prefill, decode, router)))
+    form = CodecConfig(name=codec, allow_loss=allow_loss)
+    _run(lambda: _serve(_plan(settings, form, prefill, decode, router)))
 
 
 @app.command()
-def demo(model: DemoModel = DEMO_MODEL, prefill: Prefill = 2, decode: Decode = 2, codec: Codec = DEFAULT_CODEC) -> None:
+def demo(
+    model: DemoModel = DEMO_MODEL,
+    prefill: Prefill = 2,
+    decode: Decode = 2,
+    codec: Codec = DEFAULT_CODEC,
+    allow_loss: AllowLoss = False,
+) -> None:
     """Start a cluster, send it real requests, show where their time went, and stop."""
-    settings = ModelConfig(path=model)
-    _run(lambda: _demo(_plan(settings, CodecConfig(name=codec), prefill, decode, {"listen": {"port": 0}})))
+    settings, form = ModelConfig(path=model), CodecConfig(name=codec, allow_loss=allow_loss)
+    _run(lambda: _demo(_plan(settings, form, prefill, decode, {"listen": {"port": 0}})))
 
 
 def _role(role: str) -> None:
@@ -145,11 +155,14 @@ def _become(module: str, arguments: list[str], *needed: str) -> None:
 
 def _plan(model: ModelConfig, codec: CodecConfig, prefill: int, decode: int, router: dict[str, object]) -> ClusterPlan:
     """Check everything that can be checked before a process starts, and plan the processes and their settings."""
-    folder = find_model(_available(model.path), model.dtype)
+    model = model.model_copy(update={"path": _available(model.path)})
+    folder = find_model(model.path, model.dtype)
     # Nodes that share a machine must not fight for its cores.
     threads = max(1, (os.cpu_count() or 1) // (prefill + decode))
     found = model.model_copy(update={"path": str(folder.path), "threads": threads})
     check_worker(found, codec)
+    # Here, with all cores, and not only in the nodes: they find the answer in the cache, and a refusal comes once.
+    check_codec(model, codec, lambda line: console.print(f"  {line}", markup=False, soft_wrap=True))
     router = {**router, "control": {"port": 0}, "model": str(folder.path)}
     router["served_model_name"] = router.get("served_model_name") or folder.name
     return ClusterPlan(router, {"model": found.model_dump(), "codec": codec.model_dump()}, prefill, decode)
