@@ -21,6 +21,7 @@ from app.demo import demonstrate
 from app.programs import ANSWERS, DEMO_MODEL, WRITES
 from hackkv import __version__
 from hackkv.canary import check_codec
+from hackkv.codecs import CODECS
 from hackkv.config import DEFAULT_CODEC, CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.model.shipped import SHIPPED, SHIPPED_NAME, SMOLLM2, SMOLLM2_PACKAGE, find_model, has_smollm2
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Disaggregated LLM serving on a 2-bit KV cache.",
 )
+ALLOW_LOSS = "allow_loss"
 console = Console(stderr=True, highlight=False)
 
 _MODEL = "Checkpoint folder, GGUF file, hub name or smollm2; nothing serves the model that ships along."
@@ -40,8 +42,13 @@ Model = Annotated[str, typer.Argument(help=_MODEL)]
 DemoModel = Annotated[str, typer.Option("--model", help=_MODEL)]
 Prefill = Annotated[int, typer.Option("--prefill", min=1, help="Prefill processes.")]
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode processes.")]
-Codec = Annotated[str, typer.Option(help="Form of the KV cache: hack, hack-k4v2, hack-paper or fp16.")]
-AllowLoss = Annotated[bool, typer.Option("--allow-loss", help="Serve even if the codec spoils the model's answers.")]
+Codec = Annotated[
+    str,
+    typer.Option(
+        help=f"Form of the KV cache: {', '.join(CODECS)}. With ',{ALLOW_LOSS}' after it, it serves even if it spoils the "
+        "model's answers."
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Host = Annotated[str, typer.Option(help="Address of the HTTP API.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 takes any free one.")]
@@ -59,7 +66,6 @@ def serve(
     prefill: Prefill = 2,
     decode: Decode = 2,
     codec: Codec = DEFAULT_CODEC,
-    allow_loss: AllowLoss = False,
     dtype: Dtype = "bfloat16",
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -72,8 +78,7 @@ def serve(
     if api_key_file:
         router["api_key_file"] = str(api_key_file)
     settings = ModelConfig(path=model, dtype=dtype, max_context=max_context)
-    form = CodecConfig(name=codec, allow_loss=allow_loss)
-    _run(lambda: _serve(_plan(settings, form, prefill, decode, router)))
+    _run(lambda: _serve(_plan(settings, _codec(codec), prefill, decode, router)))
 
 
 @app.command()
@@ -82,11 +87,10 @@ def demo(
     prefill: Prefill = 2,
     decode: Decode = 2,
     codec: Codec = DEFAULT_CODEC,
-    allow_loss: AllowLoss = False,
 ) -> None:
     """Start a cluster, send it real requests, show where their time went, and stop."""
-    settings, form = ModelConfig(path=model), CodecConfig(name=codec, allow_loss=allow_loss)
-    _run(lambda: _demo(_plan(settings, form, prefill, decode, {"listen": {"port": 0}})))
+    settings = ModelConfig(path=model)
+    _run(lambda: _demo(_plan(settings, _codec(codec), prefill, decode, {"listen": {"port": 0}})))
 
 
 def _role(role: str) -> None:
@@ -151,6 +155,14 @@ def _become(module: str, arguments: list[str], *needed: str) -> None:
         console.print(f"[red]hackkv: {', '.join(missing)} not installed: pip install 'hackkv\\[eval]'[/]")
         raise typer.Exit(2)
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
+
+
+def _codec(text: str) -> CodecConfig:
+    """`NAME` or `NAME,allow_loss`. Raises `ConfigError` for any other word after the comma."""
+    name, comma, word = text.partition(",")
+    if comma and word != ALLOW_LOSS:
+        raise ConfigError(f"--codec {text}: expected NAME or NAME,{ALLOW_LOSS}")
+    return CodecConfig(name=name, allow_loss=bool(comma))
 
 
 def _plan(model: ModelConfig, codec: CodecConfig, prefill: int, decode: int, router: dict[str, object]) -> ClusterPlan:

@@ -101,6 +101,8 @@ async def _stream(client: httpx.AsyncClient, model: str, program: Program, conso
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             last = json.loads(line.removeprefix("data: "))
+            if "error" in last:
+                raise RuntimeError(f"{path}: {last['error']}")
             if last["choices"]:
                 console.print(_text(last), end="", markup=False, soft_wrap=True)
     console.print()

@@ -307,7 +307,8 @@ def fp16_page_bytes(fmt: PageFormat) -> int:
 
 def non_finite(layer: int, batch: Batch, k: Tensor, v: Tensor) -> NonFiniteError:
     """The error that names layer, tensor, position and KV head of the first value of K, else of V, that FP16 does not
-    hold. It reads whole tensors. Raises `ValueError` where every value is finite."""
+    hold. It reads whole tensors. If FP16 holds all of them, what a codec made of a row may still be too large, and
+    `batch.faulty` says whose; raises `ValueError` if it says nothing."""
     for name, x in (("K", k), ("V", v)):
         for row, head, channel in (~torch.isfinite(x.to(torch.float16))).nonzero().tolist():
             offsets = batch.where.offsets.tolist()
@@ -316,4 +317,7 @@ def non_finite(layer: int, batch: Batch, k: Tensor, v: Tensor) -> NonFiniteError
             value = float(x[row, head, channel])
             what = f"{value}" if not math.isfinite(value) else f"{value:g}, beyond FP16"
             return NonFiniteError(f"layer {layer}: {name} is {what} at token {position}, KV head {head}", span)
+    for span in batch.faulty.nonzero().flatten().tolist():
+        position = batch.spans[span].position
+        return NonFiniteError(f"layer {layer}: K or V is beyond FP16 at token {position} in the form that rests", span)
     raise ValueError("every value is finite")

@@ -50,7 +50,7 @@ class RoleConfig(Frozen):
     internal: InternalConfig = InternalConfig()
 
 
-DEFAULT_CODEC: Final = "hack"
+DEFAULT_CODEC: Final = "rot-k4v4"
 DEFAULT_MAX_KL: Final = 0.15
 """In nats, mean over positions."""
 

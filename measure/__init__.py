@@ -1,1 +1,1 @@
-"""What users measure through the command line: `hackkv eval` (accuracy) and `hackkv bench` (load)."""
+"""What users measure through the command line: `hackkv eval` (accuracy), `hackkv calibrate`, `hackkv bench` (load)."""

@@ -100,5 +100,5 @@ def _refusal(model: str, codec: CodecConfig, loss: CodecLoss, rows: Iterable[Row
     for row in passing:
         kl = "lossless" if row.loss is None else f"KL {row.loss.kl:.3g}"
         lines.append(f"  {row.name:{width}}  {100 * row.share:5.1f}% of FP16's bytes per token  {kl}")
-    lines.append("codec.allow_loss: true (--allow-loss) serves it all the same")
+    lines.append(f"codec.allow_loss: true (hackkv serve --codec {codec.name},allow_loss) serves it all the same")
     return "\n".join(lines)

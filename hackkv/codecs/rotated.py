@@ -161,12 +161,12 @@ class RotatedCodec(PagedCodec):
         """K is rounded to FP16 before it turns too: a value that FP16 does not hold is found as the contract says, in
         decode because infinity turns into rows that are not finite."""
         rows, turn = self._backend.rows, self._turns[layer].of(pool)
-        narrow_k, narrow_v = k.to(torch.float16), v
+        narrow_k = k.to(torch.float16)
         if not batch.is_decode:
             narrowed = rows.narrow(k, v)
             if narrowed is None:
                 raise non_finite(layer, batch, k, v)
-            narrow_k, narrow_v = narrowed
+            narrow_k, v = narrowed
         turned_q = rows.turn_heads(q.float(), turn.query)
         turned_k = rows.turn_heads(narrow_k.float(), turn.key, turn.shift)
-        return super().attend(layer, pool, batch, turned_q, turned_k, narrow_v).to(q.dtype)
+        return super().attend(layer, pool, batch, turned_q, turned_k, v.float()).to(q.dtype)

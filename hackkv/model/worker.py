@@ -17,7 +17,7 @@ from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import CheckpointError, ConfigError
 from hackkv.footprint import Footprint, footprint_of
-from hackkv.model import check_dtype, load_model
+from hackkv.model import check_dtype, load_model, unchanged
 from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.identity import model_hash
 from hackkv.model.llama import Llama
@@ -128,10 +128,9 @@ class Unloaded:
 
     def load_plain(self) -> Llama:
         """The model as its checkpoint has it. Raises `CheckpointError` naming file and tensor."""
-        return self._load(None)
+        return self._load(unchanged)
 
-    def _load(self, prepare: PrepareWeights | None) -> Llama:
-        given = {} if prepare is None else {"prepare": prepare}
+    def _load(self, prepare: PrepareWeights) -> Llama:
         with progress_bar(f"loading {self.folder.name}") as on_bytes:
             return load_model(
                 self.folder.path,
@@ -140,7 +139,7 @@ class Unloaded:
                 max_context=self.config.max_context,
                 kernels=self.backend.rows,
                 on_bytes=on_bytes,
-                **given,
+                prepare=prepare,
             )
 
 

@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         "--data", type=Path, help='JSONL with {"prompt": ..., "answer": ...} per line; adds task `data`'
     )
     parser.add_argument("--variants", type=_names, default=(), help="rows, separated by commas; default: all")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="of `hackkv calibrate`; adds the rows rot-*-calibrated"
+    )
     parser.add_argument("--tasks", type=_names, default=(), help="tasks, separated by commas; default: all")
     parser.add_argument("--samples", type=_positive, default=0, help="samples per task and point; default: the task's")
     parser.add_argument("--longest", type=_positive, default=0, help="leave out points that need more context")
@@ -102,7 +105,7 @@ def _positive(text: str) -> int:
 
 def _measure(args: argparse.Namespace, command: str, console: Console) -> Results:
     began, clock, code = datetime.now(UTC), perf_counter(), commit()  # others may commit while we run
-    rows, tasks = variants.choose(args.variants), suite.choose(args.tasks)
+    rows, tasks = variants.choose(args.variants, args.calibration), suite.choose(args.tasks)
     records = read_records(args.data) if args.data else ()
     torch.set_num_threads(1)
     subject = load_subject(ModelConfig(path=args.model, dtype=args.dtype, threads=1, backend=args.backend), records)

@@ -1,13 +1,15 @@
 """The rows of the table: codecs and settings to compare, exact KV first.
 
 A name says how a row departs from the preset it starts with: `hack` is Π 64, rounding to nearest, symmetric 8-bit Q
-and P, and the open-page rule; `hack-paper` is Π 64, stochastic, asymmetric with stored sums, K quantized at once.
+and P, and the open-page rule; `hack-paper` is Π 64, stochastic, asymmetric with stored sums, K quantized at once;
+`rot-*` are the presets as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from hackkv.config import CodecConfig
@@ -32,6 +34,13 @@ def _row(name: str, preset: str, family: str, says: str, **settings: Setting) ->
 
 EXACT: Final = _row("fp16", "fp16", "exact", "exact: K and V in FP16, attention in FP32")
 _OPEN, _STOCHASTIC, _PAPER, _ABLATION = "open-page rule, nearest", "open-page rule, stochastic", "paper", "ablation"
+
+_ROTATED: Final = {
+    "rot-k4v4": "rotated rows, a scale per row: 4 bits",
+    "rot-k3v3": "the same in 3 bits",
+    "rot-k3v2": "the same, K in 3 bits and V in 2",
+    "rot-k2v2": "the same in 2 bits",
+}
 
 VARIANTS: Final = (
     EXACT,
@@ -65,16 +74,27 @@ VARIANTS: Final = (
     _row("hack-paper", "hack-paper", _PAPER, "the paper: stochastic, asymmetric, K at once, own page's V in FP16"),
     _row("hack-paper-128", "hack-paper", _PAPER, "the paper at Π 128", page_tokens=128),
     _row("hack-paper-no-rqe", "hack-paper", _PAPER, "the paper with RQE off (its Table 7)", open_page="requantize"),
+    *(_row(name, name, "rotated", says) for name, says in _ROTATED.items()),
 )
 
 
-def choose(names: Sequence[str]) -> tuple[Variant, ...]:
-    """The named rows in the table's order, exact KV always among them; no names mean all.
+def calibrated(file: Path) -> tuple[Variant, ...]:
+    """The rows `rot-*` once more, with a file that `hackkv calibrate` wrote."""
+    return tuple(
+        _row(f"{name}-calibrated", name, "rotated, calibrated", f"{says}; calibrated", calibration=str(file))
+        for name, says in _ROTATED.items()
+    )
+
+
+def choose(names: Sequence[str], calibration: Path | None = None) -> tuple[Variant, ...]:
+    """The named rows in the table's order, exact KV always among them; no names mean all. With a calibration file the
+    table has the calibrated rows too.
 
     Raises `ConfigError` naming one that is unknown.
     """
-    known = {variant.name for variant in VARIANTS}
+    rows = VARIANTS if calibration is None else (*VARIANTS, *calibrated(calibration))
+    known = {variant.name for variant in rows}
     for name in names:
         if name not in known:
-            raise ConfigError(f"--variants: {name!r} is unknown; known: {', '.join(v.name for v in VARIANTS)}")
-    return tuple(v for v in VARIANTS if v is EXACT or not names or v.name in names)
+            raise ConfigError(f"--variants: {name!r} is unknown; known: {', '.join(v.name for v in rows)}")
+    return tuple(v for v in rows if v is EXACT or not names or v.name in names)

@@ -202,12 +202,14 @@ def test_the_largest_fp16_value_is_not_refused(case: Case) -> None:
 
 @table
 def test_outputs_have_the_dtype_of_the_query(case: Case) -> None:
+    """A prompt and then a row of decode."""
     codec = case.codec
     pool = codec.new_pool(LAYER, 2, 1, range(HEADS))
-    batch = codec.prepare(Batch.of([Span(0, 0, 5, (0,))], case.page_tokens))
-    q, k, v = (rows(i, 5, HEADS * case.group if i == 0 else HEADS, case.head_dim).bfloat16() for i in range(3))
-    out = codec.attend(LAYER, pool, batch, q, k, v)
-    assert (out.dtype, out.shape) == (torch.bfloat16, q.shape)
+    for held, count in ((0, 5), (5, 1)):
+        batch = codec.prepare(Batch.of([Span(0, held, count, (0,))], case.page_tokens))
+        q, k, v = (rows(i, count, HEADS * case.group if i == 0 else HEADS, case.head_dim).bfloat16() for i in range(3))
+        out = codec.attend(LAYER, pool, batch, q, k, v)
+        assert (out.dtype, out.shape) == (torch.bfloat16, q.shape)
 
 
 @table

@@ -14,11 +14,11 @@ from hack_kernels.reference.levels import dequantize, unpack_codes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hackkv.codec import Span
+from hackkv.codec import Batch, Span, non_finite
 from hackkv.codecs import make_codec
 from hackkv.codecs.hadamard import hadamard
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.errors import ConfigError
+from hackkv.errors import ConfigError, NonFiniteError
 from hackkv.model.generate import generate
 from hackkv.model.runner import ModelRunner
 from hackkv.model.tiny import Tiny, write_tiny
@@ -86,6 +86,24 @@ def test_more_bits_are_closer_to_exact() -> None:
     exact, *found = (run(Case(name), tokens, [tokens])[2] for name in ("fp16", "rot-k2v2", "rot-k3v2", "rot-k4v4"))
     two, mixed, four = (float((x - exact).norm() / exact.norm()) for x in found)
     assert four < mixed < two < 0.9
+
+
+def test_a_row_that_turns_beyond_fp16_is_named_though_fp16_holds_it() -> None:
+    """All channels add up in the first one. In a prompt the error has the value; in decode, the token."""
+    case = Case("rot-k4v4")
+    codec = case.codec
+    pool = codec.new_pool(LAYER, 2, 2, range(HEADS))
+    sequence = Growing(case, codec, 4)
+    q, k, v = sequence.q, sequence.k.clone(), sequence.v
+    k[1, 1] = 3e4
+    prompt = codec.prepare(Batch.of([Span(0, 0, 4, (0,))], case.page_tokens))
+    with pytest.raises(NonFiniteError, match=rf"layer {LAYER}: K is 240000, beyond FP16 at token 1, KV head 1"):
+        codec.attend(LAYER, pool, prompt, q, k, v)
+    decode = codec.prepare(Batch.of([Span(0, 0, 1, (0,)), Span(1, 0, 1, (1,))], case.page_tokens))
+    codec.attend(LAYER, pool, decode, q[:2], k[:2], v[:2])
+    assert decode.faulty.tolist() == [False, True]
+    error = non_finite(LAYER, decode, k[:2], v[:2])
+    assert (str(error), error.span) == (f"layer {LAYER}: K or V is beyond FP16 at token 0 in the form that rests", 1)
 
 
 def loaded(folder: Path, dtype: str, name: str, **settings: Any) -> Worker:

@@ -27,6 +27,7 @@ from measure.accuracy.subject import Subject, load_subject
 from measure.accuracy.suite import SUITE
 from measure.accuracy.text import HELD_OUT_SHARE, MIN_CHARS, SKIPPED, is_held_out
 from measure.accuracy.variants import EXACT, VARIANTS, Variant
+from measure.calibrate.__main__ import main as calibrate
 from measure.tasks import Example, cut
 from tools.train_small import settings as trainer
 
@@ -113,6 +114,16 @@ def test_the_rows_are_valid_and_complete(subject: Subject) -> None:
 
 def test_exact_kv_is_always_a_row() -> None:
     assert [v.name for v in variants.choose(["hack-128", "hack"])] == ["fp16", "hack", "hack-128"]
+
+
+def test_a_calibration_file_adds_rows(subject: Subject, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "calibration.safetensors"
+    assert calibrate([str(checkpoint), "--tokens", "400", "--out", str(file)]) == 0
+    _, plain, fitted = variants.choose(["rot-k3v2-calibrated", "rot-k3v2"], file)
+    prints = [dict(subject.with_codec(each.codec).codec.fingerprint()) for each in (plain, fitted)]
+    assert [each["codec.calibration"] == "none" for each in prints] == [True, False]
+    with pytest.raises(ConfigError, match="'rot-k3v2-calibrated' is unknown"):
+        variants.choose(["rot-k3v2-calibrated"])
 
 
 def test_unknown_rows_and_tasks_are_named() -> None:
