@@ -45,8 +45,8 @@ Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode processes."
 Codec = Annotated[
     str,
     typer.Option(
-        help=f"Form of the KV cache: {', '.join(CODECS)}. With ',{ALLOW_LOSS}' after it, it serves even if it spoils the "
-        "model's answers."
+        help=f"Form of the KV cache: {', '.join(CODECS)}. With ',{ALLOW_LOSS}' after it, it serves even if it spoils "
+        "the model's answers."
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
