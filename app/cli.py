@@ -20,6 +20,7 @@ from app.cluster import ENVIRONMENT, ClusterPlan, LocalCluster, role_command, ru
 from app.demo import demonstrate
 from app.programs import ANSWERS, DEMO_MODEL, WRITES
 from hackkv import __version__
+from hackkv.canary import check_codec
 from hackkv.codecs import CODECS
 from hackkv.config import DEFAULT_CODEC, CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Disaggregated LLM serving on a 2-bit KV cache.",
 )
+ALLOW_LOSS = "allow_loss"
 console = Console(stderr=True, highlight=False)
 
 _MODEL = "Checkpoint folder, GGUF file, hub name or smollm2; nothing serves the model that ships along."
@@ -42,7 +44,10 @@ Prefill = Annotated[int, typer.Option("--prefill", min=1, help="Prefill processe
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode processes.")]
 Codec = Annotated[
     str,
-    typer.Option(help=f"Form of the KV cache: {', '.join(CODECS)}."),
+    typer.Option(
+        help=f"Form of the KV cache: {', '.join(CODECS)}. With ',{ALLOW_LOSS}' after it, it serves even if it spoils "
+        "the model's answers."
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Host = Annotated[str, typer.Option(help="Address of the HTTP API.")]
@@ -73,14 +78,19 @@ def serve(
     if api_key_file:
         router["api_key_file"] = str(api_key_file)
     settings = ModelConfig(path=model, dtype=dtype, max_context=max_context)
-    _run(lambda: _serve(_plan(settings, CodecConfig(name=codec), prefill, decode, router)))
+    _run(lambda: _serve(_plan(settings, _codec(codec), prefill, decode, router)))
 
 
 @app.command()
-def demo(model: DemoModel = DEMO_MODEL, prefill: Prefill = 2, decode: Decode = 2, codec: Codec = DEFAULT_CODEC) -> None:
+def demo(
+    model: DemoModel = DEMO_MODEL,
+    prefill: Prefill = 2,
+    decode: Decode = 2,
+    codec: Codec = DEFAULT_CODEC,
+) -> None:
     """Start a cluster, send it real requests, show where their time went, and stop."""
     settings = ModelConfig(path=model)
-    _run(lambda: _demo(_plan(settings, CodecConfig(name=codec), prefill, decode, {"listen": {"port": 0}})))
+    _run(lambda: _demo(_plan(settings, _codec(codec), prefill, decode, {"listen": {"port": 0}})))
 
 
 def _role(role: str) -> None:
@@ -147,13 +157,24 @@ def _become(module: str, arguments: list[str], *needed: str) -> None:
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
 
 
+def _codec(text: str) -> CodecConfig:
+    """`NAME` or `NAME,allow_loss`. Raises `ConfigError` for any other word after the comma."""
+    name, comma, word = text.partition(",")
+    if comma and word != ALLOW_LOSS:
+        raise ConfigError(f"--codec {text}: expected NAME or NAME,{ALLOW_LOSS}")
+    return CodecConfig(name=name, allow_loss=bool(comma))
+
+
 def _plan(model: ModelConfig, codec: CodecConfig, prefill: int, decode: int, router: dict[str, object]) -> ClusterPlan:
     """Check everything that can be checked before a process starts, and plan the processes and their settings."""
-    folder = find_model(_available(model.path), model.dtype)
+    model = model.model_copy(update={"path": _available(model.path)})
+    folder = find_model(model.path, model.dtype)
     # Nodes that share a machine must not fight for its cores.
     threads = max(1, (os.cpu_count() or 1) // (prefill + decode))
     found = model.model_copy(update={"path": str(folder.path), "threads": threads})
     check_worker(found, codec)
+    # Here, with all cores, and not only in the nodes: they find the answer in the cache, and a refusal comes once.
+    check_codec(model, codec, lambda line: console.print(f"  {line}", markup=False, soft_wrap=True))
     router = {**router, "control": {"port": 0}, "model": str(folder.path)}
     router["served_model_name"] = router.get("served_model_name") or folder.name
     return ClusterPlan(router, {"model": found.model_dump(), "codec": codec.model_dump()}, prefill, decode)

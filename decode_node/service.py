@@ -108,6 +108,7 @@ class DecodeService:
             draining=self.draining.is_set(),
             kernels=self._worker.kernels,
             wires=self._identity.wires,
+            loss=self._worker.loss,
         )
 
     async def drain(self, within_s: float) -> None:

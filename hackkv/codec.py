@@ -211,6 +211,8 @@ class KvCodec(Protocol):
     """How planes are coded on the wire. `hackkv.framing` applies it, not the codec."""
     prepares_weights: bool
     """Whether `prepare_weights` changes anything; if not, codecs may share the weights of one model."""
+    lossless: bool
+    """Whether KV rests as exactly as FP16 holds it, so that nobody has to measure what the codec costs."""
 
     @property
     def quantize_s(self) -> float:

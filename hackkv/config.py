@@ -51,6 +51,8 @@ class RoleConfig(Frozen):
 
 
 DEFAULT_CODEC: Final = "rot-k4v4"
+DEFAULT_MAX_KL: Final = 0.15
+"""In nats, mean over positions."""
 
 
 class CodecConfig(Frozen):
@@ -58,6 +60,10 @@ class CodecConfig(Frozen):
 
     name: str = DEFAULT_CODEC
     settings: dict[str, int | str | bool] = Field(default_factory=dict)
+    max_kl: float = Field(default=DEFAULT_MAX_KL, gt=0)
+    """A node refuses to serve with a codec that costs its model more than this (`hackkv.nodes.CodecLoss.kl`)."""
+    allow_loss: bool = False
+    """Serve with it all the same."""
 
 
 class ModelConfig(Frozen):

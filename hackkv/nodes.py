@@ -35,6 +35,20 @@ class NodeIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecLoss:
+    """What a lossy codec costs a model, beside exact KV on a text (`hackkv.canary`)."""
+
+    kl: float
+    """KL(exact || codec) of the next token in nats, mean over positions. Not finite where the codec fails."""
+    top1: float
+    """Share of positions, in 0..1, at which both have the same first choice."""
+    perplexity_ratio: float
+    """Perplexity of the text with the codec over that with exact KV; may not be finite."""
+    tokens: int
+    """Length of the text."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeInfo:
     """What a node says of itself when it registers, and again each time it renews its lease.
 
@@ -62,6 +76,8 @@ class NodeInfo:
     """Backend and instruction set of its kernels, for display."""
     wires: tuple[WireAddress, ...] = ()
     """The node's wires, in order of preference."""
+    loss: CodecLoss | None = None
+    """What the codec costs the model; None for a lossless codec, and for one that nobody measured."""
 
     def reached_at(self, address: str) -> NodeInfo:
         """The same node, dialled at `address` instead of its own; wires at its own address move with it."""

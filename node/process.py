@@ -6,7 +6,8 @@ SIGTERM asks a role to drain: to take nothing new and to finish what it has. SIG
 standard input (`--supervised`) end it at once.
 
 Exit codes: 0 after any of these, 1 when the role failed, 2 when its configuration or checkpoint is wrong. With 2, the
-message is one line on standard error and no port was opened.
+message stands on standard error and no port was opened. It is one line, but for a codec that is refused, whose
+alternatives follow in a line each.
 """
 
 from __future__ import annotations

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 from uuid import uuid4
 
+from hackkv.canary import check_codec
 from hackkv.model.worker import Worker, load_worker
 from hackkv.nodes import NodeIdentity
 from hackkv.types import Role
@@ -74,7 +75,9 @@ async def serve_node(role: Role, open_node: OpenNode[ConfigT], config: ConfigT, 
     """Run one node until it is told to end. Raises `ConfigError` or `CheckpointError` before a port is open."""
     check_wires(config.wire)
     trust = load_trust(config.internal, config.listen.host)
-    worker = load_worker(config.model, config.codec)
+    # In a thread: it may take a minute, in which signals have to be heard. Refused before memory is taken.
+    loss = await asyncio.to_thread(check_codec, config.model, config.codec)
+    worker = replace(load_worker(config.model, config.codec), loss=loss)
     num_pages = worker.pages_in(config.kv_bytes)
     listen = config.listen
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:

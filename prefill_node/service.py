@@ -118,6 +118,7 @@ class PrefillService:
             draining=self.draining.is_set(),
             kernels=self._worker.kernels,
             wires=self._identity.wires,
+            loss=self._worker.loss,
         )
 
     @property

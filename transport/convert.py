@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hackkv.nodes import Lease, NodeInfo, WireAddress
+from hackkv.nodes import CodecLoss, Lease, NodeInfo, WireAddress
 from hackkv.types import (
     Decoded,
     DecodeEvent,
@@ -231,7 +231,12 @@ def _pack_node_info(info: NodeInfo) -> pb.NodeInfo:
         draining=info.draining,
         kernels=info.kernels,
         wires=[pb.WireAddress(wire=one.wire, address=one.address) for one in info.wires],
+        loss=None if info.loss is None else _pack_loss(info.loss),
     )
+
+
+def _pack_loss(loss: CodecLoss) -> pb.CodecLoss:
+    return pb.CodecLoss(kl=loss.kl, top1=loss.top1, perplexity_ratio=loss.perplexity_ratio, tokens=loss.tokens)
 
 
 def _unpack_node_info(message: pb.NodeInfo) -> NodeInfo:
@@ -258,7 +263,12 @@ def _unpack_node_info(message: pb.NodeInfo) -> NodeInfo:
         draining=message.draining,
         kernels=text("kernels", message.kernels),
         wires=tuple(_unpack_wire(wire) for wire in capped("wires", message.wires, MAX_WIRES)),
+        loss=_unpack_loss(message.loss) if message.HasField("loss") else None,
     )
+
+
+def _unpack_loss(message: pb.CodecLoss) -> CodecLoss:
+    return CodecLoss(message.kl, message.top1, message.perplexity_ratio, message.tokens)
 
 
 def _unpack_wire(message: pb.WireAddress) -> WireAddress:

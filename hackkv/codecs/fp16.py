@@ -25,4 +25,10 @@ def make_fp16(name: str, shape: KvShape, backend: Backend, settings: dict[str, A
     """The codec `fp16`."""
     fmt = RowFormat(shape.head_dim, Fp16Settings.model_validate(settings).page_tokens)
     kept = Kept(fmt, backend.kernels_for(fmt, RowReference))
-    return PagedCodec(name, (kept,) * shape.num_layers, backend, (("page_tokens", str(fmt.page_tokens)),))
+    return Fp16Codec(name, (kept,) * shape.num_layers, backend, (("page_tokens", str(fmt.page_tokens)),))
+
+
+class Fp16Codec(PagedCodec):
+    """Rows rest as FP16 holds them."""
+
+    lossless = True

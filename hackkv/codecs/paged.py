@@ -40,6 +40,7 @@ class PagedCodec:
     """Implements `KvCodec` for any page formats; a codec with more to say inherits it."""
 
     prepares_weights = False
+    lossless = False
 
     def __init__(self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings) -> None:
         """`settings` are all that change bytes or results. Layers may differ in everything but `page_tokens`."""

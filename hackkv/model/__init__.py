@@ -35,6 +35,7 @@ __all__ = [
     "prompt_logprobs",
     "read_spec",
     "sample",
+    "unchanged",
 ]
 
 
@@ -42,7 +43,8 @@ def _silent(done: int, total: int) -> None:
     """Report no progress."""
 
 
-def _unchanged(layer: int, weights: AttentionWeights) -> AttentionWeights:
+def unchanged(layer: int, weights: AttentionWeights) -> AttentionWeights:
+    """The weights as the checkpoint has them: what `prepare` is for a codec that folds nothing."""
     return weights
 
 
@@ -59,7 +61,7 @@ def load_model(
     batch_invariant: bool | None = None,
     kernels: RowKernels | None = None,
     on_bytes: OnBytes = _silent,
-    prepare: PrepareWeights = _unchanged,
+    prepare: PrepareWeights = unchanged,
 ) -> Llama:
     """Read, check and load the checkpoint in `folder`.
 

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 import torch
 from hack_kernels import load
 from hack_kernels.base import Backend, BackendUnavailable
+from tokenizers import Tokenizer
 
 from hackkv.codec import KvCodec
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.errors import ConfigError
+from hackkv.errors import CheckpointError, ConfigError
 from hackkv.footprint import Footprint, footprint_of
-from hackkv.model import check_dtype, load_model
+from hackkv.model import check_dtype, load_model, unchanged
 from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.identity import model_hash
 from hackkv.model.llama import Llama
 from hackkv.model.shipped import ModelFolder, find_model
-from hackkv.model.weights import check_weights, progress_bar
+from hackkv.model.weights import PrepareWeights, check_weights, progress_bar
+from hackkv.nodes import CodecLoss
 from hackkv.types import WIRE_FORM, Fingerprint, KvLayout
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class Worker:
     fingerprint: Fingerprint
     kernels: str
     """Backend and instruction set of the kernels, and who computes on pages if the backend does not; for display."""
+    loss: CodecLoss | None = None
+    """What the codec costs the model, if it was measured (`hackkv.canary`)."""
 
     @property
     def layout(self) -> KvLayout:
@@ -66,6 +70,79 @@ class Worker:
         return kv_bytes // page_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """A worker whose settings, files and headers are checked, and whose weights are not read yet."""
+
+    config: ModelConfig
+    folder: ModelFolder
+    spec: ModelSpec
+    codec: KvCodec
+    backend: Backend
+
+    @property
+    def kernels(self) -> str:
+        """Who computes, for display: names the format's definition where the backend has no kernels for a format."""
+        backend, served_by = self.backend, self.codec.served_by
+        pages = "" if served_by == backend.name else f", pages by {served_by}"
+        return f"{backend.name} ({backend.isa}{pages})"
+
+    @property
+    def share(self) -> float:
+        """Bytes per token of sealed pages at rest, of FP16's."""
+        sizes = footprint_of(self.codec, self.spec.kv_layout(self.codec.page_tokens))
+        return sizes.page_bytes / (sizes.page_tokens * sizes.row_bytes)
+
+    def fingerprint(self) -> Fingerprint:
+        """What peers compare. Reads parts of the weights. Raises `CheckpointError`."""
+        spec = self.spec
+        return Fingerprint(
+            (
+                ("wire_version", WIRE_VERSION),
+                ("model_hash", model_hash(self.folder.path)),
+                ("dtype", self.config.dtype),
+                ("layers", str(spec.num_layers)),
+                ("kv_heads", str(spec.num_kv_heads)),
+                ("head_dim", str(spec.head_dim)),
+                *self.codec.fingerprint(),
+                (WIRE_FORM, self.codec.wire_form.name),
+            )
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with what the checkpoint puts around a text. Raises `CheckpointError`.
+
+        Nodes have no need of `hackkv.tokenizer`, which loads transformers.
+        """
+        path = self.folder.path / "tokenizer.json"
+        try:
+            core = Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises bare Exception; all of them mean a bad file
+            raise CheckpointError(f"{path}: {error}") from error
+        core.no_truncation()
+        return list(core.encode(text).ids)
+
+    def load(self) -> Llama:
+        """The model with what the codec folds into its weights. Raises `CheckpointError` naming file and tensor."""
+        return self._load(self.codec.prepare_weights)
+
+    def load_plain(self) -> Llama:
+        """The model as its checkpoint has it. Raises `CheckpointError` naming file and tensor."""
+        return self._load(unchanged)
+
+    def _load(self, prepare: PrepareWeights) -> Llama:
+        with progress_bar(f"loading {self.folder.name}") as on_bytes:
+            return load_model(
+                self.folder.path,
+                self.config.dtype,
+                device=self.backend.device,
+                max_context=self.config.max_context,
+                kernels=self.backend.rows,
+                on_bytes=on_bytes,
+                prepare=prepare,
+            )
+
+
 def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
     """Load and check everything. Raises `ConfigError` or `CheckpointError` naming the setting, file or tensor.
 
@@ -73,37 +150,20 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
     """
     if model.threads:
         torch.set_num_threads(model.threads)
-    folder, spec, kv_codec, backend = _checked(model, codec)
-    with progress_bar(f"loading {folder.name}") as on_bytes:
-        llama = load_model(
-            folder.path,
-            model.dtype,
-            device=backend.device,
-            max_context=model.max_context,
-            kernels=backend.rows,
-            on_bytes=on_bytes,
-            prepare=kv_codec.prepare_weights,
-        )
-    fields = (
-        ("wire_version", WIRE_VERSION),
-        ("model_hash", model_hash(folder.path)),
-        ("dtype", model.dtype),
-        ("layers", str(spec.num_layers)),
-        ("kv_heads", str(spec.num_kv_heads)),
-        ("head_dim", str(spec.head_dim)),
-        *kv_codec.fingerprint(),
-        (WIRE_FORM, kv_codec.wire_form.name),
-    )
-    return Worker(folder.name, llama, kv_codec, Fingerprint(fields), _kernels(backend, kv_codec))
+    planned = plan_worker(model, codec)
+    log.info("model %s, codec %s on backend %s", planned.folder.name, planned.codec.name, planned.kernels)
+    llama = planned.load()
+    return Worker(planned.folder.name, llama, planned.codec, planned.fingerprint(), planned.kernels)
 
 
 def check_worker(model: ModelConfig, codec: CodecConfig) -> None:
     """Raise the errors of `load_worker` in settings, files and headers, without reading a weight."""
-    folder, spec, _, _ = _checked(model, codec)
-    check_weights(folder.path, spec)
+    planned = plan_worker(model, codec)
+    check_weights(planned.folder.path, planned.spec)
 
 
-def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, ModelSpec, KvCodec, Backend]:
+def plan_worker(model: ModelConfig, codec: CodecConfig) -> Unloaded:
+    """Check settings, files and headers, but for those of the weights. Raises `ConfigError` or `CheckpointError`."""
     if model.device and not re.fullmatch(r"cpu|cuda(:\d+)?", model.device):
         raise ConfigError(f"model.device: {model.device!r} is not a device; known: cpu, cuda, cuda:N")
     try:
@@ -119,11 +179,4 @@ def _checked(model: ModelConfig, codec: CodecConfig) -> tuple[ModelFolder, Model
     folder = find_model(model.path, model.dtype)
     spec = read_spec(folder.path, model.max_context)
     kv_codec = make_codec(codec, spec.kv_shape, backend)
-    log.info("model %s, codec %s on backend %s", folder.name, kv_codec.name, _kernels(backend, kv_codec))
-    return folder, spec, kv_codec, backend
-
-
-def _kernels(backend: Backend, codec: KvCodec) -> str:
-    """Who computes, for display: names the format's definition where the backend has no kernels for a page format."""
-    pages = "" if codec.served_by == backend.name else f", pages by {codec.served_by}"
-    return f"{backend.name} ({backend.isa}{pages})"
+    return Unloaded(model, folder, spec, kv_codec, backend)

@@ -1,7 +1,8 @@
 """`hackkv eval`: measure what every codec costs in accuracy, and write the report.
 
 Without arguments it takes the model that ships with hackkv, all rows and all tasks. Writes OUT.md, OUT.json and
-OUT.png. `--render OUT.json` writes report and picture of an earlier run again.
+OUT.png. `--render OUT.json` writes report and picture of an earlier run again. `--recommend MODEL` prints one table
+instead: every preset, what it weighs and what it costs this model.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from measure.accuracy.data import read_records
 from measure.accuracy.engine import CHUNK_TOKENS
 from measure.accuracy.machine import commit, this_machine
 from measure.accuracy.plot import draw
+from measure.accuracy.recommend import recommend, show
 from measure.accuracy.report import markdown, terminal_tables
 from measure.accuracy.results import Results, TaskNote
 from measure.accuracy.run import Answers, answer_all
@@ -41,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
+        if args.recommend is not None:
+            config = ModelConfig(path=args.recommend, dtype=args.dtype, threads=args.jobs, backend=args.backend)
+            show(recommend(config, lambda line: notes.print(line, markup=False)), console)
+            return 0
         results = Results.read(args.render) if args.render else _measure(args, _command(arguments), notes)
     except HackkvError as error:
         notes.print(f"hackkv eval: {error}", style="red", markup=False, soft_wrap=True)
@@ -75,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
     parser.add_argument("--backend", default="auto", help="kernels; default: the fastest of this machine")
     parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="threads; default: all cores")
+    parser.add_argument(
+        "--recommend",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help="only measure what each preset costs this model (default: the shipped one), and recommend one",
+    )
     parser.add_argument("--render", type=Path, metavar="JSON", help="only write the report of an earlier run again")
     return parser
 

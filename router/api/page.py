@@ -18,6 +18,7 @@ from hackkv.errors import RequestError
 from router.api.errors import HTTPError
 from router.api.intake import PAGE_FILES, served_by
 from router.fleet.membership import AnyMember
+from router.watch.account import codec_loss
 
 routes = APIRouter()
 
@@ -105,4 +106,5 @@ def _node(member: AnyMember) -> dict[str, Any]:
         "free_pages": member.free_pages,
         "page_tokens": info.page_tokens,
         "stats": dict(info.stats),
+        "codec_loss": codec_loss(info.loss),
     }

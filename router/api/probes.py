@@ -12,6 +12,7 @@ from hackkv import __version__
 from hackkv.types import Role
 from router.api.errors import HTTPError
 from router.api.intake import served_by
+from router.watch.account import codec_loss
 
 routes = APIRouter()
 
@@ -43,9 +44,16 @@ async def ready(request: Request) -> Response:
 
 @routes.get("/version")
 async def version(request: Request) -> Response:
-    """The program's version, and what computes on each node."""
+    """The program's version, what computes on each node, and what its codec costs the model."""
     members = served_by(request).dispatcher.fleet.nodes.members()
-    nodes = {member.node_id: {"role": member.info.role, "kernels": member.info.kernels} for member in members}
+    nodes = {
+        member.node_id: {
+            "role": member.info.role,
+            "kernels": member.info.kernels,
+            "codec_loss": codec_loss(member.info.loss),
+        }
+        for member in members
+    }
     return JSONResponse({"version": __version__, "nodes": nodes})
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from hackkv.nodes import CodecLoss
 from hackkv.timing import StageClock
 from hackkv.types import Receipt
 
@@ -33,3 +35,11 @@ def kv_account(codec: str, receipts: Iterable[Receipt]) -> dict[str, Any]:
         "ratio": (planes.total() + header) / fp16 if fp16 else None,
         "tokens": tokens,
     }
+
+
+def codec_loss(loss: CodecLoss | None) -> dict[str, float | None] | None:
+    """What a codec costs a node's model, for JSON, which has no NaN and no infinity: these are None."""
+    if loss is None:
+        return None
+    numbers = {"kl": loss.kl, "top1": loss.top1, "perplexity_ratio": loss.perplexity_ratio, "tokens": loss.tokens}
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}

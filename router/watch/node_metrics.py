@@ -34,6 +34,7 @@ class FleetGauges(Collector):
         yield draining
         yield from self._pages()
         yield from self._queues()
+        yield from self._losses()
         yield from self._node_stats()
 
     def _pages(self) -> Iterator[GaugeMetricFamily]:
@@ -75,6 +76,19 @@ class FleetGauges(Collector):
         ):
             family = GaugeMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model], value)
+            yield family
+
+    def _losses(self) -> Iterator[GaugeMetricFamily]:
+        """What the codec costs, of nodes that measured it when they started."""
+        for name, text, field in (
+            ("kl", "KL divergence of the codec from exact KV, mean over positions (nats).", "kl"),
+            ("top1_agreement", "Share of positions whose first choice is that of exact KV (1 = all).", "top1"),
+            ("perplexity_ratio", "Perplexity over that with exact KV (ratio).", "perplexity_ratio"),
+        ):
+            family = GaugeMetricFamily(f"hackkv_codec_{name}", text, labels=["node", "role"])
+            for member in self._fleet.nodes.members():
+                if member.info.loss is not None:
+                    family.add_metric([member.info.node_id, member.info.role], getattr(member.info.loss, field))
             yield family
 
     def _node_stats(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

@@ -14,6 +14,7 @@ from app import cli
 from app.cli import _until_signalled
 from app.cluster import role_command
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.errors import ConfigError
 
 TIMEOUT_S = 10.0
 
@@ -56,3 +57,10 @@ def test_the_shipped_model_serves_where_smollm2_is_not_installed_and_says_so(
     plan = cli._plan(ModelConfig(path="smollm2"), CodecConfig(name="fp16"), 1, 1, {})
     assert plan.router["served_model_name"] == "hackkv-small"
     assert "smollm2 is not installed" in capsys.readouterr().err
+
+
+def test_a_codec_may_be_allowed_to_lose() -> None:
+    assert cli._codec("hack") == CodecConfig(name="hack")
+    assert cli._codec("hack,allow_loss") == CodecConfig(name="hack", allow_loss=True)
+    with pytest.raises(ConfigError, match="expected NAME or NAME,allow_loss"):
+        cli._codec("hack,allow")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from app.cluster import ClusterPlan, running
 from hackkv.errors import NodeLost
 from hackkv.model.tiny import Tiny
 from tests.e2e.conftest import Start
-from tests.e2e.processes import ENVIRONMENT, START_S, Api, Child, alive, family, until
+from tests.e2e.processes import ENVIRONMENT, START_S, Api, Child, alive, family, role, until
 from tests.model.gguf.writing import write_gguf
 
 STOP_S = 5.0
@@ -145,3 +146,26 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
+
+
+def test_a_codec_that_spoils_the_model_is_refused_once_and_by_a_lone_node_too(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shipped model, whose answers the paper's own settings spoil."""
+    monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path / "cache"))
+    child = start("serve", "", *SMALL, "--port", "0", "--codec", "hack-paper")
+    assert child.wait(START_S) == 2
+    assert child.out == ""
+    assert child.err.count("would spoil the answers of hackkv-small") == 1
+    assert "\n  rot-k4v4 " in child.err
+    assert "Traceback" not in child.err
+    node = role(tmp_path, "prefill", "lone", {"codec": {"name": "hack-paper"}})
+    assert node.wait(START_S) == 2
+    assert node.err.startswith("prefill: codec.name: 'hack-paper' would spoil the answers of hackkv-small")
+    node.kill()
+    child = start("serve", "", *SMALL, "--port", "0", "--codec", "hack-paper,allow_loss")
+    url = child.serving()
+    nodes = httpx.get(f"{url}/version").json()["nodes"]
+    assert {nodes[name]["codec_loss"]["kl"] > 0.15 for name in ("prefill-0", "decode-0")} == {True}
+    assert Api(url).metrics()['hackkv_codec_kl{node="decode-0",role="decode"}'] > 0.15
+    child.kill()

@@ -10,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from hackkv.canary import check_codec
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.errors import ConfigError
 from hackkv.model import find_model, load_model
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.generate import generate
@@ -67,3 +69,14 @@ def test_it_answers_through_the_serving_path() -> None:
     tokens = generate(worker, Request("r", ids, Sampling(seed=0, max_tokens=24, temperature=0.0)))
     assert worker.name == "SmolLM2-135M-Instruct"
     assert "Paris" in tokenizer.decode([token.token_id for token in tokens])
+
+
+def test_hack_is_refused_and_rot_k4v4_serves() -> None:
+    """In a table of all that pass, and without a process: `hackkv serve` checks before it starts one."""
+    with pytest.raises(ConfigError, match="'hack' would spoil the answers of SmolLM2-135M-Instruct") as caught:
+        check_codec(ModelConfig(path=SMOLLM2), CodecConfig(name="hack"))
+    assert "\n  rot-k4v4 " in str(caught.value)
+    loss = check_codec(ModelConfig(path=SMOLLM2), CodecConfig(name="rot-k4v4"))
+    assert loss is not None
+    assert loss.kl < 0.03
+    assert loss.top1 > 0.9

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hackkv import errors, types
 from hackkv.errors import FrameRefused, HackkvError, RequestError, TransferError
-from hackkv.nodes import Lease, NodeInfo, WireAddress
+from hackkv.nodes import CodecLoss, Lease, NodeInfo, WireAddress
 from hackkv.types import (
     DecodeJob,
     Fingerprint,
@@ -110,6 +110,7 @@ node_infos = st.builds(
     st.booleans(),
     TEXT,
     short_tuples(st.builds(WireAddress, TEXT, TEXT)),
+    st.none() | st.builds(CodecLoss, LOGPROB, FINITE, LOGPROB, U32),
 )
 
 CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [

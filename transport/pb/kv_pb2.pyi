@@ -393,8 +393,20 @@ class WireAddress(_message.Message):
     address: str
     def __init__(self, wire: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
+class CodecLoss(_message.Message):
+    __slots__ = ("kl", "top1", "perplexity_ratio", "tokens")
+    KL_FIELD_NUMBER: _ClassVar[int]
+    TOP1_FIELD_NUMBER: _ClassVar[int]
+    PERPLEXITY_RATIO_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    kl: float
+    top1: float
+    perplexity_ratio: float
+    tokens: int
+    def __init__(self, kl: _Optional[float] = ..., top1: _Optional[float] = ..., perplexity_ratio: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
+
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "role", "address", "incarnation", "model", "fingerprint", "page_tokens", "max_context", "total_pages", "free_pages", "queued_tokens", "running", "waiting", "stats", "draining", "kernels", "wires")
+    __slots__ = ("node_id", "role", "address", "incarnation", "model", "fingerprint", "page_tokens", "max_context", "total_pages", "free_pages", "queued_tokens", "running", "waiting", "stats", "draining", "kernels", "wires", "loss")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -412,6 +424,7 @@ class NodeInfo(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     WIRES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     role: Role
     address: str
@@ -429,7 +442,8 @@ class NodeInfo(_message.Message):
     draining: bool
     kernels: str
     wires: _containers.RepeatedCompositeFieldContainer[WireAddress]
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., page_tokens: _Optional[int] = ..., max_context: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., stats: _Optional[_Iterable[_Union[Stat, _Mapping]]] = ..., draining: _Optional[bool] = ..., kernels: _Optional[str] = ..., wires: _Optional[_Iterable[_Union[WireAddress, _Mapping]]] = ...) -> None: ...
+    loss: CodecLoss
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., page_tokens: _Optional[int] = ..., max_context: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., stats: _Optional[_Iterable[_Union[Stat, _Mapping]]] = ..., draining: _Optional[bool] = ..., kernels: _Optional[str] = ..., wires: _Optional[_Iterable[_Union[WireAddress, _Mapping]]] = ..., loss: _Optional[_Union[CodecLoss, _Mapping]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("ttl_s",)

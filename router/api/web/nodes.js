@@ -19,7 +19,7 @@ function item(state, name, what, ...more) {
 function node(node) {
   const work = node.role === "decode" ? pages(node) : queue(node);
   const [state, what] = condition(node);
-  return item(state, node.id, `${node.role}, ${what}`, ...work, ...gauges(node.stats));
+  return item(state, node.id, `${node.role}, ${what}`, ...work, ...gauges(node.stats), ...loss(node.codec_loss));
 }
 
 function condition(node) {
@@ -56,6 +56,15 @@ function gauges(stats) {
     says.push(`${percent(stats.hackkv_prefix_hits_total / stats.hackkv_prefix_queries_total)} of prompt tokens from the prefix cache`);
   }
   return says.length ? [el("p", { class: "work" }, says.join("; "))] : [];
+}
+
+// What the node's codec costs its model, as it measured when it started; lossless codecs are not measured.
+function loss(measured) {
+  if (!measured) return [];
+  const { kl, top1, perplexity_ratio } = measured;
+  if (kl === null) return [el("p", { class: "work" }, "the codec breaks this model")];
+  const ratio = perplexity_ratio === null ? "" : `, perplexity \u00d7 ${perplexity_ratio.toFixed(3)}`;
+  return [el("p", { class: "work" }, `KL ${kl.toFixed(3)} from exact KV, ${percent(top1)} of first choices${ratio}`)];
 }
 
 const absentee = ({ id, role, drained, gone_s }) =>

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+
+from hackkv.nodes import CodecLoss
 from tests.router.conftest import Api
 
 COMPLETIONS = "/v1/completions"
@@ -30,3 +34,24 @@ async def test_metrics_have_help_and_the_transfer_is_proven(api: Api) -> None:
     helped = {line.split()[2] for line in page.splitlines() if line.startswith("# HELP") and len(line.split()) > 3}
     typed = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
     assert typed <= helped
+
+
+async def test_what_a_codec_costs_is_told_everywhere_even_if_it_is_no_number(api: Api) -> None:
+    await api.cluster.report("d0", loss=CodecLoss(0.0125, 0.97, 1.01, 600))
+    await api.cluster.report("d1", loss=CodecLoss(math.nan, 0.0, math.inf, 600))
+    page = (await api.http.get("/metrics")).text
+    for line in (
+        'hackkv_codec_kl{node="d0",role="decode"} 0.0125',
+        'hackkv_codec_top1_agreement{node="d0",role="decode"} 0.97',
+        'hackkv_codec_perplexity_ratio{node="d0",role="decode"} 1.01',
+        'hackkv_codec_kl{node="d1",role="decode"} NaN',
+        'hackkv_codec_perplexity_ratio{node="d1",role="decode"} +Inf',
+    ):
+        assert line in page
+    assert 'hackkv_codec_kl{node="p0"' not in page  # it measured nothing
+    told = json.loads((await api.http.get("/version")).text)["nodes"]
+    assert told["p0"]["codec_loss"] is None
+    assert told["d0"]["codec_loss"] == {"kl": 0.0125, "top1": 0.97, "perplexity_ratio": 1.01, "tokens": 600}
+    assert told["d1"]["codec_loss"] == {"kl": None, "top1": 0.0, "perplexity_ratio": None, "tokens": 600}
+    nodes = (await api.http.get("/api/cluster")).json()["nodes"]
+    assert {node["id"]: node["codec_loss"] for node in nodes} == {name: told[name]["codec_loss"] for name in told}

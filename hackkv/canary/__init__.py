@@ -1,0 +1,12 @@
+"""The canary: what a lossy codec costs a model, measured before the model serves. Nobody serves gibberish unasked.
+
+`check_codec` is what a process calls before it serves. `Meter` measures codecs on any text.
+"""
+
+from __future__ import annotations
+
+from hackkv.canary.check import check_codec
+from hackkv.canary.loss import Reference, codec_loss, read_exactly
+from hackkv.canary.meter import Meter, Row, survey
+
+__all__ = ["Meter", "Reference", "Row", "check_codec", "codec_loss", "read_exactly", "survey"]

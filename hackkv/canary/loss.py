@@ -1,0 +1,95 @@
+"""How far a model with a codec is from the same model with exact KV, in three numbers.
+
+The codec's side runs as nodes run it: most of the text is prefilled in chunks, the rest decoded token by token on the
+pages that prefill left. So both kinds of kernels are measured, and an eviction between them if the codec has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hackkv.codec import KvCodec, Span, rows_held
+from hackkv.errors import NonFiniteError
+from hackkv.model.exact import ExactKv, advance
+from hackkv.model.llama import Llama
+from hackkv.model.runner import ModelRunner
+from hackkv.nodes import CodecLoss
+
+CHUNK_TOKENS: Final = 256
+DECODED_TOKENS: Final = 32
+"""Tokens at the end of the text that are decoded."""
+LOGIT_ROWS: Final = 64
+"""Rows whose logits are held at once: a vocabulary has some 100,000 of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A text, and what a model makes of it with exact KV."""
+
+    ids: tuple[int, ...]
+    hidden: Tensor
+    """[T, hidden], in the model's dtype, after the final norm."""
+
+
+@torch.inference_mode()
+def read_exactly(model: Llama, ids: Sequence[int]) -> Reference:
+    """Run `ids`, at least two, through `model` with its KV in the model's own dtype."""
+    cache = ExactKv()
+    chunks = (ids[start : start + CHUNK_TOKENS] for start in range(0, len(ids), CHUNK_TOKENS))
+    return Reference(tuple(ids), torch.cat([advance(model, [(cache, chunk)]) for chunk in chunks]))
+
+
+@torch.inference_mode()
+def codec_loss(model: Llama, codec: KvCodec, reference: Reference) -> CodecLoss:
+    """What `codec` costs on the text of `reference`. `model` has what the codec folds into its weights.
+
+    KV that the codec cannot hold (`NonFiniteError`) is an infinite loss.
+    """
+    ids = reference.ids
+    try:
+        hidden = _run(model, codec, ids)
+    except NonFiniteError:
+        return CodecLoss(math.inf, 0.0, math.inf, len(ids))
+    truth = torch.tensor(ids[1:], device=hidden.device)
+    kl, agreed, worse = 0.0, 0, 0.0
+    for start in range(0, len(ids), LOGIT_ROWS):
+        rows = slice(start, start + LOGIT_ROWS)
+        exact, found = (F.log_softmax(model.logits(x[rows]).float(), -1) for x in (reference.hidden, hidden))
+        kl += float(F.kl_div(found, exact, log_target=True, reduction="sum"))
+        agreed += int((exact.argmax(-1) == found.argmax(-1)).sum())
+        said = truth[rows, None]  # one row less than logits at the end: nothing follows the last token
+        gap = exact[: len(said)].gather(1, said) - found[: len(said)].gather(1, said)
+        worse += float(gap.sum())
+    return CodecLoss(kl / len(ids), agreed / len(ids), _exp(worse / max(1, len(truth))), len(ids))
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
+
+
+def _run(model: Llama, codec: KvCodec, ids: Sequence[int]) -> Tensor:
+    """Hidden states [T, hidden] of all rows of `ids`."""
+    pages = tuple(range(-(-len(ids) // codec.page_tokens)))
+    runner = ModelRunner(model, codec, len(pages), 1)
+    prompt = max(1, len(ids) - DECODED_TOKENS)
+    hidden = list[Tensor]()
+    for start in range(0, prompt, CHUNK_TOKENS):
+        chunk = ids[start : min(start + CHUNK_TOKENS, prompt)]
+        hidden.append(runner.forward([Span(0, start, len(chunk), pages)], chunk))
+    held = rows_held(codec, prompt)
+    if codec.eviction is not None:
+        for pool in runner.memory.pools:
+            codec.eviction.evict(pool, Span(0, 0, prompt, pages))
+    for row, token in enumerate(ids[prompt:], held):
+        hidden.append(runner.forward([Span(0, row, 1, pages, evicted=prompt - held)], [token]))
+    return torch.cat(hidden)

@@ -1,0 +1,78 @@
+"""Measures codecs on one model and one text. Nothing is loaded until a measurement needs it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hackkv.canary.loss import Reference, codec_loss, read_exactly
+from hackkv.codecs import CODECS
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.errors import ConfigError
+from hackkv.model.llama import Llama
+from hackkv.model.worker import Unloaded, plan_worker
+from hackkv.nodes import CodecLoss
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A preset and what it costs."""
+
+    name: str
+    share: float
+    """Bytes per token at rest, of FP16's."""
+    loss: CodecLoss | None
+    """None for a lossless codec, which is not measured."""
+
+    def stays_below(self, kl: float) -> bool:
+        """Whether the codec may serve under the bound. A KL that is not a number never is below one."""
+        return self.loss is None or self.loss.kl <= kl
+
+
+class Meter:
+    """Measures codecs on one model and one text. At most one copy of the weights is held, besides mapped ones."""
+
+    def __init__(self, model: ModelConfig, ids: Callable[[Unloaded], Sequence[int]]) -> None:
+        """`ids` gives the text, at least two tokens that the model knows; it is asked once, at most."""
+        self._model, self._ids = model, ids
+        self._plain: Llama | None = None
+        self._reference: Reference | None = None
+
+    def plan(self, codec: CodecConfig) -> Unloaded:
+        """A worker of the model with `codec`, before it is loaded. Raises `ConfigError`, `CheckpointError`."""
+        return plan_worker(self._model, codec)
+
+    def measure(self, planned: Unloaded) -> CodecLoss:
+        """What the codec of `planned` costs. Raises `CheckpointError` if the weights cannot be loaded."""
+        if self._reference is None:
+            self._reference = read_exactly(self._load_plain(planned), self._ids(planned))
+        if not planned.codec.prepares_weights:
+            return codec_loss(self._load_plain(planned), planned.codec, self._reference)
+        self._plain = None
+        gc.collect()  # before the second copy is read
+        return codec_loss(planned.load(), planned.codec, self._reference)
+
+    def _load_plain(self, planned: Unloaded) -> Llama:
+        if self._plain is None:
+            self._plain = planned.load_plain()
+        return self._plain
+
+
+Measure = Callable[[Unloaded], CodecLoss]
+
+
+def survey(meter: Meter, measure: Measure) -> list[Row]:
+    """Every preset that this model can have, smallest first. `measure` is asked for those that lose something."""
+    planned = list[Unloaded]()
+    for name in CODECS:
+        try:
+            planned.append(meter.plan(CodecConfig(name=name)))
+        except ConfigError:
+            continue  # no shape for this format, or a preset that needs a file
+    # Codecs that fold something into the weights come last: each takes a copy of its own.
+    rows = [
+        Row(each.codec.name, each.share, None if each.codec.lossless else measure(each))
+        for each in sorted(planned, key=lambda each: each.codec.prepares_weights)
+    ]
+    return sorted(rows, key=lambda row: row.share)
