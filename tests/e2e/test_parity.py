@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hackkv.config import CodecConfig, ModelConfig
+from hackkv.config import DEFAULT_CODEC, CodecConfig, ModelConfig
 from hackkv.model.generate import generate
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
@@ -27,7 +27,7 @@ PROMPTS_PER_CASE = 68
 """Times three chunk sizes: over 200 prompts for each wire and codec, each at concurrency 1 and at 8."""
 MAX_TOKENS = 6
 CHUNK_PAGES = (1, 2, 8)
-CODECS = ("hack", "fp16")
+CODECS = (DEFAULT_CODEC, "hack", "fp16")
 BF16_TIE = 0.05
 """Natural-log units; logits of the tiny model are of order 4, of which BF16 keeps 8 bits through two layers."""
 
