@@ -21,7 +21,7 @@ from tests.model.gguf.writing import KINDS, write_gguf
 
 PROMPT = torch.randint(3, 512, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 TOLERANCE = 1e-4
-"""Some tens of float32 roundings, in units of the logits' standard deviation."""
+"""Hundreds of float32 roundings, in units of the logits' standard deviation."""
 WIDE = Tiny(layers=1, hidden=256, heads=4, ffn=512)
 """Blocks of the K types hold 256 values of a row."""
 
