@@ -4,11 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv-peers/.installed
+CLIENTS := .venv-clients/.installed
 TORCH := torch==2.13.0
 SOURCES := $(wildcard $(foreach from,kernels/csrc kernels/csrc/simd lab/csrc,$(from)/*.h $(from)/*.cpp $(from)/CMakeLists.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-all browser compose-test check dashboards proto bench peers sanitize arm clean
+.PHONY: help demo serve test test-slow test-all browser compose-test clients clients-test check dashboards proto bench peers sanitize arm clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -19,8 +20,8 @@ demo: $(STAMP)  ## start a cluster, send real requests, show where their time we
 serve: $(STAMP)  ## run a cluster until Ctrl-C (MODEL=folder, GGUF file, hub name or smollm2)
 	$(BIN)/hackkv serve $(MODEL)
 
-test: $(STAMP)  ## run the tests, but for the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+test: $(STAMP)  ## run the tests, but for the slow ones, on up to 4 cores
+	$(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --dist loadfile
 
 test-slow: $(STAMP)  ## run the slow ones: in a browser, Triton's kernels interpreted and compiled, soaks (tests/tiers.py)
 	$(BIN)/python -m pytest -m slow
@@ -34,6 +35,12 @@ browser:  ## install Chromium for the tests of the page, as root on Debian; with
 
 compose-test: $(STAMP)  ## build and run docker-compose.yml on a real Docker engine (root; starts one if none runs)
 	deploy/tests/engine.sh $(BIN)/python -m pytest deploy/tests -s
+
+clients: $(CLIENTS)  ## install the client packages of clients-test, pinned, away from ours
+
+clients-test: $(STAMP) $(CLIENTS)  ## openai, LangChain, LiteLLM and schemathesis against `hackkv serve` (tests/clients)
+	.venv-clients/litellm/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/test_litellm.py
+	.venv-clients/openai/bin/python -m pytest -c tests/clients/pytest.ini --ignore tests/clients/test_litellm.py tests/clients
 
 check: $(STAMP)  ## format, lint, types, layers, sizes
 	$(BIN)/ruff format --check .
@@ -64,7 +71,7 @@ arm:  ## portable kernels on aarch64, emulated, against this machine's (g++-aarc
 	lab/agree.sh
 
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv .venv-peers build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-clients build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch goes first and pinned: asked for as a mere dependency, it would bring gigabytes of CUDA libraries.
 # The C++ extensions are compiled again when their sources have changed; the lab's comes with an editable install.
@@ -83,4 +90,11 @@ $(PEERS):
 	$(PYTHON) -m venv .venv-peers
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
 	  .venv-peers/bin/python -m pip install --quiet --no-binary llama-cpp-python llama-cpp-python gguf safetensors numpy
+	@touch $@
+
+# Two environments, since LiteLLM and the newest openai do not agree.
+$(CLIENTS): $(wildcard tests/clients/requirements-*.txt)
+	for each in openai litellm; do \
+	  $(PYTHON) -m venv .venv-clients/$$each \
+	  && .venv-clients/$$each/bin/python -m pip install --quiet -r tests/clients/requirements-$$each.txt || exit 1; done
 	@touch $@

@@ -1,54 +1,50 @@
 """A whole cluster on one machine: router, prefill and decode nodes as processes, each with a YAML file of its own.
 
-The standard input of every child is the reading end of a pipe from this process. A child stops when its input ends, so
-none outlives the cluster, not even when this process is killed. A node that dies is started again (`watch`); meanwhile
-requests wait for it or go on elsewhere.
+All of them are forked from one process (`app.forkserver`), so that they start fast and share memory. The standard input
+of every child is the reading end of a pipe from this process. A child stops when its input ends, so none outlives the
+cluster, not even when this process is killed. A node that dies is started again (`watch`); meanwhile requests wait for
+it or go on elsewhere. A fork server that dies harms nobody: the next start has another one.
+
+This module imports neither torch nor pydantic: what it starts is slow enough.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import http.client
+import json
 import secrets
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-import httpx
-import yaml
-
+from app.forking import Forked, ForkServerClient, adopting, failure
 from hackkv.errors import ConfigError, HackkvError, NodeLost
-from node.process import read_announcement
+from node.announcement import read_announcement
+from transport.closing import reap
 
 STOP_S = 3.0
 """Time that children get to stop by themselves before they are killed."""
 ROUTER_GRACE_S = 1.0
 """The nodes stop at the same moment as the router, so requests in flight have nothing to wait for."""
-POLL_S = 0.1
+POLL_S = 0.02
 START_S = 120.0
 """Time that a process gets until it is ready."""
 RESTART_S, LONGEST_RESTART_S = 1.0, 30.0
 """First and longest pause before a node is started again. It doubles each time the node lived for less than the
 longest pause."""
 
-ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", **os.environ}
-"""For every role. gRPC's own messages about broken connections would only repeat ours."""
-_SHARED_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", **ENVIRONMENT}
-"""Compute threads that wait must not spin, since processes share the cores."""
-
-ENTRIES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
-"""Role -> module that `python -m` runs."""
-
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """What to start. `worker` holds settings that prefill and decode nodes share (model, codec, kv_bytes, ...)."""
+    """What to start. `worker` holds settings that prefill and decode nodes share (model, codec, kv_bytes, ...).
+
+    `router` needs no `model`: it gets the nodes' one.
+    """
 
     router: dict[str, Any]
     worker: dict[str, Any]
@@ -58,13 +54,25 @@ class ClusterPlan:
     decode: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What is served, after the question whether it can be (`app.check`)."""
+
+    folder: str
+    name: str
+    """What to call it."""
+    loss: dict[str, Any] | None
+    """A `CodecLoss`; None for a lossless codec."""
+
+
 @dataclass(eq=False, slots=True)
 class Child:
     """One child process."""
 
     name: str
-    command: tuple[str, ...]
-    process: Process
+    role: str
+    process: Forked
+    arguments: tuple[str, ...] = ()
     ready: dict[str, str] = field(default_factory=dict)
 
 
@@ -80,6 +88,11 @@ class LocalCluster:
         self.token_file.touch(mode=0o600)
         self.token_file.write_text(secrets.token_hex(32), encoding="ascii")
         self.children: list[Child] = []
+        """The router comes first."""
+        self.model = Checked("", "", None)
+        """Known once the cluster has started."""
+        self._server: ForkServerClient | None = None
+        self._renewing = asyncio.Lock()
 
     @property
     def url(self) -> str:
@@ -87,19 +100,25 @@ class LocalCluster:
         return self.children[0].ready["http"]
 
     async def start(self, timeout_s: float) -> None:
-        """Start everything and wait until the router counts every node. Raises `ConfigError` or `NodeLost`."""
+        """Start everything and wait until the router counts every node. Raises `ConfigError` or `NodeLost`.
+
+        No port is open before it is known that nodes can serve the model.
+        """
         deadline = monotonic() + timeout_s
-        settings = {"shutdown_grace_s": ROUTER_GRACE_S, **self._plan.router}
-        router = await self._spawn("router", "router", settings, deadline)
-        control = router.ready["control"]
-        nodes = [("prefill", i, self._plan.prefill) for i in range(self._plan.num_prefill)]
-        nodes += [("decode", i, self._plan.decode) for i in range(self._plan.num_decode)]
-        starting = []
-        for role, index, settings in nodes:
-            name = f"{role}-{index}"
-            merged = {**self._plan.worker, **settings, "router": control, "node_id": name}
-            starting.append(self._spawn(name, role, merged, deadline))
-        await asyncio.gather(*starting)
+        plan = self._plan
+        self._server = await ForkServerClient.start()
+        router = await self._fork("router", "router")
+        if plan.num_prefill + plan.num_decode:
+            self.model = await self._check(deadline)
+        given = {"model": self.model.folder, "shutdown_grace_s": ROUTER_GRACE_S, **plan.router}
+        given["served_model_name"] = given.get("served_model_name") or self.model.name
+        await self._order(router, given, deadline)
+        nodes = [("prefill", i, plan.prefill) for i in range(plan.num_prefill)]
+        nodes += [("decode", i, plan.decode) for i in range(plan.num_decode)]
+        children = [(await self._fork(role, f"{role}-{index}"), settings) for role, index, settings in nodes]
+        shared = {**plan.worker, "model": self._model, "router": router.ready["control"]}
+        orders = (self._order(child, {**shared, **own, "node_id": child.name}, deadline) for child, own in children)
+        await asyncio.gather(*orders)
         await self._until_registered(deadline)
 
     async def watch(self) -> int:
@@ -116,7 +135,8 @@ class LocalCluster:
     async def restart(self, name: str) -> None:
         """Start a node whose process has ended. Raises `ConfigError` or `NodeLost`."""
         child = next(child for child in self.children if child.name == name)
-        await self._launch(child, monotonic() + START_S)
+        child.process = await (await self._forks()).fork(child.role, child.name, self.model.loss)
+        await self._begin(child, monotonic() + START_S)
 
     async def _keep(self, node: Child) -> None:
         pause = RESTART_S
@@ -129,43 +149,85 @@ class LocalCluster:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_RESTART_S)
             try:
-                await self._launch(node, monotonic() + START_S)
+                await self.restart(node.name)
             except HackkvError as error:
                 self._progress(str(error))
 
     async def stop(self) -> None:
         """Stop every process: first by closing its standard input, after `STOP_S` by force."""
-        for child in self.children:
-            if child.process.stdin:
-                child.process.stdin.close()
+        for child in reversed(self.children):  # nodes first: they need not miss the router
+            child.process.close_stdin()
+        if self._server is not None:
+            await self._server.close()
         ends = [child.process.wait() for child in self.children]
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 await asyncio.gather(*ends)
-        except TimeoutError:
-            for child in self.children:
-                if child.process.returncode is None:
-                    child.process.kill()
-                    await child.process.wait()
+        for child in self.children:
+            await child.process.end()
 
-    async def _spawn(self, name: str, role: str, settings: dict[str, Any], deadline: float) -> Child:
-        config = self._folder / f"{name}.yaml"
-        common = {"log_level": "warning", "internal": {"token_file": str(self.token_file)}}
-        config.write_text(yaml.safe_dump({**common, **settings}), encoding="utf-8")
-        command = role_command(role, ("--config", str(config), "--supervised"))
-        child = Child(name, command, await self._exec(command))
+    @property
+    def _model(self) -> dict[str, Any]:
+        """The nodes' section `model`. They need not look for the files again."""
+        return {**self._plan.worker.get("model", {}), "path": self.model.folder}
+
+    async def _check(self, deadline: float) -> Checked:
+        """Find and check what is to be served, while the fork server loads it. Raises `ConfigError` or `NodeLost`."""
+        server = await self._forks()
+        process = await server.fork("check", "check")
+        try:
+            async with asyncio.timeout(deadline - monotonic()):
+                worker = self._plan.worker
+                settings = {key: value for key, value in worker.items() if key in ("model", "codec")}
+                process.order([self._write("check", settings)])
+                found = (await self._heard(process, "found"))["found"]
+                self.model = Checked(found["folder"], found["name"], None)
+                loading = asyncio.create_task(server.load(self._model, self._plan.worker.get("codec", {})))
+                try:
+                    passed = (await self._heard(process, "passed"))["passed"]
+                    await loading
+                finally:
+                    await reap(loading)
+        except TimeoutError as error:
+            raise NodeLost("the model was not checked in time") from error
+        finally:
+            await process.end()
+        return Checked(found["folder"], found["name"], passed)
+
+    async def _heard(self, process: Forked, wanted: str) -> dict[str, Any]:
+        """The next message of `app.check` with `wanted`. Raises the error that it reports."""
+        while line := await process.stdout.readline():
+            message: dict[str, Any] = json.loads(line)
+            if "failed" in message:
+                raise failure(message)
+            if wanted in message:
+                return message
+            self._progress(message["say"])
+        raise NodeLost(f"the check of the model ended with exit code {await process.wait()}; its message is above")
+
+    async def _forks(self) -> ForkServerClient:
+        """The fork server; another one, with the model loaded, if it has died."""
+        async with self._renewing:
+            if self._server is None or not self._server.alive:
+                self._server = await ForkServerClient.start()
+                if self.model.folder:
+                    await self._server.load(self._model, self._plan.worker.get("codec", {}))
+            return self._server
+
+    async def _fork(self, role: str, name: str) -> Child:
+        process = await (await self._forks()).fork(role, name, self.model.loss)
+        child = Child(name, role, process)
         self.children.append(child)
-        await self._until_ready(child, deadline)
         return child
 
-    async def _launch(self, child: Child, deadline: float) -> None:
-        child.process = await self._exec(child.command)
-        await self._until_ready(child, deadline)
+    async def _order(self, child: Child, settings: dict[str, Any], deadline: float) -> None:
+        """Tell a child its settings, and wait until it is ready. Raises `ConfigError` or `NodeLost`."""
+        common = {"log_level": "warning", "internal": {"token_file": str(self.token_file)}}
+        child.arguments = ("--config", self._write(child.name, {**common, **settings}), "--supervised")
+        await self._begin(child, deadline)
 
-    async def _exec(self, command: Sequence[str]) -> Process:
-        return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=_SHARED_ENVIRONMENT)
-
-    async def _until_ready(self, child: Child, deadline: float) -> None:
+    async def _begin(self, child: Child, deadline: float) -> None:
+        child.process.order(child.arguments)
         try:
             async with asyncio.timeout(deadline - monotonic()):
                 child.ready = await _announcement(child)
@@ -174,25 +236,25 @@ class LocalCluster:
             raise NodeLost(f"{child.name} was not ready in time") from error
         self._progress(f"{child.name} ready at {child.ready.get('http', child.ready.get('address', '?'))}")
 
+    def _write(self, name: str, settings: dict[str, Any]) -> str:
+        """Write a configuration file, whose YAML is JSON; return its path."""
+        path = self._folder / f"{name}.yaml"
+        path.write_text(json.dumps(settings), encoding="utf-8")
+        return str(path)
+
     async def _until_registered(self, deadline: float) -> None:
         wanted = {"prefill": self._plan.num_prefill, "decode": self._plan.num_decode}
-        async with httpx.AsyncClient(base_url=self.url) as client:
-            while monotonic() < deadline:
-                try:
-                    answer = (await client.get("/ready")).json()
-                except httpx.TransportError as error:
-                    raise NodeLost(f"the router was ready but does not answer: {error}") from error
-                if answer["nodes"] == wanted:
-                    return
-                await asyncio.sleep(POLL_S)
-        raise NodeLost(f"the router counts {answer['nodes']} nodes, not {wanted}")
+        while monotonic() < deadline:
+            nodes = await asyncio.to_thread(_counted, self.url, deadline - monotonic())
+            if nodes == wanted:
+                return
+            await asyncio.sleep(POLL_S)
+        raise NodeLost(f"the router counts {nodes} nodes, not {wanted}")
 
 
 async def _announcement(child: Child) -> dict[str, str]:
     """Read a child's output up to its ready line. Raises `ConfigError` or `NodeLost` if the child ends before that."""
-    output = child.process.stdout
-    assert output is not None
-    while line := await output.readline():
+    while line := await child.process.stdout.readline():
         if ready := read_announcement(line.decode("utf-8", "replace")):
             return ready
     code = await child.process.wait()
@@ -200,20 +262,28 @@ async def _announcement(child: Child) -> dict[str, str]:
     raise failure(f"{child.name} ended with exit code {code} before it was ready; its message is above")
 
 
+def _counted(url: str, timeout_s: float) -> dict[str, int]:
+    """How many nodes of each role the router counts. Raises `NodeLost`."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout_s)
+    try:
+        connection.request("GET", "/ready")
+        nodes: dict[str, int] = json.load(connection.getresponse())["nodes"]
+    except (OSError, http.client.HTTPException) as error:
+        raise NodeLost(f"the router was ready but does not answer: {error}") from error
+    finally:
+        connection.close()
+    return nodes
+
+
 @contextlib.asynccontextmanager
 async def running(
     plan: ClusterPlan, progress: Callable[[str], None], timeout_s: float = START_S
 ) -> AsyncIterator[LocalCluster]:
     """Start a cluster, and stop every process at the end, whatever happened."""
-    with TemporaryDirectory(prefix="hackkv-") as folder:
+    with TemporaryDirectory(prefix="hackkv-") as folder, adopting():
         cluster = LocalCluster(plan, Path(folder), progress)
         try:
             await cluster.start(timeout_s)
             yield cluster
         finally:
             await asyncio.shield(cluster.stop())
-
-
-def role_command(role: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """The command line that runs one role in this interpreter, whatever lies in the current directory (-P)."""
-    return (sys.executable, "-P", "-m", ENTRIES[role], *arguments)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -13,16 +14,22 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from app.programs import Program
+from app.cluster import Checked
+from app.programs import ANSWERS, WRITES, Program
+from hackkv.packaged import SHIPPED
 from hackkv.timing import Stage
+from hackkv.tokenizer import Tokenizer
 
 SEED = 1
 TIMEOUT_S = 120.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-async def demonstrate(url: str, model: str, program: Program, console: Console) -> None:
+async def demonstrate(url: str, served: Checked, console: Console) -> None:
     """Send a streamed, a chat, a long and eight concurrent requests; print texts, stages and bytes."""
+    model, folder = served.name, Path(served.folder)
+    talks = folder != SHIPPED and (await asyncio.to_thread(Tokenizer, folder)).has_chat_template
+    program = ANSWERS if talks else WRITES
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         console.rule("a streamed answer" if program.talks else "a streamed completion")
         streamed = await _stream(client, model, program, console)
@@ -129,7 +136,7 @@ def _mean_ms(seconds: Sequence[float]) -> str:
 def _print_bytes(console: Console, groups: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """What the handoffs weighed, by plane, against the same rows in FP16."""
     table = Table("plane", title="KV moved from prefill to decode, bytes", title_justify="left")
-    table.caption = "open_k, open_v: a prompt's last page travels in FP16 until it is full; short prompts have no other"
+    table.caption = "open_k, open_v: rows that travel in FP16, of a page that is not full and of pages that stay exact"
     table.caption_justify = "left"
     for name in groups:
         table.add_column(name.removesuffix(" (mean)"), justify="right")

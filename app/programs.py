@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
-
-DEMO_MODEL: Final = "smollm2"
-"""The model of `hackkv demo` and `make demo`: empty is the one that ships along, "smollm2" is SmolLM2."""
+from typing import Any
 
 _CODE = Path(__file__).with_name("demo.py").read_text(encoding="utf-8")[:5000]
 

@@ -53,7 +53,7 @@ class Conversation:
                 frames += writer.frames(
                     layer, 0, _pages(worker.codec.wire_planes[layer], worker.layout.num_kv_heads, self.sealed)
                 )
-            if rows := num_tokens - self.sealed * worker.layout.page_tokens:
+            if rows := worker.footprint.exact_rows(num_tokens):
                 planes = _open_page(worker.layout.num_kv_heads, worker.layout.head_dim, rows)
                 frames += writer.frames(layer, self.sealed, planes, rows)
         handoff = Handoff(transfer_id, 0, worker.fingerprint, num_tokens)
@@ -65,7 +65,7 @@ class Conversation:
         worker = self.worker
         codec = worker.codec
         return FrameLedger(
-            TRANSFER, 0, Expected(worker.layout, codec.wire_planes, self.num_tokens, self.sealed, codec.wire_form)
+            TRANSFER, 0, Expected(worker.layout, codec.wire_planes, self.num_tokens, worker.footprint, codec.wire_form)
         )
 
 

@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter, sleep
 
 import torch
 from hack_kernels.base import Pool, Rows, Spans, new_pool
@@ -30,8 +28,10 @@ from hack_kernels.row_format import RowFormat
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.kernels_codecs import codec_rows
 from bench.kernels_limits import MachineLimits, measure_limits
 from bench.kernels_report import console_line, write_report
+from bench.race import Calls, copies, race
 from bench.row import Row
 from lab.rivals import RIVALS, available, bf16_pages
 
@@ -39,34 +39,7 @@ FORMAT = HackFormat(128, 64)
 PI, D = FORMAT.page_tokens, FORMAT.head_dim
 CPU = torch.device("cpu")
 PAGE_BYTES = 5120  # of one KV head: codes, minima and scales of K and V
-SETTLE_S = 0.01  # torch's OpenMP threads spin for milliseconds after their work, on the cores of the next contender
 SDPA_DTYPES = (torch.float32, torch.bfloat16)
-COLD_BYTES = 128 * 2**20  # a turn's caches together: several times the last-level cache
-
-Calls = Sequence[Callable[[], object]]
-"""What one contender does in a turn: the same call over one KV cache after another."""
-
-
-def race(contenders: dict[str, Calls], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds of a call of each contender, and the median of every other one's time over that of `hack`."""
-    for calls in contenders.values():
-        calls[0]()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, calls in contenders.items():
-            sleep(SETTLE_S)
-            calls[-1]()  # after the pause this warms code, tables and threads, and leaves the first cache cold
-            began = perf_counter()
-            for call in calls:
-                call()
-            times[name].append((perf_counter() - began) * 1e3 / len(calls))
-    ours = times.get("hack", [])
-    ratios = {
-        name: statistics.median(theirs / mine for theirs, mine in zip(rows, ours, strict=True))
-        for name, rows in times.items()
-        if name != "hack" and ours
-    }
-    return {name: statistics.median(rows) for name, rows in times.items()}, ratios
 
 
 def own_backend(threads: int) -> CpuBackend:
@@ -136,11 +109,6 @@ def decode_inputs(
     for open_rows in (pool.open_k, pool.open_v):
         open_rows.normal_()
     return pool, Spans(starts, ones, order, table, order), Rows(torch.randn(batch, kv_heads * group, D))
-
-
-def copies(num_bytes: int) -> int:
-    """How many KV caches of this size a turn walks over."""
-    return -(-COLD_BYTES // num_bytes)
 
 
 def sdpa_decode(q: Tensor, tokens: int, kv_heads: int, dtype: torch.dtype) -> dict[str, Calls]:
@@ -276,7 +244,9 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.kernels", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder whose performance.md, .json and .png get this section")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", choices=["decode", "prefill", "pages", "fp16"], help="one part of the table")
+    parser.add_argument(
+        "--only", choices=["decode", "prefill", "pages", "fp16", "codecs"], help="one part of the table"
+    )
     arguments = parser.parse_args()
     priority = take_priority()
     torch.set_num_threads(arguments.threads)
@@ -304,6 +274,9 @@ def main() -> None:
     if arguments.only in (None, "decode"):
         for tokens, batch in ((16384, 1), (16384, 8), (65536, 1), (65536, 8)):
             report(decode_row(backend, tokens, batch, 8, 4, limits))
+    if arguments.only in (None, "codecs"):
+        for row in codec_rows(backend, own_backend(threads=1)):
+            report(row)
     if arguments.out:
         write_report(arguments.out, about, rows)
 

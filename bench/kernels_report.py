@@ -23,6 +23,8 @@ def console_line(row: Row, missing: Sequence[str]) -> str:
     times = "  ".join(f"{name} {t:.3f}" for name, t in row.ms.items())
     ratios = "  ".join(f"{name} {ratio:.2f}x" for name, ratio in row.ratios.items())
     traffic = "" if row.gb_per_s is None else f"{row.gb_per_s:.1f} GB/s"
+    if row.speeds:
+        traffic = "GB/s: " + "  ".join(f"{name} {speed:.2f}" for name, speed in row.speeds.items())
     if row.of_read_bandwidth is not None:
         traffic += f" ({row.of_read_bandwidth:.0%} of read)"
     if row.of_integer_dots is not None:
@@ -40,7 +42,8 @@ def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) 
     decode = [row for row in rows if row.what == "attn_decode"]
     prefill = [row for row in rows if row.what == "attn_prefill"]
     fp16 = [row for row in rows if row.what.startswith("codec fp16")]
-    others = [row for row in rows if row not in (*decode, *prefill, *fp16)]
+    codecs = [row for row in rows if row.speeds]
+    others = [row for row in rows if row not in (*decode, *prefill, *fp16, *codecs)]
     lines = ["## CPU kernels", "", "`python -m bench.kernels --out docs` · " + describe(machine), ""]
     if decode:
         lines += [
@@ -62,6 +65,10 @@ def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) 
             f"| {r.ms['torch'] / r.ms['ours']:.1f}× |"
             for r in fp16
         ] + [""]
+    if codecs:
+        lines += ["| codecs | shape | " + " | ".join(codecs[0].ms) + " |", "|---|---|" + "---|" * len(codecs[0].ms)]
+        lines += [f"| {r.what.removeprefix('codecs, ')} | {r.shape} | {' | '.join(speeds(r))} |" for r in codecs]
+        lines += ["", "GB/s of sealed pages, and of FP16 rows when they are sealed; milliseconds in parentheses.", ""]
     if others:
         lines += ["| others | ms | GB/s |", "|---|---|---|", "| target of seal | | ≥ 2 |"]
         lines += [f"| {r.what}, {r.shape} | {r.ms['hack']:.3f} | {speed(r)} |" for r in others] + [""]
@@ -105,6 +112,11 @@ def best(row: Row, suffix: str) -> str:
 def speed(row: Row) -> str:
     """GB/s, where the row has them."""
     return "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"
+
+
+def speeds(row: Row) -> list[str]:
+    """GB/s and milliseconds by contender."""
+    return [f"{speed:.2f} ({row.ms[name]:.2f})" for name, speed in row.speeds.items()]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

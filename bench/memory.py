@@ -30,7 +30,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from hackkv.config import DEFAULT_CODEC, CodecConfig, ModelConfig
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.defaults import DEFAULT_CODEC
 from hackkv.model.generate import generate
 from hackkv.model.worker import load_worker
 from hackkv.types import Request, Sampling
@@ -98,7 +99,7 @@ def cluster(model: ModelConfig, codec: CodecConfig) -> list[Held]:
             body = {"model": name, "prompt": list(range(3, 3 + PROMPT)), "max_tokens": NEW_TOKENS, "seed": seed}
             client.post("/v1/completions", json=body).raise_for_status()
         children = psutil.Process(process.pid).children(recursive=True)
-        return [held("hackkv serve", process.pid), *(held(_role(child), child.pid) for child in children)]
+        return [held("hackkv serve", process.pid), *(held(child.name(), child.pid) for child in children)]
 
 
 @contextmanager
@@ -115,11 +116,6 @@ def _serving(model: ModelConfig, codec: CodecConfig) -> Iterator[tuple[subproces
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(TIMEOUT_S)
-
-
-def _role(process: psutil.Process) -> str:
-    words = process.cmdline()
-    return words[words.index("-m") + 1] if "-m" in words else process.name()
 
 
 def main() -> None:

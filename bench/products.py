@@ -62,9 +62,9 @@ def row(backend: CpuBackend, dtype: torch.dtype, shape: tuple[int, int], rows: i
     x, weight = torch.randn(rows, inputs).to(dtype), (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     blocked = packed(weight)
     ours, library = in_turns(lambda: backend.rows.product(x, weight), lambda: linear(x, blocked))
-    speeds = " | ".join(f"{2e-9 * rows * inputs * outputs / seconds:.1f}" for seconds in (ours, library))
+    speeds = " | ".join(f"{2e-9 * rows * inputs * outputs / seconds:.3g}" for seconds in (ours, library))
     name = str(dtype).removeprefix("torch.")
-    return f"| {name} | {inputs} x {outputs} | {rows} | {backend.isa} | {speeds} | {library / ours:.2f} |"
+    return f"| {name} | {inputs} x {outputs} | {rows} | {backend.isa} | {speeds} | {library / ours:.3g} |"
 
 
 def in_turns(*calls: Callable[[], Tensor]) -> list[float]:

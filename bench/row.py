@@ -17,3 +17,5 @@ class Row:
     of_read_bandwidth: float | None = None
     of_integer_dots: float | None = None
     """Share of the products that the same threads make in a bare loop of integer dots."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """GB/s of every contender, where they move different bytes."""

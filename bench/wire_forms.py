@@ -25,8 +25,8 @@ from hackkv.codec import Span
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.framing import Expected, FrameLedger, FrameWriter
 from hackkv.model.runner import ModelRunner
-from hackkv.model.shipped import SHIPPED
 from hackkv.model.worker import Worker, load_worker
+from hackkv.packaged import SHIPPED
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import KvFrame
 from hackkv.wire_form import WIRE_FORMS, WireForm, wire_form
@@ -132,8 +132,8 @@ def measure(worker: Worker, sealed: list[tuple[int, int, Planes]], form: WireFor
 
 def open_all(worker: Worker, frames: list[KvFrame], form: WireForm) -> float:
     """Processor seconds to verify and decode frames."""
-    sealed = TOKENS // worker.layout.page_tokens
-    ledger = FrameLedger("bench", 0, Expected(worker.layout, worker.codec.wire_planes, TOKENS, sealed, form))
+    expected = Expected(worker.layout, worker.codec.wire_planes, TOKENS, worker.footprint, form)
+    ledger = FrameLedger("bench", 0, expected)
     began = thread_time()
     for frame in frames:
         ledger.accept(frame)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from faults.process import suffer
 from faults.seams import FaultyDecode
 from hackkv.types import Role
 from node.process import run_role
-from node.shell import Ground, Hosted, serve_node
+from node.shell import Ground, Hosted, Loaded, serve_node
 from transport.wires import Listeners
 
 
@@ -38,5 +38,11 @@ async def open_decode(ground: Ground[DecodeConfig]) -> AsyncIterator[Hosted]:
 
 serve = partial(serve_node, Role.DECODE, open_decode)
 
+
+def main(argv: Sequence[str] | None = None, loaded: Loaded | None = None) -> int:
+    """Run the command line; return the exit code. `loaded` is what the process was forked with."""
+    return run_role("decode", DecodeConfig, partial(serve, loaded=loaded), argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run_role("decode", DecodeConfig, serve))
+    sys.exit(main())

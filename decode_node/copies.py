@@ -67,7 +67,7 @@ class Copies:
         stream.swapped_at = perf_counter()
         stream.put(Swapped())
         with self._moving(seat):
-            stream.kv = await self._swapper.out(grant, self._footprint.sealed(held), self._footprint.open_rows(held))
+            stream.kv = await self._swapper.out(grant, self._footprint.sealed(held), held)
             self.counts["swap_out"] += 1
 
     async def _swap_in(self, seat: Seat[Stream], grant: Grant, kv: HostKv | None) -> None:

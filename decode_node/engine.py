@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hackkv.codec import Span
-from hackkv.errors import NonFiniteError
+from hackkv.errors import SequenceError
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.types import Token
@@ -65,7 +65,7 @@ class DecodeEngine:
         """Append the rows of every part to its cache. Return the token after them, or None in a replay.
 
         Replays run as a batch of their own, so the other sequences do the same arithmetic with and without them.
-        Raises `NonFiniteError` whose `span` is the index in `batch` at fault. No sequence has advanced then.
+        Raises `SequenceError` whose `span` is the index in `batch` at fault. No sequence has advanced then.
         """
         codec = self._runner.codec
         began, attended, approximated = perf_counter(), codec.attend_s, codec.approximation_s
@@ -110,6 +110,6 @@ def _named(at: Series[int]) -> Iterator[None]:
     """Translate the span that an error names, an index into `at`, to the index in the batch."""
     try:
         yield
-    except NonFiniteError as error:
+    except SequenceError as error:
         error.span = at[error.span]
         raise

@@ -76,7 +76,8 @@ class Inbox:
                 raise HandshakeRefused(f"transfer_id {job.transfer_id} is in use")
             self.fail(earlier, TransferError(f"transfer {job.transfer_id} has moved on to epoch {job.epoch}"))
         arrival: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
-        reservation = self._reservations[job.transfer_id] = Reservation(job, LandingGrant(grant), arrival)
+        landing = LandingGrant(grant, rows_held(self._runner.codec, len(job.request.prompt_ids)))
+        reservation = self._reservations[job.transfer_id] = Reservation(job, landing, arrival)
         return reservation
 
     def close(self, reservation: Reservation) -> None:
@@ -185,7 +186,7 @@ class Inbox:
     def _expected(self, handoff: Handoff) -> Expected:
         runner, form = self._runner, wire_form(handoff.fingerprint.wire_form)
         rows = rows_held(runner.codec, handoff.num_tokens)
-        return Expected(runner.layout, runner.codec.wire_planes, rows, runner.memory.footprint.sealed(rows), form)
+        return Expected(runner.layout, runner.codec.wire_planes, rows, runner.memory.footprint, form)
 
     def _finish(self, ledger: FrameLedger, end: HandoffEnd) -> None:
         ledger.finish(end)

@@ -28,8 +28,9 @@ AT_ONCE_BYTES: Final = 64 << 10
 class LandingGrant:
     """A grant whose pages and slot a handoff may write to until `close`."""
 
-    def __init__(self, grant: Grant) -> None:
-        self.held = grant
+    def __init__(self, grant: Grant, rows: int) -> None:
+        """`rows` are those that the handoff brings."""
+        self.held, self.rows = grant, rows
         self.lock = Lock()
         self.closed = False
         """Changes under the lock."""
@@ -67,13 +68,13 @@ class LandingStrip:
         with grant.lock:
             if grant.closed:
                 raise TransferError(f"transfer {checked.frame.transfer_id} was cancelled at the decode node")
-            self._write(grant.held, checked.frame, planes)
+            self._write(grant.held, grant.rows, checked.frame, planes)
         return perf_counter() - began
 
-    def _write(self, grant: Grant, frame: KvFrame, planes: dict[str, Tensor]) -> None:
+    def _write(self, grant: Grant, rows: int, frame: KvFrame, planes: dict[str, Tensor]) -> None:
         heads = range(frame.head_start, frame.head_start + frame.head_count)
         if frame.rows:
-            self._memory.install_rows(frame.layer, heads, grant.slot, planes)
+            self._memory.install_rows(frame.layer, heads, grant.slot, rows, planes)
         else:
             pages = grant.pages[frame.page_start : frame.page_start + frame.page_count]
             self._memory.install(frame.layer, heads, pages, planes)

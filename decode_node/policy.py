@@ -36,14 +36,15 @@ def pick_victim(candidates: Sequence[Candidate]) -> int | None:
     return max(choice, key=lambda i: candidates[i].order, default=None)
 
 
-def replay_rows(start: int, rows: int, budget: int, page_tokens: int) -> int:
+def replay_rows(start: int, rows: int, budget: int, page_tokens: int, *, by_page: bool = False) -> int:
     """How many of the `rows` rows from row `start` on run in one chunk of at most `budget` rows.
 
-    A chunk that starts inside a page ends with that page at the latest. Otherwise it would overwrite the open page,
-    which a repeated step still has to read (`KvCodec.attend`). Any other chunk but the last holds whole pages.
+    A chunk that starts inside a page ends with that page at the latest, and `by_page` every chunk does. Otherwise it
+    would overwrite rows of its slot that a repeated step still has to read (`KvCodec.attend`). Any other chunk but the
+    last holds whole pages.
     """
     inside = start % page_tokens
-    if inside:
+    if inside or by_page:
         rows = min(rows, page_tokens - inside)
         return rows if rows <= budget else 0
     return rows if rows <= budget else budget // page_tokens * page_tokens

@@ -9,7 +9,7 @@ leaves when the batch will run out of pages within `LOW_PAGES` of a page's steps
 run beside those steps. A sequence comes in, or back, only if all sequences here can then go on for `HIGH_PAGES` of a
 page's steps. So no sequence has to leave for a while.
 
-**Progress.** Admission keeps, for all admitted sequences i of at most W_i pages and one open page S each,
+**Progress.** Admission keeps, for all admitted sequences i of at most W_i pages and one slot S each,
 
     sum(W_i) <= device pages   or   sum(W_i * page + S) + (max(W_i) - device pages) * page <= host bytes.
 
@@ -245,7 +245,8 @@ class DecodeScheduler(Generic[Owner]):
     def _replay_rows(self, seat: Seat[Owner], budget: int) -> int:
         """Rows of the next chunk: within the budget, and within the pages that are there."""
         page_tokens = self.footprint.page_tokens
-        rows = replay_rows(seat.rows, seat.pending - 1, budget, page_tokens)
+        by_page = self.footprint.window.recent > 0
+        rows = replay_rows(seat.rows, seat.pending - 1, budget, page_tokens, by_page=by_page)
         while rows and self.footprint.sealed(seat.rows + rows) > seat.pages + self._pool.free_pages:
             rows = max(0, (seat.rows + rows - 1) // page_tokens * page_tokens - seat.rows)
         return rows

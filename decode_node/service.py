@@ -18,6 +18,7 @@ from decode_node.steps import Steps
 from decode_node.stream import Stream
 from hackkv.codec import rows_held
 from hackkv.errors import DeadlineExceeded, HackkvError, NodeDraining, Overloaded, RequestError, TransferError
+from hackkv.guide import Guide
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.model.worker import Worker
@@ -167,6 +168,8 @@ class DecodeService:
             async with asyncio.timeout(self._landing_s):
                 arrival = await reservation.arrival
             self._check_replay(stream.job, arrival)
+            emitted = stream.job.emitted or (arrival.first_token,)
+            guide = await self._worker.guides.opened(stream.job.request.sampling.grammar, emitted)
         except TimeoutError:
             self._counts["landing_timeouts"] += 1
             self._end(stream, DeadlineExceeded(f"no KV landed within {self._landing_s:g} s"))
@@ -175,7 +178,7 @@ class DecodeService:
         else:
             self.inbox.close(reservation)
             stream.put(Landed(arrival.receipt))
-            self._steps.join(stream, self._sequence(stream.job, arrival))
+            self._steps.join(stream, self._sequence(stream.job, emitted, guide))
 
     def _check_replay(self, job: DecodeJob, arrival: Arrival) -> None:
         if job.emitted and job.emitted[0] != arrival.first_token:
@@ -183,10 +186,10 @@ class DecodeService:
             tokens = f"token 0 was {job.emitted[0]} and is {arrival.first_token} now"
             raise TransferError(f"the replay of transfer {job.transfer_id} has diverged: {tokens}")
 
-    def _sequence(self, job: DecodeJob, arrival: Arrival) -> Sequence:
+    def _sequence(self, job: DecodeJob, emitted: tuple[int, ...], guide: Guide | None) -> Sequence:
         request = job.request
-        emitted = job.emitted or (arrival.first_token,)
-        sampler = SamplerState(request.sampling, request.prompt_ids, self._worker.model.spec.eos_ids, emitted)
+        model = self._worker.model
+        sampler = SamplerState(request.sampling, request.prompt_ids, model.spec.eos_ids, emitted, model.kernels, guide)
         prompt_tokens = len(request.prompt_ids)
         evicted = prompt_tokens - rows_held(self._worker.codec, prompt_tokens)
         return Sequence(list(emitted), sampler, perf_counter(), evicted)

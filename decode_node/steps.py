@@ -18,7 +18,7 @@ from decode_node.scheduler import DecodeScheduler
 from decode_node.seats import Plan, Turn
 from decode_node.stream import Stream
 from hackkv.codec import Span
-from hackkv.errors import HackkvError, NonFiniteError
+from hackkv.errors import HackkvError, SequenceError
 from hackkv.model.runner import ModelRunner
 from hackkv.types import Decoded, Token
 
@@ -101,7 +101,7 @@ class Steps:
         try:
             tokens = await step
             advanced = True
-        except NonFiniteError as error:
+        except SequenceError as error:
             self._fail(streams[error.span], error)
         except Exception as error:  # the engine's outermost loop: one bad step must not end the node
             log.exception("a decode step failed")

@@ -21,7 +21,7 @@ class Swapper:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="swap")
 
     async def out(self, grant: Grant, pages: int, rows: int) -> HostKv:
-        """Copy the first `pages` pages of a grant and the first `rows` rows of its open page."""
+        """Copy the first `pages` pages of a grant, and the exact ones of its `rows` rows."""
         loop, copy_out = asyncio.get_running_loop(), self._memory.copy_out
         return await loop.run_in_executor(self._thread, copy_out, grant.pages[:pages], grant.slot, rows)
 

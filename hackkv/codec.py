@@ -4,8 +4,9 @@ A codec owns three things: the format of a sealed page (`hack_kernels.base.PageF
 layers), what a batch does to pages (`attend`), and which planes travel (`to_wire`, `from_wire`). Schedulers, pools,
 wires and engines see pages only as planes of bytes, so a new codec plugs in by entering the `CODECS` table.
 
-All codecs share the life of a page: rows collect as FP16 in the sequence's open page (one *slot* of a `Pool`) and the
-page is sealed when it is full. Letters: T rows, B sequences, N pages, S slots, Π page_tokens, D head_dim.
+All codecs share the life of a page: rows collect as FP16 in the sequence's *slot* of a `Pool`, and a page is sealed
+when it is full. The slot keeps the rows that later queries see exactly (`Window`). Letters: T rows, B sequences, N
+pages, S slots, Π page_tokens, D head_dim.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from hack_kernels.base import PageFormat, Plane, Planes, Pool, Spans
+from hack_kernels.window import Window
 from torch import Tensor
 
 from hackkv.errors import NonFiniteError
@@ -57,7 +60,7 @@ class Filled:
     row: int
     """Row of the batch that holds the page's first new token."""
     old: int
-    """Rows of the page that lie in the open page already."""
+    """Rows of the page that lie in the slot already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,8 @@ class Batch:
     is_decode: bool
     """Whether every sequence adds exactly one row."""
     faulty: Tensor
-    """[B] bool on the device: whether a sequence has a value of K or V that is not finite in FP16. A decode pass sets
-    it; the host reads it once, together with the tokens."""
+    """[B] bool on the device: whether a sequence has a value of K or V that is not finite in FP16. A pass sets it;
+    the host reads it once, when all layers are done."""
     filled: tuple[Filled, ...] = field(default=())
     fills: Fills | None = None
     """`filled` as kernels take it; `KvCodec.prepare` sets it unless `filled` is empty."""
@@ -174,7 +177,8 @@ def some_pages(where: Spans, page_tokens: int, table: Tensor, counts: Tensor) ->
 
 
 class Eviction(Protocol):
-    """Evicts rows of a prompt once all of them are computed, before its KV leaves the prefill node.
+    """Evicts rows of a prompt once all of them are computed, before its KV leaves the prefill node. Such a codec has no
+    window.
 
     The number of rows that stay depends on the prompt's length alone, so that a decode node can reserve room for them
     beforehand. Which rows stay may depend on anything.
@@ -197,12 +201,26 @@ def rows_held(codec: KvCodec, tokens: int) -> int:
     return tokens if codec.eviction is None else codec.eviction.rows_held(tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The model that a codec's calibration file was made for, as the file says."""
+
+    path: Path
+    """Of the file."""
+    model: str
+    """The model's name."""
+    model_hash: str
+    """`hackkv.model.identity.source_hash` of its checkpoint; empty if the file does not say."""
+
+
 class KvCodec(Protocol):
     """One way to keep a KV cache. Implementations are stateless but for timers: pools are passed in."""
 
     name: str
     page_tokens: int
     """Π, the same in all layers."""
+    window: Window
+    """What queries see exactly, the same in all layers."""
     formats: tuple[PageFormat, ...]
     """The format of a sealed page, by layer."""
     wire_planes: tuple[tuple[Plane, ...], ...]
@@ -211,6 +229,8 @@ class KvCodec(Protocol):
     """How planes are coded on the wire. `hackkv.framing` applies it, not the codec."""
     prepares_weights: bool
     """Whether `prepare_weights` changes anything; if not, codecs may share the weights of one model."""
+    origin: Origin | None
+    """The model that the codec's calibration was made for; None for a codec that has none, which serves any model."""
     lossless: bool
     """Whether KV rests as exactly as FP16 holds it, so that nobody has to measure what the codec costs."""
 
@@ -276,13 +296,13 @@ class KvCodec(Protocol):
         """Append k, v [T, Hkv, D] to the cache and return the attention of q [T, Hq, D] over it, causal, in q's dtype.
         `batch` is as `prepare` gave it.
 
-        Full pages are sealed into `pool`, the rest goes to the open pages. Repeating a call with the same batch and
-        rows writes the same bytes, unless a span of several rows starts inside a page and ends in a later one: its open
-        page then holds the later rows.
+        Full pages are sealed into `pool`, exact rows go to the slots. Repeating a call with the same batch and rows
+        writes the same bytes, unless a span needs rows of its slot that it overwrites: one that starts inside a page
+        and ends in a later one, or, with recent pages, one that starts behind row 0 and has rows of several pages.
 
-        In decode, a row that is not finite in FP16 sets its sequence in `batch.faulty`. The row is not written and its
-        output is undefined; other sequences are served. The call does not wait for the device. In prefill such a row
-        raises `NonFiniteError`, which names the span, before anything is written.
+        A row that is not finite in FP16 sets its sequence in `batch.faulty`. In decode the row is not written, in
+        prefill zeros are written instead. The sequence's output is undefined; other sequences are served. The call does
+        not wait for the device.
         """
         ...
 
@@ -318,6 +338,7 @@ def non_finite(layer: int, batch: Batch, k: Tensor, v: Tensor) -> NonFiniteError
             what = f"{value}" if not math.isfinite(value) else f"{value:g}, beyond FP16"
             return NonFiniteError(f"layer {layer}: {name} is {what} at token {position}, KV head {head}", span)
     for span in batch.faulty.nonzero().flatten().tolist():
-        position = batch.spans[span].position
-        return NonFiniteError(f"layer {layer}: K or V is beyond FP16 at token {position} in the form that rests", span)
+        first, count = batch.spans[span].position, batch.spans[span].count
+        where = f"token {first}" if count == 1 else f"one of tokens {first} to {first + count - 1}"
+        return NonFiniteError(f"layer {layer}: K or V is beyond FP16 at {where} in the form that rests", span)
     raise ValueError("every value is finite")

@@ -5,13 +5,16 @@ Configuration stops at each role's `__main__`; constructors further down take pl
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hackkv.defaults import DEFAULT_CODEC, DEFAULT_MAX_KL
 from hackkv.errors import ConfigError
+from hackkv.spelling import did_you_mean
 
 
 class Frozen(BaseModel):
@@ -48,11 +51,6 @@ class RoleConfig(Frozen):
     """A stable name of this process; empty takes role and address."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     internal: InternalConfig = InternalConfig()
-
-
-DEFAULT_CODEC: Final = "rot-k4v4"
-DEFAULT_MAX_KL: Final = 0.15
-"""In nats, mean over positions."""
 
 
 class CodecConfig(Frozen):
@@ -116,8 +114,30 @@ def load(cls: type[ConfigT], path: Path | None, overrides: dict[str, Any] | None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        what = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
+        what = first["msg"]
+        if first["type"] == "extra_forbidden":
+            *section, name = map(str, first["loc"])
+            what = "there is no such setting" + did_you_mean(name, _settings(cls, section), ".".join(section))
         raise ConfigError(f"{where}: {key}: {what}") from error
+
+
+def _settings(cls: type[BaseModel], section: Sequence[str]) -> Collection[str]:
+    """Names of the settings of a section, which may be optional."""
+    for name in section:
+        if name in cls.model_fields:  # else it is an index into a list
+            sections = list(_sections(cls.model_fields[name].annotation))
+            if not sections:
+                return ()
+            cls = sections[0]
+    return cls.model_fields
+
+
+def _sections(hint: object) -> Iterator[type[BaseModel]]:
+    """The sections that a type is made of: of an optional one, of a list."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        yield hint
+    for part in get_args(hint):
+        yield from _sections(part)
 
 
 def _set_dotted(data: dict[str, Any], key: str, value: object, where: str) -> None:

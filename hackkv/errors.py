@@ -2,9 +2,12 @@
 
 HackkvError
 ├── ConfigError              a configuration file, flag or checkpoint is wrong; raised before any port opens
+│   ├── CalibrationMismatch  a calibration file is of another model than the one to be served
 │   └── CheckpointError      the model folder: missing file, unknown architecture, wrong shape
 ├── RequestError             the client's request is wrong (HTTP 400)
-├── NonFiniteError           a model produced NaN or Inf, or a value beyond FP16 (HTTP 500)
+├── SequenceError            one sequence of a batch cannot go on; `span` says which
+│   ├── NonFiniteError       a model produced NaN or Inf, or a value beyond FP16 (HTTP 500)
+│   └── GuideError           a grammar leaves no token, or costs too much (HTTP 400)
 ├── Overloaded               no capacity now; retry later (HTTP 429)
 ├── Unavailable              no node of a role is alive (HTTP 503)
 ├── DeadlineExceeded         a state outlived its deadline (HTTP 504)
@@ -34,6 +37,12 @@ class ConfigError(HackkvError):
     code = "config"
 
 
+class CalibrationMismatch(ConfigError):
+    """A calibration file is of another model than the one to be served; the message names the file."""
+
+    code = "calibration"
+
+
 class CheckpointError(ConfigError):
     """A model folder cannot be served; the message names the file, tensor or field."""
 
@@ -50,14 +59,26 @@ class RequestError(HackkvError):
         self.param = param
 
 
-class NonFiniteError(HackkvError):
-    """K or V of one sequence holds NaN, Inf or a magnitude beyond FP16; the message says where."""
+class SequenceError(HackkvError):
+    """One sequence of a batch cannot go on, the one with index `span`. The others have not advanced."""
 
-    code = "non_finite"
+    code = "sequence"
 
     def __init__(self, message: str, span: int = 0) -> None:
         super().__init__(message)
         self.span = span
+
+
+class NonFiniteError(SequenceError):
+    """K or V of one sequence holds NaN, Inf or a magnitude beyond FP16; the message says where."""
+
+    code = "non_finite"
+
+
+class GuideError(SequenceError):
+    """The grammar of one sequence leaves no token, or finding the next ones would take too long."""
+
+    code = "guide"
 
 
 class Overloaded(HackkvError):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from hack_kernels.window import OWN_PAGE_ONLY, Window
+
 from hackkv.codec import FP16_BYTES, KvCodec, planes_bytes
 from hackkv.types import KvLayout
 
@@ -23,9 +25,10 @@ class Footprint:
     wire_page_bytes: int
     """One sealed page of all layers and KV heads on the wire, before coding."""
     row_bytes: int
-    """One row of K and V in FP16, of all layers and KV heads: its size in an open page, and uncompressed."""
+    """One row of K and V in FP16, of all layers and KV heads: its size in a slot, and uncompressed."""
     seals_open_page: bool = False
     """Whether rows past the last full page rest as a sealed page too."""
+    window: Window = OWN_PAGE_ONLY
 
     def pages(self, rows: int) -> int:
         """Pages that `rows` rows take, the open page included."""
@@ -35,21 +38,30 @@ class Footprint:
         """How many of those pages rest as planes."""
         return self.pages(rows) if self.seals_open_page else rows // self.page_tokens
 
-    def open_rows(self, rows: int) -> int:
-        """How many of the rows lie in the open page, in FP16."""
-        return max(0, rows - self.sealed(rows) * self.page_tokens)
+    def exact_rows(self, rows: int) -> int:
+        """How many of the rows lie in the slot, in FP16: those of the open page, of sinks and of recent pages."""
+        return 0 if self.seals_open_page else self.window.exact_rows(rows, self.page_tokens)
+
+    def runs(self, rows: int) -> tuple[slice, ...]:
+        """Where in its slot they lie; see `Window.runs`."""
+        return () if self.seals_open_page else self.window.runs(rows, self.page_tokens)
+
+    @property
+    def slot_bytes(self) -> int:
+        """A slot of all layers and KV heads."""
+        return self.window.pages * self.page_tokens * self.row_bytes
 
     def resting_bytes(self, rows: int) -> int:
-        """Sealed pages and open rows, at rest."""
-        return self.sealed(rows) * self.page_bytes + self.open_rows(rows) * self.row_bytes
+        """Sealed pages and exact rows, at rest."""
+        return self.sealed(rows) * self.page_bytes + self.exact_rows(rows) * self.row_bytes
 
     def wire_bytes(self, rows: int) -> int:
         """Payload of a handoff, before coding."""
-        return self.sealed(rows) * self.wire_page_bytes + self.open_rows(rows) * self.row_bytes
+        return self.sealed(rows) * self.wire_page_bytes + self.exact_rows(rows) * self.row_bytes
 
     def most_bytes(self, rows: int) -> int:
         """The largest size at rest of a sequence while it grows to `rows` rows."""
-        return self.sealed(rows) * self.page_bytes + self.page_tokens * self.row_bytes
+        return self.sealed(rows) * self.page_bytes + self.slot_bytes
 
 
 def footprint_of(codec: KvCodec, layout: KvLayout) -> Footprint:
@@ -60,6 +72,7 @@ def footprint_of(codec: KvCodec, layout: KvLayout) -> Footprint:
         wire_page_bytes=sum(map(planes_bytes, codec.wire_planes)) * layout.num_kv_heads,
         row_bytes=fp16_bytes(layout, 1),
         seals_open_page=codec.seals_open_page,
+        window=codec.window,
     )
 
 

@@ -21,6 +21,7 @@ from hack_kernels.base import Plane
 from torch import Tensor
 
 from hackkv.errors import FrameRefused
+from hackkv.footprint import Footprint
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, PlaneSpan
 from hackkv.wire_form import RAW, UNCODED, Bytes, WireForm
 
@@ -29,7 +30,7 @@ MAX_FRAME_BYTES = 2 * 2**20
 
 
 def open_planes(head_dim: int, rows: int) -> tuple[Plane, ...]:
-    """The FP16 rows of an open page, as planes."""
+    """The exact rows of a sequence, as planes."""
     return tuple(Plane(name, torch.float16, (rows, head_dim)) for name in ("open_k", "open_v"))
 
 
@@ -122,15 +123,19 @@ class Expected:
     """The planes that travel, by layer."""
     num_rows: int
     """Rows of the sequence, without evicted ones."""
-    sealed: int
-    """Pages that travel sealed; the rows past them travel as one open page."""
+    footprint: Footprint
     form: WireForm = RAW
     """How the sender codes planes; a plane that coding does not shrink comes uncoded."""
 
     @property
-    def rows(self) -> int:
-        """Rows of the open page."""
-        return max(0, self.num_rows - self.sealed * self.layout.page_tokens)
+    def sealed(self) -> int:
+        """Pages that travel sealed."""
+        return self.footprint.sealed(self.num_rows)
+
+    @property
+    def exact_rows(self) -> int:
+        """Rows that travel exactly. They count as one page, which follows the sealed ones."""
+        return self.footprint.exact_rows(self.num_rows)
 
 
 class FrameLedger:
@@ -145,7 +150,7 @@ class FrameLedger:
         self._expected = expected
         self._seq = 0
         self._over = False
-        pages = expected.sealed + (expected.rows > 0)
+        pages = expected.sealed + (expected.exact_rows > 0)
         self._missing = np.ones((expected.layout.num_layers, expected.layout.num_kv_heads, pages), dtype=np.bool_)
 
     def accept(self, frame: KvFrame) -> dict[str, Tensor]:
@@ -204,7 +209,7 @@ class FrameLedger:
             if start < 0 or count < 1 or start + count > limit:
                 raise FrameRefused(f"{what} range {start}+{count} does not lie in {limit}", "range")
         is_open = frame.page_start + frame.page_count > self._expected.sealed
-        if frame.rows != (self._expected.rows if is_open else 0) or (is_open and frame.page_count != 1):
+        if frame.rows != (self._expected.exact_rows if is_open else 0) or (is_open and frame.page_count != 1):
             raise FrameRefused(f"{frame.rows} rows for pages {frame.page_start}+{frame.page_count}", "range")
         heads = slice(frame.head_start, frame.head_start + frame.head_count)
         cells = (frame.layer, heads, slice(frame.page_start, frame.page_start + frame.page_count))

@@ -20,17 +20,17 @@ from hackkv.footprint import Footprint, footprint_of
 from hackkv.types import KvLayout
 
 OPEN_PLANES = ("open_k", "open_v")
-"""Names of the planes in which the rows of an open page travel, [Hkv, 1, rows, D] float16."""
+"""Names of the planes in which the exact rows of a sequence travel, [Hkv, 1, rows, D] float16."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostKv:
-    """The KV of one sequence in host memory: one pool per layer, with its pages and one slot for its open rows."""
+    """The KV of one sequence in host memory: one pool per layer, with its pages and one slot for its exact rows."""
 
     layers: tuple[Pool, ...]
     pages: int
     rows: int
-    """Rows of the open page."""
+    """Rows that the sequence holds."""
 
 
 class KvMemory:
@@ -50,30 +50,37 @@ class KvMemory:
         return self._codec.to_wire(layer, pool, _index(pool, pages))
 
     def export_rows(self, layer: int, slot: int, rows: int) -> Planes:
-        """The first rows of an open page, as planes `open_k` and `open_v` [Hkv, 1, rows, D]."""
+        """The exact rows of a sequence that holds `rows` rows, page after page, as planes `open_k` and `open_v`
+        [Hkv, 1, exact rows, D]."""
         pool = self.pools[layer]
-        return {"open_k": pool.open_k[slot, :, None, :rows], "open_v": pool.open_v[slot, :, None, :rows]}
+        exact = zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True)
+        return {name: self._read(slots[slot], rows)[:, None] for name, slots in exact}
 
     def install(self, layer: int, heads: range, pages: Sequence[int], planes: Planes) -> None:
         """Write what `export` of an equal codec gave, for some of the KV heads, bit-exact."""
         pool = self.pools[layer].heads(heads.start, len(heads))
         self._codec.from_wire(layer, pool, _index(pool, pages), planes)
 
-    def install_rows(self, layer: int, heads: range, slot: int, planes: Planes) -> None:
+    def install_rows(self, layer: int, heads: range, slot: int, rows: int, planes: Planes) -> None:
         """Write what `export_rows` gave, for some of the KV heads."""
         pool = self.pools[layer].heads(heads.start, len(heads))
-        for open_rows, name in ((pool.open_k, "open_k"), (pool.open_v, "open_v")):
-            rows = planes[name][:, 0]
-            open_rows[slot, :, : rows.shape[1]] = rows
+        for name, exact in zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True):
+            self._write(exact[slot], rows, planes[name][:, 0])
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the exact rows of one slot to another."""
+        for pool in self.pools:
+            for exact in (pool.open_k, pool.open_v):
+                exact[target] = exact[source]
 
     def copy_out(self, pages: Sequence[int], slot: int, rows: int) -> HostKv:
-        """Copy a sequence's pages and the first `rows` rows of its open page to host memory."""
+        """Copy a sequence's pages, and the exact ones of its `rows` rows, to host memory."""
         ids = _index(self.pools[0], pages)
         layers = tuple(
             Pool(
                 {name: plane.index_select(0, ids).cpu() for name, plane in pool.planes.items()},
-                pool.open_k[slot, :, :rows].to("cpu", copy=True)[None],
-                pool.open_v[slot, :, :rows].to("cpu", copy=True)[None],
+                self._read(pool.open_k[slot], rows).cpu()[None],
+                self._read(pool.open_v[slot], rows).cpu()[None],
                 pool.head_start,
             )
             for pool in self.pools
@@ -81,13 +88,26 @@ class KvMemory:
         return HostKv(layers, len(pages), rows)
 
     def copy_back(self, kv: HostKv, pages: Sequence[int], slot: int) -> None:
-        """Write `kv` to the first of `pages` and to an open page."""
+        """Write `kv` to the first of `pages` and to a slot."""
         ids = _index(self.pools[0], pages[: kv.pages])
         for pool, layer in zip(self.pools, kv.layers, strict=True):
             for name, plane in layer.planes.items():
                 pool.planes[name].index_copy_(0, ids, plane.to(pool.device))
-            pool.open_k[slot, :, : kv.rows] = layer.open_k[0]
-            pool.open_v[slot, :, : kv.rows] = layer.open_v[0]
+            for exact, saved in ((pool.open_k, layer.open_k), (pool.open_v, layer.open_v)):
+                self._write(exact[slot], kv.rows, saved[0])
+
+    def _read(self, slot: Tensor, rows: int) -> Tensor:
+        """The exact rows [Hkv, exact rows, D] of a sequence that holds `rows` rows, page after page: a copy."""
+        runs = self.footprint.runs(rows)
+        return torch.cat([slot[:, run] for run in runs], dim=1) if runs else slot[:, :0].clone()
+
+    def _write(self, slot: Tensor, rows: int, exact: Tensor) -> None:
+        """Write what `_read` gave to a slot [Hkv, E·Π, D]."""
+        at = 0
+        for run in self.footprint.runs(rows):
+            count = run.stop - run.start
+            slot[:, run] = exact[:, at : at + count]
+            at += count
 
 
 class HostPages:

@@ -1,7 +1,7 @@
 """Text to token ids and back, for one checkpoint folder.
 
-The `tokenizers` library encodes. transformers renders chat templates, in a sandbox and with the meaning that they have
-there. Importing this module takes about a second and does not load torch.
+The `tokenizers` library encodes, `chat_template` renders conversations, `tokenizer_files` reads the folder. Neither
+torch nor transformers is loaded.
 
 Two small machines turn a growing list of ids into text that can be sent as it comes:
 
@@ -12,7 +12,6 @@ Two small machines turn a growing list of ids into text that can be sent as it c
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from hackkv.chat_template import ChatTemplate
 from hackkv.errors import CheckpointError, RequestError
+from hackkv.token_sizes import BYTE_OF_CHAR, text_per_token
+from hackkv.tokenizer_files import read_tokenizer
 
 BROKEN = "\ufffd"
 """What a decoder shows for bytes that are not (yet) UTF-8."""
@@ -35,11 +35,11 @@ MAX_HELD = 32
 MAX_HELD_CHARS = 3
 """A UTF-8 character is at most 4 bytes, so at most 3 replacement characters at the end can still change."""
 
-_RESERVED = frozenset({"messages"}).union(
-    inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters,
-    inspect.signature(render_jinja_template).parameters,
+_RESERVED = frozenset(
+    {"messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"}
+    | {"continue_final_message", "tokenize", "tokenizer_kwargs"}
 )
-"""Arguments of transformers' own functions: clients must not reach them (`chat_template` would run their template)."""
+"""What a request says elsewhere or may not say: clients must not reach it as a variable of the template."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -53,29 +53,37 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: not a folder")
-        if not (folder / "tokenizer.json").is_file():
-            raise CheckpointError(f"{folder / 'tokenizer.json'}: no such file; a checkpoint needs a fast tokenizer")
-        try:
-            self._chat = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # the Rust side raises bare Exception; all of them mean a bad file
-            raise CheckpointError(f"{folder / 'tokenizer.json'}: {error}") from error
-        self._core = self._chat.backend_tokenizer
+        files = read_tokenizer(folder)
+        self._core = files.core
         # A tokenizer.json may carry the padding and truncation of its training run.
         self._core.no_truncation()
         self._core.no_padding()
         self.folder = folder
-        self.bos_id: int | None = self._chat.bos_token_id
+        self._chat = _compiled(folder, files.chat_template, files.named)
+        bos = files.named.get("bos_token")
+        self.bos_id: int | None = self._core.token_to_id(bos) if bos is not None else None
         self.vocab_size = _vocab_size(folder, self._core.get_vocab_size(with_added_tokens=True))
         self.special_ids = frozenset(
             token_id for token_id, token in self._core.get_added_tokens_decoder().items() if token.special
         )
         self._byte_level = "ByteLevel" in _decoder_types(self._core.decoder)
+        self._text_per_token = text_per_token(json.loads(self._core.to_str()))
         self._token_bytes = lru_cache(maxsize=65536)(self._compute_bytes)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint can serve chat."""
-        return self._chat.chat_template is not None
+        return self._chat is not None
+
+    @property
+    def chat_template(self) -> str:
+        """The template's text; empty if there is none."""
+        return self._chat.source if self._chat is not None else ""
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written so, if there is one."""
+        token_id: int | None = self._core.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` those that the checkpoint puts around every text too.
@@ -86,37 +94,56 @@ class Tokenizer:
         ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` certainly has, found without tokenizing it; 0 if nothing is certain."""
+        if self._text_per_token is None:
+            return 0
+        size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+        return -(-size // self._text_per_token)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_arguments: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the checkpoint's own format.
+        """Token ids of a conversation in the checkpoint's own format; see `render_chat`."""
+        text = self.render_chat(messages, add_generation_prompt, continue_final_message, template_arguments, tools)
+        # Templates write their own special tokens.
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """A conversation as the text that the model was trained on, special tokens written out.
 
         Raises `RequestError` if there is no chat template or if it refuses the conversation.
         """
         if taken := _RESERVED & (template_arguments or {}).keys():
             raise RequestError(f"{min(taken)} may not be given to the chat template", param="chat_template_kwargs")
-        if not self.has_chat_template:
+        if self._chat is None:
             raise RequestError(
                 f"{self.folder.name} has no chat template (no chat_template.jinja, none in tokenizer_config.json); "
                 "use /v1/completions",
                 param="messages",
             )
         try:
-            text = self._chat.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
+            return self._chat.render(
+                messages,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **dict(template_arguments or {}),
+                arguments=template_arguments or {},
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RequestError(f"the chat template refused the conversation: {error}", param="messages") from error
-        # Templates write their own special tokens.
-        return self.encode(str(text), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 show as U+FFFD."""
@@ -134,8 +161,8 @@ class Tokenizer:
         piece = self._core.id_to_token(token_id)
         if piece is None:
             return b""
-        if self._byte_level and all(char in _BYTE_OF_CHAR for char in piece) and token_id not in self.special_ids:
-            return bytes(_BYTE_OF_CHAR[char] for char in piece)
+        if self._byte_level and all(char in BYTE_OF_CHAR for char in piece) and token_id not in self.special_ids:
+            return bytes(BYTE_OF_CHAR[char] for char in piece)
         if match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
         return str(piece).replace("▁", " ").encode()
@@ -148,9 +175,12 @@ class Detokenizer:
     context, the tokens of the last whole characters that went out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """Special tokens are skipped on demand, all but those in `shown`."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
         self._window: list[int] = []
         self._context = 0
         """Tokens at the window's start that are there for context only."""
@@ -205,7 +235,7 @@ class StopMatcher:
         if found is not None:
             self._held, self.matched = "", found[1]
             return text[: found[0]]
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -215,12 +245,19 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that a stop string could begin with."""
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, and is not all of."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def _compiled(folder: Path, source: str | None, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    try:
+        return None if source is None else ChatTemplate(source, special_tokens)
+    except jinja2.TemplateError as error:
+        raise CheckpointError(f"{folder}: the chat template does not compile: {error}") from error
 
 
 def _decoder_types(decoder: Any) -> set[str]:
@@ -240,13 +277,3 @@ def _vocab_size(folder: Path, tokens: int) -> int:
         raise CheckpointError(f"{path}: {error}") from error
     size = config.get("vocab_size") if isinstance(config, dict) else None
     return size if isinstance(size, int) else tokens
-
-
-def _char_of_byte() -> dict[int, str]:
-    """GPT-2's table, shared by all byte-level tokenizers: printable Latin-1 stands for itself, the rest moves up."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
-
-
-_BYTE_OF_CHAR = {char: byte for byte, char in _char_of_byte().items()}

@@ -27,6 +27,10 @@ class Finish(StrEnum):
     LENGTH = "length"
 
 
+MAX_GRAMMAR_CHARS = 128 << 10
+"""The longest grammar that a request may bring along."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
@@ -51,6 +55,8 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
+    """What the output must match (`hackkv.guide`); empty allows everything. With one, end tokens always end."""
 
 
 @dataclass(frozen=True, slots=True)

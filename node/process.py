@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import inspect
-import json
 import logging
 import os
 import signal
@@ -104,28 +102,6 @@ def _log_to_stderr(name: str, level: str) -> None:
     logging.basicConfig(level=level.upper(), stream=sys.stderr, format=layout, datefmt="%H:%M:%S")
     for chatty in ("httpx", "uvicorn.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-
-
-def announce(**fields: str) -> None:
-    """Say on standard output that the role is ready, as one JSON line.
-
-    The objects made until now live as long as the process. They are frozen, so that the garbage collector does not scan
-    them again: each scan would stop the event loop for 100 ms. Cycles, which every cancelled task group leaves, are
-    then collected before there are many of them.
-    """
-    gc.collect()
-    gc.freeze()
-    print(json.dumps({"ready": fields}), flush=True)
-
-
-def read_announcement(line: str) -> dict[str, str] | None:
-    """The fields of an `announce` line, or None for any other line."""
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    ready = message.get("ready") if isinstance(message, dict) else None
-    return ready if isinstance(ready, dict) else None
 
 
 async def _until_stopped(serve: Serve[ConfigT], config: ConfigT, *, supervised: bool) -> None:

@@ -13,12 +13,16 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 from uuid import uuid4
 
+import torch
+
 from hackkv.canary import check_codec
+from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.worker import Worker, load_worker
 from hackkv.nodes import NodeIdentity
 from hackkv.types import Role
+from node.announcement import announce
 from node.config import NodeConfig
-from node.process import Shutdown, announce
+from node.process import Shutdown
 from transport.base import DecodeNode, PrefillNode
 from transport.membership import stay_member
 from transport.rpc_server import RpcServer
@@ -26,6 +30,15 @@ from transport.trust import load_trust
 from transport.wires import Site, check_wires
 
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker that was loaded and checked before the node's process was forked, and the settings that it has."""
+
+    model: ModelConfig
+    codec: CodecConfig
+    worker: Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +84,13 @@ OpenNode = Callable[[Ground[ConfigT]], AbstractAsyncContextManager[Hosted]]
 """Makes a role's service and adds it to the server. At the end it closes both in the order that their calls need."""
 
 
-async def serve_node(role: Role, open_node: OpenNode[ConfigT], config: ConfigT, shutdown: Shutdown) -> None:
+async def serve_node(
+    role: Role, open_node: OpenNode[ConfigT], config: ConfigT, shutdown: Shutdown, loaded: Loaded | None = None
+) -> None:
     """Run one node until it is told to end. Raises `ConfigError` or `CheckpointError` before a port is open."""
     check_wires(config.wire)
     trust = load_trust(config.internal, config.listen.host)
-    # In a thread: it may take a minute, in which signals have to be heard. Refused before memory is taken.
-    loss = await asyncio.to_thread(check_codec, config.model, config.codec)
-    worker = replace(load_worker(config.model, config.codec), loss=loss)
+    worker = await _worker(config, loaded)
     num_pages = worker.pages_in(config.kv_bytes)
     listen = config.listen
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:
@@ -89,3 +102,14 @@ async def serve_node(role: Role, open_node: OpenNode[ConfigT], config: ConfigT, 
             service, describe = node.service, node.face.describe
             async with shutdown.draining(partial(service.drain, config.drain_s)):
                 await stay_member(config.router, describe, shutdown.stop, trust, news=service.draining)
+
+
+async def _worker(config: NodeConfig, loaded: Loaded | None) -> Worker:
+    """The worker that was loaded for these settings; else one of the process's own."""
+    if loaded and (loaded.model, loaded.codec) == (config.model, config.codec):
+        if config.model.threads:
+            torch.set_num_threads(config.model.threads)
+        return loaded.worker
+    # In a thread: it may take a minute, in which signals have to be heard. Refused before memory is taken.
+    loss = await asyncio.to_thread(check_codec, config.model, config.codec)
+    return replace(load_worker(config.model, config.codec), loss=loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from faults.process import suffer
 from faults.seams import FaultyPrefill, FaultySender
 from hackkv.types import Role
 from node.process import run_role
-from node.shell import Ground, Hosted, serve_node
+from node.shell import Ground, Hosted, Loaded, serve_node
 from prefill_node.config import PrefillConfig
 from prefill_node.service import PrefillService
 from transport.wires import open_senders
@@ -39,5 +39,11 @@ async def open_prefill(ground: Ground[PrefillConfig]) -> AsyncIterator[Hosted]:
 
 serve = partial(serve_node, Role.PREFILL, open_prefill)
 
+
+def main(argv: Sequence[str] | None = None, loaded: Loaded | None = None) -> int:
+    """Run the command line; return the exit code. `loaded` is what the process was forked with."""
+    return run_role("prefill", PrefillConfig, partial(serve, loaded=loaded), argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run_role("prefill", PrefillConfig, serve))
+    sys.exit(main())

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hackkv.codec import Eviction, Span
-from hackkv.errors import NonFiniteError
+from hackkv.errors import SequenceError
 from hackkv.framing import FrameWriter
+from hackkv.guide import Guide
 from hackkv.kv_memory import HostPages
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
@@ -33,6 +34,8 @@ class Work:
     queued_at: float
     form: WireForm = RAW
     """How its frames are coded."""
+    guide: Guide | None = None
+    """Set if the request has a grammar."""
     writer: FrameWriter = field(init=False)
     started_at: float | None = None
     finished_at: float = 0.0
@@ -67,7 +70,7 @@ class PrefillEngine:
 
     @torch.inference_mode()
     def step(self, chunks: list[Chunk[Work]], moves: Moves) -> list[FirstToken]:
-        """Run one pass, after `moves`. Raises `NonFiniteError` whose `span` is the index of the chunk at fault."""
+        """Run one pass, after `moves`. Raises `SequenceError` whose `span` is the index of the chunk at fault."""
         began = perf_counter()
         self._move(moves)
         quantized, encoded = self._runner.codec.quantize_s, self._encode_s
@@ -92,14 +95,16 @@ class PrefillEngine:
         return chunk.prompt.owner.job.request.prompt_ids[chunk.start : chunk.start + chunk.count]
 
     def _move(self, moves: Moves) -> None:
-        """Copy pages between the pools and host memory."""
+        """Copy pages between the pools and host memory, and exact rows from slot to slot."""
         if moves.saves:
             self._host_pages.save(pages=list(moves.saves.values()), places=list(moves.saves))
         if moves.loads:
             self._host_pages.load(places=list(moves.loads.values()), pages=list(moves.loads))
+        for target, source in (*moves.slots.keeps.items(), *moves.slots.resumes.items()):
+            self._runner.memory.copy_slot(source, target)
 
     def _ship_layer(self, layer: int, chunks: list[Chunk[Work]]) -> None:
-        """Send a layer's sealed pages that have not left, and the open page of prompts that this pass completes."""
+        """Send a layer's sealed pages that have not left, and the exact rows of prompts that this pass completes."""
         if self._runner.codec.eviction is None:
             for chunk in chunks:
                 self._ship(layer, chunk, chunk.start + chunk.count)
@@ -118,7 +123,7 @@ class PrefillEngine:
                 self._ship(layer, chunk, eviction.rows_held(chunk.prompt.num_tokens))
 
     def _ship(self, layer: int, chunk: Chunk[Work], rows: int) -> None:
-        """Send the sealed pages of a prompt's first `rows` rows that have not left, and in the end the open page."""
+        """Send the sealed pages of a prompt's first `rows` rows that have not left, and in the end the exact rows."""
         work, memory = chunk.prompt.owner, self._runner.memory
         if not work.job.handoff:
             return
@@ -127,10 +132,10 @@ class PrefillEngine:
             planes = memory.export(layer, chunk.grant.pages[first:last])
             self._send(work, work.writer.frames(layer, first, planes))
             work.sent_pages[layer] = last
-        open_rows = memory.footprint.open_rows(rows)
-        if chunk.is_last and open_rows and work.sent_pages[layer] == last:
-            planes = memory.export_rows(layer, chunk.grant.slot, open_rows)
-            self._send(work, work.writer.frames(layer, last, planes, open_rows))
+        exact_rows = memory.footprint.exact_rows(rows)
+        if chunk.is_last and exact_rows and work.sent_pages[layer] == last:
+            planes = memory.export_rows(layer, chunk.grant.slot, rows)
+            self._send(work, work.writer.frames(layer, last, planes, exact_rows))
             work.sent_pages[layer] = last + 1
 
     def _send(self, work: Work, frames: Iterator[KvFrame]) -> None:
@@ -145,25 +150,33 @@ class PrefillEngine:
         top = request.sampling.prompt_logprobs
         if top is None:
             return
+        del chunk.prompt.owner.prompt_logprobs[chunk.start :]  # of a prompt that starts over
         targets = request.prompt_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
         if targets:
-            logits = self._runner.model.logits(rows[: len(targets)])
-            chunk.prompt.owner.prompt_logprobs += prompt_logprobs(logits, chunk.start + 1, targets, top)
+            model = self._runner.model
+            logits = model.logits(rows[: len(targets)])
+            chunk.prompt.owner.prompt_logprobs += prompt_logprobs(logits, chunk.start + 1, targets, top, model.kernels)
 
     def _sample(self, chunks: list[Chunk[Work]], hidden: Tensor) -> list[tuple[Work, Token]]:
         """Token 0 of every prompt that this pass completes."""
         complete = [(index, rows[-1]) for index, (chunk, rows) in enumerate(_rows(chunks, hidden)) if chunk.is_last]
         if not complete:
             return []
-        eos_ids = self._runner.model.spec.eos_ids
+        model = self._runner.model
         works = [chunks[index].prompt.owner for index, _ in complete]
         requests = [work.job.request for work in works]
-        states = [SamplerState(request.sampling, request.prompt_ids, eos_ids) for request in requests]
-        logits = self._runner.model.logits(torch.stack([row for _, row in complete]))
+        states = [
+            SamplerState(
+                request.sampling, request.prompt_ids, model.spec.eos_ids, kernels=model.kernels, guide=work.guide
+            )
+            for work, request in zip(works, requests, strict=True)
+        ]
+        logits = model.logits(torch.stack([row for _, row in complete]))
         try:
-            tokens = sample(logits, states, self._runner.model.kernels)
-        except NonFiniteError as error:
-            raise NonFiniteError(str(error), span=complete[error.span][0]) from error
+            tokens = sample(logits, states, model.kernels)
+        except SequenceError as error:
+            error.span = complete[error.span][0]
+            raise
         return list(zip(works, tokens, strict=True))
 
     def _first_tokens(self, tokens: list[tuple[Work, Token]]) -> list[FirstToken]:

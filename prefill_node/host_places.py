@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from prefill_node.resume_points import SlotMoves
+
 
 @dataclass(frozen=True, slots=True)
 class Moves:
@@ -13,6 +15,8 @@ class Moves:
     """Place in host memory -> page to copy there."""
     loads: dict[int, int] = field(default_factory=dict)
     """Page -> place in host memory to copy from."""
+    slots: SlotMoves = field(default_factory=SlotMoves)
+    """Exact rows, after all pages."""
 
 
 class HostPlaces:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from hackkv.errors import HackkvError, NonFiniteError
+from hackkv.errors import HackkvError, SequenceError
 from prefill_node.engine import FirstToken, PrefillEngine, Work
 from prefill_node.prefix_pool import PrefixPool
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
@@ -89,7 +89,7 @@ class Passes:
         loop = asyncio.get_running_loop()
         try:
             first_tokens = await loop.run_in_executor(self._thread, self._engine.step, chunks, self._pool.moves())
-        except NonFiniteError as error:
+        except SequenceError as error:
             self._fail(chunks[error.span], error)
             self._scheduler.abandon()
         except Exception as error:  # the engine's outermost loop: one bad pass must not end the node

@@ -8,18 +8,19 @@ A page is published when a pass has sealed it. A prompt that starts while anothe
 the pages that are sealed by then and computes the rest itself. The prompt that seals a page second drops its own copy.
 Idle pages are evicted when pages run short: least recently used first, and the end of a prefix before its beginning.
 Their compressed planes go to host memory if it has room. No tensors: `Moves` tells the engine what to copy before a
-pass.
+pass. Where queries see some pages exactly, prompts take over pages up to a resume point (`resume_points.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from prefill_node.host_places import HostPlaces, Moves
 from prefill_node.host_pool import Claim, HostPool, Tenant
 from prefill_node.page_names import PageName
+from prefill_node.resume_points import ResumePoints
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +50,8 @@ class PrefixGrant:
     """Its first pages, those that are published or were shared from the start."""
     cached_tokens: int
     """Tokens of the pages that were shared from the start."""
+    known_tokens: int
+    """Tokens of the pages that were known: those that were shared, and more where a resume point was missing."""
     publishes: bool
     held: bool = True
 
@@ -67,11 +70,21 @@ class PrefixPool:
     """Hands out pages and slots of a fixed pool. "No room" is a return value; giving back twice is an error."""
 
     def __init__(
-        self, num_pages: int, num_slots: int, page_tokens: int, host: HostPool, page_bytes: int, *, reuse: bool = True
+        self,
+        num_pages: int,
+        num_slots: int,
+        page_tokens: int,
+        host: HostPool,
+        page_bytes: int,
+        *,
+        reuse: bool = True,
+        points: ResumePoints[SharedPage] | None = None,
     ) -> None:
-        """`page_bytes` is the size of a page in host memory; `reuse` False keeps no page beyond its prompt."""
+        """`page_bytes` is the size of a page in host memory; `reuse` False keeps no page beyond its prompt.
+
+        With `points` a prompt takes over only pages whose exact rows are kept there; without, it needs none.
+        """
         self.num_pages = num_pages
-        self.num_slots = num_slots
         self.page_tokens = page_tokens
         self.counts = PrefixCounts()
         self._host, self._page_bytes, self.reuse = host, page_bytes, reuse
@@ -80,6 +93,7 @@ class PrefixPool:
         self._slots = list(reversed(range(num_slots)))
         self._known: dict[bytes, SharedPage] = {}
         self._idle: dict[SharedPage, None] = {}
+        self._points = points
         self.places = HostPlaces(host.capacity_bytes // page_bytes if reuse else 0)
 
     @property
@@ -105,7 +119,7 @@ class PrefixPool:
     def has_room(self, num_tokens: int, names: Sequence[PageName] = ()) -> bool:
         """Whether `take` would succeed."""
         num_pages = self.pages_for(num_tokens)
-        found = self._match(names[: num_pages - 1])
+        found = self._resumable(self._match(names[: num_pages - 1]))
         here = sum(shared.page is not None for shared in found)
         idle = sum(shared in self._idle for shared in found)
         return num_pages - here <= self.free_pages - idle and bool(self._slots)
@@ -119,7 +133,8 @@ class PrefixPool:
         wanted = names[: num_pages - 1] if hit else ()
         if not self.has_room(num_tokens, wanted):
             return None
-        found = self._match(wanted)
+        known = self._match(wanted)
+        found = self._resumable(known)
         for shared in found:
             shared.users += 1
             self._idle.pop(shared, None)
@@ -133,14 +148,25 @@ class PrefixPool:
                 shared.place = None
             pages.append(shared.page)
         pages += [self._new_page() for _ in range(num_pages - len(pages))]
-        cached_tokens = len(found) * self.page_tokens
+        cached_tokens, slot = len(found) * self.page_tokens, self._slots.pop()
+        if found and self._points is not None:
+            self._points.resume(found[-1], slot)
         if hit and self.reuse:
             self.counts.queried_tokens += num_tokens
             self.counts.hit_tokens += cached_tokens
-        return PrefixGrant(pages, self._slots.pop(), names, found, cached_tokens, publishes=self.reuse)
+        known_tokens = len(known) * self.page_tokens
+        return PrefixGrant(pages, slot, names, found, cached_tokens, known_tokens, publishes=self.reuse)
 
     def publish(self, grant: PrefixGrant, num_pages: int) -> None:
-        """Name the first `num_pages` pages of a prompt, which are sealed, where they have no name yet."""
+        """Name the first `num_pages` pages of a prompt, which are sealed, where they have no name yet.
+
+        The slot of the prompt holds the exact rows that the next page needs.
+        """
+        self._name(grant, num_pages)
+        if self._points is not None and num_pages and len(grant.shared) == num_pages:
+            self._points.keep(grant.shared[-1], grant.slot)
+
+    def _name(self, grant: PrefixGrant, num_pages: int) -> None:
         while grant.publishes and len(grant.shared) < min(num_pages, len(grant.names)):
             index = len(grant.shared)
             parent = grant.shared[-1] if grant.shared else None
@@ -184,11 +210,12 @@ class PrefixPool:
         """Drop every name and planned copy, because the contents of pages are in doubt. Prompts keep their pages."""
         for shared in tuple(self._known.values()):
             self._drop(shared)
-        self.places.take_moves()
+        self.moves()
 
     def moves(self) -> Moves:
         """What must be copied before the next pass, once."""
-        return self.places.take_moves()
+        moves = self.places.take_moves()
+        return moves if self._points is None else replace(moves, slots=self._points.take_moves())
 
     def _match(self, names: Sequence[PageName]) -> list[SharedPage]:
         """The pages of the longest known prefix of `names`."""
@@ -200,6 +227,13 @@ class PrefixPool:
                 break
             found.append(shared)
         return found
+
+    def _resumable(self, known: list[SharedPage]) -> list[SharedPage]:
+        """The longest part of a prefix after which a prompt can go on."""
+        count = len(known)
+        while count and self._points is not None and known[count - 1] not in self._points:
+            count -= 1
+        return known[:count]
 
     def _new_page(self) -> int:
         """A free page; if there is none, the least recently used idle one makes room."""
@@ -237,6 +271,8 @@ class PrefixPool:
     def _drop(self, shared: SharedPage) -> None:
         """Forget a page's name and its copy in host memory. The page itself is free unless a prompt holds it."""
         self._known.pop(shared.name.digest, None)
+        if self._points is not None:
+            self._points.drop(shared)
         self._leave_host(shared)
         if shared in self._idle:
             del self._idle[shared]

@@ -13,6 +13,7 @@ prompts once `MAX_SKIPS` of them found no room, because the prompts that it woul
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -78,10 +79,12 @@ class PrefillScheduler(Generic[Owner]):
     Raises `ConfigError` when a pass cannot take a page.
     """
 
-    def __init__(self, pool: PrefixPool, chunk_tokens: int) -> None:
+    def __init__(self, pool: PrefixPool, chunk_tokens: int, *, starts_over: bool = False) -> None:
+        """`starts_over`: a pass overwrites what it reads (`KvCodec.attend`), so its prompts cannot repeat it alone."""
         if chunk_tokens < pool.page_tokens:
             raise ConfigError(f"chunk_tokens: {chunk_tokens} is less than a page of {pool.page_tokens} tokens")
         self._pool = pool
+        self._starts_over = starts_over
         self._budget = chunk_tokens // pool.page_tokens * pool.page_tokens
         self._waiting: list[Prompt[Owner]] = []
         self._running: list[Prompt[Owner]] = []
@@ -144,8 +147,17 @@ class PrefillScheduler(Generic[Owner]):
         self._end_pass()
 
     def abandon(self) -> None:
-        """End a pass that failed: nothing is done, and the same tokens will be scheduled again."""
+        """End a pass that failed: nothing is done, and the same tokens will be scheduled again.
+
+        Prompts that start over wait again, with the age that they have. What they sealed before they may still share.
+        """
+        chunks = self._in_pass
         self._end_pass()
+        for chunk in chunks:
+            if self._starts_over and chunk.prompt.grant is not None:
+                self._release(chunk.prompt)
+                chunk.prompt.done = chunk.prompt.cached_tokens = 0
+                insort(self._waiting, chunk.prompt, key=lambda prompt: prompt.number)
 
     def leave(self, prompt: Prompt[Owner]) -> None:
         """Take a prompt out, whatever its state; a prompt that left already is ignored."""
@@ -168,9 +180,15 @@ class PrefillScheduler(Generic[Owner]):
         """Give a prompt up to `limit` tokens of the pass; start it if it waits. Returns how many tokens it got."""
         if not self._cut(prompt.remaining, limit) or not (prompt.grant or self._start(prompt, admit)):
             return 0
-        count = self._cut(prompt.remaining - counts[prompt], limit)  # starting may have found cached pages
+        count = self._cut(self._stretch(prompt) - counts[prompt], limit)  # starting may have found cached pages
         counts[prompt] += count
         return count
+
+    def _stretch(self, prompt: Prompt[Owner]) -> int:
+        """Tokens of a prompt that one pass may take: up to where known pages end that it computes for want of a resume
+        point, so that there is one afterwards, else all that remain."""
+        known = 0 if prompt.grant is None else prompt.grant.known_tokens - prompt.done
+        return known if known > 0 else prompt.remaining
 
     def _cut(self, remaining: int, limit: int) -> int:
         """All `remaining` tokens if `limit` allows, else as many whole pages as fit."""

@@ -22,7 +22,8 @@ from prefill_node.intake import Intake
 from prefill_node.outbox import Outbox
 from prefill_node.page_names import PageName, page_names
 from prefill_node.passes import Passes
-from prefill_node.prefix_pool import PrefixPool
+from prefill_node.prefix_pool import PrefixPool, SharedPage
+from prefill_node.resume_points import ResumePoints
 from prefill_node.scheduler import PrefillScheduler, Prompt
 from prefill_node.shipment import Patience, Shipment
 from transport.base import KvSender
@@ -50,12 +51,19 @@ class PrefillService:
         self._loop = asyncio.get_running_loop()
         self._drain_rate = DrainRate(self._loop.time)
         self._host = HostPool(settings.host_bytes, self._left)
-        runner = ModelRunner(worker.model, worker.codec, num_pages, settings.max_prompts)
+        reuse = settings.prefix_cache and worker.codec.bytes_follow_tokens
+        prompts = settings.max_prompts
+        # As many resume points as prompts: each is a slot more, which takes memory when it is first used.
+        kept = range(prompts, 2 * prompts) if reuse and worker.codec.window.pages > 1 else range(0)
+        runner = ModelRunner(worker.model, worker.codec, num_pages, prompts + len(kept))
         self._footprint = runner.memory.footprint
         page_tokens, page_bytes = self._footprint.page_tokens, self._footprint.page_bytes
-        reuse = settings.prefix_cache and worker.codec.bytes_follow_tokens
-        self._pool = PrefixPool(num_pages, settings.max_prompts, page_tokens, self._host, page_bytes, reuse=reuse)
-        self._scheduler: PrefillScheduler[Work] = PrefillScheduler(self._pool, settings.chunk_tokens)
+        points = ResumePoints[SharedPage](kept) if kept else None
+        self._pool = PrefixPool(num_pages, prompts, page_tokens, self._host, page_bytes, reuse=reuse, points=points)
+        starts_over = worker.codec.window.recent > 0
+        self._scheduler: PrefillScheduler[Work] = PrefillScheduler(
+            self._pool, settings.chunk_tokens, starts_over=starts_over
+        )
         patience = Patience(settings.unassigned_s, settings.kept_s)
         self.outbox = Outbox(sender, worker.fingerprint, self._host, patience, self._kv_bytes)
         self._intake = Intake(
@@ -73,7 +81,9 @@ class PrefillService:
         """Run a prompt; see `PrefillNode`. Closing the iterator stops the work within one pass."""
         kv_bytes = self._kv_bytes(len(job.request.prompt_ids)) if job.handoff else 0
         self._intake.check(job, kv_bytes, self._scheduler.queued_tokens)
-        work = Work(job, perf_counter(), self._worker.codec.wire_form)
+        arrived = perf_counter()
+        guide = await self._worker.guides.opened(job.request.sampling.grammar)
+        work = Work(job, arrived, self._worker.codec.wire_form, guide)
         prompt = self._prompt(work)
         shipment: Shipment | None = None
         if job.handoff:

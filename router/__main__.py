@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from node.process import Shutdown, run_role
 from router.config import RouterConfig
@@ -14,5 +15,10 @@ async def run(config: RouterConfig, shutdown: Shutdown) -> None:
     await serve(config, shutdown.drain)
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    return run_role("router", RouterConfig, run, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run_role("router", RouterConfig, run))
+    sys.exit(main())

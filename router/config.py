@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
-from pydantic import Field
+from pydantic import Field, IPvAnyNetwork
 
 from hackkv.config import Frozen, ListenConfig, RoleConfig
 from hackkv.errors import ConfigError
@@ -29,8 +30,14 @@ class DeadlinesConfig(Frozen):
 
     body_s: float = Field(default=30.0, gt=0)
     """Reading the request body; longer is a 408."""
+    head_s: float = Field(default=10.0, gt=0)
+    """From a connection's first moment, or a request's first byte, to the end of the request's headers."""
+    write_s: float = Field(default=60.0, gt=0)
+    """How long a client may take nothing of an answer that is ready for it."""
     tokenize_s: float = Field(default=60.0, gt=0)
-    """Tokenizing one prompt, with the wait for a thread if it is long."""
+    """Parsing and tokenizing a body, with the wait for a process if it is large."""
+    grammar_s: float = Field(default=5.0, gt=0)
+    """Compiling the grammar of one request; longer is a 400."""
     queue_s: float = Field(default=120.0, gt=0)
     """Waiting for a prefill node, and again for room on a decode node. Covers waits for nodes that restart."""
     prefill_s: float = Field(default=300.0, gt=0)
@@ -55,6 +62,16 @@ class LimitsConfig(Frozen):
     """What one client, and all of them together, may ask for."""
 
     max_body_bytes: int = Field(default=16 << 20, gt=0)
+    max_buffered_bytes: int = Field(default=256 << 20, gt=0)
+    """Bodies in memory, until they are parsed. One client may hold half of it. More is a 429."""
+    parsers: int = Field(default=2, gt=0)
+    """Large bodies that are parsed side by side, each in a process. One place is kept for bodies below 256 KiB."""
+    max_parsing: int = Field(default=256, gt=0)
+    """Large bodies that wait for a process, half of them of one client; one more is a 429."""
+    max_connections: int = Field(default=8192, gt=0)
+    """HTTP connections; one more is closed at once."""
+    max_connections_per_address: int = Field(default=256, gt=0)
+    """Of one client's address (IPv6: of one /64 network); one more is a 429. Does not hold for `proxies`."""
     max_prompt_tokens: int = Field(default=1 << 20, gt=0)
     """The fleet's own context length applies as well."""
     default_chat_tokens: int = Field(default=1024, gt=0)
@@ -73,6 +90,15 @@ class LimitsConfig(Frozen):
     """Lost nodes, failed transfers and missed deadlines that one request survives. Nodes that drain do not count."""
 
 
+class ChatConfig(Frozen):
+    """How the model's answers are read; by default as its chat template says."""
+
+    tool_style: Literal["auto", "hermes", "llama3", "mistral", "pythonic", "none"] = "auto"
+    """How it writes calls of tools; none refuses tools."""
+    reasoning: Literal["auto", "think", "none"] = "auto"
+    """Whether answers may begin with thoughts in <think>."""
+
+
 class RouterConfig(RoleConfig):
     """Everything the router process needs to know."""
 
@@ -87,10 +113,18 @@ class RouterConfig(RoleConfig):
     api_keys: tuple[str, ...] = ()
     api_key_file: Path | None = None
     """One key a line. With no key at all the API is open."""
+    strict: bool = False
+    """Refuse every field of a request that would have no effect. Else hints are ignored, as docs/api.md lists them."""
+    proxies: tuple[IPvAnyNetwork, ...] = (IPv4Network("127.0.0.0/8"), IPv6Network("::1/128"))
+    """Networks of reverse proxies: their connections are not counted by address, and their `X-Forwarded-For` is
+    believed."""
+    cors_origins: tuple[str, ...] = ()
+    """Pages that browsers may let call this API though it is another host's ("https://app.example"; "*" is any)."""
     nodes: NodesConfig = NodesConfig()
     lease_ttl_s: float = Field(default=LEASE_TTL_S, gt=0)
     shutdown_grace_s: float = Field(default=3.0, ge=0)
     """Time that requests in flight get to finish after SIGTERM."""
+    chat: ChatConfig = ChatConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     limits: LimitsConfig = LimitsConfig()
 

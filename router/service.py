@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -14,8 +16,9 @@ from starlette.types import ASGIApp
 from hackkv.errors import ConfigError
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Role
-from node.process import announce
+from node.announcement import announce
 from router.api.app import build_app
+from router.api.connection import BoundedHttp, Census, Network, Waits
 from router.api.defaults import read_sampling_defaults
 from router.api.served import serve_model
 from router.config import RouterConfig
@@ -41,6 +44,7 @@ class _Server(uvicorn.Server):
 
 async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
     """Run until `stop` is set. Raises `ConfigError` before any port is open if something is wrong with the files."""
+    _allow_many_sockets()
     api_keys = config.keys()
     tokenizer = Tokenizer(config.model)
     trust = load_trust(config.internal, config.control.host)
@@ -53,8 +57,19 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         remember_s=config.deadlines.queue_s,
     )
     defaults = read_sampling_defaults(config.model)
-    served = serve_model(config.model_name, tokenizer, fleet, defaults, config.deadlines, config.limits)
-    app = build_app(served, api_keys, config.limits.max_body_bytes, config.deadlines.body_s)
+    served = serve_model(
+        config.model_name,
+        tokenizer,
+        fleet,
+        defaults,
+        config.deadlines,
+        config.limits,
+        chat=config.chat,
+        strict=config.strict,
+    )
+    app = build_app(
+        served, api_keys, config.limits.max_body_bytes, config.deadlines.body_s, cors_origins=config.cors_origins
+    )
     control = RpcServer(
         config.control.host, config.control.port, advertise_host=config.control.advertise_host, trust=trust
     )
@@ -68,32 +83,50 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
     try:
         control_address = await control.start()
         announce(http=_url(http, config.listen.advertise_host), control=control_address)
+        connections = partial(
+            BoundedHttp,
+            Census(config.limits.max_connections, config.limits.max_connections_per_address, config.proxies),
+            Waits(config.deadlines.head_s, config.deadlines.write_s),
+            served.metrics.refused,
+        )
         async with asyncio.TaskGroup() as tasks:
             housekeeping = [tasks.create_task(fleet.nodes.run(static)), tasks.create_task(served.journal.run())]
-            await _serve_http(app, http, stop, lambda: served.dispatcher.close(config.shutdown_grace_s))
+            tasks.create_task(served.prompts.parsers.start())
+            server = make_server(app, connections, config.proxies)
+            await _serve_http(server, http, stop, lambda: served.dispatcher.close(config.shutdown_grace_s))
             for task in housekeeping:
                 task.cancel()
     finally:
         http.close()
+        await served.prompts.parsers.close()
+        await served.grammars.close()
         await control.close()
         await channels.close()
 
 
+def make_server(
+    app: ASGIApp, connections: Callable[..., asyncio.Protocol], proxies: tuple[Network, ...]
+) -> uvicorn.Server:
+    """A server of HTTP whose connections `connections` makes. Only `proxies` may say for whom they speak."""
+    config = uvicorn.Config(
+        app,
+        http=connections,  # type: ignore[arg-type]  # uvicorn calls it; it need not be a class
+        ws="none",
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=_LAST_BYTES_S,
+        forwarded_allow_ips=[str(network) for network in proxies],
+    )
+    return _Server(config)
+
+
 async def _serve_http(
-    app: ASGIApp, http: socket.socket, stop: asyncio.Event, close: Callable[[], Awaitable[None]]
+    server: uvicorn.Server, http: socket.socket, stop: asyncio.Event, close: Callable[[], Awaitable[None]]
 ) -> None:
     """Serve until `stop`, then until `close` has ended. In between, probes and new requests hear that it stops."""
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            log_level=logging.WARNING,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=_LAST_BYTES_S,
-        )
-    )
 
     async def stop_server() -> None:
         await stop.wait()
@@ -104,6 +137,13 @@ async def _serve_http(
         stopper = tasks.create_task(stop_server())
         await server.serve(sockets=[http])
         stopper.cancel()
+
+
+def _allow_many_sockets() -> None:
+    """As many open files as the system grants: each connection is one, and the usual limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS grants less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
+import pytest
 import torch
 
 from hackkv.codecs import CODECS, Preset
+from tests.tiers import thin_out
 from tests.toys import make_layered
 
 # Tests share few cores with the processes that they start; a second compute thread would mostly wait for the first.
@@ -19,8 +21,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-# Tests that loop over CODECS hold it for formats that differ by layer, and for a wire form of variable size: one row
-# each, and no test knows of them.
+# Tests that loop over CODECS hold it for formats that differ by layer, for another window than the presets have, and
+# for a wire form of variable size: one row each, and no test knows of them.
 CODECS["toy-layers"] = Preset(make_layered)
+CODECS["rot-window"] = Preset(CODECS["rot-k3v2"].make, {"k_bits": 3, "v_bits": 2, "sink": 1, "recent": 1})
 if find_spec("zstandard"):
     CODECS["hack-zstd"] = Preset(CODECS["hack"].make, {"wire_form": "zstd"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Grids are thinned out."""
+    thin_out(item for item in items if item.get_closest_marker("grid"))

@@ -13,6 +13,7 @@ from hackkv.codec import KvCodec
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
+from hackkv.footprint import footprint_of
 from hackkv.framing import Expected, FrameLedger, FrameWriter
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
 from hackkv.wire_form import WIRE_FORMS, WireForm, wire_form
@@ -20,7 +21,7 @@ from hackkv.wire_form import WIRE_FORMS, WireForm, wire_form
 SMALL = KvShape(2, 2, 64)
 
 Content = dict[tuple[int, int], dict[str, Tensor]]
-"""(layer, first page) -> planes [heads, pages, *shape]; the open page is the last one."""
+"""(layer, first page) -> planes [heads, pages, *shape]; exact rows are the last one."""
 
 
 def _usable(name: str) -> bool:
@@ -48,8 +49,8 @@ class Shipment:
     end: HandoffEnd
 
     def ledger(self) -> FrameLedger:
-        sealed = self.num_tokens // self.layout.page_tokens
-        return FrameLedger("t-1", 4, Expected(self.layout, self.codec.wire_planes, self.num_tokens, sealed, self.form))
+        sizes = footprint_of(self.codec, self.layout)
+        return FrameLedger("t-1", 4, Expected(self.layout, self.codec.wire_planes, self.num_tokens, sizes, self.form))
 
     def writer(self) -> FrameWriter:
         """Another one, that has written nothing."""
@@ -81,7 +82,7 @@ def ship(
     step: int = 2,
     form: WireForm | None = None,
 ) -> Shipment:
-    """Random bytes for every plane, written layer by layer for every `step` pages, then the open page.
+    """Random bytes for every plane, written layer by layer for every `step` pages, then the exact rows.
 
     They are coded by `form`, or as the codec does.
     """
@@ -90,7 +91,8 @@ def ship(
     layout = KvLayout(layers, heads, head_dim, 32)
     generator = torch.Generator().manual_seed(0)
     writer, content, frames = FrameWriter("t-1", 4, form), Content(), list[KvFrame]()
-    sealed, rest = divmod(tokens, 32)
+    sizes = footprint_of(made, layout)
+    sealed, rest = sizes.sealed(tokens), sizes.exact_rows(tokens)
     for first in range(0, sealed, step):
         count = min(step, sealed - first)
         for layer in range(layers):
@@ -110,7 +112,7 @@ def ship(
 
 
 def rows_of(planes: dict[str, Tensor]) -> int:
-    """Rows of an open page, 0 for sealed pages."""
+    """Exact rows, 0 for sealed pages."""
     return planes["open_k"].shape[2] if "open_k" in planes else 0
 
 

@@ -19,6 +19,7 @@ class Role(Frozen):
     codec: CodecConfig = CodecConfig()
     listen: ListenConfig = ListenConfig()
     num_pages: int = 16
+    optional: ListenConfig | None = None
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -54,9 +55,11 @@ def test_settings_keep_their_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("num_pagse: 3", "num_pagse"),
+        ("num_pagse: 3", "num_pagse: there is no such setting; did you mean num_pages?"),
+        ("lisen: {port: 3}", "lisen: there is no such setting; did you mean listen?"),
+        ("optional: {prot: 3}", "optional.prot: there is no such setting; did you mean optional.port?"),
         ("listen: {port: 70000}", "listen.port"),
-        ("listen: {hots: x}", "listen.hots: there is no such setting"),
+        ("listen: {hots: x}", "listen.hots: there is no such setting; did you mean listen.host?"),
         ("listen:\n", "listen"),
         ("num_pages: many", "num_pages"),
         ("codec: {settings: {k_bits: [2]}}", "codec.settings.k_bits"),
@@ -86,7 +89,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"listen.prot": 1}, "flags: listen.prot"),
+        ({"listen.prot": 1}, "flags: listen.prot: there is no such setting; did you mean listen.port?"),
         ({"num_pages": 1, "num_pages.x": 2}, "flags: num_pages.x: num_pages is not a section"),
     ],
 )

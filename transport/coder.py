@@ -66,6 +66,13 @@ def finite(field: str, value: float) -> float:
     return value
 
 
+def within(field: str, value: float, least: float, most: float = math.inf) -> float:
+    """Pass a number that is finite and lies from `least` to `most`."""
+    if not least <= finite(field, value) <= most:
+        raise Malformed(field, f"must be from {least:g} to {most:g}, got {value}")
+    return value
+
+
 def duration(field: str, value: float) -> float:
     """Pass a duration in seconds: finite and not negative."""
     if not (math.isfinite(value) and value >= 0.0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hackkv.types import Finish, Logprob, Request, Sampling, Token
+from hackkv.types import MAX_GRAMMAR_CHARS, Finish, Logprob, Request, Sampling, Token
 from transport.coder import (
     MAX_ALTERNATIVES,
     MAX_LOGIT_BIAS,
@@ -10,12 +10,16 @@ from transport.coder import (
     MAX_STOP_TOKENS,
     Malformed,
     capped,
-    finite,
     not_nan,
     required,
     text,
+    within,
 )
 from transport.pb import kv_pb2 as pb
+
+MOST_ADDED = 1e30
+MOST_FACTOR = 1e6
+"""Samplers refuse more (`hack_kernels.choosing`); the API's own limits are far below."""
 
 _FINISH_TO_PB = {None: pb.FINISH_UNSPECIFIED, Finish.STOP: pb.FINISH_STOP, Finish.LENGTH: pb.FINISH_LENGTH}
 _FINISH_FROM_PB = {number: finish for finish, number in _FINISH_TO_PB.items()}
@@ -38,6 +42,7 @@ def _pack_sampling(sampling: Sampling) -> pb.Sampling:
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        grammar=sampling.grammar,
     )
 
 
@@ -47,18 +52,19 @@ def _unpack_sampling(message: pb.Sampling) -> Sampling:
         seed=message.seed,
         max_tokens=message.max_tokens,
         min_tokens=message.min_tokens,
-        temperature=finite("temperature", message.temperature),
-        top_p=finite("top_p", message.top_p),
+        temperature=within("temperature", message.temperature, 0),
+        top_p=within("top_p", message.top_p, 0),
         top_k=message.top_k,
-        min_p=finite("min_p", message.min_p),
-        presence_penalty=finite("presence_penalty", message.presence_penalty),
-        frequency_penalty=finite("frequency_penalty", message.frequency_penalty),
-        repetition_penalty=finite("repetition_penalty", message.repetition_penalty),
-        logit_bias=tuple((item.token_id, finite("logit_bias", item.bias)) for item in biases),
+        min_p=within("min_p", message.min_p, 0, 1),
+        presence_penalty=within("presence_penalty", message.presence_penalty, -MOST_ADDED, MOST_ADDED),
+        frequency_penalty=within("frequency_penalty", message.frequency_penalty, -MOST_ADDED, MOST_ADDED),
+        repetition_penalty=within("repetition_penalty", message.repetition_penalty, 1 / MOST_FACTOR, MOST_FACTOR),
+        logit_bias=tuple((item.token_id, within("logit_bias", item.bias, -MOST_ADDED, MOST_ADDED)) for item in biases),
         stop_token_ids=tuple(capped("stop_token_ids", message.stop_token_ids, MAX_STOP_TOKENS)),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=capped("grammar", message.grammar, MAX_GRAMMAR_CHARS),
     )
 
 

@@ -76,7 +76,7 @@ def ample(work: Sequence[Job], codec_name: str) -> Memory:
     weighs = footprint(codec_name)
     pages = mean(weighs.sealed(job.tokens) for job in work)
     clients = LOAD * MAX_BATCH
-    return Memory(round(clients * pages), clients, weighs.page_bytes, weighs.page_tokens * weighs.row_bytes)
+    return Memory(round(clients * pages), clients, weighs.page_bytes, weighs.slot_bytes)
 
 
 def footprint(codec_name: str) -> Footprint:

@@ -16,7 +16,7 @@ from hackkv.canary.text import TEXT, TOKENS
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
 from hackkv.model.shipped import find_model
-from hackkv.model.worker import Unloaded
+from hackkv.model.worker import SHARE_TOKENS, Unloaded
 from hackkv.nodes import CodecLoss
 from hackkv.types import WIRE_FORM
 
@@ -99,6 +99,6 @@ def _refusal(model: str, codec: CodecConfig, loss: CodecLoss, rows: Iterable[Row
     width = max((len(row.name) for row in passing), default=0)
     for row in passing:
         kl = "lossless" if row.loss is None else f"KL {row.loss.kl:.3g}"
-        lines.append(f"  {row.name:{width}}  {100 * row.share:5.1f}% of FP16's bytes per token  {kl}")
+        lines.append(f"  {row.name:{width}}  {100 * row.share:5.1f}% of FP16's bytes at {SHARE_TOKENS} tokens  {kl}")
     lines.append(f"codec.allow_loss: true (hackkv serve --codec {codec.name},allow_loss) serves it all the same")
     return "\n".join(lines)

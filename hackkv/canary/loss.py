@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Final
 
 import torch
@@ -38,6 +39,16 @@ class Reference:
     """[T, hidden], in the model's dtype, after the final norm."""
 
 
+@dataclass(slots=True)
+class Pace:
+    """How long a codec's side of a measurement took."""
+
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+
+
 @torch.inference_mode()
 def read_exactly(model: Llama, ids: Sequence[int]) -> Reference:
     """Run `ids`, at least two, through `model` with its KV in the model's own dtype."""
@@ -47,14 +58,15 @@ def read_exactly(model: Llama, ids: Sequence[int]) -> Reference:
 
 
 @torch.inference_mode()
-def codec_loss(model: Llama, codec: KvCodec, reference: Reference) -> CodecLoss:
+def codec_loss(model: Llama, codec: KvCodec, reference: Reference, pace: Pace | None = None) -> CodecLoss:
     """What `codec` costs on the text of `reference`. `model` has what the codec folds into its weights.
 
-    KV that the codec cannot hold (`NonFiniteError`) is an infinite loss.
+    The time that the codec's side took is added to `pace`. KV that the codec cannot hold (`NonFiniteError`) is an
+    infinite loss.
     """
     ids = reference.ids
     try:
-        hidden = _run(model, codec, ids)
+        hidden = _run(model, codec, ids, pace or Pace())
     except NonFiniteError:
         return CodecLoss(math.inf, 0.0, math.inf, len(ids))
     truth = torch.tensor(ids[1:], device=hidden.device)
@@ -77,19 +89,21 @@ def _exp(x: float) -> float:
         return math.inf
 
 
-def _run(model: Llama, codec: KvCodec, ids: Sequence[int]) -> Tensor:
+def _run(model: Llama, codec: KvCodec, ids: Sequence[int], pace: Pace) -> Tensor:
     """Hidden states [T, hidden] of all rows of `ids`."""
     pages = tuple(range(-(-len(ids) // codec.page_tokens)))
     runner = ModelRunner(model, codec, len(pages), 1)
     prompt = max(1, len(ids) - DECODED_TOKENS)
-    hidden = list[Tensor]()
+    hidden, began = list[Tensor](), perf_counter()
     for start in range(0, prompt, CHUNK_TOKENS):
         chunk = ids[start : min(start + CHUNK_TOKENS, prompt)]
         hidden.append(runner.forward([Span(0, start, len(chunk), pages)], chunk))
-    held = rows_held(codec, prompt)
+    pace.prefill_s, pace.prefill_tokens = pace.prefill_s + perf_counter() - began, pace.prefill_tokens + prompt
+    held, began = rows_held(codec, prompt), perf_counter()
     if codec.eviction is not None:
         for pool in runner.memory.pools:
             codec.eviction.evict(pool, Span(0, 0, prompt, pages))
     for row, token in enumerate(ids[prompt:], held):
         hidden.append(runner.forward([Span(0, row, 1, pages, evicted=prompt - held)], [token]))
+    pace.decode_s, pace.decode_tokens = pace.decode_s + perf_counter() - began, pace.decode_tokens + len(ids) - prompt
     return torch.cat(hidden)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hackkv.canary.loss import Reference, codec_loss, read_exactly
+from hackkv.canary.loss import Pace, Reference, codec_loss, read_exactly
 from hackkv.codecs import CODECS
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
@@ -21,7 +21,7 @@ class Row:
 
     name: str
     share: float
-    """Bytes per token at rest, of FP16's."""
+    """Bytes at rest, of FP16's (`Unloaded.share`)."""
     loss: CodecLoss | None
     """None for a lossless codec, which is not measured."""
 
@@ -43,15 +43,18 @@ class Meter:
         """A worker of the model with `codec`, before it is loaded. Raises `ConfigError`, `CheckpointError`."""
         return plan_worker(self._model, codec)
 
-    def measure(self, planned: Unloaded) -> CodecLoss:
-        """What the codec of `planned` costs. Raises `CheckpointError` if the weights cannot be loaded."""
+    def measure(self, planned: Unloaded, pace: Pace | None = None) -> CodecLoss:
+        """What the codec of `planned` costs; its time is added to `pace`.
+
+        Raises `CheckpointError` if the weights cannot be loaded.
+        """
         if self._reference is None:
             self._reference = read_exactly(self._load_plain(planned), self._ids(planned))
         if not planned.codec.prepares_weights:
-            return codec_loss(self._load_plain(planned), planned.codec, self._reference)
+            return codec_loss(self._load_plain(planned), planned.codec, self._reference, pace)
         self._plain = None
         gc.collect()  # before the second copy is read
-        return codec_loss(planned.load(), planned.codec, self._reference)
+        return codec_loss(planned.load(), planned.codec, self._reference, pace)
 
     def _load_plain(self, planned: Unloaded) -> Llama:
         if self._plain is None:

@@ -36,6 +36,9 @@ class Preset:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+_EXACT: Final = {"sink": 1, "recent": 2}
+"""Exact pages are worth more than a bit where bits are few (lab/frontier/README.md)."""
+
 CODECS: Final[dict[str, Preset]] = {
     "fp16": Preset(make_fp16),
     "fp8": Preset(make_fp8),
@@ -51,10 +54,14 @@ CODECS: Final[dict[str, Preset]] = {
         },
     ),
     "rot-k4v4": Preset(make_rotated, {"k_bits": 4, "v_bits": 4}),
-    "rot-k3v3": Preset(make_rotated, {"k_bits": 3, "v_bits": 3}),
-    "rot-k3v2": Preset(make_rotated, {"k_bits": 3, "v_bits": 2}),
-    "rot-k2v2": Preset(make_rotated, {"k_bits": 2, "v_bits": 2}),
+    "rot-k3v3": Preset(make_rotated, {"k_bits": 3, "v_bits": 3, **_EXACT}),
+    "rot-k3v2": Preset(make_rotated, {"k_bits": 3, "v_bits": 2, **_EXACT}),
+    "rot-k2v2": Preset(make_rotated, {"k_bits": 2, "v_bits": 2, **_EXACT}),
 }
+
+
+CALIBRATED: Final = tuple(name for name, preset in CODECS.items() if preset.make is make_rotated)
+"""The presets with the setting `calibration`."""
 
 
 def make_codec(config: CodecConfig, shape: KvShape, backend: Backend) -> KvCodec:

@@ -7,15 +7,25 @@ places, but its bytes must be equal. Digest and tensors come from one read of th
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
+
+from hackkv.codec import Origin
+
+METADATA: Final = "hackkv"
+"""The one key of the file's metadata, whose value is JSON: the library writes several keys in any order, and the bytes
+of a file must follow from what was measured."""
+
+VERSION: Final = 2
+"""Of what the tensors mean: 2 has weights beside the gains, which version 1 called `feedback`."""
 
 MAX_BYTES: Final = 1 << 30
 """The largest file that is read; a rotation of every layer and KV head of a large model takes a tenth of it."""
@@ -29,6 +39,22 @@ class Artifact:
     digest: str
     """SHA-256 of the file, in hexadecimal digits."""
     tensors: Mapping[str, Tensor] = field(repr=False)
+    about: Mapping[str, Any]
+    """What `hackkv calibrate` wrote of itself: the JSON of the metadata, empty where there is none."""
+
+    @property
+    def origin(self) -> Origin:
+        """The model that it was made for, as far as it says."""
+        return Origin(self.path, str(self.about.get("model", "")), str(self.about.get("model_hash", "")))
+
+    def check_version(self) -> None:
+        """Raises `ValueError` naming the file if its tensors mean something else than this program takes them for."""
+        found = self.about.get("version", 1)
+        if found != VERSION:
+            raise ValueError(
+                f"{self.path}: a calibration file of version {found}, expected {VERSION}; "
+                f"make it anew with hackkv calibrate"
+            )
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor as float32. Raises `ValueError` that names file and tensor if it is not as it should be."""
@@ -58,4 +84,16 @@ def read_artifact(path: Path, max_bytes: int = MAX_BYTES) -> Artifact:
         tensors = load(data)
     except SafetensorError as error:
         raise ValueError(f"{path}: truncated or not a safetensors file: {error}") from error
-    return Artifact(path, hashlib.sha256(data).hexdigest(), tensors)
+    return Artifact(path, hashlib.sha256(data).hexdigest(), tensors, _about(path, data))
+
+
+def _about(path: Path, data: bytes) -> dict[str, Any]:
+    """From a file that the library could read: 8 bytes, the length of the header, and the header, which is JSON."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    try:
+        about = json.loads(header.get("__metadata__", {}).get(METADATA, "{}"))
+    except ValueError as error:
+        raise ValueError(f"{path}: metadata {METADATA!r}: no JSON: {error}") from error
+    if not isinstance(about, dict):
+        raise ValueError(f"{path}: metadata {METADATA!r}: no JSON object")
+    return about

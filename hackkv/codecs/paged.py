@@ -1,8 +1,8 @@
-"""The life of a page, which all codecs share: rows collect in the open page, a full page is sealed, queries read both.
+"""The life of a page, which all codecs share: rows collect in a slot, a full page is sealed, queries read both.
 
 A subclass says how to seal and how to attend. The order of the steps matters. In a prefill batch, queries still read
-the FP16 rows of a page that is sealed already, so the open page is overwritten last. In decode the new row is written
-first, so sealing and attention find it in the open page.
+the FP16 rows of a page that is sealed already, so the slot is overwritten last. In decode the new row is written first,
+so sealing and attention find it in the slot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pool
 from torch import Tensor
 
-from hackkv.codec import AttentionWeights, Batch, Eviction, Fills, int64, non_finite
+from hackkv.codec import AttentionWeights, Batch, Eviction, Fills, Origin, int64
 from hackkv.wire_form import RAW, WireForm
 
 Settings = tuple[tuple[str, str], ...]
@@ -41,11 +41,13 @@ class PagedCodec:
 
     prepares_weights = False
     lossless = False
+    origin: Origin | None = None
 
     def __init__(self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings) -> None:
-        """`settings` are all that change bytes or results. Layers may differ in everything but `page_tokens`."""
+        """`settings` are all that change bytes or results. Layers may differ in everything but page size and window."""
         self.name = name
         (self.page_tokens,) = {kept.format.page_tokens for kept in layers}
+        (self.window,) = {kept.format.window for kept in layers}
         self.formats = tuple(kept.format for kept in layers)
         self.wire_planes = tuple(kept.wire_planes for kept in layers)
         self.wire_form: WireForm = RAW
@@ -118,21 +120,20 @@ class PagedCodec:
                     self.seal(layer, pool, batch, *decode_rows(pool, batch))
             with self.attending:
                 return kernels.attend(layer, pool, self.visible(layer, pool, batch, q), Rows(q))
-        narrowed = rows.narrow(k, v)
-        if narrowed is None:
-            raise non_finite(layer, batch, k, v)
+        narrowed = rows.narrow(k, v, batch.where, batch.faulty)
         if self.seals(batch):
             with self.sealing:
                 self.seal(layer, pool, batch, *narrowed)
         with self.attending:
             out = kernels.attend(layer, pool, batch.where, Rows(q, *narrowed))
-            write_open_rows(pool, batch, *narrowed)
+            write_exact_rows(pool, batch, *narrowed)
         return out
 
     def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
         """Which pages the queries q [B, Hq, D] of a decode batch attend to; by default all that their sequence holds.
 
         A codec that reads only some pages overrides this and lists them, per sequence or per KV head (`some_pages`).
+        Such a codec has no window: kernels tell exact pages by their numbers.
         """
         return batch.where
 
@@ -156,33 +157,39 @@ class PagedCodec:
         self._kernels[layer].install(pool, page_ids, planes)
 
 
-def write_open_rows(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
-    """Copy the rows past each sequence's last full page into its open page. k, v [T, Hkv, D] float16."""
-    pi = batch.page_tokens
+def write_exact_rows(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
+    """Copy the rows that each sequence keeps exactly from now on into its slot. k, v [T, Hkv, D] float16."""
+    pi, window = batch.page_tokens, pool.window
     offset = 0
     for span in batch.spans:
         end = span.held + span.count
-        begin = max(span.held, end // pi * pi)
-        rows = slice(offset + begin - span.held, offset + span.count)
-        for open_rows, x in ((pool.open_k, k), (pool.open_v, v)):
-            open_rows[span.slot, :, begin % pi : begin % pi + end - begin] = x[rows].transpose(0, 1)
+        for page in (*window.earlier(end // pi), end // pi):
+            begin, stop = max(span.held, page * pi), min(end, (page + 1) * pi)
+            if begin >= stop:
+                continue
+            rows, at = (
+                slice(offset + begin - span.held, offset + stop - span.held),
+                window.place(page) * pi + begin % pi,
+            )
+            for exact_rows, x in ((pool.open_k, k), (pool.open_v, v)):
+                exact_rows[span.slot, :, at : at + stop - begin] = x[rows].transpose(0, 1)
         offset += span.count
 
 
 def decode_rows(pool: Pool, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The rows of a decode batch, [B, Hkv, D] float16, from their places in the open pages."""
-    slots, at = batch.where.slots, batch.where.starts % batch.page_tokens
+    """The rows of a decode batch, [B, Hkv, D] float16, from their places in the slots."""
+    slots, at = batch.where.slots, pool.window.at(batch.where.starts, batch.page_tokens)
     return pool.open_k[slots, :, at], pool.open_v[slots, :, at]
 
 
 def filled_pages(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of the pages that `batch` fills, [P, Hkv, Π, D] float16: open rows first, then the batch's own."""
+    """K and V of the pages that `batch` fills, [P, Hkv, Π, D] float16: rows of the slot first, then the batch's own."""
     pi = batch.page_tokens
     pages: tuple[list[Tensor], list[Tensor]] = ([], [])
     for page in batch.filled:
         rows = slice(page.row, page.row + pi - page.old)
-        slot = batch.spans[page.span].slot
+        slot, at = batch.spans[page.span].slot, pool.window.place(page.start // pi) * pi
         for out, open_rows, x in ((pages[0], pool.open_k, k), (pages[1], pool.open_v, v)):
             new = x[rows].transpose(0, 1)
-            out.append(torch.cat((open_rows[slot, :, : page.old], new), dim=1) if page.old else new)
+            out.append(torch.cat((open_rows[slot, :, at : at + page.old], new), dim=1) if page.old else new)
     return torch.stack(pages[0]), torch.stack(pages[1])

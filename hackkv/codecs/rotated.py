@@ -7,7 +7,7 @@ V rests as v' = v H with H the orthonormal Hadamard matrix, folded into the weig
 K rests as k' = (k - mean) T per KV head and meets q' = q T^-T. q'·k' is q·k less q·mean, which is the same for all keys
 of a query, so the softmax does not notice it. T turns after the rotary embedding and cannot be folded.
 
-Without calibration T = H and mean = 0. A calibration file (`hackkv calibrate`) brings T, the means, and the gains with
+Without calibration T = H and mean = 0. A calibration file (`hackkv calibrate`) brings T, the means, and the feedback by
 which the codes of a row of K make up for each other's errors (`LevelKernels.set_feedback`).
 """
 
@@ -20,11 +20,13 @@ from typing import Any, Final
 
 import torch
 from hack_kernels.base import Backend, Pool
-from hack_kernels.level_format import LevelFormat, LevelKernels
+from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
 from hack_kernels.reference.levels import LevelReference
+from hack_kernels.window import Window
+from pydantic import ValidationError
 from torch import Tensor
 
-from hackkv.codec import AttentionWeights, Batch, KvCodec, non_finite
+from hackkv.codec import AttentionWeights, Batch, KvCodec
 from hackkv.codecs.artifact import Artifact, read_artifact
 from hackkv.codecs.hadamard import hadamard
 from hackkv.codecs.paged import Kept, PagedCodec, Settings
@@ -43,8 +45,22 @@ class RotatedSettings(Frozen):
     page_tokens: int = 64
     k_bits: int = 4
     v_bits: int = 4
+    sink: int = 0
+    """First pages of a sequence that queries see exactly; see `Window`."""
+    recent: int = 0
+    """Pages before a query's own that it sees exactly."""
     calibration: str | None = None
     """Path of a file that `hackkv calibrate` wrote for this model."""
+
+
+class LayerBits(Frozen):
+    """Bits by layer, which a calibration file may have (`hackkv calibrate --target-bytes`)."""
+
+    k_bits: int
+    """The bits of the preset that they are for; other presets do not look at them."""
+    v_bits: int
+    k: tuple[int, ...]
+    v: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +89,60 @@ class Turn:
 def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
     """A codec of the family. Raises `ValueError` naming a bad setting, or the file and tensor that are wrong."""
     chosen = RotatedSettings.model_validate(settings)
-    fmt = LevelFormat(shape.head_dim, chosen.page_tokens, chosen.k_bits, chosen.v_bits)
-    definition: Definition = LevelReference
-    kernels = backend.kernels_for(fmt, definition)
-    digest = "none"
+    window = Window(chosen.sink, chosen.recent)
+    bits = [(chosen.k_bits, chosen.v_bits)] * shape.num_layers
+    digest, origin = "none", None
+    feedback = list[Feedback]()
     if chosen.calibration is None:
         turns = (plain_turn(shape.head_dim).to(backend.device),) * shape.num_layers
     else:
         artifact = read_artifact(Path(chosen.calibration))
-        digest = artifact.digest
+        artifact.check_version()
+        digest, origin, bits = artifact.digest, artifact.origin, layer_bits(artifact, bits)
         turns = tuple(calibrated_turn(artifact, layer, shape).to(backend.device) for layer in range(shape.num_layers))
-        for layer in range(shape.num_layers):
-            kernels.set_feedback(layer, feedback_gains(artifact, layer, shape).to(backend.device))
+        feedback = [feedback_of(artifact, layer, shape) for layer in range(shape.num_layers)]
+    formats = [LevelFormat(shape.head_dim, chosen.page_tokens, *each, window) for each in bits]
+    definition: Definition = LevelReference
+    kernels = {fmt: backend.kernels_for(fmt, definition) for fmt in dict.fromkeys(formats)}
+    for layer, each in enumerate(feedback):
+        kernels[formats[layer]].set_feedback(layer, each.to(backend.device))
     written = (
-        ("page_tokens", str(fmt.page_tokens)),
-        ("k_bits", str(fmt.k_bits)),
-        ("v_bits", str(fmt.v_bits)),
+        ("page_tokens", str(chosen.page_tokens)),
+        ("k_bits", _in_words([k for k, _ in bits])),
+        ("v_bits", _in_words([v for _, v in bits])),
+        ("sink", str(window.sink)),
+        ("recent", str(window.recent)),
         ("calibration", digest),
     )
-    return RotatedCodec(name, (Kept(fmt, kernels),) * shape.num_layers, backend, written, turns)
+    codec = RotatedCodec(name, tuple(Kept(fmt, kernels[fmt]) for fmt in formats), backend, written, turns)
+    codec.origin = origin
+    return codec
+
+
+def layer_bits(artifact: Artifact, plain: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Bits of K and V by layer: those of the file if it has some for a preset with these, else `plain`.
+
+    Raises `ValueError` naming the file.
+    """
+    written = artifact.about.get("layer_bits")
+    if written is None:
+        return plain
+    try:
+        found = LayerBits.model_validate(written)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{artifact.path}: layer_bits.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if (found.k_bits, found.v_bits) != plain[0]:
+        return plain
+    if not len(found.k) == len(found.v) == len(plain):
+        said = f"{len(found.k)} layers of K and {len(found.v)} of V; the model has {len(plain)}"
+        raise ValueError(f"{artifact.path}: layer_bits: {said}")
+    return list(zip(found.k, found.v, strict=True))
+
+
+def _in_words(bits: list[int]) -> str:
+    """One number if all layers have the same."""
+    return ",".join(map(str, bits)) if len(set(bits)) > 1 else str(bits[0])
 
 
 def plain_turn(head_dim: int) -> Turn:
@@ -117,13 +168,16 @@ def calibrated_turn(artifact: Artifact, layer: int, shape: KvShape) -> Turn:
     return Turn(torch.linalg.inv(basis).float().contiguous(), basis.mT.float().contiguous(), shift.float())
 
 
-def feedback_gains(artifact: Artifact, layer: int, shape: KvShape) -> Tensor:
-    """The gains of a layer [Hkv, D, D]. Raises `ValueError` naming file and tensor if any stands at i >= d."""
-    name, dim = f"layers.{layer}.feedback", shape.head_dim
-    gains = artifact.tensor(name, (shape.num_kv_heads, dim, dim))
-    if bool(gains.tril().any()):
-        raise ValueError(f"{artifact.path}: {name}: a value on or below the diagonal is not 0")
-    return gains.contiguous()
+def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
+    """Of all KV heads of a layer. Raises `ValueError` naming file and tensor."""
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    gains = artifact.tensor(f"layers.{layer}.gains", (heads, dim, dim))
+    found = Feedback(gains, artifact.tensor(f"layers.{layer}.weights", (heads, dim)))
+    try:
+        found.check(dim)
+    except ValueError as error:
+        raise ValueError(f"{artifact.path}: layers.{layer}.{error}") from error
+    return found
 
 
 class RotatedCodec(PagedCodec):
@@ -158,15 +212,13 @@ class RotatedCodec(PagedCodec):
         )
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """K is rounded to FP16 before it turns too: a value that FP16 does not hold is found as the contract says, in
-        decode because infinity turns into rows that are not finite."""
+        """K is rounded to FP16 before it turns too: so a value that FP16 does not hold is found, in decode because
+        infinity turns into rows that are not finite."""
         rows, turn = self._backend.rows, self._turns[layer].of(pool)
-        narrow_k = k.to(torch.float16)
-        if not batch.is_decode:
-            narrowed = rows.narrow(k, v)
-            if narrowed is None:
-                raise non_finite(layer, batch, k, v)
-            narrow_k, v = narrowed
+        if batch.is_decode:
+            narrow_k = k.to(torch.float16)
+        else:
+            narrow_k, v = rows.narrow(k, v, batch.where, batch.faulty)
         turned_q = rows.turn_heads(q.float(), turn.query)
         turned_k = rows.turn_heads(narrow_k.float(), turn.key, turn.shift)
         return super().attend(layer, pool, batch, turned_q, turned_k, v.float()).to(q.dtype)

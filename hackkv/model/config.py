@@ -1,8 +1,8 @@
 """What a checkpoint's config.json says, checked and in our own words.
 
 Every family that we serve is one row of `FAMILIES`; every option that would change the computation in a way that
-`Llama` does not know is one row of `REFUSED`. Rotary frequencies come from transformers' own functions, and are kept as
-plain numbers, so that a spec can be compared, hashed and pickled.
+`Llama` does not know is one row of `REFUSED`. Rotary frequencies (`rope`) are kept as plain numbers, so that a spec can
+be compared, hashed and pickled.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
-
 from hackkv.errors import CheckpointError
+from hackkv.model.rope import KINDS, Rope, RopeSource, make_rope
 from hackkv.types import KvLayout, KvShape
 
 log = logging.getLogger(__name__)
@@ -52,18 +50,6 @@ REFUSED: tuple[tuple[str, Any], ...] = (
     ("quantization_config", None),
 )
 """Field of config.json -> the only value that we support; a missing field or null means that value."""
-
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding: channel pair i turns by `position * inv_freq[i]`; cos and sin are multiplied by `scale`."""
-
-    kind: str
-    theta: float
-    inv_freq: tuple[float, ...]
-    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +144,6 @@ class Fields:
         return tuple(ids)
 
 
-class RopeSource(RotaryEmbeddingConfigMixin):
-    """The few attributes that transformers' rotary functions read from a config."""
-
-    def __init__(self, parameters: dict[str, Any], head_dim: int, max_positions: int) -> None:
-        self.rope_parameters = parameters
-        self.head_dim = self.hidden_size = head_dim
-        self.num_attention_heads = 1
-        self.max_position_embeddings = max_positions
-
-
 def read_spec(folder: Path, max_context: int = 0) -> ModelSpec:
     """Read config.json and, if there is one, generation_config.json of `folder`.
 
@@ -223,8 +199,8 @@ def _rope_parameters(fields: Fields) -> dict[str, Any]:
         raise fields.fail("rope_parameters", f"expected an object, found {given!r}")
     theta = given.get("rope_theta", fields.number("rope_theta", 10_000.0))
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise fields.fail("rope_parameters", f"rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}")
+    if kind not in KINDS:
+        raise fields.fail("rope_parameters", f"rope_type {kind!r} is not one of {', '.join(KINDS)}")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise fields.fail("rope_parameters", "partial_rotary_factor is not supported")
     if not isinstance(theta, int | float) or theta <= 1:
@@ -234,18 +210,12 @@ def _rope_parameters(fields: Fields) -> dict[str, Any]:
 
 def _rope(fields: Fields, head_dim: int) -> Rope:
     parameters = _rope_parameters(fields)
-    kind, theta = parameters["rope_type"], parameters["rope_theta"]
-    if kind in ("default", "dynamic"):
-        # "dynamic" changes its frequencies once a sequence outgrows max_position_embeddings. Keys in the cache are
-        # already rotated by then, so we serve it up to that length, where it equals the default.
-        inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-        return Rope(kind, theta, tuple(inverse.tolist()), 1.0)
+    kind = parameters["rope_type"]
     source = RopeSource(parameters, head_dim, fields.count("max_position_embeddings"))
     try:
-        inverse, scale = ROPE_INIT_FUNCTIONS[kind](source)
+        return make_rope(kind, source)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise fields.fail("rope_parameters", f"{kind} needs other values: {error!r}") from error
-    return Rope(kind, theta, tuple(inverse.tolist()), float(scale))
 
 
 def _max_context(fields: Fields, family: Family, rope: Rope, wanted: int) -> int:

@@ -12,13 +12,15 @@ from hackkv.types import Request, Token
 def generate(worker: Worker, request: Request, *, chunk_pages: int = 4) -> list[Token]:
     """All output tokens of `request`: prefill in chunks of `chunk_pages` pages, then decode one by one.
 
-    It runs the nodes' own model, codec and sampler, on a fresh pool of just enough pages. Raises `NonFiniteError`.
+    It runs the nodes' own model, codec and sampler, on a fresh pool of just enough pages. Raises `SequenceError`.
     Prompt log-probabilities are not computed.
     """
     ids, layout = request.prompt_ids, worker.layout
     num_pages = layout.pages(len(ids) + request.sampling.max_tokens)
-    runner = ModelRunner(worker.model, worker.codec, num_pages, 1)
-    state = SamplerState(request.sampling, ids, worker.model.spec.eos_ids)
+    model, grammar = worker.model, request.sampling.grammar
+    runner = ModelRunner(model, worker.codec, num_pages, 1)
+    guide = worker.guides.open(grammar) if grammar else None
+    state = SamplerState(request.sampling, ids, model.spec.eos_ids, kernels=model.kernels, guide=guide)
     pages = tuple(range(num_pages))
     chunk_tokens = chunk_pages * layout.page_tokens
     for start in range(0, len(ids), chunk_tokens):
@@ -28,7 +30,7 @@ def generate(worker: Worker, request: Request, *, chunk_pages: int = 4) -> list[
     if worker.codec.eviction is not None:
         for pool in runner.memory.pools:
             worker.codec.eviction.evict(pool, Span(0, 0, len(ids), pages))
-    tokens = sample(worker.model.logits(hidden[-1:]), [state])
+    tokens = sample(model.logits(hidden[-1:]), [state], model.kernels)
     while tokens[-1].finish is None:
         span = Span(0, held + len(tokens) - 1, 1, pages, evicted=len(ids) - held)
         tokens += runner.choose([span], [tokens[-1].token_id], [state])

@@ -16,6 +16,7 @@ from typing import BinaryIO
 import xxhash
 
 from hackkv.errors import CheckpointError
+from hackkv.model.gguf.cache import source_of
 from hackkv.model.weights import weight_files
 
 WHOLE_BYTES = 16 << 20
@@ -35,6 +36,14 @@ def model_hash(folder: Path) -> str:
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}") from error
     return digest.hexdigest()
+
+
+def source_hash(folder: Path) -> str:
+    """What a calibration is made for: 32 hexadecimal digits, the same for all dtypes that a GGUF file is converted to.
+
+    Raises `CheckpointError` as `model_hash`, which it is for any other checkpoint.
+    """
+    return source_of(folder) or model_hash(folder)
 
 
 def _update(digest: xxhash.xxh3_128, file: BinaryIO, size: int) -> None:

@@ -26,8 +26,9 @@ from hack_kernels.base import RowKernels
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
-from hackkv.model.config import ModelSpec, Rope
+from hackkv.model.config import ModelSpec
 from hackkv.model.linear import linear
+from hackkv.model.rope import Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D], all in the model's dtype and after rotation.

@@ -37,28 +37,26 @@ class ModelRunner:
         """Hidden states [T, hidden] of the rows that `spans` add, whose tokens are `ids`.
 
         `on_layer(i)` is called as soon as the KV of layer i is in its pages. With `wanted`, only the last `wanted[i]`
-        rows of span i are returned, which is cheaper. Raises `NonFiniteError` naming the span; `on_layer` is not called
-        for a layer in which a value is not finite.
+        rows of span i are returned, which is cheaper. Raises `NonFiniteError` naming the span. The host asks once, when
+        all layers are done: what `on_layer` has seen of a span at fault is undefined, of other spans it is right.
         """
         batch = self._lay_out(spans)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = self.codec.attend(layer, self.memory.pools[layer], batch, q, k, v)
             if on_layer is not None:
-                if batch.is_decode and self.model.kernels.set_in(batch.faulty):
-                    raise non_finite(layer, batch, k, v)
                 on_layer(layer)
             return out
 
         hidden = self._run(batch, ids, attend, wanted)
-        if batch.is_decode and self.model.kernels.set_in(batch.faulty):
+        if self.model.kernels.set_in(batch.faulty):
             raise self._named(batch, ids)
         return hidden
 
     def choose(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> list[Token]:
         """Run one row of each sequence and choose the token after it: the host waits for the device once.
 
-        Raises `NonFiniteError` naming the span; no state has advanced then.
+        Raises `NonFiniteError` or `GuideError` naming the span; no state has advanced then.
         """
         batch = self._lay_out(spans)
         hidden = self._run(batch, ids, partial(self._attend, batch))
@@ -76,7 +74,7 @@ class ModelRunner:
         return self.codec.attend(layer, self.memory.pools[layer], batch, q, k, v)
 
     def _named(self, batch: Batch, ids: Sequence[int]) -> NonFiniteError:
-        """The error of a decode batch with a faulty sequence; repeats the step up to the layer at fault."""
+        """The error of a batch with a faulty sequence; repeats the pass up to the layer at fault."""
         first = self.model.kernels.set_in(batch.faulty)[0]
         batch.faulty.zero_()
 

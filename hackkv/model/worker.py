@@ -6,20 +6,22 @@ import logging
 import os
 import re
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from hack_kernels import load
 from hack_kernels.base import Backend, BackendUnavailable
 from tokenizers import Tokenizer
 
-from hackkv.codec import KvCodec
+from hackkv.codec import KvCodec, Origin
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.errors import CheckpointError, ConfigError
+from hackkv.errors import CalibrationMismatch, CheckpointError, ConfigError
 from hackkv.footprint import Footprint, footprint_of
+from hackkv.guide import Guides
 from hackkv.model import check_dtype, load_model, unchanged
 from hackkv.model.config import ModelSpec, read_spec
-from hackkv.model.identity import model_hash
+from hackkv.model.identity import model_hash, source_hash
 from hackkv.model.llama import Llama
 from hackkv.model.shipped import ModelFolder, find_model
 from hackkv.model.weights import PrepareWeights, check_weights, progress_bar
@@ -28,8 +30,11 @@ from hackkv.types import WIRE_FORM, Fingerprint, KvLayout
 
 log = logging.getLogger(__name__)
 
-WIRE_VERSION = "3"
+WIRE_VERSION = "4"
 """Version of all that two nodes must agree on, down to the codes that stochastic rounding gives."""
+
+SHARE_TOKENS: Final = 2048
+"""The length for which the size of a codec is said: exact pages are a smaller part of a longer sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,8 @@ class Worker:
     fingerprint: Fingerprint
     kernels: str
     """Backend and instruction set of the kernels, and who computes on pages if the backend does not; for display."""
+    guides: Guides
+    """Grammars compiled for the model's vocabulary."""
     loss: CodecLoss | None = None
     """What the codec costs the model, if it was measured (`hackkv.canary`)."""
 
@@ -89,9 +96,9 @@ class Unloaded:
 
     @property
     def share(self) -> float:
-        """Bytes per token of sealed pages at rest, of FP16's."""
+        """Bytes at rest of a sequence of `SHARE_TOKENS` tokens, exact pages among them, of FP16's."""
         sizes = footprint_of(self.codec, self.spec.kv_layout(self.codec.page_tokens))
-        return sizes.page_bytes / (sizes.page_tokens * sizes.row_bytes)
+        return sizes.resting_bytes(SHARE_TOKENS) / (SHARE_TOKENS * sizes.row_bytes)
 
     def fingerprint(self) -> Fingerprint:
         """What peers compare. Reads parts of the weights. Raises `CheckpointError`."""
@@ -110,10 +117,7 @@ class Unloaded:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with what the checkpoint puts around a text. Raises `CheckpointError`.
-
-        Nodes have no need of `hackkv.tokenizer`, which loads transformers.
-        """
+        """Ids of `text`, with what the checkpoint puts around a text. Raises `CheckpointError`."""
         path = self.folder.path / "tokenizer.json"
         try:
             core = Tokenizer.from_file(str(path))
@@ -153,13 +157,27 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
     planned = plan_worker(model, codec)
     log.info("model %s, codec %s on backend %s", planned.folder.name, planned.codec.name, planned.kernels)
     llama = planned.load()
-    return Worker(planned.folder.name, llama, planned.codec, planned.fingerprint(), planned.kernels)
+    guides = Guides(planned.folder.path, sorted(planned.spec.eos_ids))
+    return Worker(planned.folder.name, llama, planned.codec, planned.fingerprint(), planned.kernels, guides)
 
 
 def check_worker(model: ModelConfig, codec: CodecConfig) -> None:
     """Raise the errors of `load_worker` in settings, files and headers, without reading a weight."""
     planned = plan_worker(model, codec)
     check_weights(planned.folder.path, planned.spec)
+
+
+def check_origin(origin: Origin, folder: ModelFolder) -> None:
+    """Raise `CalibrationMismatch` unless the calibration was made for the model in `folder`."""
+    if not origin.model_hash:
+        raise CalibrationMismatch(
+            f"{origin.path}: does not say which model it is of; hackkv calibrate writes one that does"
+        )
+    if (ours := source_hash(folder.path)) != origin.model_hash:
+        raise CalibrationMismatch(
+            f"{origin.path}: made for {origin.model or 'another model'} ({origin.model_hash[:12]}), "
+            f"not for {folder.name} ({ours[:12]}); make one with hackkv calibrate"
+        )
 
 
 def plan_worker(model: ModelConfig, codec: CodecConfig) -> Unloaded:
@@ -179,4 +197,6 @@ def plan_worker(model: ModelConfig, codec: CodecConfig) -> Unloaded:
     folder = find_model(model.path, model.dtype)
     spec = read_spec(folder.path, model.max_context)
     kv_codec = make_codec(codec, spec.kv_shape, backend)
+    if kv_codec.origin is not None:
+        check_origin(kv_codec.origin, folder)
     return Unloaded(model, folder, spec, kv_codec, backend)

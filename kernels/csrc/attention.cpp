@@ -38,14 +38,19 @@ void check_span(const PageFormat& fmt, const Pool& pool, const Spans& spans, std
     }
 }
 
+// Pages that an item reads, as codes or exactly, its own among them.
+std::int64_t pages_of(const AttendItem& item) {
+  return item.last - item.first + item.earlier_count + 1;
+}
+
 class Planner {
  public:
-  Planner(const PageFormat& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans,
+  Planner(const PageFormat& fmt, int layer, const Pool& pool, const Slots& slots, const Spans& spans,
           const Rows& rows)
       : fmt_(fmt),
         layer_(layer),
         pool_(pool),
-        open_(open),
+        slots_(slots),
         spans_(spans),
         rows_(rows),
         group_(rows.q_heads / pool.heads) {}
@@ -56,7 +61,7 @@ class Planner {
     for (std::int64_t b = 0; b < spans_.batch; ++b) {
       check_span(fmt_, pool_, spans_, rows_.total, fmt_.own_page_rests, b);
       check(rows_.k != nullptr || spans_.counts[b] == 1, name_of(b) + " has several rows in decode");
-      check(spans_.slots[b] >= 0 && spans_.slots[b] < open_.slots, name_of(b) + " has an open page outside the pool");
+      check(spans_.slots[b] >= 0 && spans_.slots[b] < slots_.count, name_of(b) + " has a slot outside the pool");
       const std::int64_t end = spans_.starts[b] + spans_.counts[b];
       for (std::int64_t at = spans_.starts[b]; at < end;) {
         const std::int64_t page_end = (at / fmt_.page_tokens + 1) * fmt_.page_tokens;
@@ -65,7 +70,8 @@ class Planner {
         at = stop;
       }
     }
-    std::stable_sort(out.begin(), out.end(), [](const AttendItem& a, const AttendItem& b) { return a.last > b.last; });
+    std::stable_sort(out.begin(), out.end(),
+                     [](const AttendItem& a, const AttendItem& b) { return pages_of(a) > pages_of(b); });
     return out;
   }
 
@@ -74,7 +80,8 @@ class Planner {
     const std::int64_t row = spans_.offsets[b] + at - spans_.starts[b], page = at / fmt_.page_tokens;
     const std::int64_t head_bytes = std::int64_t(group_) * fmt_.head_dim * bytes_of(rows_.dtype);
     const std::int64_t out_stride = pool_.heads * head_bytes;
-    return {.q = rows_.q + row * rows_.q_stride + head * head_bytes,
+    const Window& window = fmt_.window;
+    AttendItem item{.q = rows_.q + row * rows_.q_stride + head * head_bytes,
             .out = rows_.out + row * out_stride + head * head_bytes,
             .dtype = rows_.dtype,
             .q_stride = rows_.q_stride,
@@ -83,31 +90,40 @@ class Planner {
             .tokens = int(stop - at),
             .head = head,
             .page_ids = spans_.pages(b, head),
-            .first = 0,
-            .last = page,
-            .own = own_rows(b, head, page, stop),
+            .first = window.first_coded(page),
+            .last = window.last_coded(page),
+            .earlier = {},
+            .earlier_count = 0,
+            .own = exact_rows(b, head, page, stop),
             .visible = int(at - page * fmt_.page_tokens) + 1,
             .partial = nullptr};
+    const auto see_exactly = [&](std::int64_t g) { item.earlier[item.earlier_count++] = exact_rows(b, head, g, stop); };
+    for (std::int64_t g = 0; g < item.first; ++g) see_exactly(g);
+    for (std::int64_t g = item.last; g < page; ++g) see_exactly(g);
+    return item;
   }
 
-  OwnRows own_rows(std::int64_t b, int head, std::int64_t page, std::int64_t stop) const {
+  // The rows of a page before row `stop`.
+  ExactRows exact_rows(std::int64_t b, int head, std::int64_t page, std::int64_t stop) const {
     const std::int64_t begin = page * fmt_.page_tokens, start = spans_.starts[b];
     const std::int64_t stride = std::int64_t(pool_.heads) * fmt_.head_dim;
-    const std::int64_t slot = (spans_.slots[b] * pool_.heads + head) * fmt_.page_tokens * fmt_.head_dim;
-    OwnRows own{open_.k + slot, open_.v + slot, int(stop - begin), nullptr,
-                nullptr,        stride,         int(stop - begin), Place{layer_, pool_.head_start + head, begin}};
-    if (rows_.k == nullptr) return own;
-    own.open = int(std::max<std::int64_t>(start - begin, 0));
+    const std::int64_t slot = (spans_.slots[b] * pool_.heads + head) * fmt_.window.pages() + fmt_.window.place(page);
+    const std::int64_t at = slot * std::int64_t(fmt_.elements());
+    const int total = int(std::min<std::int64_t>(stop - begin, fmt_.page_tokens));
+    ExactRows rows{slots_.k + at, slots_.v + at, total, nullptr, nullptr,
+                   stride,        total,         Place{layer_, pool_.head_start + head, begin}};
+    if (rows_.k == nullptr) return rows;
+    rows.old = int(std::clamp<std::int64_t>(start - begin, 0, total));
     const std::int64_t first = spans_.offsets[b] + std::max(begin - start, std::int64_t(0));
-    own.k = rows_.k + first * stride + std::int64_t(head) * fmt_.head_dim;
-    own.v = rows_.v + first * stride + std::int64_t(head) * fmt_.head_dim;
-    return own;
+    rows.k = rows_.k + first * stride + std::int64_t(head) * fmt_.head_dim;
+    rows.v = rows_.v + first * stride + std::int64_t(head) * fmt_.head_dim;
+    return rows;
   }
 
   const PageFormat& fmt_;
   int layer_;
   const Pool& pool_;
-  const OpenPages& open_;
+  const Slots& slots_;
   const Spans& spans_;
   const Rows& rows_;
   int group_;
@@ -117,9 +133,9 @@ int rows_of(const AttendItem& item) {
   return item.tokens * item.group;
 }
 
-// The cost of an item: passes of 4 rows over each page. The own page counts as one page.
-std::int64_t cost(const AttendItem& item) {
-  return (item.last + 1) * ((rows_of(item) + 3) / 4);
+// Passes of 4 rows over each page.
+std::int64_t passes_of(const AttendItem& item) {
+  return (rows_of(item) + 3) / 4;
 }
 
 // Whole items cut into ranges of pages, so that a few long sequences still fill all threads. The thread that finishes
@@ -128,8 +144,8 @@ class Splits {
  public:
   Splits(const PageFormat& fmt, const std::vector<AttendItem>& items, std::int64_t most) {
     for (const AttendItem& item : items) {
-      const std::int64_t pages = std::max(kMinSplit, most / std::max<std::int64_t>(1, cost(item) / (item.last + 1)));
-      const int count = int(std::max<std::int64_t>(1, (item.last + pages - 1) / pages));
+      const std::int64_t pages = std::max(kMinSplit, most / std::max<std::int64_t>(1, passes_of(item)));
+      const int count = int(std::max<std::int64_t>(1, (item.last - item.first + pages - 1) / pages));
       for (int s = 0; s < count; ++s) parts_.push_back({wholes_.size(), s});
       const std::int64_t floats = count > 1 ? count * partial_floats(fmt, rows_of(item)) : 0;
       wholes_.push_back({item, count, count, std::vector<float>(std::size_t(floats))});
@@ -159,14 +175,15 @@ class Splits {
     int split;
   };
 
-  // The last part also takes the own page.
+  // The last part also takes the pages that are seen exactly.
   static AttendItem item_of(const PageFormat& fmt, Whole& whole, int split) {
     AttendItem item = whole.item;
     if (whole.splits == 1) return item;
-    item.first = whole.item.last * split / whole.splits;
-    item.last = whole.item.last * (split + 1) / whole.splits;
+    const std::int64_t coded = whole.item.last - whole.item.first;
+    item.first = whole.item.first + coded * split / whole.splits;
+    item.last = whole.item.first + coded * (split + 1) / whole.splits;
     item.partial = whole.partials.data() + split * partial_floats(fmt, rows_of(item));
-    if (split + 1 < whole.splits) item.own.total = 0;
+    if (split + 1 < whole.splits) item.own.total = item.earlier_count = 0;
     return item;
   }
 
@@ -176,13 +193,13 @@ class Splits {
 
 }  // namespace
 
-void Engine::attend(const PageFormat& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans,
+void Engine::attend(const PageFormat& fmt, int layer, const Pool& pool, const Slots& slots, const Spans& spans,
                     const Rows& rows) const {
-  const std::vector<AttendItem> items = Planner(fmt, layer, pool, open, spans, rows).items();
+  const std::vector<AttendItem> items = Planner(fmt, layer, pool, slots, spans, rows).items();
   std::int64_t work = 0;
   int most_rows = 0;
   for (const AttendItem& item : items) {
-    work += cost(item);
+    work += pages_of(item) * passes_of(item);
     most_rows = std::max(most_rows, rows_of(item));
   }
   const PageOperations& pages = operations.pages[int(fmt.kind)];

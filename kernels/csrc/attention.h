@@ -20,13 +20,14 @@ struct Spans {
   }
 };
 
-struct OpenPages {
-  const std::uint16_t* k;  // [slots, heads, Π, D]
+// Exact rows of sequences in flight, as `Window` places them; E pages in each slot.
+struct Slots {
+  const std::uint16_t* k;  // [count, heads, E·Π, D]
   const std::uint16_t* v;
-  std::int64_t slots;
+  std::int64_t count;
 };
 
-// Rows of one call; k and v are null in decode, whose rows stand in the open pages already.
+// Rows of one call; k and v are null in decode, whose rows stand in the slots already.
 struct Rows {
   const std::byte* q;  // [total, q_heads, D], tokens q_stride bytes apart
   std::int64_t q_stride;
@@ -50,7 +51,7 @@ struct Engine {
 
   // Every operation raises std::invalid_argument if spans point outside their tensors or the kind of page lacks the
   // operation.
-  void attend(const PageFormat& fmt, int layer, const Pool& pool, const OpenPages& open, const Spans& spans,
+  void attend(const PageFormat& fmt, int layer, const Pool& pool, const Slots& slots, const Spans& spans,
               const Rows& rows) const;
   // k, v [count, heads, Π, D].
   void seal(const PageFormat& fmt, int layer, const Pool& pool, PageList pages, const std::int64_t* starts,

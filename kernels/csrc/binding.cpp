@@ -1,5 +1,6 @@
 // The Python module hack_kernels._cpu: arrays to pointers, with every length checked, and nothing else.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -7,6 +8,7 @@
 #include <string>
 
 #include "attention.h"
+#include "chooser.h"
 #include "dispatch.h"
 #include "hack_format.h"
 #include "level_format.h"
@@ -26,14 +28,19 @@ namespace {
   refuse(std::string(name) + " " + what);
 }
 
-enum class Type { kByte, kShort, kLong, kUnsignedLong, kFloat, kHalf, kBfloat };
+Window make_window(int sink, int recent) {
+  if (sink < 0 || recent < 0 || sink + recent > kMostExact) refuse("the window has more pages than a kernel takes");
+  return {sink, recent};
+}
+
+enum class Type { kByte, kShort, kInt, kLong, kUnsignedLong, kFloat, kHalf, kBfloat, kBool };
 
 // The dtypes of torch in the order of Type. Tensors are read through their methods, in a tenth of DLPack's time.
 Type type_of(nb::handle dtype, const char* name) {
   static const std::vector<PyObject*> dtypes = [] {
     const nb::module_ torch = nb::module_::import_("torch");
     std::vector<PyObject*> found;
-    for (const char* word : {"uint8", "int16", "int64", "uint64", "float32", "float16", "bfloat16"})
+    for (const char* word : {"uint8", "int16", "int32", "int64", "uint64", "float32", "float16", "bfloat16", "bool"})
       found.push_back(nb::object(torch.attr(word)).release().ptr());  // dtypes are immortal
     return found;
   }();
@@ -253,8 +260,9 @@ class Kernels {
     const Array keys(open_k, "open_k"), values(open_v, "open_v"), out(output, "out");
     const RowArray q(queries, "q");
     const std::size_t heads = std::size_t(pool.heads), d = std::size_t(fmt.head_dim), slots = keys.shape(0);
-    for (const Array* array : {&keys, &values}) expect_shape(*array, {slots, heads, std::size_t(fmt.page_tokens), d});
-    const OpenPages open{halves(keys, keys.size()), halves(values, keys.size()), std::int64_t(slots)};
+    const std::size_t rows_of_slot = std::size_t(fmt.window.pages()) * fmt.page_tokens;
+    for (const Array* array : {&keys, &values}) expect_shape(*array, {slots, heads, rows_of_slot, d});
+    const Slots exact{halves(keys, keys.size()), halves(values, keys.size()), std::int64_t(slots)};
     if (q.inner() != std::int64_t(d) || q.elements() % std::int64_t(heads * d))
       refuse("q is " + in_words(shape_of(queries)) + "; expected [T, a multiple of " + std::to_string(heads) +
              " heads, " + std::to_string(d) + "]");
@@ -273,12 +281,13 @@ class Kernels {
         q.strips().data, q.strips().stride,   static_cast<std::byte*>(out.data()), q.dtype(), rows_of(k, "k"),
         rows_of(v, "v"), std::int64_t(total), int(q.elements() / q.inner())};
     const nb::gil_scoped_release unlocked;
-    engine_.attend(fmt, layer, pool, open, where, rows);
+    engine_.attend(fmt, layer, pool, exact, where, rows);
   }
 
-  // Row b of k, v [B, heads, D] to position starts[b] of open page slots[b]; false where one is not finite in FP16.
-  bool append(nb::handle open_k, nb::handle open_v, nb::handle starts, nb::handle slots, nb::handle k,
-              nb::handle v) const {
+  // Row b of k, v [B, heads, D], number starts[b] of its sequence, to its place in slot slots[b]; false where one is
+  // not finite in FP16.
+  bool append(nb::handle open_k, nb::handle open_v, nb::handle starts, nb::handle slots, nb::handle k, nb::handle v,
+              int sink, int recent) const {
     const Array keys(open_k, "open_k"), values(open_v, "open_v");
     if (keys.ndim() != 4 || keys.size() == 0) refuse("open_k has four dimensions, none of them 0");
     expect_shape(values, keys.shape());
@@ -286,18 +295,43 @@ class Kernels {
     const std::size_t batch = std::size_t(k_rows.strips().count), heads = keys.shape(1), d = keys.shape(3);
     k_rows.expect(k_rows, std::int64_t(heads * d));
     v_rows.expect(k_rows, std::int64_t(heads * d));
+    const Window window = make_window(sink, recent);
+    if (keys.shape(2) % std::size_t(window.pages()) != 0) refuse("open_k has other pages than the window");
     const OpenRows open{elements<std::uint16_t>(keys, Type::kHalf, keys.size()),
                         elements<std::uint16_t>(values, Type::kHalf, keys.size()),
                         integers(Array(starts, "starts"), batch),
                         integers(Array(slots, "slots"), batch),
                         int(heads),
-                        int(keys.shape(2)),
-                        int(d)};
+                        int(keys.shape(2)) / window.pages(),
+                        int(d),
+                        window};
     for (std::size_t b = 0; b < batch; ++b)
       if (open.slots[b] < 0 || open.slots[b] >= std::int64_t(keys.shape(0)) || open.positions[b] < 0)
-        refuse("sequence " + std::to_string(b) + " has a bad position or an open page outside the pool");
+        refuse("sequence " + std::to_string(b) + " has a bad position or a slot outside the pool");
     const nb::gil_scoped_release unlocked;
     return hack::append(rows_of(k_rows), open, k_rows.strips(), v_rows.strips());
+  }
+
+  // Rows of k, v [T, H, D] in FP16, zeros where one is not finite, which sets its sequence in faulty [B].
+  void narrow(nb::handle k, nb::handle v, nb::handle counts, nb::handle faulty, nb::handle out_k,
+              nb::handle out_v) const {
+    const RowArray k_rows(k, "k"), v_rows(v, "v");
+    v_rows.expect(k_rows, k_rows.elements());
+    const Array sequences(counts, "counts"), to_k(out_k, "out_k"), to_v(out_v, "out_v");
+    const std::size_t rows = std::size_t(k_rows.strips().count), size = rows * std::size_t(k_rows.elements());
+    const std::int64_t* each = integers(sequences, sequences.size());
+    std::size_t covered = 0;
+    for (std::size_t b = 0; b < sequences.size(); ++b) {
+      if (each[b] < 0) refuse("counts has a negative number");
+      covered += std::size_t(each[b]);
+    }
+    if (covered != rows) refuse("counts cover " + std::to_string(covered) + " rows; k has " + std::to_string(rows));
+    auto* flags = elements<bool>(Array(faulty, "faulty"), Type::kBool, sequences.size());
+    auto* narrow_k = elements<std::uint16_t>(to_k, Type::kHalf, size);
+    auto* narrow_v = elements<std::uint16_t>(to_v, Type::kHalf, size);
+    const nb::gil_scoped_release unlocked;
+    hack::narrow(rows_of(k_rows), engine_.threads, k_rows.strips(), v_rows.strips(), int(k_rows.elements()), each,
+                 std::int64_t(sequences.size()), narrow_k, narrow_v, flags);
   }
 
   // The first `heads` heads of rows of x [T, H, D] by turns [T, D], in place.
@@ -371,16 +405,69 @@ class Kernels {
                      to.strips());
   }
 
-  // Where each row of x [T, n] is largest, or -1.
-  std::vector<std::int64_t> largest(nb::handle x) const {
-    const RowArray rows(x, "x");
-    std::vector<std::int64_t> at(std::size_t(rows.strips().count));
-    const nb::gil_scoped_release unlocked;
-    hack::largest(rows_of(rows), engine_.threads, rows.strips(), int(rows.elements()), at.data());
-    return at;
+  // The next id of each row of logits [B, n], or why there is none, with one chooser a row.
+  std::vector<std::int64_t> choose(nb::handle logits, const nb::sequence& choosers, nb::handle faulty,
+                                   nb::handle allowed) const {
+    const RowArray rows(logits, "logits");
+    const std::size_t batch = std::size_t(rows.strips().count);
+    std::vector<const Chooser*> each;
+    for (const nb::handle chooser : choosers) {
+      const Chooser* made = nullptr;
+      if (!nb::try_cast(chooser, made) || made == nullptr)
+        refuse("choosers[" + std::to_string(each.size()) + "] was not made by these kernels");
+      each.push_back(made);
+    }
+    if (each.size() != batch)
+      refuse("choosers are " + std::to_string(each.size()) + "; logits have " + std::to_string(batch) + " rows");
+    const Choices choices{rows.strips(), ids_of(rows), each.data(), flags_of(faulty, batch), words_of(allowed, rows)};
+    std::vector<std::int64_t> ids(batch);
+    {
+      const nb::gil_scoped_release unlocked;
+      hack::choose(rows_of(rows), engine_.threads, choices, ids.data());
+    }
+    return ids;
+  }
+
+  // Of each row of logits [B, n]: the log-probability of its id, and its most probable ids with theirs.
+  nb::list score(nb::handle logits, const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& tops) const {
+    const RowArray rows(logits, "logits");
+    const int n = ids_of(rows);
+    const std::size_t batch = std::size_t(rows.strips().count);
+    if (ids.size() != batch || tops.size() != batch) refuse("ids and tops need one number for each row of logits");
+    for (std::size_t row = 0; row < batch; ++row) {
+      if (ids[row] < 0 || ids[row] >= n) refuse("ids[" + std::to_string(row) + "] lies outside the vocabulary");
+      if (tops[row] < 0) refuse("tops[" + std::to_string(row) + "] is negative");
+    }
+    std::vector<Scores> found;
+    {
+      const nb::gil_scoped_release unlocked;
+      found = hack::score(rows_of(rows), engine_.threads, rows.strips(), n, ids, tops);
+    }
+    nb::list scores;
+    for (const Scores& each : found) scores.append(nb::make_tuple(each.of_id, nb::cast(each.best)));
+    return scores;
   }
 
  private:
+  static int ids_of(const RowArray& logits) {
+    if (logits.elements() > kMostIds)
+      refuse("logits have " + std::to_string(logits.elements()) + " columns; at most " + std::to_string(kMostIds) +
+             " can be weighed");
+    return int(logits.elements());
+  }
+
+  static const bool* flags_of(nb::handle faulty, std::size_t batch) {
+    return faulty.is_none() ? nullptr : elements<const bool>(Array(faulty, "faulty"), Type::kBool, batch);
+  }
+
+  static const std::uint32_t* words_of(nb::handle allowed, const RowArray& logits) {
+    if (allowed.is_none()) return nullptr;
+    const Array words(allowed, "allowed");
+    const std::size_t each = std::size_t(logits.elements() + kChoiceBlock - 1) / kChoiceBlock;
+    expect_shape(words, {std::size_t(logits.strips().count), each});
+    return elements<const std::uint32_t>(words, Type::kInt, words.size());
+  }
+
   const RowOperations& rows_of(const RowArray& rows) const { return engine_.operations.rows[int(rows.dtype())]; }
 
   // `heads`: how many lists of pages a sequence may have, beside one for all heads.
@@ -418,15 +505,45 @@ HackFormat make_hack_format(int head_dim, int page_tokens, int k_bits, int v_bit
                      own_k_codes, own_v_codes, seed});
 }
 
-// `feedback`: the address of gains [heads, D, D] that outlive the format, transposed (level_format.h); 0: none.
-LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_bits, nb::handle feedback) {
+// `gains` [heads, D/8, D, 8] in the order of level_format.h, and `weights` [heads, D], outlive the format. Both or
+// neither is None.
+LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_bits, int sink, int recent,
+                              nb::handle gains, nb::handle weights) {
   if (!is_level_width(k_bits) || !is_level_width(v_bits)) refuse("levels have a width that no kernel takes");
-  if (feedback.is_none()) return LevelFormat(head_dim, page_tokens, k_bits, v_bits, nullptr, 0);
-  const Array gains(feedback, "feedback");
-  const std::size_t d = std::size_t(head_dim), heads = gains.shape(0);
-  expect_shape(gains, {heads, d, d});
-  return LevelFormat(head_dim, page_tokens, k_bits, v_bits, elements<const float>(gains, Type::kFloat, heads * d * d),
-                     std::int64_t(heads));
+  const Window window = make_window(sink, recent);
+  if (gains.is_none()) return LevelFormat(head_dim, page_tokens, k_bits, v_bits, window, {}, 0);
+  const Array each_gain(gains, "gains"), each_weight(weights, "weights");
+  const std::size_t d = std::size_t(head_dim), heads = each_gain.shape(0);
+  expect_shape(each_gain, {heads, d / kGainBlock, d, kGainBlock});
+  expect_shape(each_weight, {heads, d});
+  const Feedback feedback{elements<const float>(each_gain, Type::kFloat, heads * d * d),
+                          elements<const float>(each_weight, Type::kFloat, heads * d)};
+  return LevelFormat(head_dim, page_tokens, k_bits, v_bits, window, feedback, std::int64_t(heads));
+}
+
+// `rules` is a ChoiceRules of choosing.py, which has checked it.
+Chooser make_chooser(nb::handle rules, const std::vector<std::int64_t>& prompt) {
+  const auto number = [&](const char* name) { return nb::cast<double>(rules.attr(name)); };
+  ChoiceRules made{};
+  made.seed = nb::cast<std::uint64_t>(rules.attr("seed"));
+  made.temperature = number("temperature");
+  made.top_p = number("top_p");
+  made.top_k = nb::cast<std::int64_t>(rules.attr("top_k"));
+  made.min_p = number("min_p");
+  made.presence = number("presence");
+  made.frequency = number("frequency");
+  made.repetition = number("repetition");
+  made.bias = nb::cast<decltype(made.bias)>(rules.attr("bias"));
+  made.barred = nb::cast<decltype(made.barred)>(rules.attr("barred"));
+  made.barred_until = nb::cast<std::int64_t>(rules.attr("barred_until"));
+  for (const std::int64_t id : prompt)
+    if (id < 0) refuse("prompt_ids has a negative id");
+  return Chooser(std::move(made), prompt);
+}
+
+void append_token(Chooser& chooser, std::int64_t token_id) {
+  if (token_id < 0) refuse("token_id is negative");
+  chooser.append(token_id);
 }
 
 // A table of operations from another extension, built from the same sources: how the lab's rivals get at the engine.
@@ -448,7 +565,7 @@ NB_MODULE(_cpu, m) {
   nb::class_<RowFormat, PageFormat>(m, "RowFormat");
   nb::class_<LevelFormat, PageFormat>(m, "LevelFormat");
   m.def("level_format", make_level_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
-        "feedback"_a.none(), nb::keep_alive<0, 5>());
+        "sink"_a, "recent"_a, "gains"_a.none(), "weights"_a.none(), nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>());
   m.def("hack_format", make_hack_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "own_v_codes"_a, "seed"_a);
   m.def(
@@ -458,6 +575,8 @@ NB_MODULE(_cpu, m) {
       "kernels", [](const std::string& isa, int threads) { return Kernels(operations_for(isa), threads); }, "isa"_a,
       "threads"_a);
   m.def("kernels_of", kernels_of, "table"_a, "threads"_a);
+  nb::class_<Chooser>(m, "Chooser").def("append", append_token, "token_id"_a);
+  m.def("chooser", make_chooser, "rules"_a, "prompt_ids"_a);
   nb::class_<Kernels>(m, "Kernels")
       .def_prop_ro("isa", &Kernels::isa)
       .def_prop_rw("threads", &Kernels::threads, &Kernels::set_threads)
@@ -468,12 +587,14 @@ NB_MODULE(_cpu, m) {
       .def("install", &Kernels::install)
       .def("export", &Kernels::export_pages)
       .def("append", &Kernels::append)
+      .def("narrow", &Kernels::narrow)
       .def("rotate", &Kernels::rotate)
       .def("norm", &Kernels::norm, "x"_a, "more"_a.none(), "weight"_a, "epsilon"_a, "out"_a)
       .def("gate", &Kernels::gate)
       .def("product", &Kernels::product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
       .def("turn_heads", &Kernels::turn_heads, "x"_a, "matrices"_a, "shift"_a.none(), "out"_a)
-      .def("largest", &Kernels::largest)
+      .def("choose", &Kernels::choose, "logits"_a, "choosers"_a, "faulty"_a.none(), "allowed"_a.none())
+      .def("score", &Kernels::score)
       .def("attend", &Kernels::attend, "fmt"_a, "layer"_a, "pages"_a, "open_k"_a, "open_v"_a, "spans"_a, "q"_a, "out"_a,
            "k"_a.none(), "v"_a.none(), "head_start"_a = 0);
 }

@@ -9,7 +9,7 @@ namespace hack {
 
 // Codes of the own page's K in the order of a wide page; rows past the last stay 0.
 template <class S>
-void widen_own_k(const HackFormat& fmt, const OwnRows& own, const RowPointers& rows, const WidePage& wide,
+void widen_own_k(const HackFormat& fmt, const ExactRows& own, const RowPointers& rows, const WidePage& wide,
                  Arena<S> arena) {
   const int d = fmt.head_dim, groups = fmt.k_groups(), pi = fmt.page_tokens, blocks = pi / kLanes;
   const RowCodes codes = take_codes(fmt, fmt.k_meta(), arena);
@@ -33,7 +33,7 @@ void widen_own_k(const HackFormat& fmt, const OwnRows& own, const RowPointers& r
 template <class S>
 void attend_own_codes(const HackFormat& fmt, const AttendItem& item, const HackQuery& query, const WidePage& wide,
                       State& state, Arena<S> arena) {
-  const RowPointers rows = own_rows<S>(fmt, item.own);
+  const RowPointers rows = row_pointers<S>(fmt, item.own);
   widen_own_k<S>(fmt, item.own, rows, wide, arena);
   float* own_scores = arena.template take<float>(kTile * fmt.page_tokens);
   attend_own<S>(fmt, item, query, rows, state, own_scores,

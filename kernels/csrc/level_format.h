@@ -26,17 +26,26 @@ constexpr bool is_level_width(int bits) {
   return with_level_bits(bits, [&](auto width) { return width == bits; });
 }
 
+inline constexpr int kGainBlock = 8;
+
+// Of one KV head, or of all one after another; null: none.
+struct Feedback {
+  const float* gains;    // [D/8, D, 8]: what channel 8b + c feels of the level of channel i > 8b + c is at [b][i][c]
+  const float* weights;  // [D]
+};
+
 struct LevelFormat : PageFormat {
   int k_bits;
   int v_bits;
-  const float* feedback;  // [sealed_heads, D, D]: gain of channel i by the error of channel d at [d][i]; null: none
+  Feedback feedback;  // of K, of sealed_heads heads
 
-  constexpr LevelFormat(int head_dim, int page_tokens, int k_bits, int v_bits, const float* feedback,
+  constexpr LevelFormat(int head_dim, int page_tokens, int k_bits, int v_bits, Window exact, Feedback feedback,
                         std::int64_t heads)
       : PageFormat(Kind::kLevels, head_dim, page_tokens),
         k_bits(k_bits),
         v_bits(v_bits),
         feedback(feedback) {
+    window = exact;
     sealed_heads = heads;
     add({"k_codes", Element::kByte, code_bytes(low_bits(k_bits))});
     if (k_bits == 3) add({"k_high", Element::kByte, code_bytes(1)});
@@ -46,6 +55,11 @@ struct LevelFormat : PageFormat {
     add({"v_scale", Element::kHalf, std::size_t(page_tokens)});
   }
 
+  constexpr Feedback feedback_of(int head) const {
+    if (feedback.gains == nullptr) return feedback;
+    const std::size_t d = head_dim;
+    return {feedback.gains + head * d * d, feedback.weights + head * d};
+  }
   constexpr std::size_t code_bytes(int bits) const { return elements() * bits / 8; }
 };
 

@@ -14,14 +14,10 @@ void seal_levels(const PageFormat& format, Place place, const std::uint16_t* k, 
   const LevelFormat& fmt = as_levels(format);
   const auto page = level_page<LevelPage>(fmt, planes);
   Arena<S> arena(scratch);
-  auto* codes = arena.template take<std::uint8_t>(fmt.elements());
-  auto* high = arena.template take<std::uint8_t>(fmt.elements());
-  const std::size_t square = std::size_t(fmt.head_dim) * fmt.head_dim;
-  const float* gains = fmt.feedback == nullptr ? nullptr : fmt.feedback + place.head * square;
-  quantize_levels<S>(fmt, k, fmt.k_bits, gains, codes, page.k.scale, arena);
-  pack_levels<S, true>(fmt, fmt.k_bits, codes, page.k, high);
-  quantize_levels<S>(fmt, v, fmt.v_bits, nullptr, codes, page.v.scale, arena);
-  pack_levels<S, false>(fmt, fmt.v_bits, codes, page.v, high);
+  with_level_bits(fmt.k_bits, [&](auto bits) {
+    quantize_levels<S, bits, true>(fmt, k, fmt.feedback_of(place.head), page.k, arena);
+  });
+  with_level_bits(fmt.v_bits, [&](auto bits) { quantize_levels<S, bits, false>(fmt, v, {}, page.v, arena); });
 }
 
 // Codes between the wire's order and the order at rest; scales are the same in both.
@@ -91,6 +87,7 @@ void attend_levels(const PageFormat& format, const Pool& pool, const AttendItem&
       attend_wide_levels<S>(fmt, wide, query, state, arena);
     }
   }
+  attend_earlier_exactly<S>(fmt, item, query, state, arena);
   if (item.own.total > 0) attend_own_exactly<S>(fmt, item, query, state, arena);
   write_state<S>(fmt, item, query.rows, state);
 }
@@ -99,7 +96,7 @@ template <class S>
 constexpr std::size_t level_scratch_bytes(const PageFormat& format, int rows) {
   const std::size_t padded = padded_rows(rows), d = format.head_dim, pi = format.page_tokens;
   const std::size_t query = padded * (d + 8), pages = 3 * format.elements(), scales = 2 * 4 * pi;
-  const std::size_t sealing = 2 * 4 * kLanes * d, weighing = 5 * kLanes * pi;
+  const std::size_t sealing = 3 * 4 * kSealedRows * d, weighing = 5 * kLanes * pi;
   return query_scratch_bytes(format, rows) + query + pages + scales + sealing + weighing + 64 * 16;
 }
 

@@ -1,126 +1,242 @@
-// FP16 rows to levels, bit-equal to the definition in level_format.py. Lanes are tokens, so that every sum runs over the
-// channels in their order.
+// FP16 rows to levels, bit-equal to the definition in level_format.py. Lanes are tokens, so that every sum takes the
+// channels in the order that the format wants, and two vectors of rows hide each other's latencies.
 #pragma once
 
 #include "arena.h"
 #include "half.h"
 #include "level_format.h"
-#include "layout.h"
+#include "unrolled.h"
 
 namespace hack {
 
 inline constexpr int kLevelFits = 3;
+inline constexpr int kLevelRefits = 1;
 inline constexpr float kTinyHalf = 0x1p-24f;
+inline constexpr int kSealedVectors = 2;
+inline constexpr int kSealedRows = kSealedVectors * kLanes;  // divides every page
 
 // Distance of levels that loses least of a normal variable of variance 1.
 constexpr float level_step(int bits) {
   return bits == 2 ? 0.9957f : bits == 3 ? 0.586f : bits == 4 ? 0.3352f : 0.031f;
 }
 
-template <class S>
-[[gnu::always_inline]] inline typename S::F nearest_level(typename S::F x, typename S::F most) {
-  return S::max(S::min(S::add(S::floor(x), S::splat(0.5f)), most), S::sub(S::zero(), most));
+// What the scale of a row is multiplied by before its first codes under feedback.
+constexpr float level_stretch(int bits) {
+  return bits == 2 ? 1.1f : 1.0f;
 }
 
-// 16 rows [16, D] -> x [D][16].
+// A number of each of kSealedRows rows. Those of every channel rest as [D][kSealedRows].
+template <class S>
+struct EachRow {
+  typename S::F at[kSealedVectors];
+
+  static EachRow load(const float* p) { return make([&](auto v) { return S::load(p + v * kLanes); }); }
+  static EachRow splat(float x) { return make([&](auto) { return S::splat(x); }); }
+  void store(float* p) const {
+    unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) { S::store(p + v * kLanes, at[v]); });
+  }
+  template <class Make>
+  [[gnu::always_inline]] static EachRow make(Make make) {
+    EachRow x;
+    unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) { x.at[v] = make(v); });
+    return x;
+  }
+};
+
+template <class S, int bits>
+[[gnu::always_inline]] inline typename S::F nearest_level(typename S::F x) {
+  constexpr float most = zero_point(bits);
+  return S::max(S::min(S::add(S::floor(x), S::splat(0.5f)), S::splat(most)), S::splat(-most));
+}
+
+// Rows [kSealedRows, D] -> x [D][kSealedRows].
 template <class S>
 void turn_rows(const std::uint16_t* rows, int d, float* x) {
-  alignas(64) float row[kLanes];
-  for (int t = 0; t < kLanes; ++t) {
+  for (int v = 0; v < kSealedVectors; ++v) {
     for (int i = 0; i < d; i += kLanes) {
-      S::store(row, S::load_half(rows + t * d + i));
-      for (int l = 0; l < kLanes; ++l) x[(i + l) * kLanes + t] = row[l];
+      typename S::F block[kLanes];
+      for (int t = 0; t < kLanes; ++t) block[t] = S::load_half(rows + (v * kLanes + t) * d + i);
+      S::transpose(block);
+      for (int c = 0; c < kLanes; ++c) S::store(x + (i + c) * kSealedRows + v * kLanes, block[c]);
     }
   }
 }
 
-// The scale of each of 16 rows x [D][16], as FP16 holds it.
+// A scale as FP16 holds it.
 template <class S>
-typename S::F level_scales(const float* x, int d, int bits) {
-  const auto most = S::splat(zero_point(bits)), tiny = S::splat(kTinyHalf), largest = S::splat(kMaxHalf);
-  auto squares = S::zero();
-  for (int i = 0; i < d; ++i) squares = S::add(squares, S::mul(S::load(x + i * kLanes), S::load(x + i * kLanes)));
-  alignas(64) float mean[kLanes];
-  S::store(mean, S::div(squares, S::splat(float(d))));
-  for (float& m : mean) m = __builtin_sqrtf(m);
-  auto scale = S::max(S::mul(S::load(mean), S::splat(level_step(bits))), tiny);
-  for (int fit = 0; fit < kLevelFits; ++fit) {
-    const auto steps = S::div(S::splat(1.0f), scale);
-    auto dots = S::zero(), norm = S::zero();
-    for (int i = 0; i < d; ++i) {
-      const auto value = S::load(x + i * kLanes), level = nearest_level<S>(S::mul(value, steps), most);
-      dots = S::add(dots, S::mul(level, value));
-      norm = S::add(norm, S::mul(level, level));
-    }
-    scale = S::max(S::div(dots, norm), tiny);
-  }
+typename S::F stored_scale(typename S::F scale) {
   std::uint16_t half[kLanes];
-  S::store_half(half, S::min(scale, largest));
-  return S::max(S::load_half(half), tiny);
+  S::store_half(half, S::min(S::max(scale, S::splat(kTinyHalf)), S::splat(kMaxHalf)));
+  return S::max(S::load_half(half), S::splat(kTinyHalf));
 }
 
-// Codes of 16 rows x [D][16] with their scales, as floats in place; `gains` [D][D] or null.
-template <class S>
-void round_levels(float* x, int d, int bits, typename S::F scale, const float* gains, float* turned) {
-  const auto most = S::splat(zero_point(bits)), steps = S::div(S::splat(1.0f), scale);
-  for (int i = 0; i < d; ++i) S::store(x + i * kLanes, S::mul(S::load(x + i * kLanes), steps));
-  if (gains != nullptr) std::memcpy(turned, x, sizeof(float) * kLanes * std::size_t(d));
-  for (int i = d - 1; i >= 0; --i) {
-    float* at = x + i * kLanes;
-    const auto level = nearest_level<S>(S::load(gains == nullptr ? at : turned + i * kLanes), most);
-    if (gains != nullptr) {
-      const auto error = S::sub(S::load(at), level);
-      const float* gain = gains + std::size_t(i) * d;
-      for (int j = 0; j < i; ++j) {
-        float* to = turned + j * kLanes;
-        S::store(to, S::add(S::load(to), S::mul(error, S::splat(gain[j]))));
-      }
-    }
-    S::store(at, S::add(level, most));
+// The scale of every row of x [D][kSealedRows] by least squares.
+template <class S, int bits>
+EachRow<S> fit_scales(const float* x, int d) {
+  const auto tiny = S::splat(kTinyHalf);
+  EachRow<S> squares = EachRow<S>::splat(0.0f), scale;
+  for (int i = 0; i < d; ++i) {
+    const auto value = EachRow<S>::load(x + i * kSealedRows);
+    for (int v = 0; v < kSealedVectors; ++v) squares.at[v] = S::fma(value.at[v], value.at[v], squares.at[v]);
   }
-}
-
-// One page of rows [Π, D] -> codes [Π, D], a byte each, and FP16 scales [Π].
-template <class S>
-void quantize_levels(const LevelFormat& fmt, const std::uint16_t* rows, int bits, const float* gains,
-                     std::uint8_t* codes, std::uint16_t* scales, Arena<S> arena) {
-  const int d = fmt.head_dim;
-  float* x = arena.template take<float>(std::size_t(d) * kLanes);
-  float* turned = arena.template take<float>(std::size_t(d) * kLanes);
-  for (int t = 0; t < fmt.page_tokens; t += kLanes) {
-    turn_rows<S>(rows + std::size_t(t) * d, d, x);
-    const auto scale = level_scales<S>(x, d, bits);
-    S::store_half(scales + t, scale);
-    round_levels<S>(x, d, bits, scale, gains, turned);
+  alignas(64) float mean[kSealedRows];
+  for (int v = 0; v < kSealedVectors; ++v) S::store(mean + v * kLanes, S::div(squares.at[v], S::splat(float(d))));
+  for (float& m : mean) m = __builtin_sqrtf(m);
+  for (int v = 0; v < kSealedVectors; ++v)
+    scale.at[v] = S::max(S::mul(S::load(mean + v * kLanes), S::splat(level_step(bits))), tiny);
+  for (int fit = 0; fit < kLevelFits; ++fit) {
+    EachRow<S> steps, dots = EachRow<S>::splat(0.0f), norm = dots;
+    for (int v = 0; v < kSealedVectors; ++v) steps.at[v] = S::div(S::splat(1.0f), scale.at[v]);
     for (int i = 0; i < d; ++i) {
-      std::uint8_t lanes[kLanes];
-      S::store_low_bytes(lanes, S::truncate(S::load(x + i * kLanes)));
-      for (int l = 0; l < kLanes; ++l) codes[(t + l) * d + i] = lanes[l];
+      const auto value = EachRow<S>::load(x + i * kSealedRows);
+      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
+        const auto level = nearest_level<S, bits>(S::mul(value.at[v], steps.at[v]));
+        dots.at[v] = S::fma(level, value.at[v], dots.at[v]);
+        norm.at[v] = S::fma(level, level, norm.at[v]);
+      });
+    }
+    for (int v = 0; v < kSealedVectors; ++v) scale.at[v] = S::max(S::div(dots.at[v], norm.at[v]), tiny);
+  }
+  return scale;
+}
+
+// From the last channel on: value(c, v, Σ over i > c of (gain of c by i) · (value of channel i)) gives the value of
+// channel c for vector v of rows. `values` [D][kSealedRows].
+template <class S, class Value>
+[[gnu::always_inline]] inline void feed_back(const float* gains, int d, float* values, Value value) {
+  constexpr int kBlock = S::kTileRows * S::kTileBlocks / kSealedVectors;  // as many sums as registers hold
+  static_assert(kGainBlock % kBlock == 0);
+  for (int first = d - kBlock; first >= 0; first -= kBlock) {
+    const float* block = gains + first / kGainBlock * kGainBlock * std::size_t(d) + first % kGainBlock;
+    EachRow<S> felt[kBlock];
+    unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { felt[c] = EachRow<S>::splat(0.0f); });
+    const auto feel = [&](int i, const EachRow<S>& x, auto c) __attribute__((always_inline)) {
+      const auto gain = S::splat(block[i * kGainBlock + c]);
+      unrolled<kSealedVectors>([&](auto v) __attribute__((always_inline)) {
+        felt[c].at[v] = S::fma(gain, x.at[v], felt[c].at[v]);
+      });
+    };
+    for (int i = d - 1; i >= first + kBlock; --i) {
+      const auto x = EachRow<S>::load(values + i * kSealedRows);
+      unrolled<kBlock>([&](auto c) __attribute__((always_inline)) { feel(i, x, c); });
+    }
+    unrolled<kBlock>([&](auto back) __attribute__((always_inline)) {
+      constexpr int c = kBlock - 1 - back;
+      const int i = first + c;
+      const auto x = EachRow<S>::make(
+          [&](auto v) __attribute__((always_inline)) { return value(i, v, felt[c].at[v]); });
+      x.store(values + i * kSealedRows);
+      unrolled<c>([&](auto before) __attribute__((always_inline)) { feel(i, x, before); });
+    });
+  }
+}
+
+// Levels of rows of which b is `felt` [D][kSealedRows], by their scales; with `refit` these become the scales that fit
+// the levels best.
+template <class S, int bits, bool refit>
+void round_under_feedback(const Feedback& feedback, int d, const float* felt, EachRow<S>& scale, float* levels) {
+  EachRow<S> steps, dots = EachRow<S>::splat(0.0f), norm = dots;
+  for (int v = 0; v < kSealedVectors; ++v) steps.at[v] = S::div(S::splat(1.0f), scale.at[v]);
+  feed_back<S>(feedback.gains, d, levels, [&](int i, auto v, auto before) __attribute__((always_inline)) {
+    const auto wanted = S::load(felt + i * kSealedRows + v * kLanes);
+    const auto level = nearest_level<S, bits>(S::sub(S::mul(wanted, steps.at[v]), before));
+    if constexpr (refit) {
+      const auto whole = S::add(before, level), weighted = S::mul(S::splat(feedback.weights[i]), whole);
+      dots.at[v] = S::add(dots.at[v], S::mul(weighted, wanted));
+      norm.at[v] = S::add(norm.at[v], S::mul(weighted, whole));
+    }
+    return level;
+  });
+  if constexpr (refit)
+    for (int v = 0; v < kSealedVectors; ++v) scale.at[v] = stored_scale<S>(S::div(dots.at[v], norm.at[v]));
+}
+
+// Levels of rows x [D][kSealedRows] under `feedback`, in place, and their scales. `felt` and `levels` are as large as x.
+template <class S, int bits>
+void feed_levels_back(const Feedback& feedback, int d, float* x, EachRow<S>& scale, float* felt, float* levels) {
+  feed_back<S>(feedback.gains, d, levels, [&](int i, auto v, auto before) __attribute__((always_inline)) {
+    const int at = i * kSealedRows + v * kLanes;
+    const auto value = S::load(x + at);
+    S::store(felt + at, S::add(before, value));
+    return value;
+  });
+  for (int refit = 0; refit < kLevelRefits; ++refit)
+    round_under_feedback<S, bits, true>(feedback, d, felt, scale, levels);
+  round_under_feedback<S, bits, false>(feedback, d, felt, scale, x);
+}
+
+template <class S, int bits>
+[[gnu::always_inline]] inline typename S::I code_of(typename S::F level) {
+  return S::truncate(S::add(level, S::splat(zero_point(bits))));
+}
+
+// Levels [D][kSealedRows] of tokens t.. of K to the native order of a plane: `field` of every code, `width` bits wide.
+template <class S, int bits, int width, int field>
+void pack_k_levels(const PageFormat& fmt, int t, const float* levels, std::uint8_t* plane) {
+  constexpr int kChunk = chunk_of(width);
+  for (int v = 0; v < kSealedVectors; ++v) {
+    std::uint8_t* out = plane + (t / kLanes + v) * (fmt.head_dim / kChunk) * kVectorBytes;
+    for (int d = 0; d < fmt.head_dim; d += kChunk, out += kVectorBytes) {
+      auto word = S::zero_int();
+      for (int e = 0; e < kChunk; ++e) {
+        const auto code = code_of<S, bits>(S::load(levels + (d + e) * kSealedRows + v * kLanes));
+        const int shift = 8 * (e % kQuad) + width * (e / kQuad);
+        word = S::add_int(word, S::shift_left(S::template plane<width, field>(code), shift));
+      }
+      S::store_int(out, word);
     }
   }
 }
 
-// The plane of codes of `bits` bits, and of 3 bits the plane of the highest.
-template <class S, bool of_k>
-void pack_levels(const PageFormat& fmt, int bits, std::uint8_t* codes, const BasicLevels<std::uint8_t, std::uint16_t>& to,
-                 std::uint8_t* high) {
-  const auto pack = [&](auto width, const std::uint8_t* from, std::uint8_t* plane) {
-    if constexpr (of_k)
-      pack_k<S, width>(fmt, from, plane);
-    else
-      pack_v<S, width>(fmt, from, plane);
-  };
-  with_level_bits(bits, [&](auto constant) {
-    constexpr int low = low_bits(constant);
-    if constexpr (constant == 3) {
-      for (std::size_t i = 0; i < fmt.elements(); ++i) {
-        high[i] = codes[i] >> 2;
-        codes[i] &= 3;
+// The same of V; lanes become channels.
+template <class S, int bits, int width, int field>
+void pack_v_levels(const PageFormat& fmt, int t, const float* levels, std::uint8_t* plane) {
+  constexpr int kChunk = chunk_of(width), kWords = kSealedRows / kChunk;
+  for (int d = 0; d < fmt.head_dim; d += kLanes) {
+    typename S::I words[kWords];
+    for (auto& word : words) word = S::zero_int();
+    for (int v = 0; v < kSealedVectors; ++v) {
+      typename S::F block[kLanes];
+      for (int c = 0; c < kLanes; ++c) block[c] = S::load(levels + (d + c) * kSealedRows + v * kLanes);
+      S::transpose(block);
+      for (int row = 0; row < kLanes; ++row) {
+        const int token = v * kLanes + row, e = token % kChunk, shift = 8 * (e % kQuad) + width * (e / kQuad);
+        const auto code = S::template plane<width, field>(code_of<S, bits>(block[row]));
+        words[token / kChunk] = S::add_int(words[token / kChunk], S::shift_left(code, shift));
       }
-      pack(std::integral_constant<int, 1>{}, high, to.high);
     }
-    pack(std::integral_constant<int, low>{}, codes, to.codes);
-  });
+    std::uint8_t* out = plane + (d / kLanes * (fmt.page_tokens / kChunk) + t / kChunk) * kVectorBytes;
+    for (int w = 0; w < kWords; ++w) S::store_int(out + w * kVectorBytes, words[w]);
+  }
+}
+
+// One page of rows [Π, D] of K or V to its planes.
+template <class S, int bits, bool of_k>
+void quantize_levels(const LevelFormat& fmt, const std::uint16_t* rows, const Feedback& feedback,
+                     const BasicLevels<std::uint8_t, std::uint16_t>& to, Arena<S> arena) {
+  const int d = fmt.head_dim;
+  const auto take = [&] { return arena.template take<float>(std::size_t(d) * kSealedRows); };
+  float *x = take(), *felt = take(), *levels = take();
+  for (int t = 0; t < fmt.page_tokens; t += kSealedRows) {
+    turn_rows<S>(rows + std::size_t(t) * d, d, x);
+    EachRow<S> scale = fit_scales<S, bits>(x, d);
+    const auto stretch = S::splat(feedback.gains == nullptr ? 1.0f : level_stretch(bits));
+    for (auto& each : scale.at) each = stored_scale<S>(S::mul(each, stretch));
+    if (feedback.gains == nullptr) {
+      const auto steps = EachRow<S>::make([&](auto v) { return S::div(S::splat(1.0f), scale.at[v]); });
+      for (int i = 0; i < d; ++i) {
+        const auto value = EachRow<S>::load(x + i * kSealedRows);
+        EachRow<S>::make([&](auto v) { return nearest_level<S, bits>(S::mul(value.at[v], steps.at[v])); })
+            .store(x + i * kSealedRows);
+      }
+    } else {
+      feed_levels_back<S, bits>(feedback, d, x, scale, felt, levels);
+    }
+    for (int v = 0; v < kSealedVectors; ++v) S::store_half(to.scale + t + v * kLanes, scale.at[v]);
+    constexpr auto pack = of_k ? pack_k_levels<S, bits, low_bits(bits), 0> : pack_v_levels<S, bits, low_bits(bits), 0>;
+    pack(fmt, t, x, to.codes);
+    if constexpr (bits == 3) (of_k ? pack_k_levels<S, 3, 1, 2> : pack_v_levels<S, 3, 1, 2>)(fmt, t, x, to.high);
+  }
 }
 
 }  // namespace hack

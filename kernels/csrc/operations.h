@@ -1,6 +1,7 @@
 // The table of one instruction set S: a row for every kind of page.
 #pragma once
 
+#include "choose.h"
 #include "hack_pages.h"
 #include "level_pages.h"
 #include "rows.h"
@@ -10,8 +11,8 @@ namespace hack {
 
 template <class S, Dtype dtype>
 constexpr RowOperations row_operations_of() {
-  return {round_row<S, dtype>, rotate_row<S, dtype>,     norm_row<S, dtype>,
-          gate_row<S, dtype>,  largest_in_row<S, dtype>, product_block<S, dtype>};
+  return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>,
+          largest_in_row<S, dtype>, spread_row<S, dtype>, weigh<S>,           product_block<S, dtype>};
 }
 
 template <class S>

@@ -1,4 +1,5 @@
-// A query's own page by the open-page rule: FP32 arithmetic on FP16 rows. A kind of page may define its own scores.
+// Pages that a query sees exactly, its own by the open-page rule: FP32 arithmetic on FP16 rows. A kind of page may
+// define its own scores.
 #pragma once
 
 #include "query.h"
@@ -12,13 +13,13 @@ struct RowPointers {
 };
 
 template <class S>
-RowPointers own_rows(const PageFormat& fmt, const OwnRows& own) {
+RowPointers row_pointers(const PageFormat& fmt, const ExactRows& exact) {
   RowPointers rows;
-  for (int j = 0; j < own.total; ++j) {
-    const bool old = j < own.open;
-    const std::int64_t at = old ? std::int64_t(j) * fmt.head_dim : (j - own.open) * own.stride;
-    rows.k[j] = (old ? own.open_k : own.k) + at;
-    rows.v[j] = (old ? own.open_v : own.v) + at;
+  for (int j = 0; j < exact.total; ++j) {
+    const bool old = j < exact.old;
+    const std::int64_t at = old ? std::int64_t(j) * fmt.head_dim : (j - exact.old) * exact.stride;
+    rows.k[j] = (old ? exact.slot_k : exact.k) + at;
+    rows.v[j] = (old ? exact.slot_v : exact.v) + at;
   }
   return rows;
 }
@@ -73,33 +74,53 @@ void own_values(const PageFormat& fmt, const RowPointers& rows, int total, const
   }
 }
 
+// Of the page's first `most` rows, row r of the query sees the first seen(r), which does not fall with r.
 // score(r0, total, scores) gives the scores of kTile rows from r0 on with the first `total` keys, [kTile, Π].
-template <class S, class Score>
-void attend_own(const PageFormat& fmt, const AttendItem& item, const Query& query, const RowPointers& rows,
-                State& state, float* scores, Score score) {
-  const int pi = fmt.page_tokens, padded = (item.own.total + kLanes - 1) / kLanes * kLanes;
+template <class S, class Seen, class Score>
+void attend_page_rows(const PageFormat& fmt, const Query& query, const RowPointers& rows, int most, State& state,
+                      float* scores, Seen seen, Score score) {
+  const int pi = fmt.page_tokens, padded = (most + kLanes - 1) / kLanes * kLanes;
   for (int r0 = 0; r0 < query.rows; r0 += kTile) {
     const int last = r0 + kTile <= query.rows ? r0 + kTile - 1 : query.rows - 1;
-    const int total = item.visible + last / item.group;  // the most keys that a row of the tile sees
+    const int total = seen(last);  // the most keys that a row of the tile sees
     score(r0, total, scores);
     for (int r = 0; r < kTile; ++r) {
       const int row = r0 + r <= last ? r0 + r : last;
-      const int visible = item.visible + row / item.group;
-      own_weights<S>(fmt, state, r0 + r, visible, padded, scores + r * pi);
+      own_weights<S>(fmt, state, r0 + r, seen(row), padded, scores + r * pi);
     }
     own_values<S>(fmt, rows, total, scores, state.out + std::size_t(r0) * fmt.head_dim);
   }
 }
 
+template <class S, class Score>
+void attend_own(const PageFormat& fmt, const AttendItem& item, const Query& query, const RowPointers& rows,
+                State& state, float* scores, Score score) {
+  const auto seen = [&](int row) { return item.visible + row / item.group; };
+  attend_page_rows<S>(fmt, query, rows, item.own.total, state, scores, seen, score);
+}
+
+template <class S, class Seen>
+void attend_exactly(const PageFormat& fmt, const ExactRows& exact, const Query& query, State& state, Arena<S> arena,
+                    Seen seen) {
+  const RowPointers rows = row_pointers<S>(fmt, exact);
+  const int d = fmt.head_dim;
+  float* page_scores = arena.template take<float>(kTile * fmt.page_tokens);
+  attend_page_rows<S>(fmt, query, rows, exact.total, state, page_scores, seen, [&](int r0, int total, float* scores) {
+    for (int j = 0; j < total; ++j) exact_scores<S>(query.exact + r0 * d, rows.k[j], d, scores + j, fmt.page_tokens);
+  });
+}
+
 template <class S>
 void attend_own_exactly(const PageFormat& fmt, const AttendItem& item, const Query& query, State& state,
                         Arena<S> arena) {
-  const RowPointers rows = own_rows<S>(fmt, item.own);
-  const int d = fmt.head_dim;
-  float* own_scores = arena.template take<float>(kTile * fmt.page_tokens);
-  attend_own<S>(fmt, item, query, rows, state, own_scores, [&](int r0, int total, float* scores) {
-    for (int j = 0; j < total; ++j) exact_scores<S>(query.exact + r0 * d, rows.k[j], d, scores + j, fmt.page_tokens);
-  });
+  attend_exactly<S>(fmt, item.own, query, state, arena, [&](int row) { return item.visible + row / item.group; });
+}
+
+template <class S>
+void attend_earlier_exactly(const PageFormat& fmt, const AttendItem& item, const Query& query, State& state,
+                            Arena<S> arena) {
+  for (int i = 0; i < item.earlier_count; ++i)
+    attend_exactly<S>(fmt, item.earlier[i], query, state, arena, [&](int) { return fmt.page_tokens; });
 }
 
 }  // namespace hack

@@ -1,6 +1,7 @@
 // The engine's view of a page format: kind, shape and planes. Each kind adds its own settings.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -33,10 +34,27 @@ struct Plane {
 
 inline constexpr int kMaxPlanes = 8;
 
+// Which pages queries see exactly; window.py has the definition. A slot holds `pages()` pages.
+struct Window {
+  int sink = 0;
+  int recent = 0;
+
+  constexpr int pages() const { return sink + recent + 1; }
+  // Where in a slot a page lies, in pages.
+  constexpr std::int64_t place(std::int64_t page) const {
+    return page < sink ? page : sink + (page - sink) % (recent + 1);
+  }
+  // Queries of `page` see pages [first_coded, last_coded) as codes, and the others up to it exactly.
+  constexpr std::int64_t first_coded(std::int64_t page) const { return std::min<std::int64_t>(sink, page); }
+  constexpr std::int64_t last_coded(std::int64_t page) const { return std::max(first_coded(page), page - recent); }
+};
+inline constexpr int kMostExact = 3;  // sink + recent
+
 struct PageFormat {
   Kind kind;
   int head_dim;
   int page_tokens;
+  Window window = {};
   bool own_page_rests = false;  // the page of a sequence's last row lies among the sealed ones (REQUANTIZE)
   std::int64_t sealed_heads = 0;  // the model's heads that `seal` knows; 0: it needs to know nothing of them
   int plane_count = 0;

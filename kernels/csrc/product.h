@@ -73,24 +73,39 @@ void product_tile(const ProductItem& item, const ProductRows& x, const ProductRo
   }
 }
 
-// All rows of x times N rows of w.
+// Rows [begin, end) of x.
+struct RowRange {
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+// Some rows of x times N rows of w.
 template <class S, Dtype stored, Dtype dtype, int N>
-void product_outputs(const ProductItem& item, const ProductRows& x, const ProductRows& w, std::int64_t first) {
+void product_outputs(const ProductItem& item, const ProductRows& x, RowRange rows, const ProductRows& w,
+                     std::int64_t first) {
   constexpr int R = S::kProductRows;
-  std::int64_t row = 0;
-  for (; row + R <= item.rows; row += R) product_tile<S, stored, dtype, R, N>(item, x, w, row, first);
-  for (; row < item.rows; ++row) product_tile<S, stored, dtype, 1, N>(item, x, w, row, first);
+  std::int64_t row = rows.begin;
+  for (; row + R <= rows.end; row += R) product_tile<S, stored, dtype, R, N>(item, x, w, row, first);
+  for (; row < rows.end; ++row) product_tile<S, stored, dtype, 1, N>(item, x, w, row, first);
 }
 
-// N rows of w from `first` on; for many rows of x they are widened once.
+// Some rows of x times N rows of w from `first` on, which are widened to `wide` unless that is null.
 template <class S, Dtype dtype, int N>
-void product_group(const ProductItem& item, const ProductRows& x, bool few, std::int64_t first, float* wide) {
+void product_group(const ProductItem& item, const ProductRows& x, RowRange rows, std::int64_t first, float* wide) {
   const std::int64_t stride = std::int64_t(item.k) * bytes_of(dtype);
   const ProductRows w{item.w + first * stride, stride};
-  if (few) return product_outputs<S, dtype, dtype, N>(item, x, w, first);
+  if (wide == nullptr) return product_outputs<S, dtype, dtype, N>(item, x, rows, w, first);
   widen_rows<S, dtype>(w.data, stride, N, item.k, wide);
   const ProductRows widened{reinterpret_cast<const std::byte*>(wide), std::int64_t(padded_floats(item.k) * sizeof(float))};
-  product_outputs<S, Dtype::kFloat, dtype, N>(item, x, widened, first);
+  product_outputs<S, Dtype::kFloat, dtype, N>(item, x, rows, widened, first);
+}
+
+// Rows of x that stay in the first-level cache while rows of w pass by; whole tiles.
+template <class S>
+std::int64_t cached_rows(int k) {
+  constexpr std::int64_t R = S::kProductRows;
+  const std::int64_t rows = S::kProductCache / std::int64_t(padded_floats(k) * sizeof(float));
+  return rows < 2 * R ? 2 * R : rows / R * R;
 }
 
 // A block of rows of x times a range of rows of w.
@@ -106,10 +121,14 @@ void product_block(const ProductItem& item, std::byte* scratch) {
   else
     widen_rows<S, dtype>(item.x, item.x_stride, item.rows, item.k, wide);
   const bool few = ready || item.rows <= 2 * S::kProductRows;
-  float* group = wide + kProductBlock * padded;
-  std::int64_t first = item.first;
-  for (; first + N <= item.last; first += N) product_group<S, dtype, N>(item, x, few, first, group);
-  for (; first < item.last; ++first) product_group<S, dtype, 1>(item, x, few, first, group);
+  float* group = few ? nullptr : wide + kProductBlock * padded;
+  const std::int64_t step = few ? cached_rows<S>(item.k) : item.rows;
+  for (std::int64_t begin = 0; begin < item.rows; begin += step) {
+    const RowRange rows{begin, begin + step < item.rows ? begin + step : item.rows};
+    std::int64_t first = item.first;
+    for (; first + N <= item.last; first += N) product_group<S, dtype, N>(item, x, rows, first, group);
+    for (; first < item.last; ++first) product_group<S, dtype, 1>(item, x, rows, first, group);
+  }
 }
 
 }  // namespace hack

@@ -1,4 +1,5 @@
 #include <cstring>
+#include <vector>
 
 #include "rowwise_calls.h"
 #include "thread_pool.h"
@@ -33,13 +34,31 @@ bool append(const RowOperations& operations, const OpenRows& open, const Strips&
   if (!finite) return false;
   for (std::int64_t b = 0; b < k.count; ++b) {
     for (int h = 0; h < open.heads; ++h) {
-      const std::int64_t page = open.slots[b] * open.heads + h;
-      const std::int64_t at = (page * open.page_tokens + open.positions[b] % open.page_tokens) * d;
+      const std::int64_t page = open.positions[b] / open.page_tokens;
+      const std::int64_t slot = (open.slots[b] * open.heads + h) * open.window.pages() + open.window.place(page);
+      const std::int64_t at = (slot * open.page_tokens + open.positions[b] % open.page_tokens) * d;
       std::memcpy(open.k + at, rounded + 2 * b * row + h * d, 2 * std::size_t(d));
       std::memcpy(open.v + at, rounded + (2 * b + 1) * row + h * d, 2 * std::size_t(d));
     }
   }
   return true;
+}
+
+void narrow(const RowOperations& operations, int threads, const Strips& k, const Strips& v, int n,
+            const std::int64_t* counts, std::int64_t batch, std::uint16_t* out_k, std::uint16_t* out_v, bool* faulty) {
+  std::vector<std::uint8_t> bad(std::size_t(k.count));
+  for_rows(threads, k.count, 2 * std::int64_t(n), [&](std::int64_t row) {
+    std::uint16_t *to_k = out_k + row * n, *to_v = out_v + row * n;
+    const bool k_finite = operations.round(k.data + row * k.stride, n, to_k);
+    const bool v_finite = operations.round(v.data + row * v.stride, n, to_v);
+    if (k_finite && v_finite) return;
+    std::memset(to_k, 0, 2 * std::size_t(n));
+    std::memset(to_v, 0, 2 * std::size_t(n));
+    bad[row] = 1;
+  });
+  const std::uint8_t* row = bad.data();
+  for (std::int64_t b = 0; b < batch; row += counts[b++])
+    for (std::int64_t i = 0; i < counts[b]; ++i) faulty[b] |= row[i] != 0;
 }
 
 void rotate(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim,
@@ -93,10 +112,6 @@ void turn_heads(const RowOperations& operations, int threads, const Strips& x, i
                         out.data + row * out.stride + head * bytes, out.stride},
                        thread_scratch(product_scratch_bytes(head_dim)));
   });
-}
-
-void largest(const RowOperations& operations, int threads, const Strips& x, int n, std::int64_t* at) {
-  for_rows(threads, x.count, n, [&](std::int64_t row) { at[row] = operations.largest(x.data + row * x.stride, n); });
 }
 
 }  // namespace hack

@@ -12,7 +12,7 @@ struct Strips {
   std::int64_t stride;
 };
 
-// Destination of decoded rows: row position % page_tokens of open page slots[b] in k, v [slots, heads, page_tokens, D].
+// Destination of decoded rows: the place of row number positions[b] in slot slots[b] of k, v [slots, heads, E·Π, D].
 struct OpenRows {
   std::uint16_t* k;
   std::uint16_t* v;
@@ -21,11 +21,16 @@ struct OpenRows {
   int heads;
   int page_tokens;
   int head_dim;
+  Window window;
 };
 
 // Rounds k and v, one row [heads, D] per sequence, to FP16 and writes them. If a value is not finite, it returns false
 // and writes nothing.
 bool append(const RowOperations& operations, const OpenRows& open, const Strips& k, const Strips& v);
+// Rounds rows of n values of k and v to FP16, to rows of out_k and out_v, which become zeros where one of the row's values
+// is not finite; sets `faulty` of the row's sequence then. counts [batch]: rows of each sequence, one after another.
+void narrow(const RowOperations& operations, int threads, const Strips& k, const Strips& v, int n,
+            const std::int64_t* counts, std::int64_t batch, std::uint16_t* out_k, std::uint16_t* out_v, bool* faulty);
 void rotate(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim, const float* turns);
 // Adds `more` to x if it has data, then normalizes x.
 void norm(const RowOperations& operations, int threads, const Strips& x, const Strips& more, const std::byte* weight,
@@ -38,6 +43,5 @@ void product(const RowOperations& operations, int threads, const Strips& x, int 
 // Head h of x [count, heads, D], FP32, by matrices [groups, D, D], plus shift [groups, D] unless it is null, to out.
 void turn_heads(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim,
                 const float* matrices, const float* shift, int groups, const Strips& out);
-void largest(const RowOperations& operations, int threads, const Strips& x, int n, std::int64_t* at);
 
 }  // namespace hack

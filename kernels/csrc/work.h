@@ -31,15 +31,15 @@ struct Pool {
   }
 };
 
-// The rows of a sequence's own page before and in the batch, of one KV head.
-struct OwnRows {
-  const std::uint16_t* open_k;  // rows that the page had before: [open, D]
-  const std::uint16_t* open_v;
-  int open;
+// The rows of a page before and in the batch, of one KV head.
+struct ExactRows {
+  const std::uint16_t* slot_k;  // rows that the page had before: [old, D]
+  const std::uint16_t* slot_v;
+  int old;
   const std::uint16_t* k;  // the batch's rows after them, `stride` elements apart; unused in decode
   const std::uint16_t* v;
   std::int64_t stride;
-  int total;  // rows to read; 0: this item does not read the own page
+  int total;  // rows to read; of an own page 0: this item does not read it
   Place place;
 };
 
@@ -53,8 +53,8 @@ struct NewRows {
 };
 
 // Attention of `tokens` queries in one page, times the `group` query heads of one KV head, to pages [first, last) of
-// `page_ids` and, if `own.total` > 0, to the own page. An own page that rests as codes is page `last`. Row r is token
-// r / group, head r % group.
+// `page_ids`, to whole pages that they see exactly and, if `own.total` > 0, to the own page. An own page that rests as
+// codes is page `last`. Row r is token r / group, head r % group.
 struct AttendItem {
   const std::byte* q;
   std::byte* out;
@@ -67,7 +67,9 @@ struct AttendItem {
   const std::int64_t* page_ids;
   std::int64_t first;
   std::int64_t last;
-  OwnRows own;
+  ExactRows earlier[kMostExact];
+  int earlier_count;
+  ExactRows own;
   int visible;     // own rows that token 0 sees; token i sees i more
   float* partial;  // where a split leaves its state (partial_floats); null: this item is whole and writes `out`
 };
@@ -114,13 +116,18 @@ constexpr std::size_t product_scratch_bytes(int k) {
   return (kProductBlock + 8) * padded_floats(k) * sizeof(float);
 }
 
-// Operations on rows of one dtype; rowwise.h and product.h.
+inline constexpr int kChoiceBlock = 32;  // logits that share a largest one and a word of the mask
+inline constexpr int kWeightBits = 42;   // the weight of the most probable id is 2 to this power
+
+// Operations on rows of one dtype; rowwise.h, product.h and choose.h.
 struct RowOperations {
   bool (*round)(const std::byte* row, int n, std::uint16_t* out);
   void (*rotate)(std::byte* row, int heads, int head_dim, const float* turn);
   void (*norm)(std::byte* x, const std::byte* more, const std::byte* weight, int n, float epsilon, std::byte* out);
   void (*gate)(const std::byte* gate, const std::byte* up, int n, std::byte* out);
   std::int64_t (*largest)(const std::byte* row, int n);
+  bool (*spread)(const std::byte* row, int n, const std::uint32_t* allowed, double* values, double* tops);
+  void (*weigh)(const double* values, std::int64_t count, double peak, double temperature, std::int64_t* weights);
   void (*product)(const ProductItem&, std::byte* scratch);
 };
 

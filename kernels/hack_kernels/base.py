@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from hack_kernels.choosing import ChoiceRules, Chooser, Scores
+from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 
 class BackendUnavailable(RuntimeError):
@@ -46,6 +49,8 @@ class PageFormat(ABC):
 
     head_dim: int
     page_tokens: int
+    window: Window = OWN_PAGE_ONLY
+    """What queries see exactly; a format that takes no other says nothing."""
 
     @property
     @abstractmethod
@@ -64,17 +69,18 @@ Planes = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """One layer's KV on one device: sealed pages by plane, and the open pages of the sequences in flight."""
+    """One layer's KV on one device: sealed pages by plane, and the exact rows of sequences in flight, a slot each."""
 
     planes: Planes
     """Plane name -> [N, Hkv, ...]; the order inside belongs to the kernels that made the pool."""
     open_k: Tensor
-    """[S, Hkv, Π, D] float16."""
+    """[S, Hkv, E·Π, D] float16: the E pages of a slot as `window` places them, the open page among them."""
     open_v: Tensor
-    """[S, Hkv, Π, D] float16."""
+    """[S, Hkv, E·Π, D] float16."""
     head_start: int = 0
     """The model's number of the pool's first KV head. Stochastic rounding is keyed by the model's numbers, so a process
     that holds some of the heads gives the same bytes as a process that holds all."""
+    window: Window = OWN_PAGE_ONLY
 
     @property
     def num_pages(self) -> int:
@@ -87,6 +93,11 @@ class Pool:
         return self.open_k.shape[1]
 
     @property
+    def page_tokens(self) -> int:
+        """Π: the rows of a page."""
+        return self.open_k.shape[2] // self.window.pages
+
+    @property
     def device(self) -> torch.device:
         """The device of all its tensors."""
         return self.open_k.device
@@ -95,7 +106,7 @@ class Pool:
         """A view of KV heads [start, start + count) of this pool."""
         part = slice(start, start + count)
         planes = {name: plane[:, part] for name, plane in self.planes.items()}
-        return Pool(planes, self.open_k[:, part], self.open_v[:, part], self.head_start + start)
+        return Pool(planes, self.open_k[:, part], self.open_v[:, part], self.head_start + start, self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +128,7 @@ class Spans:
     table: Tensor
     """[B, Pmax] int64. In decode also [B, Hkv, Pmax]: each KV head then reads its own list of pages."""
     slots: Tensor
-    """[B] int64: index of the sequence's open page in `open_k` and `open_v`."""
+    """[B] int64: index of the sequence's slot in `open_k` and `open_v`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +138,7 @@ class Rows:
     q: Tensor
     """[T, Hq, D], of the model's dtype."""
     k: Tensor | None = None
-    """[T, Hkv, D] float16. None in decode: the new rows stand in the open pages already."""
+    """[T, Hkv, D] float16. None in decode: the new rows stand in the slots already."""
     v: Tensor | None = None
     """[T, Hkv, D] float16, or None with `k`."""
 
@@ -169,11 +180,26 @@ class RowKernels(Protocol):
         """silu(g) * u [T, n], where each row of x [T, 2n] is g [n] and then u [n]."""
         ...
 
-    def largest(self, x: Tensor, faulty: Tensor | None = None) -> list[int]:
-        """Column of the largest value of each row of x [T, n], the first among equals. Waits for the device.
+    def new_chooser(self, rules: ChoiceRules, prompt_ids: Sequence[int]) -> Chooser:
+        """What these kernels keep of a sequence to choose its tokens, in the form that they read."""
+        ...
 
-        The result is -1 for a row that holds NaN or whose largest value is infinite, and -2 for a row that is set in
-        `faulty` [T] bool.
+    def choose(
+        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
+    ) -> list[int]:
+        """The next id of each row of logits [B, n], as `hack_kernels.choosing` defines it; waits for the device.
+
+        `choosers` [B] were made by these kernels; the call changes none. `allowed` [B, ceil(n / 32)] int32 holds a bit
+        for each id, bit i of word w that of id 32 w + i; a row of -1 allows all. Where a row has no next id the result
+        is `NOT_FINITE`, `NONE_ALLOWED`, or `FAULTY` for a row that is set in `faulty` [B] bool. Raises `ValueError`.
+        """
+        ...
+
+    def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
+        """Log-probabilities under each row of logits [B, n]: of ids[b], and of the tops[b] most probable ids.
+
+        Waits for the device. A row that holds NaN, or whose largest is infinite, has NaN and no ids. Raises
+        `ValueError`.
         """
         ...
 
@@ -182,15 +208,19 @@ class RowKernels(Protocol):
         ...
 
     def append(self, pool: Pool, spans: Spans, k: Tensor, v: Tensor, faulty: Tensor) -> None:
-        """Round one row per sequence, k, v [B, Hkv, D], to FP16 and write it to its place in its open page.
+        """Round one row per sequence, k, v [B, Hkv, D], to FP16 and write it to its place in its slot.
 
         A row with a value that is not finite in FP16 is not written but set in `faulty` [B] bool. The call does not
         wait for the device.
         """
         ...
 
-    def narrow(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """K and V of a prompt, [T, Hkv, D], rounded to FP16; None if a rounded value is not finite."""
+    def narrow(self, k: Tensor, v: Tensor, spans: Spans, faulty: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a prefill batch, [T, Hkv, D], rounded to FP16, contiguous.
+
+        A row with a value that is not finite in FP16 becomes zeros in both, and its sequence is set in `faulty` [B]
+        bool. The call does not wait for the device.
+        """
         ...
 
 
@@ -232,11 +262,12 @@ class PageKernels(Protocol):
         ...
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """Causal attention of `rows.q` over the pages of `spans` and the rows of each query's own page.
+        """Causal attention of `rows.q` over the pages of `spans` and the rows that each query sees exactly.
 
-        A query sees the pages before its own in sealed form, and its own page as the format says. Pages that the batch
-        fills are sealed before the call. The open pages still hold the rows that each sequence's first page had before
-        the batch, and in decode the new row too. Softmax scale is 1/sqrt(D). Returns [T, Hq, D] in q's dtype.
+        A query sees its own page as the format says, the pages of `window.earlier` as FP16 rows, and those of
+        `window.coded` in sealed form. Pages that the batch fills are sealed before the call. The slots still hold what
+        the rows before the batch left there (`Window.runs`), and in decode the new row too. Softmax scale is
+        1/sqrt(D). Returns [T, Hq, D] in q's dtype.
         """
         ...
 
@@ -286,9 +317,9 @@ def new_pool(
     fmt: PageFormat, kernels: PageKernels, device: torch.device, num_pages: int, num_slots: int, heads: range
 ) -> Pool:
     """An empty pool for KV heads `heads` of one layer."""
-    shape = (num_slots, len(heads), fmt.page_tokens, fmt.head_dim)
+    shape = (num_slots, len(heads), fmt.window.pages * fmt.page_tokens, fmt.head_dim)
     open_k, open_v = (_zeroed(shape, device) for _ in range(2))
-    return Pool(kernels.new_planes(num_pages, len(heads)), open_k, open_v, heads.start)
+    return Pool(kernels.new_planes(num_pages, len(heads)), open_k, open_v, heads.start, fmt.window)
 
 
 def _zeroed(shape: tuple[int, ...], device: torch.device) -> Tensor:

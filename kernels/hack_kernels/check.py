@@ -44,7 +44,10 @@ def check_requantize(fmt: PageFormat, pool: Pool, spans: Spans, k: Tensor, v: Te
 
 
 def check_attention(fmt: PageFormat, pool: Pool, spans: Spans, rows: Rows) -> None:
-    """q [T, Hq, D]; k, v [T, Hkv, D] FP16 or None (decode: one row per sequence). Raises `ValueError`."""
+    """q [T, Hq, D]; k, v [T, Hkv, D] FP16 or None (decode: one row per sequence). Raises `ValueError`.
+
+    Only in decode KV heads may have tables of their own.
+    """
     q, heads = rows.q, pool.num_kv_heads
     if q.dim() != 3 or q.shape[2] != fmt.head_dim or q.shape[1] % heads:
         raise ValueError(f"q is {tuple(q.shape)}; expected [T, a multiple of {heads} heads, {fmt.head_dim}]")
@@ -54,10 +57,17 @@ def check_attention(fmt: PageFormat, pool: Pool, spans: Spans, rows: Rows) -> No
     for name, x in new.items():
         _shape(name, x, (q.shape[0], heads, fmt.head_dim), torch.float16)
     for name, open_rows in (("open_k", pool.open_k), ("open_v", pool.open_v)):
-        _shape(name, open_rows, (open_rows.shape[0], heads, fmt.page_tokens, fmt.head_dim), torch.float16)
+        _shape(
+            name,
+            open_rows,
+            (open_rows.shape[0], heads, fmt.window.pages * fmt.page_tokens, fmt.head_dim),
+            torch.float16,
+        )
     batch = spans.starts.numel()
     for name in ("starts", "counts", "offsets", "slots"):
         _shape(name, getattr(spans, name), (batch,), torch.int64)
+    lists = (batch, heads) if spans.table.dim() == 3 and not new else (batch,)
+    _shape("spans.table", spans.table, (*lists, spans.table.shape[-1]), torch.int64)
     places = {"spans.starts": spans.starts, "spans.table": spans.table}
     _same_device(pool, q=q, open_k=pool.open_k, open_v=pool.open_v, **places, **new)
     if not new:

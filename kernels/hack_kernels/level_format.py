@@ -18,17 +18,30 @@ v_scale    [Π]                    float16
 
 Bit order: the earliest row sits in the lowest bits.
 
-Quantizing a row x [D], in FP32. Every sum below runs over the channels in order, 0 first, one addition at a time and
-without fused multiply-adds, so that all implementations give the same bytes.
+Quantizing a row x [D], in FP32. Sums over channels have the order that is said here, one addition at a time; where none
+is said, every partial sum is exact. Operations are rounded one by one. A product of FP16 values, levels and gains is
+exact, so that a fused multiply-add of it is the same.
 
 1. s = sqrt(Σ x_d² / D) · STEP[b]; FITS times: l_d = level(x_d · (1/s)), s = Σ l_d x_d / Σ l_d². Each s is at least
-   TINY.
-2. s is rounded to FP16, to nearest even, and is at least TINY and at most 65504.
-3. y_d = x_d · (1/s). Without feedback l_d = level(y_d). With feedback gains g [D, D] (K only): t = y; for d = D-1 .. 0:
-   l_d = level(t_d), and for every i < d: t_i = t_i + (y_d - l_d) · g_id.
+   TINY, and channel 0 comes first.
+2. With feedback s is multiplied by STRETCH[b]. Then it is rounded to FP16, to nearest even, and is at least TINY and
+   at most 65504.
+3. Without feedback l_d = level(x_d · (1/s)).
 
-level(t) = min(max(floor(t) + 1/2, -z), z), and the code is level + z. Feedback moves the error of a channel to the
-channels before it, where the queries that come feel it least (LDLQ of QuIP, arXiv 2307.13304, on rows of K).
+Feedback (K only) chooses codes whose error e = x/s - l is small where the queries to come feel it, in a metric
+M = Gᵀ diag(w) G: eᵀ M e = Σ w_d (Ge)_d². G [D, D] has 1 on its diagonal and the gains above it, and w > 0. From the
+last channel on, l_d makes up for the errors of the channels after it (LDLQ of QuIP, arXiv 2307.13304). Errors never
+appear: b = Gx and the levels' own sums say as much, and give the refits nearly for nothing. Channel D-1 comes first in
+every sum that rounds. Instead of step 3:
+
+4. b_d = Σ g_di x_i over i = D-1 .. d.
+5. For d = D-1 .. 0: h_d = Σ g_di l_i over i > d, l_d = level(b_d · (1/s) - h_d), a_d = h_d + l_d, which is (Gl)_d.
+6. REFITS times: s = Σ (w_d a_d) b_d / Σ (w_d a_d) a_d, the scale with which these levels lose least in the metric; then
+   it is rounded as in step 2, and step 5 follows again.
+
+level(t) = min(max(floor(t) + 1/2, -z), z), and the code is level + z. Gains are multiples of GAIN_STEP, less than
+MAX_GAIN in size, and those of a channel are at most MAX_GAINS together: so sums of levels stay below 2^24 of their
+smallest units.
 
 Attention is the symmetric form of HACK with one partition: q in -127..127 per row, and the weights of a page in 0..127
 relative to the page's largest p_t s_t. The sum of the softmax is that of the p_t, which are not rounded.
@@ -44,6 +57,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import PageFormat, PageKernels, Plane
+from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 PAGE_TOKENS: Final = (32, 64, 128)
 HEAD_DIMS: Final = (64, 96, 128, 256)
@@ -51,8 +65,15 @@ LEVEL_BITS: Final = (2, 3, 4, 8)
 STEP: Final = {2: 0.9957, 3: 0.586, 4: 0.3352, 8: 0.031}
 """Distance of levels that loses least of a normal variable of variance 1, by bits."""
 FITS: Final = 3
+STRETCH: Final = {2: 1.1, 3: 1.0, 4: 1.0, 8: 1.0}
+"""Under feedback two bits round values that spread more than the row does: they carry the errors of other channels."""
+REFITS: Final = 1
+"""Of the scale, under feedback. Four would lose 2% less with K at 2 bits (lab/frontier); each reads all gains again."""
 TINY: Final = 2.0**-24
 """The smallest positive FP16 value."""
+GAIN_STEP: Final = 2.0**-10
+MAX_GAIN: Final = 8.0
+MAX_GAINS: Final = 63.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +84,7 @@ class LevelFormat(PageFormat):
     page_tokens: int = 64
     k_bits: int = 4
     v_bits: int = 4
+    window: Window = OWN_PAGE_ONLY
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -92,9 +114,53 @@ def code_planes(name: str, bits: int) -> tuple[tuple[str, int], ...]:
     return ((f"{name}_codes", 2), (f"{name}_high", 1)) if bits == 3 else ((f"{name}_codes", bits),)
 
 
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """G and w of the KV heads of the model, float32."""
+
+    gains: Tensor
+    """[heads, D, D]: channel d feels the level of channel i by [d, i]; 0 on the diagonal and below it."""
+    weights: Tensor
+    """[heads, D], of which only the ratios within a head matter."""
+
+    def heads(self, start: int, count: int) -> Feedback:
+        """That of some heads."""
+        return Feedback(self.gains[start : start + count], self.weights[start : start + count])
+
+    def to(self, device: torch.device) -> Feedback:
+        """On another device."""
+        return Feedback(self.gains.to(device), self.weights.to(device))
+
+    def check(self, head_dim: int) -> None:
+        """Raises `ValueError` naming the tensor that is not as the format wants it."""
+        heads = self.weights.shape[0]
+        for name, x, shape in (
+            ("gains", self.gains, (heads, head_dim, head_dim)),
+            ("weights", self.weights, (heads, head_dim)),
+        ):
+            if tuple(x.shape) != shape or x.dtype is not torch.float32:
+                raise ValueError(f"{name}: {list(x.shape)} {x.dtype}; expected {list(shape)} torch.float32")
+        if bool(self.gains.tril().any()):
+            raise ValueError("gains: a value on or below the diagonal is not 0")
+        if not torch.equal(self.gains, on_grid(self.gains)):
+            raise ValueError(
+                f"gains: a value is no multiple of {GAIN_STEP:g} below {MAX_GAIN:g}, "
+                f"or those of a channel are more than {MAX_GAINS:g} together"
+            )
+        if not bool(((self.weights > 0) & self.weights.isfinite()).all()):
+            raise ValueError("weights: a value is not positive and finite")
+
+
+def on_grid(gains: Tensor) -> Tensor:
+    """Gains [..., D, D] as a `Feedback` takes them, next to these and no larger."""
+    total = gains.abs().sum(-1, keepdim=True)
+    smaller = torch.where(total > MAX_GAINS, gains * ((MAX_GAINS - 1) / total), gains)
+    return (smaller / GAIN_STEP).trunc().mul(GAIN_STEP).clamp(GAIN_STEP - MAX_GAIN, MAX_GAIN - GAIN_STEP)
+
+
 class LevelKernels(PageKernels, Protocol):
     """Kernels for one `LevelFormat`."""
 
-    def set_feedback(self, layer: int, gains: Tensor) -> None:
-        """Seal K of `layer` with these gains from now on: [heads of the model, D, D] float32, zero where i >= d."""
+    def set_feedback(self, layer: int, feedback: Feedback) -> None:
+        """Seal K of `layer` with it from now on."""
         ...

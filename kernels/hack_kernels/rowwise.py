@@ -1,4 +1,4 @@
-"""A model's operations on rows, and a decoded row's entry into its open page: in torch.
+"""A model's operations on rows, and a decoded row's entry into its slot: in torch.
 
 A backend inherits `Rowwise` and overrides operations that it computes in fewer passes; in C++ each is one call. The
 float32 forms are chosen so that a row does not depend on the rows beside it (`hackkv.model.llama` tells the
@@ -7,11 +7,15 @@ measurement).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
+from hack_kernels.choosing import ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
 
 
 class Rowwise:
@@ -53,26 +57,37 @@ class Rowwise:
         active = g / torch.exp(-g).add_(1) if x.dtype == torch.float32 else F.silu(g)
         return active.mul_(u)
 
-    def largest(self, x: Tensor, faulty: Tensor | None = None) -> list[int]:
-        """The largest of each row."""
-        top, at = x.max(dim=-1)
-        at = at.where(top.isfinite(), -1)
-        return (at if faulty is None else at.masked_fill(faulty, -2)).tolist()
+    def new_chooser(self, rules: ChoiceRules, prompt_ids: Sequence[int]) -> Chooser:
+        """In host memory."""
+        return NumpyChooser(rules, prompt_ids)
+
+    def choose(
+        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
+    ) -> list[int]:
+        """In numpy, on the host."""
+        return choose(logits, cast(Sequence[NumpyChooser], choosers), faulty, allowed)
+
+    def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
+        """In numpy, on the host."""
+        return score(logits, ids, tops)
 
     def set_in(self, flags: Tensor) -> list[int]:
         """Indices of the set flags."""
         return flags.nonzero().flatten().tolist()
 
     def append(self, pool: Pool, spans: Spans, k: Tensor, v: Tensor, faulty: Tensor) -> None:
-        """Write a decoded row of each sequence into its open page; a faulty row leaves the page unchanged."""
+        """Write a decoded row of each sequence into its slot; a faulty row leaves the slot unchanged."""
         k, v = k.to(torch.float16), v.to(torch.float16)
         bad = ~(torch.isfinite(k) & torch.isfinite(v)).flatten(1).all(dim=1)
         faulty.logical_or_(bad)
-        at, kept = spans.starts % pool.open_k.shape[2], bad[:, None, None]
+        at, kept = pool.window.at(spans.starts, pool.page_tokens), bad[:, None, None]
         for open_rows, x in ((pool.open_k, k), (pool.open_v, v)):
             open_rows[spans.slots, :, at] = open_rows[spans.slots, :, at].where(kept, x)
 
-    def narrow(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """One check of finiteness for both tensors."""
-        k, v = k.to(torch.float16), v.to(torch.float16)
-        return (k, v) if bool(torch.isfinite(k).all() & torch.isfinite(v).all()) else None
+    def narrow(self, k: Tensor, v: Tensor, spans: Spans, faulty: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows at fault are counted by sequence, for a number of sequences that the host knows."""
+        k, v = (x.to(torch.float16).contiguous() for x in (k, v))
+        bad = ~(torch.isfinite(k) & torch.isfinite(v)).flatten(1).all(dim=1)
+        of_row = torch.searchsorted(spans.offsets, torch.arange(len(bad), device=k.device), right=True) - 1
+        faulty.logical_or_(torch.zeros_like(spans.offsets).index_add_(0, of_row, bad.long()) > 0)
+        return k.masked_fill(bad[:, None, None], 0), v.masked_fill(bad[:, None, None], 0)

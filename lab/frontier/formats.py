@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from hack_kernels.level_format import REFITS, STRETCH
 from torch import Tensor
 
 from lab.frontier.calib import Moments
@@ -50,7 +51,8 @@ def rotated(bits: int | list[int], dim: int, mean: Tensor | None = None) -> Tok:
 
 def formats(own: Moments, every: Moments) -> list[Kv]:
     """All of them; `own`: moments at the windows' own positions, `every`: at every position of the context."""
-    return [*keys_alone(own), *values_alone(own), *simple(own), *pairs("", own), *pairs("S-", every), *mixed(every)]
+    found = [*keys_alone(own), *values_alone(own), *simple(own), *pairs("", own), *pairs("S-", every), *mixed(every)]
+    return [*found, *sealed(every)]
 
 
 def keys_alone(c: Moments) -> list[Kv]:
@@ -117,6 +119,17 @@ def mixed(c: Moments) -> list[Kv]:
     for name, first in (("early", 0), ("middle", 9), ("late", 18)):
         v = rotated([3 if first <= i < first + 12 else 2 for i in range(layers)], d)
         out.append(Kv(f"S-K3V2+{name}-r2", k.tok(3), v, recent=2))
+    return out
+
+
+def sealed(c: Moments) -> list[Kv]:
+    """K as the codecs `rot-*` seal it, and (`unfit-`) as they did before scales were refitted."""
+    b, d = basis(c.kk, c.qq, c.k_mean), c.kk.shape[-1]
+    out = []
+    for k_bits, v_bits in PAIRS:
+        tok, v = b.tok(k_bits, passes=REFITS), rotated(v_bits, d)
+        for prefix, k in (("rot-", replace(tok, stretch=STRETCH[k_bits])), ("unfit-", replace(tok, passes=0))):
+            out.append(Kv(f"{prefix}K{k_bits}V{v_bits}-r2", k, v, recent=2))
     return out
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from hack_kernels.level_format import REFITS, STRETCH
 from torch import Tensor
 
 from lab.frontier.calib import Moments, both
@@ -74,6 +75,7 @@ def variants(own: Moments, every: Moments, bits: int) -> Mapping[str, Quantizer]
         "damping 0.03": basis(every.kk, every.qq, every.k_mean, damp=0.03).tok(bits),
         "no feedback": replace(full, feedback=None),
         "no refits": replace(full, passes=0),
+        "as sealed": replace(full, passes=REFITS, stretch=STRETCH[bits]),
         "descent": replace(full, sweeps=1),
         "FP8 scale": replace(full, fp8_scale=True),
     }

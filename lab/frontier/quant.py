@@ -49,6 +49,8 @@ class Tok:
     """R of H = R^T R, upper triangular, [layers, Hkv, D, D]: codes are chosen to make e^T H e small."""
     passes: int = 4
     """Refits of the scale under feedback."""
+    stretch: float = 1.0
+    """What a scale is multiplied by before the first codes under feedback."""
     fp8_scale: bool = False
     sweeps: int = 0
     """Of coordinate descent after the feedback."""
@@ -72,9 +74,11 @@ class Tok:
         bits = self.bits_of(layer)
         x = rows if self.mean is None else rows - self.mean[layer][:, None]
         y = x @ (self.to[layer] if self.to.dim() > 2 else self.to)
-        s = self._stored(fit(y, bits))
+        s = fit(y, bits)
         if self.feedback is None:
+            s = self._stored(s)
             return nearest(y / s, bits), s
+        s = self._stored(s * self.stretch)
         r = self.feedback[layer]
         for _ in range(self.passes):
             felt, wanted = spread(y, s, r, bits) @ r.mT, y @ r.mT

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hackkv.model.shipped import SHIPPED
+from hackkv.packaged import SHIPPED
 from measure.accuracy.text import held_out, not_held_out
 from measure.calibrate.windows import DOCUMENT_TOKENS, WINDOW_TOKENS
 

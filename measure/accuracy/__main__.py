@@ -1,41 +1,34 @@
 """`hackkv eval`: measure what every codec costs in accuracy, and write the report.
 
-Without arguments it takes the model that ships with hackkv, all rows and all tasks. Writes OUT.md, OUT.json and
-OUT.png. `--render OUT.json` writes report and picture of an earlier run again. `--recommend MODEL` prints one table
-instead: every preset, what it weighs and what it costs this model.
+Without arguments it takes the model that ships with hackkv and all rows; a model that chats is asked the tasks of such.
+Every row and task has a file of its own, OUT/MODEL/ROW/TASK.json. A file is made once: the command may be stopped and
+given again, and after a change of a codec it measures that codec alone. OUT.md tells of all models in OUT.
+`--recommend MODEL` prints one table instead: every preset, what it weighs and what it costs this model.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from hack_kernels import load
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hackkv.config import ModelConfig
 from hackkv.errors import ConfigError, HackkvError
-from measure.accuracy import results as results_of
-from measure.accuracy import suite, variants
+from measure.accuracy import cells, results, run, suite, variants
 from measure.accuracy.data import read_records
-from measure.accuracy.engine import CHUNK_TOKENS
-from measure.accuracy.machine import commit, this_machine
 from measure.accuracy.plot import draw
 from measure.accuracy.recommend import recommend, show
 from measure.accuracy.report import markdown, terminal_tables
-from measure.accuracy.results import Results, TaskNote
-from measure.accuracy.run import Answers, answer_all
+from measure.accuracy.run import Pending, Place
 from measure.accuracy.subject import Subject, load_subject
-from measure.accuracy.suite import Column
-from measure.accuracy.variants import Variant
+from measure.accuracy.task import Limits, Prepared, Task, writes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,17 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.recommend is not None:
             config = ModelConfig(path=args.recommend, dtype=args.dtype, threads=args.jobs, backend=args.backend)
-            show(recommend(config, lambda line: notes.print(line, markup=False)), console)
+            show(recommend(config, notes), console)
             return 0
-        results = Results.read(args.render) if args.render else _measure(args, _command(arguments), notes)
+        if not args.render:
+            _measure(args, notes)
+        _report(args.out, console)
     except HackkvError as error:
         notes.print(f"hackkv eval: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
+        notes.print(f"stopped; what was measured is in {args.out}, and the same command goes on from there")
         return 130
-    for table in terminal_tables(results, console.width):
-        console.print(table)
-    _write(results, args.out if not args.render else args.render.with_suffix(""), console)
     return 0
 
 
@@ -65,19 +58,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "hackkv eval", description=__doc__, epilog=names, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="", help="checkpoint folder or hub name; default: the shipped model")
+    parser.add_argument(
+        "--model", default="", help="folder, GGUF file, hub name or smollm2; default: the shipped model"
+    )
     parser.add_argument(
         "--data", type=Path, help='JSONL with {"prompt": ..., "answer": ...} per line; adds task `data`'
     )
     parser.add_argument("--variants", type=_names, default=(), help="rows, separated by commas; default: all")
     parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="of `hackkv calibrate`; adds the rows rot-*-calibrated"
+        "--calibration", type=Path, metavar="FILE", help="of `hackkv calibrate`; adds the rows *-calibrated"
     )
-    parser.add_argument("--tasks", type=_names, default=(), help="tasks, separated by commas; default: all")
+    parser.add_argument("--tasks", type=_names, default=(), help="tasks, separated by commas; default: the model's")
     parser.add_argument("--samples", type=_positive, default=0, help="samples per task and point; default: the task's")
     parser.add_argument("--longest", type=_positive, default=0, help="leave out points that need more context")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
-    parser.add_argument("--out", type=Path, default=Path("accuracy"), help="where to write, without suffix")
+    parser.add_argument("--out", type=Path, default=Path("accuracy"), help="folder of the files; the report is OUT.md")
+    parser.add_argument("--again", action="store_true", help="measure rows and tasks that have a current file, too")
     parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
     parser.add_argument("--backend", default="auto", help="kernels; default: the fastest of this machine")
     parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="threads; default: all cores")
@@ -88,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="only measure what each preset costs this model (default: the shipped one), and recommend one",
     )
-    parser.add_argument("--render", type=Path, metavar="JSON", help="only write the report of an earlier run again")
+    parser.add_argument("--render", action="store_true", help="only write the report of the files in OUT")
     return parser
 
 
@@ -103,87 +99,56 @@ def _positive(text: str) -> int:
     return value
 
 
-def _measure(args: argparse.Namespace, command: str, console: Console) -> Results:
-    began, clock, code = datetime.now(UTC), perf_counter(), commit()  # others may commit while we run
-    rows, tasks = variants.choose(args.variants, args.calibration), suite.choose(args.tasks)
+def _measure(args: argparse.Namespace, console: Console) -> None:
     records = read_records(args.data) if args.data else ()
     torch.set_num_threads(1)
     subject = load_subject(ModelConfig(path=args.model, dtype=args.dtype, threads=1, backend=args.backend), records)
-    columns, left_out = suite.columns(subject, tasks, samples=args.samples, seed=args.seed, longest=args.longest)
-    for line in left_out:
-        console.print(f"left out: {line}", style="yellow", markup=False, soft_wrap=True)
-    if not columns:
+    rows = variants.choose(args.variants, args.calibration, ablations=writes(subject))
+    limits = Limits(args.samples, args.seed, args.longest)
+    tasks = suite.prepared(subject, suite.choose(args.tasks, subject), limits)
+    for task, made in tasks.items():
+        for line in made.left_out:
+            console.print(f"left out: {task.name} {line}", style="yellow", markup=False, soft_wrap=True)
+    tasks = {task: made for task, made in tasks.items() if made.tokens}
+    if not tasks:
         raise ConfigError("nothing to measure: no task is left")
-    answers = _answer(subject, rows, columns, args.jobs, console)
-    pairs = list(zip(columns, answers, strict=True))
-    seconds = perf_counter() - clock
-    settings = results_of.Settings(
-        model=subject.worker.name,
-        model_hash=dict(subject.worker.fingerprint.fields)["model_hash"],
-        dtype=args.dtype,
-        backend=args.backend,
-        held_out=subject.source,
-        seed=args.seed,
-        chunk_tokens=CHUNK_TOKENS,
-        longest=args.longest,
-        left_out=left_out,
-    )
-    return Results(
-        command=command,
-        began=began.isoformat(timespec="seconds"),
-        seconds=round(seconds, 1),
-        commit=code,
-        machine=this_machine(load(args.backend).name, args.jobs),
-        settings=settings,
-        tasks=_task_notes(columns),
-        rows=[results_of.row_of(row, subject.with_codec(row.codec)) for row in rows],
-        scores=[s for column, given in pairs for s in results_of.score_column(column, given, subject.decode)],
-        agreement=results_of.agreement_of(
-            [row.name for row in rows], [given for column, given in pairs if column.task.is_free]
-        ),
-    )
+    missing = run.pending(subject, rows, tasks, args.out, again=args.again)
+    _run(subject, missing, tasks, Place(args.out, load(args.backend).name, args.jobs), console)
 
 
-def _answer(
-    subject: Subject, rows: Sequence[Variant], columns: Sequence[Column], jobs: int, console: Console
-) -> Answers:
-    """Run everything under a progress bar."""
-    fields = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn())
+def _run(
+    subject: Subject, missing: Sequence[Pending], tasks: Mapping[Task, Prepared], place: Place, console: Console
+) -> None:
+    """Run everything under a progress bar, which counts tokens."""
+    fields = (TextColumn("{task.description:32}"), BarColumn(), TaskProgressColumn())
     with Progress(*fields, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
-        bar = progress.add_task("", total=len(rows) * sum(len(column.examples) for column in columns))
+        bar = progress.add_task("", total=sum(tasks[task].tokens for row in missing for task in row.tasks))
 
-        def on_answers(row: Variant, column: Column, count: int) -> None:
-            what = f"{column.task.name} {column.point}: {row.name}"
+        def on_tokens(what: str, count: int) -> None:
             progress.update(bar, advance=count, description=what)
             if not console.is_terminal:  # a log shows no progress bar
                 console.print(f"{progress.tasks[0].percentage:5.1f} %  {what}")
 
-        return answer_all(subject, rows, columns, jobs, on_answers)
+        run.measure(subject, missing, tasks, place, on_tokens)
 
 
-def _task_notes(columns: Sequence[Column]) -> list[TaskNote]:
-    notes: dict[str, TaskNote] = {}
-    for column in columns:
-        task = column.task
-        note = notes.setdefault(task.name, TaskNote(task.name, task.says, [], len(column.examples)))
-        note.points.append(column.point)
-    return list(notes.values())
-
-
-def _command(arguments: Sequence[str] | None) -> str:
-    return shlex.join(["hackkv", "eval", *(sys.argv[1:] if arguments is None else arguments)])
-
-
-def _write(results: Results, out: Path, console: Console) -> None:
-    """Write the report, its numbers and its picture into one folder."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    files = {suffix: out.with_name(out.name + suffix) for suffix in (".json", ".png", ".md")}
-    results.save(files[".json"])
-    drawn = draw(results, files[".png"])
-    files[".md"].write_text(markdown(results, files[".png"].name if drawn else ""), encoding="utf-8")
-    console.print(
-        f"wrote {', '.join(str(path) for path in files.values() if drawn or path.suffix != '.png')}", soft_wrap=True
+def _report(out: Path, console: Console) -> None:
+    """The report of every model in `out`, those that chat first, and a picture of each."""
+    found = sorted(
+        (results.read(folder) for folder in cells.models(out)), key=lambda each: (not each.chats, each.model)
     )
+    if not found:
+        raise ConfigError(f"{out}: no file of `hackkv eval`")
+    pictures = dict[str, str]()
+    for each, folder in ((each, cells.place(out, each.model, "", "").parent) for each in found):
+        for table in terminal_tables(each, console.width):
+            console.print(table)
+        picture = folder / "accuracy.png"
+        if draw(each, picture):
+            pictures[each.model] = picture.relative_to(out.parent).as_posix()
+    report = out.with_suffix(".md")
+    report.write_text(markdown(found, pictures), encoding="utf-8")
+    console.print(f"wrote {report}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ token costs one token. The share of answers without a wrong token is the same as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -56,11 +57,16 @@ class Lanes:
         return [torch.cat(parts) for parts in kept]
 
 
+def size(example: Example) -> int:
+    """Tokens of context that an example needs."""
+    return len(example.prompt) + len(example.answer)
+
+
 def batches(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
     """Batches of examples, in order: as many at a time as fit `BATCH_TOKENS` at the longest one's length."""
     batch: list[Example] = []
     for example in examples:
-        longest = max(len(e.prompt) + len(e.answer) for e in (*batch, example))
+        longest = max(map(size, (*batch, example)))
         if batch and longest * (len(batch) + 1) > BATCH_TOKENS:
             yield batch
             batch = []
@@ -91,24 +97,44 @@ def forced_decode(worker: Worker, examples: Sequence[Example]) -> list[Answered]
 
 def greedy(worker: Worker, examples: Sequence[Example]) -> list[Answered]:
     """The prompt prefilled, then the likeliest token fed back until the truth's length or an end of sequence."""
-    lanes = _lanes(worker, examples)
-    said: list[list[int]] = [[] for _ in examples]
-    hidden = lanes.prefill([e.prompt for e in examples], [1] * len(examples))
+    said = write(worker, [e.prompt for e in examples], [len(e.answer) for e in examples])
+    nothing = np.empty(0)
+    return [Answered(one.ids, e.answer, nothing) for one, e in zip(said, examples, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a model wrote by itself."""
+
+    ids: Ids
+    """Without the end of sequence."""
+    ended: bool
+    """By an end of sequence, or because the caller had seen enough, and not for want of room."""
+
+
+def write(
+    worker: Worker, prompts: Sequence[Ids], most: Sequence[int], enough: Callable[[list[int]], bool] | None = None
+) -> list[Written]:
+    """Greedy answers of at most `most[i]` tokens, side by side; `enough` of the tokens so far may end one."""
+    lanes = Lanes(worker, [len(prompt) + room for prompt, room in zip(prompts, most, strict=True)])
+    said: list[list[int]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    hidden = lanes.prefill(prompts, [1] * len(prompts))
     while True:
         going = [i for i, part in enumerate(hidden) if len(part)]
         choices = worker.model.logits(torch.cat([hidden[i] for i in going])).argmax(-1).tolist()
-        rows = [np.empty(0, np.int64) for _ in examples]
+        rows = [np.empty(0, np.int64) for _ in prompts]
         for i, token in zip(going, choices, strict=True):
             if token in worker.model.spec.eos_ids:
+                ended[i] = True
                 continue
             said[i].append(token)
-            if len(said[i]) < len(examples[i].answer):
+            ended[i] = enough is not None and enough(said[i])
+            if not ended[i] and len(said[i]) < most[i]:
                 rows[i] = np.array([token])
         if not any(map(len, rows)):
-            break
+            return [Written(np.array(ids, np.int64), end) for ids, end in zip(said, ended, strict=True)]
         hidden = lanes.advance(rows)
-    nothing = np.empty(0)
-    return [Answered(np.array(ids, np.int64), e.answer, nothing) for ids, e in zip(said, examples, strict=True)]
 
 
 def _lanes(worker: Worker, examples: Sequence[Example]) -> Lanes:

@@ -30,24 +30,36 @@ class Answered:
 
 
 class Measure(StrEnum):
-    """How an answer is scored; `PERPLEXITY` and `TAIL` score in nats per token, all others in 0..1."""
+    """How an answer is scored. Scores are in 0..1 but for the perplexities and KL (nats per token) and lengths."""
 
     PERPLEXITY = "perplexity"
     TAIL = "perplexity of the last 64"
+    KL = "KL"
+    TOP1 = "top-1"
     TOKENS = "tokens right"
     WHOLE = "answers right"
     FOUND = "answer found"
     EDIT = "edit similarity"
     ROUGE1 = "ROUGE-1"
+    NEEDLE = "needle"
+    RECALL = "recall"
+    COPY = "copying"
+    UNFINISHED = "unfinished"
+    PASS = "passes"
+    LENGTH = "length ratio"
+    """Tokens written; reported as a ratio of the sums, of exact KV's."""
+    SAME = "same answer"
+    SIMILAR = "similarity to exact"
+    KEPT = "passes what exact passes"
 
     @property
     def is_perplexity(self) -> bool:
-        """Whether lower is better."""
+        """Whether scores are nats per token and the report shows their exponential."""
         return self in (Measure.PERPLEXITY, Measure.TAIL)
 
 
 def score(measure: Measure, answered: Answered, decode: Decode) -> float:
-    """One sample's score."""
+    """One sample's score, by one of the measures of examples with an answer."""
     match measure:
         case Measure.PERPLEXITY:
             return float(answered.nll.mean())
@@ -61,8 +73,13 @@ def score(measure: Measure, answered: Answered, decode: Decode) -> float:
     if measure is Measure.FOUND:
         return float(truth.strip() in said)
     if measure is Measure.EDIT:
-        return float(fuzz.ratio(said, truth)) / 100
+        return edit_similarity(said, truth)
     return float(_rouge().score(truth, said)["rouge1"].fmeasure)
+
+
+def edit_similarity(said: str, truth: str) -> float:
+    """In 0..1, by insertions and deletions of characters."""
+    return float(fuzz.ratio(said, truth)) / 100
 
 
 @cache

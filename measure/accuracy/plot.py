@@ -13,9 +13,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
+from measure.accuracy.cells import Row
 from measure.accuracy.findings import CODE, COPY, NEEDLE, PERPLEXITY, RECALL, RESTATE, Kind, pooled
 from measure.accuracy.metrics import Measure
-from measure.accuracy.results import Results, Row
+from measure.accuracy.results import Results
 
 PANELS: Final[tuple[tuple[Kind, str], ...]] = (
     (PERPLEXITY, "held-out perplexity"),

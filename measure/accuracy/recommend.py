@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hackkv.canary import Meter, Row, survey
-from hackkv.config import DEFAULT_MAX_KL, ModelConfig
+from hackkv.canary import Meter, Pace, Row, survey
+from hackkv.codecs import CODECS
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.defaults import DEFAULT_MAX_KL
 from hackkv.errors import ConfigError
+from hackkv.footprint import footprint_of
 from hackkv.model.shipped import find_model
 from hackkv.model.worker import Unloaded
 from hackkv.nodes import CodecLoss
 from measure.accuracy.text import held_out
 
-TOKENS: Final = 2048
+TOKENS: Final = 1024
 """The most tokens that are read."""
 TOKEN_CHARS: Final = 16
 """More characters than a token has on average in any text."""
 CLOSE_KL: Final = 0.03
 """Below it a codec is hard to tell from exact KV."""
+
+
+JOB_PROMPT, JOB_ANSWER, JOB_LINK_BPS = 1024, 128, 1e9
+"""The job whose time is estimated: tokens of prompt and answer, and the link between prefill and decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,8 @@ class Recommendation:
     """Where the text comes from."""
     rows: tuple[Row, ...]
     """Smallest first."""
+    jct_s: Mapping[str, float]
+    """By preset, an estimate from this machine's pace: one request alone, nothing overlapping."""
 
     @property
     def advice(self) -> str:
@@ -43,8 +53,8 @@ class Recommendation:
         return "; ".join(picks)
 
 
-def recommend(model: ModelConfig, say: Callable[[str], None]) -> Recommendation:
-    """Measure every preset on held-out text. `say` gets a line before each. Raises `ConfigError`, `CheckpointError`."""
+def recommend(model: ModelConfig, console: Console) -> Recommendation:
+    """Measure every preset on held-out text, under a progress bar. Raises `ConfigError`, `CheckpointError`."""
     if model.threads:
         torch.set_num_threads(model.threads)
     folder = find_model(model.path, model.dtype)
@@ -58,24 +68,49 @@ def recommend(model: ModelConfig, say: Callable[[str], None]) -> Recommendation:
             raise ConfigError(f"{text.source}: {len(found)} tokens are too few to measure anything")
         return found
 
-    meter = Meter(model.model_copy(update={"path": str(folder.path)}), ids)
+    meter, jct_s = Meter(model.model_copy(update={"path": str(folder.path)}), ids), dict[str, float]()
+    fields = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*fields, TimeRemainingColumn(), console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(CODECS))
 
-    def measure(planned: Unloaded) -> CodecLoss:
-        say(f"measuring {planned.codec.name} ...")
-        return meter.measure(planned)
+        def measure(planned: Unloaded) -> CodecLoss:
+            progress.update(bar, description=planned.codec.name)
+            if not console.is_terminal:  # a log shows no progress bar
+                console.print(f"measuring {planned.codec.name} ...", markup=False)
+            pace = Pace()
+            loss = meter.measure(planned, pace)
+            jct_s[planned.codec.name] = _jct(planned, pace)
+            progress.update(bar, advance=1)
+            return loss
 
-    return Recommendation(folder.name, text.source, tuple(survey(meter, measure)))
+        measure(meter.plan(CodecConfig(name="fp16")))  # it loses nothing, but it takes its time
+        rows = survey(meter, measure)
+    return Recommendation(folder.name, text.source, tuple(rows), jct_s)
+
+
+def _jct(planned: Unloaded, pace: Pace) -> float:
+    """Seconds that the job takes: prefill and decode at their measured pace, and the bytes over the link."""
+    sizes = footprint_of(planned.codec, planned.spec.kv_layout(planned.codec.page_tokens))
+    sent = JOB_PROMPT * sizes.wire_page_bytes / sizes.page_tokens
+    prefill = JOB_PROMPT * pace.prefill_s / max(1, pace.prefill_tokens)
+    return prefill + 8 * sent / JOB_LINK_BPS + JOB_ANSWER * pace.decode_s / max(1, pace.decode_tokens)
 
 
 def show(found: Recommendation, console: Console) -> None:
     """Print the table and the advice."""
     tokens = max((row.loss.tokens for row in found.rows if row.loss is not None), default=0)
     table = Table("preset", title=f"{found.model}: {tokens} tokens of {found.source}", title_justify="left")
-    for name in ("of FP16's bytes", "KL", "first choices kept", "perplexity ×"):
+    for name in ("of FP16's bytes", "KL", "first choices kept", "perplexity ×", "JCT"):
         table.add_column(name, justify="right")
     for row in found.rows:
-        table.add_row(row.name, f"{100 * row.share:.1f}%", *_cells(row.loss))
+        jct = f"{found.jct_s[row.name]:.1f} s" if row.name in found.jct_s else ""
+        table.add_row(row.name, f"{100 * row.share:.1f}%", *_cells(row.loss), jct)
     console.print(table)
+    console.print(
+        f"JCT: an estimate for {JOB_PROMPT:,} tokens of prompt and {JOB_ANSWER} of answer, one request alone on this "
+        f"machine, KV over {JOB_LINK_BPS / 1e9:g} Gbit/s.",
+        soft_wrap=True,
+    )
     console.print(found.advice, markup=False, soft_wrap=True)
 
 

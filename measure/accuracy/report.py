@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from rich.table import Table
 
+from hackkv.model.shipped import SMOLLM2_NAME
+from hackkv.packaged import SHIPPED_NAME, SMOLLM2
+from measure.accuracy.cells import Cell
+from measure.accuracy.engine import CHUNK_TOKENS as CHUNK
 from measure.accuracy.findings import findings
 from measure.accuracy.metrics import Measure
-from measure.accuracy.results import Results, Score
+from measure.accuracy.results import KEPT, Results, Score
 from measure.accuracy.variants import EXACT
 
-PLACES = (1, 4, 8, 16, 32, 48)
+SUMMARY_POINTS = (512, 2048, 8192)
+PLACES = (1, 4, 8, 16, 32, 48, 128, 256)
 """Positions at which first divergences are reported."""
 
 NAME_COLUMNS, SCORE_COLUMNS = 36, 13
 """Characters that a table's first two columns and each of the others take."""
+
+ALWAYS_WORSE = frozenset((Measure.KL, Measure.TOP1, Measure.SAME, Measure.SIMILAR))
+"""Measures of distance from exact KV: a star would say nothing."""
 
 FEWEST = 6
 """Samples below which no difference is called certain."""
@@ -32,10 +40,24 @@ of code only compares codecs with each other, and what stands for a summary is r
 `--data`.
 """
 
-READING = """\
+INTRODUCTION = """\
+What KV in each codec costs a model, beside exact KV (`fp16`), through the serving path: packed pages, the kernels that
+serve, prompts in chunks, answers token by token. Not edited by hand. Every row and task has a file of its own, which is
+made once and again only if the codec, the kernels' name or the questions change.
+
 Brackets are 95 % intervals: Wilson's for yes-or-no scores, the bootstrap over samples for all others. They hold the
 luck of the samples, which all rows share; a star marks a cell whose paired difference from exact KV excludes zero.
-Answers of copy, recall and needle are scored under teacher forcing, so one wrong token costs one token.
+Answers that are given (copying, recall, needles) are scored under teacher forcing, so one wrong token costs one token.
+"""
+
+REAL = """\
+Perplexity, KL (of the next token, from exact KV, in nats) and top-1 (first choices that stay) are of the same windows:
+the first tokens of long documents, read from an empty cache. Needles, recall, and tests passed: for `fp16` of all that
+were asked, for the others of those that exact KV gets right. Length ratio: tokens of all answers over those of exact
+KV's; unfinished: answers that are cut off at the limit.
+"""
+
+PAPER = """\
 Windows of perplexity begin without context: up to Π tokens of each see no codes at all.
 `hack-paper` quantizes K at once and keeps V of a query's own page in FP16, in prefill and decode alike. The paper's
 prefill quantizes full blocks of V before the queries inside them read them, so taken by the letter it should lie
@@ -60,46 +82,88 @@ def terminal_tables(results: Results, width: int) -> Iterable[Table]:
         yield table
 
 
-def markdown(results: Results, plot: str) -> str:
-    """The whole report; `plot` is the picture's path as the report should link it, or empty."""
-    parts = [
-        "# Accuracy of the KV codecs",
-        f"\nMade by `{results.command}`; not edited by hand.\n",
-        *_bullets(_circumstances(results)),
-        "## What this can and can't prove\n",
-        LIMITS,
-        "## What the numbers say\n",
-        *_bullets(findings(results)),
-        "## Rows\n",
-        *_rows(results),
-        *([f"![accuracy against bytes per token]({plot})\n"] if plot else []),
-        "## Scores\n",
-        READING,
-        *_scores(results),
-        "## Greedy agreement\n",
-        *_agreement(results),
-    ]
+def markdown(found: Sequence[Results], pictures: Mapping[str, str]) -> str:
+    """The whole report: models in the order given, each with its picture, as the report should link it, if any."""
+    parts = ["# Accuracy of the KV codecs\n", INTRODUCTION, *_bullets(_commands(found))]
+    for results in found:
+        parts += [f"## {results.model}\n", *_bullets(_circumstances(results))]
+        parts += [REAL] if results.chats else [LIMITS, "What the numbers say:\n", *_bullets(findings(results))]
+        if results.chats:
+            parts += _summary(results)
+        parts += _rows(results)
+        if results.model in pictures:
+            parts.append(f"![accuracy against bytes per token]({pictures[results.model]})\n")
+        parts += [*_scores(results), *_agreement(results)]
+        if not results.chats:
+            parts.append(PAPER)
     return "\n".join(parts)
 
 
+def _commands(found: Sequence[Results]) -> Iterable[str]:
+    yield "`hackkv eval --out docs/accuracy --render` writes this page again from the files in docs/accuracy."
+    for results in found:
+        model = "" if results.model == SHIPPED_NAME else f" --model {_asked_as(results.model)}"
+        yield f"`hackkv eval{model} --out docs/accuracy` measures what has changed of {results.model}."
+
+
+def _asked_as(model: str) -> str:
+    return SMOLLM2 if model == SMOLLM2_NAME else model
+
+
 def _circumstances(results: Results) -> Iterable[str]:
-    settings, machine = results.settings, results.machine
-    yield f"Model: {settings.model} (hash {settings.model_hash[:12]}), {settings.dtype}."
-    yield f"Held-out text: {settings.held_out}"
-    yield f"Seed {settings.seed}; sample i of a task is drawn with seed {settings.seed} + i."
+    first, machines = results.files[0], dict.fromkeys(_machine(cell) for cell in results.files)
+    yield f"Model hash {first.key['model_hash'][:12]}, {first.key['dtype']}; prompts in chunks of {CHUNK} tokens."
+    yield f"Held-out text: {first.held_out}."
+    yield from machines
+    commits = dict.fromkeys(cell.commit for cell in results.files)
+    began = sorted(cell.began for cell in results.files)
+    hours = sum(cell.seconds for cell in results.files) / 3600
+    yield f"Measured from {began[0][:10]} to {began[-1][:10]} at {', '.join(commits)}; {hours:.1f} hours of jobs."
+    yield from dict.fromkeys(f"Left out: {note.name} {line}" for note in results.tasks for line in note.left_out)
+    if results.stale:
+        yield f"Not shown, as they were asked other questions than exact KV: {', '.join(results.stale)}."
+
+
+def _machine(cell: Cell) -> str:
+    machine = cell.machine
     versions = f"Python {machine.python}, torch {machine.torch}"
-    yield f"Machine: {machine.cpu}, {machine.cores} cores, {machine.system}, {versions}"
-    yield f"Kernels: {machine.backend}; prompts in chunks of {settings.chunk_tokens} tokens; {machine.jobs} jobs"
-    yield f"Commit {results.commit}; began {results.began}, took {results.seconds / 60:.1f} minutes"
-    yield from (f"Left out: {line}" for line in settings.left_out)
+    where = f"{machine.cpu}, {machine.cores} cores, {machine.system}, {versions}"
+    return f"Machine: {where}; kernels: {cell.key['kernels'].partition(', pages by')[0]}."
+
+
+def _summary(results: Results) -> Iterable[str]:
+    """Bytes and reading of every row, at the lengths that presets are chosen by."""
+    points = [p for p in SUMMARY_POINTS if results.find(results.rows[0].name, "reading", p, Measure.KL)]
+    if not points:
+        return
+    heads = [f"{what} at {point:,}" for point in points for what in ("perplexity", "change", "KL", "top-1")]
+    yield f"| row | of FP16's bytes | {' | '.join(heads)} |"
+    yield f"|---|---|{'---|' * len(heads)}"
+    for row in results.rows:
+        cells = [text for point in points for text in _read_at(results, row.name, point)]
+        yield f"| `{row.name}` | {row.share:.1%} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _read_at(results: Results, row: str, point: int) -> list[str]:
+    measures = (Measure.PERPLEXITY, Measure.KL, Measure.TOP1)
+    perplexity, kl, top1 = (results.find(row, "reading", point, measure) for measure in measures)
+    if perplexity is None or kl is None or top1 is None:
+        return [""] * 4
+    value = perplexity.score.value
+    return [
+        f"{value:.2f}" if value < 1000 else f"{value:.0f}",
+        f"{perplexity.change.value:+.1%}",
+        f"{kl.score.value:.4f}",
+        f"{top1.score.value:.3f}",
+    ]
 
 
 def _rows(results: Results) -> Iterable[str]:
-    exact = results.rows[0].bytes_per_token
-    yield "| row | what it is | bytes/token | of exact | on the wire |"
+    yield "| row | what it is | bytes/token | of FP16 | on the wire |"
     yield "|---|---|---|---|---|"
     for row in results.rows:
-        share = f"{row.bytes_per_token / exact:.1%}"
+        share = f"{row.share:.1%}"
         yield f"| `{row.name}` | {row.says} | {row.bytes_per_token:.0f} | {share} | {row.wire_bytes_per_token:.0f} |"
     yield ""
 
@@ -109,29 +173,29 @@ def _scores(results: Results) -> Iterable[str]:
     kinds = dict.fromkeys((s.task, s.measure) for s in results.scores)
     for task, group in groupby(kinds, key=lambda kind: kind[0]):
         note = says[task]
-        yield f"### {task}: {note.says} ({note.samples} samples{' at each' if len(note.points) > 1 else ''})\n"
+        yield f"### {task}: {note.says} ({note.samples})\n"
         for _, measure in group:
             yield from _one_table(results, task, measure)
 
 
 def _one_table(results: Results, task: str, measure: Measure) -> Iterable[str]:
     points = list(dict.fromkeys(s.point for s in results.scores if (s.task, s.measure) == (task, measure)))
-    heads = [f"{measure} at {point}" if point else str(measure) for point in points]
+    heads = [f"{measure} at {point:,}" if point else str(measure) for point in points]
     yield f"| row | {' | '.join(heads)} |"
     yield f"|---|{'---|' * len(heads)}"
     for row in results.rows:
         cells = [results.find(row.name, task, point, measure) for point in points]
-        yield f"| `{row.name}` | {' | '.join(_long(cell) if cell else '' for cell in cells)} |"
+        if any(cells):
+            yield f"| `{row.name}` | {' | '.join(_long(cell) if cell else '' for cell in cells)} |"
     yield ""
 
 
 def _agreement(results: Results) -> Iterable[str]:
     if not results.agreement:
-        yield "No task of this run writes freely.\n"
         return
-    runs = len(results.agreement[0].first_divergences)
-    yield f"Share of {runs} greedy runs that have left exact KV's within so many tokens.\n"
-    places = [place for place in PLACES if place <= results.agreement[0].tokens]
+    runs = max(len(one.first_divergences) for one in results.agreement)
+    yield f"### Greedy agreement\n\nShare of {runs} greedy answers that have left exact KV's within so many tokens.\n"
+    places = [place for place in PLACES if place <= max(one.tokens for one in results.agreement)]
     yield f"| row | {' | '.join(map(str, places))} |"
     yield f"|---|{'---|' * len(places)}"
     for one in results.agreement:
@@ -153,13 +217,16 @@ def _head(task: str, point: int) -> str:
 
 
 def _value(cell: Score, value: float) -> str:
-    return f"{value:.2f}" if cell.measure.is_perplexity else f"{value:.3f}"
+    if cell.measure.is_perplexity:
+        return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
+    return f"{value:.4f}" if cell.measure is Measure.KL else f"{value:.3f}"
 
 
 def _star(cell: Score) -> str:
     """A star where the paired change excludes zero. Very few samples get none, since their bootstrap says nothing."""
     certain = cell.change.low > 0 or cell.change.high < 0
-    return "*" if certain and len(cell.samples) >= FEWEST and cell.variant != EXACT.name else ""
+    starred = certain and len(cell.samples) >= FEWEST and cell.variant != EXACT.name
+    return "*" if starred and cell.measure not in ALWAYS_WORSE else ""
 
 
 def _plain(cell: Score) -> str:
@@ -167,5 +234,9 @@ def _plain(cell: Score) -> str:
 
 
 def _long(cell: Score) -> str:
+    """With its interval; for what is counted, how many of how many."""
     low, high = _value(cell, cell.score.low), _value(cell, cell.score.high)
-    return f"{_value(cell, cell.score.value)}{_star(cell).replace('*', chr(92) + '*')} [{low}, {high}]"
+    value = _value(cell, cell.score.value)
+    if cell.measure in KEPT:
+        value = f"{round(sum(cell.samples))} of {len(cell.samples)}"
+    return f"{value}{_star(cell).replace('*', chr(92) + '*')} [{low}, {high}]"

@@ -1,36 +1,27 @@
-"""What a run leaves behind: every setting, every score with its interval, and the scores of single samples."""
+"""All files of one model together: every score with its interval, and beside that of exact KV on the same samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final, TypeVar
 
 import numpy as np
-from pydantic import TypeAdapter
 
-from hackkv.model.worker import Worker
-from measure.accuracy import stats
-from measure.accuracy.machine import Machine
-from measure.accuracy.metrics import Answered, Decode, Measure, first_divergence, score
+from hackkv.errors import ConfigError
+from measure.accuracy import cells, stats
+from measure.accuracy.cells import Cell, Found, Row, TaskNote
+from measure.accuracy.metrics import Measure, edit_similarity, first_divergence
 from measure.accuracy.stats import Floats, Interval
-from measure.accuracy.suite import Column
-from measure.accuracy.variants import EXACT, Setting, Variant
+from measure.accuracy.suite import SUITE
+from measure.accuracy.task import Task, writes
+from measure.accuracy.variants import EXACT, VARIANTS
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One variant and the bytes of its pages, over all layers and KV heads."""
-
-    name: str
-    says: str
-    family: str
-    codec: str
-    settings: dict[str, Setting]
-    fingerprint: dict[str, str]
-    bytes_per_token: float
-    """Of sealed pages at rest."""
-    wire_bytes_per_token: float
+KEPT: Final = frozenset((Measure.NEEDLE, Measure.RECALL, Measure.PASS))
+"""Measures by yes and no of which a codec is asked only what exact KV gets right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +34,11 @@ class Score:
     measure: Measure
     score: Interval
     change: Interval
-    """Against exact KV on the same samples: a difference, or for perplexity the ratio minus 1."""
+    """Against exact KV on the same samples: a difference, or for perplexities and lengths the ratio minus 1."""
     samples: list[float]
     """Every sample's score; for perplexity nats per token."""
+    asked: int
+    """Samples before those were left out that exact KV fails; else as many as `samples`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,44 +57,19 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskNote:
-    """What a task was, for the report."""
-
-    name: str
-    says: str
-    points: list[int]
-    samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Everything that decides the numbers."""
+class Results:
+    """Everything that was measured of one model. Rows and tasks are in their tables' order, exact KV first."""
 
     model: str
-    model_hash: str
-    dtype: str
-    backend: str
-    held_out: str
-    seed: int
-    chunk_tokens: int
-    longest: int
-    left_out: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """A whole run."""
-
-    command: str
-    began: str
-    seconds: float
-    commit: str
-    machine: Machine
-    settings: Settings
+    chats: bool
+    """Whether it was asked no task that is for models without a chat template."""
+    files: list[Cell]
     tasks: list[TaskNote]
     rows: list[Row]
     scores: list[Score]
     agreement: list[Agreement] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
+    """Rows and tasks that answered other material than exact KV did, and so cannot be compared."""
 
     def find(self, variant: str, task: str, point: int, measure: Measure) -> Score | None:
         """One cell, None if it was not measured."""
@@ -110,69 +78,114 @@ class Results:
                 return cell
         return None
 
-    def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_bytes(_ADAPTER.dump_json(self, indent=1) + b"\n")
 
-    @classmethod
-    def read(cls, path: Path) -> Results:
-        """What `save` wrote."""
-        return _ADAPTER.validate_json(path.read_bytes())
-
-
-_ADAPTER = TypeAdapter(Results)
-
-
-def row_of(variant: Variant, worker: Worker) -> Row:
-    """The table's row of a variant, with the bytes of its pages."""
-    weighs = worker.footprint
-    return Row(
-        variant.name,
-        variant.says,
-        variant.family,
-        variant.codec.name,
-        variant.codec.settings,
-        dict(worker.codec.fingerprint()),
-        weighs.page_bytes / weighs.page_tokens,
-        weighs.wire_page_bytes / weighs.page_tokens,
+def read(folder: Path) -> Results:
+    """Every file of the folder of one model. Raises `ConfigError` if exact KV is not among the rows."""
+    files = sorted(cells.cells(folder), key=lambda cell: (_place_of_row(cell.row.name), _place_of_task(cell.task.name)))
+    exact = {cell.task.name: cell for cell in files if cell.row.name == EXACT.name}
+    if not exact:
+        raise ConfigError(f"{folder}: no file of the row {EXACT.name}, with which all others are compared")
+    fair = [cell for cell in files if cell.task.name in exact and _same_material(cell, exact[cell.task.name])]
+    stale = [f"{cell.row.name}/{cell.task.name}" for cell in files if cell not in fair]
+    rows = {cell.row.name: cell.row for cell in fair}
+    only_writes = {task.name for task in SUITE if task.suits is writes}
+    chats = not any(cell.task.name in only_writes for cell in fair)
+    scores = [score for cell in fair for score in _scores(cell, exact[cell.task.name])]
+    names = list(dict.fromkeys(cell.task.name for cell in sorted(fair, key=lambda c: _place_of_task(c.task.name))))
+    notes = [exact[name].task for name in names]
+    return Results(
+        exact[names[0]].model, chats, fair, notes, list(rows.values()), scores, _agreements(fair, exact), stale
     )
 
 
-def score_column(column: Column, answers: dict[str, list[Answered]], decode: Decode) -> list[Score]:
-    """Every measure of a column for every variant; exact KV must be among them."""
-    out = []
-    for measure in column.task.measures:
-        values = {name: np.array([score(measure, one, decode) for one in given]) for name, given in answers.items()}
-        exact = values[EXACT.name]
-        for name, scores in values.items():
-            rounded = [round(value, 6) for value in scores.tolist()]
-            cell = _cell(measure, scores, exact)
-            out.append(Score(name, column.task.name, column.point, measure, *cell, rounded))
-    return out
+def _same_material(cell: Cell, exact: Cell) -> bool:
+    shared = ("task", "material", "model_hash", "dtype")
+    return all(cell.key.get(name) == exact.key.get(name) for name in shared)
 
 
-def _cell(measure: Measure, scores: Floats, exact: Floats) -> tuple[Interval, Interval]:
-    if measure.is_perplexity:
-        return stats.perplexity(scores), stats.ratio(scores, exact)
-    return stats.share(scores), stats.change(scores, exact)
+def _place_of_row(name: str) -> tuple[int, str]:
+    """Calibrated rows stand behind the row that they are of; rows of older tables come last."""
+    names = [variant.name for variant in VARIANTS]
+    bare = name.removesuffix("-calibrated")
+    return (names.index(bare) if bare in names else len(names), name)
 
 
-def agreement_of(names: Sequence[str], free: Iterable[dict[str, list[Answered]]]) -> list[Agreement]:
-    """First divergences from exact KV over all freely written answers."""
-    runs = list(free)
-    if not runs:
+def _place_of_task(name: str) -> int:
+    names = [task.name for task in SUITE]
+    return names.index(name) if name in names else len(names)
+
+
+# Scores -------------------------------------------------------------------------------------------------------------
+
+
+def _scores(cell: Cell, exact: Cell) -> list[Score]:
+    task = next((task for task in SUITE if task.name == cell.task.name), None)
+    if task is None:
         return []
-    tokens = max(len(one.truth) for answers in runs for one in answers[EXACT.name])
+    points = [(point, found, exact.points[point]) for point, found in cell.points.items() if point in exact.points]
+    return [
+        score
+        for measure in task.measures
+        for point, found, wanted in points
+        if (score := _score(cell, task, point, measure, found, wanted)) is not None
+    ]
+
+
+def _score(cell: Cell, task: Task, point: int, measure: Measure, found: Found, exact: Found) -> Score | None:
+    values = _values(measure, found, exact)
+    if values is None:
+        return None
+    ours, theirs = values
+    asked = len(ours)
+    if measure in KEPT and cell.row.name != EXACT.name:
+        ours, theirs = ours[theirs == 1], theirs[theirs == 1]
+        if not len(ours):
+            return None
+    score, change = _intervals(measure)(ours, theirs)
+    return Score(cell.row.name, task.name, point, measure, score, change, ours.tolist(), asked)
+
+
+def _values(measure: Measure, found: Found, exact: Found) -> tuple[Floats, Floats] | None:
+    """Scores of a row and of exact KV; None where neither holds them."""
+    if measure is Measure.SAME:
+        return _compared(found.ids, exact.ids, lambda a, b: float(a == b))
+    if measure is Measure.SIMILAR:
+        return _compared(found.texts, exact.texts, edit_similarity)
+    if measure not in found.scores or measure not in exact.scores:
+        return None
+    return np.array(found.scores[measure]), np.array(exact.scores[measure])
+
+
+def _compared(ours: Sequence[T], exact: Sequence[T], compare: Callable[[T, T], float]) -> tuple[Floats, Floats]:
+    return np.array([compare(a, b) for a, b in zip(ours, exact, strict=True)]), np.ones(len(exact))
+
+
+def _intervals(measure: Measure) -> Callable[[Floats, Floats], tuple[Interval, Interval]]:
+    if measure.is_perplexity:
+        return lambda ours, exact: (stats.perplexity(ours), stats.ratio(ours, exact))
+    if measure is Measure.LENGTH:
+        return lambda ours, exact: ((found := stats.ratio_of_sums(ours, exact)), found.minus(1))
+    if measure is Measure.KL:
+        return lambda ours, exact: (stats.mean(ours), stats.mean(ours))
+    return lambda ours, exact: (stats.share(ours), stats.change(ours, exact))
+
+
+# Agreement ----------------------------------------------------------------------------------------------------------
+
+
+def _agreements(files: Sequence[Cell], exact: dict[str, Cell]) -> list[Agreement]:
+    """First divergences from exact KV over all freely written answers."""
+    runs = dict[str, list[tuple[list[int], list[int]]]]()
+    for cell in files:
+        for point, found in cell.points.items():
+            wanted = exact[cell.task.name].points.get(point)
+            if wanted is not None and found.ids and cell.row.name != EXACT.name:
+                runs.setdefault(cell.row.name, []).extend(zip(found.ids, wanted.ids, strict=True))
     return [
         Agreement(
             name,
-            tokens,
-            [
-                first_divergence(said.ids, exact.ids)
-                for answers in runs
-                for said, exact in zip(answers[name], answers[EXACT.name], strict=True)
-            ],
+            max(len(wanted) for _, wanted in pairs),
+            [first_divergence(np.array(said), np.array(wanted)) for said, wanted in pairs],
         )
-        for name in names
-        if name != EXACT.name
+        for name, pairs in runs.items()
     ]

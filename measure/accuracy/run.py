@@ -1,4 +1,4 @@
-"""Runs every row against every column, several at a time on one compute thread each.
+"""Measures every row on every task that has no current file, several rows at a time on one compute thread each.
 
 Small models spend their time between operations, not in them, so jobs side by side keep the cores busier than threads
 inside an operation would. Results do not depend on it: each job has a codec of its own, and in FP32 the model's rows do
@@ -7,41 +7,136 @@ not depend on their neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
 
-from measure.accuracy.engine import batches
-from measure.accuracy.metrics import Answered
+from hackkv.footprint import footprint_of
+from hackkv.model.worker import SHARE_TOKENS, Unloaded
+from hackkv.types import WIRE_FORM
+from measure.accuracy import cells
+from measure.accuracy.cells import Cell, Key, Row, TaskNote
+from measure.accuracy.engine import CHUNK_TOKENS
+from measure.accuracy.machine import commit, this_machine
 from measure.accuracy.subject import Subject
-from measure.accuracy.suite import Column
+from measure.accuracy.task import Prepared, Task
 from measure.accuracy.variants import Variant
 
-OnAnswers = Callable[[Variant, Column, int], None]
-"""Called with the number of samples that were just answered, from any thread."""
-
-Answers = list[dict[str, list[Answered]]]
-"""Per column, by the name of the variant."""
+OnTokens = Callable[[str, int], None]
+"""Called with what is being measured and the number of tokens that were just done, from any thread."""
 
 
-def answer_all(
-    subject: Subject, variants: Sequence[Variant], columns: Sequence[Column], jobs: int, on_answers: OnAnswers
-) -> Answers:
-    """Every column answered by every variant. Raises what the forward pass raises."""
-    with ThreadPoolExecutor(jobs) as pool:
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A row, and the tasks that it has no current file of."""
+
+    variant: Variant
+    planned: Unloaded
+    tasks: dict[Task, Key]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where files go, and what is noted of the run that made them."""
+
+    folder: Path
+    backend: str
+    jobs: int
+
+
+class Stopped(Exception):
+    """The run is over; what was begun is dropped."""
+
+
+def pending(
+    subject: Subject, rows: Sequence[Variant], tasks: Mapping[Task, Prepared], folder: Path, *, again: bool
+) -> list[Pending]:
+    """What is left to measure; everything if `again`. Loads no weights."""
+    found = list[Pending]()
+    for row in rows:
+        planned = subject.plan(row.codec)
+        keys = {task: _key(task, made, planned) for task, made in tasks.items()}
+        missing = {
+            task: key
+            for task, key in keys.items()
+            if again or not cells.is_current(cells.place(folder, subject.worker.name, row.name, task.name), key)
+        }
+        if missing:
+            found.append(Pending(row, planned, missing))
+    return found
+
+
+def _key(task: Task, made: Prepared, planned: Unloaded) -> Key:
+    return {
+        "task": f"{task.name} {task.version}",
+        "material": made.digest,
+        "chunk_tokens": str(CHUNK_TOKENS),
+        "kernels": planned.kernels,
+        **{name: value for name, value in planned.fingerprint().fields if name != WIRE_FORM},
+    }
+
+
+def measure(
+    subject: Subject, rows: Iterable[Pending], tasks: Mapping[Task, Prepared], place: Place, on_tokens: OnTokens
+) -> None:
+    """Write a file for each pending row and task. Raises what the forward pass raises.
+
+    After an exception, Ctrl-C among them, jobs stop at their next batch; files that were written stay.
+    """
+    stop, code = threading.Event(), commit()
+
+    def one(row: Pending) -> None:
+        worker = None
+        for task, key in row.tasks.items():
+            label, began, clock = f"{task.name}: {row.variant.name}", datetime.now(UTC), perf_counter()
+
+            def advance(tokens: int, label: str = label) -> None:
+                if stop.is_set():
+                    raise Stopped
+                on_tokens(label, tokens)
+
+            advance(0)
+            worker = worker or subject.load(row.planned)
+            points = tasks[task].measure(worker, advance)
+            note = TaskNote(task.name, task.says, tasks[task].samples, tasks[task].left_out)
+            cell = Cell(
+                key=key,
+                model=subject.worker.name,
+                held_out=subject.source,
+                row=row_of(row.variant, row.planned),
+                task=note,
+                points=points,
+                machine=this_machine(place.backend, place.jobs),
+                commit=code,
+                began=began.isoformat(timespec="seconds"),
+                seconds=round(perf_counter() - clock, 1),
+            )
+            cells.write(cells.place(place.folder, subject.worker.name, row.variant.name, task.name), cell)
+
+    with ThreadPoolExecutor(place.jobs) as pool:
         try:
-            futures = [
-                {v.name: pool.submit(_answer, subject, v, column, on_answers) for v in variants} for column in columns
-            ]
-            return [{name: future.result() for name, future in column.items()} for column in futures]
-        except BaseException:  # after Ctrl-C too, jobs that are still queued must not run
+            for future in [pool.submit(one, row) for row in rows]:
+                future.result()
+        except BaseException:
+            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _answer(subject: Subject, variant: Variant, column: Column, on_answers: OnAnswers) -> list[Answered]:
-    worker = subject.with_codec(variant.codec)
-    answers: list[Answered] = []
-    for batch in batches(column.examples):
-        answers += column.task.run(worker, batch)
-        on_answers(variant, column, len(batch))
-    return answers
+def row_of(variant: Variant, planned: Unloaded) -> Row:
+    """The table's row of a variant, with the bytes of its pages."""
+    sizes = footprint_of(planned.codec, planned.spec.kv_layout(planned.codec.page_tokens))
+    return Row(
+        variant.name,
+        variant.says,
+        variant.family,
+        variant.codec.name,
+        {name: value for name, value in variant.codec.settings.items() if name != "calibration"},
+        sizes.resting_bytes(SHARE_TOKENS) / SHARE_TOKENS,
+        sizes.wire_bytes(SHARE_TOKENS) / SHARE_TOKENS,
+        sizes.row_bytes,
+    )

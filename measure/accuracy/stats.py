@@ -27,6 +27,10 @@ class Interval:
     high: float
     method: str
 
+    def minus(self, amount: float) -> Interval:
+        """Shifted down."""
+        return Interval(self.value - amount, self.low - amount, self.high - amount, self.method)
+
 
 def wilson(mean: float, count: int) -> Interval:
     """Wilson's score interval of a share `mean` of `count` trials; it has a width even at 0 and 1."""
@@ -52,6 +56,20 @@ def perplexity(nlls: Floats) -> Interval:
     """exp of the mean negative log-likelihood per token, samples being of equal length."""
     log = _interval(float(nlls.mean()), _draws(len(nlls)), nlls)
     return Interval(math.exp(log.value), math.exp(log.low), math.exp(log.high), log.method)
+
+
+def mean(values: Floats) -> Interval:
+    """Mean of values of any size."""
+    return _interval(float(values.mean()), _draws(len(values)), values)
+
+
+def ratio_of_sums(values: Floats, exact: Floats) -> Interval:
+    """sum(values) / sum(exact), paired; not a number where nothing was counted."""
+    draws, level = _draws(len(values)), _level(len(values))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = values[draws].sum(1) / exact[draws].sum(1)
+        low, high = np.quantile(ratios, (level, 1 - level))
+        return Interval(float(values.sum() / exact.sum()), float(low), float(high), "bootstrap")
 
 
 def change(scores: Floats, exact: Floats) -> Interval:

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from hack_kernels import load
 
-from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.shipped import find_model
-from hackkv.model.worker import Worker, load_worker
+from hackkv.model.worker import Unloaded, Worker, load_worker, plan_worker
 from hackkv.tokenizer import BROKEN, Tokenizer
 from measure.accuracy.data import Record
 from measure.accuracy.text import Document, held_out
@@ -34,12 +32,20 @@ class Subject:
     """Where the held-out text comes from."""
     records: tuple[Record, ...] = ()
 
+    def plan(self, codec: CodecConfig) -> Unloaded:
+        """The same checkpoint with another codec and kernels of its own, for one thread; not loaded yet."""
+        return plan_worker(self.model, codec)
+
+    def load(self, planned: Unloaded) -> Worker:
+        """The weights are shared unless the codec folds something into them."""
+        model = planned.load() if planned.codec.prepares_weights else self.worker.model
+        return Worker(
+            self.worker.name, model, planned.codec, planned.fingerprint(), planned.kernels, self.worker.guides
+        )
+
     def with_codec(self, codec: CodecConfig) -> Worker:
-        """The same checkpoint with another codec and kernels of its own, for one thread."""
-        made = make_codec(codec, self.worker.model.spec.kv_shape, load(self.model.backend))
-        if made.prepares_weights:
-            return replace(load_worker(self.model, codec), name=self.worker.name)
-        return replace(self.worker, codec=made)
+        """Planned and loaded."""
+        return self.load(self.plan(codec))
 
     def encode(self, text: str) -> Ids:
         """Ids of `text` alone."""

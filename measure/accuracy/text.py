@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hackkv.model.shipped import SHIPPED
+from hackkv.packaged import SHIPPED
 
 FILE = "held_out.jsonl"
 HELD_OUT_SHARE = 0.03

@@ -1,8 +1,8 @@
 """The rows of the table: codecs and settings to compare, exact KV first.
 
-A name says how a row departs from the preset it starts with: `hack` is Π 64, rounding to nearest, symmetric 8-bit Q
-and P, and the open-page rule; `hack-paper` is Π 64, stochastic, asymmetric with stored sums, K quantized at once;
-`rot-*` are the presets as they are.
+Every preset of `hackkv.codecs.CODECS` is a row under its own name. The other rows are ablations of the paper's form; a
+name says how a row departs from the preset it starts with: `hack` is Π 64, rounding to nearest, symmetric 8-bit Q and
+P, and the open-page rule; `hack-paper` is Π 64, stochastic, asymmetric with stored sums, K quantized at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hackkv.codecs import CALIBRATED, CODECS
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 
@@ -35,24 +36,17 @@ def _row(name: str, preset: str, family: str, says: str, **settings: Setting) ->
 EXACT: Final = _row("fp16", "fp16", "exact", "exact: K and V in FP16, attention in FP32")
 _OPEN, _STOCHASTIC, _PAPER, _ABLATION = "open-page rule, nearest", "open-page rule, stochastic", "paper", "ablation"
 
-_ROTATED: Final = {
-    "rot-k4v4": "rotated rows, a scale per row: 4 bits",
-    "rot-k3v3": "the same in 3 bits",
-    "rot-k3v2": "the same, K in 3 bits and V in 2",
-    "rot-k2v2": "the same in 2 bits",
-}
-
-VARIANTS: Final = (
+_DESCRIBED: Final = (
     EXACT,
-    _row("hack-32", "hack", _OPEN, "default at Π 32", page_tokens=32),
-    _row("hack", "hack", _OPEN, "the default: Π 64, 2-bit, nearest, symmetric, open-page rule"),
-    _row("hack-128", "hack", _OPEN, "default at Π 128", page_tokens=128),
+    _row("hack-32", "hack", _OPEN, "`hack` at Π 32", page_tokens=32),
+    _row("hack", "hack", _OPEN, "Π 64, 2-bit, nearest, symmetric, open-page rule"),
+    _row("hack-128", "hack", _OPEN, "`hack` at Π 128", page_tokens=128),
     _row("hack-32-stochastic", "hack", _STOCHASTIC, "Π 32, stochastic", page_tokens=32, rounding="stochastic"),
-    _row("hack-stochastic", "hack", _STOCHASTIC, "default, but stochastic rounding", rounding="stochastic"),
+    _row("hack-stochastic", "hack", _STOCHASTIC, "`hack`, but stochastic rounding", rounding="stochastic"),
     _row("hack-128-stochastic", "hack", _STOCHASTIC, "Π 128, stochastic", page_tokens=128, rounding="stochastic"),
-    _row("hack-k4v2", "hack-k4v2", "4-bit K", "default, but K in 4 bits"),
+    _row("hack-k4v2", "hack-k4v2", "4-bit K", "`hack`, but K in 4 bits"),
     _row(
-        "hack-asymmetric", "hack", _ABLATION, "default, but Q and P as in the paper, with sums", arithmetic="asymmetric"
+        "hack-asymmetric", "hack", _ABLATION, "`hack`, but Q and P as in the paper, with sums", arithmetic="asymmetric"
     ),
     _row(
         "hack-asymmetric-no-se",
@@ -62,33 +56,47 @@ VARIANTS: Final = (
         arithmetic="asymmetric",
         stored_sums=False,
     ),
-    _row("hack-k-codes", "hack", _ABLATION, "default, but K of the open page as codes", open_page="k_codes"),
+    _row("hack-k-codes", "hack", _ABLATION, "`hack`, but K of the open page as codes", open_page="k_codes"),
     _row(
         "hack-no-rqe",
         "hack",
         _ABLATION,
-        "default with RQE off: K and V of the open page as codes",
+        "`hack` with RQE off: K and V of the open page as codes",
         open_page="requantize",
     ),
     _row("hack-paper-32", "hack-paper", _PAPER, "the paper at Π 32", page_tokens=32),
     _row("hack-paper", "hack-paper", _PAPER, "the paper: stochastic, asymmetric, K at once, own page's V in FP16"),
     _row("hack-paper-128", "hack-paper", _PAPER, "the paper at Π 128", page_tokens=128),
     _row("hack-paper-no-rqe", "hack-paper", _PAPER, "the paper with RQE off (its Table 7)", open_page="requantize"),
-    *(_row(name, name, "rotated", says) for name, says in _ROTATED.items()),
+)
+"""Rows that are described here; the presets that are missing follow with what their settings say."""
+
+
+def _says(name: str) -> str:
+    return ", ".join(f"{key} {value}" for key, value in CODECS[name].settings.items()) or "no settings"
+
+
+VARIANTS: Final = (
+    *_DESCRIBED,
+    *(
+        _row(name, name, name.partition("-")[0], _says(name))
+        for name in CODECS
+        if name not in {row.name for row in _DESCRIBED}
+    ),
 )
 
 
 def calibrated(file: Path) -> tuple[Variant, ...]:
-    """The rows `rot-*` once more, with a file that `hackkv calibrate` wrote."""
+    """The rows of presets that can be calibrated once more, with a file that `hackkv calibrate` wrote."""
     return tuple(
-        _row(f"{name}-calibrated", name, "rotated, calibrated", f"{says}; calibrated", calibration=str(file))
-        for name, says in _ROTATED.items()
+        _row(f"{name}-calibrated", name, "rot, calibrated", f"{_says(name)}; calibrated", calibration=str(file))
+        for name in CALIBRATED
     )
 
 
-def choose(names: Sequence[str], calibration: Path | None = None) -> tuple[Variant, ...]:
-    """The named rows in the table's order, exact KV always among them; no names mean all. With a calibration file the
-    table has the calibrated rows too.
+def choose(names: Sequence[str], calibration: Path | None = None, *, ablations: bool = True) -> tuple[Variant, ...]:
+    """The named rows in the table's order, exact KV always among them. No names mean all; without `ablations` only the
+    presets. With a calibration file the table has the calibrated rows too.
 
     Raises `ConfigError` naming one that is unknown.
     """
@@ -97,4 +105,6 @@ def choose(names: Sequence[str], calibration: Path | None = None) -> tuple[Varia
     for name in names:
         if name not in known:
             raise ConfigError(f"--variants: {name!r} is unknown; known: {', '.join(v.name for v in rows)}")
-    return tuple(v for v in rows if v is EXACT or not names or v.name in names)
+    if names:
+        return tuple(v for v in rows if v is EXACT or v.name in names)
+    return tuple(v for v in rows if ablations or v.name in CODECS or v.family == "rot, calibrated")

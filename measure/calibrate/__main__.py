@@ -1,7 +1,8 @@
 """`hackkv calibrate`: fit the codecs rot-* to a model, and write the file that their setting `calibration` names.
 
 The model reads text with exact attention; moments of its keys and queries give each KV head a basis in which codes
-lose least. Every node of a cluster needs a file of the same bytes: copy it, do not make it again elsewhere.
+lose least. With --target-bytes, the layers that suffer most get more bits than the others. Every node of a cluster
+needs a file of the same bytes: copy it, do not make it again elsewhere.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import save
 from torch import Tensor
 
+from hackkv.codecs.artifact import METADATA, VERSION
+from hackkv.codecs.rotated import LayerBits
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
+from hackkv.model.identity import source_hash
 from hackkv.model.shipped import find_model
 from hackkv.model.worker import Worker, load_worker
 from hackkv.tokenizer import Tokenizer
+from measure.calibrate.bits import TOKENS, base_of, in_words, losses_of, passes, spend
 from measure.calibrate.moments import counted_rows, gather
 from measure.calibrate.solve import solve
 from measure.calibrate.windows import Windows, windows_of
-
-METADATA = "hackkv"
-"""The one key of the file's metadata, whose value is JSON: the library writes several keys in any order, and the bytes
-of a file must follow from what was measured."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,9 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         _check_out(args.out)
-        worker, windows = _load(args)
-        found = _measure(worker, windows, notes)
-        write_atomically(args.out, save(found, {METADATA: _about(worker, windows)}))
+        worker, source, windows = _load(args)
+        base = None if args.target_bytes is None else base_of(args.target_bytes, worker.model.spec.head_dim)
+        found, losses = _measure(worker, windows, base, notes)
+        chosen = None
+        if base is not None:
+            chosen = spend(base, losses, args.target_bytes, worker.model.spec.head_dim)
+        write_atomically(args.out, save(found, {METADATA: _about(worker, source, windows, chosen)}))
     except HackkvError as error:
         notes.print(f"hackkv calibrate: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
@@ -50,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     said = f"wrote {args.out}: {worker.name}, {windows.tokens} tokens of {windows.source}"
     console.print(said, markup=False, soft_wrap=True)
+    if chosen is not None:
+        console.print(in_words(chosen, worker.model.spec.head_dim), markup=False, soft_wrap=True)
     return 0
 
 
@@ -66,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
         help="UTF-8 text; default: sources of this Python's library that `hackkv eval` never scores",
     )
     parser.add_argument("--tokens", type=_positive, default=16384, help="how much text to read; default: 16384")
+    parser.add_argument(
+        "--target-bytes",
+        type=_percentage,
+        metavar="PERCENT",
+        help="choose bits by layer: the best codec with at most this share of FP16's bytes, such as 14.5%%",
+    )
     parser.add_argument("--out", type=Path, required=True, help="the file to write (.safetensors)")
     parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
     parser.add_argument("--backend", default="auto", help="kernels; default: the fastest of this machine")
@@ -80,6 +93,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _percentage(text: str) -> float:
+    value = float(text.removesuffix("%")) / 100
+    if not text.endswith("%") or not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no percentage such as 14.5%")
+    return value
+
+
 def _check_out(out: Path) -> None:
     """Before the work and not after it."""
     if out.is_dir():
@@ -88,9 +108,9 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"{out.parent}: no such folder")
 
 
-def _load(args: argparse.Namespace) -> tuple[Worker, Windows]:
-    """Everything that the run needs. Raises `ConfigError`, also if the text is too short."""
-    folder = find_model(args.model)
+def _load(args: argparse.Namespace) -> tuple[Worker, str, Windows]:
+    """Everything that the run needs, and the hash of the model. Raises `ConfigError`, also if the text is too short."""
+    folder = find_model(args.model, args.dtype)
     config = ModelConfig(path=str(folder.path), dtype=args.dtype, threads=args.threads, backend=args.backend)
     worker = replace(load_worker(config, CodecConfig(name="fp16")), name=folder.name)
     windows = windows_of(Tokenizer(folder.path), args.text, args.tokens, worker.model.spec.max_context)
@@ -99,33 +119,45 @@ def _load(args: argparse.Namespace) -> tuple[Worker, Windows]:
         raise ConfigError(
             f"{windows.source}: {windows.tokens} tokens leave {rows} rows to count; at least {needed} are needed"
         )
-    return worker, windows
+    return worker, source_hash(folder.path), windows
 
 
-def _measure(worker: Worker, windows: Windows, console: Console) -> dict[str, Tensor]:
-    """The tensors of the file, by name, under a progress bar."""
+def _measure(
+    worker: Worker, windows: Windows, base: LayerBits | None, console: Console
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of the file, by name, and with `base` what it costs by side and layer, under a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    silent, found = not console.is_terminal, dict[str, Tensor]()
+    silent, solved, losses = not console.is_terminal, list[dict[str, Tensor]](), torch.empty(0)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=silent) as progress:
         bar = progress.add_task("tokens", total=windows.tokens)
         moments = gather(worker.model, windows.windows, lambda count: progress.update(bar, advance=count))
         progress.update(bar, description="layers", total=len(moments), completed=0)
-        for layer, each in enumerate(moments):
-            found |= {f"layers.{layer}.{name}": tensor for name, tensor in solve(each).items()}
+        for each in moments:
+            solved.append(solve(each))
             progress.update(bar, advance=1)
-    return found
+        if base is not None:
+            total = passes(len(solved)) * min(TOKENS, len(windows.windows[0]))
+            progress.update(bar, description="bits", total=total, completed=0)
+            losses = losses_of(
+                worker.model, windows.windows[0], solved, base, lambda count: progress.update(bar, advance=count)
+            )
+    found = {f"layers.{i}.{name}": tensor for i, each in enumerate(solved) for name, tensor in each.items()}
+    return found, losses
 
 
-def _about(worker: Worker, windows: Windows) -> str:
-    about = {
+def _about(worker: Worker, source: str, windows: Windows, bits: LayerBits | None) -> str:
+    about: dict[str, object] = {
+        "version": VERSION,
         "model": worker.name,
-        "model_hash": dict(worker.fingerprint.fields)["model_hash"],
+        "model_hash": source,
         "dtype": dict(worker.fingerprint.fields)["dtype"],
         "text": windows.source,
         "text_sha256": windows.digest,
         "tokens": windows.tokens,
         "torch": torch.__version__,
     }
+    if bits is not None:
+        about["layer_bits"] = bits.model_dump()
     return json.dumps(about, sort_keys=True)
 
 

@@ -4,7 +4,8 @@ Codes of one scale want channels that look alike, so K is whitened and then spre
 wholly would spend precision on directions that no query has, hence C^(-1/4) and not C^(-1/2). What matters is the error
 of q·k, e^T E[q q^T] e for an error e of k. Feedback makes that small in the basis T, where E[q q^T] is
 M = T^-1 Q T^-T: with M = R^T R, the levels of a row are chosen from the last channel on and every channel makes up for
-the errors of those after it (LDLQ of QuIP, arXiv 2307.13304).
+the errors of those after it (LDLQ of QuIP, arXiv 2307.13304). The rows of R, divided by their diagonal, are the
+gains; the squares of the diagonal weigh the errors that are left when a row's scale is fitted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+from hack_kernels.level_format import Feedback, on_grid
 from torch import Tensor
 
 from hackkv.codecs.hadamard import hadamard
@@ -25,13 +27,14 @@ DAMP: Final = 0.1
 
 
 def solve(moments: Moments) -> dict[str, Tensor]:
-    """`basis` [Hkv, D, D], `mean` [Hkv, D] and `feedback` [Hkv, D, D] of a layer, float32 on the processor."""
+    """`basis` and `gains` [Hkv, D, D], `mean` and `weights` [Hkv, D] of a layer, float32 on the processor."""
     covariance, queries = moments.covariance.cpu(), moments.queries.cpu()
     basis = power(covariance, POWER) @ hadamard(covariance.shape[-1])
     # What is stored is what the gains must fit, so the metric is that of the rounded basis.
     stored = basis.float()
     back = torch.linalg.inv(stored.double())
-    found = {"basis": stored, "mean": moments.mean.cpu().float(), "feedback": gains(back @ queries @ back.mT).float()}
+    feedback = feedback_by(back @ queries @ back.mT)
+    found = {"basis": stored, "mean": moments.mean.cpu().float(), "gains": feedback.gains, "weights": feedback.weights}
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
@@ -44,9 +47,14 @@ def power(covariance: Tensor, exponent: float) -> Tensor:
     return powered
 
 
-def gains(metric: Tensor) -> Tensor:
-    """g_id = R_id / R_ii for d > i, else 0, of metric [..., D, D] + damping = R^T R with R upper triangular."""
+def feedback_by(metric: Tensor) -> Feedback:
+    """Gains g_di = R_di / R_dd above the diagonal, and weights R_dd², of metric [heads, D, D] + damping = R^T R.
+
+    R is upper triangular. Weights have a mean of 1 in every head.
+    """
     mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     damped = metric + DAMP * torch.where(mean > 0, mean, 1) * torch.eye(metric.shape[-1], dtype=metric.dtype)
     root: Tensor = torch.linalg.cholesky(damped, upper=True)
-    return (root / root.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
+    diagonal = root.diagonal(dim1=-2, dim2=-1)
+    weights = diagonal.square() / diagonal.square().mean(-1, keepdim=True)
+    return Feedback(on_grid((root / diagonal[..., None]).triu(1).float()), weights.float())

@@ -11,12 +11,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-import hackkv
 from hackkv.errors import ConfigError
+from hackkv.packaged import SHIPPED, SHIPPED_NAME
 
-SHIPPED = Path(hackkv.__file__).parent / "shipped"
-SHIPPED_NAME = "hackkv-small"
-"""Both as in `hackkv.model.shipped`, which is not imported because it imports torch."""
 _ATTEMPTS = 8
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from hackkv import __version__
 from hackkv.errors import HackkvError
 from router.api import chat, completions, page, probes
+from router.api.description import describe
 from router.api.errors import HTTPError, error_response, handle
-from router.api.intake import Gate
+from router.api.intake import REQUEST_ID, Gate
 from router.api.served import ServedModel
 from router.config import DeadlinesConfig, LimitsConfig
 
@@ -24,8 +26,9 @@ def build_app(
     api_keys: tuple[str, ...] = (),
     max_body_bytes: int = _LIMITS.max_body_bytes,
     body_s: float = _DEADLINES.body_s,
+    cors_origins: tuple[str, ...] = (),
 ) -> ASGIApp:
-    """The HTTP API of one served model."""
+    """The HTTP API of one served model. Browsers may call it from pages at `cors_origins`."""
     app = FastAPI(title="hackkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.served, app.state.max_body_bytes, app.state.body_s = served, max_body_bytes, body_s
     for module in (completions, chat, probes, page):
@@ -34,7 +37,15 @@ def build_app(
     app.add_exception_handler(HTTPError, handle)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(Exception, handle)
-    return Gate(app, served.metrics.refused, api_keys)
+    app.openapi = lambda: describe(app, bool(api_keys))  # type: ignore[method-assign]
+    gate = Gate(app, served.metrics.refused, api_keys)
+    if not cors_origins:
+        return gate
+    # Outside the gate: a browser asks for permission without the key.
+    headers = ["authorization", "content-type", REQUEST_ID]
+    return CORSMiddleware(
+        gate, cors_origins, allow_methods=["GET", "POST"], allow_headers=headers, expose_headers=[REQUEST_ID]
+    )
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

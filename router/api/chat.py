@@ -4,89 +4,87 @@ from __future__ import annotations
 
 from time import time
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Sampling, Token
+from router.api.answers import ChatCompletion
 from router.api.caller import Caller
 from router.api.choices import Choice, Delta
+from router.api.conversation import Conversations
 from router.api.generation import Generation
-from router.api.intake import arrival, counting_refusals, read_body, served_by
+from router.api.intake import arrival, counting_refusals, read_body, request_id, served_by
 from router.api.reply import JsonReply, running_usage
 from router.api.sampling import nth_seed, sampling_of
 from router.api.schema import ChatRequest
 from router.api.served import ServedModel
 from router.api.sse import StreamReply
-
-_ROLES = {"developer": "system"}
-"""Roles that chat templates know under another name."""
+from router.api.structured import Thinking
+from router.api.tokenize import Parsed
 
 routes = APIRouter()
 
 
-@routes.post("/v1/chat/completions")
+@routes.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}})
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     served = served_by(request)
     with counting_refusals(served):
-        body = await read_body(request, ChatRequest, served.name)
-        jobs = await _plan(served, body, Caller(request.receive))
-    generation = Generation(served, f"chatcmpl-{uuid4().hex}", arrival(request), jobs, body.cache_salt)
-    renderer = ChatRenderer(served, body, generation.request_id)
+        parsed = await read_body(request, ChatRequest)
+        jobs, thinking = await _plan(served, parsed, Caller(request.receive))
+    body = parsed.body
+    generation = Generation(served, f"chatcmpl-{request_id(request)}", arrival(request), jobs, body.cache_salt)
+    renderer = ChatRenderer(served, body, generation.request_id, thinking)
     return (StreamReply if body.stream else JsonReply)(generation, renderer)
 
 
-async def _plan(served: ServedModel, body: ChatRequest, caller: Caller) -> list[tuple[Choice, Sampling]]:
-    served.prompts.check_sequences(body.n)
+async def _plan(
+    served: ServedModel, parsed: Parsed[ChatRequest], caller: Caller
+) -> tuple[list[tuple[Choice, Sampling]], Thinking]:
+    body, (ids,) = parsed.body, parsed.prompts
     served.prompts.check_token_ids(dict(body.logit_bias), "logit_bias")
-    messages = [
-        {"role": _ROLES.get(message.role, message.role), "content": message.text}
-        | ({"name": message.name} if message.name else {})
-        for message in body.messages
-    ]
-    ids = await served.prompts.encode_chat(
-        messages,
-        body.chat_template_kwargs or {},
-        caller,
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        continue_final_message=body.continue_final_message,
-    )
     asked, length_param = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
         asked, length_param = body.max_completion_tokens, "max_completion_tokens"
     max_tokens = served.prompts.check_size(len(ids), asked, served.default_chat_tokens, "messages", length_param)
-    sampling = sampling_of(body, served.defaults, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, None)
-    return [
+    thinking = served.conversations.thinking(ids)
+    form = served.conversations.form(body, thinking)
+    grammar = "" if form is None else await caller.unless_left(served.grammars.grammar(form))
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = sampling_of(body, served.defaults, max_tokens, logprobs, grammar=grammar)
+    jobs = [
         (
-            Choice(nth, ids, served.tokenizer, body.stop, sampling.min_tokens, body.skip_special_tokens),
+            Choice(
+                nth,
+                ids,
+                served.tokenizer,
+                body.stop,
+                sampling.min_tokens,
+                body.skip_special_tokens,
+                shown=served.conversations.shown(body),
+            ),
             nth_seed(sampling, nth),
         )
         for nth in range(body.n)
     ]
+    return jobs, thinking
 
 
 class ChatRenderer:
     """Writes chat completions as OpenAI does."""
 
-    def __init__(self, served: ServedModel, body: ChatRequest, request_id: str) -> None:
+    def __init__(self, served: ServedModel, body: ChatRequest, name: str, thinking: Thinking) -> None:
         self._body, self._tokenizer = body, served.tokenizer
-        self._head = {"id": request_id, "created": int(time()), "model": served.name}
+        self._answers = [served.conversations.answer(body, thinking) for _ in range(body.n)]
+        """Of each choice; None where the message is plain text."""
+        self._head = {"id": name, "created": int(time()), "model": served.name}
         self._begun: set[int] = set()
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The complete answer."""
-        choices = [
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._logprobs(choice.tokens),
-                "finish_reason": choice.finish,
-            }
-            for choice in generation.choices
-        ]
+        choices = [self._whole_choice(choice) for choice in generation.choices]
         answer = {**self._head, "object": "chat.completion", "choices": choices, "usage": generation.usage()}
         if self._body.return_stages:
             answer["hackkv"] = generation.report()
@@ -94,16 +92,25 @@ class ChatRenderer:
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The events of one delta. As with OpenAI, a choice's first event names the role, and its last the finish."""
-        index, content = delta.choice.index, {"content": delta.text}
+        index, answer = delta.choice.index, self._answers[delta.choice.index]
+        finish: str | None = delta.finish
+        contents: list[dict[str, Any]] = [{"content": delta.text}]
+        if answer is not None:
+            contents = answer.push(delta.text, delta.finish is not None) or [{}]
+            finish = Conversations.finish(self._body, answer, finish)
         if index not in self._begun:
             self._begun.add(index)
-            content = {"role": "assistant", **content}
+            contents[0] = {"role": "assistant", "content": None, **contents[0]}
         logprobs = self._logprobs([delta.token] if delta.token else [])
-        events = [self._chunk(delta, {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": None})]
-        if delta.finish is not None:
-            ending = {"index": index, "delta": {}, "logprobs": None, "finish_reason": delta.finish}
-            events.append(self._chunk(delta, ending))
-        return events
+        events = []
+        for content in contents:
+            if not content and logprobs is None and not self._body.include_usage:
+                continue  # a token of a call's frame, or one that is held back
+            events.append({"index": index, "delta": content, "logprobs": logprobs, "finish_reason": None})
+            logprobs = None  # a token's belong to the first event that it makes
+        if finish is not None:
+            events.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish})
+        return [self._chunk(delta, event) for event in events]
 
     def closing_chunk(self, generation: Generation) -> dict[str, Any] | None:
         """Usage and stages, on request."""
@@ -115,6 +122,19 @@ class ChatRenderer:
         if self._body.return_stages:
             event["hackkv"] = generation.report()
         return event
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        answer, finish = self._answers[choice.index], choice.finish and choice.finish.value
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if answer is not None:
+            answer.push(choice.text, last=True)
+            message, finish = answer.message(), Conversations.finish(self._body, answer, finish)
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice.tokens),
+            "finish_reason": finish,
+        }
 
     def _chunk(self, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
         event = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}

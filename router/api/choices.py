@@ -48,9 +48,10 @@ class Choice:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         wants_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self.index, self.prompt_ids, self.tokenizer = index, prompt_ids, tokenizer
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, shown)
         self._matcher = StopMatcher(stops)
         self._min_tokens, self._wants_tokens = min_tokens, wants_tokens
         self._texts: list[str] = []

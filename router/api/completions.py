@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from time import time
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hackkv.tokenizer import Tokenizer
+from hackkv.tokenizer import Detokenizer, Tokenizer
 from hackkv.types import Sampling, Token
+from router.api.answers import Completion
 from router.api.caller import Caller
 from router.api.choices import Choice, Delta
 from router.api.generation import Generation
-from router.api.intake import arrival, counting_refusals, read_body, served_by
+from router.api.intake import arrival, counting_refusals, read_body, request_id, served_by
 from router.api.reply import JsonReply, running_usage
 from router.api.sampling import nth_seed, sampling_of
 from router.api.schema import CompletionRequest
 from router.api.served import ServedModel
 from router.api.sse import StreamReply
+from router.api.tokenize import Parsed
 
 DEFAULT_TOKENS = 16
 """OpenAI's default for `max_tokens` of a completion."""
@@ -27,27 +28,34 @@ DEFAULT_TOKENS = 16
 routes = APIRouter()
 
 
-@routes.post("/v1/completions")
+@routes.post("/v1/completions", responses={200: {"model": Completion}})
 async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     served = served_by(request)
     with counting_refusals(served):
-        body = await read_body(request, CompletionRequest, served.name)
-        jobs = await _plan(served, body, Caller(request.receive))
-    generation = Generation(served, f"cmpl-{uuid4().hex}", arrival(request), jobs, body.cache_salt)
+        parsed = await read_body(request, CompletionRequest)
+        jobs = await _plan(served, parsed, Caller(request.receive))
+    body = parsed.body
+    generation = Generation(served, f"cmpl-{request_id(request)}", arrival(request), jobs, body.cache_salt)
     renderer = CompletionRenderer(served, body, generation.request_id)
     return (StreamReply if body.stream else JsonReply)(generation, renderer)
 
 
-async def _plan(served: ServedModel, body: CompletionRequest, caller: Caller) -> list[tuple[Choice, Sampling]]:
+async def _plan(
+    served: ServedModel, parsed: Parsed[CompletionRequest], caller: Caller
+) -> list[tuple[Choice, Sampling]]:
     """One choice for each prompt and each of its n continuations."""
-    served.prompts.check_sequences(len(body.prompt) * body.n)
+    body = parsed.body
     served.prompts.check_token_ids(dict(body.logit_bias), "logit_bias")
     scoring = body.max_tokens == 0
+    form = body.form()
+    grammar = "" if form is None else await caller.unless_left(served.grammars.grammar(form))
     jobs: list[tuple[Choice, Sampling]] = []
-    for ids in await served.prompts.encode(body.prompt, body.add_special_tokens, caller):
+    for ids in parsed.prompts:
         max_tokens = served.prompts.check_size(len(ids), 1 if scoring else body.max_tokens, DEFAULT_TOKENS, "prompt")
-        sampling = sampling_of(body, served.defaults, max_tokens, body.logprobs, body.logprobs if body.echo else None)
+        sampling = sampling_of(
+            body, served.defaults, max_tokens, body.logprobs, body.logprobs if body.echo else None, grammar
+        )
         for nth in range(body.n):
             choice = Choice(
                 len(jobs),
@@ -65,17 +73,17 @@ async def _plan(served: ServedModel, body: CompletionRequest, caller: Caller) ->
 class CompletionRenderer:
     """Writes completions as OpenAI does."""
 
-    def __init__(self, served: ServedModel, body: CompletionRequest, request_id: str) -> None:
+    def __init__(self, served: ServedModel, body: CompletionRequest, name: str) -> None:
         self._body, self._tokenizer = body, served.tokenizer
         self._head = {
-            "id": request_id,
+            "id": name,
             "object": "text_completion",
             "created": int(time()),
             "model": served.name,
         }
         self._prompts = [prompt if isinstance(prompt, str) else None for prompt in body.prompt]
         self._begun: set[int] = set()
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, Offsets] = {}
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The complete answer."""
@@ -141,31 +149,56 @@ class CompletionRenderer:
         self, choice: Choice, tokens: list[Token], prompt_tokens: tuple[Token, ...] | None
     ) -> dict[str, list[Any]]:
         rows = [_row(self._tokenizer, token) for token in tokens]
+        offsets = self._offsets.setdefault(choice.index, Offsets(self._tokenizer, self._body.skip_special_tokens))
+        at: list[int] = []
         if prompt_tokens is not None:  # nothing comes before the first token, so it has no probability
-            first = (self._tokenizer.token_text(choice.prompt_ids[0]), None, None)
+            first = (token_name(self._tokenizer, choice.prompt_ids[0]), None, None)
             rows = [first, *(_row(self._tokenizer, token) for token in prompt_tokens), *rows]
-        offsets = []
-        offset = self._offsets.get(choice.index, 0)
-        for text, _, _ in rows:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[choice.index] = offset
+            echoed = Offsets(self._tokenizer, skip_special_tokens=True)
+            at = [echoed.push(token_id) for token_id in choice.prompt_ids]
+            offsets.start = len(self._prompt_text(choice))
+        at += [offsets.push(token.token_id) for token in tokens]
         return {
-            "text_offset": offsets,
+            "text_offset": at,
             "token_logprobs": [logprob for _, logprob, _ in rows],
             "tokens": [text for text, _, _ in rows],
             "top_logprobs": [top for _, _, top in rows],
         }
 
 
-def _row(tokenizer: Tokenizer, token: Token) -> tuple[str, float | None, dict[str, float] | None]:
-    """Text, log-probability and alternatives of one token; the chosen one is always among the alternatives.
+class Offsets:
+    """Where each token of a text begins, in characters. A token within a character begins where the character does."""
 
-    OpenAI keys alternatives by text, and several tokens can have the same text (parts of characters all show as
-    U+FFFD). The key then belongs to the chosen token if it has that text, else to the most probable token.
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self.start = 0
+        """Where the text begins."""
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._shown = 0
+
+    def push(self, token_id: int) -> int:
+        """Where this token begins."""
+        offset = self.start + self._shown
+        self._shown += len(self._detokenizer.push(token_id))
+        return offset
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    r"""A token as text; as OpenAI does, `bytes:` and its bytes if they are no whole characters: `bytes:\xf0\x9f`."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
+
+
+def _row(tokenizer: Tokenizer, token: Token) -> tuple[str, float | None, dict[str, float] | None]:
+    """Name, log-probability and alternatives of one token; the chosen one is always among the alternatives.
+
+    OpenAI keys alternatives by name, and tokens can share one. The key then belongs to the chosen token if it has that
+    name, else to the most probable token.
     """
-    text = tokenizer.token_text(token.token_id)
-    top = {tokenizer.token_text(other.token_id): other.logprob for other in reversed(token.top)}
+    name = token_name(tokenizer, token.token_id)
+    top = {token_name(tokenizer, other.token_id): other.logprob for other in reversed(token.top)}
     if token.logprob is not None:
-        top[text] = token.logprob
-    return text, token.logprob, top
+        top[name] = token.logprob
+    return name, token.logprob, top

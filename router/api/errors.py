@@ -1,7 +1,8 @@
 """Errors as HTTP: OpenAI's envelope `{"error": {message, type, param, code}}` and a status for each class.
 
-HTTPError         what this API itself refuses: 401, 404, 405, 408, 413
-RequestError  400 | NonFiniteError 500 | Overloaded 429 (Retry-After) | Cancelled 499 | Unavailable 503 (Retry-After)
+HTTPError         what this API itself refuses: 401, 404, 405, 408, 413, 415; 429 and 503 for connections
+RequestError, GuideError 400 | NonFiniteError 500 | Overloaded 429 (Retry-After) | Cancelled 499
+Unavailable 503 (Retry-After)
 DeadlineExceeded 504 | Unauthorized, NodeLost, TransferError 502 | anything else 500
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Collection, Sequence
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -18,6 +20,7 @@ from starlette.responses import Response
 from hackkv.errors import (
     Cancelled,
     DeadlineExceeded,
+    GuideError,
     HackkvError,
     NodeLost,
     NonFiniteError,
@@ -27,10 +30,13 @@ from hackkv.errors import (
     Unauthorized,
     Unavailable,
 )
+from hackkv.spelling import did_you_mean
+from router.api.fields import TAGS
 from router.watch.metrics import Outcome
 
 log = logging.getLogger(__name__)
 
+_LONGEST = 2000
 CLIENT_GONE = 499
 """nginx's status for a client that left. Only logs show it."""
 
@@ -47,6 +53,7 @@ class HTTPError(Exception):
 
 _STATUS: tuple[tuple[type[HackkvError], int, Outcome], ...] = (
     (RequestError, 400, Outcome.REFUSED),
+    (GuideError, 400, Outcome.REFUSED),
     (NonFiniteError, 500, Outcome.FAILED),
     (Overloaded, 429, Outcome.OVERLOADED),
     (Cancelled, CLIENT_GONE, Outcome.CANCELLED),
@@ -76,14 +83,19 @@ def outcome_of(error: BaseException) -> Outcome:
 
 def envelope(error: BaseException) -> dict[str, dict[str, str | None]]:
     """The body that goes with an error. The message of an unexpected error is not shown to clients."""
-    status = status_of(error)
+    status, message = status_of(error), shortened(str(error))
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     if isinstance(error, HTTPError):
-        return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+        return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
     if isinstance(error, HackkvError):
         param = error.param if isinstance(error, RequestError) else None
-        return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
+        return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
     return {"error": {"message": "internal error", "type": kind, "param": None, "code": "internal"}}
+
+
+def shortened(message: str) -> str:
+    """A message, cut if what it quotes is long."""
+    return message if len(message) <= _LONGEST else message[:_LONGEST] + "…"
 
 
 def error_response(error: BaseException) -> Response:
@@ -101,21 +113,34 @@ def error_response(error: BaseException) -> Response:
 async def handle(request: Request, error: Exception) -> Response:
     """Exception handler for everything that a route raises."""
     if status_of(error) == 500:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        name = getattr(request.state, "request_id", "")
+        log.error("request %s: %s %s failed", name, request.method, request.url.path, exc_info=error)
     return error_response(error)
 
 
-def from_validation(error: ValidationError) -> RequestError:
-    """Name the field that pydantic refused."""
+def from_validation(error: ValidationError, known: Collection[str]) -> RequestError:
+    """Name the field that pydantic refused; if there is no such field, the most similar of the `known` ones too."""
     first = error.errors(include_url=False, include_input=False)[0]
-    kind, names = first["type"], [part for part in first["loc"] if not str(part).startswith("tuple[")]
+    kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {first['ctx']['error']}")
-    if kind == "model_type":
-        return RequestError("the body must be a JSON object")
-    if not names:  # a rule about several fields is named after the one at fault
-        return RequestError(first["msg"], param=kind if kind in first["msg"] else None)
-    path = ".".join(str(name) for name in names if name != "str")
+        why = context["error"]
+        if why.startswith("recursion limit"):
+            return RequestError(f"the body is nested too deeply: {why}")
+        return RequestError(f"the body is not valid JSON: {why}")
     if kind == "extra_forbidden":
-        return RequestError(f"unknown field: {path}", param=path)
-    return RequestError(f"{path}: {first['msg']}", param=path)
+        *parents, name = first["loc"]
+        path = _path([*(parent for parent in parents if parent not in TAGS), name])
+        hint = "" if parents else did_you_mean(path, known)
+        return RequestError(f"unknown field: {path}{hint}", param=path)
+    names = [*(name for name in first["loc"] if name not in TAGS), *context.get("where", ())]
+    if not names:
+        return RequestError("the body must be a JSON object")
+    return RequestError(f"{_path(names)}: {first['msg']}", param=_path(names))
+
+
+def _path(names: Sequence[str | int]) -> str:
+    """A place in a body as OpenAI writes it: `messages[1].content[0].type`."""
+    path = ""
+    for name in names:
+        path += f"[{name}]" if isinstance(name, int) else f".{name}" if path else name
+    return path

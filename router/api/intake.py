@@ -1,33 +1,40 @@
-"""What happens to a request before its route: the clock starts, the key is checked, the body is read and bounded."""
+"""What happens to a request before its route: it is timed and named, its key is checked, its body read and bounded."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TypeVar
+from typing import Final, TypeVar
+from uuid import uuid4
 
-from pydantic import ValidationError
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hackkv.errors import Cancelled
-from router.api.errors import HTTPError, error_response, from_validation, status_of
+from router.api.caller import Caller
+from router.api.errors import HTTPError, error_response, status_of
 from router.api.schema import Generate
 from router.api.served import ServedModel
+from router.api.tokenize import Parsed
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
 """Paths that need no key: the probes, and the page itself, which holds no data."""
 PAGE_FILES = "/page/"
 """The page's files lie below this path. They need no key either."""
+REQUEST_ID: Final = "x-request-id"
+_NAMED: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
+"""Request ids that are taken over from clients; they go into logs and to the nodes."""
 
 BodyT = TypeVar("BodyT", bound=Generate)
 
 
 class Gate:
-    """Outermost ASGI layer: notes the time of arrival and asks for the API key."""
+    """Outermost ASGI layer: notes the time of arrival, names the request and its client, and asks for the API key."""
 
     def __init__(self, app: ASGIApp, refused: Callable[[int], None], api_keys: tuple[str, ...] = ()) -> None:
         """`refused` is called with the status of every refusal, 401."""
@@ -35,17 +42,32 @@ class Gate:
         self._expected = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or answer 401."""
-        if scope["type"] == "http":
-            scope.setdefault("state", {})["arrived"] = perf_counter()
-            if not _is_open(scope["path"]) and not self._knows(dict(scope["headers"]).get(b"authorization", b"")):
-                error = HTTPError(
-                    401, "a valid API key is required", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-                )
-                self._refused(error.status)
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        """Let a request in, or answer 401. Every answer carries the request's id."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        key = headers.get(b"authorization", b"")
+        request_id = _name_of(headers.get(REQUEST_ID.encode(), b""))
+        state = scope.setdefault("state", {})
+        state.update(arrived=perf_counter(), request_id=request_id, client_id=self._client_of(scope, key))
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        if is_open(scope["path"]) or self._knows(key):
+            await self._app(scope, receive, send_named)
+            return
+        error = HTTPError(401, "a valid API key is required", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        self._refused(error.status)
+        await error_response(error)(scope, receive, send_named)
+
+    def _client_of(self, scope: Scope, key: bytes) -> str:
+        """Who shares with whom: requests of one address and, where keys are checked, of one key."""
+        host = (scope.get("client") or ("", 0))[0]
+        return f"{host} {key.decode('latin-1')}" if self._expected else str(host)
 
     def _knows(self, given: bytes) -> bool:
         """Compares with every key, each in constant time. The scheme's case does not matter (RFC 9110, 11.1)."""
@@ -54,8 +76,21 @@ class Gate:
         return not self._expected or (scheme.lower() == b"bearer" and is_known)
 
 
-def _is_open(path: str) -> bool:
+def is_open(path: str) -> bool:
+    """Whether a path needs no key."""
     return path in OPEN_PATHS or path.startswith(PAGE_FILES)
+
+
+def _name_of(given: bytes) -> str:
+    """The client's own request id if it can go into a log as it is, else a new one."""
+    name = given.decode("latin-1")
+    return name if _NAMED.fullmatch(name) else uuid4().hex
+
+
+def request_id(request: Request) -> str:
+    """The request's id: of the answer's header, of log lines, and part of every sequence's id."""
+    named: str = request.state.request_id
+    return named
 
 
 def arrival(request: Request) -> float:
@@ -80,36 +115,47 @@ def counting_refusals(served: ServedModel) -> Iterator[None]:
         raise
 
 
-async def read_body(request: Request, kind: type[BodyT], model_name: str) -> BodyT:
-    """Read, bound and check a request body.
+async def read_body(request: Request, kind: type[BodyT]) -> Parsed[BodyT]:
+    """Read, bound, check and tokenize a request body.
 
-    Raises `HTTPError` (404 model, 408 slow, 413 large), `RequestError` naming the field, or `Cancelled`.
+    Raises `HTTPError` (404 model, 408 slow, 413 large, 415 not JSON), `RequestError` naming the field, `Cancelled`, and
+    what `Prompts.parse` raises.
     """
-    try:
-        async with asyncio.timeout(request.app.state.body_s):
-            data = await _read(request, request.app.state.max_body_bytes)
-    except TimeoutError as error:
-        raise HTTPError(408, "the request body did not arrive in time", "request_timeout") from error
-    except ClientDisconnect as error:
-        raise Cancelled("the client left") from error
-    try:
-        body = kind.model_validate_json(data)
-    except ValidationError as error:
-        raise from_validation(error) from error
-    if body.model not in (None, model_name):
-        message = f"the model {body.model!r} does not exist; this is {model_name!r}"
-        raise HTTPError(404, message, "model_not_found", "model")
-    return body
+    served, client = served_by(request), request.state.client_id
+    _check_media_type(request)
+    with served.bodies.account(client) as claim:
+        try:
+            async with asyncio.timeout(request.app.state.body_s):
+                data = await _read(request, request.app.state.max_body_bytes, claim)
+        except TimeoutError as error:
+            raise HTTPError(408, "the request body did not arrive in time", "request_timeout") from error
+        except ClientDisconnect as error:
+            raise Cancelled("the client left") from error
+        return await served.prompts.parse(kind, data, Caller(request.receive), client)
 
 
-async def _read(request: Request, limit: int) -> bytes:
+def _check_media_type(request: Request) -> None:
+    """JSON only: a browser sends other kinds to any host, for any page, without asking that host first.
+
+    Clients that name no kind are taken at their word, except browsers, which name their page (`Origin`).
+    """
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = given == "application/json" or (given.startswith("application/") and given.endswith("+json"))
+    if not (is_json or (not given and "origin" not in request.headers)):
+        raise HTTPError(
+            415, f"the body is {given or 'of no kind'!r:.200}; send application/json", "unsupported_media_type"
+        )
+
+
+async def _read(request: Request, limit: int, claim: Callable[[int], None]) -> bytes:
     too_large = HTTPError(413, f"the request body is larger than {limit} bytes", "body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
     data = bytearray()
     async for part in request.stream():
-        data += part
-        if len(data) > limit:
+        if len(data) + len(part) > limit:
             raise too_large
+        claim(len(part))
+        data += part
     return bytes(data)

@@ -15,6 +15,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from hackkv import __version__
 from hackkv.errors import RequestError
+from router.api.answers import Error
 from router.api.errors import HTTPError
 from router.api.intake import PAGE_FILES, served_by
 from router.fleet.membership import AnyMember
@@ -26,6 +27,17 @@ _FOLDER: Final = Path(__file__).parent / "web"
 _TYPES: Final = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _FILES: Final = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _TYPES}
 _MAX_DIGITS: Final = 15
+_ERRORS: Final[dict[int | str, dict[str, Any]]] = {400: {"model": Error}}
+_PARAMETERS: Final = {
+    "parameters": [
+        {
+            "name": "after",
+            "in": "query",
+            "description": "A number: only what came after it.",
+            "schema": {"type": "integer", "minimum": 0, "exclusiveMaximum": 10**_MAX_DIGITS},
+        }
+    ]
+}
 _HEADERS: Final = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -47,7 +59,7 @@ async def file(name: str) -> Response:
     return _file(name)
 
 
-@routes.get("/api/cluster")
+@routes.get("/api/cluster", responses=_ERRORS, openapi_extra=_PARAMETERS)
 async def cluster(request: Request) -> Response:
     """The fleet now, and samples with a number above `?after=`."""
     served = served_by(request)
@@ -58,6 +70,7 @@ async def cluster(request: Request) -> Response:
             "at_s": journal.at_s,
             "version": __version__,
             "model": served.name,
+            "chat": served.tokenizer.has_chat_template,
             "codec": fleet.nodes.codec,
             "max_context": None if fleet.nodes.missing else fleet.capacity.max_context,
             "missing": fleet.nodes.missing,
@@ -70,13 +83,16 @@ async def cluster(request: Request) -> Response:
     )
 
 
-@routes.get("/api/requests")
+@routes.get("/api/requests", responses=_ERRORS, openapi_extra=_PARAMETERS)
 async def requests(request: Request) -> Response:
     """Sequences on their way, and the last that ended with a number above `?after=`. Lengths only, no text."""
     return JSONResponse(served_by(request).journal.requests(_after(request)))
 
 
 def _after(request: Request) -> int:
+    for name in request.query_params:
+        if name != "after":
+            raise RequestError(f"unknown parameter: {name}", name)
     given = request.query_params.get("after", "0")
     if not (given.isascii() and given.isdecimal() and len(given) <= _MAX_DIGITS):
         raise RequestError(f"after: {given!r} is not the number of a sample or a request", "after")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from time import time
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hackkv import __version__
 from hackkv.types import Role
+from router.api.answers import Error, Live, Model, Models, Readiness, Version
 from router.api.errors import HTTPError
 from router.api.intake import served_by
 from router.watch.account import codec_loss
@@ -17,19 +18,21 @@ from router.watch.account import codec_loss
 routes = APIRouter()
 
 _STARTED = int(time())
+_PROBED: Final = ["GET", "HEAD"]
+_READINESS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"model": Readiness},
+    503: {"model": Readiness, "description": "no node of a role is there, or the router stops"},
+}
 
 
-@routes.get("/live")
-@routes.head("/live", include_in_schema=False)
+@routes.api_route("/live", methods=_PROBED, responses={200: {"model": Live}})
 async def live() -> Response:
     """200: the event loop runs."""
     return JSONResponse({"status": "live"})
 
 
-@routes.get("/ready")
-@routes.get("/health")
-@routes.head("/ready", include_in_schema=False)
-@routes.head("/health", include_in_schema=False)
+@routes.api_route("/ready", methods=_PROBED, responses=_READINESS)
+@routes.api_route("/health", methods=_PROBED, responses=_READINESS)
 async def ready(request: Request) -> Response:
     """200 when at least one node of each role holds a lease and is not draining; else 503 with what is missing."""
     dispatcher = served_by(request).dispatcher
@@ -42,7 +45,7 @@ async def ready(request: Request) -> Response:
     return JSONResponse({"status": "ready", "nodes": nodes})
 
 
-@routes.get("/version")
+@routes.get("/version", responses={200: {"model": Version}})
 async def version(request: Request) -> Response:
     """The program's version, what computes on each node, and what its codec costs the model."""
     members = served_by(request).dispatcher.fleet.nodes.members()
@@ -57,19 +60,19 @@ async def version(request: Request) -> Response:
     return JSONResponse({"version": __version__, "nodes": nodes})
 
 
-@routes.get("/metrics")
+@routes.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     return Response(served_by(request).metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@routes.get("/v1/models")
+@routes.get("/v1/models", responses={200: {"model": Models}})
 async def models(request: Request) -> Response:
     """The one model that is served."""
     return JSONResponse({"object": "list", "data": [_model(request)]})
 
 
-@routes.get("/v1/models/{model:path}")
+@routes.get("/v1/models/{model:path}", responses={200: {"model": Model}, 404: {"model": Error}})
 async def model(request: Request, model: str) -> Response:
     """One model, or 404."""
     found = _model(request)

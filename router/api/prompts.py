@@ -1,85 +1,74 @@
-"""From prompts to token ids, checked against what the fleet serves.
+"""From bodies to token ids, checked against what the fleet serves.
 
-Nothing here blocks the event loop. A long text is tokenized on a thread, where the tokenizer releases the interpreter's
-lock. There are few such threads, so that many long texts leave processors to other work. A text that waits for a thread
-has a deadline, and leaves the line when its client leaves.
+Nothing here holds up the event loop. A small body takes about a millisecond and is parsed where it is; a large one goes
+to a process of its own (`router.api.parsers`). Such processes are few and their places are shared fairly
+(`router.api.fair_line`). The wait for a place and the work together have a deadline, and both end when the client
+leaves.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Collection
 from typing import Final, TypeVar
 
 from hackkv.errors import RequestError
-from hackkv.tokenizer import Tokenizer
 from router.api.caller import Caller
-from router.api.schema import Prompt
+from router.api.conversation import Conversations
+from router.api.fair_line import FairLine
+from router.api.parser import Job
+from router.api.parsers import Parsers
+from router.api.schema import Generate
+from router.api.tokenize import Bounds, Parsed, check_prompt, check_token_ids, tokenize, validate
 from router.config import LimitsConfig
 from router.fleet.capacity import Capacity
 from router.scopes import deadline
 
-LONG_TEXT: Final = 4096
-"""Characters from which tokenizing moves to a thread; fewer take about a millisecond."""
-THREADS: Final = 2
+SMALL: Final = 4096
+"""Bytes of a body up to which it is parsed on the event loop."""
 
-T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=Generate)
 
 
 class Prompts:
-    """Turns prompts into token ids and checks their size."""
+    """Parses bodies and checks the size of their prompts."""
 
-    def __init__(self, tokenizer: Tokenizer, capacity: Capacity, limits: LimitsConfig, tokenize_s: float) -> None:
-        """`tokenize_s` limits the seconds that a text waits for a thread and takes there, together."""
-        self.tokenizer = tokenizer
-        self._capacity, self._limits, self._tokenize_s = capacity, limits, tokenize_s
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
-
-    async def encode(
-        self, prompts: Sequence[Prompt], add_special_tokens: bool, caller: Caller
-    ) -> list[tuple[int, ...]]:
-        """Token ids of each prompt; checks ids that the client chose. An empty prompt becomes BOS if there is one."""
-        characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        encoded = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                work = partial(self.tokenizer.encode, prompt, add_special_tokens)
-                encoded.append(self._or_bos(await self._run(work, characters, caller)))
-            else:
-                self.check_token_ids(prompt, "prompt")
-                encoded.append(self._or_bos(prompt))
-        return encoded
-
-    async def encode_chat(
+    def __init__(
         self,
-        messages: Sequence[Mapping[str, object]],
-        template_arguments: Mapping[str, object],
-        caller: Caller,
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-    ) -> tuple[int, ...]:
-        """Token ids of a conversation."""
-        work = partial(self.tokenizer.chat, messages, add_generation_prompt, continue_final_message, template_arguments)
-        characters = sum(len(str(message.get("content"))) for message in messages)
-        ids = await self._run(work, characters, caller)
-        if not ids:
-            raise RequestError("the chat template made an empty prompt of this conversation", "messages")
-        return tuple(ids)
+        model_name: str,
+        conversations: Conversations,
+        capacity: Capacity,
+        limits: LimitsConfig,
+        tokenize_s: float,
+        strict: bool = False,
+    ) -> None:
+        """`tokenize_s` limits the seconds that a large body waits for a process and takes there, together. If `strict`,
+        hints that would be ignored are refused."""
+        self.tokenizer = conversations.tokenizer
+        self._model_name, self._capacity, self._limits, self._tokenize_s = model_name, capacity, limits, tokenize_s
+        self._conversations, self._strict = conversations, strict
+        self.parsers = Parsers(self.tokenizer.folder)
+        self._line = FairLine(limits.parsers, limits.max_parsing)
+
+    async def parse(self, kind: type[BodyT], data: bytes, caller: Caller, client: str) -> Parsed[BodyT]:
+        """A checked body and its token ids. `client` says whose work it is.
+
+        Raises `RequestError` naming the field, `HTTPError` 404, `Overloaded`, `DeadlineExceeded`, `Cancelled` if the
+        client leaves, and `Unavailable` while no node can say how much fits.
+        """
+        if len(data) <= SMALL:
+            body = validate(kind, data, self._model_name, self._strict)
+            return Parsed(body, tokenize(self._conversations, body, self._bounds()))
+        job = Job(kind.__name__, self._model_name, self._bounds(), self._conversations.config, self._strict)
+        async with deadline(self._tokenize_s, "reading the request"):
+            return await caller.unless_left(self._in_turn(kind, data, job, client))
+
+    async def _in_turn(self, kind: type[BodyT], data: bytes, job: Job, client: str) -> Parsed[BodyT]:
+        async with self._line.place(client, len(data)):
+            return await self.parsers.parse(kind, data, job)
 
     def check_token_ids(self, ids: Collection[int], param: str) -> None:
         """Raises `RequestError` if the model has no such token."""
-        size = self.tokenizer.vocab_size
-        if ids and (min(ids) < 0 or max(ids) >= size):
-            bad = next(token for token in ids if not 0 <= token < size)
-            raise RequestError(f"{param}: {bad} is not a token id (0 to {size - 1})", param)
-
-    def check_sequences(self, count: int) -> None:
-        """Raises `RequestError` if one HTTP request asks for too many sequences."""
-        if count > self._limits.max_sequences:
-            raise RequestError(f"{count} sequences asked for at once; at most {self._limits.max_sequences}", "n")
+        check_token_ids(self.tokenizer, ids, param)
 
     def check_size(
         self, prompt_tokens: int, max_tokens: int | None, default: int, param: str, length_param: str = "max_tokens"
@@ -88,10 +77,8 @@ class Prompts:
 
         Raises `RequestError` with the counts if they do not fit, and `Unavailable` while no node can say how much fits.
         """
-        room = min(self._capacity.max_context, self._capacity.max_request_tokens)
-        limit = min(self._limits.max_prompt_tokens, room - 1)
-        if prompt_tokens > limit:
-            raise RequestError(f"{param} has {prompt_tokens} tokens; this model serves at most {limit}", param)
+        check_prompt(prompt_tokens, self._bounds(), param)
+        room = self._room()
         if max_tokens is None:
             return min(default, room - prompt_tokens)
         if prompt_tokens + max_tokens > room:
@@ -102,20 +89,9 @@ class Prompts:
             )
         return max_tokens
 
-    def _or_bos(self, ids: Sequence[int]) -> tuple[int, ...]:
-        if ids:
-            return tuple(ids)
-        if self.tokenizer.bos_id is None:
-            raise RequestError("the prompt is empty, and this model has no token that begins a text", "prompt")
-        return (self.tokenizer.bos_id,)
+    def _bounds(self) -> Bounds:
+        return Bounds(min(self._limits.max_prompt_tokens, self._room() - 1), self._limits.max_sequences)
 
-    async def _run(self, work: Callable[[], T], characters: int, caller: Caller) -> T:
-        """The result of `work`, which tokenizes for a request of so many characters."""
-        if characters < LONG_TEXT:
-            return work()
-        async with deadline(self._tokenize_s, "tokenizing the prompt"):
-            return await caller.unless_left(self._on_a_thread(work))
-
-    async def _on_a_thread(self, work: Callable[[], T]) -> T:
-        """The result of `work`. If the caller is cancelled while `work` waits for a thread, `work` never starts."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    def _room(self) -> int:
+        """Tokens of one request that the fleet can hold. Raises `Unavailable` before it is known."""
+        return min(self._capacity.max_context, self._capacity.max_request_tokens)

@@ -44,9 +44,13 @@ def running_usage(body: Generate, delta: Delta) -> dict[str, Any] | None:
     return delta.usage() if continuous else None
 
 
+# Made once: `json.dumps` with these settings would make one for every token.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
+
+
 def to_json(value: dict[str, Any]) -> bytes:
     """Compact UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
 class Reply(Response):

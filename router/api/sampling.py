@@ -11,7 +11,12 @@ from router.api.schema import Generate
 
 
 def sampling_of(
-    body: Generate, defaults: SamplingDefaults, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+    body: Generate,
+    defaults: SamplingDefaults,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    grammar: str = "",
 ) -> Sampling:
     """Sampling parameters of a request; draws a seed if the client gave none, so that a retry repeats the draw."""
     given = body.model_dump(include=set(SamplingDefaults.model_fields), exclude_none=True)
@@ -32,6 +37,7 @@ def sampling_of(
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hackkv.tokenizer import Tokenizer
+from router.api.buffered import BodyBudget
+from router.api.conversation import Conversations
 from router.api.defaults import SamplingDefaults
+from router.api.grammars import Grammars
 from router.api.prompts import Prompts
-from router.config import DeadlinesConfig, LimitsConfig
+from router.config import ChatConfig, DeadlinesConfig, LimitsConfig
 from router.fleet.fleet import Fleet
 from router.life.dispatch import Dispatcher
 from router.watch.journal import Journal
 from router.watch.metrics import Metrics
+
+_CHAT = ChatConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,9 @@ class ServedModel:
 
     name: str
     prompts: Prompts
+    bodies: BodyBudget
+    grammars: Grammars
+    conversations: Conversations
     defaults: SamplingDefaults
     dispatcher: Dispatcher
     metrics: Metrics
@@ -40,12 +48,17 @@ def serve_model(
     defaults: SamplingDefaults,
     deadlines: DeadlinesConfig,
     limits: LimitsConfig,
+    chat: ChatConfig = _CHAT,
+    strict: bool = False,
 ) -> ServedModel:
-    """A model over a fleet."""
-    metrics = Metrics(name, fleet)
+    """A model over a fleet. If `strict`, hints that would be ignored are refused."""
+    metrics, conversations = Metrics(name, fleet), Conversations(tokenizer, chat)
     return ServedModel(
         name,
-        Prompts(tokenizer, fleet.capacity, limits, deadlines.tokenize_s),
+        Prompts(name, conversations, fleet.capacity, limits, deadlines.tokenize_s, strict),
+        BodyBudget(limits.max_buffered_bytes, limits.max_body_bytes),
+        Grammars(tokenizer.folder, deadlines.grammar_s),
+        conversations,
         defaults,
         Dispatcher(fleet, metrics, deadlines, limits),
         metrics,

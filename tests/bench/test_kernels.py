@@ -9,6 +9,7 @@ from hack_kernels.cpu import CpuBackend
 from hack_kernels.cpu.extension import supported_isas
 
 from bench import kernels as bench
+from bench.kernels_codecs import LEVELS, codec_rows
 from bench.kernels_limits import MachineLimits
 from bench.kernels_report import console_line, write_report
 from bench.row import Row
@@ -24,7 +25,7 @@ def backend(request: pytest.FixtureRequest) -> CpuBackend:
 
 @pytest.fixture
 def rows(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
-    monkeypatch.setattr(bench, "COLD_BYTES", 1)
+    monkeypatch.setattr("bench.race.COLD_BYTES", 1)
     return [bench.decode_row(backend, 128, 1, 1, 2, LIMITS), bench.prefill_row(backend, 128, 1, 2)]
 
 
@@ -39,3 +40,18 @@ def test_each_rival_has_a_ratio_or_is_named_as_missing(backend: CpuBackend, rows
         (line,) = (line for line in lines if line.startswith(f"| {row.shape} "))
         assert line.count("not on this processor") == len(rivals) - len(measured)
         assert all(name in console_line(row, missing) for name in rivals)
+
+
+def test_codecs_stand_side_by_side(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bench.race.COLD_BYTES", 1)
+    rows = codec_rows(backend, backend, (128, 128, 128))
+    assert [row.what for row in rows] == [
+        f"codecs, {what}" for what in ("decode", "prefill", "seal", "seal, calibrated")
+    ]
+    assert all(list(row.speeds) == ["hack", *LEVELS] for row in rows)
+    assert all(speed > 0 for row in rows for speed in row.speeds.values())
+    write_report(tmp_path, bench.machine(backend, LIMITS, priority=False), rows)
+    text = (tmp_path / "performance.md").read_text(encoding="utf-8")
+    for row in rows:
+        assert f"| {row.what.removeprefix('codecs, ')} | {row.shape} |" in text
+        assert all(f"{name} {speed:.2f}" in console_line(row, []) for name, speed in row.speeds.items())

@@ -10,9 +10,9 @@ import torch
 from bench import step
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.linear import has_fast_products
-from hackkv.model.shipped import SHIPPED
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import load_worker
+from hackkv.packaged import SHIPPED
 
 LAYERS = 2
 
@@ -31,14 +31,14 @@ def test_parts_of_a_step_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(seconds > 0 for seconds in times.python)
     products = 4 * LAYERS + 1
     ours = 0 if has_fast_products(torch.bfloat16) else products
-    # Norms, rotation, append, attention, gate; the last norm, and the largest.
+    # Norms, rotation, append, attention, gate; the last norm, and the choice.
     assert times.kernels == 2 + 6 * LAYERS + ours
     assert times.operators > products - ours
     found = step.summary(times, 3, "greedy")
     assert found["share"] == pytest.approx((found["between_ms"] + found["python_ms"]) / found["step_ms"])
     text = step.section(worker, [found])
     assert f"| greedy | 3 | {found['step_ms']:.2f} |" in text
-    assert f"| {times.operators} | {times.kernels} | {found['share']:.0%} | ≤ 25% |" in text
+    assert f"| {times.operators} | {times.kernels} | {found['share']:.0%} | ≤ 20% |" in text
 
 
 def test_the_second_row_samples_as_the_shipped_model_proposes() -> None:

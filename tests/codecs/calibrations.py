@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
@@ -12,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hackkv.codecs.artifact import METADATA, VERSION
 from hackkv.codecs.hadamard import hadamard
+from measure.calibrate.solve import feedback_by
 
 
 def calibration_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dict[str, Tensor]:
@@ -28,11 +31,10 @@ def calibration_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dic
         stretch = torch.exp(torch.linspace(-1.15, 1.15, dim, dtype=torch.float64))
         factors = normal(heads, dim // 8, dim)
         metric = factors.mT @ factors / dim + 0.1 * torch.eye(dim, dtype=torch.float64)
-        root = torch.linalg.cholesky(metric, upper=True)
-        gains = (root / root.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
+        feedback = feedback_by(metric)
         basis = turned * stretch @ turned.mT @ hadamard(dim)
-        for name, tensor in (("basis", basis), ("mean", 3 * normal(heads, dim)), ("feedback", gains)):
-            tensors[f"layers.{layer}.{name}"] = tensor.float().contiguous()
+        found = {"basis": basis, "mean": 3 * normal(heads, dim), "gains": feedback.gains, "weights": feedback.weights}
+        tensors |= {f"layers.{layer}.{name}": tensor.float().contiguous() for name, tensor in found.items()}
     return tensors
 
 
@@ -42,5 +44,10 @@ def calibration_file(layers: int, heads: int, dim: int) -> Path:
     folder = Path(mkdtemp(prefix="hackkv-calibration-"))
     atexit.register(rmtree, folder, ignore_errors=True)
     path = folder / "calibration.safetensors"
-    save_file(calibration_tensors(layers, heads, dim), path)
+    save_calibration(calibration_tensors(layers, heads, dim), path)
     return path
+
+
+def save_calibration(tensors: dict[str, Tensor], path: Path, **about: object) -> None:
+    """As `hackkv calibrate` writes it; `about` goes into the metadata."""
+    save_file(tensors, path, {METADATA: json.dumps({"version": VERSION, **about})})

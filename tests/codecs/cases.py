@@ -54,6 +54,8 @@ class Case:
 
 # Backends of the processor: those of a GPU are interpreted here, and tests/hack_kernels compares them byte for byte.
 TABLE = [Case(name, backend=backend) for name in CODECS for backend in AUTO]
+CODED: dict[str, Any] = {"sink": 0, "recent": 0}
+"""Settings of `rot-*` with which queries see all pages but their own as codes."""
 VARIANTS = [
     *(Case("hack", page_tokens=pi, head_dim=d) for pi, d in [(64, 64), (128, 64), (64, 96), (128, 96), (32, 128)]),
     Case("hack", 64, 256, group=1),
@@ -67,10 +69,13 @@ VARIANTS = [
     Case("hack", settings={"open_page": "k_codes"}),
     Case("hack-paper", settings={"send_sums": True}),
     Case("hack-paper", settings={"k_bits": 4, "v_bits": 4}),
-    *(Case("rot-k3v2", page_tokens=pi, head_dim=d, group=g) for pi, d, g in [(64, 96, 1), (128, 128, 7), (32, 256, 3)]),
-    *(Case("rot-k3v2", backend=backend, calibrated=True) for backend in AUTO),
+    *(
+        Case("rot-k3v2", page_tokens=pi, head_dim=d, group=g, settings=CODED)
+        for pi, d, g in [(64, 96, 1), (128, 128, 7), (32, 256, 3)]
+    ),
+    *(Case("rot-k3v2", backend=backend, settings=CODED, calibrated=True) for backend in AUTO),
     Case("rot-k4v4", 64, 96, group=3, calibrated=True),
-    Case("rot-k2v2", settings={"k_bits": 8, "v_bits": 8}),
+    Case("rot-k2v2", settings={"k_bits": 8, "v_bits": 8, **CODED}),
 ]
 CASES = [*TABLE, *VARIANTS]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -120,7 +125,7 @@ def advance(pool: Pool, steps: Sequence[tuple[Growing, int]], repeat: int = 1) -
 def run(
     case: Case, tokens: int, counts: Sequence[int], repeat: int = 1
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], Tensor]:
-    """Feed a sequence alone in spans of `counts`; returns its sealed pages, open rows and outputs."""
+    """Feed a sequence alone in spans of `counts`; returns its sealed pages, exact rows and outputs."""
     assert sum(counts) == tokens
     codec = case.codec
     pool = codec.new_pool(LAYER, 8, 2, range(HEADS))
@@ -132,10 +137,12 @@ def run(
 
 def cache_of(codec: KvCodec, pool: Pool, sequence: Growing) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor], Tensor]:
     """Everything that a sequence left behind, in wire order."""
-    full, rest = divmod(sequence.done, codec.page_tokens)
+    full = sequence.done // codec.page_tokens
     sealed = codec.to_wire(LAYER, pool, torch.tensor(sequence.pages[:full], dtype=torch.int64))
-    open_rows = (pool.open_k[sequence.slot, :, :rest].clone(), pool.open_v[sequence.slot, :, :rest].clone())
-    return sealed, open_rows, torch.cat(sequence.outputs)
+    runs = codec.window.runs(sequence.done, codec.page_tokens)
+    kept = [[slots[sequence.slot, :, run] for run in runs] for slots in (pool.open_k, pool.open_v)]
+    exact = [torch.cat(parts, 1) if parts else pool.open_k[sequence.slot, :, :0] for parts in kept]
+    return sealed, (exact[0], exact[1]), torch.cat(sequence.outputs)
 
 
 def same_bytes(x: Tensor, y: Tensor) -> bool:

@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hackkv.codec import Batch, Span
-from hackkv.errors import NonFiniteError
+from hackkv.codec import Batch, Span, non_finite
 from tests.codecs.cases import (
     HEADS,
     LAYER,
@@ -146,21 +145,30 @@ def test_the_wire_is_bit_exact(case: Case) -> None:
     ("value", "said"),
     [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf"), (7e4, "70000, beyond FP16")],
 )
-def test_what_is_not_finite_is_refused_by_name_and_nothing_is_written(
+def test_in_prefill_what_is_not_finite_is_flagged_and_the_others_are_served(
     case: Case, name: str, value: float, said: str
 ) -> None:
-    codec, pi = case.codec, case.page_tokens
-    pool = codec.new_pool(LAYER, 4, 2, range(HEADS))
-    batch = codec.prepare(Batch.of([Span(0, pi - 1, 2, (0, 1)), Span(1, 5, pi, (2, 3))], pi))
-    q, k, v = (rows(i, pi + 2, HEADS * case.group if i == 0 else HEADS, case.head_dim).clone() for i in range(3))
-    {"K": k, "V": v}[name][2 + 9, 1, 3] = value
-    before = [plane.clone() for plane in (*pool.planes.values(), pool.open_k, pool.open_v)]
-    with pytest.raises(NonFiniteError) as caught:
-        codec.attend(LAYER, pool, batch, q, k, v)
-    assert str(caught.value) == f"layer {LAYER}: {name} is {said} at token 14, KV head 1"
-    assert caught.value.span == 1
-    after = (*pool.planes.values(), pool.open_k, pool.open_v)
-    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    """Neighbours get bytes and outputs as without it; zeros are written in its place, and the error names it."""
+    pi, codec, runs = case.page_tokens, case.codec, []
+    for broken in (False, True):
+        pool = codec.new_pool(LAYER, 8, 2, range(HEADS))
+        good, bad = (Growing(case, codec, pi + 2, seed=10 * i, slot=i, first=4 * i) for i in range(2))
+        parts = [good.next(pi + 1), bad.next(pi + 2)]
+        batch = codec.prepare(Batch.of([span for span, _ in parts], pi))
+        q, k, v = (torch.cat([rest[i] for _, rest in parts]) for i in range(3))
+        if broken:
+            {"K": k, "V": v}[name][pi + 1 + 9, 1, 3] = value
+        out = codec.attend(LAYER, pool, batch, q, k, v)
+        assert batch.faulty.tolist() == [False, broken]
+        if broken:
+            error = non_finite(LAYER, batch, k, v)
+            assert str(error) == f"layer {LAYER}: {name} is {said} at token 9, KV head 1"
+            assert error.span == 1
+        good.outputs.append(out[: pi + 1])
+        good.done += pi + 1
+        runs.append(cache_of(codec, pool, good))
+        assert all(bool(x.isfinite().all()) for x in (pool.open_k, pool.open_v))
+    assert_same(runs[1], runs[0])
 
 
 @table

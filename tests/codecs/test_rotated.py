@@ -16,16 +16,18 @@ from torch import Tensor
 
 from hackkv.codec import Batch, Span, non_finite
 from hackkv.codecs import make_codec
+from hackkv.codecs.artifact import METADATA
 from hackkv.codecs.hadamard import hadamard
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.errors import ConfigError, NonFiniteError
+from hackkv.errors import ConfigError
 from hackkv.model.generate import generate
+from hackkv.model.identity import source_hash
 from hackkv.model.runner import ModelRunner
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import KvShape
-from tests.codecs.calibrations import calibration_file, calibration_tensors
-from tests.codecs.cases import HEADS, LAYER, Case, Growing, run
+from tests.codecs.calibrations import calibration_file, calibration_tensors, save_calibration
+from tests.codecs.cases import CODED, HEADS, LAYER, Case, Growing, run
 from tests.pair import PI, greedy, prompt
 
 LAYERS, HEAD_DIM = 2, 64
@@ -44,15 +46,22 @@ def test_other_orders_are_refused(order: int) -> None:
         hadamard(order)
 
 
-def unturned(case: Case, sealed: dict[str, Tensor], open_rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What the cache of a sequence stands for, FP64 K and V [n, Hkv, D] in the model's own channels."""
+WINDOWS = [(0, 0), (1, 0), (2, 1), (1, 2)]
+"""(sink, recent)."""
+
+
+def unturned(case: Case, sealed: dict[str, Tensor], exact_rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What the cache of a sequence stands for to its next query, FP64 K and V [n, Hkv, D] in the model's channels."""
     codec = case.codec
     fmt = codec.formats[LAYER]
     assert isinstance(fmt, LevelFormat)
     parts = []
-    for name, bits, rest in (("k", fmt.k_bits, open_rows[0]), ("v", fmt.v_bits, open_rows[1])):
+    for name, bits, exact in (("k", fmt.k_bits, exact_rows[0]), ("v", fmt.v_bits, exact_rows[1])):
         rows = dequantize(bits, unpack_codes(name, bits, sealed), sealed[f"{name}_scale"], torch.float64)
-        parts.append(torch.cat((rows.flatten(1, 2), rest.double()), 1).transpose(0, 1))
+        page = sealed["k_scale"].shape[1]
+        coded, first = fmt.window.coded(page), fmt.window.coded(page).start * fmt.page_tokens
+        mixed = (exact[:, :first].double(), rows[:, coded.start : coded.stop].flatten(1, 2), exact[:, first:].double())
+        parts.append(torch.cat(mixed, 1).transpose(0, 1))
     k, v = parts
     if not case.calibrated:
         return k @ hadamard(fmt.head_dim).mT, v
@@ -64,16 +73,18 @@ def unturned(case: Case, sealed: dict[str, Tensor], open_rows: tuple[Tensor, Ten
 @pytest.mark.parametrize("backend", AUTO)
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 2), (96, 3), (128, 1)])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("name", ["rot-k4v4", "rot-k2v2"])
 def test_attention_is_that_over_the_rows_that_codes_stand_for(
-    name: str, head_dim: int, group: int, calibrated: bool, backend: str
+    name: str, window: tuple[int, int], head_dim: int, group: int, calibrated: bool, backend: str
 ) -> None:
-    """The last row's query over its sealed pages, dequantized and turned back, and its own page; FP64 without any
+    """The last row's query over its coded pages, dequantized and turned back, and its exact ones; FP64 without any
     rounding of queries and weights. The mean is in these keys and not in the codec's, and changes nothing."""
-    case = Case(name, head_dim=head_dim, group=group, backend=backend, calibrated=calibrated)
-    tokens = 2 * case.page_tokens + 9
-    sealed, open_rows, outputs = run(case, tokens, [tokens - 1, 1])
-    k, v = unturned(case, sealed, open_rows)
+    settings = dict(zip(("sink", "recent"), window, strict=True))
+    case = Case(name, head_dim=head_dim, group=group, backend=backend, calibrated=calibrated, settings=settings)
+    tokens = 5 * case.page_tokens + 9
+    sealed, exact_rows, outputs = run(case, tokens, [tokens - 1, 1])
+    k, v = unturned(case, sealed, exact_rows)
     q = Growing(case, case.codec, tokens).q[-1].double() / math.sqrt(head_dim)  # [Hq, D]
     keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
     weights = torch.softmax(torch.einsum("hd,nhd->hn", q, keys), -1)
@@ -83,13 +94,16 @@ def test_attention_is_that_over_the_rows_that_codes_stand_for(
 
 def test_more_bits_are_closer_to_exact() -> None:
     tokens = 7 * 32
-    exact, *found = (run(Case(name), tokens, [tokens])[2] for name in ("fp16", "rot-k2v2", "rot-k3v2", "rot-k4v4"))
+    exact, *found = (
+        run(Case(name, settings=settings), tokens, [tokens])[2]
+        for name, settings in (("fp16", {}), ("rot-k2v2", CODED), ("rot-k3v2", CODED), ("rot-k4v4", {}))
+    )
     two, mixed, four = (float((x - exact).norm() / exact.norm()) for x in found)
     assert four < mixed < two < 0.9
 
 
 def test_a_row_that_turns_beyond_fp16_is_named_though_fp16_holds_it() -> None:
-    """All channels add up in the first one. In a prompt the error has the value; in decode, the token."""
+    """All channels add up in the first one. The error of a prompt says in which tokens, that of decode the token."""
     case = Case("rot-k4v4")
     codec = case.codec
     pool = codec.new_pool(LAYER, 2, 2, range(HEADS))
@@ -97,8 +111,11 @@ def test_a_row_that_turns_beyond_fp16_is_named_though_fp16_holds_it() -> None:
     q, k, v = sequence.q, sequence.k.clone(), sequence.v
     k[1, 1] = 3e4
     prompt = codec.prepare(Batch.of([Span(0, 0, 4, (0,))], case.page_tokens))
-    with pytest.raises(NonFiniteError, match=rf"layer {LAYER}: K is 240000, beyond FP16 at token 1, KV head 1"):
-        codec.attend(LAYER, pool, prompt, q, k, v)
+    codec.attend(LAYER, pool, prompt, q, k, v)
+    assert prompt.faulty.tolist() == [True]
+    error = non_finite(LAYER, prompt, k, v)
+    said = f"layer {LAYER}: K or V is beyond FP16 at one of tokens 0 to 3 in the form that rests"
+    assert (str(error), error.span) == (said, 0)
     decode = codec.prepare(Batch.of([Span(0, 0, 1, (0,)), Span(1, 0, 1, (1,))], case.page_tokens))
     codec.attend(LAYER, pool, decode, q[:2], k[:2], v[:2])
     assert decode.faulty.tolist() == [False, True]
@@ -121,8 +138,12 @@ def test_turned_rows_do_not_change_the_model(
 ) -> None:
     """With and without a bias of V, packed weights (BF16) and not. All rows are in the open page, which is exact."""
     folder = write_tiny(tmp_path, Tiny(architecture, layers=LAYERS, head_dim=head_dim, max_context=256))
-    settings = {"calibration": str(calibration_file(LAYERS, 2, head_dim))} if calibrated else {}
-    workers = loaded(folder, dtype, "fp16"), loaded(folder, dtype, "rot-k2v2", **settings)
+    settings = dict[str, Any]()
+    if calibrated:
+        file = tmp_path / "calibration.safetensors"
+        save_calibration(calibration_tensors(LAYERS, 2, head_dim), file, model_hash=source_hash(folder))
+        settings["calibration"] = str(file)
+    workers = loaded(folder, dtype, "fp16"), loaded(folder, dtype, "rot-k2v2", **CODED, **settings)
     ids, logits, values = prompt(1, PI - 1), [], []
     for worker in workers:
         runner = ModelRunner(worker.model, worker.codec, 1, 1)
@@ -149,7 +170,7 @@ def test_the_fingerprint_has_the_digest_and_not_the_path(tmp_path: Path) -> None
     first = fingerprint(calibration=str(path))
     assert first == fingerprint(calibration=str(elsewhere))
     assert str(path.parent) not in repr(first)
-    save_file(calibration_tensors(LAYERS, 2, HEAD_DIM, seed=1), elsewhere)
+    save_calibration(calibration_tensors(LAYERS, 2, HEAD_DIM, seed=1), elsewhere)
     assert first != fingerprint(calibration=str(elsewhere))
     assert dict(fingerprint())["codec.calibration"] == "none"
 
@@ -164,23 +185,47 @@ def test_a_calibration_file_that_is_wrong_is_named_with_its_tensor(tmp_path: Pat
     good, bad = calibration_tensors(LAYERS, 2, HEAD_DIM), tmp_path / "bad.safetensors"
     flat, steep = good["layers.1.basis"].clone(), good["layers.1.basis"].clone()
     flat[1, :, 3], steep[0, :, 3] = 0, steep[0, :, 3] * 1e7
-    low = good["layers.0.feedback"].clone()
-    low[1, 3, 3] = 1e-3
+    low, fine, large, zero = (good[f"layers.0.{name}"].clone() for name in ("gains", "gains", "gains", "weights"))
+    low[1, 3, 3], fine[0, 3, 5], large[0, 3, 4:12], zero[1, 7] = 1e-3, 0.1, 7.99609375, 0
     for name, tensor, said in (
         ("layers.1.basis", torch.eye(HEAD_DIM), "shape [64, 64], expected [2, 64, 64]"),
         ("layers.1.mean", good["layers.1.mean"] * torch.nan, "a value is not finite"),
         ("layers.1.basis", flat, "KV head 1 has condition number"),
         ("layers.1.basis", steep, "KV head 0 has condition number"),
         ("layers.0.basis", flat * 0, "KV head 0 has condition number inf, more than 10000"),
-        ("layers.0.feedback", low, "a value on or below the diagonal is not 0"),
-        ("layers.1.feedback", good["layers.1.feedback"].mT.contiguous(), "a value on or below the diagonal is not 0"),
-        ("layers.0.feedback", low.to(torch.int8), "dtype torch.int8"),
+        ("layers.0.gains", low, "a value on or below the diagonal is not 0"),
+        ("layers.1.gains", good["layers.1.gains"].mT.contiguous(), "a value on or below the diagonal is not 0"),
+        ("layers.0.gains", low.to(torch.int8), "dtype torch.int8"),
+        ("layers.0.gains", fine, "a value is no multiple of 0.000976562 below 8"),
+        ("layers.0.gains", large, "or those of a channel are more than 63 together"),
+        ("layers.0.weights", zero, "a value is not positive and finite"),
     ):
-        save_file({**good, name: tensor}, bad)
-        assert f"codec.settings: {bad}: {name}: {said}" in refusal(bad)
-    for name in ("basis", "mean", "feedback"):
-        save_file({key: x for key, x in good.items() if key != f"layers.1.{name}"}, bad)
+        save_calibration({**good, name: tensor}, bad)
+        assert refusal(bad).startswith(f"codec.settings: {bad}: {name}: ")
+        assert said in refusal(bad)
+    for name in ("basis", "mean", "gains", "weights"):
+        save_calibration({key: x for key, x in good.items() if key != f"layers.1.{name}"}, bad)
         assert f"{bad}: layers.1.{name}: missing tensor" in refusal(bad)
+    for metadata, said in (
+        (None, "a calibration file of version 1, expected 2; make it anew with hackkv calibrate"),
+        ({METADATA: '{"model": "tiny"}'}, "a calibration file of version 1, expected 2"),
+        ({METADATA: '{"version": 3}'}, "a calibration file of version 3, expected 2"),
+        ({METADATA: "version"}, "metadata 'hackkv': no JSON"),
+        ({METADATA: "[2]"}, "metadata 'hackkv': no JSON object"),
+    ):
+        save_file(good, bad, metadata)
+        assert f"codec.settings: {bad}: {said}" in refusal(bad)
+    bits = {"k_bits": 3, "v_bits": 2, "k": [3, 2], "v": [2, 2]}
+    for layer_bits, said in (
+        ({**bits, "k": [3]}, "layer_bits: 1 layers of K and 2 of V; the model has 2"),
+        ({**bits, "v": "22"}, "layer_bits.v: "),
+        ({**bits, "more": 1}, "layer_bits.more: "),
+        ([3, 2], "layer_bits.: "),
+    ):
+        save_calibration(good, bad, layer_bits=layer_bits)
+        assert f"codec.settings: {bad}: {said}" in refusal(bad)
+    save_calibration(good, bad, layer_bits={**bits, "k": [3, 5]})
+    assert "k_bits is 5" in refusal(bad)
     bad.write_bytes(calibration_file(LAYERS, 2, HEAD_DIM).read_bytes()[:-1])
     assert f"{bad}: truncated or not a safetensors file" in refusal(bad)
     assert f"{tmp_path / 'none'}: No such file" in refusal(tmp_path / "none")
@@ -191,6 +236,9 @@ def test_a_calibration_file_that_is_wrong_is_named_with_its_tensor(tmp_path: Pat
     [
         ({"k_bits": 5}, "k_bits is 5"),
         ({"page_tokens": 48}, "page_tokens is 48"),
+        ({"sink": 3}, "sink is 3"),
+        ({"sink": 2, "recent": 2}, "sink + recent is 4"),
+        ({"recent": -1}, "recent is -1"),
         ({"v_bits": "two"}, "codec.settings.v_bits"),
         ({"rounding": "nearest"}, "codec.settings.rounding"),
         ({"calibration": 7}, "codec.settings.calibration"),
@@ -200,3 +248,9 @@ def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_codec(CodecConfig(name="rot-k4v4", settings=settings), KvShape(1, 1, 64), load("reference"))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["hack", "fp8", "fp16"])
+def test_codecs_without_windows_refuse_the_setting(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"codec\.settings\.recent: "):
+        make_codec(CodecConfig(name=name, settings={"recent": 1}), KvShape(1, 1, 64), load("reference"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from hack_kernels import AUTO, load
-from hack_kernels.base import Backend, BackendUnavailable, PageKernels, Pool, Rows, Spans, new_pool
-from hack_kernels.hack_format import HackFormat
+from hack_kernels import BACKENDS, load
+from hack_kernels.base import Backend, BackendUnavailable, PageFormat, PageKernels, Pool, Rows, Spans, new_pool
+from hack_kernels.hack_format import HackFormat, OpenPage
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
@@ -17,6 +20,11 @@ from tests.codecs.examples import SelectingCodec, worker_of
 from tests.pair import PI, greedy, prompt, tiny_worker
 
 HEADS = 2
+FORMATS: dict[str, tuple[PageFormat, Callable[[Any, torch.device], PageKernels]]] = {
+    "rows": (RowFormat(64, PI), RowReference),
+    "codes": (HackFormat(64, PI), HackReference),
+    "open codes": (HackFormat(64, PI, open_page=OpenPage.K_CODES), HackReference),
+}
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -32,7 +40,7 @@ def test_half_of_the_pages_is_half_of_the_reading() -> None:
     assert codec.held_pages == 2 * codec.read_pages > 0
 
 
-@pytest.fixture(params=AUTO)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == "triton" else name for name in BACKENDS])
 def backend(request: pytest.FixtureRequest) -> Backend:
     try:
         return load(request.param)
@@ -40,7 +48,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("kind", ["rows", "codes"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_a_table_for_each_head_reads_what_it_lists(backend: Backend, kind: str) -> None:
     """Each head alone over its own list, against both heads in one call."""
     kernels, pool = filled(backend, kind)
@@ -58,14 +66,9 @@ def test_a_table_for_each_head_reads_what_it_lists(backend: Backend, kind: str) 
 def filled(backend: Backend, kind: str) -> tuple[PageKernels, Pool]:
     """Four sealed pages and an open one, of random rows."""
     generator = torch.Generator().manual_seed(1)
-    rows, codes = RowFormat(64, PI), HackFormat(64, PI)
-    kernels: PageKernels
-    if kind == "rows":
-        kernels = backend.kernels_for(rows, RowReference)
-        pool = new_pool(rows, kernels, backend.device, 4, 1, range(HEADS))
-    else:
-        kernels = backend.kernels_for(codes, HackReference)
-        pool = new_pool(codes, kernels, backend.device, 4, 1, range(HEADS))
+    fmt, definition = FORMATS[kind]
+    kernels = backend.kernels_for(fmt, definition)
+    pool = new_pool(fmt, kernels, backend.device, 4, 1, range(HEADS))
     k, v = (torch.randn(4, HEADS, PI, 64, generator=generator).half() for _ in range(2))
     kernels.seal(0, pool, torch.arange(4), torch.arange(4) * PI, k, v)
     pool.open_k.copy_(torch.randn(pool.open_k.shape, generator=generator))

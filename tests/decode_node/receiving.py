@@ -60,7 +60,7 @@ class Decode:
 def planned(
     worker: Worker, transfer_id: str = "t", epoch: int = 2, seed: int = 3, form: WireForm | None = None
 ) -> list[KvFrame | HandoffEnd]:
-    """An honest handoff of random bytes: two sealed pages and five open rows of each layer, and token 9.
+    """An honest handoff of random bytes: two sealed pages and the exact rows of each layer, and token 9.
 
     It is coded by `form`, or as the worker's codec does.
     """
@@ -73,8 +73,9 @@ def planned(
             planes[plane.name] = random_bytes((2, 2, *plane.shape), plane.dtype, generator)
         items += writer.frames(layer, 0, {name: plane[:, :1] for name, plane in planes.items()})
         items += writer.frames(layer, 1, {name: plane[:, 1:] for name, plane in planes.items()})
-        rows = {name: torch.full((2, 1, 5, 64), layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}
-        items += writer.frames(layer, 2, rows, 5)
+        count = worker.footprint.exact_rows(TOKENS)
+        rows = {name: torch.full((2, 1, count, 64), layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}
+        items += writer.frames(layer, 2, rows, count)
     return [*items, writer.end(9)]
 
 

@@ -33,7 +33,8 @@ async def test_a_handoff_lands_bit_exact_and_is_counted_by_plane(wire: Loopback,
         due = Counter[str]()
         for plane in (plane for planes in node.worker.codec.wire_planes for plane in planes):
             due[plane.name] += 2 * 2 * plane.page_bytes
-        due |= dict.fromkeys(("open_k", "open_v"), 2 * 2 * 5 * 64 * 2)
+        exact_rows = node.worker.footprint.exact_rows(TOKENS)
+        due |= dict.fromkeys(("open_k", "open_v"), 2 * 2 * exact_rows * 64 * 2)
         raw, coded = Counter[str](), Counter[str]()
         for item in items:
             for span in item.planes if isinstance(item, KvFrame) else ():
@@ -55,8 +56,9 @@ async def test_a_handoff_lands_bit_exact_and_is_counted_by_plane(wire: Loopback,
                     p[:, page].contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in planes.values()
                 )
                 assert landed == frame.payload
-            assert bool((pool.open_k[1, :, :5] == layer + 0.5).all())
-            assert bool((pool.open_v[1, :, :5] == layer + 0.5).all())
+            for run in node.worker.footprint.runs(TOKENS):
+                assert bool((pool.open_k[1, :, run] == layer + 0.5).all())
+                assert bool((pool.open_v[1, :, run] == layer + 0.5).all())
         names = len(node.bytes()) // 2
         for index, (old, new) in enumerate(zip(before, node.bytes(), strict=True)):
             held = [1] if index % names >= names - 2 else list(GRANT.pages[:2])

@@ -68,9 +68,9 @@ class Node:
         worker = tiny_worker("fp16")
         self.runner = ModelRunner(worker.model, worker.codec, 9, 3)
         self.strip = LandingStrip(self.runner.memory)
-        self.grant = LandingGrant(GRANT)
+        self.grant = LandingGrant(GRANT, TOKENS)
         frames = [item for item in planned(worker, form=form) if isinstance(item, KvFrame)]
-        ledger = FrameLedger("t", 2, Expected(worker.layout, worker.codec.wire_planes, TOKENS, 2, form))
+        ledger = FrameLedger("t", 2, Expected(worker.layout, worker.codec.wire_planes, TOKENS, worker.footprint, form))
         self.frames = [ledger.check(frame) for frame in frames]
 
     def bytes(self) -> list[Tensor]:

@@ -28,14 +28,14 @@ def test_the_victim_is_the_youngest_that_is_worth_it(candidates: list[Candidate]
         assert all(it.left <= SOON and it.order <= victim.order for it in able)
 
 
-@given(st.integers(0, 200), st.integers(1, 300), st.integers(8, 64), st.sampled_from([4, 8]))
+@given(st.integers(0, 200), st.integers(1, 300), st.integers(8, 64), st.sampled_from([4, 8]), st.booleans())
 def test_chunks_cover_a_replay_and_none_crosses_a_page_that_it_did_not_begin(
-    start: int, rows: int, budget: int, page_tokens: int
+    start: int, rows: int, budget: int, page_tokens: int, by_page: bool
 ) -> None:
     end = start + rows
     while start < end:
-        count = replay_rows(start, end - start, budget, page_tokens)
+        count = replay_rows(start, end - start, budget, page_tokens, by_page=by_page)
         assert 0 < count <= min(budget, end - start)
-        if start % page_tokens:
+        if start % page_tokens or by_page:
             assert (start + count - 1) // page_tokens == start // page_tokens
         start += count

@@ -31,11 +31,19 @@ NUM_PAGES = 512
 
 @contextlib.asynccontextmanager
 async def in_process_cluster(
-    folder: Path, worker: Worker, wire: str, chunk_pages: int, *, num_prefill: int = 2, num_decode: int = 2
+    folder: Path,
+    worker: Worker,
+    wire: str,
+    chunk_pages: int,
+    *,
+    num_prefill: int = 2,
+    num_decode: int = 2,
+    decode_nodes: list[DecodeService] | None = None,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Run router and nodes on this event loop; yields a client of the router's HTTP API.
 
     Control calls always go over gRPC; `wire` says how KV travels. Nodes register once; the lease outlives a test.
+    `decode_nodes` gets the decode nodes, for tests that disturb them.
     """
     stop = asyncio.Event()
     announced = _Announcements()
@@ -50,7 +58,10 @@ async def in_process_cluster(
         registry = RegistryClient(ready["control"], channels)
         network = InprocNetwork()
         for i in range(num_decode):
-            await registry.register(await _decode_node(stack, f"decode-{i}", worker, wire, network))
+            node = await _decode_node(stack, f"decode-{i}", worker, wire, network)
+            await registry.register(await node.describe())
+            if decode_nodes is not None:
+                decode_nodes.append(node)
         for i in range(num_prefill):
             await registry.register(await _prefill_node(stack, f"prefill-{i}", worker, wire, network, chunk_pages))
         yield await stack.enter_async_context(httpx.AsyncClient(base_url=ready["http"], timeout=START_S))
@@ -74,7 +85,7 @@ async def _prefill_node(
 
 async def _decode_node(
     stack: contextlib.AsyncExitStack, name: str, worker: Worker, wire: str, network: InprocNetwork
-) -> NodeInfo:
+) -> DecodeService:
     server = RpcServer("127.0.0.1", 0)
     address = await server.start()
     listeners = Listeners([wire], Site(server, network=network))
@@ -85,7 +96,7 @@ async def _decode_node(
     stack.push_async_callback(node.close)
     stack.push_async_callback(server.close)
     stack.push_async_callback(listeners.close)
-    return await node.describe()
+    return node
 
 
 async def _finish(router: asyncio.Task[None], stop: asyncio.Event) -> None:

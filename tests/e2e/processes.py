@@ -21,8 +21,7 @@ import httpx
 import psutil
 import yaml
 
-from app.cluster import ENTRIES
-from node.process import read_announcement
+from node.announcement import read_announcement
 
 START_S = 90.0
 KILL_S = 10.0
@@ -94,14 +93,19 @@ def role(folder: Path, kind: str, name: str, settings: dict[str, Any]) -> Child:
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump({"log_level": "warning", **settings}), encoding="utf-8")
-    command = (sys.executable, "-m", ENTRIES[kind], "--config", str(config), "--supervised")
+    command = hackkv_command(kind, "--config", str(config), "--supervised")
     # The pipe stays open for as long as we live: `--supervised` ends when it does.
     return Child(folder, name, command, stdin=subprocess.PIPE)
 
 
 def hackkv(folder: Path, name: str, *arguments: str) -> Child:
     """Start the command line."""
-    return Child(folder, name, (sys.executable, "-c", "from app.cli import app; app()", *arguments))
+    return Child(folder, name, hackkv_command(*arguments))
+
+
+def hackkv_command(*arguments: str) -> tuple[str, ...]:
+    """The command line, run by this interpreter, whatever lies in the current directory (-P)."""
+    return (sys.executable, "-P", "-c", "from app.cli import app; app()", *arguments)
 
 
 @dataclass(frozen=True, slots=True)

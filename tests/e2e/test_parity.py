@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hackkv.config import DEFAULT_CODEC, CodecConfig, ModelConfig
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.defaults import DEFAULT_CODEC
 from hackkv.model.generate import generate
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
@@ -80,6 +81,7 @@ async def complete_all(client: httpx.AsyncClient, cases: list[tuple[int, ...]], 
     return list(await asyncio.gather(*(one(prompt) for prompt in cases)))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("chunk_pages", CHUNK_PAGES)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("wire", sorted(WIRES))

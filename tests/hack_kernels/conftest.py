@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiers import thin_out
+from tests.tiers import keep_first
 
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU Triton interprets, some thousand times slower: few of its cases are quick."""
+    """Without a GPU Triton interprets, some thousand times slower."""
     if not torch.cuda.is_available():
-        thin_out(item for item in items if HERE in item.path.parents and _is_interpreted(item))
+        keep_first(item for item in items if HERE in item.path.parents and _is_interpreted(item))
 
 
 def _is_interpreted(item: pytest.Item) -> bool:

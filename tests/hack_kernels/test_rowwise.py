@@ -80,27 +80,6 @@ def test_gate(kernels: RowKernels, n: int, dtype: torch.dtype) -> None:
         assert_close(TORCH.gate(x), g * torch.sigmoid(g) * u)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [*SIZES, 4096])
-def test_largest(kernels: RowKernels, n: int, dtype: torch.dtype) -> None:
-    """Also among equals, of which coarse values have many, and where every value is negative."""
-    x = torch.cat((rows(1, 5, n + 3), rows(2, 5, n + 3).round(), -rows(3, 5, n + 3).abs())).to(dtype)[:, 3:]
-    x[0], x[1, n // 2 :] = -torch.inf, -torch.inf
-    x[2], x[2, n // 3] = -0.0, 0.0
-    expected = TORCH.largest(x)
-    assert kernels.largest(x) == expected
-    assert expected[0] == -1
-    assert expected[2] == 0
-
-
-@pytest.mark.parametrize("broken", [torch.nan, -torch.nan, torch.inf])
-def test_what_is_not_finite_has_no_largest(kernels: RowKernels, broken: float) -> None:
-    for at in (0, 15, 16, 38):
-        x = rows(1, 3, 39)
-        x[1, at] = broken
-        assert kernels.largest(x) == TORCH.largest(x) == [int(x[0].argmax()), -1, int(x[2].argmax())]
-
-
 def test_what_is_not_a_number_stays_none(kernels: RowKernels) -> None:
     """The codec and the sampler find broken values: nothing before them may lose one."""
     for at in (0, 3, 17):
@@ -230,23 +209,39 @@ def test_a_row_that_is_not_finite_is_flagged_and_not_written(kernels: RowKernels
             assert int(pages[:, slot].count_nonzero()) == 2 * 2 * 24
 
 
+def prefill_spans(counts: list[int]) -> Spans:
+    each, zeros = torch.tensor(counts), torch.zeros(len(counts), dtype=torch.int64)
+    return Spans(zeros, each, each.cumsum(0) - each, zeros[:, None], zeros)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_narrow_is_bit_equal(kernels: RowKernels, dtype: torch.dtype) -> None:
+    """Rows are slices of Q, K and V, enough for several threads; the largest and the smallest that FP16 holds."""
+    k, v = (rows(26, 700, 7, 24, dtype=dtype)[:, part] for part in (slice(3, 5), slice(5, 7)))
+    k[3, 1, 5], v[9, 0, 0] = 65504.0 if dtype is not torch.bfloat16 else 65280.0, 1e-7
+    for each in (kernels, TORCH):
+        faulty = flags(3)
+        narrowed = each.narrow(k, v, prefill_spans([650, 1, 49]), faulty)
+        assert all(torch.equal(x, y.half()) and x.is_contiguous() for x, y in zip(narrowed, (k, v), strict=True))
+        assert not bool(faulty.any())
+
+
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf, 7e4])
 @pytest.mark.parametrize("tensor", [0, 1])
-def test_a_prompt_is_narrowed_whole_or_not_at_all(kernels: RowKernels, tensor: int, broken: float) -> None:
-    given = rows(16, 2, 5, 2, 24)
-    narrowed = kernels.narrow(given[0], given[1])
-    assert narrowed is not None
-    assert all(torch.equal(x, y.half()) for x, y in zip(narrowed, given, strict=True))
-    given[tensor, 4, 1, 3] = broken
-    assert kernels.narrow(given[0], given[1]) is None
-
-
-def test_a_faulty_row_has_no_largest(kernels: RowKernels) -> None:
-    x, faulty = rows(17, 4, 40), flags(4)
-    x[1, 3] = torch.nan
-    assert kernels.largest(x, faulty) == kernels.largest(x)
-    faulty[1] = faulty[3] = True
-    assert kernels.largest(x, faulty) == [int(x[0].argmax()), -2, int(x[2].argmax()), -2]
+def test_a_prompt_at_fault_is_flagged_and_its_row_is_zeros(kernels: RowKernels, tensor: int, broken: float) -> None:
+    """Other rows are as if it were not there; a flag that is set stays set."""
+    given = rows(16, 2, 9, 2, 24)
+    for row, span in ((0, 0), (3, 0), (4, 1), (8, 3)):
+        broken_in = given.clone()
+        broken_in[tensor, row, 1, 3] = broken
+        expected = given.half()
+        expected[:, row] = 0
+        for each in (kernels, TORCH):
+            faulty = flags(4)
+            faulty[2] = True
+            narrowed = each.narrow(broken_in[0], broken_in[1], prefill_spans([4, 2, 1, 2]), faulty)
+            assert torch.equal(torch.stack(narrowed), expected)
+            assert faulty.nonzero().flatten().tolist() == sorted({span, 2})
 
 
 def test_wrong_inputs_are_named(kernels: RowKernels) -> None:
@@ -268,6 +263,13 @@ def test_wrong_inputs_are_named(kernels: RowKernels) -> None:
     for wrong, name in ((x.long(), "v"), (x[0, 0], "v"), (x[:, :0], "v")):
         with pytest.raises(ValueError, match=rf"^{name} "):
             kernels.append(pool_of(pages, pages), good, x, wrong, flags(4))
+    for counts in ([3], [5], [-1, 5]):
+        with pytest.raises(ValueError, match=r"^counts"):
+            kernels.narrow(x, x, prefill_spans(counts), flags(len(counts)))
+    with pytest.raises(ValueError, match=r"^faulty"):
+        kernels.narrow(x, x, prefill_spans([4]), flags(2))
+    with pytest.raises(ValueError, match=r"^v has the wrong shape"):
+        kernels.narrow(x, x[:, :1], prefill_spans([4]), flags(1))
     for weight, bias, name in (
         (rows(14, 5, 17), None, "weight is"),
         (rows(14, 5, 16).half(), None, "weight has"),

@@ -11,20 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+from hackkv.codecs import CODECS
 from hackkv.config import ModelConfig
 from hackkv.errors import ConfigError
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.generate import generate
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.types import Request, Sampling
-from measure.accuracy import stats, suite, variants
+from measure.accuracy import cells, results, stats, suite, variants
 from measure.accuracy.__main__ import main
 from measure.accuracy.data import read_records
 from measure.accuracy.engine import batches, forced_decode, forced_prefill, greedy
 from measure.accuracy.metrics import Answered, Measure, first_divergence, score
-from measure.accuracy.results import Results
 from measure.accuracy.subject import Subject, load_subject
 from measure.accuracy.suite import SUITE
+from measure.accuracy.task import Limits, writes
 from measure.accuracy.text import HELD_OUT_SHARE, MIN_CHARS, SKIPPED, is_held_out
 from measure.accuracy.variants import EXACT, VARIANTS, Variant
 from measure.calibrate.__main__ import main as calibrate
@@ -100,7 +101,7 @@ def test_batches_keep_the_order_and_the_bound(subject: Subject) -> None:
     assert [[len(e.prompt) for e in batch] for batch in batches(examples)] == [[9000], [6000], [20000], [10, 10]]
 
 
-# Rows and columns ---------------------------------------------------------------------------------------------------
+# Rows and tasks -----------------------------------------------------------------------------------------------------
 
 
 def test_the_rows_are_valid_and_complete(subject: Subject) -> None:
@@ -126,22 +127,32 @@ def test_a_calibration_file_adds_rows(subject: Subject, checkpoint: Path, tmp_pa
         variants.choose(["rot-k3v2-calibrated"])
 
 
-def test_unknown_rows_and_tasks_are_named() -> None:
+def test_unknown_rows_and_tasks_are_named(subject: Subject) -> None:
     with pytest.raises(ConfigError, match=r"--variants: 'hack-256' is unknown; known: fp16, hack-32"):
         variants.choose(["hack-256"])
-    with pytest.raises(ConfigError, match=r"--tasks: 'copying' is unknown; known: perplexity"):
-        suite.choose(["copying"])
+    with pytest.raises(ConfigError, match=r"--tasks: 'copying' is unknown; known: reading"):
+        suite.choose(["copying"], subject)
+
+
+def test_models_that_chat_are_asked_other_tasks(subject: Subject) -> None:
+    """The tiny model has a chat template, the shipped one has none."""
+    asked = {task.name for task in suite.choose([], subject)}
+    assert asked == {"reading", "chat", "questions", "humaneval"}
+    silent = {task.name for task in SUITE if task.suits is writes}
+    assert silent & asked == set()
+    assert variants.choose([], ablations=False) == tuple(v for v in VARIANTS if v.name in CODECS)
 
 
 def test_every_task_builds_from_pythons_library_alone(subject: Subject) -> None:
-    tasks = [task for task in SUITE if task.name != "data"]
-    columns, left_out = suite.columns(subject, tasks, samples=2, seed=3, longest=1024)
-    assert {column.task.name for column in columns} == {task.name for task in tasks}
-    assert any(line.startswith("copy at 2048: up to 2120 tokens") for line in left_out)
-    for column in columns:
-        one, two = column.examples
-        assert len(one.prompt) == len(two.prompt), "samples of a column share a forward pass"
-        assert not np.array_equal(one.prompt, two.prompt)
+    made = suite.prepared(subject, SUITE, Limits(samples=2, seed=3, longest=1024))
+    empty = {task.name for task, prepared in made.items() if not prepared.tokens}
+    assert empty == {"data"}
+    copy = next(prepared for task, prepared in made.items() if task.name == "copy")
+    assert "at 2048: up to 2120 tokens of context needed, the limit is 1024" in copy.left_out
+    others = suite.prepared(subject, SUITE, Limits(samples=2, seed=4, longest=1024))
+    for task, prepared in made.items():
+        drawn = task.name not in ("data", "reading", "chat", "humaneval")
+        assert (prepared.digest != others[task].digest) is drawn, task.name
 
 
 def test_the_split_is_the_trainers() -> None:
@@ -244,26 +255,50 @@ def test_the_command_measures_and_reports(checkpoint: Path, tmp_path: Path, caps
     arguments = ["--model", str(checkpoint), "--variants", "hack,hack-paper", "--tasks", "copy,code,data"]
     arguments += ["--samples", "2", "--longest", "600", "--backend", "reference", "--out", str(out)]
     assert main([*arguments, "--data", str(data), "--jobs", "2"]) == 0
-    results = Results.read(out.with_suffix(".json"))
-    assert [row.name for row in results.rows] == ["fp16", "hack", "hack-paper"]
-    assert {(s.task, s.point) for s in results.scores} == {("copy", 128), ("copy", 512), ("code", 512), ("data", 0)}
-    for cell in results.scores:
+    (model,) = cells.models(out)
+    found = results.read(model)
+    assert [row.name for row in found.rows] == ["fp16", "hack", "hack-paper"]
+    assert {(s.task, s.point) for s in found.scores} == {("copy", 128), ("copy", 512), ("code", 512), ("data", 0)}
+    for cell in found.scores:
         assert cell.score.low <= cell.score.value <= cell.score.high
         assert cell.variant != "fp16" or cell.change.value == 0
-    assert [len(one.first_divergences) for one in results.agreement] == [3, 3]
-    assert results.settings.left_out[-1].startswith("data, 1 of 2 prompts: up to ")
+    assert [len(one.first_divergences) for one in found.agreement] == [3, 3]
     report = out.with_suffix(".md").read_text()
-    for part in ("--longest 600", "can't\nprove", "| `hack-paper` |", "Greedy agreement", "!["):
+    for part in ("data 1 of 2 prompts: up to ", "can't\nprove", "| `hack-paper` |", "Greedy agreement", "!["):
         assert part in report
-    assert out.with_suffix(".png").stat().st_size < 150_000
+    assert (model / "accuracy.png").stat().st_size < 150_000
     out.with_suffix(".md").unlink()
-    assert main(["--render", str(out.with_suffix(".json"))]) == 0
+    assert main(["--render", "--out", str(out)]) == 0
     assert out.with_suffix(".md").read_text() == report
     assert "hack-paper" in capsys.readouterr().out
 
 
-def test_the_command_says_what_is_wrong(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_goes_on_where_it_stopped(checkpoint: Path, tmp_path: Path) -> None:
+    """What has a current file is not measured again; what was deleted, or asked otherwise, is."""
+    out = tmp_path / "small"
+    arguments = ["--model", str(checkpoint), "--variants", "hack", "--tasks", "copy", "--longest", "200"]
+    arguments += ["--backend", "reference", "--out", str(out), "--jobs", "1"]
+    assert main([*arguments, "--samples", "1"]) == 0
+    files = {path.parent.name: path for path in out.glob("*/*/copy.json")}
+    before = {name: path.stat().st_mtime_ns for name, path in files.items()}
+    files["hack"].unlink()
+    assert main([*arguments, "--samples", "1"]) == 0
+    after = {name: path.stat().st_mtime_ns for name, path in files.items()}
+    assert before["fp16"] == after["fp16"]
+    assert before["hack"] != after["hack"]
+    assert main([*arguments, "--samples", "2"]) == 0
+    assert files["fp16"].stat().st_mtime_ns != after["fp16"]
+
+
+def test_the_command_says_what_is_wrong(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(checkpoint), "--variants", "hack-256"]) == 2
     assert "hack-256" in capsys.readouterr().err
     assert main(["--model", str(checkpoint), "--tasks", "data"]) == 2
     assert "no task is left" in capsys.readouterr().err
+    assert main(["--render", "--out", str(tmp_path / "none")]) == 2
+    assert "none: no file of `hackkv eval`" in capsys.readouterr().err
+    broken = tmp_path / "model" / "fp16" / "copy.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("{}")
+    assert main(["--render", "--out", str(tmp_path)]) == 2
+    assert "copy.json: not a file of `hackkv eval`" in capsys.readouterr().err

@@ -20,9 +20,9 @@ def row(name: str, share: float, kl: float | None) -> Row:
 
 def test_the_advice_is_the_smallest_below_each_bound() -> None:
     rows = (row("a", 0.1, float("nan")), row("b", 0.2, 0.1), row("c", 0.3, 0.01), row("exact", 1.0, None))
-    advice = Recommendation("tiny", "a text", rows).advice
+    advice = Recommendation("tiny", "a text", rows, {}).advice
     assert advice == "b is the smallest below KL 0.15; c is the smallest below KL 0.03"
-    advice = Recommendation("tiny", "a text", rows[:1] + rows[3:]).advice
+    advice = Recommendation("tiny", "a text", rows[:1] + rows[3:], {}).advice
     assert advice == "exact is the smallest below KL 0.15; exact is the smallest below KL 0.03"
 
 
@@ -36,6 +36,7 @@ def test_every_preset_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "is the smallest below KL 0.15; " in told.out.splitlines()[-1]
     shares = [float(cells[3].rstrip("%")) for cells in table.values()]
     assert shares == sorted(shares)
+    assert all(float(cells[-3]) > 0 and cells[-2] == "s" for cells in table.values()), "no preset lacks its time"
 
 
 def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

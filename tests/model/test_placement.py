@@ -7,12 +7,15 @@ dispatch mode refuses the rest: copies to the host, and operators that take a te
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Series
 from dataclasses import fields, replace
 from typing import Any, cast
 
 import pytest
 import torch
 from hack_kernels.base import FormatT, KernelsT, PageFormat, Planes, Pool, RowKernels, Rows, Spans, Stopwatch
+from hack_kernels.choosing import Chooser, Scores
+from hack_kernels.level_format import Feedback
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.stopwatch import HostStopwatch
 from torch import Tensor
@@ -37,16 +40,20 @@ ARRIVING = (torch.ops.aten.to, torch.ops.aten._to_copy, torch.ops.aten.lift_fres
 class MetaRows(Rowwise):
     """What reads values answers without them, as a device would after a wait."""
 
-    def largest(self, x: Tensor, faulty: Tensor | None = None) -> list[int]:
+    def choose(
+        self, logits: Tensor, choosers: Series[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
+    ) -> list[int]:
         assert faulty is not None
-        assert faulty.shape == x.shape[:1]
-        return [7] * x.shape[0]
+        assert faulty.shape == logits.shape[:1] == (len(choosers),)
+        _on_device(logits, faulty)
+        return [7] * len(choosers)
+
+    def score(self, logits: Tensor, ids: Series[int], tops: Series[int]) -> list[Scores]:
+        _on_device(logits)
+        return [(-1.0, [(token_id, -1.0)] * top) for token_id, top in zip(ids, tops, strict=True)]
 
     def set_in(self, flags: Tensor) -> list[int]:
         return []
-
-    def narrow(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        return k.half(), v.half()
 
 
 class MetaKernels:
@@ -73,8 +80,8 @@ class MetaKernels:
         _on_device(*(getattr(spans, each.name) for each in fields(spans)), k, v)
         self.sealed += 1
 
-    def set_feedback(self, layer: int, gains: Tensor) -> None:
-        _on_device(gains)
+    def set_feedback(self, layer: int, feedback: Feedback) -> None:
+        _on_device(feedback.gains, feedback.weights)
 
     def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
         _on_device(page_ids, *planes.values())
@@ -170,10 +177,13 @@ every_codec = pytest.mark.parametrize("runner", EVERY, ids=str, indirect=True)
 
 @every_codec
 def test_a_decode_step_waits_for_nothing_but_its_tokens(runner: ModelRunner) -> None:
-    """One sequence fills a page, one is in the middle of one; the second step shares what the first had made."""
+    """One sequence fills a page, one is in the middle of one; the second step shares what the first had made. One is
+    greedy, the other asks for all that sampling has."""
     engine, parts = DecodeEngine(runner), list[StepPart]()
-    for slot, held in enumerate((PI - 2, 5)):
-        request = greedy("r", prompt(1, held), 9)
+    sampled = {"temperature": 0.7, "top_p": 0.9, "top_k": 9, "presence_penalty": 1.0, "logprobs": 2}
+    cases: list[tuple[int, dict[str, object]]] = [(PI - 2, {}), (5, {**sampled, "repetition_penalty": 1.1})]
+    for slot, (held, settings) in enumerate(cases):
+        request = greedy("r", prompt(1, held), 9, **settings)
         sequence = Sequence([5], SamplerState(request.sampling, request.prompt_ids, ()), 0.0)
         parts.append(StepPart(sequence, Span(slot, held, 1, (2 * slot, 2 * slot + 1)), replay=False))
     for _ in range(3):
@@ -184,13 +194,21 @@ def test_a_decode_step_waits_for_nothing_but_its_tokens(runner: ModelRunner) -> 
 
 
 @every_codec
-def test_a_prefill_pass_waits_for_nothing_but_what_it_asks_the_backend(runner: ModelRunner) -> None:
+def test_a_prefill_pass_asks_once_whether_all_was_finite(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole pages and a rest, beside a chunk that goes on inside a page; only some rows are wanted."""
+    asked = list[int]()
+
+    def ask(self: MetaRows, flags: Tensor) -> list[int]:
+        asked.append(len(flags))
+        return []
+
+    monkeypatch.setattr(MetaRows, "set_in", ask)
     spans = [Span(0, 0, 2 * PI + 3, (0, 1, 2)), Span(1, 5, PI, (3, 4))]
     ids, layers = prompt(2, 3 * PI + 3), list[int]()
     with NothingComesBack(), torch.inference_mode():
         hidden = runner.forward(spans, ids, layers.append, [1, 0])
     assert (layers, hidden.shape[0], hidden.device) == ([0, 1], 1, META)
+    assert asked == [2]
 
 
 def test_the_watch_sees_what_it_should() -> None:

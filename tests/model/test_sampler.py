@@ -9,14 +9,20 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from hack_kernels import load
+from hack_kernels.base import RowKernels
+from hack_kernels.choosing import uniform
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hackkv.errors import NonFiniteError
-from hackkv.model import sampler
-from hackkv.model.sampler import UNIFORMS, SamplerState, draw, prompt_logprobs, sample, uniforms
+from hackkv.guide import Bits, Guide
+from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
 from hackkv.types import Finish, Sampling
+
+BACKENDS = {name: load(name).rows for name in ("reference", "cpu")}
+every = pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS.keys())
 
 VOCAB = 24
 EOS = (3, 5)
@@ -79,7 +85,7 @@ def plainly(logits: Sequence[float], want: Sampling, prompt: Sequence[int], outp
     kept: list[int] = []
     while len(kept) < len(ranked) and (want.top_p >= 1 or math.fsum(weight[t] for t in kept) < want.top_p * total):
         kept.append(ranked[len(kept)])
-    target = uniforms(want.seed, len(output), 1)[0] * math.fsum(weight[token] for token in kept)
+    target = uniform(want.seed % 2**64, len(output)) * math.fsum(weight[token] for token in kept)
     for count, token in enumerate(kept, start=1):
         if math.fsum(weight[t] for t in kept[:count]) > target:
             return token
@@ -93,73 +99,32 @@ REQUESTS = st.tuples(SAMPLINGS, rows(), st.lists(TOKENS, max_size=8), st.lists(T
 @given(st.lists(REQUESTS, min_size=1, max_size=5))
 def test_equals_the_plain_definition(requests: list[tuple[Sampling, list[float], list[int], list[int]]]) -> None:
     """Each row of a mixed batch is chosen as if it were alone; states rebuilt from the output so far."""
-    states = [SamplerState(want, prompt, EOS, output) for want, _, prompt, output in requests]
     logits = torch.tensor([row for _, row, _, _ in requests])
     kept = logits.clone()
-    for token, (want, row, prompt, output) in zip(sample(logits, states), requests, strict=True):
-        assert token.token_id == plainly(row, want, prompt, output)
-        assert token.index == len(output)
-        stops = {*want.stop_token_ids, *(() if want.ignore_eos else EOS)}
-        assert token.finish == (Finish.STOP if token.token_id in stops else None)
+    for kernels in BACKENDS.values():
+        states = [SamplerState(want, prompt, EOS, output, kernels) for want, _, prompt, output in requests]
+        for token, (want, row, prompt, output) in zip(sample(logits, states, kernels), requests, strict=True):
+            assert token.token_id == plainly(row, want, prompt, output)
+            assert token.index == len(output)
+            stops = {*want.stop_token_ids, *(() if want.ignore_eos else EOS)}
+            assert token.finish == (Finish.STOP if token.token_id in stops else None)
+            assert (token.logprob is None) == (want.logprobs is None)
+            assert len(token.top) == (want.logprobs or 0)
     assert torch.equal(logits, kept)
 
 
 @settings(max_examples=50, deadline=None)
-@given(SAMPLINGS, st.integers(0, 2**32))
-def test_a_replay_from_any_point_chooses_the_same(want: Sampling, noise: int) -> None:
+@given(SAMPLINGS, st.integers(0, 2**32), st.sampled_from(sorted(BACKENDS)))
+def test_a_replay_from_any_point_chooses_the_same(want: Sampling, noise: int, backend: str) -> None:
+    """Its first part may have been chosen by another backend."""
     logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(noise))
     state, chosen = SamplerState(want, [1, 2], EOS), list[int]()
     for row in logits:
         chosen.append(sample(row[None], [state])[0].token_id)
+    kernels = BACKENDS[backend]
     for start in range(12):
-        again = SamplerState(want, [1, 2], EOS, chosen[:start])
-        assert [sample(row[None], [again])[0].token_id for row in logits[start:]] == chosen[start:]
-
-
-@settings(max_examples=100, deadline=None)
-@given(rows(), SAMPLINGS, st.floats(0, 1, exclude_max=True))
-def test_finding_the_largest_in_groups_changes_nothing(row: list[float], want: Sampling, u: float) -> None:
-    """Small rows are sorted whole; with groups of 2 even these are not."""
-    want = dataclasses.replace(want, temperature=max(want.temperature, 0.1))
-    values = np.array(row)
-    whole = draw(values, want, u)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "GROUP", 2)
-        assert draw(values, want, u) == whole
-
-
-@pytest.mark.parametrize(
-    "want",
-    [sampling(), sampling(temperature=2.0), sampling(top_p=0.8), sampling(top_k=4, top_p=0.9), sampling(min_p=0.2)],
-)
-def test_frequencies_follow_the_distribution(want: Sampling) -> None:
-    """Chi-squared over 8,000 draws; the bound is 6 standard deviations of that statistic above its mean."""
-    row = np.linspace(3, -1, 10)
-    draws = 8_000
-    counts = np.bincount([draw(row, want, u) for u in uniforms(want.seed, 0, draws)], minlength=10)
-    weights = np.exp(row / want.temperature)
-    order = 10
-    if want.top_k:
-        order = want.top_k
-    if want.min_p:
-        order = int((weights >= want.min_p * weights[0]).sum())
-    mass = np.cumsum(weights[:order]) / weights[:order].sum()
-    order = int((mass < want.top_p - 1e-12).sum()) + 1 if want.top_p < 1 else order
-    expected = weights[:order] / weights[:order].sum() * draws
-    assert counts[order:].sum() == 0
-    freedom = order - 1
-    assert ((counts[:order] - expected) ** 2 / expected).sum() < freedom + 6 * math.sqrt(2 * freedom)
-
-
-def test_a_large_vocabulary_of_equal_logits_is_drawn_evenly() -> None:
-    """All of them are candidates, and their order is that of their ids."""
-    row = np.zeros(50_000)
-    assert [draw(row, sampling(), u) for u in (0.0, 0.25, 0.999999)] == [0, 12_500, 49_999]
-
-
-def test_masked_tokens_are_never_drawn() -> None:
-    row = np.array([0.0, -math.inf, 1.0, -math.inf])
-    assert {draw(row, sampling(top_p=p), u) for p in (1.0, 0.9999999) for u in np.linspace(0, 1 - 1e-16, 50)} == {0, 2}
+        again = SamplerState(want, [1, 2], EOS, chosen[:start], kernels)
+        assert [sample(row[None], [again], kernels)[0].token_id for row in logits[start:]] == chosen[start:]
 
 
 def test_greedy_ties_go_to_the_smallest_id() -> None:
@@ -172,6 +137,16 @@ def test_greedy_ties_go_to_the_smallest_id() -> None:
 
 def peaked(token: int) -> Tensor:
     return torch.nn.functional.one_hot(torch.tensor([token]), VOCAB).float()
+
+
+@every
+@pytest.mark.parametrize("temperature", [1.0, 1e-320])
+def test_the_hardest_penalty_and_no_token_left_still_give_one(kernels: RowKernels, temperature: float) -> None:
+    logits = torch.arange(1.0, VOCAB + 1).unsqueeze(0)
+    hard = SamplerState(sampling(temperature=temperature, repetition_penalty=1e-6), [4, 7], EOS, kernels=kernels)
+    assert sample(logits, [hard], kernels)[0].token_id in (4, 7)
+    barred = sampling(temperature=temperature, min_tokens=1, stop_token_ids=tuple(range(VOCAB)))
+    assert 0 <= sample(logits, [SamplerState(barred, [4], EOS, kernels=kernels)], kernels)[0].token_id < VOCAB
 
 
 def test_length_stop_and_their_order() -> None:
@@ -190,54 +165,69 @@ def test_min_tokens_bars_end_and_stop_tokens() -> None:
     assert [sample(logits, [state])[0].token_id for _ in range(3)] == [7, 7, 9]
 
 
-def test_logprobs_are_of_the_raw_distribution() -> None:
-    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+@every
+def test_logprobs_are_of_the_raw_distribution(kernels: RowKernels) -> None:
+    """Beside a row that asks for none."""
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     want = sampling(temperature=0.3, top_k=2, presence_penalty=1.0, logit_bias=((4, 5.0),), logprobs=3)
-    (token,) = sample(logits, [SamplerState(want, [], EOS, [1, 2])])
-    exact = logits.double().log_softmax(-1)[0]
+    states = [SamplerState(one, [], EOS, [1, 2], kernels) for one in (sampling(), want)]
+    other, token = sample(logits, states, kernels)
+    assert (other.logprob, other.top) == (None, ())
+    exact = logits.double().log_softmax(-1)[1]
     assert token.logprob == pytest.approx(exact[token.token_id].item(), abs=1e-9)
     best = exact.topk(3)
     assert [entry.token_id for entry in token.top] == best.indices.tolist()
     assert [entry.logprob for entry in token.top] == pytest.approx(best.values.tolist(), abs=1e-9)
-    (only,) = sample(logits, [SamplerState(sampling(logprobs=0), [], EOS)])
+    (only,) = sample(logits[:1], [SamplerState(sampling(logprobs=0), [], EOS, kernels=kernels)], kernels)
     assert only.logprob is not None
     assert only.top == ()
 
 
-def test_prompt_logprobs() -> None:
+@every
+def test_prompt_logprobs(kernels: RowKernels) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
-    tokens = prompt_logprobs(logits, 5, [7, 8, 9], 1)
+    tokens = prompt_logprobs(logits, 5, [7, 8, 9], 1, kernels)
     exact = logits.double().log_softmax(-1)
     assert [(token.index, token.token_id) for token in tokens] == [(5, 7), (6, 8), (7, 9)]
     assert [token.logprob for token in tokens] == pytest.approx([exact[j, 7 + j].item() for j in range(3)], abs=1e-9)
     assert [token.top[0].token_id for token in tokens] == exact.argmax(-1).tolist()
 
 
+@every
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_name_their_row_and_advance_nobody(bad: float) -> None:
+def test_logits_that_are_not_finite_name_their_row_and_advance_nobody(bad: float, kernels: RowKernels) -> None:
     logits = torch.zeros(3, VOCAB)
     logits[1, 4] = bad
-    states = [SamplerState(sampling(), [], EOS) for _ in range(3)]
-    with pytest.raises(NonFiniteError) as caught:
-        sample(logits, states)
+    states = [SamplerState(sampling(), [], EOS, kernels=kernels) for _ in range(3)]
+    with pytest.raises(NonFiniteError, match="row 1 are not finite") as caught:
+        sample(logits, states, kernels)
     assert caught.value.span == 1
     assert [state.emitted for state in states] == [0, 0, 0]
 
 
-def test_uniform_numbers_are_pinned() -> None:
-    """Nodes of different builds must draw alike: a change here breaks replays during a rolling upgrade."""
-    assert [*uniforms(0, 0, 2), *uniforms(7, 0, 1), *uniforms(-1, 0, 1)] == PINNED
-    assert len(set(uniforms(5, 0, 1000))) == 1000
+class Only(Guide):
+    """Allows one token for ever."""
+
+    def __init__(self, token_id: int) -> None:
+        self._bits = np.packbits(np.arange(VOCAB) == token_id, bitorder="little")
+
+    def allowed(self) -> Bits:
+        return self._bits
+
+    def accept(self, token_id: int) -> None:
+        pass
 
 
-def test_a_state_goes_on_in_the_random_numbers_wherever_it_starts() -> None:
-    whole = uniforms(5, 0, 3 * UNIFORMS)
-    for start in (0, 1, UNIFORMS - 1, UNIFORMS):
-        state = SamplerState(sampling(seed=5, max_tokens=1000), [], EOS, [1] * start)
-        for index in (*range(start, 2 * UNIFORMS), 3 * UNIFORMS - 1):
-            while state.emitted < index:
-                state.accept(1)
-            assert state.uniform() == whole[index]
-
-
-PINNED = [0.011546754286331562, 0.5023796042735054, 0.8720734548204873, 0.23494158814525556]
+@every
+def test_a_mask_holds_and_a_row_without_any_token_is_named(kernels: RowKernels) -> None:
+    """Minimum length gives way where the grammar allows nothing but the end."""
+    free, tied, ending = (SamplerState(sampling(min_tokens=9), [], EOS, kernels=kernels) for _ in range(3))
+    tied.guide, ending.guide = Only(9), Only(EOS[0])
+    states, logits = [free, tied, ending], torch.zeros(3, VOCAB)
+    for _ in range(5):
+        assert [token.token_id for token in sample(logits, states, kernels)][1:] == [9, EOS[0]]
+    logits[1, 9] = -math.inf
+    with pytest.raises(NonFiniteError, match="row 1 allow no token") as caught:
+        sample(logits, states, kernels)
+    assert caught.value.span == 1
+    assert [state.emitted for state in states] == [5, 5, 5]

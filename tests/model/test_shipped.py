@@ -9,7 +9,7 @@ from huggingface_hub import constants
 
 from hackkv.errors import CheckpointError
 from hackkv.model import find_model, load_model, shipped
-from hackkv.model.shipped import has_smollm2
+from hackkv.packaged import has_smollm2
 
 
 def test_the_empty_name_is_the_shipped_model() -> None:

@@ -18,8 +18,8 @@ PAGES = 6
 
 
 def worst_bytes(worker: Worker) -> int:
-    """Of `PAGES` sealed pages, uncoded."""
-    return PAGES * worker.footprint.wire_page_bytes
+    """Of `PAGES` full pages, uncoded."""
+    return worker.footprint.wire_bytes(PAGES * PI)
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hackkv.codec import Batch
 from hackkv.codecs import CODECS
-from hackkv.errors import HackkvError
+from hackkv.errors import HackkvError, NonFiniteError
 from hackkv.framing import Expected, FrameLedger
 from hackkv.model.generate import generate
 from hackkv.nodes import NodeIdentity
@@ -87,8 +87,7 @@ class Bench:
     async def deliver(self, handoff: Handoff, items: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Check everything, as a decode node does, and keep the bytes."""
         codec, tokens = self.worker.codec, handoff.num_tokens
-        sealed = self.worker.footprint.sealed(tokens)
-        expected = Expected(self.worker.layout, codec.wire_planes, tokens, sealed, codec.wire_form)
+        expected = Expected(self.worker.layout, codec.wire_planes, tokens, self.worker.footprint, codec.wire_form)
         ledger = FrameLedger(handoff.transfer_id, handoff.epoch, expected)
         planes = self.planes.setdefault(handoff.transfer_id, {})
         async for item in items:
@@ -120,15 +119,20 @@ class Bench:
 @pytest.mark.parametrize("common", HIT_LENGTHS)
 @pytest.mark.parametrize(("codec", "settings"), SETTINGS, ids=str)
 async def test_a_hit_changes_no_byte_and_no_token(codec: str, settings: dict[str, Any], common: int) -> None:
-    """Whole pages of what two prompts have in common are computed once."""
+    """Whole pages of what two prompts have in common are computed once. Where exact rows are needed beside them, the
+    second prompt computes them too, and leaves the rows where the two part."""
     ids = prompt(1, common) + prompt(2, PI + 5)
-    other = prompt(1, common) + prompt(3, 40)
+    others = [prompt(1, common) + prompt(seed, 40) for seed in (3, 4)]
+    shared = common // PI * PI
     async with Bench(codec, prefix_cache=False, **settings) as cold, Bench(codec, **settings) as warm:
         expected = await cold.serve(ids)
         assert expected.computed_tokens == len(ids)
-        await warm.serve(other)
+        await warm.serve(others[0])
+        second = await warm.serve(others[1])
+        if warm.worker.codec.window.pages == 1:
+            assert second.computed_tokens == len(others[1]) - shared
         found = await warm.serve(ids)
-        assert found.computed_tokens == len(ids) - common // PI * PI
+        assert found.computed_tokens == len(ids) - shared
         assert found.token == expected.token
         assert found.planes == expected.planes
 
@@ -157,6 +161,44 @@ async def test_pages_go_to_host_memory_and_come_back_bit_equal(codec: str) -> No
         assert (again.token, again.planes) == (first.token, first.planes)
         assert await bench.stat("hackkv_prefix_hits_total") == 3 * PI
         assert await bench.stat("hackkv_prefix_queries_total") == 2 * len(ids) + len(other)
+
+
+async def test_a_prompt_goes_on_after_a_pass_of_another_and_after_its_end() -> None:
+    """With exact pages: where a pass ended and where the prompt ended, not between."""
+    first = prompt(1, 5 * PI)
+    async with Bench("rot-window", chunk_pages=2) as bench:
+        assert (await bench.serve(first)).computed_tokens == 5 * PI
+        assert (await bench.serve(first + prompt(2, 7))).computed_tokens == 7
+        assert (await bench.serve(first[: 4 * PI] + prompt(3, 7))).computed_tokens == 7
+        assert (await bench.serve(first[: 3 * PI] + prompt(4, 7))).computed_tokens == PI + 7
+        assert (await bench.serve(first[: 3 * PI] + prompt(5, 7))).computed_tokens == 7
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+async def test_a_pass_that_failed_for_another_is_not_repeated_on_rows_that_it_has_overwritten(
+    monkeypatch: pytest.MonkeyPatch, prefix_cache: bool
+) -> None:
+    """The last layer fails one of two prompts in their second pass. The other one has overwritten rows of the first
+    layer that a repeated pass would read, so it starts over, and its bytes are those that it has alone."""
+    ids, bad, failed = prompt(1, 7 * PI + 3), prompt(2, 3 * PI), list[int]()
+    async with Bench("rot-window", prefix_cache=False) as cold:
+        expected = await cold.serve(ids)
+    async with Bench("rot-window", chunk_pages=4, prefix_cache=prefix_cache) as bench:
+        codec, last = bench.worker.codec, bench.worker.layout.num_layers - 1
+        attend = codec.attend
+
+        def failing(layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if layer == last and not failed and len(batch.spans) == 2 and batch.spans[0].held:
+                failed.append(batch.spans[0].count)
+                raise NonFiniteError("K is inf", 1)
+            return attend(layer, pool, batch, q, k, v)
+
+        monkeypatch.setattr(codec, "attend", failing)
+        found, broken = await asyncio.gather(bench.serve(ids), bench.serve(bad), return_exceptions=True)
+        assert failed == [3 * PI]
+        assert isinstance(broken, NonFiniteError)
+        assert isinstance(found, Served)
+        assert (found.token, found.planes) == (expected.token, expected.planes)
 
 
 async def test_without_room_in_host_memory_pages_are_dropped() -> None:

@@ -11,9 +11,10 @@ from hackkv.types import Fingerprint
 from prefill_node import page_names as naming
 from prefill_node.host_pool import Claim, HostPool, Tenant
 from prefill_node.page_names import page_names
-from prefill_node.prefix_pool import PrefixGrant, PrefixPool
+from prefill_node.prefix_pool import PrefixGrant, PrefixPool, SharedPage
+from prefill_node.resume_points import ResumePoints
 
-PAGES, SLOTS, PI, PAGE_BYTES, HOST_BYTES = 4, 3, 2, 10, 45
+PAGES, SLOTS, POINTS, PI, PAGE_BYTES, HOST_BYTES = 4, 3, 2, 2, 10, 45
 FINGERPRINT = Fingerprint((("codec", "hack"),))
 
 prompts = st.builds(
@@ -40,10 +41,15 @@ class Running:
 class Pages(RuleBasedStateMachine):
     """Passes over prompts that come and go, with a device and a host memory that remember what was written where."""
 
+    exact = False
+    """Whether prompts need the exact rows at the end of what they take over."""
+
     def __init__(self) -> None:
         super().__init__()
         self.host = HostPool(HOST_BYTES, lambda _: None)
-        self.pool = PrefixPool(PAGES, SLOTS, PI, self.host, PAGE_BYTES)
+        points = ResumePoints[SharedPage](range(SLOTS, SLOTS + POINTS)) if self.exact else None
+        self.pool = PrefixPool(PAGES, SLOTS, PI, self.host, PAGE_BYTES, points=points)
+        self.slots: dict[int, object] = {}
         self.device: dict[int, object] = {}
         self.memory: dict[int, object] = {}
         self.running: list[Running] = []
@@ -56,6 +62,7 @@ class Pages(RuleBasedStateMachine):
     )
     def run_a_pass(self, wanted: list[tuple[tuple[int, ...], str, bool]], data: st.DataObject, succeeds: bool) -> None:
         """Prompts start, pages move, pages are computed, and published if the pass succeeds."""
+        started: list[Running] = []
         for ids, salt, hit in wanted:
             names = page_names(ids, PI, FINGERPRINT, salt)
             room = self.pool.has_room(len(ids), names if hit else ())
@@ -65,21 +72,29 @@ class Pages(RuleBasedStateMachine):
                 assert len(grant.pages) == -(-len(ids) // PI)
                 assert grant.cached_tokens < len(ids)
                 assert hit or not grant.cached_tokens
-                self.running.append(Running(ids, salt, grant))
+                started.append(Running(ids, salt, grant))
         moves = self.pool.moves()
         for place, page in moves.saves.items():
             assert place < self.pool.places.count
             self.memory[place] = self.device[page]
         for page, place in moves.loads.items():
             self.device[page] = self.memory[place]
+        for target, source in (*moves.slots.keeps.items(), *moves.slots.resumes.items()):
+            self.slots[target] = self.slots[source]
+        for each in started if self.exact else ():
+            assert not each.done or self.slots[each.grant.slot] == each.content(each.done - 1)
+        self.running += started
         for each in self.running:
             full = len(each.ids) // PI
             sealed = data.draw(st.sampled_from([full, full, each.done + (each.done < full)]))
             for index in range(each.done, sealed):
                 self.device[each.grant.pages[index]] = each.content(index)
+            self.slots[each.grant.slot] = each.content(sealed - 1)
             if succeeds:
                 each.done = sealed
                 self.pool.publish(each.grant, sealed)
+        if self.exact and not succeeds:  # slots are overwritten: prompts start over
+            self.all_leave()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -93,8 +108,11 @@ class Pages(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule()
-    def all_leave(self) -> None:
+    def idle(self) -> None:
         """The node is idle for a moment."""
+        self.all_leave()
+
+    def all_leave(self) -> None:
         while self.running:
             self.pool.give_back(self.running.pop().grant)
 
@@ -134,8 +152,16 @@ class Pages(RuleBasedStateMachine):
         assert sorted(grant.pages) == list(range(PAGES))
 
 
+class ExactPages(Pages):
+    """The same with prompts that go on from exact rows: whoever takes over pages finds the rows at their end."""
+
+    exact = True
+
+
 TestPages = Pages.TestCase
 TestPages.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestExactPages = ExactPages.TestCase
+TestExactPages.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def test_names_follow_tokens_fingerprint_and_salt() -> None:

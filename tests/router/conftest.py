@@ -70,13 +70,17 @@ class Api:
     openai: AsyncOpenAI
 
 
-def make_served(cluster: Cluster, tokenizer: Tokenizer, deadlines: DeadlinesConfig | None = None) -> ServedModel:
+def make_served(
+    cluster: Cluster, tokenizer: Tokenizer, deadlines: DeadlinesConfig | None = None, *, strict: bool = False
+) -> ServedModel:
     """A model over a scripted cluster."""
     limits = LimitsConfig(
         max_prompt_tokens=400, max_sequences=32, default_chat_tokens=24, max_inflight=64, max_failovers=1
     )
     defaults = SamplingDefaults(top_k=7)
-    return serve_model("tiny", tokenizer, cluster.fleet, defaults, deadlines or DeadlinesConfig(), limits)
+    return serve_model(
+        "tiny", tokenizer, cluster.fleet, defaults, deadlines or DeadlinesConfig(), limits, strict=strict
+    )
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from hackkv.errors import ConfigError
 from hackkv.model import find_model, load_model
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.generate import generate
-from hackkv.model.shipped import SMOLLM2, has_smollm2, smollm2
+from hackkv.model.shipped import smollm2
 from hackkv.model.worker import load_worker
+from hackkv.packaged import SMOLLM2, has_smollm2
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Request, Sampling
 

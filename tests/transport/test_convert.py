@@ -38,6 +38,8 @@ U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(max_size=20)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
+NOT_NEGATIVE = st.floats(0, allow_infinity=False)
+ADDED = st.floats(-1e30, 1e30)
 SECONDS = st.floats(0, 1e9)
 LOGPROB = st.floats(allow_nan=False)
 
@@ -52,14 +54,14 @@ samplings = st.builds(
     seed=st.integers(-(2**63), 2**63 - 1),
     max_tokens=U32,
     min_tokens=U32,
-    temperature=FINITE,
-    top_p=FINITE,
+    temperature=NOT_NEGATIVE,
+    top_p=NOT_NEGATIVE,
     top_k=U32,
-    min_p=FINITE,
-    presence_penalty=FINITE,
-    frequency_penalty=FINITE,
-    repetition_penalty=FINITE,
-    logit_bias=short_tuples(st.tuples(U32, FINITE)),
+    min_p=st.floats(0, 1),
+    presence_penalty=ADDED,
+    frequency_penalty=ADDED,
+    repetition_penalty=st.floats(1e-6, 1e6),
+    logit_bias=short_tuples(st.tuples(U32, ADDED)),
     stop_token_ids=short_tuples(U32),
     ignore_eos=st.booleans(),
     logprobs=st.none() | U32,
@@ -182,6 +184,27 @@ def test_sampling_values_must_be_finite(field: str, value: object) -> None:
     sampling = Sampling(seed=1, max_tokens=1, **{field: value})  # type: ignore[arg-type]
     job = DecodeJob(types.Request("r", (1,), sampling), "t", 0)
     with pytest.raises(RequestError, match="must be finite") as caught:
+        convert.DECODE_JOB.decode(convert.DECODE_JOB.encode(job))
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("top_p", -1.0),
+        ("min_p", 1.1),
+        ("presence_penalty", 1e31),
+        ("frequency_penalty", -1e31),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", ((1, 1e31),)),
+    ],
+)
+def test_sampling_values_that_no_sampler_takes_are_refused(field: str, value: object) -> None:
+    """Here, where only their own request fails."""
+    sampling = Sampling(seed=1, max_tokens=1, **{field: value})  # type: ignore[arg-type]
+    job = DecodeJob(types.Request("r", (1,), sampling), "t", 0)
+    with pytest.raises(RequestError, match="must be from") as caught:
         convert.DECODE_JOB.decode(convert.DECODE_JOB.encode(job))
     assert caught.value.param == field
 

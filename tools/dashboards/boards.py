@@ -209,7 +209,7 @@ WIRE = Board(
         ),
         Chart(
             "Bytes by plane",
-            "What a page consists of, and `header`, the framing. open_k and open_v are FP16 rows of open pages.",
+            "What a page consists of, and `header`, the framing. open_k and open_v are rows in FP16.",
             "Bps",
             (Query(f"sum by (plane) (rate(hackkv_kv_transfer_bytes_total[{RATE}]))", "{{plane}}"),),
             Draw.STACKED,

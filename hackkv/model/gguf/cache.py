@@ -9,9 +9,8 @@ no process uses it.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -19,19 +18,13 @@ from filelock import FileLock
 from platformdirs import user_cache_path
 
 from hackkv.errors import CheckpointError
-from hackkv.model.config import read_spec
-from hackkv.model.fused import OnBytes, fused_bytes, write_fused
-from hackkv.model.gguf.configuration import ROPE_FACTORS, architecture_of, config_of, generation_config_of
-from hackkv.model.gguf.header import GgufHeader, read_header
-from hackkv.model.gguf.tensors import GgufTensors, read_vector
-from hackkv.model.gguf.vocabulary import vocabulary_of
+from hackkv.model.fused import OnBytes
 
 VERSION = 1
 """Increases with every change of what a conversion writes."""
 
-WEIGHTS = "model.safetensors"
-SPARE_BYTES = 64 << 20
-"""Room that a conversion leaves on the disk."""
+CONVERSION = "hackkv.model.gguf.conversion"
+"""The module that converts; loaded when a file is to be: what is here already is found without it."""
 
 
 def cache_root() -> Path:
@@ -49,15 +42,19 @@ def converted(path: Path, dtype: torch.dtype, on_bytes: OnBytes) -> Path:
     folder = cache_root() / f"{digest[:32]}-{str(dtype).removeprefix('torch.')}-v{VERSION}"
     if folder.is_dir():
         return folder
-    header = read_header(path)
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
-                _convert(header, digest, folder, dtype, on_bytes)
+                _convert(path, digest, folder, dtype, on_bytes)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be converted into {folder}: {error.strerror or error}") from error
     return folder
+
+
+def source_of(folder: Path) -> str:
+    """The first 32 digits of the SHA-256 of the GGUF file that `folder` was made of; empty for any other folder."""
+    return folder.name.partition("-")[0] if folder.parent == cache_root() else ""
 
 
 def file_digest(path: Path) -> str:
@@ -69,40 +66,15 @@ def file_digest(path: Path) -> str:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
 
-def _convert(header: GgufHeader, digest: str, folder: Path, dtype: torch.dtype, on_bytes: OnBytes) -> None:
+def _convert(path: Path, digest: str, folder: Path, dtype: torch.dtype, on_bytes: OnBytes) -> None:
     """Write `folder`, all or nothing; the caller holds its lock."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(mode=0o700)
     try:
-        write_folder(header, part, dtype, on_bytes)
-        if file_digest(header.path) != digest:
-            raise CheckpointError(f"{header.path}: the file changed while it was converted")
+        import_module(CONVERSION).write_folder(path, part, dtype, on_bytes)
+        if file_digest(path) != digest:
+            raise CheckpointError(f"{path}: the file changed while it was converted")
         part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def write_folder(header: GgufHeader, folder: Path, dtype: torch.dtype, on_bytes: OnBytes) -> None:
-    """Write all files of the checkpoint into the empty `folder`. Raises `CheckpointError`, `OSError`."""
-    architecture = architecture_of(header)
-    config = config_of(header, read_vector(header, ROPE_FACTORS))
-    vocabulary = vocabulary_of(header)
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", generation_config_of(config))
-    _write_json(folder / "tokenizer_config.json", vocabulary.config)
-    vocabulary.core.save(str(folder / "tokenizer.json"))
-    try:
-        spec = read_spec(folder)
-    except CheckpointError as error:
-        # The fields that it names have come from the file's.
-        raise CheckpointError(f"{header.path}: {str(error).removeprefix(f'{folder}{os.sep}')}") from error
-    with GgufTensors(header, spec, architecture.permuted) as tensors:
-        needed, free = fused_bytes(spec, dtype) + SPARE_BYTES, shutil.disk_usage(folder).free
-        if needed > free:
-            raise CheckpointError(f"{header.path}: {needed} bytes are needed in {folder.parent}, {free} are free")
-        write_fused(folder / WEIGHTS, spec, dtype, tensors.rows, on_bytes)
-
-
-def _write_json(path: Path, content: dict[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hackkv.errors import CheckpointError
-from hackkv.model.config import RopeSource
 from hackkv.model.gguf.header import GgufHeader
+from hackkv.model.rope import KINDS, RopeSource, plain
 
 ROPE_FACTORS = "rope_freqs.weight"
 """float32 [D / 2]: Llama 3.1's divisors of the rotary frequencies."""
@@ -197,9 +196,9 @@ def _llama3(fields: _Fields, head_dim: int, theta: float, factors: torch.Tensor)
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": LLAMA3_ORIGINAL,
     }
-    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    inverse, _ = ROPE_INIT_FUNCTIONS["llama3"](RopeSource(parameters, head_dim, LLAMA3_ORIGINAL))
-    if factors.shape != plain.shape or not torch.allclose(plain / factors, inverse, rtol=1e-4, atol=0.0):
+    unstretched = plain(theta, head_dim)
+    inverse, _ = KINDS["llama3"](RopeSource(parameters, head_dim, LLAMA3_ORIGINAL))
+    if factors.shape != inverse.shape or not torch.allclose(unstretched / factors, inverse, rtol=1e-4, atol=0.0):
         raise fields.fail("rope.dimension_count", f"{ROPE_FACTORS} holds divisors that are not Llama 3's")
     return parameters
 

@@ -16,6 +16,7 @@ struct Avx2 {
   static constexpr int kTileBlocks = 2;  // times vectors of codes
   static constexpr int kProductRows = 3;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 2;  // times rows of a weight
+  static constexpr int kProductCache = 1 << 14;  // bytes of x that stay in the first-level cache meanwhile
   struct F {
     __m256 a, b;
   };
@@ -69,6 +70,21 @@ struct Avx2 {
   static void fold_add(const F (&rows)[4], float* out) {
     fold(rows, out, [](__m128 p, __m128 q) { return _mm_add_ps(p, q); });
   }
+  // 16 vectors of 16 lanes: lane i of vector j goes to lane j of vector i.
+  static void transpose(F (&x)[16]) {
+    __m256 block[4][8];
+    for (int i = 0; i < 8; ++i) {
+      block[0][i] = x[i].a;
+      block[1][i] = x[8 + i].a;
+      block[2][i] = x[i].b;
+      block[3][i] = x[8 + i].b;
+    }
+    for (auto& each : block) transpose_8(each);
+    for (int i = 0; i < 8; ++i) {
+      x[i] = {block[0][i], block[1][i]};
+      x[8 + i] = {block[2][i], block[3][i]};
+    }
+  }
 
   static I zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   static I splat_int(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -86,6 +102,10 @@ struct Avx2 {
   }
   static I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
   static F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+  static I shift_left(I x, int n) {
+    const __m128i count = _mm_cvtsi32_si128(n);
+    return {_mm256_sll_epi32(x.a, count), _mm256_sll_epi32(x.b, count)};
+  }
   static I truncate(F x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
   static I nearest(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
   static int reduce_add_int(I x) {
@@ -148,6 +168,23 @@ struct Avx2 {
   }
 
  private:
+  static void transpose_8(__m256 (&x)[8]) {
+    __m256 pairs[8], quads[8];
+    for (int i = 0; i < 8; i += 2) {
+      pairs[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+      pairs[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+      quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+      quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xEE);
+      quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+      quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xEE);
+    }
+    for (int j = 0; j < 4; ++j) {
+      x[j] = _mm256_permute2f128_ps(quads[j], quads[4 + j], 0x20);
+      x[4 + j] = _mm256_permute2f128_ps(quads[j], quads[4 + j], 0x31);
+    }
+  }
   static void half_shorts(__m256i a, __m256i b, __m256i c, __m256i d, I& first, I& second) {
     const __m256i ab = _mm256_blend_epi32(a, _mm256_slli_epi64(b, 32), 0xAA);
     const __m256i cd = _mm256_blend_epi32(c, _mm256_slli_epi64(d, 32), 0xAA);

@@ -16,6 +16,7 @@ struct Avx512 {
   static constexpr int kTileBlocks = 4;  // times vectors of codes
   static constexpr int kProductRows = 4;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 6;  // times rows of a weight
+  static constexpr int kProductCache = 1 << 30;  // the tile reads x rarely enough to leave it in the second-level cache
   using F = __m512;
   using I = __m512i;
   using W = __m512i;
@@ -55,6 +56,31 @@ struct Avx512 {
   static void fold_add(const F (&rows)[4], float* out) {
     fold(rows, out, [](F a, F b) { return _mm512_add_ps(a, b); });
   }
+  // 16 vectors of 16 lanes: lane i of vector j goes to lane j of vector i.
+  static void transpose(F (&x)[16]) {
+    F pairs[16], quads[16];
+    for (int i = 0; i < 16; i += 2) {
+      pairs[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+      pairs[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    // quads[i + j], i a multiple of 4: rows i .. i + 3 of columns j, j + 4, j + 8 and j + 12.
+    for (int i = 0; i < 16; i += 4) {
+      quads[i] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+      quads[i + 1] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0xEE);
+      quads[i + 2] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+      quads[i + 3] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xEE);
+    }
+    for (int j = 0; j < 4; ++j) {
+      const F low = _mm512_shuffle_f32x4(quads[j], quads[4 + j], 0x88);
+      const F low_odd = _mm512_shuffle_f32x4(quads[j], quads[4 + j], 0xDD);
+      const F high = _mm512_shuffle_f32x4(quads[8 + j], quads[12 + j], 0x88);
+      const F high_odd = _mm512_shuffle_f32x4(quads[8 + j], quads[12 + j], 0xDD);
+      x[j] = _mm512_shuffle_f32x4(low, high, 0x88);
+      x[4 + j] = _mm512_shuffle_f32x4(low_odd, high_odd, 0x88);
+      x[8 + j] = _mm512_shuffle_f32x4(low, high, 0xDD);
+      x[12 + j] = _mm512_shuffle_f32x4(low_odd, high_odd, 0xDD);
+    }
+  }
 
   static I zero_int() { return _mm512_setzero_si512(); }
   static I splat_int(std::int32_t x) { return _mm512_set1_epi32(x); }
@@ -67,6 +93,7 @@ struct Avx512 {
   }
   static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+  static I shift_left(I x, int n) { return _mm512_sll_epi32(x, _mm_cvtsi32_si128(n)); }
   static I truncate(F x) { return _mm512_cvttps_epi32(x); }
   static I nearest(F x) { return _mm512_cvtps_epi32(x); }
   static int reduce_add_int(I x) { return _mm512_reduce_add_epi32(x); }

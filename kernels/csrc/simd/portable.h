@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "../half.h"
 #include "../widths.h"
@@ -17,6 +18,7 @@ struct Portable {
   static constexpr int kTileBlocks = 2;  // times vectors of codes
   static constexpr int kProductRows = 1;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 2;  // times rows of a weight
+  static constexpr int kProductCache = 1 << 14;
   struct F {
     float v[16];
   };
@@ -107,6 +109,11 @@ struct Portable {
   static void fold_add(const F (&rows)[4], float* out) {
     for (int i = 0; i < 4; ++i) out[i] = reduce_add(rows[i]);
   }
+  // 16 vectors of 16 lanes: lane i of vector j goes to lane j of vector i.
+  static void transpose(F (&x)[16]) {
+    for (int i = 0; i < 16; ++i)
+      for (int j = 0; j < i; ++j) std::swap(x[i].v[j], x[j].v[i]);
+  }
 
   static I zero_int() { return splat_int(0); }
   static I splat_int(std::int32_t x) {
@@ -128,6 +135,9 @@ struct Portable {
   }
   static F to_float(I x) {
     return lanes<F>([&](int i) { return float(std::int32_t(x.v[i])); });
+  }
+  static I shift_left(I x, int n) {
+    return lanes<I>([&](int i) { return x.v[i] << n; });
   }
   static I truncate(F x) {
     return lanes<I>([&](int i) { return std::uint32_t(std::int32_t(x.v[i])); });

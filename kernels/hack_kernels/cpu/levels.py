@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -11,7 +11,9 @@ from hack_kernels.check import check_seal
 from hack_kernels.cpu.attention import attend
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.cpu.resting import RestingCodes
-from hack_kernels.level_format import LevelFormat
+from hack_kernels.level_format import Feedback, LevelFormat
+
+GAIN_BLOCK: Final = 8
 
 
 class LevelCpu(RestingCodes):
@@ -25,9 +27,11 @@ class LevelCpu(RestingCodes):
         self._sealing: dict[int, Any] = {}
         """Layer -> the format with that layer's feedback."""
 
-    def set_feedback(self, layer: int, gains: Tensor) -> None:
-        """Kept transposed: a channel's error goes to consecutive gains."""
-        self._sealing[layer] = native_format(self.fmt, gains.mT.contiguous())
+    def set_feedback(self, layer: int, feedback: Feedback) -> None:
+        """Gains are kept in the order in which the kernel reads them: a channel's level goes to eight at once."""
+        feedback.check(self.fmt.head_dim)
+        blocks = feedback.gains.mT.unflatten(-1, (-1, GAIN_BLOCK)).transpose(1, 2)  # [heads, D/8, D, 8]
+        self._sealing[layer] = native_format(self.fmt, Feedback(blocks.contiguous(), feedback.weights.contiguous()))
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize full pages into the pool, in native order."""
@@ -40,8 +44,15 @@ class LevelCpu(RestingCodes):
         return attend(self._native, self._native_format, layer, pool, spans, rows)
 
 
-def native_format(fmt: LevelFormat, gains: Tensor | None) -> Any:
-    """`fmt` for C++, which borrows `gains` [heads, D, D] and keeps them alive."""
+def native_format(fmt: LevelFormat, feedback: Feedback | None) -> Any:
+    """`fmt` for C++, which borrows gains [heads, D/8, D, 8] and weights, and keeps them alive."""
     return compiled().level_format(
-        head_dim=fmt.head_dim, page_tokens=fmt.page_tokens, k_bits=fmt.k_bits, v_bits=fmt.v_bits, feedback=gains
+        head_dim=fmt.head_dim,
+        page_tokens=fmt.page_tokens,
+        k_bits=fmt.k_bits,
+        v_bits=fmt.v_bits,
+        sink=fmt.window.sink,
+        recent=fmt.window.recent,
+        gains=None if feedback is None else feedback.gains,
+        weights=None if feedback is None else feedback.weights,
     )

@@ -3,12 +3,15 @@ because a check costs more in Python than in C++."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
+from hack_kernels.choosing import ChoiceRules, Chooser, Scores
+from hack_kernels.cpu.extension import compiled
 from hack_kernels.rowwise import Rowwise
 
 
@@ -46,14 +49,31 @@ class RowwiseCpu(Rowwise):
         self._native.gate(x, out)
         return out
 
-    def largest(self, x: Tensor, faulty: Tensor | None = None) -> list[int]:
-        """One pass over each row, as integers."""
-        found: list[int] = self._native.largest(x)
-        for row in () if faulty is None else self.set_in(faulty):
-            found[row] = -2
+    def new_chooser(self, rules: ChoiceRules, prompt_ids: Sequence[int]) -> Chooser:
+        """An object of C++."""
+        made: Chooser = compiled().chooser(rules, prompt_ids)
+        return made
+
+    def choose(
+        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
+    ) -> list[int]:
+        """Greedy rows in one pass; other rows select what they sort."""
+        found: list[int] = self._native.choose(logits, choosers, faulty, allowed)
+        return found
+
+    def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
+        """Rows are divided among threads."""
+        found: list[Scores] = self._native.score(logits, ids, tops)
         return found
 
     def append(self, pool: Pool, spans: Spans, k: Tensor, v: Tensor, faulty: Tensor) -> None:
         """C++ rounds all rows before it writes any. If one is faulty it writes none, and torch writes the others."""
-        if not self._native.append(pool.open_k, pool.open_v, spans.starts, spans.slots, k, v):
+        window = (pool.window.sink, pool.window.recent)
+        if not self._native.append(pool.open_k, pool.open_v, spans.starts, spans.slots, k, v, *window):
             super().append(pool, spans, k, v, faulty)
+
+    def narrow(self, k: Tensor, v: Tensor, spans: Spans, faulty: Tensor) -> tuple[Tensor, Tensor]:
+        """One pass over each row."""
+        narrow_k, narrow_v = (torch.empty(x.shape, dtype=torch.float16) for x in (k, v))
+        self._native.narrow(k, v, spans.counts, faulty, narrow_k, narrow_v)
+        return narrow_k, narrow_v

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hack_kernels.base import Planes, Pool, Rows, Spans
 from hack_kernels.check import check_attention, check_seal
-from hack_kernels.level_format import FITS, STEP, TINY, LevelFormat, code_planes
+from hack_kernels.level_format import FITS, REFITS, STEP, STRETCH, TINY, Feedback, LevelFormat, code_planes
 from hack_kernels.quantize import pack, unpack
 from hack_kernels.reference.ragged import SequenceRows, group_heads, held_pages, sequences, ungroup_heads
 from hack_kernels.reference.wire_order import WireOrder
@@ -26,20 +26,20 @@ class LevelReference(WireOrder):
         super().__init__(fmt, device)
         self.fmt = fmt
         self.approximation_s = 0.0  # the corrections are one subtraction in each product
-        self._feedback = dict[int, Tensor]()
+        self._feedback = dict[int, Feedback]()
 
-    def set_feedback(self, layer: int, gains: Tensor) -> None:
-        """Keep the gains for the seals of `layer`."""
-        check_feedback(self.fmt, gains)
-        self._feedback[layer] = gains.to(self.device)
+    def set_feedback(self, layer: int, feedback: Feedback) -> None:
+        """Keep it for the seals of `layer`."""
+        feedback.check(self.fmt.head_dim)
+        self._feedback[layer] = feedback.to(self.device)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """All pages at once: rows are independent of each other."""
         check_seal(self.fmt, pool, page_ids, starts, k, v)
-        gains = self._feedback.get(layer)
-        if gains is not None:
-            gains = gains[pool.head_start : pool.head_start + pool.num_kv_heads, None]
-        k_codes, k_scale = quantize_rows(k, self.fmt.k_bits, gains)
+        feedback = self._feedback.get(layer)
+        if feedback is not None:
+            feedback = feedback.heads(pool.head_start, pool.num_kv_heads)
+        k_codes, k_scale = quantize_rows(k, self.fmt.k_bits, feedback)
         v_codes, v_scale = quantize_rows(v, self.fmt.v_bits)
         planes = {
             **pack_codes("k", self.fmt.k_bits, k_codes),
@@ -66,19 +66,32 @@ class LevelReference(WireOrder):
         blocks = []
         for page in range(first, last + 1):
             begin, stop = max(start, page * pi), min(end, (page + 1) * pi)
-            own = slice((page - first) * pi, stop - first * pi)
             q = group_heads(part.q[begin - start : stop - start], part.own_k.shape[1])
             numbers = torch.arange(begin, stop, device=self.device).repeat(q.shape[1] // (stop - begin))
-            unseen = page * pi + torch.arange(stop - page * pi, device=self.device)[None, :] > numbers[:, None]
-            own_k, own_v = (x[own].float().transpose(0, 1) for x in (part.own_k, part.own_v))
-            block = self._attend_page(q, sealed.first(page), own_k, own_v, unseen)
+            exact = self._exact_rows(part, page, stop)
+            unseen = exact.numbers[None, :] > numbers[:, None]
+            block = self._attend_page(q, sealed.part(self.fmt.window.coded(page)), exact.k, exact.v, unseen)
             blocks.append(ungroup_heads(block, stop - begin))
         return torch.cat(blocks).to(part.q.dtype)
 
-    def _attend_page(self, q: Tensor, sealed: _Sealed, own_k: Tensor, own_v: Tensor, unseen: Tensor) -> Tensor:
-        """Queries q [Hkv, R, D] of one page over the sealed pages before it, as codes, and over its rows [Hkv, m, D],
-        exactly, but where `unseen` [R, m] is set; merged. [Hkv, R, D] FP32."""
-        own = (q @ own_k.mT).masked_fill(unseen, -torch.inf)
+    def _exact_rows(self, part: SequenceRows, page: int, stop: int) -> _Exact:
+        """What queries of `page` see exactly, up to row `stop`."""
+        pi, first = self.fmt.page_tokens, part.start // self.fmt.page_tokens
+        pages = (*self.fmt.window.earlier(page), page)
+        found = []
+        for own, slot in ((part.own_k, part.slot_k), (part.own_v, part.slot_v)):
+            rows = []
+            for g in pages:
+                source, at = (own, g - first) if g >= first else (slot, self.fmt.window.place(g))
+                rows.append(source[at * pi :][: min(pi, stop - g * pi)])
+            found.append(torch.cat(rows).float().transpose(0, 1))
+        numbers = torch.cat([torch.arange(g * pi, min((g + 1) * pi, stop)) for g in pages]).to(self.device)
+        return _Exact(found[0], found[1], numbers)
+
+    def _attend_page(self, q: Tensor, sealed: _Sealed, exact_k: Tensor, exact_v: Tensor, unseen: Tensor) -> Tensor:
+        """Queries q [Hkv, R, D] of one page over the pages that they see as codes, and over rows [Hkv, m, D], exactly,
+        but where `unseen` [R, m] is set; merged. [Hkv, R, D] FP32."""
+        own = (q @ exact_k.mT).masked_fill(unseen, -torch.inf)
         scores = level_scores(q, self.fmt.k_bits, sealed.k_codes, sealed.k_scale)  # [Hkv, R, P, Π]
         page_max = scores.amax(-1)
         overall = torch.cat((page_max, own), -1).amax(-1)  # [Hkv, R]
@@ -86,7 +99,7 @@ class LevelReference(WireOrder):
         outputs = weigh_levels(p, self.fmt.v_bits, sealed.v_codes, sealed.v_scale)
         beta = torch.exp(page_max - overall[..., None])
         p_own = torch.exp(own - overall[..., None])
-        numerator = (beta[..., None] * outputs).sum(2) + p_own @ own_v
+        numerator = (beta[..., None] * outputs).sum(2) + p_own @ exact_v
         return numerator / ((beta * p.sum(-1)).sum(-1) + p_own.sum(-1))[..., None]
 
 
@@ -98,29 +111,34 @@ class _Sealed(NamedTuple):
     v_codes: Tensor  # [Hkv, P, Π, D]
     v_scale: Tensor  # [Hkv, P, Π]
 
-    def first(self, pages: int) -> _Sealed:
-        """The leading pages only."""
-        return _Sealed(*(x[:, :pages] for x in self))
+    def part(self, pages: range) -> _Sealed:
+        """Those pages only."""
+        return _Sealed(*(x[:, pages.start : pages.stop] for x in self))
 
 
-def check_feedback(fmt: LevelFormat, gains: Tensor) -> None:
-    """Gains [heads, D, D] float32. Raises `ValueError`."""
-    if gains.dim() != 3 or gains.shape[1:] != (fmt.head_dim, fmt.head_dim) or gains.dtype is not torch.float32:
-        expected = f"[heads, {fmt.head_dim}, {fmt.head_dim}] torch.float32"
-        raise ValueError(f"gains is {list(gains.shape)} {gains.dtype}; expected {expected}")
+class _Exact(NamedTuple):
+    """FP16 rows, in FP32."""
+
+    k: Tensor  # [Hkv, m, D]
+    v: Tensor  # [Hkv, m, D]
+    numbers: Tensor  # [m] int64
 
 
-def quantize_rows(x: Tensor, bits: int, gains: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows x [..., D] -> codes uint8 [..., D] and scales FP16 [...].
-
-    With `gains`, whose shape broadcasts to [..., D, D], channels later in the row feed their errors to those before.
-    """
+def quantize_rows(x: Tensor, bits: int, feedback: Feedback | None = None) -> tuple[Tensor, Tensor]:
+    """Rows x [..., D] -> codes uint8 [..., D] and scales FP16 [...]; with `feedback`, x is [..., heads, Π, D]."""
     rows, z = x.float(), top_level(bits)
     scale = _fit_scale(rows, bits)
-    half = scale.clamp(max=LARGEST).to(torch.float16)
-    y = rows * (1 / half.float())[..., None]
-    levels = to_levels(y, z) if gains is None else _feed_back(y, z, gains)
-    return (levels + z).to(torch.uint8), half
+    if feedback is None:
+        scale = _stored(scale)
+        levels = to_levels(rows * (1 / scale)[..., None], z)
+    else:
+        levels, scale = _feed_back(rows, _stored(scale * torch.full_like(scale, STRETCH[bits])), z, feedback)
+    return (levels + z).to(torch.uint8), scale.to(torch.float16)
+
+
+def _stored(scale: Tensor) -> Tensor:
+    """A scale as FP16 holds it, FP32."""
+    return scale.clamp(TINY, LARGEST).to(torch.float16).float()
 
 
 def _fit_scale(rows: Tensor, bits: int) -> Tensor:
@@ -134,14 +152,35 @@ def _fit_scale(rows: Tensor, bits: int) -> Tensor:
     return scale
 
 
-def _feed_back(y: Tensor, z: float, gains: Tensor) -> Tensor:
-    """Levels of y [..., D], the last channel first; its error then goes to all channels before it."""
-    t, levels = y.clone(), torch.empty_like(y)
-    for d in range(y.shape[-1] - 1, -1, -1):
-        levels[..., d] = to_levels(t[..., d], z)
-        error = y[..., d] - levels[..., d]
-        t[..., :d] += error[..., None] * gains[..., :d, d]
-    return levels
+def _feed_back(rows: Tensor, scale: Tensor, z: float, feedback: Feedback) -> tuple[Tensor, Tensor]:
+    """Levels [..., D] and their scales [...], FP32, of rows [..., heads, Π, D] whose scales are `scale` before it."""
+    gains, weights = feedback.gains[:, None], feedback.weights[:, None]
+    felt = _felt_rows(rows, gains)
+    for _ in range(REFITS):
+        _, felt_levels = _levels_under(felt, scale, z, gains)
+        weighted = weights * felt_levels
+        products, squares = ((weighted * x).flip(-1) for x in (felt, felt_levels))
+        scale = _stored(sum_in_order(products) / sum_in_order(squares))
+    return _levels_under(felt, scale, z, gains)[0], scale
+
+
+def _felt_rows(rows: Tensor, gains: Tensor) -> Tensor:
+    """b = Gx of rows [..., D]."""
+    felt = torch.zeros_like(rows)
+    for i in range(rows.shape[-1] - 1, -1, -1):
+        felt[..., :i] += rows[..., i, None] * gains[..., :i, i]
+        felt[..., i] += rows[..., i]
+    return felt
+
+
+def _levels_under(felt: Tensor, scale: Tensor, z: float, gains: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels l [..., D] of rows of which b is `felt`, and Gl, for scales [...]."""
+    wanted, levels, felt_levels = felt * (1 / scale)[..., None], torch.zeros_like(felt), torch.zeros_like(felt)
+    for d in range(felt.shape[-1] - 1, -1, -1):
+        levels[..., d] = to_levels(wanted[..., d] - felt_levels[..., d], z)
+        felt_levels[..., d] += levels[..., d]
+        felt_levels[..., :d] += levels[..., d, None] * gains[..., :d, d]
+    return levels, felt_levels
 
 
 def to_levels(t: Tensor, z: float) -> Tensor:

@@ -28,20 +28,26 @@ class SequenceRows:
     own_k: Tensor
     """[m, Hkv, D] FP16: all rows from the first one of the page in which `start` lies."""
     own_v: Tensor
+    slot_k: Tensor
+    """[E·Π, Hkv, D] FP16: its slot, as it was before them."""
+    slot_v: Tensor
 
 
 def sequences(pool: Pool, spans: Spans, rows: Rows) -> Iterator[SequenceRows]:
     """The parts of a batch; `rows` as in `PageKernels.attend`."""
-    page_tokens = pool.open_k.shape[2]
     for b, (start, count, offset) in enumerate(places(spans)):
         part = slice(offset, offset + count)
-        own = []
+        own, slots = list[Tensor](), list[Tensor]()
         for open_rows, new in ((pool.open_k, rows.k), (pool.open_v, rows.v)):
-            here = open_rows[spans.slots[b]].transpose(0, 1)
-            filled = start % page_tokens
-            # In decode the new row stands in the open page already.
+            slot = open_rows[spans.slots[b]].transpose(0, 1)
+            here, filled = (
+                slot[pool.window.place(start // pool.page_tokens) * pool.page_tokens :],
+                start % pool.page_tokens,
+            )
+            # In decode the new row stands in the slot already.
             own.append(here[: filled + 1] if new is None else torch.cat((here[:filled], new[part])))
-        yield SequenceRows(part, start, spans.table[b], rows.q[part], own[0], own[1])
+            slots.append(slot)
+        yield SequenceRows(part, start, spans.table[b], rows.q[part], *own, *slots)
 
 
 def held_pages(plane: Tensor, table: Tensor, count: int) -> Tensor:

@@ -121,13 +121,15 @@ def decode_kernel(
     N: tl.constexpr,
     BATCH: tl.constexpr,
     W: tl.constexpr,
+    BY_HEAD: tl.constexpr,
 ):
     """Grid (HEADS · ceil(GROUP / N), parts), W warps: N query heads of a KV head, an equal share of all pages.
 
     PREPARE(q, LAYOUT, heads, W, N) makes of a KV head's query heads what ADD(state, keys, values, valid, query,
     LAYOUT, W, N) wants, which adds W pages at the pointers keys and values [W] to the running softmax.
 
-    keys, values: pools [pages, HEADS, ...] with strides `page_stride` and HEAD_STRIDE; table int64 [batch, ...];
+    keys, values: pools [pages, HEADS, ...] with strides `page_stride` and HEAD_STRIDE; table int64 [batch, ...],
+    or [batch, HEADS, ...] with BY_HEAD, contiguous;
     starts, slots int64 [batch]; open_k, open_v [slots, HEADS, PI, D]; q, out [batch, HEADS·GROUP, D], with Q_GAP
     elements between the queries of one sequence and of the next; partials FP32
     [parts, grid[0], 2, (D + 32)·N]; tickets int32 [batch, grid[0]], zero before and after.
@@ -164,6 +166,8 @@ def decode_kernel(
 
         last = tl.minimum(until - begin, pages)
         entry = table + b * table_stride
+        if BY_HEAD:
+            entry += head * (table_stride // HEADS)
         index = tl.minimum(at - begin + warp, last - 1)
         page = tl.load(entry + index, mask=index >= 0, other=0)
         for i in range(at - begin, last, W):
@@ -245,12 +249,13 @@ def paged_launch(
     groups = heads * -(-group // columns)
     registers = reader.registers if columns * reader.layout.head_dim <= REGISTERS_FOR_OUTPUTS else ALL_REGISTERS
     parts = workspace.parts(groups, programs_per_processor(registers))
+    table = spans.table.contiguous()
     arguments = {
         "keys": keys,
         "values": values,
         "page_stride": keys.stride(0),
-        "table": spans.table,
-        "table_stride": spans.table.stride(0),
+        "table": table,
+        "table_stride": table.stride(0),
         "starts": spans.starts,
         "slots": spans.slots,
         "batch": batch,
@@ -273,6 +278,7 @@ def paged_launch(
         "N": columns,
         "BATCH": 1 << (batch - 1).bit_length(),
         "W": WARPS,
+        "BY_HEAD": table.dim() == 3,
     }
     assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else None
     return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)

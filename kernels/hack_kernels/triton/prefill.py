@@ -70,8 +70,12 @@ def prefill_kernel(
     EXACT_QK: tl.constexpr,
     TILING: tl.constexpr,
     LAYOUT: tl.constexpr,
+    BY_HEAD: tl.constexpr,
 ):
-    """Grid (tiles, KV heads, parts of V). Rows of a tile are (token, query head), heads padded to GROUP_PAD."""
+    """Grid (tiles, KV heads, parts of V). Rows of a tile are (token, query head), heads padded to GROUP_PAD.
+
+    table int64 [batch, ...], or [batch, KV heads, ...] with BY_HEAD, contiguous.
+    """
     ROWS: tl.constexpr = TOKENS * GROUP_PAD
     PI: tl.constexpr = LAYOUT.page_tokens
     BLOCKS: tl.constexpr = TILING.blocks
@@ -97,8 +101,11 @@ def prefill_kernel(
         outputs = outputs + (tl.zeros((ROWS, CHANNELS), tl.float32),)
     state = (tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), outputs)
 
+    entry = table + sequence.to(tl.int64) * table_stride
+    if BY_HEAD:
+        entry += head * (table_stride // tl.num_programs(1))
     for page in range(own_page):
-        page_id = tl.load(table + sequence.to(tl.int64) * table_stride + page)
+        page_id = tl.load(entry + page)
         record = records + page_id * page_stride + head * LAYOUT.nbytes
         state = add_page(state, query, record, first_block, TILING, LAYOUT)
 
@@ -141,6 +148,7 @@ def prefill_launch(
     records, batch = pool.planes["k_codes"], spans.starts.numel()
     group = q.shape[1] // k.shape[1]
     tiling = tiling_of(fmt, q.dtype)
+    table = spans.table.contiguous()
     tokens = min(fmt.page_tokens, max(1, tiling.rows // padded(group)))
     arguments = {
         "q": q,
@@ -153,7 +161,7 @@ def prefill_launch(
         "starts": spans.starts,
         "counts": spans.counts,
         "offsets": spans.offsets,
-        "table": spans.table,
+        "table": table,
         "slots": spans.slots,
         "batch": batch,
         "q_stride": q.stride(0),
@@ -161,7 +169,7 @@ def prefill_launch(
         "slot_stride": pool.open_k.stride(0),
         "open_head_stride": pool.open_k.stride(1),
         "page_stride": records.stride(0),
-        "table_stride": spans.table.stride(0),
+        "table_stride": table.stride(0),
         "layer": layer,
         "head_start": pool.head_start,
         "seed": fmt.seed,
@@ -172,6 +180,7 @@ def prefill_launch(
         "EXACT_QK": "tf32x3" if q.dtype is torch.float32 else "tf32",  # TF32 holds FP16 and BF16 exactly
         "TILING": tiling,
         "LAYOUT": page_layout(fmt),
+        "BY_HEAD": table.dim() == 3,
     }
     # A span touches at most two tiles that it does not fill.
     tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)

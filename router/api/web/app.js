@@ -2,6 +2,7 @@
 
 import { KeyWanted, getJson, hasKey, setKey } from "./api.js";
 import { Charts } from "./charts.js";
+import { Chat } from "./chat.js";
 import { byId, el, setText } from "./dom.js";
 import { bytes, compact, count, percent, seconds } from "./format.js";
 import { History } from "./history.js";
@@ -9,6 +10,7 @@ import { showNodes } from "./nodes.js";
 import { Playground } from "./playground.js";
 import { Requests } from "./requests.js";
 import { STAGES, swatch } from "./stages.js";
+import { Tabs } from "./tabs.js";
 
 const PERIOD_MS = 1000;
 
@@ -19,6 +21,8 @@ let cluster = null;
 let failedSince = null;
 
 new Playground(() => cluster?.model, askForKey);
+new Tabs(["complete", "chat"]);
+const chat = new Chat(() => cluster?.model, askForKey);
 byId("key-button").addEventListener("click", askForKey);
 byId("key-form").addEventListener("submit", () => {
   setKey(byId("key").value.trim());
@@ -58,6 +62,7 @@ async function load() {
 function show() {
   showHeader();
   showNodes(cluster);
+  chat.offer(cluster.chat);
   if (!history.last) return;
   showFigures();
   showLegend();

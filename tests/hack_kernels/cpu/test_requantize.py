@@ -50,6 +50,7 @@ def assert_requantized_alike(
             assert torch.equal(ours[name].view(torch.uint8), plane.view(torch.uint8)), name
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_requantized_bytes_equal_the_reference(backend: cpu.CpuBackend, fmt: HackFormat) -> None:
     """A page grows by one row, by several and to its end, and the next one begins."""

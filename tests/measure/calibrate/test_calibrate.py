@@ -9,25 +9,27 @@ import numpy as np
 import pytest
 import torch
 from hack_kernels import load
+from hack_kernels.level_format import Feedback
 from hack_kernels.reference.levels import dequantize, quantize_rows
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hackkv.codecs import make_codec
+from hackkv.codecs.artifact import METADATA, VERSION
 from hackkv.codecs.hadamard import hadamard
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.errors import NonFiniteError
+from hackkv.errors import CalibrationMismatch, ConfigError, NonFiniteError
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.identity import model_hash
 from hackkv.model.llama import rotation_table
 from hackkv.model.tiny import Tiny, write_tiny
-from hackkv.model.worker import load_worker
+from hackkv.model.worker import load_worker, plan_worker
 from hackkv.tokenizer import Tokenizer
 from measure.accuracy.text import held_out, is_held_out, not_held_out
-from measure.calibrate.__main__ import METADATA, main, write_atomically
+from measure.calibrate.__main__ import main, write_atomically
 from measure.calibrate.moments import LEFT_OUT, POSITION_STEP, Moments, Sums, gather, turned_back
-from measure.calibrate.solve import gains, solve
+from measure.calibrate.solve import feedback_by, solve
 from measure.calibrate.windows import WINDOW_TOKENS, windows_of
 from tests.pair import poisoned, tiny_worker
 
@@ -52,10 +54,31 @@ def test_the_file_serves_and_says_what_it_is_of(checkpoint: Path, calibration: P
     assert dict(codec.fingerprint())["codec.calibration"] != "none"
     with safe_open(calibration, "pt") as file:
         about = json.loads(file.metadata()[METADATA])
-        names = {f"layers.{layer}.{name}" for layer in range(2) for name in ("basis", "mean", "feedback")}
+        names = {f"layers.{layer}.{name}" for layer in range(2) for name in ("basis", "mean", "gains", "weights")}
         assert set(file.keys()) == names
+    assert about["version"] == VERSION
     assert about["model_hash"] == model_hash(checkpoint)
     assert (about["tokens"], about["dtype"]) == (TOKENS, "float32")
+
+
+def test_a_file_of_another_model_of_the_same_shape_is_refused(calibration: Path, tmp_path: Path) -> None:
+    other = write_tiny(tmp_path / "other", Tiny(head_dim=64, max_context=512, seed=7))
+    config = CodecConfig(name="rot-k3v2", settings={"calibration": str(calibration)})
+    with pytest.raises(
+        CalibrationMismatch, match=rf"{calibration.name}: made for \w+ \([0-9a-f]{{12}}\), not for other"
+    ):
+        plan_worker(ModelConfig(path=str(other)), config)
+
+
+def test_a_file_that_does_not_say_whose_it_is_is_refused(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare.safetensors"
+    save_file(load_file(calibration), bare, {METADATA: json.dumps({"version": VERSION})})
+    config = CodecConfig(name="rot-k3v2", settings={"calibration": str(bare)})
+    with pytest.raises(CalibrationMismatch, match=r"bare\.safetensors: does not say which model"):
+        plan_worker(ModelConfig(path=str(checkpoint)), config)
+    save_file(load_file(calibration), bare, {METADATA: "[]"})
+    with pytest.raises(ConfigError, match=r"bare\.safetensors: metadata 'hackkv': no JSON object"):
+        plan_worker(ModelConfig(path=str(checkpoint)), config)
 
 
 def test_the_same_text_gives_the_same_bytes(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
@@ -184,17 +207,18 @@ def test_what_is_solved_lowers_the_error_of_scores(bits: int, dim: int) -> None:
     mean = seen[0].mean(0)
     centred = seen[0] - mean
     moments = Moments(mean[None], (centred.T @ centred / 3000)[None], (seen[1].T @ seen[1] / 3000)[None])
-    found = {name: tensor[0].double() for name, tensor in solve(moments).items()}
+    found = solve(moments)
+    basis, centre = found["basis"][0].double(), found["mean"][0].double()
 
-    def error(basis: Tensor, centre: Tensor, feedback: Tensor | None) -> float:
-        turned = ((k - centre) @ basis).half()
-        back = dequantize(bits, *quantize_rows(turned, bits, feedback), torch.float64) @ torch.linalg.inv(basis)
+    def error(basis: Tensor, centre: Tensor, feedback: Feedback | None) -> float:
+        turned = ((k - centre) @ basis).half()[None]
+        back = dequantize(bits, *quantize_rows(turned, bits, feedback), torch.float64)[0] @ torch.linalg.inv(basis)
         return float((q[:200] @ (k - centre - back).T).norm())
 
     rotated = error(hadamard(dim), torch.zeros(dim), None)
     centred_only = error(hadamard(dim), mean, None)
-    whitened = error(found["basis"], found["mean"], None)
-    fed = error(found["basis"], found["mean"], found["feedback"].float())
+    whitened = error(basis, centre, None)
+    fed = error(basis, centre, Feedback(found["gains"], found["weights"]))
     assert fed < whitened < centred_only < rotated
 
 
@@ -204,5 +228,14 @@ def test_moments_of_nothing_are_solved_too() -> None:
     found = solve(Moments(zero[:, 0], zero, zero))
     assert all(bool(tensor.isfinite().all()) for tensor in found.values())
     assert float(torch.linalg.cond(found["basis"]).max()) < 1.01
-    assert not bool(found["feedback"].any())
-    assert not bool(gains(torch.eye(64, dtype=torch.float64)).any())
+    assert not bool(found["gains"].any())
+    assert bool((found["weights"] == 1).all())
+
+
+def test_gains_that_no_kernel_takes_are_made_smaller() -> None:
+    """Of queries that all ask the same, nearly."""
+    asked = torch.full((1, 64, 64), 50.0, dtype=torch.float64)
+    asked[0, 0, :] = asked[0, :, 0] = 3000.0
+    asked[0, 0, 0] = 180000.0
+    feedback = feedback_by(asked + 0.01 * torch.eye(64, dtype=torch.float64))
+    feedback.check(64)

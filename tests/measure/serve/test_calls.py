@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hackkv.errors import ConfigError
+from hackkv.packaged import SHIPPED, SHIPPED_NAME
 from measure.serve.arrivals import arrival_times
 from measure.serve.calls import from_trace, read_trace
-from measure.serve.prompts import SHIPPED, SHIPPED_NAME, PromptMaker, find_tokenizer
+from measure.serve.prompts import PromptMaker, find_tokenizer
 from measure.serve.shapes import SHAPES, Spread
 
 MANY = 20_000

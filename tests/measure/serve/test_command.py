@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from hackkv.errors import NonFiniteError
-from hackkv.model.shipped import SHIPPED
+from hackkv.packaged import SHIPPED
 from hackkv.timing import Stage
 from hackkv.tokenizer import Tokenizer
 from measure.serve.__main__ import main

@@ -12,7 +12,7 @@ import torch
 
 from hackkv.errors import CheckpointError, ConfigError
 from hackkv.model import find_model, load_model, model_hash
-from hackkv.model.gguf import cache
+from hackkv.model.gguf import cache, conversion
 from hackkv.model.tiny import Tiny
 from tests.model.gguf.writing import write_gguf
 
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_is_named(path: Path, tmp_path: Path, mo
 
 
 def test_a_full_disk_is_said_before_it_is_full(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "SPARE_BYTES", 1 << 62)
+    monkeypatch.setattr(conversion, "SPARE_BYTES", 1 << 62)
     with pytest.raises(CheckpointError, match=r"some-model\.gguf: \d+ bytes are needed in .*, \d+ are free"):
         find_model(str(path))
 
@@ -97,7 +97,7 @@ def test_matrices_are_used_where_the_file_is_mapped(dtype: str, path: Path) -> N
     folder = find_model(str(path), dtype).path
     weights = load_model(folder, dtype).weights
     layer = weights.layers[0]
-    places = list(mapped(folder / cache.WEIGHTS))
+    places = list(mapped(folder / conversion.WEIGHTS))
     for tensor in (weights.embed, weights.lm_head, layer.qkv, layer.out, layer.gate_up, layer.down, layer.input_norm):
         assert any(tensor.data_ptr() in place for place in places)
 

@@ -1,57 +1,28 @@
-"""Long prompts are tokenized beside the event loop: others are served meanwhile, and nobody waits for ever."""
+"""Large bodies are parsed beside the event loop, in turn, and given up when their client leaves or their time is up."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from hackkv.errors import Cancelled
+from hackkv.errors import Cancelled, DeadlineExceeded, HackkvError, RequestError, Unavailable
 from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.caller import Caller
-from router.api.prompts import LONG_TEXT, THREADS
+from router.api.prompts import SMALL, Prompts
+from router.api.schema import ChatRequest, CompletionRequest
 from router.config import DeadlinesConfig
 from tests.router.conftest import check_error, make_served
 from tests.router.scripted import Cluster
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LONG = "dog" * LONG_TEXT
-
-
-class HeldTokenizer(Tokenizer):
-    """Takes as long for a long text as the test says."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.go = threading.Event()
-        self.begun: list[str] = []
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See `Tokenizer.encode`."""
-        if len(text) >= LONG_TEXT:
-            self.begun.append(text)
-            self.go.wait()
-        return super().encode(text, add_special_tokens)
-
-
-@pytest.fixture
-def held(checkpoint: Path) -> Iterator[HeldTokenizer]:
-    """A tokenizer that is let go at the end."""
-    tokenizer = HeldTokenizer(checkpoint)
-    yield tokenizer
-    tokenizer.go.set()
-
-
-def client_of(cluster: Cluster, held: HeldTokenizer, tokenize_s: float = 60.0) -> httpx.AsyncClient:
-    """A client of the HTTP API."""
-    app = build_app(make_served(cluster, held, DeadlinesConfig(tokenize_s=tokenize_s)))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 
 
 class Leaving:
@@ -66,67 +37,184 @@ class Leaving:
         return {"type": "http.disconnect"}
 
 
-async def begun(held: HeldTokenizer, count: int) -> None:
-    """Wait until so many long texts are being tokenized."""
-    while len(held.begun) < count:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+def large(**fields: Any) -> bytes:
+    """A body that is not parsed on the event loop."""
+    return json.dumps({**fields, "user": "x" * SMALL}).encode()
 
 
-BODIES: list[tuple[str, dict[str, Any]]] = [
-    (COMPLETIONS, {"prompt": LONG}),
-    (COMPLETIONS, {"prompt": ["x", LONG]}),
-    (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
+@pytest.fixture
+async def prompts(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Prompts]:
+    """Of a model over a scripted cluster."""
+    prompts = make_served(cluster, tokenizer).prompts
+    yield prompts
+    await prompts.parsers.close()
+
+
+@pytest.fixture
+def refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process must not parse or tokenize."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the event loop was to do this work")
+
+    monkeypatch.setattr("router.api.prompts.validate", fail)
+    monkeypatch.setattr("router.api.prompts.tokenize", fail)
+
+
+@pytest.mark.usefixtures("refused_here")
+async def test_large_bodies_are_parsed_elsewhere_and_come_back_the_same(prompts: Prompts, tokenizer: Tokenizer) -> None:
+    caller = Caller(Leaving())
+    text = await prompts.parse(CompletionRequest, large(prompt=["fox", "dog"], n=2, seed=7), caller, "a")
+    assert text.prompts == [tuple(tokenizer.encode("fox")), tuple(tokenizer.encode("dog"))]
+    assert (text.body.prompt, text.body.n, text.body.seed) == (("", ""), 2, 7)
+    ids = await prompts.parse(CompletionRequest, large(prompt=[97, 98], echo=True), caller, "a")
+    assert (ids.prompts, ids.body.prompt) == ([(97, 98)], ((),))
+    echo = await prompts.parse(CompletionRequest, large(prompt="fox\n\u00e9", echo=True), caller, "a")
+    assert echo.body.prompt == ("fox\n\u00e9",)
+    messages = [{"role": "user", "content": "hi"}]
+    chat = await prompts.parse(ChatRequest, large(messages=messages, logit_bias={"5": 1}), caller, "a")
+    assert chat.prompts == [tuple(tokenizer.chat(messages))]
+    assert chat.body.logit_bias == ((5, 1.0),)
+
+
+REFUSED: list[tuple[type[CompletionRequest | ChatRequest], dict[str, Any], str]] = [
+    (CompletionRequest, {"prompt": 7}, "prompt"),
+    (CompletionRequest, {"prompt": [97] * 401}, "prompt"),
+    (CompletionRequest, {"prompt": ["x"] * 33}, "n"),
+    (CompletionRequest, {"prompt": [5000]}, "prompt"),
+    (CompletionRequest, {"prompt": "x", "what": 1}, "what"),
+    (ChatRequest, {"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+    (ChatRequest, {"messages": [1] * 10_000}, "messages"),
+    (ChatRequest, {"messages": [{"role": "user", "content": "x"}] * 20_000}, "messages"),
+    (CompletionRequest, {"prompt": "x", "metadata": "y" * (1 << 20)}, ""),
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), BODIES, ids=lambda value: str(value)[:30])
-async def test_others_are_served_while_a_long_prompt_is_tokenized(
-    cluster: Cluster, held: HeldTokenizer, path: str, body: dict[str, Any]
+@pytest.mark.usefixtures("refused_here")
+@pytest.mark.parametrize(("kind", "fields", "param"), REFUSED, ids=lambda value: str(value)[:40])
+async def test_refusals_of_large_bodies_name_the_field(
+    prompts: Prompts, kind: type[CompletionRequest], fields: dict[str, Any], param: str
 ) -> None:
-    async with client_of(cluster, held) as client:
-        long = asyncio.create_task(client.post(path, json=body))
-        await begun(held, 1)
+    with pytest.raises(RequestError) as refused:
+        await prompts.parse(kind, large(**fields), Caller(Leaving()), "a")
+    assert (refused.value.param or "").startswith(param)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    prompts: Prompts, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("was tokenized"))
+    with pytest.raises(RequestError, match=r"prompt has at least \d+ tokens; this model serves at most 400"):
+        await prompts.parse(CompletionRequest, json.dumps({"prompt": "x" * 4000}).encode(), Caller(Leaving()), "a")
+
+
+@pytest.fixture
+def slow_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint whose chat template never ends within the life of a test."""
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    loops = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}x"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": loops}))
+    return tmp_path
+
+
+@pytest.fixture
+async def stuck(cluster: Cluster, slow_checkpoint: Path) -> AsyncIterator[Prompts]:
+    """Every conversation takes for ever, every completion does not."""
+    prompts = make_served(cluster, Tokenizer(slow_checkpoint), DeadlinesConfig(tokenize_s=600)).prompts
+    yield prompts
+    await prompts.parsers.close()
+
+
+FOREVER = large(messages=[{"role": "user", "content": "x"}])
+HUGE = json.dumps({"messages": [{"role": "user", "content": "x"}], "user": "y" * (1 << 19)}).encode()
+
+
+async def children(prompts: Prompts, count: int) -> None:
+    """Wait until so many jobs are at work."""
+    while prompts.parsers.jobs != count:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def processes(parent: int) -> list[str]:
+    """Children of a process."""
+    return Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+
+
+async def test_others_are_served_while_large_prompts_are_parsed(cluster: Cluster, slow_checkpoint: Path) -> None:
+    served = make_served(cluster, Tokenizer(slow_checkpoint), DeadlinesConfig(tokenize_s=600))
+    app = build_app(served)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        long = asyncio.create_task(client.post(CHAT, content=HUGE, headers={"content-type": "application/json"}))
+        await children(served.prompts, 1)
         assert (await client.get("/live")).status_code == 200
-        assert (await client.get("/ready")).status_code == 200
         short = await client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3})
         assert short.json()["usage"]["completion_tokens"] == 3
+        beside = await client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3, "user": "y" * SMALL})
+        assert beside.json()["usage"]["completion_tokens"] == 3  # large prompts leave a place to others
         assert not long.done()
-        held.go.set()
-        assert "tokens; this model serves at most" in check_error(await long, 400)["message"]
+        long.cancel()
+        await asyncio.wait([long])
+    await served.prompts.parsers.close()
 
 
-async def test_tokenizing_has_a_deadline(cluster: Cluster, held: HeldTokenizer) -> None:
-    async with client_of(cluster, held, tokenize_s=0.01) as client:
-        assert "tokenizing" in check_error(await client.post(COMPLETIONS, json={"prompt": LONG}), 504)["message"]
+async def test_parsing_has_a_deadline(cluster: Cluster, slow_checkpoint: Path) -> None:
+    served = make_served(cluster, Tokenizer(slow_checkpoint), DeadlinesConfig(tokenize_s=0.05))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app(served)), base_url="http://router") as client:
+        answer = await client.post(CHAT, content=FOREVER, headers={"content-type": "application/json"})
+        assert "reading the request took too long" in check_error(answer, 504)["message"]
+    await served.prompts.parsers.close()
 
 
-async def test_a_client_that_leaves_is_not_tokenized_for(cluster: Cluster, held: HeldTokenizer) -> None:
-    prompts = make_served(cluster, held).prompts
-    clients = [Leaving() for _ in range(THREADS + 1)]
-    texts = [LONG + str(number) for number in range(len(clients))]
-    encoding = [
-        asyncio.create_task(prompts.encode([text], True, Caller(client)))
-        for text, client in zip(texts, clients, strict=True)
-    ]
-    await begun(held, THREADS)
-    for client in clients[1:]:  # one of them is being tokenized for, the last stands in line
-        client.gone.set()
-    for task in encoding[1:]:
-        with pytest.raises(Cancelled):
-            await task
-    held.go.set()
-    assert await encoding[0] == [tuple(held.encode(texts[0]))]
-    assert texts[-1] not in held.begun
+async def test_the_process_ends_when_the_client_leaves(stuck: Prompts) -> None:
+    client = Leaving()
+    parsing = asyncio.create_task(stuck.parse(ChatRequest, FOREVER, Caller(client), "a"))
+    await children(stuck, 1)
+    parent = stuck.parsers.pid
+    while not processes(parent):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    (child,) = processes(parent)
+    client.gone.set()
+    with pytest.raises(Cancelled):
+        await parsing
+    while child in processes(parent):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert stuck.parsers.jobs == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_long_prompts_stand_in_line_in_the_order_of_their_arrival(cluster: Cluster, held: HeldTokenizer) -> None:
-    prompts = make_served(cluster, held).prompts
-    texts = [LONG + str(number) for number in range(3 * THREADS)]
-    encoding = [asyncio.create_task(prompts.encode([text], True, Caller(Leaving()))) for text in texts]
-    await begun(held, THREADS)
-    held.go.set()
-    results = await asyncio.gather(*encoding)
-    assert [ids for (ids,) in results] == [tuple(held.encode(text)) for text in texts]
-    assert sorted(held.begun[:THREADS]) == texts[:THREADS]
-    assert sorted(held.begun[: len(texts)]) == texts
+async def test_a_process_that_dies_is_an_error_and_the_next_job_has_a_new_one(stuck: Prompts) -> None:
+    parsing = asyncio.create_task(stuck.parse(ChatRequest, FOREVER, Caller(Leaving()), "a"))
+    await children(stuck, 1)
+    first = stuck.parsers.pid
+    while not processes(first):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    (child,) = processes(first)
+    os.kill(int(child), 9)
+    with pytest.raises(Unavailable):
+        await parsing
+    os.kill(first, 9)
+    while True:  # until its end is noticed, jobs fail
+        try:
+            parsed = await stuck.parse(CompletionRequest, large(prompt="x"), Caller(Leaving()), "a")
+            break
+        except HackkvError as error:
+            assert isinstance(error, Unavailable | DeadlineExceeded)  # noqa: PT017
+    assert len(parsed.prompts) == 1
+    assert stuck.parsers.pid != first
+
+
+async def test_the_process_ends_with_the_router(stuck: Prompts) -> None:
+    await stuck.parse(CompletionRequest, large(prompt="x"), Caller(Leaving()), "a")
+    parent = stuck.parsers.pid
+    await stuck.parsers.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(parent, 0)
+
+
+async def test_nothing_is_parsed_before_a_node_has_said_how_much_fits(tokenizer: Tokenizer) -> None:
+    prompts = make_served(Cluster(), tokenizer).prompts
+    with pytest.raises(Unavailable):
+        await prompts.parse(CompletionRequest, large(prompt="x"), Caller(Leaving()), "a")
+    assert prompts.parsers.jobs == 0

@@ -1,0 +1,61 @@
+"""The question before a cluster starts: can it serve this model with this codec? A role of the fork server (`ROLES`).
+
+The process writes what it finds to standard output, a JSON object a line:
+
+    {"found": {"folder": ..., "name": ...}}     where the checkpoint lies, and what to call it
+    {"say": ...}                                for the operator
+    {"passed": {...} or null}                   the end: what the codec costs (`CodecLoss`), null if nothing
+    {"failed": ..., "setting": true or false}   the end: why not, and whether a setting or file is to blame
+
+It computes on all cores, so it must not be the fork server itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from hackkv.canary import check_codec
+from hackkv.config import CodecConfig, Frozen, ModelConfig, load
+from hackkv.errors import ConfigError, HackkvError
+from hackkv.model.shipped import find_model
+from hackkv.model.worker import check_worker
+
+
+class CheckConfig(Frozen):
+    """What is to be served."""
+
+    model: ModelConfig = ModelConfig()
+    codec: CodecConfig = CodecConfig()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check what the configuration file `argv[0]` says; return the exit code."""
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    try:
+        config = load(CheckConfig, Path(argv[0]))
+        found = find_model(config.model.path, config.model.dtype)
+        _tell(found={"folder": str(found.path), "name": found.name})
+        check_worker(config.model.model_copy(update={"path": str(found.path)}), config.codec)
+        loss = check_codec(config.model, config.codec, lambda line: _tell(say=line))
+        _tell(passed=asdict(loss) if loss else None)
+    except HackkvError as error:
+        _tell(failed=str(error), setting=isinstance(error, ConfigError))
+        return 1
+    return 0
+
+
+def _end_with_stdin() -> None:
+    """However the cluster ends, so does its standard input."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(0)
+
+
+def _tell(**message: object) -> None:
+    print(json.dumps(message), flush=True)

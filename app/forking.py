@@ -1,0 +1,183 @@
+"""How a cluster starts and ends its processes: the near end of `app.forkserver`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from app.roles import ENVIRONMENT
+from hackkv.errors import ConfigError, HackkvError, NodeLost
+
+MAX_ANSWER: Final = 1 << 16
+"""Bytes of an answer."""
+_SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
+"""Of Linux's prctl."""
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Meanwhile children of children that end become this process's own (Linux: child subreaper)."""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    if libc.prctl(_SET_CHILD_SUBREAPER, ctypes.c_ulong(1)):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    try:
+        yield
+    finally:
+        libc.prctl(_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
+
+
+class Forked:
+    """A forked role: a child of this process, though another one forked it."""
+
+    def __init__(self, pid: int, stdin: int, stdout: asyncio.StreamReader, pipe: asyncio.ReadTransport) -> None:
+        """`stdin` is the writing end of its standard input, `pipe` the reading end of its standard output."""
+        self.pid, self.stdout, self._pipe = pid, stdout, pipe
+        self._stdin: int | None = stdin
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = loop.create_future()
+        self._pidfd = os.pidfd_open(pid)
+        loop.add_reader(self._pidfd, self._reap, loop)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._ended.result() if self._ended.done() else None
+
+    def order(self, arguments: Sequence[str]) -> None:
+        """Give it its arguments, for which it waits."""
+        if self._stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # its end is heard of elsewhere
+                os.write(self._stdin, json.dumps(list(arguments)).encode() + b"\n")
+
+    def close_stdin(self) -> None:
+        """Let it end."""
+        if self._stdin is not None:
+            os.close(self._stdin)
+            self._stdin = None
+
+    async def wait(self) -> int:
+        """Wait for its end; return the exit code."""
+        return await asyncio.shield(self._ended)
+
+    async def end(self) -> None:
+        """SIGKILL, if it still runs; what it has written and nobody has read is lost."""
+        self.kill()
+        await self.wait()
+        self._pipe.close()
+
+    def terminate(self) -> None:
+        """SIGTERM, if it still runs."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: signal.Signals) -> None:
+        if not self._ended.done():
+            signal.pidfd_send_signal(self._pidfd, signum)
+
+    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(self._pidfd)
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._pidfd)
+        self.close_stdin()
+        self._ended.set_result(os.waitstatus_to_exitcode(status))
+
+
+class ForkServerClient:
+    """A fork server and the socket that leads to it. `start` makes one; `close` ends it."""
+
+    def __init__(self, process: Process, channel: socket.socket) -> None:
+        self._process, self._channel = process, channel
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    async def start(cls) -> ForkServerClient:
+        """Start one, in a session of its own: Ctrl-C reaches this process alone, which ends the others."""
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far:
+            near.setblocking(False)
+            # -P: whatever lies in the current directory.
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "app.forkserver", str(far.fileno())),
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                pass_fds=[far.fileno()],
+                env={**ENVIRONMENT, **os.environ},
+                start_new_session=True,
+            )
+        return cls(process, near)
+
+    @property
+    def pid(self) -> int:
+        """The fork server's."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.returncode is None
+
+    async def fork(self, role: str, name: str, loss: dict[str, Any] | None = None) -> Forked:
+        """Start a role, which waits for its arguments. `loss` is what the codec costs, for nodes."""
+        theirs_in, stdin = os.pipe()
+        stdout, theirs_out = os.pipe()
+        try:
+            answer = await self._ask({"fork": role, "name": name, "loss": loss}, [theirs_in, theirs_out])
+        except BaseException:
+            os.close(stdin)
+            os.close(stdout)
+            raise
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        return Forked(answer["pid"], stdin, *await _reader(stdout))
+
+    async def load(self, model: dict[str, Any], codec: dict[str, Any]) -> None:
+        """Load the model that nodes share. Raises `ConfigError`, or `HackkvError` for another fault."""
+        answer = await self._ask({"load": {"model": model, "codec": codec}})
+        if "failed" in answer:
+            raise failure(answer)
+
+    async def close(self) -> None:
+        """End it, whatever it does. It holds nothing that would have to be put in order."""
+        self._channel.close()
+        if self.alive:
+            self._process.kill()
+        await self._process.wait()
+
+    async def _ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
+        async with self._turn:
+            try:
+                socket.send_fds(self._channel, [json.dumps(request).encode()], fds)
+                packet = await asyncio.get_running_loop().sock_recv(self._channel, MAX_ANSWER)
+            except ConnectionError:
+                packet = b""
+        if not packet:
+            raise NodeLost(f"the fork server ended with exit code {await self._process.wait()}")
+        answer: dict[str, Any] = json.loads(packet)
+        return answer
+
+
+def failure(message: dict[str, Any]) -> HackkvError:
+    """The error that another process has reported."""
+    return (ConfigError if message["setting"] else HackkvError)(message["failed"])
+
+
+async def _reader(fd: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+    reader = asyncio.StreamReader()
+    pipe = os.fdopen(fd, "rb", buffering=0)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return reader, transport

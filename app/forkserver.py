@@ -1,0 +1,133 @@
+"""The process that the roles of a cluster are forked from: `python -m app.forkserver FD`, started by `app.forking`.
+
+It imports what all roles need and forks the router. Then it imports what nodes need (`app.stock`), loads the model
+once, and forks the nodes: they share all of this, copy on write, and are ready in a fraction of a second.
+
+A process may only be forked while it has nothing that a fork does not copy. So here are no threads, no event loop and
+no gRPC channel, and nothing is computed on more than one thread: a child would wait for ever for OpenMP's helpers,
+which it does not have. The garbage collector stands still, since it would write into shared pages (`gc.freeze`).
+
+Requests and answers are JSON, one a packet of the socket FD:
+
+    {"fork": role, "name": ..., "loss": {...} or null}, with standard input and output  ->  {"pid": ...}
+    {"load": {"model": {...}, "codec": {...}}}  ->  {} or {"failed": ..., "setting": true or false}
+
+A forked role reads its arguments, a JSON list, from the first line of its standard input. Its parent is not this
+process but the nearest subreaper above, which started this process and may wait for the role, whatever becomes of us.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import node.process
+import transport.rpc_server
+from app.roles import ROLES, ROUTER
+from hackkv.errors import ConfigError, HackkvError
+
+MAX_REQUEST: Final = 1 << 16
+"""Bytes of a request."""
+NAME_BYTES: Final = 15
+"""Linux keeps as much of a process's name."""
+SHARED: Final = (node.process, transport.rpc_server)
+"""What the router shares with nodes, imported before any of them is forked."""
+
+
+class ForkServer:
+    """Answers requests until there are no more."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._stock: Any = None
+        """An `app.stock.Stock`, from the first request on that needs it."""
+
+    def serve(self) -> None:
+        """Answer requests until the other end closes, or is closed."""
+        while True:
+            packet, fds, _, _ = socket.recv_fds(self._channel, MAX_REQUEST, 2)
+            if not packet:
+                return
+            answer = self._answer(json.loads(packet), fds)
+            for fd in fds:
+                os.close(fd)
+            with suppress(BrokenPipeError):
+                self._channel.send(json.dumps(answer).encode())
+
+    def _answer(self, request: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+        if self._stock is None and request.get("fork") != ROUTER:
+            self._stock = import_module("app.stock").Stock()
+        if "fork" in request:
+            return {"pid": self._fork(request, *fds)}
+        try:
+            self._stock.load(request["load"])
+        except HackkvError as error:
+            return {"failed": str(error), "setting": isinstance(error, ConfigError)}
+        return {}
+
+    def _fork(self, request: dict[str, Any], stdin: int, stdout: int) -> int:
+        """Fork a child and let go of it: the process between it and us ends at once. Return the child's pid."""
+        gc.freeze()
+        reader, writer = os.pipe()
+        between = os.fork()
+        if not between:
+            child = os.fork()
+            if child:
+                os.write(writer, child.to_bytes(8, "little"))
+                os._exit(0)
+            for fd in (reader, writer, self._channel.fileno()):
+                os.close(fd)
+            self._become(request, stdin, stdout)
+        os.waitpid(between, 0)
+        child = int.from_bytes(os.read(reader, 8), "little")
+        os.close(reader)
+        os.close(writer)
+        return child
+
+    def _become(self, request: dict[str, Any], stdin: int, stdout: int) -> NoReturn:
+        """Be the role that is asked for, to the end. Nothing of the fork server's own end may run: `os._exit`."""
+        code = 1
+        try:
+            for fd, standard in ((stdin, 0), (stdout, 1)):
+                os.dup2(fd, standard)
+                os.close(fd)
+            Path("/proc/self/comm").write_bytes(request["name"].encode()[:NAME_BYTES])
+            gc.enable()
+            code = self._run(request)
+        except SystemExit as end:  # argparse
+            code = end.code if isinstance(end.code, int) else 1
+        finally:
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _run(self, request: dict[str, Any]) -> int:
+        router = import_module(ROLES[ROUTER]) if request["fork"] == ROUTER else None
+        line = sys.stdin.readline()
+        if not line:
+            return 0  # the cluster has ended
+        arguments = json.loads(line)
+        if router is not None:
+            return int(router.main(arguments))
+        return int(self._stock.run(request["fork"], arguments, request["loss"]))
+
+
+def main() -> None:
+    """Serve the socket that the command line names."""
+    gc.disable()
+    ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
+
+
+if __name__ == "__main__":
+    main()

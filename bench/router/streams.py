@@ -1,0 +1,73 @@
+"""Clients that stream, and when each of their tokens came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+from bench.connection import Connection
+
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass(slots=True)
+class Times:
+    """What clients saw, in seconds."""
+
+    gaps: list[float] = field(default_factory=list)
+    """Between two tokens of one stream."""
+    ages: list[float] = field(default_factory=list)
+    """From the moment a node sent a token until a client had it: what the router and the wires add."""
+    lags: list[float] = field(default_factory=list)
+    """How late the clients' own event loop was. Their measurements are no better than that."""
+    failures: list[str] = field(default_factory=list)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of the values do not exceed; NaN if there are none."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+async def stream(url: str, tokens: int, pause_ms: int, times: Times, begun: asyncio.Event | None = None) -> None:
+    """Read one stream to its end."""
+    body = {"prompt": "the quick", "max_tokens": tokens, "seed": pause_ms, "stream": True, "logprobs": 0}
+    last = None
+    try:
+        async with Connection.to(url) as connection:
+            await connection.send("POST", COMPLETIONS, json.dumps(body).encode())
+            status, headers = await connection.begin()
+            async for part in connection.parts(headers):
+                now = monotonic()
+                if status != 200:
+                    times.failures.append(f"{status}: {part[:200]!r}")
+                    return
+                if begun is not None:
+                    begun.set()
+                if (sent := _sent_at(part)) is None:
+                    continue
+                times.ages.append(now - sent)
+                if last is not None:
+                    times.gaps.append(now - last)
+                last = now
+    except (ConnectionError, OSError) as error:
+        times.failures.append(repr(error))
+    finally:
+        if begun is not None:
+            begun.set()
+
+
+def _sent_at(part: bytes) -> float | None:
+    """When a node sent the token of an event; None for the last events, which hold no token."""
+    at = part.find(b'"token_logprobs":[-')
+    return float(part[at + 19 : part.index(b"]", at)]) if at >= 0 else None
+
+
+async def watch_loop(times: Times, period_s: float = 0.01) -> None:
+    """Note how late this process's own event loop is, until cancelled."""
+    while True:
+        due = monotonic() + period_s
+        await asyncio.sleep(period_s)
+        times.lags.append(monotonic() - due)

@@ -1,0 +1,9 @@
+"""Defaults that the command line shows before anything else of the project is loaded."""
+
+from __future__ import annotations
+
+from typing import Final
+
+DEFAULT_CODEC: Final = "rot-k4v4"
+DEFAULT_MAX_KL: Final = 0.15
+"""In nats, mean over positions."""

@@ -1,0 +1,128 @@
+"""Questions about what stood far back: numbers, key-value pairs and a stretch of random tokens inside held-out text.
+
+The numbers are needles as RULER has them (arXiv 2404.06654, several keys): small models find them where they lose
+passwords made of words.
+Reading a long context costs far more than a question about it. So one context holds several of each and is asked for
+all of them, one after another, every true answer standing behind its question before the next is asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import torch
+
+from hackkv.model.worker import Worker
+from measure import tasks
+from measure.accuracy import engine
+from measure.accuracy.cells import Found
+from measure.accuracy.metrics import Measure
+from measure.accuracy.subject import Subject
+from measure.accuracy.task import Advance, Limits, Prepared, digest_of
+from measure.tasks import Example, Ids, join
+
+CONTEXTS: Final = {1024: 3, 2048: 2, 4096: 1, 8192: 1}
+"""Tokens of a context -> how many there are."""
+OF_EACH: Final = 6
+"""Numbers, and key-value pairs, in each context; all are asked for."""
+SEGMENT, CUE = 40, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question at the end of all that came before, and what its answer counts for."""
+
+    measure: Measure
+    asked: Example
+
+
+def prepare(subject: Subject, limits: Limits) -> Prepared:
+    """`limits.samples` contexts of every length, as in `CONTEXTS` unless set."""
+    asked, left_out = dict[int, list[list[Turn]]](), list[str]()
+    for length, count in CONTEXTS.items():
+        if length > limits.context(subject):
+            left_out.append(f"at {length}: the limit is {limits.context(subject)}")
+            continue
+        asked[length] = [_context(subject, limits.seed + i, length) for i in range(limits.samples or count)]
+
+    def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
+        found = dict[int, Found]()
+        for length, contexts in asked.items():
+            scores: dict[Measure, list[float]] = {Measure.NEEDLE: [], Measure.RECALL: [], Measure.COPY: []}
+            for turns in contexts:
+                for turn, right in zip(turns, _ask(worker, turns), strict=True):
+                    scores[turn.measure].append(right.mean() if turn.measure is Measure.COPY else float(right.all()))
+                advance(_size(turns))
+            found[length] = Found({name: [round(float(x), 6) for x in all_] for name, all_ in scores.items()})
+        return found
+
+    every = [turn.asked for contexts in asked.values() for turns in contexts for turn in turns]
+    counts = ", ".join(f"{len(contexts)} contexts of {length}" for length, contexts in asked.items())
+    digest = digest_of(part for e in every for part in (e.prompt, e.answer))
+    says = f"{counts}; {OF_EACH} numbers, {OF_EACH} pairs and {SEGMENT - CUE} tokens to copy in each"
+    return Prepared(sum(map(engine.size, every)), says, digest, measure, left_out)
+
+
+def _context(subject: Subject, seed: int, length: int) -> list[Turn]:
+    """The first turn brings the context; all turns together have `length` tokens."""
+    rng, phrases = np.random.default_rng(seed), subject.phrases
+    keys = tasks.random_words(rng, phrases, 2 * OF_EACH * tasks.KEY_WORDS).reshape(2 * OF_EACH, tasks.KEY_WORDS)
+    numbers = [subject.encode(f" {rng.integers(10_000, 100_000)}") for _ in range(OF_EACH)]
+    values = [tasks.random_words(rng, phrases, tasks.VALUE_WORDS) for _ in range(OF_EACH)]
+    body = tasks.random_segment(rng, phrases, SEGMENT)
+    names = [subject.decode(key[:1]).strip() for key in keys[:OF_EACH]]
+    told = [subject.encode(f"\nThe special magic number for {name} is:") for name in names]
+    facts = [join(fact, number, phrases.stop, phrases.line_end) for fact, number in zip(told, numbers, strict=True)]
+    notes = [
+        join(tasks.note(phrases, key), value, phrases.line_end)
+        for key, value in zip(keys[OF_EACH:], values, strict=True)
+    ]
+    turns = [
+        *(
+            Turn(Measure.NEEDLE, Example(subject.encode(_asked(name)), n))
+            for name, n in zip(names, numbers, strict=True)
+        ),
+        *(
+            Turn(Measure.RECALL, Example(tasks.note(phrases, key), v))
+            for key, v in zip(keys[OF_EACH:], values, strict=True)
+        ),
+        _turn(Measure.COPY, join(phrases.line_end, body[:CUE]), body[CUE:]),
+    ]
+    items = [*facts, *notes, join(phrases.line_end, body, phrases.line_end)]
+    room = length - len(subject.prefix) - sum(map(len, items)) - _size(turns)
+    order = rng.permutation(len(items))
+    text = tasks.spread(rng, tasks.cut(rng, subject.filler, room), [items[i] for i in order])
+    first = turns[0]
+    opening = join(subject.prefix, text, first.asked.prompt)
+    return [_turn(first.measure, opening, first.asked.answer), *turns[1:]]
+
+
+def _turn(measure: Measure, prompt: Ids, answer: Ids) -> Turn:
+    return Turn(measure, Example(prompt, answer))
+
+
+def _asked(name: str) -> str:
+    """With the answer begun."""
+    return f"\nWhat is the special magic number for {name}? The special magic number for {name} is:"
+
+
+def _size(turns: list[Turn]) -> int:
+    return sum(engine.size(turn.asked) for turn in turns)
+
+
+@torch.inference_mode()
+def _ask(worker: Worker, turns: list[Turn]) -> list[np.ndarray]:
+    """For each turn, whether each token of its answer is the model's first choice; true answers are fed."""
+    lanes, right = engine.Lanes(worker, [_size(turns)]), list[np.ndarray]()
+    unread: Ids = np.empty(0, np.int64)
+    for turn in turns:
+        states = lanes.prefill([join(unread, turn.asked.prompt)], [1])
+        for before, _ in pairwise(turn.asked.answer):
+            states += lanes.advance([np.array([before])])
+        choices = worker.model.logits(torch.cat(states)).argmax(-1).numpy()
+        right.append(choices == turn.asked.answer)
+        unread = turn.asked.answer[-1:]  # the last token of an answer is read with the next question
+    return right

@@ -1,0 +1,127 @@
+"""Reading: how well the model predicts held-out text, and how far its predictions move from those with exact KV.
+
+The windows are the beginnings of the longest documents, one of them long, all through prefill from an empty cache.
+Attention looks back only, so the first 512 tokens of a window are what a window of 512 tokens would be: one pass
+scores every length. Scores are means over blocks of tokens, of which the bootstrap draws: neighbouring tokens are
+alike, blocks less so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hackkv.errors import NonFiniteError
+from hackkv.model.worker import Worker
+from measure.accuracy import engine
+from measure.accuracy.cells import Found
+from measure.accuracy.metrics import Measure
+from measure.accuracy.subject import Subject
+from measure.accuracy.task import Advance, Limits, Prepared, digest_of
+from measure.accuracy.variants import EXACT
+from measure.tasks import Ids, join
+
+POINTS: Final = (512, 2048, 4096, 8192)
+"""Tokens read."""
+SHORT: Final = 2048
+SHORT_WINDOWS: Final = 3
+"""Windows of `SHORT` tokens for each long one."""
+BLOCK: Final = 128
+GARBAGE: Final = 20.0
+"""Nats that a codec is charged for a block if its KV is not finite: more than a uniform guess costs."""
+
+
+def prepare(subject: Subject, limits: Limits) -> Prepared:
+    """One long window and three short ones for each of `limits.samples`, 1 unless set."""
+    limit = limits.context(subject)
+    points = [point for point in POINTS if point <= limit]
+    if not points:
+        raise ValueError(f"needs {POINTS[0]} tokens of context, the limit is {limit}")
+    windows = _windows(subject, max(1, limits.samples), points[-1])
+    if not windows:
+        raise ValueError("the held-out text has no document of enough tokens")
+    exact = _Exact(subject, windows)
+
+    def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
+        blocks = [_blocks(worker, window, exact(index), advance) for index, window in enumerate(windows)]
+        return {point: _upto(point, blocks) for point in points if max(map(len, windows)) >= point}
+
+    counts = ", ".join(f"{sum(len(window) >= point for window in windows)} windows of {point}" for point in points)
+    left_out = [f"at {point}: the limit is {limit}" for point in POINTS if point > limit]
+    return Prepared(sum(map(len, windows)), counts, digest_of(windows), measure, left_out)
+
+
+def _windows(subject: Subject, long_ones: int, longest: int) -> list[Ids]:
+    """Beginnings of documents, the longest documents first; the short windows have a length that is a point."""
+    documents = sorted(subject.documents, key=lambda document: -len(document.text))
+    found = list[Ids]()
+    for document in documents[: long_ones * (1 + SHORT_WINDOWS)]:
+        length = longest if len(found) < long_ones else min(SHORT, longest)
+        ids = join(subject.prefix, subject.encode(document.text))[:length]
+        whole = max((point for point in POINTS if point <= len(ids)), default=0)
+        if whole:
+            found.append(ids[:whole])
+    return found
+
+
+class _Exact:
+    """Hidden states of the windows with exact KV, computed once for all rows."""
+
+    def __init__(self, subject: Subject, windows: Sequence[Ids]) -> None:
+        self._subject, self._windows = subject, windows
+        self._states = dict[int, Tensor]()
+        self._lock = threading.Lock()
+
+    def __call__(self, index: int) -> Tensor:
+        with self._lock:
+            if index not in self._states:
+                worker = self._subject.with_codec(EXACT.codec)
+                self._states[index] = _states(worker, self._windows[index], lambda count: None)
+            return self._states[index]
+
+
+@torch.inference_mode()
+def _states(worker: Worker, window: Ids, advance: Advance) -> Tensor:
+    """Hidden states [T, hidden] after each token, chunk by chunk."""
+    lanes, parts = engine.Lanes(worker, [len(window)]), list[Tensor]()
+    for start in range(0, len(window), engine.CHUNK_TOKENS):
+        chunk = window[start : start + engine.CHUNK_TOKENS]
+        parts += lanes.advance([chunk])
+        advance(len(chunk))
+    return torch.cat(parts)
+
+
+@torch.inference_mode()
+def _blocks(worker: Worker, window: Ids, exact: Tensor, advance: Advance) -> np.ndarray:
+    """[blocks, 3]: nats per token, KL from exact KV and share of first choices kept, mean over each block.
+
+    The last token has no successor: its block's perplexity is the mean of one token less.
+    """
+    try:
+        hidden = exact if worker.codec.lossless else _states(worker, window, advance)
+    except NonFiniteError:
+        return np.tile([GARBAGE, GARBAGE, 0.0], (len(window) // BLOCK, 1))
+    truth, out = torch.from_numpy(window[1:]), list[list[float]]()
+    for start in range(0, len(window), BLOCK):
+        rows = slice(start, start + BLOCK)
+        found = F.log_softmax(worker.model.logits(hidden[rows]).float(), -1)
+        wanted = found if hidden is exact else F.log_softmax(worker.model.logits(exact[rows]).float(), -1)
+        said = truth[rows]
+        nll = -found[: len(said)].gather(1, said[:, None]).mean()
+        kl = F.kl_div(found, wanted, log_target=True, reduction="batchmean")
+        kept = (found.argmax(-1) == wanted.argmax(-1)).float().mean()
+        out.append([round(float(x), 6) for x in (nll, kl, kept)])
+    return np.array(out)
+
+
+def _upto(point: int, windows: Sequence[np.ndarray]) -> Found:
+    """The blocks of the first `point` tokens of every window that has them."""
+    blocks = np.concatenate([blocks[: point // BLOCK] for blocks in windows if len(blocks) * BLOCK >= point])
+    columns = zip((Measure.PERPLEXITY, Measure.KL, Measure.TOP1), blocks.T.tolist(), strict=True)
+    return Found(dict(columns))

@@ -1,0 +1,67 @@
+"""Slots that keep exact rows of prompts, so that later prompts can go on where those rows end. Numbers only.
+
+A prompt that takes over pages needs more than their planes where its queries see some of them exactly (`Window`): the
+rows of those pages, which lie in a slot. So after each pass the slot of a prompt is copied to a slot here, under the
+name of the last page that it has sealed. A prompt that finds known pages and no point at their end computes them once
+more and leaves one there: that is where prompts part. When slots run short, the least recently used point goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMoves:
+    """Copies before the next pass: first what is kept, then what prompts take over."""
+
+    keeps: dict[int, int] = field(default_factory=dict)
+    """Slot here -> slot of a prompt to copy from."""
+    resumes: dict[int, int] = field(default_factory=dict)
+    """Slot of a prompt -> slot here to copy from."""
+
+
+Page = TypeVar("Page", bound=Hashable)
+
+
+class ResumePoints(Generic[Page]):
+    """Gives the slots `slots` to pages. `keep` comes after a pass, `resume` between it and `take_moves`."""
+
+    def __init__(self, slots: Iterable[int]) -> None:
+        self._free = list(slots)
+        self._kept: dict[Page, int] = {}
+        self._moves = SlotMoves()
+
+    def __contains__(self, page: Page) -> bool:
+        return page in self._kept
+
+    def keep(self, page: Page, slot: int) -> None:
+        """Keep the exact rows in `slot`, which are those that a prompt needs to go on after `page`."""
+        if page in self._kept:
+            self._use(page)
+            return
+        if not self._free:
+            self.drop(next(iter(self._kept)))
+        kept = self._kept[page] = self._free.pop()
+        self._moves.keeps[kept] = slot
+
+    def resume(self, page: Page, slot: int) -> None:
+        """Fill `slot` with the exact rows that are kept for `page`."""
+        self._use(page)
+        self._moves.resumes[slot] = self._kept[page]
+
+    def drop(self, page: Page) -> None:
+        """Keep nothing for `page` any more."""
+        kept = self._kept.pop(page, None)
+        if kept is not None:
+            self._free.append(kept)
+
+    def take_moves(self) -> SlotMoves:
+        """What must be copied before the next pass, once."""
+        moves, self._moves = self._moves, SlotMoves()
+        return moves
+
+    def _use(self, page: Page) -> None:
+        self._kept[page] = self._kept.pop(page)

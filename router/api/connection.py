@@ -1,0 +1,252 @@
+"""HTTP connections: uvicorn's protocol, with an end to every wait and a bound on everything that a peer can pile up.
+
+- A request's headers have a deadline, from the connection's first moment or the request's first byte.
+- Connections are counted, all of them and those of each address (`Census`).
+- A read takes 64 KiB, and chunks have a least size on average, so that no read keeps the event loop busy.
+- A client that has sent its request may close its side and still gets its answer. One that has left altogether looks
+  the same at first. So it is sent `100 Continue` now and then, or a comment within a stream of events. A client ignores
+  both, and a closed socket refuses them.
+- A client that is refused in the middle of its body can read why: the rest of the body is dropped for a while.
+- A client that takes nothing of its answer is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Any, Final
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from router.api.errors import HTTPError, envelope
+
+READ_BYTES: Final = 1 << 16
+MAX_HEAD_BYTES: Final = 64 << 10
+LEAST_CHUNK: Final = 64
+"""Bytes of a chunk, on average, after the first `FREE_CHUNKS`."""
+FREE_CHUNKS: Final = 1024
+LINGER_S: Final = 10.0
+"""How long a body is read and dropped whose request has been refused."""
+FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
+
+_REASONS: Final = {400: "Bad Request", 408: "Request Timeout", 429: "Too Many Requests", 503: "Service Unavailable"}
+
+Network = IPv4Network | IPv6Network
+
+
+class Census:
+    """Connections now, by address."""
+
+    def __init__(self, most: int, most_per_address: int, proxies: Sequence[Network]) -> None:
+        """See `LimitsConfig`. Connections from `proxies` count only towards `most`."""
+        self._most, self._most_per_address, self._proxies = most, most_per_address, tuple(proxies)
+        self._by_owner: Counter[str] = Counter()
+        self.total = 0
+
+    def enter(self, address: str) -> HTTPError | None:
+        """Count a connection; `leave` follows, whatever this returns: the reason to refuse it, if there is one."""
+        owner = self._owner(address)
+        self.total += 1
+        self._by_owner[owner] += 1
+        if self.total > self._most:
+            return HTTPError(503, "too many connections", "too_many_connections")
+        if owner and self._by_owner[owner] > self._most_per_address:
+            return HTTPError(429, f"too many connections from {owner}", "too_many_connections")
+        return None
+
+    def leave(self, address: str) -> None:
+        """A connection is gone."""
+        owner = self._owner(address)
+        self.total -= 1
+        self._by_owner[owner] -= 1
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+
+    def _owner(self, address: str) -> str:
+        """Whose share a connection takes: an address, or an IPv6 network, which one client has whole. "": nobody's."""
+        try:
+            given = ip_address(address.partition("%")[0])
+        except ValueError:
+            return ""
+        plain = getattr(given, "ipv4_mapped", None) or given
+        if any(plain.version == network.version and plain in network for network in self._proxies):
+            return ""
+        return str(plain) if plain.version == 4 else str(ip_network((int(plain), 64), strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long a connection waits for its peer, in seconds."""
+
+    head_s: float
+    write_s: float
+
+
+class _Requests(h11.Connection):
+    """h11's parser, which also refuses bodies in crumbs: each chunk costs time, however small it is."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._chunks, self._bytes = 0, 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += 1
+            self._bytes += len(event.data)
+            if self._chunks > FREE_CHUNKS and self._bytes < LEAST_CHUNK * self._chunks:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        return event
+
+
+class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
+    """One connection."""
+
+    _buffer: Final = bytearray(READ_BYTES)
+    """Of all connections: what is read into it is taken out before the event loop reads again."""
+
+    def __init__(self, census: Census, waits: Waits, refused: Callable[[int], None], **given: Any) -> None:
+        """`refused` is called with the status of each refusal; `given` is what uvicorn gives its protocols."""
+        super().__init__(**given)
+        self.conn = _Requests()
+        self.app = self._noting_events
+        self._streams_events = False
+        self._census, self._waits, self._refused = census, waits, refused
+        self._address = ""
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._deaf = False
+        """Whatever still comes is dropped."""
+
+    # What asyncio calls ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._address = self.client[0] if self.client else ""
+        if error := self._census.enter(self._address):
+            self._refuse(error)
+            transport.close()
+        else:
+            self._arm("head", self._waits.head_s, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for name in tuple(self._timers):
+            self._disarm(name)
+        self._census.leave(self._address)
+        super().connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._deaf:
+            return
+        self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
+        if self._deaf or self._has_request:
+            self._disarm("head")
+        elif self.conn.their_state is not h11.SEND_BODY:  # a new request has begun, or a dropped body is over
+            self._disarm("linger")
+            if "head" not in self._timers:
+                self._arm("head", self._waits.head_s, self._head_is_late)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The peer sends no more. True keeps our own side open."""
+        answerable = self._has_request and not self.cycle.more_body and self.cycle.scope["http_version"] != "1.0"
+        if answerable and not self._deaf:
+            self.cycle.keep_alive = False
+            self._probe(FIRST_PROBE_S)
+        return answerable and not self._deaf
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._arm("write", self._waits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._disarm("write")
+
+    # What uvicorn calls ---------------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._arm("linger", LINGER_S, self._half_close)
+
+    def send_400_response(self, msg: str) -> None:
+        """The peer does not speak HTTP."""
+        self._refuse(HTTPError(400, msg, "bad_http"))
+        self._half_close()
+
+    # Our own --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_request(self) -> bool:
+        """Whether a request has all its headers and waits for the end of its answer."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _probe(self, pause_s: float) -> None:
+        """Write what a peer ignores that is still there, and does not take if it has left: `100 Continue` before an
+        answer, a comment between the events of a stream."""
+        if not self._has_request or self.transport.is_closing():
+            return
+        if not self.cycle.response_started:
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        elif self._streams_events:
+            self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
+        self._arm("probe", pause_s, lambda: self._probe(min(2 * pause_s, LAST_PROBE_S)))
+
+    async def _noting_events(self, scope: Any, receive: Any, send: Any) -> None:
+        """The application; notes whether its answer is a stream of events."""
+
+        async def noting(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                kind = dict(message.get("headers", ())).get(b"content-type", b"")
+                self._streams_events = kind.startswith(b"text/event-stream")
+            await send(message)
+
+        await self.config.loaded_app(scope, receive, noting)
+
+    def _head_is_late(self) -> None:
+        self._refuse(HTTPError(408, "the request's headers did not arrive in time", "request_timeout"))
+        self.transport.close()
+
+    def _refuse(self, error: HTTPError) -> None:
+        """Say what is wrong with the connection, unless an answer has begun that this would be taken for a part of."""
+        self._refused(error.status)
+        if self._has_request and self.cycle.response_started:
+            return
+        body = json.dumps(envelope(error)).encode("ascii")
+        head = f"HTTP/1.1 {error.status} {_REASONS[error.status]}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+
+    def _half_close(self) -> None:
+        """Close our side, and drop for a while what still comes: hanging up would take back what was just written."""
+        self._deaf = True
+        self._unset_keepalive_if_required()
+        if self._has_request:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if not self.transport.is_closing():
+            self.transport.write_eof()
+            self.transport.resume_reading()
+        self._arm("linger", LINGER_S, self.transport.abort)
+
+    def _arm(self, name: str, seconds: float, ring: Callable[[], None]) -> None:
+        self._disarm(name)
+
+        def rung() -> None:
+            self._timers.pop(name, None)
+            ring()
+
+        self._timers[name] = self.loop.call_later(seconds, rung)
+
+    def _disarm(self, name: str) -> None:
+        if timer := self._timers.pop(name, None):
+            timer.cancel()

@@ -1,0 +1,88 @@
+"""`/openapi.json`: every route with its bodies, answers and errors, from the pydantic models.
+
+Routes read their bodies themselves, so that FastAPI does not know them. `describe` adds what it cannot see.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from router.api.answers import ChatCompletionChunk, Completion, Error
+from router.api.intake import is_open
+from router.api.schema import ChatRequest, CompletionRequest
+
+_BODIES: Final[dict[str, type[BaseModel]]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
+_EVENTS: Final[dict[str, type[BaseModel]]] = {
+    "/v1/completions": Completion,
+    "/v1/chat/completions": ChatCompletionChunk,
+}
+_ERRORS: Final = {
+    "400": "a field is wrong or not supported; `param` names it",
+    "404": "the model does not exist",
+    "408": "the body did not arrive in time",
+    "413": "the body is too large",
+    "429": "there is no room now; Retry-After says when to come back",
+    "500": "the model produced numbers that are none",
+    "502": "nodes were lost, and no other could go on",
+    "503": "no node of a role is there",
+    "504": "a deadline passed",
+}
+_NO_KEY: Final = "a valid API key is required"
+_REFERENCE: Final = "#/components/schemas/{model}"
+
+
+def describe(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+    """The OpenAPI document of an application, built once."""
+    if app.openapi_schema is None:
+        with warnings.catch_warnings():  # FastAPI gives GET and HEAD of a probe one id, and complains; ours follow
+            warnings.filterwarnings("ignore", "Duplicate Operation ID")
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        models: list[type[BaseModel]] = [*_BODIES.values(), *_EVENTS.values(), Error]
+        _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        schemas.update(definitions["$defs"])
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                operation["operationId"] = f"{method}{path}"
+                _complete(path, operation, needs_key)
+        if needs_key:
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _complete(path: str, operation: dict[str, Any], needs_key: bool) -> None:
+    answers = operation["responses"]
+    answers.pop("422", None)  # FastAPI's own refusal, which no route uses
+    if path in _BODIES:
+        operation["requestBody"] = {"required": True, "content": {"application/json": _refer(_BODIES[path])}}
+        data = f"JSON of a {_EVENTS[path].__name__}, or of an Error where the stream breaks off; at last [DONE]."
+        event = {
+            "type": "object",
+            "properties": {"data": {"type": "string", "description": data}},
+            "required": ["data"],
+        }
+        answers["200"]["content"]["text/event-stream"] = {"schema": event}
+        answers.update({status: _error(why) for status, why in _ERRORS.items()})
+    if needs_key and not is_open(path):
+        operation["security"] = [{"key": []}]
+        answers["401"] = _error(_NO_KEY)
+
+
+def _error(why: str) -> dict[str, Any]:
+    return {"description": why, "content": {"application/json": _refer(Error)}}
+
+
+def _refer(model: type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": _REFERENCE.format(model=model.__name__)}}

@@ -1,0 +1,106 @@
+"""Turns what clients ask for into grammars, in a process of its own: `python -m router.api.grammar_child FOLDER`.
+
+A grammar may be hostile. Compiling it may take long, take gigabytes, or overflow the stack, which ends the process.
+So the router lets this process try first (`router.api.grammars`), with less stack and memory than a node has. What
+compiles here compiles there.
+
+Each line of the standard input is a form, as JSON; each line of the output its grammar or why there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import llguidance
+from llguidance import LLMatcher
+
+from hackkv.errors import GuideError, RequestError
+from hackkv.guide import Guides
+from hackkv.types import MAX_GRAMMAR_CHARS
+
+STACK_BYTES = 1 << 20
+MEMORY_BYTES = 4 << 30
+
+ON_ONE_LINE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""JSON has at most one space after a comma or colon: a model cannot lose itself in white space."""
+
+_THINK = "think[lazy]: /(.|\\n)*<\\/think>/"
+_BREAK = "/\\n{0,2}/"
+_STARTS = {
+    "open": f"start: think {_BREAK} @body\n{_THINK}",
+    "maybe": f'start: ("<think>" think {_BREAK})? @body\n{_THINK}',
+}
+
+
+def guidance(lenient: bool) -> dict[str, Any]:
+    """How JSON is written; `lenient` ignores keywords of JSON Schema that cannot be enforced."""
+    return {**ON_ONE_LINE, "lenient": lenient, "coerce_one_of": lenient}
+
+
+def make_grammar(kind: str, text: str, lenient: bool, thinking: str) -> str:
+    """The grammar, in llguidance's form, of a `router.api.structured.Form`. Raises `RequestError`."""
+    body = _body(kind, text, lenient)
+    if thinking == "never":
+        grammars = [body]
+    else:
+        grammars = [{"name": "main", "lark_grammar": _STARTS[thinking]}, {"name": "body", **body}]
+    grammar = json.dumps({"grammars": grammars})
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"{len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are compiled")
+    return grammar
+
+
+def _body(kind: str, text: str, lenient: bool) -> dict[str, Any]:
+    if kind == "json":
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"is not JSON: {error}") from error
+        if not isinstance(schema, dict):
+            raise RequestError("a JSON schema is an object")
+        return {"json_schema": {**schema, "x-guidance": guidance(lenient)}}
+    if kind == "lark":
+        return {"lark_grammar": text}
+    if kind == "regex":
+        body: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]
+        return {"lark_grammar": body["lark_grammar"]}
+    try:
+        return {"lark_grammar": llguidance.grammar_from("choice" if kind == "choice" else "grammar", text)}
+    except Exception as error:  # the converter of GBNF raises whatever its parser meets
+        raise RequestError(f"is not a grammar: {error}") from error
+
+
+def _answer(guides: Guides, line: str) -> dict[str, str]:
+    try:
+        grammar = make_grammar(**json.loads(line))
+        guides.open(grammar).allowed()
+    except (RequestError, GuideError) as error:
+        return {"error": str(error)}
+    return {"grammar": grammar}
+
+
+def _serve(guides: Guides) -> None:
+    for line in sys.stdin:
+        print(json.dumps(_answer(guides, line)), flush=True)
+
+
+def main(folder: str) -> None:
+    """Serve until the standard input ends. The first line of the output says that the tokenizer is read."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    guides = Guides(Path(folder))
+    guides.open('start: ""')
+    print(json.dumps({}), flush=True)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve, args=(guides,))
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

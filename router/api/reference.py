@@ -1,0 +1,115 @@
+"""`python -m router.api.reference`: docs/api.md's tables of endpoints and fields, from the routes and models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from router.api import chat, completions, page, probes
+from router.api.description import describe
+from router.api.extras import ChatExtras, LlamaExtras, VllmExtras
+from router.api.fields import Ignored, Refused
+from router.api.schema import ChatRequest, CompletionRequest, Generate, Message, RefusalPart, StreamOptions, TextPart
+from router.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
+from router.api.tools.fields import Function, Tool, ToolCall, ToolChoice
+
+_HUGE: Final = 1 << 30
+"""Bounds from here on only keep numbers within their types."""
+_SECTIONS: Final[tuple[tuple[str, type[BaseModel], type[BaseModel] | None], ...]] = (
+    ("Both routes", Generate, None),
+    ("`/v1/completions` alone", CompletionRequest, Generate),
+    ("`/v1/chat/completions` alone", ChatRequest, Generate),
+    ("`stream_options`", StreamOptions, None),
+    ("A message of `messages`", Message, None),
+    ("A part of a message's `content`", TextPart, None),
+    ("A part with a model's refusal", RefusalPart, None),
+    ("`response_format`", ResponseFormat, None),
+    ("`response_format.json_schema`", JsonSchema, None),
+    ("`structured_outputs`", StructuredOutputs, None),
+    ("A tool of `tools`", Tool, None),
+    ("The `function` of a tool", Function, None),
+    ("`tool_choice` as an object", ToolChoice, None),
+    ("A call of a message's `tool_calls`", ToolCall, None),
+)
+
+
+def reference() -> str:
+    """All tables in Markdown."""
+    return "\n\n".join((_endpoints(), *(_fields(title, model, base) for title, model, base in _SECTIONS)))
+
+
+def _endpoints() -> str:
+    app = FastAPI()
+    for module in (completions, chat, probes, page):
+        app.include_router(module.routes)
+    lines = ["### Endpoints", "", "| endpoint | what it does | answers |", "|---|---|---|"]
+    for path, operations in describe(app, needs_key=False)["paths"].items():
+        for method, operation in operations.items():
+            what = " ".join(operation["description"].split())
+            lines.append(f"| `{method.upper()} {path}` | {what} | {', '.join(operation['responses'])} |")
+    return "\n".join(lines)
+
+
+def _fields(title: str, model: type[BaseModel], base: type[BaseModel] | None) -> str:
+    known = base.model_fields if base else {}
+    schema = model.model_json_schema()["properties"]
+    lines = [f"### {title}", "", "| field | | what |", "|---|---|---|"]
+    rows = [(name, field) for name, field in model.model_fields.items() if name not in known]
+    for name, field in sorted(rows, key=lambda row: _rank(row[0])):
+        kind = next((each for each in field.metadata if isinstance(each, Ignored | Refused)), None)
+        if isinstance(kind, Ignored):
+            treatment, what = "ignored", kind.why
+        elif isinstance(kind, Refused):
+            accepted = f"; accepted: {', '.join(f'`{value}`' for value in kind.accepted())}" if kind.neutral else ""
+            treatment, what = "refused", kind.advice + accepted
+        else:
+            treatment, what = "supported", "; ".join(_described(schema[field.alias or name]))
+        lines.append(f"| `{field.alias or name}`{_origin(name)} | {treatment} | {what} |")
+    return "\n".join(lines)
+
+
+def _rank(name: str) -> int:
+    """OpenAI's fields and ours first, then those of peers."""
+    return next((rank for rank, (peer, _) in enumerate(_PEERS, 1) if name in peer.model_fields), 0)
+
+
+def _origin(name: str) -> str:
+    return next((f" ({label})" for peer, label in _PEERS if name in peer.model_fields), "")
+
+
+_PEERS: Final[tuple[tuple[type[BaseModel], str], ...]] = (
+    (VllmExtras, "vLLM"), (LlamaExtras, "llama.cpp"), (ChatExtras, "vLLM, llama.cpp"),
+)  # fmt: skip
+
+
+def _described(schema: dict[str, Any]) -> Iterator[str]:
+    """Types with their bounds, the default, and what the field's docstring says."""
+    types = [_type(each) for each in schema.get("anyOf", [schema])]
+    yield " or ".join(dict.fromkeys(each for each in types if each != "null"))
+    if schema.get("default") not in (None, [], ""):
+        yield f"default `{str(schema['default']).lower()}`"
+    if "description" in schema:
+        yield " ".join(schema["description"].split())
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return f"a {schema['$ref'].rpartition('/')[2]}"
+    if "oneOf" in schema:
+        return " or ".join(map(_type, schema["oneOf"]))
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "any JSON")
+    name = "object" if isinstance(kind, list) else {"array": "list", "integer": "whole number"}.get(kind, kind)
+    if kind == "array":
+        return f"{name} of {_type(schema['items'])}"
+    words = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}"}
+    bounds = [words[key].format(f"{schema[key]:g}") for key in words if abs(schema.get(key, _HUGE)) < _HUGE]
+    return " ".join([name, *bounds])
+
+
+if __name__ == "__main__":
+    print(reference())

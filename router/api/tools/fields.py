@@ -1,0 +1,112 @@
+"""Fields of a chat request that are about tools, as OpenAI has them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hackkv.errors import RequestError
+from router.api.strict import Strict
+
+MAX_TOOLS = 128
+MAX_CALLS = 16
+"""Of a forced answer."""
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool: only functions are known."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """The function of a `ToolChoice`."""
+
+    name: str
+
+
+class ToolChoice(Strict):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Strict):
+    """What was called; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call that the model made earlier in the conversation."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    """Sent back by clients that put it together from a stream; has no effect."""
+
+    def rendered(self, param: str) -> dict[str, Any]:
+        """As chat templates want it: the arguments as an object. Raises `RequestError` naming `param`."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{param}.function.arguments is not JSON: {error}", param) from error
+        if not isinstance(arguments, dict):
+            raise RequestError(f"{param}.function.arguments must be a JSON object", param)
+        return {
+            "id": self.id or "",
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
+class ToolFields(Strict):
+    """The fields themselves, a base of chat requests."""
+
+    tools: Annotated[tuple[Tool, ...], Field(max_length=MAX_TOOLS, strict=False)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def offered(self) -> tuple[Function, ...]:
+        """The functions that the model is told of. Raises `RequestError` if `tool_choice` has nothing to choose."""
+        functions = tuple(tool.function for tool in self.tools or ())
+        names = [function.name for function in functions]
+        if len(set(names)) < len(names):
+            raise RequestError("tools: two functions have one name", "tools")
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+            name = self.tool_choice.function.name
+            raise RequestError(f"tool_choice: there is no function {name!r} in tools", "tool_choice")
+        if self.tool_choice in ("auto", "required") and not functions:
+            raise RequestError(f"tool_choice: {self.tool_choice!r} needs tools", "tool_choice")
+        return () if self.tool_choice == "none" else functions
+
+    def forced(self) -> tuple[Function, ...]:
+        """The functions of which one has to be called, if one has to be."""
+        if isinstance(self.tool_choice, ToolChoice):
+            chosen = self.tool_choice.function.name
+            return tuple(function for function in self.offered() if function.name == chosen)
+        return self.offered() if self.tool_choice == "required" else ()
+
+    @property
+    def calls_at_once(self) -> int:
+        """The most calls that a forced answer may hold."""
+        single = isinstance(self.tool_choice, ToolChoice) or self.parallel_tool_calls is False
+        return 1 if single else MAX_CALLS

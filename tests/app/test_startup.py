@@ -1,0 +1,113 @@
+"""What is loaded to serve, what a fork server holds when it forks, and how a start ends that Ctrl-C breaks off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app.forking import ForkServerClient, adopting
+from hackkv.packaged import SHIPPED
+from tests.e2e.processes import ENVIRONMENT, START_S, Child, alive, family, hackkv, until
+
+TIMEOUT_S = 60.0
+HEAVY = ("torch", "transformers", "accelerate", "huggingface_hub", "scipy", "gguf")
+
+IMPORTS = {
+    "help": ("from app.cli import app; app()", (*HEAVY, "pydantic", "grpc", "numpy", "asyncio")),
+    "the command `serve`": ("import app.serving", (*HEAVY, "pydantic", "grpc", "numpy")),
+    "router": ("import router.__main__", HEAVY),
+    "nodes": (
+        "import app.stock; app.stock.Stock().load({'model': {}, 'codec': {}})",
+        [name for name in HEAVY if name != "torch"],
+    ),
+}
+"""Who -> code, and what it must not load."""
+
+
+@pytest.mark.parametrize(("code", "unwanted"), IMPORTS.values(), ids=IMPORTS)
+def test_nothing_is_loaded_that_is_not_needed(code: str, unwanted: tuple[str, ...]) -> None:
+    report = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))"
+    command = [sys.executable, "-c", f"{report}\n{code}", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    assert not set(unwanted) & set(done.stderr.splitlines()[-1].split())
+
+
+async def test_the_fork_server_has_one_thread_when_nodes_are_forked(tmp_path: Path) -> None:
+    """With a model loaded: what has threads of its own does not survive a fork."""
+    with adopting():
+        server = await ForkServerClient.start()
+        try:
+            await server.load({"path": str(SHIPPED)}, {})
+            idle = await server.fork("prefill", "prefill-0")
+            process = psutil.Process(idle.pid)
+            assert process.name() == "prefill-0"
+            assert process.ppid() == os.getpid(), "the child of who asked for it"
+            forkserver = psutil.Process(server.pid)
+            until(lambda: forkserver.num_threads() == process.num_threads() == 1, TIMEOUT_S, "one thread")
+            idle.close_stdin()
+            assert await idle.wait() == 0
+            victim = await server.fork("decode", "decode-0")
+            forkserver.kill()
+            assert victim.returncode is None
+            victim.kill()
+            assert await victim.wait() == -signal.SIGKILL, "its exit code is known all the same"
+            await idle.end()
+            await victim.end()
+        finally:
+            await server.close()
+
+
+def named(child: Child) -> set[str]:
+    """The processes of a command, by name; those that end meanwhile are left out."""
+    names = set()
+    for process in family(child)[1:]:
+        try:
+            names.add("fork server" if process.name().startswith("python") else process.name())
+        except psutil.Error:
+            continue
+    return names
+
+
+def listens(child: Child) -> bool:
+    """Whether the command has handlers of its own. Python has one for SIGINT from the first, and none for SIGTERM."""
+    lines = Path(f"/proc/{child.process.pid}/status").read_text(encoding="ascii").splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
+    return bool(mask >> (signal.SIGTERM - 1) & 1)
+
+
+MILESTONES: dict[str, Callable[[Child], bool]] = {
+    "it listens to signals": listens,
+    "the fork server": lambda child: bool(named(child)),
+    "the router is forked": lambda child: "router" in named(child),
+    "the check is forked": lambda child: "check" in named(child),
+    "the router is ready": lambda child: "router ready" in child.err,
+    "a node is forked": lambda child: "prefill-0" in named(child),
+    "a node is ready": lambda child: "prefill-0 ready" in child.err,
+    "it serves": lambda child: "curl" in child.out,
+}
+"""Moments of a start, in their order."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reached", MILESTONES.values(), ids=MILESTONES)
+def test_ctrl_c_at_any_moment_ends_all_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: Callable[[Child], bool]
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path / "tmp"))
+    child = hackkv(tmp_path, "hackkv", "serve", "--prefill", "1", "--decode", "1", "--port", "0", "--codec", "fp16")
+    until(lambda: reached(child) or child.process.poll() is not None, START_S, "the moment has come")
+    processes = family(child)
+    child.process.send_signal(signal.SIGINT)
+    assert child.wait(TIMEOUT_S) == 130
+    lines = [line for line in child.err.splitlines() if " ready at " not in line and not line.startswith("serving ")]
+    assert lines in (["all processes stopped"], ["hackkv: stopped"])
+    until(lambda: not alive(processes), TIMEOUT_S, "every process has ended")
+    assert not list((tmp_path / "tmp").iterdir())

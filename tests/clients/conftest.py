@@ -1,0 +1,58 @@
+"""`hackkv serve` with the model that ships along, for packages in environments of their own (`make clients-test`).
+
+Nothing of hackkv is imported here: the packages under test need not agree with its requirements.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HACKKV = Path(os.environ.get("HACKKV", ROOT / ".venv" / "bin" / "hackkv"))
+MODEL = "hackkv-small"
+KEY = "sk-clients"
+START_S = 180.0
+STOP_S = 30.0
+
+
+@contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[str]:
+    """A server for the body of `with`; gives the address that clients are told, with /v1."""
+    small = ("--prefill", "1", "--decode", "1", "--port", "0", "--max-context", "512")
+    command = (str(HACKKV), "serve", *small, "--served-model-name", MODEL, *flags)
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        server = subprocess.Popen(command, stdout=out, stderr=err)
+    try:
+        yield _address(server, folder)
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(STOP_S)
+
+
+@pytest.fixture(scope="session")
+def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that asks for `KEY`."""
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "keys").write_text(KEY)
+    with serving(folder, "--api-key-file", str(folder / "keys")) as url:
+        yield url
+
+
+def _address(server: subprocess.Popen[bytes], folder: Path) -> str:
+    """Where the server serves, as its curl line says."""
+    began = time.monotonic()
+    while time.monotonic() - began < START_S:
+        if found := re.search(r"http://\S+?/v1", (folder / "out").read_text()):
+            return found.group()
+        assert server.poll() is None, (folder / "err").read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"hackkv serve does not serve: {(folder / 'err').read_text()}")

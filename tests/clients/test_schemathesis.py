@@ -1,0 +1,65 @@
+"""Bodies generated from `/openapi.json`, right ones and wrong ones: 5,000 of them, and every answer is as described."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from conftest import serving
+from hypothesis import HealthCheck, settings
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+CASES = int(os.environ.get("SCHEMATHESIS_CASES", "5000"))
+ROUTES = 2
+"""Routes with bodies."""
+
+CROSS_FIELD = re.compile(
+    r"is not a token id"
+    r"|serves at most"
+    r"|sequences asked for at once"
+    r"|content: is required"
+    r"|best_of: is not supported"
+    r"|max_tokens: (may be 0 only|must be at least 1|give max_tokens)"
+    r"|top_logprobs: is only allowed"
+    r"|continue_final_message"
+    r"|chat_template_kwargs"
+    r"|the chat template refused|the chat template made an empty prompt"
+    r"|exclude each other|tool_choice|tool_calls|two functions have one name|how this model calls them"
+)
+"""What is asked of several fields at once, of a grammar's text, or by the model, and so has no place in a schema."""
+
+
+@pytest.fixture(scope="session")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.BaseSchema]:
+    """What a server without keys says about itself."""
+    with serving(tmp_path_factory.mktemp("open")) as url:
+        found = schemathesis.openapi.from_url(url.removesuffix("/v1") + "/openapi.json")
+        # A list that is too long may make a body that is too large; the check does not know that refusal by itself.
+        found.config.checks.negative_data_rejection.expected_statuses.append("413")
+        yield found
+
+
+schema = schemathesis.pytest.from_fixture("document")
+quiet = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=CASES // ROUTES)
+
+
+@schema.include(method="POST").parametrize()
+@quiet
+def test_bodies(case: schemathesis.Case) -> None:
+    check(case)
+
+
+@schema.include(method="GET").parametrize()
+@settings(quiet, max_examples=50)
+def test_questions(case: schemathesis.Case) -> None:
+    check(case)
+
+
+def check(case: schemathesis.Case) -> None:
+    """Call, and hold the answer against the description."""
+    response = case.call(timeout=120)
+    told = response.status_code == 400 and CROSS_FIELD.search(response.json()["error"]["message"])
+    case.validate_response(response, excluded_checks=[positive_data_acceptance] if told else [])

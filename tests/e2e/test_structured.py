@@ -1,0 +1,138 @@
+"""Structured output through HTTP, router, both nodes and a real model: every answer that ends validates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from functools import cache
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from decode_node.service import DecodeService
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model.worker import Worker, load_worker
+from hackkv.packaged import SHIPPED
+from tests.e2e.in_process import in_process_cluster
+from tests.schemas import REAL, random_schema
+
+CONCURRENCY = 8
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": name,
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "maximum": 9}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("weather", "traffic")
+]
+MESSAGES = [{"role": "user", "content": "How is the weather in Oslo?"}]
+
+
+@cache
+def worker() -> Worker:
+    """The model that ships along, in FP32: what it says does not depend on what else runs."""
+    return load_worker(ModelConfig(path="", dtype="float32"), CodecConfig())
+
+
+async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    """One answer."""
+    response = await client.post(path, json={"max_tokens": 1000, "seed": 1, **body})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def validate(client: httpx.AsyncClient, schemas: Mapping[str, dict[str, Any]]) -> int:
+    """Ask for an instance of each schema. Returns how many answers were cut by `max_tokens`."""
+    places = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(name: str, schema: dict[str, Any]) -> int:
+        async with places:
+            answer = await post(client, "/v1/completions", prompt="def ", guided_json=schema, temperature=0.8)
+        (choice,) = answer["choices"]
+        if choice["finish_reason"] == "length":
+            return 1
+        instance = json.loads(choice["text"])
+        jsonschema.Draft202012Validator(schema).validate(instance)
+        return 0
+
+    return sum(await asyncio.gather(*(one(name, schema) for name, schema in schemas.items())))
+
+
+async def test_answers_validate() -> None:
+    """Some schemas of every kind; the slow tier has 500."""
+    schemas = {**REAL, **{str(seed): random_schema(seed) for seed in range(500, 530)}}
+    async with in_process_cluster(SHIPPED, worker(), "inproc", 4) as client:
+        assert await validate(client, schemas) <= len(schemas) // 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_500_random_schemas_validate() -> None:
+    async with in_process_cluster(SHIPPED, worker(), "inproc", 4) as client:
+        cut = await validate(client, {str(seed): random_schema(seed) for seed in range(500)})
+    assert cut <= 25
+
+
+async def test_a_stream_of_a_guided_request_survives_its_decode_nodes() -> None:
+    """The first decode node hands its requests over in the middle; the other goes on with the same tokens."""
+    nodes = list[DecodeService]()
+    body = {"prompt": "def ", "guided_regex": "([a-z]{4} ){40}[0-9]{2}", "max_tokens": 400, "seed": 3, "n": 3}
+    async with in_process_cluster(SHIPPED, worker(), "inproc", 4, decode_nodes=nodes) as client:
+        calm = await post(client, "/v1/completions", **body)
+        seen, texts = 0, ["", "", ""]
+        async for choice in _stream(client, body):
+            texts[choice["index"]] += choice["text"]
+            seen += 1
+            if seen == 20:
+                await nodes[0].drain(0.0)
+    assert texts == [choice["text"] for choice in calm["choices"]]
+    drained = [dict((await node.describe()).stats)["hackkv_drained_total"] for node in nodes]
+    replayed = [dict((await node.describe()).stats)["hackkv_replayed_tokens_total"] for node in nodes]
+    assert drained[0] > 0
+    assert replayed[1] > 0
+
+
+async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    yield choice
+
+
+async def test_chat_with_formats_tools_and_streams() -> None:
+    async with in_process_cluster(SHIPPED, worker(), "inproc", 4) as client:
+        path, schema = "/v1/chat/completions", REAL["classify"]
+        asked = {"type": "json_schema", "json_schema": {"name": "label", "strict": True, "schema": schema}}
+        answer = await post(client, path, messages=MESSAGES, response_format=asked, n=2, logprobs=True, top_logprobs=2)
+        for choice in answer["choices"]:
+            jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+            assert choice["finish_reason"] == "stop"
+        forced = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+        (choice,) = (await post(client, path, **forced))["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        (call,) = choice["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), TOOLS[0]["function"]["parameters"])
+        named = {"type": "function", "function": {"name": "traffic"}}
+        (choice,) = (await post(client, path, messages=MESSAGES, tools=TOOLS, tool_choice=named))["choices"]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["traffic"]
+        assert choice["finish_reason"] == "stop"
+        history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": choice["message"]["tool_calls"]}]
+        history.append({"role": "tool", "tool_call_id": choice["message"]["tool_calls"][0]["id"], "content": "fine"})
+        answer = await post(client, path, messages=history, tools=TOOLS, max_tokens=8)
+        assert answer["usage"]["completion_tokens"] > 0

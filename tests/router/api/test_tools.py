@@ -1,0 +1,124 @@
+"""Tools and thoughts over the HTTP API: what the model is shown, and what the client gets, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from openai import AsyncOpenAI
+
+from hackkv.tokenizer import Tokenizer
+from router.api.app import build_app
+from tests.router.conftest import TEMPLATE, make_served
+from tests.router.scripted import Cluster
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+]
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "é"}}\n</tool_call>'
+NATIVE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools> <tool_call>{% endif %}{% for m in messages %}<|turn|>"
+    "{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "[{{ call.id }} {{ call.function.arguments.zone }}]{% endfor %}"
+    "{{ m.tool_call_id or '' }}{% endfor %}{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+)
+THINKS = TEMPLATE + "{# </think> #}"
+
+
+@asynccontextmanager
+async def speaking(checkpoint: Path, folder: Path, cluster: Cluster, answer: str, template: str) -> AsyncIterator[Any]:
+    """The official client of a model with that template, which says `answer` to everything."""
+    path = shutil.copytree(checkpoint, folder / "checkpoint")
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    tokenizer = Tokenizer(path)
+    cluster.script.answer = lambda request: [*tokenizer.encode(answer), tokenizer.encode("</s>")[0]]
+    app = build_app(make_served(cluster, tokenizer))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http:
+        yield AsyncOpenAI(api_key="none", base_url="http://router/v1", http_client=http, max_retries=0)
+
+
+def shown(cluster: Cluster, checkpoint: Path) -> str:
+    """The prompt of the latest request."""
+    jobs = [job for node in cluster.prefill.values() for job in node.jobs]
+    return Tokenizer(checkpoint).decode(jobs[-1].request.prompt_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, NATIVE])
+async def test_a_call_is_read_whole_and_streamed_alike(
+    checkpoint: Path, tmp_path: Path, cluster: Cluster, template: str
+) -> None:
+    async with speaking(checkpoint, tmp_path, cluster, "Let me see. " + CALL, template) as client:
+        asked = {"model": "tiny", "messages": [USER], "tools": TOOLS, "max_tokens": 200}
+        whole = (await client.chat.completions.create(**asked)).choices[0]
+        async with client.chat.completions.stream(**asked) as stream:
+            streamed = (await stream.get_final_completion()).choices[0]
+    for choice in (whole, streamed):
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("clock", {"zone": "é"})
+        assert call.id.startswith("call_")
+
+
+async def test_the_model_sees_tools_and_earlier_calls_in_its_own_format(
+    checkpoint: Path, tmp_path: Path, cluster: Cluster
+) -> None:
+    async with speaking(checkpoint, tmp_path, cluster, CALL, NATIVE) as client:
+        asked = {"model": "tiny", "tools": TOOLS, "max_tokens": 200}
+        first = (await client.chat.completions.create(messages=[USER], **asked)).choices[0].message
+        reply = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "noon"}
+        sent = [USER, first.model_dump(exclude_none=True, exclude={"reasoning_content"}), reply]
+        await client.chat.completions.create(messages=sent, **asked)
+    text, call = shown(cluster, checkpoint), first.tool_calls[0].id
+    assert '"name": "clock"' in text
+    assert f"[{call} é]" in text
+    assert f"tool:noon{call}" in text
+
+
+async def test_a_model_whose_template_knows_no_tools_is_told_in_the_systems_message(
+    checkpoint: Path, tmp_path: Path, cluster: Cluster
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    asked_for = [{"role": "system", "content": "Be brief."}, USER]
+    done = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "noon"}]
+    history = [*asked_for, *done]
+    async with speaking(checkpoint, tmp_path, cluster, "It is noon.", TEMPLATE) as client:
+        asked = {"model": "tiny", "messages": history, "max_tokens": 8}
+        choice = (await client.chat.completions.create(tools=TOOLS, **asked)).choices[0]
+        text = shown(cluster, checkpoint)
+        assert "Be brief.\n\nYou may call functions." in text
+        assert '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>' in text
+        assert "user:<tool_response>\nnoon\n</tool_response>" in text
+        assert choice.message.tool_calls is None
+        await client.chat.completions.create(tools=TOOLS, tool_choice="none", **asked)
+    assert "You may call" not in shown(cluster, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "thought", "content"),
+    [
+        (THINKS, "<think>well</think>\n\nyes", "well", "yes"),
+        (THINKS, "yes", None, "yes"),
+        (THINKS.replace("assistant:", "assistant:<think>\n"), "well</think>yes", "well", "yes"),
+        (TEMPLATE, "<think>well</think>yes", None, "<think>well</think>yes"),
+    ],
+)
+async def test_thoughts_are_told_from_the_answer(
+    checkpoint: Path, tmp_path: Path, cluster: Cluster, template: str, answer: str, thought: str | None, content: str
+) -> None:
+    async with speaking(checkpoint, tmp_path, cluster, answer, template) as client:
+        asked = {"model": "tiny", "messages": [USER], "max_tokens": 100}
+        message = (await client.chat.completions.create(**asked)).choices[0].message
+        said, thoughts = "", ""
+        async for chunk in await client.chat.completions.create(stream=True, **asked):
+            said += chunk.choices[0].delta.content or ""
+            thoughts += getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+    assert (message.content, getattr(message, "reasoning_content", None)) == (content, thought)
+    assert (said, thoughts) == (content, thought or "")
