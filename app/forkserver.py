@@ -54,7 +54,10 @@ class ForkServer:
     def serve(self) -> None:
         """Answer requests until the other end closes, or is closed."""
         while True:
-            packet, fds, _, _ = socket.recv_fds(self._channel, MAX_REQUEST, 2)
+            try:
+                packet, fds, _, _ = socket.recv_fds(self._channel, MAX_REQUEST, 2)
+            except ConnectionResetError:
+                return  # who asked is gone and has not read our last answer
             if not packet:
                 return
             answer = self._answer(json.loads(packet), fds)
@@ -75,15 +78,18 @@ class ForkServer:
         return {}
 
     def _fork(self, request: dict[str, Any], stdin: int, stdout: int) -> int:
-        """Fork a child and let go of it: the process between it and us ends at once. Return the child's pid."""
+        """Fork a child and let go of it: the process between it and us ends at once. Return the child's pid.
+
+        The child tells its pid itself, so that it has its name when others learn of it.
+        """
         gc.freeze()
         reader, writer = os.pipe()
         between = os.fork()
         if not between:
-            child = os.fork()
-            if child:
-                os.write(writer, child.to_bytes(8, "little"))
+            if os.fork():
                 os._exit(0)
+            Path("/proc/self/comm").write_bytes(request["name"].encode()[:NAME_BYTES])
+            os.write(writer, os.getpid().to_bytes(8, "little"))
             for fd in (reader, writer, self._channel.fileno()):
                 os.close(fd)
             self._become(request, stdin, stdout)
@@ -100,7 +106,6 @@ class ForkServer:
             for fd, standard in ((stdin, 0), (stdout, 1)):
                 os.dup2(fd, standard)
                 os.close(fd)
-            Path("/proc/self/comm").write_bytes(request["name"].encode()[:NAME_BYTES])
             gc.enable()
             code = self._run(request)
         except SystemExit as end:  # argparse

@@ -103,7 +103,7 @@ def show(found: Recommendation, console: Console) -> None:
     for name in ("of FP16's bytes", "KL", "first choices kept", "perplexity ×", "JCT"):
         table.add_column(name, justify="right")
     for row in found.rows:
-        jct = f"{found.jct_s[row.name]:.1f} s" if row.name in found.jct_s else ""
+        jct = _seconds(found.jct_s[row.name]) if row.name in found.jct_s else ""
         table.add_row(row.name, f"{100 * row.share:.1f}%", *_cells(row.loss), jct)
     console.print(table)
     console.print(
@@ -112,6 +112,10 @@ def show(found: Recommendation, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(found.advice, markup=False, soft_wrap=True)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
 
 
 def _cells(loss: CodecLoss | None) -> tuple[str, str, str]:
