@@ -48,7 +48,7 @@ from transport.closing import closing
 from transport.wires import Loopback
 
 PI = 32
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 DECODING = DecodeSettings(max_sequences=8, max_batch=8, landing_s=TIMEOUT_S)
 
 

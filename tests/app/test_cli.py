@@ -18,7 +18,7 @@ from hackkv import __version__
 from hackkv.errors import ConfigError
 from tests.e2e.processes import hackkv_command
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(autouse=True)

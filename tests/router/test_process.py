@@ -40,7 +40,7 @@ async def router(checkpoint: Path, *settings: str) -> AsyncIterator[tuple[Proces
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.wait(), 20)
+        await asyncio.wait_for(process.wait(), PATIENCE_S)
 
 
 @asynccontextmanager
@@ -119,14 +119,14 @@ async def test_a_client_that_hangs_up_frees_the_nodes_and_a_signal_ends_what_is_
             lines = response.aiter_lines()  # kept: an iterator that nobody holds is closed, and hangs up
             assert "data: " in await anext(lines)
             await reached.wait()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while decode.open or prefill.open:  # noqa: ASYNC110  (the news comes over two sockets)
                 await asyncio.sleep(0.01)
         reached.clear()
         async with client.stream("POST", "/v1/completions", json=body):
             await reached.wait()
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transport.membership import stay_member
 from transport.rpc_server import RpcServer
 
 TERM_S = 3600.0
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Book:
