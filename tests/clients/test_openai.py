@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 import openai
 import pytest
@@ -51,11 +52,14 @@ def test_the_streaming_helper_and_its_message_sent_back(client: OpenAI) -> None:
 
 
 def test_hints_of_its_signature_pass(client: OpenAI) -> None:
-    client.chat.completions.create(
-        model=MODEL, messages=[QUESTION], max_completion_tokens=2, reasoning_effort="low", verbosity="low", store=True,
-        service_tier="flex", prediction={"type": "content", "content": "x"}, user="u", metadata={"a": "b"},
-        safety_identifier="s", prompt_cache_key="k",
+    ask = partial(
+        client.chat.completions.create, model=MODEL, messages=[QUESTION], max_completion_tokens=2, temperature=0
+    )
+    hinted = ask(
+        reasoning_effort="low", verbosity="low", store=True, service_tier="flex", user="u", metadata={"a": "b"},
+        prediction={"type": "content", "content": "x"}, safety_identifier="s", prompt_cache_key="k",
     )  # fmt: skip
+    assert hinted.choices[0].message.content == ask().choices[0].message.content
 
 
 def test_errors_are_classes_of_its_own(base_url: str, client: OpenAI) -> None:
