@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from bench.peers.model import SHAPE
 from bench.peers.ours import Run, middle
+from hackkv.defaults import DEFAULT_CODEC
 from hackkv.timing import Stage
 from measure.accuracy.machine import this_machine
 
@@ -29,7 +30,7 @@ ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """The paper's Fig. 13."""
 CODECS: Final[Mapping[str, Mapping[str, Any]]] = {
-    **{name: {"name": name} for name in ("fp16", "hack", PAPER)},
+    **{name: {"name": name} for name in ("fp16", DEFAULT_CODEC, "hack", PAPER)},
     **ABLATIONS,
 }
 """Name in the table -> codec with its settings."""

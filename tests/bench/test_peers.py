@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hack_kernels import load
 from typer.testing import CliRunner
 
 from bench.peers.__main__ import CELL_TOKENS, _prompts, app
-from bench.peers.ours import Run
+from bench.peers.model import SHAPE
+from bench.peers.ours import Run, serve
 from bench.peers.report import CODECS, codecs_section
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
+from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.timing import Stage
 from hackkv.types import KvShape
 
@@ -20,7 +24,7 @@ from hackkv.types import KvShape
     [
         (["codecs", "--sizes", "2k"], "'2k' is not numbers from 1 to"),
         (["codecs", "--sizes", "2048,40960"], "from 1 to 40896"),
-        (["codecs", "--only", "fp16,hakc"], "'hakc' unknown; known: fp16, hack"),
+        (["codecs", "--only", "fp16,hakc"], "'hakc' unknown; known: fp16, "),
         (["codecs", "--out", "/no/folder"], "'/no/folder' does not exist"),
         (["llama", "--llama-python", "/no/python"], "'/no/python' does not exist"),
     ],
@@ -61,3 +65,9 @@ def test_ablations_are_compared_with_the_codec_they_cut_from() -> None:
     assert "without SE |" not in text
     assert "| 2048 | hack-paper | 1 | 4.00 | 0.50 |" in text
     assert record["results"]["2048"]["fp16"][0]["jct_s"] == 8
+
+
+def test_a_codec_that_spoils_the_model_is_timed_all_the_same(tmp_path: Path) -> None:
+    model, runs = write_tiny(tmp_path / "model", Tiny(vocab=SHAPE.vocab)), list[Run]()
+    serve(model, CODECS["hack-paper"], [200], 4, 1, lambda _, run: runs.append(run))
+    assert 0 < runs[0].wire_bytes < runs[0].fp16_bytes
