@@ -86,11 +86,19 @@ VARIANTS: Final = (
 )
 
 
+WINDOWED: Final = "rot-k4v4"
+"""The preset whose calibrated form is shown with exact pages too, which it does not have by itself."""
+
+
 def calibrated(file: Path) -> tuple[Variant, ...]:
     """The rows of presets that can be calibrated once more, with a file that `hackkv calibrate` wrote."""
-    return tuple(
-        _row(f"{name}-calibrated", name, "rot, calibrated", f"{_says(name)}; calibrated", calibration=str(file))
-        for name in CALIBRATED
+    family, says = "rot, calibrated", f"{_says(WINDOWED)}, sink 1, recent 2; calibrated"
+    return (
+        *(
+            _row(f"{name}-calibrated", name, family, f"{_says(name)}; calibrated", calibration=str(file))
+            for name in CALIBRATED
+        ),
+        _row(f"{WINDOWED}-window-calibrated", WINDOWED, family, says, calibration=str(file), sink=1, recent=2),
     )
 
 
