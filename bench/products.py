@@ -1,7 +1,7 @@
 """Matrix products of a model, ours beside the library's: `python -m bench.products [--threads N] [--out docs]`.
 
 Shapes are those of the shipped model and of SmolLM2-135M; rows are a decode step's and a prefill pass's. Each pair is
-measured in turns in one run; the median counts. oneDNN gets its weights packed where it has instructions for them.
+measured in turns in one run; the median counts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from time import perf_counter
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from hack_kernels.cpu import CpuBackend
 from hack_kernels.cpu.extension import supported_isas
 from torch import Tensor
 
 from bench.cluster import load_note
 from bench.sections import write_section
-from hackkv.model.linear import linear, packed
 from measure.accuracy.machine import this_machine
 
 SHAPES: Final = ((256, 768), (576, 960), (576, 3072), (1536, 576))
@@ -60,8 +60,7 @@ def row(backend: CpuBackend, dtype: torch.dtype, shape: tuple[int, int], rows: i
     """A line of the table for x [rows, inputs] and a weight [outputs, inputs]."""
     inputs, outputs = shape
     x, weight = torch.randn(rows, inputs).to(dtype), (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
-    blocked = packed(weight)
-    ours, library = in_turns(lambda: backend.rows.product(x, weight), lambda: linear(x, blocked))
+    ours, library = in_turns(lambda: backend.rows.product(x, weight), lambda: F.linear(x, weight))
     speeds = " | ".join(f"{2e-9 * rows * inputs * outputs / seconds:.3g}" for seconds in (ours, library))
     name = str(dtype).removeprefix("torch.")
     return f"| {name} | {inputs} x {outputs} | {rows} | {backend.isa} | {speeds} | {library / ours:.3g} |"

@@ -74,6 +74,9 @@ class ModelConfig(Frozen):
     """Longest prompt plus output in tokens; 0 takes the checkpoint's own limit."""
     threads: int = Field(default=0, ge=0)
     """Compute threads of this process; 0 leaves the choice to torch."""
+    batch_invariant: bool | None = None
+    """Whether a row of a result never depends on the rows beside it, bit for bit: greedy answers are the same in any
+    batch. It costs the library's faster products of many rows; null means only in float32."""
     backend: str = "auto"
     device: str = ""
     """Where the model and its KV live: cpu, cuda or cuda:N; empty takes what the backend computes on."""

@@ -94,7 +94,7 @@ def unspeakable(worker: Worker, token_id: int) -> Worker:
 
 
 def _with_weights(worker: Worker, weights: Weights) -> Worker:
-    model = Llama(worker.model.spec, weights, batch_invariant=True, kernels=worker.model.kernels)
+    model = Llama(worker.model.spec, weights, kernels=worker.model.kernels)
     return replace(worker, model=model)
 
 

@@ -6,22 +6,24 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Final
 
 import torch
 
 from hackkv.canary.loss import CHUNK_TOKENS, DECODED_TOKENS
 from hackkv.canary.meter import Meter, Row, survey
-from hackkv.canary.store import Key, remembered
 from hackkv.canary.text import TEXT, TOKENS
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
 from hackkv.model.shipped import find_model
 from hackkv.model.worker import SHARE_TOKENS, Unloaded
 from hackkv.nodes import CodecLoss
+from hackkv.store import Key, Store
 from hackkv.types import WIRE_FORM
 
 log = logging.getLogger(__name__)
 
+_STORE: Final = Store("codec-loss", CodecLoss, "what a codec costs")
 VERSION = "1"
 """Increases with every change of how a loss is measured. A change of the text needs none."""
 
@@ -75,7 +77,7 @@ def _measured(meter: Meter, say: Callable[[str], None], planned: Unloaded) -> Co
         say(f"checking what codec {planned.codec.name} costs this model ...")
         return meter.measure(planned)
 
-    return remembered(_key(planned), measure)
+    return _STORE.remembered(_key(planned), measure)
 
 
 def _key(planned: Unloaded) -> Key:

@@ -10,8 +10,8 @@ which tokens see each other and where KV lives; the model keeps no state. Norms 
 whatever the dtype of the weights.
 
 Batch invariance. A library's matrix product may round a row differently depending on how many rows stand beside it and
-on the number of threads: each processor has its own rules. `RowKernels.product` forms every sum in one order, so with
-`batch_invariant=True` greedy tokens do not depend on batching.
+on the number of threads: each processor has its own rules. `RowKernels.product` forms every sum in one order, so a
+model that uses no other products gives the same greedy tokens in any batch (`hackkv.model.products`).
 Rejected: padding the rows to whole groups, which held on AMD's processors and not on Intel's.
 """
 
@@ -27,7 +27,7 @@ from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
 from hackkv.model.config import ModelSpec
-from hackkv.model.linear import linear
+from hackkv.model.products import NEVER
 from hackkv.model.rope import Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -37,7 +37,7 @@ Heads of a token are contiguous, tokens lie apart: q, k and v are views of one t
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; matrices are [out, in] as `linear` wants them."""
+    """One layer; matrices are [out, in]."""
 
     input_norm: Tensor
     """[hidden]"""
@@ -59,7 +59,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All tensors of a model, of one dtype on one device. Matrices may be packed (`linear`), `embed` is not."""
+    """All tensors of a model, of one dtype on one device."""
 
     embed: Tensor
     """[vocab, hidden]"""
@@ -77,20 +77,17 @@ class Llama:
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, *, batch_invariant: bool = False, kernels: RowKernels | None = None
+        self, spec: ModelSpec, weights: Weights, *, library_rows: int = NEVER, kernels: RowKernels | None = None
     ) -> None:
-        """`batch_invariant` makes every row of the result independent of the rows beside it, bit for bit; the weights
-        must not be packed then.
-
-        `kernels` compute all operations on rows; the default is torch.
+        """`kernels` compute all operations on rows; the default is torch. From `library_rows` rows on the library
+        multiplies in their place; `NEVER` makes every row of the result independent of the rows beside it, bit for bit.
         """
         self.spec = spec
         self.weights = weights
-        self.batch_invariant = batch_invariant
+        self.library_rows = library_rows
         self.device = weights.embed.device
         self.dtype = weights.embed.dtype
         self.kernels = kernels or Rowwise()
-        self._product = self.kernels.product if batch_invariant else linear
         self._turns = rotation_table(spec.rope, spec.max_context, self.device)
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
@@ -117,6 +114,10 @@ class Llama:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] for `hidden` [rows, hidden]; pass only the rows that need a next token."""
         return self._product(hidden, self.weights.lm_head)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        product = self.kernels.product if x.shape[0] < self.library_rows else F.linear
+        return product(x, weight, bias)
 
     def _norm(self, x: Tensor, weight: Tensor, more: Tensor | None = None) -> Tensor:
         return self.kernels.norm(x, weight, self.spec.rms_eps, more)

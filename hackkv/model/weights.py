@@ -2,8 +2,7 @@
 
 Nothing is ever unpickled. Tensors in split form are copied out of the mapped files, so that replacing or truncating a
 checkpoint on disk cannot harm a process that serves it. A file in fused form (`layout`) lies in our own cache and is
-never changed, so tensors stay where they are mapped: all processes of the machine share one copy. Matrices are not
-packed then, since a packed copy would be each process's own; `linear` says what that costs.
+never changed, so tensors stay where they are mapped: all processes of the machine share one copy.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ class Loading:
     device: torch.device
     on_bytes: OnBytes
     prepare: PrepareWeights
-    arrange: Callable[[Tensor], Tensor]
-    """What becomes of every matrix: `packed`, or nothing."""
 
 
 def load_weights(folder: Path, spec: ModelSpec, how: Loading) -> Weights:
@@ -66,7 +63,7 @@ def load_weights(folder: Path, spec: ModelSpec, how: Loading) -> Weights:
             embed=embed,
             layers=tuple(_layer(spec, index, source, how.prepare) for index in range(spec.num_layers)),
             final_norm=source.read("model.norm.weight"),
-            lm_head=source.at_rest(embed if spec.tie_embeddings else source.read("lm_head.weight")),
+            lm_head=embed if spec.tie_embeddings else source.read("lm_head.weight"),
         )
 
 
@@ -159,7 +156,7 @@ class _Checkpoint:
 
 
 class _Copied:
-    """Tensors of a split checkpoint: this process's own, fused here, arranged."""
+    """Tensors of a split checkpoint: this process's own, fused here."""
 
     def __init__(self, checkpoint: _Checkpoint, how: Loading) -> None:
         self._checkpoint = checkpoint
@@ -171,9 +168,6 @@ class _Copied:
 
     def fused(self, prefix: str, name: str) -> Tensor:
         return torch.cat([self.read(prefix + part) for part in PARTS[name]])
-
-    def at_rest(self, weight: Tensor) -> Tensor:
-        return self._how.arrange(weight)
 
 
 class _Mapped:
@@ -188,9 +182,6 @@ class _Mapped:
 
     def fused(self, prefix: str, name: str) -> Tensor:
         return self.read(prefix + name)
-
-    def at_rest(self, weight: Tensor) -> Tensor:
-        return weight
 
 
 def _layer(spec: ModelSpec, index: int, source: _Copied | _Mapped, prepare: PrepareWeights) -> LayerWeights:
@@ -214,11 +205,11 @@ def _layer(spec: ModelSpec, index: int, source: _Copied | _Mapped, prepare: Prep
     )
     return LayerWeights(
         input_norm=read("input_layernorm.weight"),
-        qkv=source.at_rest(around.qkv),
+        qkv=around.qkv,
         qkv_bias=around.qkv_bias,
         qk_norm=around.qk_norm,
-        out=source.at_rest(around.out),
+        out=around.out,
         ffn_norm=read("post_attention_layernorm.weight"),
-        gate_up=source.at_rest(source.fused(prefix, GATE_UP)),
-        down=source.at_rest(read("mlp.down_proj.weight")),
+        gate_up=source.fused(prefix, GATE_UP),
+        down=read("mlp.down_proj.weight"),
     )

@@ -21,8 +21,10 @@ from hackkv.footprint import Footprint, footprint_of
 from hackkv.guide import Guides
 from hackkv.model import check_dtype, load_model, unchanged
 from hackkv.model.config import ModelSpec, read_spec
+from hackkv.model.dtypes import DTYPES
 from hackkv.model.identity import model_hash, source_hash
 from hackkv.model.llama import Llama
+from hackkv.model.products import ALWAYS, NEVER, library_rows
 from hackkv.model.shipped import ModelFolder, find_model
 from hackkv.model.weights import PrepareWeights, check_weights, progress_bar
 from hackkv.nodes import CodecLoss
@@ -46,7 +48,8 @@ class Worker:
     codec: KvCodec
     fingerprint: Fingerprint
     kernels: str
-    """Backend and instruction set of the kernels, and who computes on pages if the backend does not; for display."""
+    """Backend and instruction set of the kernels, who computes on pages if the backend does not, and who multiplies;
+    for display."""
     guides: Guides
     """Grammars compiled for the model's vocabulary."""
     loss: CodecLoss | None = None
@@ -144,13 +147,25 @@ class Unloaded:
                 kernels=self.backend.rows,
                 on_bytes=on_bytes,
                 prepare=prepare,
+                library_rows=self._library_rows(),
             )
+
+    def _library_rows(self) -> int:
+        """As `ModelConfig.batch_invariant` says."""
+        config, backend = self.config, self.backend
+        invariant = config.dtype == "float32" if config.batch_invariant is None else config.batch_invariant
+        if invariant:
+            return NEVER
+        if backend.device.type != "cpu":
+            return ALWAYS
+        return library_rows(backend.rows.product, DTYPES[config.dtype], backend.isa)
 
 
 def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
     """Load and check everything. Raises `ConfigError` or `CheckpointError` naming the setting, file or tensor.
 
-    In FP32 the model is batch invariant, so that greedy output does not depend on what else the cluster is doing.
+    In FP32 the model is batch invariant unless the settings say otherwise, so that greedy output does not depend on
+    what else the cluster is doing.
     """
     if model.threads:
         torch.set_num_threads(model.threads)
@@ -158,7 +173,15 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
     log.info("model %s, codec %s on backend %s", planned.folder.name, planned.codec.name, planned.kernels)
     llama = planned.load()
     guides = Guides(planned.folder.path, sorted(planned.spec.eos_ids))
-    return Worker(planned.folder.name, llama, planned.codec, planned.fingerprint(), planned.kernels, guides)
+    kernels = f"{planned.kernels}, {_products(llama.library_rows)}"
+    return Worker(planned.folder.name, llama, planned.codec, planned.fingerprint(), kernels, guides)
+
+
+def _products(library_rows: int) -> str:
+    """Who multiplies, for display."""
+    if library_rows == NEVER:
+        return "batch invariant"
+    return f"the library's products from {max(library_rows, 1)} rows on"
 
 
 def check_worker(model: ModelConfig, codec: CodecConfig) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from hackkv.model import Llama, load_model
 from hackkv.model.config import FAMILIES
 from hackkv.model.exact import ExactKv, advance
+from hackkv.model.products import ALWAYS, NEVER
 from hackkv.model.tiny import Tiny
 
 MakeTiny = Callable[[Tiny], Path]
@@ -96,10 +97,10 @@ def worst(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
 def test_float32_logits_equal_transformers(tiny: Tiny, make_tiny: MakeTiny) -> None:
     folder = make_tiny(tiny)
     reference = theirs(folder, prompts())
-    for invariant in (False, True):
-        model = load_model(folder, "float32", batch_invariant=invariant)
+    for library_rows in (ALWAYS, 4, NEVER):
+        model = load_model(folder, "float32", library_rows=library_rows)
         for way in WAYS:
-            assert worst(way(model, prompts()), reference) < FLOAT32_TOLERANCE, (way.__name__, invariant)
+            assert worst(way(model, prompts()), reference) < FLOAT32_TOLERANCE, (way.__name__, library_rows)
 
 
 @pytest.mark.parametrize("tiny", SHAPES)

@@ -53,4 +53,4 @@ def test_the_engine_starts_no_more_threads_than_it_was_given(make_tiny: MakeTiny
         timeout=120,
     )
     started = int(found.stdout.split("started ")[1])
-    assert (started == 0) if threads == 1 else (threads - 1 < started <= 2 * (threads - 1))
+    assert threads - 1 <= started <= 2 * (threads - 1), "the first load on a processor multiplies, too"

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hackkv.canary.store import remembered
 from hackkv.nodes import CodecLoss
+from hackkv.store import Store
 
 KEY = (("model", "tiny"), ("codec", "hack"))
 LOSS = CodecLoss(0.0125, 0.97, 1.01, 600)
+STORE = Store("test", CodecLoss, "a loss")
 
 
 def forbidden() -> CodecLoss:
@@ -22,33 +23,33 @@ def forbidden() -> CodecLoss:
 
 @pytest.mark.parametrize("loss", [LOSS, CodecLoss(math.inf, 0.0, math.inf, 600)])
 def test_what_was_measured_comes_back(loss: CodecLoss) -> None:
-    assert remembered(KEY, lambda: loss) == loss
-    assert remembered(KEY, forbidden) == loss
+    assert STORE.remembered(KEY, lambda: loss) == loss
+    assert STORE.remembered(KEY, forbidden) == loss
 
 
 def test_what_is_not_a_number_comes_back_too() -> None:
-    remembered(KEY, lambda: CodecLoss(math.nan, 0.0, math.nan, 600))
-    assert math.isnan(remembered(KEY, forbidden).kl)
+    STORE.remembered(KEY, lambda: CodecLoss(math.nan, 0.0, math.nan, 600))
+    assert math.isnan(STORE.remembered(KEY, forbidden).kl)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"key": [], "loss": {}}', "\x00" * 40])
 def test_a_torn_or_foreign_file_is_measured_again_and_replaced(own_cache: Path, content: str) -> None:
-    remembered(KEY, lambda: LOSS)
+    STORE.remembered(KEY, lambda: LOSS)
     (file,) = own_cache.glob("*.json")
     whole = file.read_text(encoding="utf-8")
     file.write_text(content, encoding="utf-8")
-    assert remembered(KEY, lambda: LOSS) == LOSS
+    assert STORE.remembered(KEY, lambda: LOSS) == LOSS
     assert file.read_text(encoding="utf-8") == whole
     file.write_text(whole[: len(whole) // 2], encoding="utf-8")
-    assert remembered(KEY, lambda: LOSS) == LOSS
-    assert remembered(KEY, forbidden) == LOSS
+    assert STORE.remembered(KEY, lambda: LOSS) == LOSS
+    assert STORE.remembered(KEY, forbidden) == LOSS
 
 
 def test_a_measurement_that_fails_leaves_nothing(own_cache: Path) -> None:
     with pytest.raises(AssertionError):
-        remembered(KEY, forbidden)
+        STORE.remembered(KEY, forbidden)
     assert not list(own_cache.glob("*.json*.part"))
-    assert remembered(KEY, lambda: LOSS) == LOSS
+    assert STORE.remembered(KEY, lambda: LOSS) == LOSS
 
 
 def test_of_several_that_ask_at_once_one_measures() -> None:
@@ -61,7 +62,7 @@ def test_of_several_that_ask_at_once_one_measures() -> None:
 
     def ask() -> None:
         barrier.wait()
-        assert remembered(KEY, measure) == LOSS
+        assert STORE.remembered(KEY, measure) == LOSS
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -77,5 +78,5 @@ def test_a_cache_that_cannot_be_written_is_said_and_serves(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
-        assert remembered(KEY, lambda: LOSS) == LOSS
+        assert STORE.remembered(KEY, lambda: LOSS) == LOSS
     assert "is measured at every start" in caplog.text
