@@ -55,10 +55,12 @@ dashboards: $(STAMP)  ## regenerate the Grafana dashboards
 proto: $(STAMP)  ## regenerate transport/pb from kv.proto
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. transport/pb/kv.proto
 
-bench: $(STAMP)  ## measure the wires, the CPU kernels beside their rivals, a decode step (docs/performance.md)
+bench: $(STAMP)  ## measure wires, CPU kernels beside their rivals, products, a decode step, busy loops (docs/performance.md)
 	$(BIN)/python -m bench.wire
 	$(BIN)/python -m bench.kernels --out docs
+	$(BIN)/python -m bench.products --out docs
 	$(BIN)/python -m bench.step --out docs
+	$(BIN)/python -m bench.busy --out docs
 
 peers: $(STAMP) $(PEERS)  ## the same request through hackkv and llama.cpp, and codecs by stage (docs/performance.md)
 	$(BIN)/python -m bench.peers llama --llama-python .venv-peers/bin/python --out docs

@@ -1,0 +1,19 @@
+"""The table of tokens a second beside busy loops."""
+
+from __future__ import annotations
+
+import psutil
+
+from bench import busy
+
+
+def test_speeds_stand_beside_a_fair_share() -> None:
+    lines = busy.table({0: [100.0, 90.0, 110.0], 1: [70.0], 2: [40.0, 60.0]}, cores=2)
+    assert lines == ["| 0 | 100 | 1.00 | 1.00 |", "| 1 | 70 | 0.70 | 0.67 |", "| 2 | 50 | 0.50 | 0.50 |"]
+
+
+def test_loops_end_with_the_measurement() -> None:
+    with busy.busy(2):
+        loops = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+        assert len(loops) == 2
+    assert not any(loop.is_running() for loop in loops)
