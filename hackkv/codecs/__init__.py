@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hack_kernels.base import Backend
+from hack_kernels.float_format import Element, Scaling
 from hack_kernels.hack_format import Arithmetic, OpenPage, Rounding
 from pydantic import ValidationError
 
 from hackkv.codec import KvCodec
-from hackkv.codecs.fp8 import make_fp8
+from hackkv.codecs.floats import make_floats
 from hackkv.codecs.fp16 import make_fp16
 from hackkv.codecs.hack import make_hack
+from hackkv.codecs.kivi import make_kivi
 from hackkv.codecs.rotated import make_rotated
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
@@ -41,7 +43,13 @@ _EXACT: Final = {"sink": 1, "recent": 2}
 
 CODECS: Final[dict[str, Preset]] = {
     "fp16": Preset(make_fp16),
-    "fp8": Preset(make_fp8),
+    "fp8": Preset(make_floats),
+    "mxfp8": Preset(make_floats, {"scaling": Scaling.POWER}),
+    "mxfp6": Preset(make_floats, {"scaling": Scaling.POWER, "element": Element.E2M3}),
+    "mxfp4": Preset(make_floats, {"scaling": Scaling.POWER, "element": Element.E2M1}),
+    "nvfp4": Preset(make_floats, {"scaling": Scaling.TWOFOLD, "element": Element.E2M1}),
+    "kivi-4": Preset(make_kivi),
+    "kivi-2": Preset(make_kivi, {"k_bits": 2, "v_bits": 2}),
     "hack": Preset(make_hack),
     "hack-k4v2": Preset(make_hack, {"k_bits": 4}),
     "hack-paper": Preset(
