@@ -24,6 +24,7 @@ from hackkv.codecs.rotated import make_rotated
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.types import KvShape
+from hackkv.wire_choice import AUTO, CODER
 from hackkv.wire_form import RAW, WireForm, wire_form
 
 Factory = Callable[[str, KvShape, Backend, dict[str, Any]], KvCodec]
@@ -75,13 +76,15 @@ CALIBRATED: Final = tuple(name for name, preset in CODECS.items() if preset.make
 def make_codec(config: CodecConfig, shape: KvShape, backend: Backend) -> KvCodec:
     """Build the configured codec. Raises `ConfigError` naming the preset or the setting at fault.
 
-    Every codec has the setting `wire_form`, a name of `WIRE_FORMS`; without it, planes travel as they rest.
+    Every codec has the setting `wire_form`: a name of `WIRE_FORMS`, or `auto`, which codes where that saves time.
+    Without it planes travel as they rest.
     """
     if config.name not in CODECS:
         raise ConfigError(f"codec.name: {config.name!r} is unknown; known: {', '.join(CODECS)}")
     preset = CODECS[config.name]
     settings = {**preset.settings, **config.settings}
-    form = _wire_form(str(settings.pop("wire_form", RAW.name)))
+    named = str(settings.pop("wire_form", RAW.name))
+    form = _wire_form(CODER if named == AUTO else named)
     try:
         codec = preset.make(config.name, shape, backend, settings)
     except ValidationError as error:
@@ -89,7 +92,7 @@ def make_codec(config: CodecConfig, shape: KvShape, backend: Backend) -> KvCodec
         raise ConfigError(f"codec.settings.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     except ValueError as error:
         raise ConfigError(f"codec.settings: {error}") from error
-    codec.wire_form = form
+    codec.wire_form, codec.codes_where_it_pays = form, named == AUTO
     return codec
 
 
