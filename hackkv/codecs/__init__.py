@@ -16,6 +16,7 @@ from hack_kernels.hack_format import Arithmetic, OpenPage, Rounding
 from pydantic import ValidationError
 
 from hackkv.codec import KvCodec
+from hackkv.codecs.cachegen import make_cachegen
 from hackkv.codecs.floats import make_floats
 from hackkv.codecs.fp16 import make_fp16
 from hackkv.codecs.hack import make_hack
@@ -44,13 +45,15 @@ _EXACT: Final = {"sink": 1, "recent": 2}
 
 CODECS: Final[dict[str, Preset]] = {
     "fp16": Preset(make_fp16),
-    "fp8": Preset(make_floats),
-    "mxfp8": Preset(make_floats, {"scaling": Scaling.POWER}),
-    "mxfp6": Preset(make_floats, {"scaling": Scaling.POWER, "element": Element.E2M3}),
-    "mxfp4": Preset(make_floats, {"scaling": Scaling.POWER, "element": Element.E2M1}),
-    "nvfp4": Preset(make_floats, {"scaling": Scaling.TWOFOLD, "element": Element.E2M1}),
-    "kivi-4": Preset(make_kivi),
+    "fp8": Preset(make_floats, {"element": Element.E4M3, "scaling": Scaling.PAGE}),
+    "mxfp8": Preset(make_floats, {"element": Element.E4M3, "scaling": Scaling.POWER}),
+    "mxfp6": Preset(make_floats, {"element": Element.E2M3, "scaling": Scaling.POWER}),
+    "mxfp4": Preset(make_floats, {"element": Element.E2M1, "scaling": Scaling.POWER}),
+    "nvfp4": Preset(make_floats, {"element": Element.E2M1, "scaling": Scaling.TWOFOLD}),
+    "kivi-4": Preset(make_kivi, {"k_bits": 4, "v_bits": 4}),
     "kivi-2": Preset(make_kivi, {"k_bits": 2, "v_bits": 2}),
+    "cachegen": Preset(make_cachegen, {"level": "2", "wire_form": "zstd"}),
+    "cachegen-eq86": Preset(make_cachegen, {"level": "eq86", "wire_form": "zstd"}),
     "hack": Preset(make_hack),
     "hack-k4v2": Preset(make_hack, {"k_bits": 4}),
     "hack-paper": Preset(
