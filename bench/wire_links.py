@@ -80,16 +80,14 @@ async def written(sealed: Sealed, form: WireForm) -> AsyncIterator[KvFrame | Han
 async def bring(worker: Worker, sealed: Sealed, tokens: int, megabits: int, how: str) -> tuple[float, int]:
     """Seconds and bytes of a handoff, the best of `REPEATS`; `how` is a wire form or `auto`."""
     coder = wire_form(CODER)
-    worker.codec.wire_form, worker.codec.codes_where_it_pays = coder, how == "auto"
     link = PacedLink(megabits * 1e6 / 8, worker, tokens, coder)
-    links, handoff = Links(link, worker.codec), Handoff("bench", 0, Fingerprint(()), tokens)
+    links, handoff = Links(link, coder, how == "auto"), Handoff("bench", 0, Fingerprint(()), tokens)
     times = list[float]()
     for _ in range(REPEATS + 1):
-        form = {"raw": RAW, CODER: coder}.get(how) or links.form(ADDRESS)
+        form = RAW if how == "raw" else links.form(ADDRESS)
         began = perf_counter()
         await links.push(ADDRESS, handoff, written(sealed, form))
         times.append(perf_counter() - began)
-    worker.codec.wire_form, worker.codec.codes_where_it_pays = RAW, False
     return min(times[1:]), link.sent
 
 

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from time import perf_counter
 from typing import Final
 
-from hackkv.codec import KvCodec
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from hackkv.wire_choice import ChosenForm, Coder, Rate
 from hackkv.wire_form import WireForm
@@ -26,16 +25,19 @@ ENOUGH_BYTES: Final = 256 << 10
 class Links:
     """Implements `KvSender`, and says in which form the frames for an address are written."""
 
-    def __init__(self, sender: KvSender, codec: KvCodec, now: Callable[[], float] = perf_counter) -> None:
-        self._sender, self._codec, self._now = sender, codec, now
-        self._coder = Coder(codec.wire_form, now)
+    def __init__(
+        self, sender: KvSender, form: WireForm, where_it_pays: bool = False, now: Callable[[], float] = perf_counter
+    ) -> None:
+        """Frames are coded in `form`, always or only where that saves time."""
+        self._sender, self._form, self._where_it_pays, self._now = sender, form, where_it_pays, now
+        self._coder = Coder(form, now)
         self.rates: defaultdict[str, Rate] = defaultdict(Rate)
         """Bytes a second by address."""
 
     def form(self, address: str) -> WireForm:
         """For the frames of a handoff to `address`; "" while no decode node is named, whose link is not known."""
-        if not self._codec.codes_where_it_pays:
-            return self._codec.wire_form
+        if not self._where_it_pays:
+            return self._form
         return ChosenForm(self._coder, self.rates[address] if address else Rate())
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:

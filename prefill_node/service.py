@@ -66,8 +66,8 @@ class PrefillService:
             self._pool, settings.chunk_tokens, starts_over=starts_over
         )
         patience = Patience(settings.unassigned_s, settings.kept_s)
-        self.links = Links(sender, worker.codec)
-        self.outbox = Outbox(self.links, worker.fingerprint, self._host, patience, self._kv_bytes)
+        links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays)
+        self.outbox = Outbox(links, worker.fingerprint, self._host, patience, self._kv_bytes)
         self._intake = Intake(
             worker.model.spec,
             self._host,
@@ -85,7 +85,7 @@ class PrefillService:
         self._intake.check(job, kv_bytes, self._scheduler.queued_tokens)
         arrived = perf_counter()
         guide = await self._worker.guides.opened(job.request.sampling.grammar)
-        work = Work(job, arrived, self.links.form(job.decode_address), guide)
+        work = Work(job, arrived, self.outbox.links.form(job.decode_address), guide)
         prompt = self._prompt(work)
         shipment: Shipment | None = None
         if job.handoff:

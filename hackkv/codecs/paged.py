@@ -41,6 +41,7 @@ class PagedCodec:
 
     prepares_weights = False
     lossless = False
+    codes_where_it_pays = False
     origin: Origin | None = None
 
     def __init__(self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings) -> None:
@@ -51,7 +52,6 @@ class PagedCodec:
         self.formats = tuple(kept.format for kept in layers)
         self.wire_planes = tuple(kept.wire_planes for kept in layers)
         self.wire_form: WireForm = RAW
-        self.codes_where_it_pays = False
         self.sealing, self.attending = backend.stopwatch(), backend.stopwatch()
         self._settings = settings
         self._kernels = tuple(kept.kernels for kept in layers)

@@ -30,4 +30,3 @@ def test_every_choice_brings_all_pages_over_a_link(monkeypatch: pytest.MonkeyPat
     worker = tiny_worker("hack")
     sealed = list(wire_forms.chunks(worker, 2))
     assert wire_links.link_row("hack", 0, worker, sealed, 4 * PI).count("|") == 6
-    assert worker.codec.wire_form.name == "raw"

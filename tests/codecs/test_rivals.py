@@ -15,7 +15,7 @@ from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.types import KvShape
-from tests.codecs.cases import Case, assert_same, rows, run, same_bytes
+from tests.codecs.cases import Case, assert_same, rows, run
 
 RIVALS = ("fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "kivi-4", "kivi-2", "cachegen", "cachegen-eq86")
 

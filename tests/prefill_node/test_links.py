@@ -21,6 +21,8 @@ from hackkv.types import (
     Reserved,
     Token,
 )
+from hackkv.wire_choice import CODER
+from hackkv.wire_form import wire_form
 from prefill_node.links import ENOUGH_BYTES, Links
 from tests.pair import PI, greedy, paired, prompt, tiny_worker
 from transport.base import KvSender
@@ -58,7 +60,7 @@ async def items(wire: Paced, num_bytes: int) -> AsyncIterator[KvFrame | HandoffE
 
 def links_over(wire: Paced) -> Links:
     sender: KvSender = wire
-    return Links(sender, tiny_worker("hack", wire_form="auto").codec, lambda: wire.now)
+    return Links(sender, wire_form(CODER), True, lambda: wire.now)
 
 
 async def test_a_rate_is_bytes_by_the_time_that_the_link_took() -> None:
@@ -88,7 +90,7 @@ async def test_a_prompt_for_a_slow_link_travels_in_fewer_bytes_and_decodes_to_th
     request, sent = greedy("r", prompt(1, tokens), 4), list[int]()
     for seconds_per_byte in (0.0, 1e3):
         async with paired(worker) as nodes:
-            nodes.prefill.links.rates[nodes.address].add(1.0, seconds_per_byte)
+            nodes.prefill.outbox.links.rates[nodes.address].add(1.0, seconds_per_byte)
             async with closing(nodes.decode.decode(DecodeJob(request, "r", 0))) as decoding:
                 assert await anext(decoding) == Reserved()
                 async with closing(nodes.prefill.prefill(PrefillJob(request, "r", 0, nodes.address))) as events:
