@@ -8,7 +8,7 @@ beside the link. A link that nothing has passed is taken for fast, so the first 
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
+from time import thread_time
 from typing import Final
 
 from hackkv.wire_form import Bytes, WireForm
@@ -19,8 +19,10 @@ CODER: Final = "zstd"
 """The form that it codes in, where coding pays."""
 FIRST_BYTES: Final = 64 << 10
 """Bytes at rest that are coded to measure the coder, once the link is measured; about as many are remembered."""
-PROBE_EVERY: Final = 256
-"""Of so many planes that are not coded one is, so that the coder's numbers do not grow old."""
+PROBE_EVERY: Final = 16
+"""Of so many planes that are not coded one is, so that the coder's numbers do not grow old ..."""
+PLAUSIBLE: Final = 8.0
+"""... unless coding would not pay either if it were so many times faster."""
 MEMORY: Final = 0.5
 """What a measurement of a rate leaves of those before it."""
 
@@ -48,9 +50,12 @@ class Rate:
 
 
 class Coder:
-    """What coding costs and saves, per byte at rest, whatever the link. One thread encodes."""
+    """What coding costs and saves, per byte at rest, whatever the link. One thread encodes.
 
-    def __init__(self, form: WireForm, now: Callable[[], float] = perf_counter) -> None:
+    Its own processor time counts: what else runs on the machine says nothing about the coder.
+    """
+
+    def __init__(self, form: WireForm, now: Callable[[], float] = thread_time) -> None:
         self.form = form
         self._now = now
         self._raw = self._coded = self._seconds = 0.0
@@ -58,6 +63,8 @@ class Coder:
 
     def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
         """As `WireForm.encode`; measured."""
+        if self._seen == 0:
+            self.form.encode(plane[:itemsize], itemsize)  # what a thread's first call sets up is no cost of a plane
         began = self._now()
         coded = self.form.encode(plane, itemsize)
         keeps = FIRST_BYTES / (FIRST_BYTES + plane.size)
@@ -67,13 +74,16 @@ class Coder:
         self._seconds = keeps * self._seconds + self._now() - began
         return coded
 
-    def pays(self, link: Rate) -> bool:
-        """Whether coding takes less time than it saves on `link`; True as long as the coder is not measured."""
+    def pays(self, link: Rate, speedup: float = 1.0) -> bool:
+        """Whether coding takes less time than it saves on `link`; True as long as the coder is not measured.
+
+        With `speedup`, whether a coder would that is so many times faster.
+        """
         if not link.known:
             return False
         if self._seen < FIRST_BYTES:
             return True
-        return (self._raw - self._coded) * link.seconds_per_unit > 2 * self._seconds
+        return (self._raw - self._coded) * link.seconds_per_unit * speedup > 2 * self._seconds
 
 
 class ChosenForm:
@@ -92,7 +102,7 @@ class ChosenForm:
         """None where coding does not pay, or shrinks nothing."""
         if not self._coder.pays(self._link):
             self._passed += 1
-            if not self._link.known or self._passed % PROBE_EVERY:
+            if self._passed % PROBE_EVERY or not self._coder.pays(self._link, PLAUSIBLE):
                 return None
         return self._coder.encode(plane, itemsize)
 

@@ -30,7 +30,7 @@ class Links:
     ) -> None:
         """Frames are coded in `form`, always or only where that saves time."""
         self._sender, self._form, self._where_it_pays, self._now = sender, form, where_it_pays, now
-        self._coder = Coder(form, now)
+        self._coder = Coder(form)
         self.rates: defaultdict[str, Rate] = defaultdict(Rate)
         """Bytes a second by address."""
 

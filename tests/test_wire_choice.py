@@ -91,12 +91,19 @@ def test_nothing_is_coded_for_a_link_that_is_not_measured() -> None:
 def test_a_coder_that_becomes_fast_is_found_out() -> None:
     """A node that was busy when it measured does not send raw for ever."""
     clock = Clock()
-    timed = Timed(clock, 1e-6)
+    timed = Timed(clock, 5e-8)
     form = ChosenForm(Coder(timed, clock), link_of(20e6))
     assert sum(coded(form, 3 * PROBE_EVERY)) <= FIRST_BYTES // PLANE + 3
     timed.seconds_per_byte = 1e-12
     coded(form, 40 * PROBE_EVERY)
     assert all(coded(form, 8))
+
+
+def test_beside_a_link_that_is_far_too_fast_nothing_is_coded_any_more() -> None:
+    clock = Clock()
+    form = ChosenForm(Coder(Timed(clock, 1e-8), clock), link_of(1e10))
+    coded(form, FIRST_BYTES // PLANE + 1)
+    assert not any(coded(form, 8 * PROBE_EVERY))
 
 
 def test_a_link_that_becomes_fast_turns_coding_off() -> None:
