@@ -78,10 +78,11 @@ def main() -> None:
     """Print the table; with `--out`, write it into the section of performance.md."""
     parser = argparse.ArgumentParser("python -m bench.wire_forms", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of performance.md, whose section is written")
+    parser.add_argument("--codecs", default=",".join(CODECS), help="presets, separated by commas")
     args = parser.parse_args()
     torch.set_num_threads(1)
     began, lines, over = load_note(), list[str](), list[str]()
-    for codec in CODECS:
+    for codec in args.codecs.split(","):
         worker = load_worker(ModelConfig(path=str(SHIPPED)), CodecConfig(name=codec))
         for pages in CHUNK_PAGES:
             sealed = list(chunks(worker, pages))
