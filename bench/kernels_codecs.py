@@ -1,18 +1,28 @@
-"""The codecs' pages side by side: decode and prefill over them, and sealing with and without feedback."""
+"""The codecs' pages side by side: decode and prefill over them, and sealing with and without feedback.
+
+`unfused` writes FP16 rows to memory before it attends to them, in every call, as HACK's paper timed its rivals.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 import torch
 from hack_kernels.base import PageFormat, PageKernels, Pool, Rows, Spans, new_pool
 from hack_kernels.cpu import CpuBackend
+from hack_kernels.float_format import Element, FloatFormat, Scaling
+from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HackFormat, HackKernels
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, on_grid
+from hack_kernels.read_format import ReadFormat
+from hack_kernels.reference.floats import FloatReference
+from hack_kernels.reference.groups import GroupReference
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.reference.levels import LevelReference
+from hack_kernels.reference.rows import RowReference
+from hack_kernels.row_format import RowFormat
 from torch import Tensor
 
 from bench.race import Calls, copies, race
@@ -21,11 +31,23 @@ from bench.row import Row
 D, PI, KV_HEADS, GROUP = 128, 64, 2, 4
 LEVELS: Final = {"rot-k4v4": (4, 4), "rot-k3v3": (3, 3), "rot-k2v2": (2, 2)}
 """Bits of K and V by preset."""
+READ: Final[dict[str, ReadFormat]] = {
+    "fp8": FloatFormat(D, Element.E4M3, Scaling.PAGE, PI),
+    "mxfp8": FloatFormat(D, Element.E4M3, Scaling.POWER, PI),
+    "mxfp6": FloatFormat(D, Element.E2M3, Scaling.POWER, PI),
+    "mxfp4": FloatFormat(D, Element.E2M1, Scaling.POWER, PI),
+    "nvfp4": FloatFormat(D, Element.E2M1, Scaling.TWOFOLD, PI),
+    "kivi-4": GroupFormat(D, Grouping(4, 32, by_channel=True), Grouping(4, 32), PI),
+    "kivi-2": GroupFormat(D, Grouping(2, 32, by_channel=True), Grouping(2, 32), PI),
+    "mxfp4, unfused": FloatFormat(D, Element.E2M1, Scaling.POWER, PI, fused=False),
+    "kivi-2, unfused": GroupFormat(D, Grouping(2, 32, by_channel=True), Grouping(2, 32), PI, fused=False),
+}
+"""The formats of the rivals, whose values are read one by one."""
 CPU = torch.device("cpu")
 
 
 def codecs(backend: CpuBackend, feedback: Feedback | None = None) -> dict[str, tuple[PageFormat, PageKernels]]:
-    """`hack`, and levels, which have `feedback` in layer 0."""
+    """`hack`, levels, which have `feedback` in layer 0, exact rows and the rivals."""
     hack: Callable[[HackFormat, torch.device], HackKernels] = HackReference
     definition: Callable[[LevelFormat, torch.device], LevelKernels] = LevelReference
     found: dict[str, tuple[PageFormat, PageKernels]] = {}
@@ -36,7 +58,18 @@ def codecs(backend: CpuBackend, feedback: Feedback | None = None) -> dict[str, t
         if feedback is not None:
             levels.set_feedback(0, feedback)
         found[name] = fmt, levels
+    exact = RowFormat(D, PI)
+    found["fp16"] = exact, backend.kernels_for(exact, RowReference)
+    for name, of_rival in READ.items():
+        found[name] = of_rival, backend.kernels_for(of_rival, read_definition)
     return found
+
+
+def read_definition(fmt: ReadFormat, device: torch.device) -> PageKernels:
+    """In torch."""
+    return (
+        FloatReference(fmt, device) if isinstance(fmt, FloatFormat) else GroupReference(cast(GroupFormat, fmt), device)
+    )
 
 
 def codec_rows(
@@ -48,7 +81,7 @@ def codec_rows(
 
 
 def decode_row(backend: CpuBackend, tokens: int) -> Row:
-    """One step over random codes; GB/s of sealed pages."""
+    """One step over sealed random rows; GB/s of sealed pages."""
     contenders: dict[str, Calls] = {}
     for name, (fmt, kernels) in codecs(backend).items():
         inputs = [decode_inputs(kernels, fmt, tokens) for _ in range(copies(sealed_bytes(fmt, tokens)))]
@@ -71,12 +104,14 @@ def prefill_row(backend: CpuBackend, tokens: int) -> Row:
 
 
 def seal_rows(backend: CpuBackend, tokens: int) -> Iterator[Row]:
-    """GB/s of FP16 rows, with and without feedback, which only levels have."""
+    """GB/s of FP16 rows; those with feedback are of the codecs that have it."""
     paged = [torch.randn(tokens // PI, KV_HEADS, PI, D).half() for _ in range(2)]
     ids = torch.arange(tokens // PI)
     for fed in (False, True):
         contenders: dict[str, Calls] = {}
         for name, (fmt, kernels) in codecs(backend, random_feedback() if fed else None).items():
+            if (fed and name not in LEVELS) or name.endswith("unfused"):
+                continue
             pool = new_pool(fmt, kernels, CPU, len(ids), 1, range(KV_HEADS))
             contenders[name] = [partial(kernels.seal, 0, pool, ids, ids * PI, *paged)]
         ms, _ = race(contenders, rounds=15)
@@ -100,11 +135,8 @@ def decode_inputs(kernels: PageKernels, fmt: PageFormat, tokens: int) -> tuple[P
     """A sequence of full pages, in no order, and a query."""
     pages, zero = tokens // PI, torch.tensor([0])
     pool = new_pool(fmt, kernels, CPU, pages, 1, range(KV_HEADS))
-    for plane in pool.planes.values():
-        if plane.dtype is torch.uint8:
-            plane.random_(0, 256)
-        else:
-            plane.copy_(torch.rand(plane.shape) * 0.1)
+    rows = (torch.randn(pages, KV_HEADS, PI, D).half() for _ in range(2))
+    kernels.seal(0, pool, torch.arange(pages), torch.arange(pages) * PI, *rows)
     for open_rows in (pool.open_k, pool.open_v):
         open_rows.normal_()
     spans = Spans(zero + tokens, zero + 1, zero, torch.randperm(pages)[None], zero)

@@ -66,8 +66,10 @@ def write_report(folder: Path, machine: dict[str, object], rows: Sequence[Row]) 
             for r in fp16
         ] + [""]
     if codecs:
-        lines += ["| codecs | shape | " + " | ".join(codecs[0].ms) + " |", "|---|---|" + "---|" * len(codecs[0].ms)]
-        lines += [f"| {r.what.removeprefix('codecs, ')} | {r.shape} | {' | '.join(speeds(r))} |" for r in codecs]
+        shapes = [f"{row.what.removeprefix('codecs, ')}, {row.shape}" for row in codecs]
+        names = list(dict.fromkeys(name for row in codecs for name in row.speeds))
+        lines += [f"| codecs | {' | '.join(shapes)} |", "|---|" + "---|" * len(shapes)]
+        lines += [f"| {name} | {' | '.join(speed_of(row, name) for row in codecs)} |" for name in names]
         lines += ["", "GB/s of sealed pages, and of FP16 rows when they are sealed; milliseconds in parentheses.", ""]
     if others:
         lines += ["| others | ms | GB/s |", "|---|---|---|", "| target of seal | | ≥ 2 |"]
@@ -114,9 +116,9 @@ def speed(row: Row) -> str:
     return "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"
 
 
-def speeds(row: Row) -> list[str]:
-    """GB/s and milliseconds by contender."""
-    return [f"{speed:.2f} ({row.ms[name]:.2f})" for name, speed in row.speeds.items()]
+def speed_of(row: Row, name: str) -> str:
+    """GB/s and milliseconds of a contender, where the row has it."""
+    return f"{row.speeds[name]:.2f} ({row.ms[name]:.2f})" if name in row.speeds else ""
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

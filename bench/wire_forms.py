@@ -2,7 +2,8 @@
 
 The shipped model reads text that it was not trained on. Its pages become frames as on a prefill node, chunk by chunk
 and layer by layer, and are opened as on a decode node. A speed is bytes at rest over processor time. That time covers
-cutting, coding and checksums, or checksums and decoding. The best of several runs counts.
+cutting, coding and checksums, or checksums and decoding. The best of several runs counts. The second table brings the
+same frames over links of several speeds, raw, coded and as `auto` chooses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hack_kernels.base import Planes
 
 from bench.cluster import load_note
 from bench.sections import write_section
+from bench.wire_links import LINKS, link_row
 from hackkv.codec import Span
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.framing import Expected, FrameLedger, FrameWriter
@@ -35,7 +37,19 @@ from measure.accuracy.machine import this_machine
 TOKENS: Final = 3072
 CHUNK_PAGES: Final = (8, 48)
 """Pages of a chunk. A frame holds those of one layer and all KV heads."""
-CODECS: Final = ("fp16", "fp8", "hack", "hack-k4v2", "hack-paper")
+CODECS: Final = (
+    "fp16",
+    "fp8",
+    "mxfp4",
+    "kivi-4",
+    "kivi-2",
+    "hack",
+    "hack-k4v2",
+    "hack-paper",
+    "rot-k4v4",
+    "rot-k2v2",
+)
+OVER_LINKS: Final = ("hack", "kivi-2", "fp8")
 REPEATS: Final = 7
 
 
@@ -55,41 +69,58 @@ class Cost:
         shrunk = {name: size for name, size in self.raw.items() if self.coded[name] < size}
         planes = ", ".join(f"{name} {self.coded[name] / size:.2f}" for name, size in shrunk.items())
         speeds = f"{raw / self.encode_s / 1e9:.2f} | {raw / self.decode_s / 1e9:.2f}"
-        return f"| `{codec}` | {pages} | `{form}` | {coded / raw:.3f} | {planes} | {speeds} |"
+        saved_s_per_mbit = 8e-6 * (raw - coded)
+        pays = f"{saved_s_per_mbit / (self.encode_s + self.decode_s):.0f}" if coded < raw else ""
+        return f"| `{codec}` | {pages} | `{form}` | {coded / raw:.3f} | {planes} | {speeds} | {pays} |"
 
 
 def main() -> None:
     """Print the table; with `--out`, write it into the section of performance.md."""
     parser = argparse.ArgumentParser("python -m bench.wire_forms", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of performance.md, whose section is written")
+    parser.add_argument("--codecs", default=",".join(CODECS), help="presets, separated by commas")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    began, lines = load_note(), list[str]()
-    for codec in CODECS:
+    began, lines, over = load_note(), list[str](), list[str]()
+    for codec in args.codecs.split(","):
         worker = load_worker(ModelConfig(path=str(SHIPPED)), CodecConfig(name=codec))
         for pages in CHUNK_PAGES:
             sealed = list(chunks(worker, pages))
             for name in WIRE_FORMS:
                 lines.append(measure(worker, sealed, wire_form(name)).row(codec, name, pages))
                 print(lines[-1], flush=True)
+        if codec in OVER_LINKS:
+            sealed = list(chunks(worker, CHUNK_PAGES[0]))
+            for megabits in LINKS:
+                over.append(link_row(codec, megabits, worker, sealed, TOKENS))
+                print(over[-1], flush=True)
     if args.out:
         where = f"{this_machine('', 1).cpu}, {began}"
-        write_section(args.out, "wire-forms", section(where, lines), {"where": where, "rows": lines})
+        write_section(
+            args.out, "wire-forms", section(where, lines, over), {"where": where, "rows": lines, "links": over}
+        )
 
 
-def section(where: str, lines: list[str]) -> str:
+def section(where: str, lines: list[str], over: list[str]) -> str:
     """The section of performance.md."""
     about = f"`python -m bench.wire_forms --out docs` · hackkv-small, {TOKENS} tokens of held-out text; {where}"
     notes = (
         "Speeds are bytes at rest over the processor time of everything that is done to them: cutting, coding and "
         "checksums; checksums and decoding. A frame holds a layer's pages of one chunk, of two KV heads; models with "
-        "more heads have larger frames, which are faster. Planes that are not named travel as they rest."
+        "more heads have larger frames, which are faster. Planes that are not named travel as they rest. Coding takes "
+        "less time, on both sides together, than it saves on a link below so many Mbit/s."
+    )
+    links = (
+        "The same pages in chunks of 8, over a link that is paced by sleeping: milliseconds from the first byte until "
+        "all is decoded, and megabytes sent; the best of 3. `auto` has measured the link with one handoff before. "
+        "Encoding, the link and decoding overlap, each on a thread of its own."
     )
     head = (
-        "| codec | pages of a chunk | wire form | bytes, of raw | by plane | encode, GB/s | decode, GB/s |",
-        "|---|---|---|---|---|---|---|",
+        "| codec | chunk, pages | wire form | bytes, of raw | by plane | encode, GB/s | decode, GB/s | pays below |",
+        "|---|---|---|---|---|---|---|---|",
     )
-    return "\n".join(("## Wire forms", "", about, "", notes, "", *head, *lines))
+    table = ("| codec | link, Mbit/s | `raw` | `zstd` | `auto` |", "|---|---|---|---|---|", *over)
+    return "\n".join(("## Wire forms", "", about, "", notes, "", *head, *lines, "", links, "", *table))
 
 
 def chunks(worker: Worker, pages: int) -> Iterator[tuple[int, int, Planes]]:

@@ -227,6 +227,8 @@ class KvCodec(Protocol):
     """The planes of a sealed page that travel, in wire order, by layer."""
     wire_form: WireForm
     """How planes are coded on the wire. `hackkv.framing` applies it, not the codec."""
+    codes_where_it_pays: bool
+    """Whether a sender codes only where that saves time (`hackkv.wire_choice`), else always."""
     prepares_weights: bool
     """Whether `prepare_weights` changes anything; if not, codecs may share the weights of one model."""
     origin: Origin | None

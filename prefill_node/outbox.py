@@ -11,8 +11,8 @@ from collections.abc import Callable
 from hackkv.errors import HandshakeRefused, TransferError
 from hackkv.types import Fingerprint, PrefillJob
 from prefill_node.host_pool import HostPool, Tenant
+from prefill_node.links import Links
 from prefill_node.shipment import Patience, Shipment
-from transport.base import KvSender
 
 
 class Outbox:
@@ -20,14 +20,14 @@ class Outbox:
 
     def __init__(
         self,
-        sender: KvSender,
+        links: Links,
         fingerprint: Fingerprint,
         pool: HostPool,
         patience: Patience,
         kv_bytes: Callable[[int], int],
     ) -> None:
         """`kv_bytes` returns the most payload bytes that the KV of a number of tokens takes."""
-        self._sender, self._fingerprint, self._pool, self._patience = sender, fingerprint, pool, patience
+        self.links, self._fingerprint, self._pool, self._patience = links, fingerprint, pool, patience
         self._kv_bytes = kv_bytes
         self._shipments: dict[str, Shipment] = {}
         self.resends = 0
@@ -48,7 +48,7 @@ class Outbox:
             raise TransferError(f"transfer {job.transfer_id} is under way already")
         num_bytes = self._kv_bytes(len(job.request.prompt_ids))
         shipment = Shipment(
-            job, num_bytes, self._fingerprint, self._pool, self._sender, self._patience, self._count_dropped
+            job, num_bytes, self._fingerprint, self._pool, self.links, self._patience, self._count_dropped
         )
         self._shipments[job.transfer_id] = shipment
         return shipment

@@ -19,6 +19,7 @@ from prefill_node.drain_rate import DrainRate
 from prefill_node.engine import FirstToken, PrefillEngine, Work
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.intake import Intake
+from prefill_node.links import Links
 from prefill_node.outbox import Outbox
 from prefill_node.page_names import PageName, page_names
 from prefill_node.passes import Passes
@@ -65,7 +66,8 @@ class PrefillService:
             self._pool, settings.chunk_tokens, starts_over=starts_over
         )
         patience = Patience(settings.unassigned_s, settings.kept_s)
-        self.outbox = Outbox(sender, worker.fingerprint, self._host, patience, self._kv_bytes)
+        links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays)
+        self.outbox = Outbox(links, worker.fingerprint, self._host, patience, self._kv_bytes)
         self._intake = Intake(
             worker.model.spec,
             self._host,
@@ -83,7 +85,7 @@ class PrefillService:
         self._intake.check(job, kv_bytes, self._scheduler.queued_tokens)
         arrived = perf_counter()
         guide = await self._worker.guides.opened(job.request.sampling.grammar)
-        work = Work(job, arrived, self._worker.codec.wire_form, guide)
+        work = Work(job, arrived, self.outbox.links.form(job.decode_address), guide)
         prompt = self._prompt(work)
         shipment: Shipment | None = None
         if job.handoff:

@@ -11,17 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hack_kernels.base import Backend
+from hack_kernels.float_format import Element, Scaling
 from hack_kernels.hack_format import Arithmetic, OpenPage, Rounding
 from pydantic import ValidationError
 
 from hackkv.codec import KvCodec
-from hackkv.codecs.fp8 import make_fp8
+from hackkv.codecs.cachegen import make_cachegen
+from hackkv.codecs.floats import make_floats
 from hackkv.codecs.fp16 import make_fp16
 from hackkv.codecs.hack import make_hack
+from hackkv.codecs.kivi import make_kivi
 from hackkv.codecs.rotated import make_rotated
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.types import KvShape
+from hackkv.wire_choice import AUTO, CODER
 from hackkv.wire_form import RAW, WireForm, wire_form
 
 Factory = Callable[[str, KvShape, Backend, dict[str, Any]], KvCodec]
@@ -41,7 +45,15 @@ _EXACT: Final = {"sink": 1, "recent": 2}
 
 CODECS: Final[dict[str, Preset]] = {
     "fp16": Preset(make_fp16),
-    "fp8": Preset(make_fp8),
+    "fp8": Preset(make_floats, {"element": Element.E4M3, "scaling": Scaling.PAGE}),
+    "mxfp8": Preset(make_floats, {"element": Element.E4M3, "scaling": Scaling.POWER}),
+    "mxfp6": Preset(make_floats, {"element": Element.E2M3, "scaling": Scaling.POWER}),
+    "mxfp4": Preset(make_floats, {"element": Element.E2M1, "scaling": Scaling.POWER}),
+    "nvfp4": Preset(make_floats, {"element": Element.E2M1, "scaling": Scaling.TWOFOLD}),
+    "kivi-4": Preset(make_kivi, {"k_bits": 4, "v_bits": 4}),
+    "kivi-2": Preset(make_kivi, {"k_bits": 2, "v_bits": 2}),
+    "cachegen": Preset(make_cachegen, {"level": "2", "wire_form": "zstd"}),
+    "cachegen-eq86": Preset(make_cachegen, {"level": "eq86", "wire_form": "zstd"}),
     "hack": Preset(make_hack),
     "hack-k4v2": Preset(make_hack, {"k_bits": 4}),
     "hack-paper": Preset(
@@ -67,13 +79,15 @@ CALIBRATED: Final = tuple(name for name, preset in CODECS.items() if preset.make
 def make_codec(config: CodecConfig, shape: KvShape, backend: Backend) -> KvCodec:
     """Build the configured codec. Raises `ConfigError` naming the preset or the setting at fault.
 
-    Every codec has the setting `wire_form`, a name of `WIRE_FORMS`; without it, planes travel as they rest.
+    Every codec has the setting `wire_form`: a name of `WIRE_FORMS`, or `auto`, which codes where that saves time.
+    Without it planes travel as they rest.
     """
     if config.name not in CODECS:
         raise ConfigError(f"codec.name: {config.name!r} is unknown; known: {', '.join(CODECS)}")
     preset = CODECS[config.name]
     settings = {**preset.settings, **config.settings}
-    form = _wire_form(str(settings.pop("wire_form", RAW.name)))
+    named = str(settings.pop("wire_form", RAW.name))
+    form = _wire_form(CODER if named == AUTO else named)
     try:
         codec = preset.make(config.name, shape, backend, settings)
     except ValidationError as error:
@@ -81,7 +95,7 @@ def make_codec(config: CodecConfig, shape: KvShape, backend: Backend) -> KvCodec
         raise ConfigError(f"codec.settings.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     except ValueError as error:
         raise ConfigError(f"codec.settings: {error}") from error
-    codec.wire_form = form
+    codec.wire_form, codec.codes_where_it_pays = form, named == AUTO
     return codec
 
 

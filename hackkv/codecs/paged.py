@@ -41,6 +41,7 @@ class PagedCodec:
 
     prepares_weights = False
     lossless = False
+    codes_where_it_pays = False
     origin: Origin | None = None
 
     def __init__(self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings) -> None:

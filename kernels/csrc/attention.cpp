@@ -283,4 +283,15 @@ void Engine::export_pages(const PageFormat& fmt, const Pool& pool, PageList page
   });
 }
 
+void Engine::read(const PageFormat& fmt, const Pool& pool, PageList pages, std::uint16_t* k, std::uint16_t* v) const {
+  const PageOperations& of_kind = operations.pages[int(fmt.kind)];
+  check(of_kind.read != nullptr, "pages of this kind are not read as rows");
+  const std::size_t bytes = of_kind.scratch_bytes(fmt, 1);
+  const std::int64_t count = pages.count * pool.heads;
+  parallel_for(count > 4 ? threads : 1, count, [&](std::int64_t i) {
+    const std::size_t rows = std::size_t(i) * fmt.elements();
+    of_kind.read(fmt, pool, pages.ids[i / pool.heads], int(i % pool.heads), k + rows, v + rows, thread_scratch(bytes));
+  });
+}
+
 }  // namespace hack

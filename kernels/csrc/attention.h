@@ -62,6 +62,8 @@ struct Engine {
   // wire planes [heads, count, plane].
   void install(const PageFormat& fmt, const Pool& pool, PageList pages, const ConstPlanes& wire) const;
   void export_pages(const PageFormat& fmt, const Pool& pool, PageList pages, const Planes& wire) const;
+  // Pages as FP16 rows k, v [count, heads, Π, D].
+  void read(const PageFormat& fmt, const Pool& pool, PageList pages, std::uint16_t* k, std::uint16_t* v) const;
 };
 
 }  // namespace hack

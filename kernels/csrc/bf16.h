@@ -113,7 +113,7 @@ inline void attend_rows_in_bf16(const PageFormat& fmt, const Pool& pool, const A
   auto* v = arena.take<std::uint16_t>(fmt.elements());
   narrow(query.exact, query.rows * fmt.head_dim, q);
   for (std::int64_t i = item.first; i < item.last; ++i) {
-    order_rows(fmt, row_page<V512>(fmt, pool, item, i), k, v);
+    order_rows(fmt, row_page<V512>(fmt, pool, item.page_ids[i], item.head), k, v);
     each_tile(query.rows, [&](auto rows, int r) { bf16_tile<rows>(fmt, {k, v, 0}, q, r, state, scores, p); });
   }
   if (item.own.total > 0) attend_own_exactly<V512>(fmt, item, query, state, arena);

@@ -2,14 +2,18 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 #include "attention.h"
 #include "chooser.h"
 #include "dispatch.h"
+#include "float_format.h"
+#include "group_format.h"
 #include "hack_format.h"
 #include "level_format.h"
 #include "row_format.h"
@@ -50,7 +54,12 @@ Type type_of(nb::handle dtype, const char* name) {
 }
 
 Type type_of(Element element) {
-  return element == Element::kByte ? Type::kByte : element == Element::kShort ? Type::kShort : Type::kHalf;
+  switch (element) {
+    case Element::kByte: return Type::kByte;
+    case Element::kShort: return Type::kShort;
+    case Element::kFloat: return Type::kFloat;
+    default: return Type::kHalf;
+  }
 }
 
 std::vector<std::size_t> shape_of(nb::handle tensor) {
@@ -250,6 +259,17 @@ class Kernels {
     const Planes to = planes_of_dict(fmt, wire, std::size_t(list.count) * pool.heads, true);
     const nb::gil_scoped_release unlocked;
     engine_.export_pages(fmt, pool, list, to);
+  }
+
+  // Pages as rows k, v [P, heads, Π, D] in FP16.
+  void read(const PageFormat& fmt, const nb::dict& pages, nb::handle ids, nb::handle k, nb::handle v) const {
+    const Pool pool = pool_of(fmt, pages, 0);
+    const PageList list = page_list(pool, Array(ids, "page_ids"));
+    const std::size_t rows = std::size_t(list.count) * pool.heads * fmt.elements();
+    auto* k_rows = elements<std::uint16_t>(Array(k, "k"), Type::kHalf, rows);
+    auto* v_rows = elements<std::uint16_t>(Array(v, "v"), Type::kHalf, rows);
+    const nb::gil_scoped_release unlocked;
+    engine_.read(fmt, pool, list, k_rows, v_rows);
   }
 
   // spans: (starts, counts, offsets, table, slots); k and v are None in decode. Tokens of q may lie apart.
@@ -521,6 +541,47 @@ LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_b
   return LevelFormat(head_dim, page_tokens, k_bits, v_bits, window, feedback, std::int64_t(heads));
 }
 
+// The shapes that kernels which read pages value by value take.
+void check_read_shape(int head_dim, int page_tokens) {
+  if (head_dim < 1 || head_dim > kMaxHeadDim || head_dim % 32) refuse("head_dim is not a multiple of 32 up to 256");
+  if (page_tokens < 1 || page_tokens > kMaxPageTokens || page_tokens % 32)
+    refuse("page_tokens is not a multiple of 32 up to 128");
+}
+
+// `scaling` is a number of Scaling; `block` channels share a scale.
+FloatFormat make_float_format(int head_dim, int page_tokens, int exponent_bits, int mantissa_bits, float largest,
+                              int scaling, int block) {
+  check_read_shape(head_dim, page_tokens);
+  const SmallFloat element{exponent_bits, mantissa_bits, largest};
+  constexpr std::pair<int, int> known[] = {{4, 3}, {3, 2}, {2, 3}, {2, 1}};
+  if (std::find(std::begin(known), std::end(known), std::pair(exponent_bits, mantissa_bits)) == std::end(known))
+    refuse("elements have bits of exponent and mantissa that no kernel takes");
+  if (scaling < 0 || scaling > int(Scaling::kTwofold)) refuse("scaling is unknown");
+  if (scaling != int(Scaling::kPage) && block != 16 && block != 32) refuse("blocks have 16 or 32 channels");
+  return FloatFormat(head_dim, page_tokens, element, Scaling(scaling), block);
+}
+
+// (bits, by_channel, group, centre), as Grouped has them.
+using GroupWords = std::tuple<int, bool, int, int>;
+
+Grouped make_grouped(const GroupWords& words, int head_dim, int page_tokens) {
+  const auto [bits, by_channel, group, centre] = words;
+  const bool known = bits == 2 || bits == 4 || (bits == 5 && !by_channel);
+  if (!known) refuse("groups have a width that no kernel takes");
+  const int along = by_channel ? page_tokens : head_dim;
+  const bool whole_row = !by_channel && group == head_dim;
+  if (group < kLanes || along % group || (!whole_row && (group & (group - 1))))
+    refuse("groups are a power of two, at least 16, that divides the page or the row");
+  if (centre != 0 && (by_channel || !whole_row || 2 * centre >= 1 << bits)) refuse("centred codes have a scale a row");
+  return {bits, by_channel, group, centre};
+}
+
+GroupFormat make_group_format(int head_dim, int page_tokens, const GroupWords& k, const GroupWords& v) {
+  check_read_shape(head_dim, page_tokens);
+  return GroupFormat(head_dim, page_tokens, make_grouped(k, head_dim, page_tokens),
+                     make_grouped(v, head_dim, page_tokens));
+}
+
 // `rules` is a ChoiceRules of choosing.py, which has checked it.
 Chooser make_chooser(nb::handle rules, const std::vector<std::int64_t>& prompt) {
   const auto number = [&](const char* name) { return nb::cast<double>(rules.attr(name)); };
@@ -564,6 +625,11 @@ NB_MODULE(_cpu, m) {
   nb::class_<HackFormat, PageFormat>(m, "HackFormat");
   nb::class_<RowFormat, PageFormat>(m, "RowFormat");
   nb::class_<LevelFormat, PageFormat>(m, "LevelFormat");
+  nb::class_<FloatFormat, PageFormat>(m, "FloatFormat");
+  nb::class_<GroupFormat, PageFormat>(m, "GroupFormat");
+  m.def("float_format", make_float_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "exponent_bits"_a,
+        "mantissa_bits"_a, "largest"_a, "scaling"_a, "block"_a);
+  m.def("group_format", make_group_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k"_a, "v"_a);
   m.def("level_format", make_level_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "sink"_a, "recent"_a, "gains"_a.none(), "weights"_a.none(), nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>());
   m.def("hack_format", make_hack_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
@@ -586,6 +652,7 @@ NB_MODULE(_cpu, m) {
            "head_start"_a = 0)
       .def("install", &Kernels::install)
       .def("export", &Kernels::export_pages)
+      .def("read", &Kernels::read)
       .def("append", &Kernels::append)
       .def("narrow", &Kernels::narrow)
       .def("rotate", &Kernels::rotate)

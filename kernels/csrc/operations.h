@@ -2,6 +2,8 @@
 #pragma once
 
 #include "choose.h"
+#include "float_pages.h"
+#include "group_pages.h"
 #include "hack_pages.h"
 #include "level_pages.h"
 #include "rows.h"
@@ -21,6 +23,8 @@ constexpr Operations operations_of() {
   all.pages[int(Kind::kHack)] = hack_operations<S>();
   all.pages[int(Kind::kRows)] = rows_operations<S>();
   all.pages[int(Kind::kLevels)] = level_operations<S>();
+  all.pages[int(Kind::kFloats)] = float_operations<S>();
+  all.pages[int(Kind::kGroups)] = group_operations<S>();
   all.rows[int(Dtype::kFloat)] = row_operations_of<S, Dtype::kFloat>();
   all.rows[int(Dtype::kHalf)] = row_operations_of<S, Dtype::kHalf>();
   all.rows[int(Dtype::kBfloat)] = row_operations_of<S, Dtype::kBfloat>();

@@ -14,12 +14,12 @@ inline constexpr float kLog2e = 1.44269504088896340736f;
 
 // A kind of page defines what its planes mean; only its own operations read them (`PageOperations` in work.h). A new
 // kind takes a value here, a format with its planes, a header with its operations, and a row in `operations_of`.
-enum class Kind : int { kHack, kRows, kLevels };
-inline constexpr int kKinds = 3;
+enum class Kind : int { kHack, kRows, kLevels, kFloats, kGroups };
+inline constexpr int kKinds = 5;
 
-enum class Element : int { kByte, kShort, kHalf };
+enum class Element : int { kByte, kShort, kHalf, kFloat };
 constexpr std::size_t bytes_of(Element element) {
-  return element == Element::kByte ? 1 : 2;
+  return element == Element::kByte ? 1 : element == Element::kFloat ? 4 : 2;
 }
 
 // One array of a page of one KV head.

@@ -1,8 +1,11 @@
-// Kind::kRows: pages of FP16 rows, [Π, D] for K and for V; exact attention in FP32, for codec `fp16`. They are sealed,
-// installed and exported by copying, which the caller does.
+// Attention in FP32 to pages of which every value can be read alone, and Kind::kRows, the first of them: pages of FP16
+// rows, [Π, D] for K and for V, for codec `fp16`. Those are sealed, installed and exported by copying, which the caller
+// does.
 //
-// Few query rows read the pages as they rest; for many, a page is converted to FP32 once. page_tokens and head_dim must
-// be multiples of 32.
+// A kind of page gives a class that opens a page and hands out its K and V as *readers*: `at(t, c)` is channels
+// c .. c + 15 of row t in FP32, `fetch(t, c)` prefetches what that reads. Few query rows read a page as it rests, with
+// the conversion fused into the products; for many, a page is converted to FP32 once. page_tokens and head_dim must be
+// multiples of 32.
 #pragma once
 
 #include "own_page.h"
@@ -10,25 +13,60 @@
 
 namespace hack {
 
-// Query rows up to which converting a page to FP32 costs more than reading it again for every four rows.
-inline constexpr int kRestingRows = 12;
-
 struct RowPage {
   const std::uint16_t* k;
   const std::uint16_t* v;
 };
 
 template <class S>
-RowPage row_page(const PageFormat& fmt, const Pool& pool, const AttendItem& item, std::int64_t i) {
-  const std::size_t at = (std::size_t(item.page_ids[i]) * pool.heads + item.head) * fmt.elements();
+RowPage row_page(const PageFormat& fmt, const Pool& pool, std::int64_t id, int head) {
+  const std::size_t at = (std::size_t(id) * pool.heads + head) * fmt.elements();
   return {reinterpret_cast<const std::uint16_t*>(pool.planes.at[0]) + at,
           reinterpret_cast<const std::uint16_t*>(pool.planes.at[1]) + at};
 }
 
-// Both pages lie in one pool; their distance is in bytes, as prefetching needs it.
-[[gnu::always_inline]] inline std::int64_t bytes_between(const std::uint16_t* from, const std::uint16_t* to) {
-  return reinterpret_cast<const std::byte*>(to) - reinterpret_cast<const std::byte*>(from);
-}
+// Reads FP16 rows [Π, D].
+template <class S>
+struct HalfRows {
+  const std::uint16_t* rows;
+  int d;
+
+  [[gnu::always_inline]] typename S::F at(int t, int c) const { return S::load_half(rows + t * d + c); }
+  [[gnu::always_inline]] void fetch(int t, int c) const {
+    if (c % (2 * kLanes) == 0) hack::fetch(rows + t * d + c);
+  }
+};
+
+// Pages of FP16 rows of one KV head, one of them open.
+template <class S>
+class RowPages {
+ public:
+  // Query rows up to which converting a page to FP32 costs more than reading it again for every four rows.
+  static constexpr int kRestingRows = 12;
+
+  RowPages(const PageFormat& fmt, const Pool& pool, int head, Arena<S>&) : fmt_(fmt), pool_(pool), head_(head) {}
+
+  // Page `id`; page `next` will be read after it.
+  void open(std::int64_t id, std::int64_t next) {
+    page_ = row_page<S>(fmt_, pool_, id, head_);
+    next_ = row_page<S>(fmt_, pool_, next, head_);
+  }
+  // use(reader, reader of the next page)
+  template <class Use>
+  [[gnu::always_inline]] void with_keys(Use use) const {
+    use(HalfRows<S>{page_.k, fmt_.head_dim}, HalfRows<S>{next_.k, fmt_.head_dim});
+  }
+  template <class Use>
+  [[gnu::always_inline]] void with_values(Use use) const {
+    use(HalfRows<S>{page_.v, fmt_.head_dim}, HalfRows<S>{next_.v, fmt_.head_dim});
+  }
+
+ private:
+  const PageFormat& fmt_;
+  const Pool& pool_;
+  int head_;
+  RowPage page_{}, next_{};
+};
 
 // Turns scores [NR, Π] into weights, in place, and adds them to the state.
 template <class S, int NR>
@@ -54,9 +92,9 @@ template <class Tile>
   for (int r = 0; r < rows; r += kTile) with_constant<kTile>(rows - r, [&](auto count) { tile(count, r); });
 }
 
-// Scores of NR rows with the keys of a page, read as they rest; the next page's keys, `ahead` bytes on, are prefetched.
-template <class S, int NR>
-void resting_scores(const PageFormat& fmt, const std::uint16_t* k, std::int64_t ahead, const float* q, float* scores) {
+// Scores of NR rows with the keys of a page, read as they rest; the next page's keys are prefetched.
+template <class S, int NR, class Reader>
+void resting_scores(const PageFormat& fmt, const Reader& k, const Reader& next, const float* q, float* scores) {
   constexpr int NK = S::kTileBlocks;  // keys that share one load of Q
   const int pi = fmt.page_tokens, d = fmt.head_dim;
   for (int t = 0; t < pi; t += NK) {
@@ -65,9 +103,8 @@ void resting_scores(const PageFormat& fmt, const std::uint16_t* k, std::int64_t 
     for (int c = 0; c < d; c += kLanes) {
       typename S::F keys[NK];
       unrolled<NK>([&](auto n) __attribute__((always_inline)) {
-        const std::uint16_t* at = k + (t + n) * d + c;
-        keys[n] = S::load_half(at);
-        if (c % (2 * kLanes) == 0) fetch(reinterpret_cast<const std::byte*>(at) + ahead);
+        keys[n] = k.at(t + n, c);
+        next.fetch(t + n, c);
       });
       unrolled<NR>([&](auto r) __attribute__((always_inline)) {
         const auto row = S::load(q + r * d + c);
@@ -83,8 +120,8 @@ void resting_scores(const PageFormat& fmt, const std::uint16_t* k, std::int64_t 
 }
 
 // out [NR, D] += P·V, V as it rests.
-template <class S, int NR>
-void resting_values(const PageFormat& fmt, const std::uint16_t* v, std::int64_t ahead, const float* p, float* out) {
+template <class S, int NR, class Reader>
+void resting_values(const PageFormat& fmt, const Reader& v, const Reader& next, const float* p, float* out) {
   const int pi = fmt.page_tokens, d = fmt.head_dim;
   each_block<S>(
       d, [&](int c, auto blocks) __attribute__((always_inline)) {
@@ -94,9 +131,8 @@ void resting_values(const PageFormat& fmt, const std::uint16_t* v, std::int64_t 
         for (int t = 0; t < pi; ++t) {
           typename S::F values[NB];
           unrolled<NB>([&](auto b) __attribute__((always_inline)) {
-            const std::uint16_t* at = v + t * d + c + b * kLanes;
-            values[b] = S::load_half(at);
-            if (b % 2 == 0) fetch(reinterpret_cast<const std::byte*>(at) + ahead);
+            values[b] = v.at(t, c + b * kLanes);
+            next.fetch(t, c + b * kLanes);
           });
           unrolled<NR>([&](auto r) __attribute__((always_inline)) {
             const auto weight = S::splat(p[r * pi + t]);
@@ -113,17 +149,23 @@ struct FloatPage {
   float* v;
 };
 
-template <class S>
-void widen_rows(const PageFormat& fmt, const RowPage& page, const FloatPage& wide) {
+template <class S, class Pages>
+void widen_page(const PageFormat& fmt, const Pages& pages, const FloatPage& wide) {
   const int pi = fmt.page_tokens, d = fmt.head_dim;
-  for (std::size_t i = 0; i < fmt.elements(); i += kLanes) S::store(wide.v + i, S::load_half(page.v + i));
-  for (int t = 0; t < pi; ++t) {
-    for (int c = 0; c < d; c += kLanes) {
-      alignas(64) float lanes[kLanes];
-      S::store(lanes, S::load_half(page.k + t * d + c));
-      for (int i = 0; i < kLanes; ++i) wide.k[(c + i) * pi + t] = lanes[i];
+  pages.with_values([&](const auto& v, const auto&) __attribute__((always_inline)) {
+    for (int t = 0; t < pi; ++t)
+      for (int c = 0; c < d; c += kLanes) S::store(wide.v + t * d + c, v.at(t, c));
+  });
+  pages.with_keys([&](const auto& k, const auto&) __attribute__((always_inline)) {
+    for (int t = 0; t < pi; t += kLanes) {
+      for (int c = 0; c < d; c += kLanes) {
+        typename S::F block[kLanes];
+        unrolled<kLanes>([&](auto i) { block[i] = k.at(t + i, c); });
+        S::transpose(block);
+        unrolled<kLanes>([&](auto i) { S::store(wide.k + (c + i) * pi + t, block[i]); });
+      }
     }
-  }
+  });
 }
 
 // out [NR, lanes] += rows [NR, n] · columns [n, lanes]; rows and out are `n` and `lanes` apart.
@@ -146,28 +188,32 @@ void add_products_of_rows(const float* rows, int n, const float* columns, int la
       });
 }
 
-template <class S>
-void attend_resting(const PageFormat& fmt, const Pool& pool, const AttendItem& item, const Query& query, State& state,
+template <class S, class Pages>
+void attend_resting(const PageFormat& fmt, Pages& pages, const AttendItem& item, const Query& query, State& state,
                     float* scores) {
   const int d = fmt.head_dim;
   for (std::int64_t i = item.first; i < item.last; ++i) {
-    const RowPage page = row_page<S>(fmt, pool, item, i);
-    const RowPage next = row_page<S>(fmt, pool, item, i + 1 < item.last ? i + 1 : i);
+    pages.open(item.page_ids[i], item.page_ids[i + 1 < item.last ? i + 1 : i]);
     each_tile(query.rows, [&](auto rows, int r) {
-      resting_scores<S, rows>(fmt, page.k, bytes_between(page.k, next.k), query.exact + r * d, scores);
+      pages.with_keys([&](const auto& k, const auto& next) {
+        resting_scores<S, rows>(fmt, k, next, query.exact + r * d, scores);
+      });
       weigh_rows<S, rows>(fmt, state, r, scores);
-      resting_values<S, rows>(fmt, page.v, bytes_between(page.v, next.v), scores, state.out + std::size_t(r) * d);
+      pages.with_values([&](const auto& v, const auto& next) {
+        resting_values<S, rows>(fmt, v, next, scores, state.out + std::size_t(r) * d);
+      });
     });
   }
 }
 
-template <class S>
-void attend_widened(const PageFormat& fmt, const Pool& pool, const AttendItem& item, const Query& query, State& state,
+template <class S, class Pages>
+void attend_widened(const PageFormat& fmt, Pages& pages, const AttendItem& item, const Query& query, State& state,
                     float* scores, Arena<S>& arena) {
   const int pi = fmt.page_tokens, d = fmt.head_dim;
   const FloatPage wide{arena.template take<float>(fmt.elements()), arena.template take<float>(fmt.elements())};
   for (std::int64_t i = item.first; i < item.last; ++i) {
-    widen_rows<S>(fmt, row_page<S>(fmt, pool, item, i), wide);
+    pages.open(item.page_ids[i], item.page_ids[i]);
+    widen_page<S>(fmt, pages, wide);
     each_tile(query.rows, [&](auto rows, int r) {
       std::memset(scores, 0, sizeof(float) * rows * pi);
       add_products_of_rows<S, rows>(query.exact + r * d, d, wide.k, pi, scores);
@@ -177,19 +223,38 @@ void attend_widened(const PageFormat& fmt, const Pool& pool, const AttendItem& i
   }
 }
 
-template <class S>
-void attend_rows(const PageFormat& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
+// Attention to pages that `Pages` reads.
+template <class S, class Pages>
+void attend_by_reading(const PageFormat& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
   Arena<S> arena(scratch);
   const Query query = make_query<S>(fmt, item, arena);
   State state = make_state<S>(fmt, query.rows, arena);
   float* scores = arena.template take<float>(kTile * fmt.page_tokens);
-  if (query.rows <= kRestingRows) {
-    attend_resting<S>(fmt, pool, item, query, state, scores);
+  Pages pages(fmt, pool, item.head, arena);
+  if (query.rows <= Pages::kRestingRows) {
+    attend_resting<S>(fmt, pages, item, query, state, scores);
   } else {
-    attend_widened<S>(fmt, pool, item, query, state, scores, arena);
+    attend_widened<S>(fmt, pages, item, query, state, scores, arena);
   }
   if (item.own.total > 0) attend_own_exactly<S>(fmt, item, query, state, arena);
   write_state<S>(fmt, item, query.rows, state);
+}
+
+// `PageOperations::read` for pages that `Pages` reads. Values beyond FP16 become its largest.
+template <class S, class Pages>
+void read_by_reading(const PageFormat& fmt, const Pool& pool, std::int64_t id, int head, std::uint16_t* k,
+                     std::uint16_t* v, std::byte* scratch) {
+  Arena<S> arena(scratch);
+  Pages pages(fmt, pool, head, arena);
+  pages.open(id, id);
+  const auto write = [&](const auto& reader, std::uint16_t* out) __attribute__((always_inline)) {
+    const auto most = S::splat(65504.0f), least = S::splat(-65504.0f);
+    for (int t = 0; t < fmt.page_tokens; ++t)
+      for (int c = 0; c < fmt.head_dim; c += kLanes)
+        S::store_half(out + t * fmt.head_dim + c, S::max(S::min(reader.at(t, c), most), least));
+  };
+  pages.with_keys([&](const auto& reader, const auto&) { write(reader, k); });
+  pages.with_values([&](const auto& reader, const auto&) { write(reader, v); });
 }
 
 template <class S>
@@ -201,7 +266,7 @@ constexpr std::size_t rows_scratch_bytes(const PageFormat& fmt, int rows) {
 template <class S>
 constexpr PageOperations rows_operations() {
   PageOperations operations;
-  operations.attend = attend_rows<S>;
+  operations.attend = attend_by_reading<S, RowPages<S>>;
   operations.scratch_bytes = rows_scratch_bytes<S>;
   operations.alone_work = 24;
   return operations;

@@ -5,7 +5,7 @@ namespace {
 
 // With few rows, memory is the limit whatever the instruction.
 void attend_rows_by_dtype(const PageFormat& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
-  const bool many = item.tokens * item.group > kRestingRows;
+  const bool many = item.tokens * item.group > RowPages<Avx512>::kRestingRows;
   if (item.dtype == Dtype::kBfloat && many && takes_bf16(fmt)) return attend_rows_in_bf16(fmt, pool, item, scratch);
   avx512_operations().pages[int(Kind::kRows)].attend(fmt, pool, item, scratch);
 }

@@ -145,6 +145,9 @@ struct PageOperations {
   // Bytes of scratch memory that any of these needs for `rows` query rows.
   std::size_t (*scratch_bytes)(const PageFormat&, int rows) = nullptr;
   std::int64_t alone_work = 0;  // pages times tiles of 4 rows that one thread computes while another wakes up
+  // Page `id` of one KV head as FP16 rows k, v [Π, D]: what a codec that is not fused attends to.
+  void (*read)(const PageFormat&, const Pool&, std::int64_t id, int head, std::uint16_t* k, std::uint16_t* v,
+               std::byte* scratch) = nullptr;
 };
 
 // One instruction set. Rivals of the lab have one kind of page and no operations on rows.

@@ -9,7 +9,7 @@ from hack_kernels.cpu import CpuBackend
 from hack_kernels.cpu.extension import supported_isas
 
 from bench import kernels as bench
-from bench.kernels_codecs import LEVELS, codec_rows
+from bench.kernels_codecs import LEVELS, READ, codec_rows
 from bench.kernels_limits import MachineLimits
 from bench.kernels_report import console_line, write_report
 from bench.row import Row
@@ -48,10 +48,12 @@ def test_codecs_stand_side_by_side(backend: CpuBackend, monkeypatch: pytest.Monk
     assert [row.what for row in rows] == [
         f"codecs, {what}" for what in ("decode", "prefill", "seal", "seal, calibrated")
     ]
-    assert all(list(row.speeds) == ["hack", *LEVELS] for row in rows)
+    attending = ["hack", *LEVELS, "fp16", *READ]
+    sealing = [name for name in attending if not name.endswith("unfused")]
+    assert [list(row.speeds) for row in rows] == [attending, attending, sealing, list(LEVELS)]
     assert all(speed > 0 for row in rows for speed in row.speeds.values())
     write_report(tmp_path, bench.machine(backend, LIMITS, priority=False), rows)
     text = (tmp_path / "performance.md").read_text(encoding="utf-8")
     for row in rows:
-        assert f"| {row.what.removeprefix('codecs, ')} | {row.shape} |" in text
+        assert f"| {row.what.removeprefix('codecs, ')}, {row.shape} " in text
         assert all(f"{name} {speed:.2f}" in console_line(row, []) for name, speed in row.speeds.items())

@@ -25,6 +25,16 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
         ("hack-paper", {"send_sums": True}, 5376, 5376),
         ("hack-paper", {"stored_sums": False}, 5120, 5120),
         ("fp8", {}, 16392, 16392),
+        ("mxfp8", {}, 264 * 64, 264 * 64),
+        ("mxfp6", {}, 200 * 64, 200 * 64),
+        ("mxfp6", {"element": "e3m2"}, 200 * 64, 200 * 64),
+        ("mxfp4", {}, 136 * 64, 136 * 64),
+        ("nvfp4", {}, 144 * 64 + 8, 144 * 64 + 8),
+        ("kivi-4", {}, 160 * 64, 160 * 64),
+        ("kivi-2", {}, 96 * 64, 96 * 64),
+        ("kivi-2", {"group": 64}, 80 * 64, 80 * 64),
+        ("cachegen", {}, 164 * 64, 164 * 64),
+        ("cachegen-eq86", {}, 132 * 64, 132 * 64),
         ("rot-k4v4", {}, 8448, 8448),
         ("rot-k3v3", {}, 6400, 6400),
         ("rot-k3v2", {}, 5376, 5376),
@@ -33,7 +43,7 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
     ],
     ids=str,
 )
-def test_page_bytes_of_the_design(name: str, settings: dict[str, bool], resident: int, wire: int) -> None:
+def test_page_bytes_of_the_design(name: str, settings: dict[str, int | str | bool], resident: int, wire: int) -> None:
     """Head_dim 128, Π 64, one KV head: design section 2."""
     codec = make(name, 128, **settings)
     assert codec.formats[0].page_bytes == resident
@@ -44,7 +54,9 @@ def test_page_bytes_of_the_design(name: str, settings: dict[str, bool], resident
 def test_every_codec_of_the_table_is_pinned() -> None:
     """A codec that is added must be entered above; the tests' own rows have the pages of others."""
     hack, rotated = {"hack", "hack-k4v2", "hack-paper"}, {"rot-k4v4", "rot-k3v3", "rot-k3v2", "rot-k2v2"}
-    assert set(CODECS) - {"hack-zstd", "toy-layers", "rot-window"} == {*hack, *rotated, "fp8", "fp16"}
+    floats, kivi = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2"}
+    known = {*hack, *rotated, *floats, *kivi, "cachegen", "cachegen-eq86", "fp16"}
+    assert set(CODECS) - {"hack-zstd", "toy-layers", "rot-window"} == known
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hackkv.framing import FrameWriter
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, PrefillJob, Receipt
 from hackkv.wire_form import RAW, Bytes, WireForm
 from prefill_node.host_pool import HostPool, Tenant
+from prefill_node.links import Links
 from prefill_node.outbox import Outbox
 from prefill_node.shipment import Patience, Shipment
 from tests.pair import TIMEOUT_S, greedy
@@ -91,7 +92,7 @@ class Bench:
         """Bytes that ceased to wait."""
         self.pool = HostPool(room * KV_BYTES, self._on_left)
         self.sender = wire.sender()
-        self.outbox = Outbox(self.sender, Fingerprint(()), self.pool, patience, lambda _: KV_BYTES)
+        self.outbox = Outbox(Links(self.sender, RAW), Fingerprint(()), self.pool, patience, lambda _: KV_BYTES)
         self.first, self.second = (Receiver(wire.listener()) for _ in range(2))
 
     async def start(self) -> None:

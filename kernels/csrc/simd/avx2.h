@@ -24,6 +24,7 @@ struct Avx2 {
     __m256i a, b;
   };
   using W = I;
+  using B = __m128i;
   static constexpr bool kDotTakesBytes = false;  // codes of more than kNarrow bits need a `dot` of their own
 
   static F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -120,6 +121,27 @@ struct Avx2 {
     const __m256i words = _mm256_permute4x64_epi64(packed, 0xD8);
     const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
     _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(low, high));
+  }
+  // B is 16 bytes, a code of up to 8 bits in each.
+  static B load_bytes(const std::uint8_t* p) { return _mm_loadu_si128((const __m128i*)p); }
+  // The field of `width` bits that begins `shift` bits up in every byte.
+  template <int width>
+  static B byte_field(B x, int shift) {
+    return _mm_and_si128(_mm_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm_set1_epi8((1 << width) - 1));
+  }
+  static B with_upper_nibble(B low, B high) { return _mm_or_si128(low, _mm_slli_epi16(high, 4)); }
+  static F bytes_to_float(B x) {
+    const auto half = [](__m128i y) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(y)); };
+    return {half(x), half(_mm_srli_si128(x, 8))};
+  }
+  // Codes of a sign, an exponent and a mantissa, read as FP16 whose exponent has the same lowest bit.
+  template <int exponent, int mantissa>
+  static F small_floats(B x) {
+    constexpr int bits = 1 + exponent + mantissa;
+    const __m256i moved = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 16 - bits), 5 - exponent);
+    constexpr int kept = 0x8000 | (((1 << (bits - 1)) - 1) << (10 - mantissa));
+    const __m256i halves = _mm256_and_si256(moved, _mm256_set1_epi16(std::int16_t(kept)));
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
   }
   template <int bits, int f>
   static I plane(I x) {

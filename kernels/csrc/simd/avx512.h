@@ -20,6 +20,7 @@ struct Avx512 {
   using F = __m512;
   using I = __m512i;
   using W = __m512i;
+  using B = __m128i;
   static constexpr bool kDotTakesBytes = true;  // one `dot` serves codes of every width
 
   static F zero() { return _mm512_setzero_ps(); }
@@ -98,6 +99,24 @@ struct Avx512 {
   static I nearest(F x) { return _mm512_cvtps_epi32(x); }
   static int reduce_add_int(I x) { return _mm512_reduce_add_epi32(x); }
   static void store_low_bytes(std::uint8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
+  // B is 16 bytes, a code of up to 8 bits in each.
+  static B load_bytes(const std::uint8_t* p) { return _mm_loadu_si128((const __m128i*)p); }
+  // The field of `width` bits that begins `shift` bits up in every byte.
+  template <int width>
+  static B byte_field(B x, int shift) {
+    return _mm_and_si128(_mm_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm_set1_epi8((1 << width) - 1));
+  }
+  static B with_upper_nibble(B low, B high) { return _mm_or_si128(low, _mm_slli_epi16(high, 4)); }
+  static F bytes_to_float(B x) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(x)); }
+  // Codes of a sign, an exponent and a mantissa, read as FP16 whose exponent has the same lowest bit.
+  template <int exponent, int mantissa>
+  static F small_floats(B x) {
+    constexpr int bits = 1 + exponent + mantissa;
+    const __m256i moved = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 16 - bits), 5 - exponent);
+    constexpr int kept = 0x8000 | (((1 << (bits - 1)) - 1) << (10 - mantissa));
+    const __m256i halves = _mm256_and_si256(moved, _mm256_set1_epi16(std::int16_t(kept)));
+    return _mm512_cvtph_ps(halves);
+  }
   // Field f of every byte: the codes of one plane.
   template <int bits, int f>
   static I plane(I x) {

@@ -28,6 +28,9 @@ struct Portable {
   struct W {
     std::uint64_t v[8];
   };
+  struct B {
+    std::uint8_t v[16];
+  };
   static constexpr bool kDotTakesBytes = true;  // one `dot` serves codes of every width
 
   static F zero() { return splat(0.0f); }
@@ -150,6 +153,32 @@ struct Portable {
   }
   static void store_low_bytes(std::uint8_t* p, I x) {
     for (int i = 0; i < 16; ++i) p[i] = std::uint8_t(x.v[i]);
+  }
+  // B is 16 bytes, a code of up to 8 bits in each.
+  static B load_bytes(const std::uint8_t* p) {
+    B x;
+    std::memcpy(x.v, p, sizeof x.v);
+    return x;
+  }
+  // The field of `width` bits that begins `shift` bits up in every byte.
+  template <int width>
+  static B byte_field(B x, int shift) {
+    return lanes<B>([&](int i) { return std::uint8_t((x.v[i] >> shift) & ((1 << width) - 1)); });
+  }
+  static B with_upper_nibble(B low, B high) {
+    return lanes<B>([&](int i) { return std::uint8_t(low.v[i] | (high.v[i] << 4)); });
+  }
+  static F bytes_to_float(B x) {
+    return lanes<F>([&](int i) { return float(x.v[i]); });
+  }
+  // Codes of a sign, an exponent and a mantissa, read as FP16 whose exponent has the same lowest bit.
+  template <int exponent, int mantissa>
+  static F small_floats(B x) {
+    constexpr int top = exponent + mantissa;
+    return lanes<F>([&](int i) {
+      const std::uint32_t sign = (x.v[i] >> top) & 1u, size = x.v[i] & ((1u << top) - 1);
+      return half_to_float(std::uint16_t((sign << 15) | (size << (10 - mantissa))));
+    });
   }
   template <int bits, int f>
   static I plane(I x) {

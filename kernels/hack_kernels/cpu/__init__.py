@@ -22,8 +22,11 @@ from hack_kernels.base import (
 from hack_kernels.cpu import extension
 from hack_kernels.cpu.hack import HackCpu
 from hack_kernels.cpu.levels import LevelCpu
+from hack_kernels.cpu.reading import for_floats, for_groups
 from hack_kernels.cpu.rows import RowCpu
 from hack_kernels.cpu.rowwise import RowwiseCpu
+from hack_kernels.float_format import FloatFormat
+from hack_kernels.group_format import GroupFormat
 from hack_kernels.hack_format import HackFormat
 from hack_kernels.level_format import LevelFormat
 from hack_kernels.row_format import RowFormat
@@ -33,6 +36,8 @@ ISA_VARIABLE: Final = "HACKKV_CPU_ISA"
 """Environment variable that forces an instruction set: avx512-vnni, avx2 or portable."""
 
 FORMATS: Final[dict[type[PageFormat], Callable[[Any, Any], PageKernels | None]]] = {
+    FloatFormat: for_floats,
+    GroupFormat: for_groups,
     HackFormat: HackCpu,
     LevelFormat: LevelCpu,
     RowFormat: RowCpu.for_format,

@@ -1,0 +1,74 @@
+"""Codecs `cachegen` and `cachegen-eq86`: bins around zero, one scale a row, entropy coded on the wire (CacheGen).
+
+A row's largest magnitude is its scale; a value becomes one of 2C + 1 symbols around zero, C = bins / 2 - 1. Early
+layers get more bins. A *level* says how many; 2 is the default of the authors' code, `eq86` has 8 everywhere and about
+the compression that HACK's paper compares with. Rows are those of one KV head, so that heads can be split. Codes stay
+integers where they rest, and attention reads them there.
+
+What differs from the paper: Zstandard takes the place of arithmetic coding, whose tables weigh 2 bits an element on
+chunks of 256 tokens. There are no deltas against anchor tokens; the authors' code has none either. What is missing is
+their way to decode a cache once, when it arrives, and to keep FP16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from hack_kernels.base import Backend
+from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.reference.groups import GroupReference
+from pydantic import Field
+
+from hackkv.codec import KvCodec
+from hackkv.codecs.paged import Kept, PagedCodec
+from hackkv.config import Frozen
+from hackkv.types import KvShape
+
+Level = Literal["1", "2", "3", "eq86"]
+Bins = tuple[tuple[int, int], ...]
+"""(first layer, bins from there on)."""
+
+LEVELS: Final[dict[Level, tuple[Bins, Bins]]] = {
+    "1": (((0, 16), (20, 12)), ((0, 16), (2, 12))),
+    "2": (((0, 32), (10, 16)), ((0, 32), (2, 16))),
+    "3": (((0, 32),), ((0, 32),)),
+    "eq86": (((0, 8),), ((0, 8),)),
+}
+"""Bins of K and of V."""
+
+
+class CacheGenSettings(Frozen):
+    """Settings of the family."""
+
+    level: Level = "2"
+    page_tokens: int = Field(default=64, multiple_of=8, gt=0, le=256)
+    unfused: bool = False
+    """Write FP16 rows to memory before attention, in every call: what HACK's paper timed."""
+
+
+def make_cachegen(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
+    """A codec of the family. Layers with the same bins share kernels."""
+    chosen = CacheGenSettings.model_validate(settings)
+
+    def kept(k: Grouping, v: Grouping) -> Kept:
+        fmt = GroupFormat(shape.head_dim, k, v, chosen.page_tokens, fused=not chosen.unfused)
+        return Kept(fmt, backend.kernels_for(fmt, GroupReference))
+
+    sides = [
+        tuple(grouping(bins_of(of, layer), shape.head_dim) for of in LEVELS[chosen.level])
+        for layer in range(shape.num_layers)
+    ]
+    made = {(k, v): kept(k, v) for k, v in dict.fromkeys(sides)}
+    named = tuple((key, str(value)) for key, value in sorted(chosen.model_dump().items()))
+    return PagedCodec(name, tuple(made[k, v] for k, v in sides), backend, named)
+
+
+def bins_of(bins: Bins, layer: int) -> int:
+    """Of one layer."""
+    return [count for first, count in bins if first <= layer][-1]
+
+
+def grouping(bins: int, head_dim: int) -> Grouping:
+    """One scale a row, codes of 4 bits where they are enough."""
+    centre = bins // 2 - 1
+    return Grouping(4 if 2 * centre < 16 else 5, head_dim, centre=centre)

@@ -1,0 +1,88 @@
+// Codes that are packed along rows, for pages that are read value by value: byte (r, c) of a plane [.., D] holds rows
+// f·r .. f·r + f - 1 of channel c, the first in the lowest bits. Widths of 5 and 6 bits are a plane of the lower 4 bits
+// and a plane of those above, `high`.
+//
+// Pages rest as they travel: 16 bytes are one row's codes of 16 channels wherever they lie.
+#pragma once
+
+#include "unrolled.h"
+
+namespace hack {
+
+constexpr int packed_low(int bits) {
+  return bits == 5 || bits == 6 ? 4 : bits;
+}
+
+constexpr int packed_high(int bits) {
+  return bits - packed_low(bits);
+}
+
+// use(bits) with the width as a compile-time constant.
+template <class Use>
+[[gnu::always_inline]] constexpr decltype(auto) with_packed_bits(int bits, Use use) {
+  switch (bits) {
+    case 2: return use(std::integral_constant<int, 2>{});
+    case 4: return use(std::integral_constant<int, 4>{});
+    case 5: return use(std::integral_constant<int, 5>{});
+    case 6: return use(std::integral_constant<int, 6>{});
+    default: return use(std::integral_constant<int, 8>{});
+  }
+}
+constexpr bool is_packed_width(int bits) {
+  return with_packed_bits(bits, [&](auto width) { return width == bits; });
+}
+
+template <class S, int bits>
+struct PackedRows {
+  const std::uint8_t* low;
+  const std::uint8_t* high;
+  int d;
+
+  // Codes of channels c .. c + 15 of row t, a byte each.
+  [[gnu::always_inline]] typename S::B at(int t, int c) const {
+    const auto codes = field<packed_low(bits)>(low, t, c);
+    if constexpr (packed_high(bits) == 0) {
+      return codes;
+    } else {
+      return S::with_upper_nibble(codes, field<packed_high(bits)>(high, t, c));
+    }
+  }
+  [[gnu::always_inline]] void fetch(int t, int c) const {
+    if (c % 64 != 0) return;
+    line<packed_low(bits)>(low, t, c);
+    if constexpr (packed_high(bits) != 0) line<packed_high(bits)>(high, t, c);
+  }
+
+ private:
+  template <int width>
+  [[gnu::always_inline]] typename S::B field(const std::uint8_t* plane, int t, int c) const {
+    constexpr int f = 8 / width;
+    const auto bytes = S::load_bytes(plane + std::size_t(unsigned(t) / f) * d + c);
+    if constexpr (width == 8) return bytes;
+    return S::template byte_field<width>(bytes, unsigned(t) % f * width);
+  }
+  template <int width>
+  [[gnu::always_inline]] void line(const std::uint8_t* plane, int t, int c) const {
+    constexpr int f = 8 / width;
+    if (unsigned(t) % f == 0) hack::fetch(plane + std::size_t(unsigned(t) / f) * d + c);
+  }
+};
+
+// Codes [rows, d], a byte each, to the field of `width` bits from bit `from` of each on, packed.
+template <class S>
+void pack_field(const std::uint8_t* codes, int rows, int d, int from, int width, std::uint8_t* packed) {
+  const int f = 8 / width, mask = (1 << width) - 1;
+  for (int r = 0; r < rows; r += f, codes += std::size_t(f) * d, packed += d) {
+    for (int c = 0; c < d; ++c) packed[c] = std::uint8_t((codes[c] >> from) & mask);
+    for (int i = 1; i < f; ++i)
+      for (int c = 0; c < d; ++c) packed[c] |= std::uint8_t(((codes[i * d + c] >> from) & mask) << (i * width));
+  }
+}
+
+template <class S>
+void pack_rows(const std::uint8_t* codes, int rows, int d, int bits, std::uint8_t* low, std::uint8_t* high) {
+  pack_field<S>(codes, rows, d, 0, packed_low(bits), low);
+  if (packed_high(bits) != 0) pack_field<S>(codes, rows, d, packed_low(bits), packed_high(bits), high);
+}
+
+}  // namespace hack

@@ -1,0 +1,71 @@
+"""The definition of attention to pages whose values are read one by one: FP32 over dequantized pages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from hack_kernels.base import Planes, Pool, Rows, Spans
+from hack_kernels.check import check_attention, check_seal
+from hack_kernels.read_format import ReadFormat
+from hack_kernels.reference.ragged import exact_attention, held_pages, sequences
+from hack_kernels.reference.wire_order import WireOrder
+
+LARGEST_FP16 = 65504.0
+
+
+class ReadingReference(WireOrder, ABC):
+    """`PageKernels` for a `ReadFormat`; a subclass says what codes are made of values and what they stand for."""
+
+    def __init__(self, fmt: ReadFormat, device: torch.device) -> None:
+        super().__init__(fmt, device)
+        self._fmt = fmt
+        self.approximation_s = 0.0
+
+    @abstractmethod
+    def quantize(self, name: str, rows: Tensor) -> Planes:
+        """K or V of pages, [..., Π, D] FP16, by its name, "k" or "v" -> its planes, [..., *plane shape]."""
+
+    @abstractmethod
+    def dequantize(self, name: str, planes: Planes) -> Tensor:
+        """Its planes [..., *plane shape] -> [..., Π, D] FP32."""
+
+    def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
+        """All pages at once."""
+        check_seal(self._fmt, pool, page_ids, starts, k, v)
+        for name, plane in (self.quantize("k", k) | self.quantize("v", v)).items():
+            pool.planes[name][page_ids] = plane
+
+    def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
+        """Queries run page by page, so that each sees its own page in FP16."""
+        check_attention(self._fmt, pool, spans, rows)
+        out, page_tokens = torch.empty_like(rows.q), self._fmt.page_tokens
+        for part in sequences(pool, spans, rows):
+            end = part.start + part.q.shape[0]
+            last = (end - 1) // page_tokens
+            began = perf_counter()
+            sealed = [self._rows(pool, name, part.table, last) for name in ("k", "v")]
+            self.approximation_s += perf_counter() - began
+            first = part.start // page_tokens
+            for page in range(first, last + 1):
+                begin, stop = max(part.start, page * page_tokens), min(end, (page + 1) * page_tokens)
+                own = slice((page - first) * page_tokens, stop - first * page_tokens)
+                k, v = (
+                    torch.cat((cached[: page * page_tokens], new[own].float()))
+                    for cached, new in zip(sealed, (part.own_k, part.own_v), strict=True)
+                )
+                queries = slice(begin - part.start, stop - part.start)
+                rows_out = slice(part.rows.start + queries.start, part.rows.start + queries.stop)
+                out[rows_out] = exact_attention(part.q[queries], k, v, begin)
+        return out
+
+    def _rows(self, pool: Pool, name: str, table: Tensor, count: int) -> Tensor:
+        """The first `count` pages of a sequence as FP32 rows [count·Π, Hkv, D]."""
+        mine = [plane.name for plane in self._fmt.planes if plane.name.split("_")[0] == name]
+        rows = self.dequantize(name, {plane: held_pages(pool.planes[plane], table, count) for plane in mine})
+        if not self._fmt.fused:
+            rows = rows.clamp(-LARGEST_FP16, LARGEST_FP16).half().float()
+        return rows.transpose(1, 2).flatten(0, 1)

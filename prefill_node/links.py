@@ -1,0 +1,79 @@
+"""The links to decode nodes, measured by what passes them: a `KvSender` around the wire's.
+
+A link's time is what a push waits for it: from each frame until the wire takes the next one, and from the end until
+the receiver has committed. The time in which no frame is ready does not count. A push of few bytes measures how far
+away the receiver is, not how fast the link, and is left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from time import perf_counter
+from typing import Final
+
+from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
+from hackkv.wire_choice import ChosenForm, Coder, Rate
+from hackkv.wire_form import WireForm
+from transport.base import KvSender
+from transport.closing import closing
+
+ENOUGH_BYTES: Final = 256 << 10
+"""The smallest push that measures its link."""
+
+
+class Links:
+    """Implements `KvSender`, and says in which form the frames for an address are written."""
+
+    def __init__(
+        self, sender: KvSender, form: WireForm, where_it_pays: bool = False, now: Callable[[], float] = perf_counter
+    ) -> None:
+        """Frames are coded in `form`, always or only where that saves time."""
+        self._sender, self._form, self._where_it_pays, self._now = sender, form, where_it_pays, now
+        self._coder = Coder(form)
+        self.rates: defaultdict[str, Rate] = defaultdict(Rate)
+        """Bytes a second by address."""
+
+    def form(self, address: str) -> WireForm:
+        """For the frames of a handoff to `address`; "" while no decode node is named, whose link is not known."""
+        if not self._where_it_pays:
+            return self._form
+        return ChosenForm(self._coder, self.rates[address] if address else Rate())
+
+    async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
+        """As the wire's sender; measured."""
+        passage = _Passage(self._now)
+        receipt = await self._sender.push(address, handoff, passage.of(frames))
+        passage.over()
+        if passage.num_bytes >= ENOUGH_BYTES:
+            self.rates[address].add(passage.num_bytes, passage.seconds)
+        return receipt
+
+    async def close(self) -> None:
+        """Close the wire's sender."""
+        await self._sender.close()
+
+
+class _Passage:
+    """The items of one push on their way into the wire."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._left_at = 0.0
+        self.num_bytes = 0
+        self.seconds = 0.0
+
+    async def of(self, frames: AsyncIterator[KvFrame | HandoffEnd]) -> AsyncIterator[KvFrame | HandoffEnd]:
+        """`frames`, as they come."""
+        async with closing(frames):
+            async for item in frames:
+                self._left_at = self._now()
+                yield item
+                if isinstance(item, KvFrame):
+                    self.over()
+                    self.num_bytes += len(item.payload)
+
+    def over(self) -> None:
+        """What was given last has left."""
+        now = self._now()
+        self.seconds, self._left_at = self.seconds + now - self._left_at, now

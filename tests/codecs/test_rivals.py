@@ -1,0 +1,87 @@
+"""What the rivals' settings mean, beside what every test of codecs holds of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hack_kernels import load
+from hack_kernels.group_format import GroupFormat
+from hack_kernels.reference.groups import GroupReference
+
+from hackkv.codec import KvCodec
+from hackkv.codecs import CODECS, make_codec
+from hackkv.config import CodecConfig
+from hackkv.errors import ConfigError
+from hackkv.types import KvShape
+from tests.codecs.cases import Case, assert_same, rows, run
+
+RIVALS = ("fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "kivi-4", "kivi-2", "cachegen", "cachegen-eq86")
+
+
+def make(name: str, layers: int = 1, **settings: Any) -> KvCodec:
+    return make_codec(CodecConfig(name=name, settings=settings), KvShape(layers, 2, 64), load("auto"))
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_unfused_attention_has_the_same_bytes_and_nearly_the_same_outputs(name: str) -> None:
+    """FP16 holds what a page stands for to 11 bits; chunks with and without decode steps."""
+    pi, counts = 32, [40, 1, 60, 1]
+    fused, unfused = (run(Case(name, pi, backend="cpu", settings={"unfused": on}), 102, counts) for on in (False, True))
+    assert fused[0].keys() == unfused[0].keys()
+    assert all(
+        torch.equal(fused[0][plane].view(torch.uint8), unfused[0][plane].view(torch.uint8)) for plane in fused[0]
+    )
+    assert float((fused[2] - unfused[2]).norm() / fused[2].norm()) < 5e-3
+    whole = run(Case(name, pi, backend="cpu", settings={"unfused": True}), 102, [102])
+    assert_same(whole, unfused)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_settings_that_change_results_are_in_the_fingerprint(name: str) -> None:
+    base = make(name)
+    assert make(name).fingerprint() == base.fingerprint()
+    for changed in ({"unfused": True}, {"page_tokens": 32}):
+        assert make(name, **changed).fingerprint() != base.fingerprint()
+    others = [make(other).fingerprint()[1:] for other in RIVALS if CODECS[other].make is CODECS[name].make]
+    assert len(set(others)) == len(others)
+
+
+def test_cachegen_gives_early_layers_more_bins() -> None:
+    """The authors' levels, by layer; a page of few bins is the smaller one."""
+
+    def bins(codec: KvCodec) -> list[tuple[int, int]]:
+        formats = [fmt for fmt in codec.formats if isinstance(fmt, GroupFormat)]
+        return [(2 * fmt.k.centre + 2, 2 * fmt.v.centre + 2) for fmt in formats]
+
+    assert bins(make("cachegen", 24)) == [(32, 32)] * 2 + [(32, 16)] * 8 + [(16, 16)] * 14
+    assert bins(make("cachegen", 24, level="1")) == [(16, 16)] * 2 + [(16, 12)] * 18 + [(12, 12)] * 4
+    assert bins(make("cachegen", 3, level="3")) == [(32, 32)] * 3
+    assert bins(make("cachegen-eq86", 3)) == [(8, 8)] * 3
+    assert make("cachegen").wire_form.name == "zstd"
+
+
+def test_cachegen_errors_are_at_most_half_a_bin() -> None:
+    fmt = make("cachegen").formats[0]
+    assert isinstance(fmt, GroupFormat)
+    kernels = GroupReference(fmt, torch.device("cpu"))
+    x = rows(1, 64, 1, 64).half().transpose(0, 1)[None]
+    error = (kernels.dequantize("k", kernels.quantize("k", x)) - x.float()).abs()
+    assert bool((error <= x.float().abs().amax(-1, keepdim=True) / (2 * 15) * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("fp8", {"element": "e5m2"}, "codec.settings.element"),
+        ("mxfp4", {"scaling": "block"}, "codec.settings.scaling"),
+        ("kivi-2", {"k_bits": 3}, "codec.settings.k_bits"),
+        ("kivi-2", {"group": 48}, "groups of 48 do not divide page_tokens, which is 64"),
+        ("cachegen", {"level": "4"}, "codec.settings.level"),
+        ("cachegen", {"wire_form": "auto?"}, "codec.settings.wire_form"),
+    ],
+)
+def test_wrong_settings_are_named(name: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+        make(name, **settings)

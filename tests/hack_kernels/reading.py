@@ -1,0 +1,76 @@
+"""Formats whose values are read one by one, with their definitions, and pools of them for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from hack_kernels.base import Backend, PageKernels, Pool, Spans, new_pool
+from hack_kernels.float_format import Element, FloatFormat, Scaling
+from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.read_format import ReadFormat
+from hack_kernels.reference.floats import FloatReference
+from hack_kernels.reference.groups import GroupReference
+from hack_kernels.reference.reading import ReadingReference
+from torch import Tensor
+
+from tests.hack_kernels.pools import CPU
+
+FLOATS = [
+    FloatFormat(64, Element.E4M3, Scaling.PAGE, 32),
+    FloatFormat(96, Element.E4M3, Scaling.POWER, 64),
+    FloatFormat(128, Element.E2M3, Scaling.POWER, 64),
+    FloatFormat(64, Element.E3M2, Scaling.POWER, 128),
+    FloatFormat(256, Element.E2M1, Scaling.POWER, 32),
+    FloatFormat(128, Element.E2M1, Scaling.TWOFOLD, 64),
+    FloatFormat(96, Element.E2M1, Scaling.PAGE, 32),
+]
+GROUPS = [
+    GroupFormat(64, Grouping(2, 32, by_channel=True), Grouping(2, 32), 32),
+    GroupFormat(128, Grouping(4, 64, by_channel=True), Grouping(4, 128), 64),
+    GroupFormat(96, Grouping(4, 16, by_channel=True), Grouping(2, 96), 64),
+    GroupFormat(256, Grouping(2, 32, by_channel=True), Grouping(4, 16), 128),
+    GroupFormat(64, Grouping(5, 64, centre=15), Grouping(4, 64, centre=7), 32),
+    GroupFormat(96, Grouping(4, 96, centre=3), Grouping(5, 96, centre=15), 64),
+]
+FORMATS: list[ReadFormat] = [*FLOATS, *GROUPS]
+
+
+def definition(fmt: ReadFormat) -> ReadingReference:
+    """In torch."""
+    if isinstance(fmt, FloatFormat):
+        return FloatReference(fmt, CPU)
+    assert isinstance(fmt, GroupFormat)
+    return GroupReference(fmt, CPU)
+
+
+def kernels_of(backend: Backend, fmt: ReadFormat) -> PageKernels:
+    """A backend's, or the definition."""
+    make: Callable[[ReadFormat, torch.device], PageKernels] = lambda fmt, _: definition(fmt)  # noqa: E731
+    return backend.kernels_for(fmt, make)
+
+
+def unfused(fmt: ReadFormat) -> ReadFormat:
+    """The same with pages that become FP16 rows first."""
+    assert isinstance(fmt, FloatFormat | GroupFormat)
+    return replace(fmt, fused=False)
+
+
+def filled(kernels: PageKernels, fmt: ReadFormat, k: Tensor, v: Tensor) -> Pool:
+    """The full pages of rows [n, Hkv, D] sealed at 0, 1, ..; the rest stands in slot 0."""
+    pi, n, heads = fmt.page_tokens, *k.shape[:2]
+    full = n // pi
+    pool = new_pool(fmt, kernels, CPU, max(full, 1), 1, range(heads))
+    if full:
+        pages = (x[: full * pi].unflatten(0, (full, pi)).transpose(1, 2) for x in (k, v))
+        kernels.seal(0, pool, torch.arange(full), torch.arange(full) * pi, *pages)
+    for slot, x in ((pool.open_k, k), (pool.open_v, v)):
+        slot[0, :, : n % pi] = x[full * pi :].transpose(0, 1)
+    return pool
+
+
+def one_span(start: int, count: int, pages: int) -> Spans:
+    """One sequence on pages 0, 1, .."""
+    zero = torch.tensor([0])
+    return Spans(zero + start, zero + count, zero, torch.arange(max(pages, 1))[None], zero)
