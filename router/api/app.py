@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from hackkv import __version__
 from hackkv.errors import HackkvError
-from router.api import chat, completions, page, probes
+from router.api import chat, completions, page, probes, questions
 from router.api.description import describe
 from router.api.errors import HTTPError, error_response, handle
 from router.api.intake import REQUEST_ID, Gate
@@ -18,6 +18,8 @@ from router.api.served import ServedModel
 from router.config import DeadlinesConfig, LimitsConfig
 
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()
+ROUTES = tuple(module.routes for module in (completions, chat, questions, probes, page))
+"""Everything that is served."""
 _REFUSALS = {404: ("no such route", "not_found"), 405: ("method not allowed", "method_not_allowed")}
 
 
@@ -31,8 +33,8 @@ def build_app(
     """The HTTP API of one served model. Browsers may call it from pages at `cors_origins`."""
     app = FastAPI(title="hackkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.served, app.state.max_body_bytes, app.state.body_s = served, max_body_bytes, body_s
-    for module in (completions, chat, probes, page):
-        app.include_router(module.routes)
+    for routes in ROUTES:
+        app.include_router(routes)
     app.add_exception_handler(HackkvError, handle)
     app.add_exception_handler(HTTPError, handle)
     app.add_exception_handler(HTTPException, _refuse)

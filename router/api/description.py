@@ -16,26 +16,33 @@ from pydantic.json_schema import models_json_schema
 from router.api.answers import ChatCompletionChunk, Completion, Error
 from router.api.intake import is_open
 from router.api.schema import ChatRequest, CompletionRequest
+from router.api.texts import DetokenizeRequest, TokenizeRequest
 
 _BODIES: Final[dict[str, type[BaseModel]]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
 _EVENTS: Final[dict[str, type[BaseModel]]] = {
     "/v1/completions": Completion,
     "/v1/chat/completions": ChatCompletionChunk,
 }
+"""Of routes that stream."""
 _ERRORS: Final = {
     "400": "a field is wrong or not supported; `param` names it",
     "404": "the model does not exist",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
+    "415": "the body is not JSON",
     "429": "there is no room now; Retry-After says when to come back",
     "500": "the model produced numbers that are none",
     "502": "nodes were lost, and no other could go on",
     "503": "no node of a role is there",
     "504": "a deadline passed",
 }
+_OF_NODES: Final = ("500", "502")
+"""Errors that no route makes which asks no node."""
 _NO_KEY: Final = "a valid API key is required"
 _REFERENCE: Final = "#/components/schemas/{model}"
 
@@ -67,6 +74,10 @@ def _complete(path: str, operation: dict[str, Any], needs_key: bool) -> None:
     answers.pop("422", None)  # FastAPI's own refusal, which no route uses
     if path in _BODIES:
         operation["requestBody"] = {"required": True, "content": {"application/json": _refer(_BODIES[path])}}
+        answers.update(
+            {status: _error(why) for status, why in _ERRORS.items() if path in _EVENTS or status not in _OF_NODES}
+        )
+    if path in _EVENTS:
         data = f"JSON of a {_EVENTS[path].__name__}, or of an Error where the stream breaks off; at last [DONE]."
         event = {
             "type": "object",
@@ -74,7 +85,6 @@ def _complete(path: str, operation: dict[str, Any], needs_key: bool) -> None:
             "required": ["data"],
         }
         answers["200"]["content"]["text/event-stream"] = {"schema": event}
-        answers.update({status: _error(why) for status, why in _ERRORS.items()})
     if needs_key and not is_open(path):
         operation["security"] = [{"key": []}]
         answers["401"] = _error(_NO_KEY)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from time import perf_counter
 from typing import Final, TypeVar
 from uuid import uuid4
@@ -20,6 +20,7 @@ from router.api.caller import Caller
 from router.api.errors import HTTPError, error_response, status_of
 from router.api.schema import Generate
 from router.api.served import ServedModel
+from router.api.texts import Question
 from router.api.tokenize import Parsed
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
@@ -121,9 +122,21 @@ async def read_body(request: Request, kind: type[BodyT]) -> Parsed[BodyT]:
     Raises `HTTPError` (404 model, 408 slow, 413 large, 415 not JSON), `RequestError` naming the field, `Cancelled`, and
     what `Prompts.parse` raises.
     """
-    served, client = served_by(request), request.state.client_id
+    async with _received(request) as data:
+        return await served_by(request).prompts.parse(kind, data, Caller(request.receive), request.state.client_id)
+
+
+async def read_question(request: Request, kind: type[Question]) -> bytes:
+    """Read, bound, check and answer a body that asks for no generation. Raises what `read_body` raises."""
+    async with _received(request) as data:
+        return await served_by(request).prompts.answer(kind, data, Caller(request.receive), request.state.client_id)
+
+
+@asynccontextmanager
+async def _received(request: Request) -> AsyncIterator[bytes]:
+    """The whole body, whose bytes are accounted for until the end of the block."""
     _check_media_type(request)
-    with served.bodies.account(client) as claim:
+    with served_by(request).bodies.account(request.state.client_id) as claim:
         try:
             async with asyncio.timeout(request.app.state.body_s):
                 data = await _read(request, request.app.state.max_body_bytes, claim)
@@ -131,7 +144,7 @@ async def read_body(request: Request, kind: type[BodyT]) -> Parsed[BodyT]:
             raise HTTPError(408, "the request body did not arrive in time", "request_timeout") from error
         except ClientDisconnect as error:
             raise Cancelled("the client left") from error
-        return await served.prompts.parse(kind, data, Caller(request.receive), client)
+        yield data
 
 
 def _check_media_type(request: Request) -> None:

@@ -8,12 +8,13 @@ from typing import Any, Final
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from router.api import chat, completions, page, probes
+from router.api.app import ROUTES
 from router.api.description import describe
 from router.api.extras import ChatExtras, LlamaExtras, VllmExtras
 from router.api.fields import Ignored, Refused
 from router.api.schema import ChatRequest, CompletionRequest, Generate, Message, RefusalPart, StreamOptions, TextPart
 from router.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
+from router.api.texts import DetokenizeRequest, TokenizeRequest
 from router.api.tools.fields import Function, Tool, ToolCall, ToolChoice
 
 _HUGE: Final = 1 << 30
@@ -33,6 +34,8 @@ _SECTIONS: Final[tuple[tuple[str, type[BaseModel], type[BaseModel] | None], ...]
     ("The `function` of a tool", Function, None),
     ("`tool_choice` as an object", ToolChoice, None),
     ("A call of a message's `tool_calls`", ToolCall, None),
+    ("`/tokenize`", TokenizeRequest, None),
+    ("`/detokenize`", DetokenizeRequest, None),
 )
 
 
@@ -43,8 +46,8 @@ def reference() -> str:
 
 def _endpoints() -> str:
     app = FastAPI()
-    for module in (completions, chat, probes, page):
-        app.include_router(module.routes)
+    for routes in ROUTES:
+        app.include_router(routes)
     lines = ["### Endpoints", "", "| endpoint | what it does | answers |", "|---|---|---|"]
     for path, operations in describe(app, needs_key=False)["paths"].items():
         for method, operation in operations.items():

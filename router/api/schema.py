@@ -15,7 +15,7 @@ from pydantic.json_schema import JsonSchemaValue
 from hackkv.errors import RequestError
 from router.api.extras import ChatExtras, LlamaExtras, VllmExtras
 from router.api.fields import PARTS, REFUSAL, TEXT, Ignored, NullIs, Refused, Whole, fault, whole
-from router.api.strict import Strict
+from router.api.strict import Body, Strict
 from router.api.structured import Form, Structured
 from router.api.tools.fields import ToolCall, ToolFields
 
@@ -106,13 +106,12 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[Any, Ignored("events are not padded")] = None
 
 
-class Generate(Structured, VllmExtras, LlamaExtras):
+class Generate(Body, Structured, VllmExtras, LlamaExtras):
     """What completions and chat have in common, and our own fields.
 
     Sampling settings that are left out, or null, are the checkpoint's own (`router.api.defaults`).
     """
 
-    model: str | None = None
     max_tokens: Annotated[int | None, Field(ge=0, le=1 << 30), Whole()] = None
     n: Annotated[int, Field(ge=1, le=MAX_N), Whole(), NullIs(1)] = 1
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 63), Whole()] = None

@@ -18,8 +18,9 @@ from router.api.conversation import Conversations
 from router.api.errors import HTTPError, from_validation
 from router.api.fields import STRICT
 from router.api.schema import ChatRequest, CompletionRequest, Generate
+from router.api.strict import Body
 
-BodyT = TypeVar("BodyT", bound=Generate)
+BodyT = TypeVar("BodyT", bound=Body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Bounds:
     """Of each prompt."""
     sequences: int
     """Prompts times `n`."""
+    context: int | None = None
+    """Tokens of a prompt and its output together; None while no node can say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def _completion(conversations: Conversations, body: CompletionRequest, bounds: B
     encoded = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            ids = tuple(_encode(tokenizer, prompt, body.add_special_tokens, bounds, "prompt"))
+            ids = tuple(encode(tokenizer, prompt, body.add_special_tokens, bounds, "prompt"))
         else:
             check_prompt(len(prompt), bounds, "prompt")
             check_token_ids(tokenizer, prompt, "prompt")
@@ -99,7 +102,8 @@ def _completion(conversations: Conversations, body: CompletionRequest, bounds: B
     return encoded
 
 
-def _chat(conversations: Conversations, body: ChatRequest, bounds: Bounds) -> list[tuple[int, ...]]:
+def chat(conversations: Conversations, body: ChatRequest, bounds: Bounds) -> list[tuple[int, ...]]:
+    """Token ids of a conversation, alone in a list."""
     tokenizer = conversations.tokenizer
     _check_sequences(body.n, bounds)
     messages, tools = conversations.prompt(body)
@@ -111,13 +115,14 @@ def _chat(conversations: Conversations, body: ChatRequest, bounds: Bounds) -> li
         tools=tools,
     )
     # Templates write their own special tokens.
-    ids = _encode(tokenizer, text, False, bounds, "messages")
+    ids = encode(tokenizer, text, False, bounds, "messages")
     if not ids:
         raise RequestError("the chat template made an empty prompt of this conversation", "messages")
     return [tuple(ids)]
 
 
-def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, bounds: Bounds, param: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, bounds: Bounds, param: str) -> list[int]:
+    """Token ids of a text. Raises `RequestError` naming `param` if there are too many."""
     check_prompt(tokenizer.least_tokens(text), bounds, param, "at least ")
     ids = tokenizer.encode(text, add_special_tokens)
     check_prompt(len(ids), bounds, param)
@@ -137,6 +142,6 @@ def _check_sequences(count: int, bounds: Bounds) -> None:
 
 _TOKENIZE: Final[dict[type[Generate], Callable[[Conversations, Any, Bounds], list[tuple[int, ...]]]]] = {
     CompletionRequest: _completion,
-    ChatRequest: _chat,
+    ChatRequest: chat,
 }
 """How the prompts of each kind of body become token ids."""

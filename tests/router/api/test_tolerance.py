@@ -16,11 +16,13 @@ from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.fields import Ignored, Refused
 from router.api.schema import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
+from router.api.texts import TokenizeRequest
 from tests.router.conftest import Api, check_error, make_served
 from tests.router.scripted import Cluster
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 QUESTION = {"role": "user", "content": "hi"}
+SHORT = {"max_tokens": 1}
 PART = {"type": "text", "text": "hi"}
 VALUES: list[object] = [True, 0, -3, 1.5, "", "x", [], [1], {}, {"a": [None]}]
 
@@ -28,14 +30,17 @@ Place = tuple[str, dict[str, Any], list[str | int], str]
 """A route, a body that it serves, the way to one of the body's objects, and how errors write that way."""
 
 PLACES: dict[type[BaseModel], Place] = {
-    CompletionRequest: (COMPLETIONS, {"prompt": "x"}, [], ""),
-    ChatRequest: (CHAT, {"messages": [QUESTION]}, [], ""),
-    StreamOptions: (CHAT, {"messages": [QUESTION], "stream_options": {}}, ["stream_options"], "stream_options."),
-    Message: (CHAT, {"messages": [QUESTION]}, ["messages", 0], "messages[0]."),
+    CompletionRequest: (COMPLETIONS, {"prompt": "x", **SHORT}, [], ""),
+    ChatRequest: (CHAT, {"messages": [QUESTION], **SHORT}, [], ""),
+    StreamOptions: (
+        CHAT, {"messages": [QUESTION], "stream_options": {}, **SHORT}, ["stream_options"], "stream_options.",
+    ),
+    Message: (CHAT, {"messages": [QUESTION], **SHORT}, ["messages", 0], "messages[0]."),
     TextPart: (
-        CHAT, {"messages": [QUESTION, {"role": "user", "content": [PART]}]}, ["messages", 1, "content", 0],
+        CHAT, {"messages": [QUESTION, {"role": "user", "content": [PART]}], **SHORT}, ["messages", 1, "content", 0],
         "messages[1].content[0].",
     ),
+    TokenizeRequest: ("/tokenize", {"prompt": "x"}, [], ""),
 }  # fmt: skip
 FIELDS = [
     (model, name, kind)
@@ -52,7 +57,7 @@ field = pytest.mark.parametrize(
 def body_with(model: type[BaseModel], name: str, value: object) -> tuple[str, dict[str, Any], str]:
     """A route, a body in which a field has a value, and the field's place."""
     route, body, way, prefix = PLACES[model]
-    body = json.loads(json.dumps({**body, "max_tokens": 1}))
+    body = json.loads(json.dumps(body))
     inner: Any = body
     for step in way:
         inner = inner[step]
