@@ -14,11 +14,12 @@ from router.api import chat, completions, page, probes, questions
 from router.api.description import describe
 from router.api.errors import HTTPError, error_response, handle
 from router.api.intake import REQUEST_ID, Gate
+from router.api.responses import route as responses
 from router.api.served import ServedModel
 from router.config import DeadlinesConfig, LimitsConfig
 
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()
-ROUTES = tuple(module.routes for module in (completions, chat, questions, probes, page))
+ROUTES = tuple(module.routes for module in (completions, chat, responses, questions, probes, page))
 """Everything that is served."""
 _REFUSALS = {404: ("no such route", "not_found"), 405: ("method not allowed", "method_not_allowed")}
 

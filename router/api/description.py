@@ -15,18 +15,22 @@ from pydantic.json_schema import models_json_schema
 
 from router.api.answers import ChatCompletionChunk, Completion, Error
 from router.api.intake import is_open
+from router.api.responses.answers import ResponseEvent
+from router.api.responses.schema import ResponsesRequest
 from router.api.schema import ChatRequest, CompletionRequest
 from router.api.texts import DetokenizeRequest, TokenizeRequest
 
 _BODIES: Final[dict[str, type[BaseModel]]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 _EVENTS: Final[dict[str, type[BaseModel]]] = {
     "/v1/completions": Completion,
     "/v1/chat/completions": ChatCompletionChunk,
+    "/v1/responses": ResponseEvent,
 }
 """Of routes that stream."""
 _ERRORS: Final = {
@@ -41,6 +45,8 @@ _ERRORS: Final = {
     "503": "no node of a role is there",
     "504": "a deadline passed",
 }
+_END: Final = ", or of an Error where the stream breaks off; at last [DONE]."
+_ENDS: Final = {"/v1/responses": "; the last is response.completed, response.incomplete or response.failed."}
 _OF_NODES: Final = ("500", "502")
 """Errors that no route makes which asks no node."""
 _NO_KEY: Final = "a valid API key is required"
@@ -78,7 +84,7 @@ def _complete(path: str, operation: dict[str, Any], needs_key: bool) -> None:
             {status: _error(why) for status, why in _ERRORS.items() if path in _EVENTS or status not in _OF_NODES}
         )
     if path in _EVENTS:
-        data = f"JSON of a {_EVENTS[path].__name__}, or of an Error where the stream breaks off; at last [DONE]."
+        data = f"JSON of a {_EVENTS[path].__name__}{_ENDS.get(path, _END)}"
         event = {
             "type": "object",
             "properties": {"data": {"type": "string", "description": data}},

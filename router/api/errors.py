@@ -31,7 +31,7 @@ from hackkv.errors import (
     Unavailable,
 )
 from hackkv.spelling import did_you_mean
-from router.api.fields import TAGS
+from router.api.fields import is_tag
 from router.watch.metrics import Outcome
 
 log = logging.getLogger(__name__)
@@ -129,10 +129,10 @@ def from_validation(error: ValidationError, known: Collection[str]) -> RequestEr
         return RequestError(f"the body is not valid JSON: {why}")
     if kind == "extra_forbidden":
         *parents, name = first["loc"]
-        path = _path([*(parent for parent in parents if parent not in TAGS), name])
+        path = _path([*(parent for parent in parents if not is_tag(parent)), name])
         hint = "" if parents else did_you_mean(path, known)
         return RequestError(f"unknown field: {path}{hint}", param=path)
-    names = [*(name for name in first["loc"] if name not in TAGS), *context.get("where", ())]
+    names = [*(name for name in first["loc"] if not is_tag(name)), *context.get("where", ())]
     if not names:
         return RequestError("the body must be a JSON object")
     return RequestError(f"{_path(names)}: {first['msg']}", param=_path(names))

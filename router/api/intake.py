@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hackkv.errors import Cancelled
 from router.api.caller import Caller
 from router.api.errors import HTTPError, error_response, status_of
-from router.api.schema import Generate
 from router.api.served import ServedModel
+from router.api.strict import Prompted
 from router.api.texts import Question
 from router.api.tokenize import Parsed
 
@@ -31,7 +31,7 @@ REQUEST_ID: Final = "x-request-id"
 _NAMED: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 """Request ids that are taken over from clients; they go into logs and to the nodes."""
 
-BodyT = TypeVar("BodyT", bound=Generate)
+BodyT = TypeVar("BodyT", bound=Prompted)
 
 
 class Gate:

@@ -32,8 +32,9 @@ from hackkv.errors import HackkvError, RequestError
 from hackkv.tokenizer import Tokenizer
 from router.api.conversation import Conversations
 from router.api.errors import HTTPError
-from router.api.schema import ChatRequest, CompletionRequest, Generate
-from router.api.strict import Body
+from router.api.responses.schema import ResponsesRequest
+from router.api.schema import ChatRequest, CompletionRequest
+from router.api.strict import Body, Prompted
 from router.api.texts import QUESTIONS, Question, answer_question
 from router.api.tokenize import Bounds, tokenize, validate
 from router.config import ChatConfig
@@ -46,7 +47,8 @@ MAX_REST: Final = 1 << 20
 NICENESS: Final = 5
 """Streams come first when cores are short."""
 
-KINDS: Final[dict[str, type[Body]]] = {kind.__name__: kind for kind in (CompletionRequest, ChatRequest, *QUESTIONS)}
+_BODIES: Final[tuple[type[Body], ...]] = (CompletionRequest, ChatRequest, ResponsesRequest, *QUESTIONS)
+KINDS: Final = {kind.__name__: kind for kind in _BODIES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def answer(tokenizer: Tokenizer, job: Job, data: bytes) -> tuple[dict[str, Any],
         conversations = Conversations(tokenizer, job.chat)
         if isinstance(body, Question):
             return {}, answer_question(conversations, body, job.bounds)
-        assert isinstance(body, Generate)
+        assert isinstance(body, Prompted)
         prompts = tokenize(conversations, body, job.bounds)
         rest = _rest(body, data)
     except HTTPError as error:
@@ -86,8 +88,8 @@ def answer(tokenizer: Tokenizer, job: Job, data: bytes) -> tuple[dict[str, Any],
     return {"rest": rest, "lengths": [len(prompt) for prompt in prompts]}, ids.tobytes()
 
 
-def _rest(body: Generate, data: bytes) -> str:
-    """The client's JSON with stand-ins for its prompts (`Generate.stand_in`)."""
+def _rest(body: Prompted, data: bytes) -> str:
+    """The client's JSON with stand-ins for its prompts (`Prompted.stand_in`)."""
     fields = from_json(data)
     try:
         bare = json.dumps({**fields, **body.stand_in(repeated=False)})

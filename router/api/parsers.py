@@ -17,12 +17,12 @@ from typing import Any, Final, TypeVar
 
 from hackkv.errors import Unavailable
 from router.api.parser import IDS, LENGTH, Job, error_of, job_head, pack
-from router.api.schema import Generate
+from router.api.strict import Prompted
 from router.api.tokenize import Parsed
 
 log = logging.getLogger(__name__)
 
-BodyT = TypeVar("BodyT", bound=Generate)
+BodyT = TypeVar("BodyT", bound=Prompted)
 
 _SLICE: Final = 1 << 18
 """Bytes that are written at once; others run in between."""
@@ -89,8 +89,8 @@ class Parsers:
         finally:
             ours.close()
             self.jobs -= 1
-        if error := told.get("error"):
-            raise error_of(error)
+        if failure := told.get("error"):
+            raise error_of(failure)
         return told, answer
 
     async def close(self) -> None:

@@ -18,8 +18,7 @@ from router.api.conversation import Conversations
 from router.api.fair_line import FairLine
 from router.api.parser import Job
 from router.api.parsers import Parsers
-from router.api.schema import Generate
-from router.api.strict import Body
+from router.api.strict import Body, Prompted
 from router.api.texts import Question, answer_question
 from router.api.tokenize import Bounds, Parsed, check_prompt, check_token_ids, tokenize, validate
 from router.config import LimitsConfig
@@ -29,7 +28,7 @@ from router.scopes import deadline
 SMALL: Final = 4096
 """Bytes of a body up to which it is parsed on the event loop."""
 
-BodyT = TypeVar("BodyT", bound=Generate)
+BodyT = TypeVar("BodyT", bound=Prompted)
 T = TypeVar("T")
 
 

@@ -39,6 +39,12 @@ async def embeddings(request: Request) -> Response:
     _refuse(request, _EMBEDDINGS)
 
 
+@routes.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], status_code=404, responses=_REFUSED)
+async def kept_responses(request: Request, rest: str) -> Response:
+    """Refused: answers are not kept."""
+    _refuse(request, "answers are not kept; send the conversation so far as `input` of POST /v1/responses")
+
+
 def _refuse(request: Request, hint: str) -> NoReturn:
     with counting_refusals(served_by(request)):
         raise HTTPError(404, f"{request.url.path} is not supported: {hint}", "not_supported")

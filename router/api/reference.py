@@ -12,6 +12,20 @@ from router.api.app import ROUTES
 from router.api.description import describe
 from router.api.extras import ChatExtras, LlamaExtras, VllmExtras
 from router.api.fields import Ignored, Refused
+from router.api.responses.schema import (
+    CallItem,
+    EventOptions,
+    FunctionChoice,
+    FunctionTool,
+    ItemPart,
+    MessageItem,
+    ResponsesRequest,
+    ResultItem,
+    TextFormat,
+    TextOptions,
+    ThoughtItem,
+)
+from router.api.sampled import Sampled
 from router.api.schema import ChatRequest, CompletionRequest, Generate, Message, RefusalPart, StreamOptions, TextPart
 from router.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from router.api.texts import DetokenizeRequest, TokenizeRequest
@@ -20,7 +34,8 @@ from router.api.tools.fields import Function, Tool, ToolCall, ToolChoice
 _HUGE: Final = 1 << 30
 """Bounds from here on only keep numbers within their types."""
 _SECTIONS: Final[tuple[tuple[str, type[BaseModel], type[BaseModel] | None], ...]] = (
-    ("Both routes", Generate, None),
+    ("All routes that generate", Sampled, None),
+    ("`/v1/completions` and `/v1/chat/completions`", Generate, Sampled),
     ("`/v1/completions` alone", CompletionRequest, Generate),
     ("`/v1/chat/completions` alone", ChatRequest, Generate),
     ("`stream_options`", StreamOptions, None),
@@ -34,6 +49,17 @@ _SECTIONS: Final[tuple[tuple[str, type[BaseModel], type[BaseModel] | None], ...]
     ("The `function` of a tool", Function, None),
     ("`tool_choice` as an object", ToolChoice, None),
     ("A call of a message's `tool_calls`", ToolCall, None),
+    ("`/v1/responses` alone", ResponsesRequest, Sampled),
+    ("`text` of `/v1/responses`", TextOptions, None),
+    ("`text.format`", TextFormat, None),
+    ("A tool of `tools` of `/v1/responses`", FunctionTool, None),
+    ("`tool_choice` of `/v1/responses` as an object", FunctionChoice, None),
+    ("`stream_options` of `/v1/responses`", EventOptions, None),
+    ("A message of `input`", MessageItem, None),
+    ("A part of its `content`", ItemPart, None),
+    ("A `function_call` of `input`", CallItem, None),
+    ("A `function_call_output` of `input`", ResultItem, None),
+    ("A `reasoning` of `input`", ThoughtItem, None),
     ("`/tokenize`", TokenizeRequest, None),
     ("`/detokenize`", DetokenizeRequest, None),
 )
@@ -50,7 +76,7 @@ def _endpoints() -> str:
         app.include_router(routes)
     lines = ["### Endpoints", "", "| endpoint | what it does | answers |", "|---|---|---|"]
     for path, operations in describe(app, needs_key=False)["paths"].items():
-        for method, operation in operations.items():
+        for method, operation in sorted(operations.items()):  # FastAPI keeps methods in a set
             what = " ".join(operation["description"].split())
             lines.append(f"| `{method.upper()} {path}` | {what} | {', '.join(operation['responses'])} |")
     return "\n".join(lines)
@@ -106,7 +132,9 @@ def _type(schema: dict[str, Any]) -> str:
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     kind = schema.get("type", "any JSON")
-    name = "object" if isinstance(kind, list) else {"array": "list", "integer": "whole number"}.get(kind, kind)
+    if isinstance(kind, list):
+        kind = next(each for each in kind if each != "null")
+    name = {"array": "list", "integer": "whole number"}.get(kind, kind)
     if kind == "array":
         return f"{name} of {_type(schema['items'])}"
     words = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -18,3 +20,15 @@ class Body(Strict):
 
     model: str | None = None
     """Its name as `/v1/models` has it, or nothing."""
+
+
+class Prompted(Body):
+    """A body that asks for text after one or several prompts."""
+
+    def stand_in(self, *, repeated: bool) -> dict[str, Any]:
+        """The fields that hold the prompts, as JSON, with as little in them as a valid body can have.
+
+        With `repeated`, texts stay that the answer repeats. So a body can be passed on without its prompts, where only
+        their token ids are needed.
+        """
+        raise NotImplementedError

@@ -17,8 +17,9 @@ from hackkv.tokenizer import Tokenizer
 from router.api.conversation import Conversations
 from router.api.errors import HTTPError, from_validation
 from router.api.fields import STRICT
-from router.api.schema import ChatRequest, CompletionRequest, Generate
-from router.api.strict import Body
+from router.api.retold import Retold
+from router.api.schema import ChatRequest, CompletionRequest
+from router.api.strict import Body, Prompted
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -61,12 +62,14 @@ def validate(kind: type[BodyT], data: bytes, model_name: str, strict: bool) -> B
     return body
 
 
-def tokenize(conversations: Conversations, body: Generate, bounds: Bounds) -> list[tuple[int, ...]]:
+def tokenize(conversations: Conversations, body: Prompted, bounds: Bounds) -> list[tuple[int, ...]]:
     """Token ids of each prompt of a body. Raises `RequestError` naming the field.
 
     A text that cannot fit is refused before it is tokenized, as far as the tokenizer can tell
     (`Tokenizer.least_tokens`).
     """
+    if isinstance(body, Retold):
+        return chat(conversations, body.chat(), bounds)
     return _TOKENIZE[type(body)](conversations, body, bounds)
 
 
@@ -140,7 +143,7 @@ def _check_sequences(count: int, bounds: Bounds) -> None:
         raise RequestError(f"{count} sequences asked for at once; at most {bounds.sequences}", "n")
 
 
-_TOKENIZE: Final[dict[type[Generate], Callable[[Conversations, Any, Bounds], list[tuple[int, ...]]]]] = {
+_TOKENIZE: Final[dict[type[Prompted], Callable[[Conversations, Any, Bounds], list[tuple[int, ...]]]]] = {
     CompletionRequest: _completion,
     ChatRequest: chat,
 }

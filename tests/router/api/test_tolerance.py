@@ -10,19 +10,33 @@ import httpx
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
 from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.fields import Ignored, Refused
+from router.api.responses.schema import (
+    CallItem,
+    EventOptions,
+    FunctionTool,
+    ItemPart,
+    MessageItem,
+    ResponsesRequest,
+    ResultItem,
+    TextOptions,
+    ThoughtItem,
+)
 from router.api.schema import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
 from router.api.texts import TokenizeRequest
 from tests.router.conftest import Api, check_error, make_served
 from tests.router.scripted import Cluster
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 QUESTION = {"role": "user", "content": "hi"}
 SHORT = {"max_tokens": 1}
+BRIEF = {"max_output_tokens": 1}
+CLOCK = {"type": "function", "name": "clock", "parameters": None}
 PART = {"type": "text", "text": "hi"}
 VALUES: list[object] = [True, 0, -3, 1.5, "", "x", [], [1], {}, {"a": [None]}]
 
@@ -40,6 +54,25 @@ PLACES: dict[type[BaseModel], Place] = {
         CHAT, {"messages": [QUESTION, {"role": "user", "content": [PART]}], **SHORT}, ["messages", 1, "content", 0],
         "messages[1].content[0].",
     ),
+    ResponsesRequest: (RESPONSES, {"input": "x", **BRIEF}, [], ""),
+    EventOptions: (RESPONSES, {"input": "x", "stream_options": {}, **BRIEF}, ["stream_options"], "stream_options."),
+    TextOptions: (RESPONSES, {"input": "x", "text": {}, **BRIEF}, ["text"], "text."),
+    FunctionTool: (RESPONSES, {"input": "x", "tools": [CLOCK], **BRIEF}, ["tools", 0], "tools[0]."),
+    MessageItem: (RESPONSES, {"input": [QUESTION], **BRIEF}, ["input", 0], "input[0]."),
+    ItemPart: (
+        RESPONSES, {"input": [{**QUESTION, "content": [{"type": "input_text", "text": "x"}]}], **BRIEF},
+        ["input", 0, "content", 0], "input[0].content[0].",
+    ),
+    CallItem: (
+        RESPONSES,
+        {"input": [QUESTION, {"type": "function_call", "call_id": "1", "name": "clock", "arguments": "{}"}], **BRIEF},
+        ["input", 1], "input[1].",
+    ),
+    ResultItem: (
+        RESPONSES, {"input": [QUESTION, {"type": "function_call_output", "call_id": "1", "output": "x"}], **BRIEF},
+        ["input", 1], "input[1].",
+    ),
+    ThoughtItem: (RESPONSES, {"input": [QUESTION, {"type": "reasoning"}], **BRIEF}, ["input", 1], "input[1]."),
     TokenizeRequest: ("/tokenize", {"prompt": "x"}, [], ""),
 }  # fmt: skip
 FIELDS = [
@@ -109,8 +142,9 @@ async def test_a_strict_router_takes_no_field_that_has_no_effect(
     [
         (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
         (chat_create_params.CompletionCreateParamsBase, ChatRequest),
+        (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
     ],
-    ids=["completions", "chat"],
+    ids=["completions", "chat", "responses"],
 )
 def test_every_field_of_the_openai_package_is_known(sent: type, known: type[BaseModel]) -> None:
     assert sent.__annotations__.keys() - known.model_fields.keys() == set()
