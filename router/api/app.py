@@ -13,13 +13,14 @@ from hackkv.errors import HackkvError
 from router.api import chat, completions, page, probes, questions
 from router.api.description import describe
 from router.api.errors import HTTPError, error_response, handle
-from router.api.intake import REQUEST_ID, Gate
+from router.api.intake import API_KEY, REQUEST_ID, Gate
+from router.api.messages import route as messages
 from router.api.responses import route as responses
 from router.api.served import ServedModel
 from router.config import DeadlinesConfig, LimitsConfig
 
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()
-ROUTES = tuple(module.routes for module in (completions, chat, responses, questions, probes, page))
+ROUTES = tuple(module.routes for module in (completions, chat, responses, messages, questions, probes, page))
 """Everything that is served."""
 _REFUSALS = {404: ("no such route", "not_found"), 405: ("method not allowed", "method_not_allowed")}
 
@@ -45,7 +46,7 @@ def build_app(
     if not cors_origins:
         return gate
     # Outside the gate: a browser asks for permission without the key.
-    headers = ["authorization", "content-type", REQUEST_ID]
+    headers = ["authorization", "content-type", REQUEST_ID, API_KEY, "anthropic-version", "anthropic-beta"]
     return CORSMiddleware(
         gate, cors_origins, allow_methods=["GET", "POST"], allow_headers=headers, expose_headers=[REQUEST_ID]
     )
@@ -57,4 +58,6 @@ async def _refuse(request: Request, error: Exception) -> Response:
     detail = error.detail if isinstance(error, HTTPException) else str(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     message, code = _REFUSALS.get(status, (detail, "refused"))
-    return error_response(HTTPError(status, f"{message}: {request.method} {request.url.path}", code, headers=headers))
+    path = request.url.path
+    told = HTTPError(status, f"{message}: {request.method} {path}", code, headers=headers)
+    return error_response(told, path, getattr(request.state, "request_id", ""))

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hackkv.errors import Cancelled
 from router.api.caller import Caller
-from router.api.errors import HTTPError, error_response, status_of
+from router.api.errors import HTTPError, error_response, is_anthropic, status_of
 from router.api.served import ServedModel
 from router.api.strict import Prompted
 from router.api.texts import Question
@@ -28,6 +28,10 @@ OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
 PAGE_FILES = "/page/"
 """The page's files lie below this path. They need no key either."""
 REQUEST_ID: Final = "x-request-id"
+ANTHROPIC_REQUEST_ID: Final = "request-id"
+"""Where Anthropic's clients look for the same."""
+API_KEY: Final = "x-api-key"
+"""Where Anthropic's clients show the key."""
 _NAMED: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 """Request ids that are taken over from clients; they go into logs and to the nodes."""
 
@@ -49,13 +53,18 @@ class Gate:
             return
         headers = dict(scope["headers"])
         key = headers.get(b"authorization", b"")
+        if not key and (alone := headers.get(API_KEY.encode())):
+            key = b"Bearer " + alone
         request_id = _name_of(headers.get(REQUEST_ID.encode(), b""))
         state = scope.setdefault("state", {})
         state.update(arrived=perf_counter(), request_id=request_id, client_id=self._client_of(scope, key))
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                answered = MutableHeaders(scope=message)
+                answered[REQUEST_ID] = request_id
+                if is_anthropic(scope["path"]):
+                    answered[ANTHROPIC_REQUEST_ID] = request_id
             await send(message)
 
         if is_open(scope["path"]) or self._knows(key):
@@ -63,7 +72,7 @@ class Gate:
             return
         error = HTTPError(401, "a valid API key is required", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         self._refused(error.status)
-        await error_response(error)(scope, receive, send_named)
+        await error_response(error, scope["path"], request_id)(scope, receive, send_named)
 
     def _client_of(self, scope: Scope, key: bytes) -> str:
         """Who shares with whom: requests of one address and, where keys are checked, of one key."""

@@ -32,6 +32,7 @@ from hackkv.errors import HackkvError, RequestError
 from hackkv.tokenizer import Tokenizer
 from router.api.conversation import Conversations
 from router.api.errors import HTTPError
+from router.api.messages.schema import CountRequest, MessagesRequest
 from router.api.responses.schema import ResponsesRequest
 from router.api.schema import ChatRequest, CompletionRequest
 from router.api.strict import Body, Prompted
@@ -47,7 +48,9 @@ MAX_REST: Final = 1 << 20
 NICENESS: Final = 5
 """Streams come first when cores are short."""
 
-_BODIES: Final[tuple[type[Body], ...]] = (CompletionRequest, ChatRequest, ResponsesRequest, *QUESTIONS)
+_BODIES: Final[tuple[type[Body], ...]] = (
+    CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, *QUESTIONS,
+)  # fmt: skip
 KINDS: Final = {kind.__name__: kind for kind in _BODIES}
 
 

@@ -12,6 +12,7 @@ from router.api.app import ROUTES
 from router.api.description import describe
 from router.api.extras import ChatExtras, LlamaExtras, VllmExtras
 from router.api.fields import Ignored, Refused
+from router.api.messages import schema as anthropic
 from router.api.responses.schema import (
     CallItem,
     EventOptions,
@@ -33,41 +34,52 @@ from router.api.tools.fields import Function, Tool, ToolCall, ToolChoice
 
 _HUGE: Final = 1 << 30
 """Bounds from here on only keep numbers within their types."""
-_SECTIONS: Final[tuple[tuple[str, type[BaseModel], type[BaseModel] | None], ...]] = (
-    ("All routes that generate", Sampled, None),
-    ("`/v1/completions` and `/v1/chat/completions`", Generate, Sampled),
-    ("`/v1/completions` alone", CompletionRequest, Generate),
-    ("`/v1/chat/completions` alone", ChatRequest, Generate),
-    ("`stream_options`", StreamOptions, None),
-    ("A message of `messages`", Message, None),
-    ("A part of a message's `content`", TextPart, None),
-    ("A part with a model's refusal", RefusalPart, None),
-    ("`response_format`", ResponseFormat, None),
-    ("`response_format.json_schema`", JsonSchema, None),
-    ("`structured_outputs`", StructuredOutputs, None),
-    ("A tool of `tools`", Tool, None),
-    ("The `function` of a tool", Function, None),
-    ("`tool_choice` as an object", ToolChoice, None),
-    ("A call of a message's `tool_calls`", ToolCall, None),
-    ("`/v1/responses` alone", ResponsesRequest, Sampled),
-    ("`text` of `/v1/responses`", TextOptions, None),
-    ("`text.format`", TextFormat, None),
-    ("A tool of `tools` of `/v1/responses`", FunctionTool, None),
-    ("`tool_choice` of `/v1/responses` as an object", FunctionChoice, None),
-    ("`stream_options` of `/v1/responses`", EventOptions, None),
-    ("A message of `input`", MessageItem, None),
-    ("A part of its `content`", ItemPart, None),
-    ("A `function_call` of `input`", CallItem, None),
-    ("A `function_call_output` of `input`", ResultItem, None),
-    ("A `reasoning` of `input`", ThoughtItem, None),
-    ("`/tokenize`", TokenizeRequest, None),
-    ("`/detokenize`", DetokenizeRequest, None),
+_SECTIONS: Final[tuple[tuple[str, type[BaseModel], tuple[type[BaseModel], ...]], ...]] = (
+    ("All routes that generate", Sampled, ()),
+    ("`/v1/completions` and `/v1/chat/completions`", Generate, (Sampled,)),
+    ("`/v1/completions` alone", CompletionRequest, (Generate,)),
+    ("`/v1/chat/completions` alone", ChatRequest, (Generate,)),
+    ("`stream_options`", StreamOptions, ()),
+    ("A message of `messages`", Message, ()),
+    ("A part of a message's `content`", TextPart, ()),
+    ("A part with a model's refusal", RefusalPart, ()),
+    ("`response_format`", ResponseFormat, ()),
+    ("`response_format.json_schema`", JsonSchema, ()),
+    ("`structured_outputs`", StructuredOutputs, ()),
+    ("A tool of `tools`", Tool, ()),
+    ("The `function` of a tool", Function, ()),
+    ("`tool_choice` as an object", ToolChoice, ()),
+    ("A call of a message's `tool_calls`", ToolCall, ()),
+    ("`/v1/responses` alone", ResponsesRequest, (Sampled,)),
+    ("`text` of `/v1/responses`", TextOptions, ()),
+    ("`text.format`", TextFormat, ()),
+    ("A tool of `tools` of `/v1/responses`", FunctionTool, ()),
+    ("`tool_choice` of `/v1/responses` as an object", FunctionChoice, ()),
+    ("`stream_options` of `/v1/responses`", EventOptions, ()),
+    ("A message of `input`", MessageItem, ()),
+    ("A part of its `content`", ItemPart, ()),
+    ("A `function_call` of `input`", CallItem, ()),
+    ("A `function_call_output` of `input`", ResultItem, ()),
+    ("A `reasoning` of `input`", ThoughtItem, ()),
+    ("`/v1/messages` and `/v1/messages/count_tokens`", anthropic.Conversation, ()),
+    ("`/v1/messages` alone", anthropic.MessagesRequest, (Sampled, anthropic.Conversation)),
+    ("`output_config`", anthropic.OutputConfig, ()),
+    ("`output_config.format`", anthropic.OutputFormat, ()),
+    ("A tool of `tools` of `/v1/messages`", anthropic.CustomTool, ()),
+    ("`tool_choice` of `/v1/messages`", anthropic.Choice, ()),
+    ("A message of `messages` of `/v1/messages`", anthropic.Turn, ()),
+    ("A `text` of its `content`", anthropic.TextBlock, ()),
+    ("A `tool_use` of its `content`", anthropic.CallBlock, ()),
+    ("A `tool_result` of its `content`", anthropic.ResultBlock, ()),
+    ("A `thinking` of its `content`", anthropic.ThoughtBlock, ()),
+    ("`/tokenize`", TokenizeRequest, ()),
+    ("`/detokenize`", DetokenizeRequest, ()),
 )
 
 
 def reference() -> str:
     """All tables in Markdown."""
-    return "\n\n".join((_endpoints(), *(_fields(title, model, base) for title, model, base in _SECTIONS)))
+    return "\n\n".join((_endpoints(), *(_fields(title, model, bases) for title, model, bases in _SECTIONS)))
 
 
 def _endpoints() -> str:
@@ -82,8 +94,8 @@ def _endpoints() -> str:
     return "\n".join(lines)
 
 
-def _fields(title: str, model: type[BaseModel], base: type[BaseModel] | None) -> str:
-    known = base.model_fields if base else {}
+def _fields(title: str, model: type[BaseModel], bases: tuple[type[BaseModel], ...]) -> str:
+    known = {name for base in bases for name in base.model_fields}
     schema = model.model_json_schema()["properties"]
     lines = [f"### {title}", "", "| field | | what |", "|---|---|---|"]
     rows = [(name, field) for name, field in model.model_fields.items() if name not in known]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from hackkv.errors import RequestError
 from router.api.sampled import Sampled
-from router.api.schema import ChatRequest, Message
+from router.api.schema import MAX_MESSAGES, ChatRequest, Message
 from router.api.tools.fields import ToolCall
 
 
@@ -44,12 +44,18 @@ def naming(kind: type[Retold]) -> Iterator[None]:
 class Turns:
     """Collects messages. A call belongs to the assistant's message before it, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, merging: bool = False) -> None:
+        """If `merging`, texts of one role in a row become one message."""
+        self._merging = merging
         self._messages: list[dict[str, Any]] = []
 
     def say(self, role: str, content: str | None, **more: Any) -> None:
         """One more message."""
-        self._messages.append({"role": role, "content": content, **more})
+        last = self._messages[-1] if self._messages else {"role": ""}
+        if self._merging and last["role"] == role and not more:
+            last["content"] = "\n".join(text for text in (last["content"], content) if text)
+        else:
+            self._messages.append({"role": role, "content": content, **more})
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
         """A call that the model made. `arguments` is JSON."""
@@ -60,5 +66,9 @@ class Turns:
         last["tool_calls"] = (*last.get("tool_calls", ()), call)
 
     def messages(self) -> tuple[Message, ...]:
-        """All of them."""
+        """All of them. Raises `RequestError` if there is none, or if there are too many."""
+        if not self._messages:
+            raise RequestError("messages holds nothing that is shown to the model", "messages")
+        if len(self._messages) > MAX_MESSAGES:
+            raise RequestError(f"messages becomes more than {MAX_MESSAGES} of them", "messages")
         return tuple(Message.model_validate(message) for message in self._messages)

@@ -274,12 +274,6 @@ class ResponsesRequest(Retold):
     prompt_cache_options: Annotated[Any, Ignored(_CACHED)] = None
     prompt_cache_retention: Annotated[Any, Ignored("KV stays while there is room for it")] = None
 
-    @model_validator(mode="after")
-    def _something_is_said(self) -> ResponsesRequest:
-        if not isinstance(self.input, str) and all(isinstance(item, ThoughtItem) for item in self.input):
-            fault("holds thoughts alone, which are not shown to the model", "input")
-        return self
-
     def stand_in(self, *, repeated: bool) -> dict[str, Any]:
         """No text, but for instructions, which the answer repeats."""
         return {"input": "", "instructions": self.instructions if repeated else None}
