@@ -10,14 +10,16 @@ from starlette.types import ASGIApp
 
 from hackkv import __version__
 from hackkv.errors import HackkvError
+from node.spans import Spans
 from router.api import chat, completions, page, probes, questions
 from router.api.description import describe
 from router.api.errors import HTTPError, error_response, handle
-from router.api.intake import API_KEY, REQUEST_ID, Gate
+from router.api.intake import ANTHROPIC_REQUEST_ID, API_KEY, REQUEST_ID, Gate
 from router.api.messages import route as messages
 from router.api.responses import route as responses
 from router.api.served import ServedModel
 from router.config import DeadlinesConfig, LimitsConfig
+from transport.trail import TRACEPARENT, TRACESTATE
 
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()
 ROUTES = tuple(module.routes for module in (completions, chat, responses, messages, questions, probes, page))
@@ -31,6 +33,7 @@ def build_app(
     max_body_bytes: int = _LIMITS.max_body_bytes,
     body_s: float = _DEADLINES.body_s,
     cors_origins: tuple[str, ...] = (),
+    spans: Spans | None = None,
 ) -> ASGIApp:
     """The HTTP API of one served model. Browsers may call it from pages at `cors_origins`."""
     app = FastAPI(title="hackkv", version=__version__, docs_url=None, redoc_url=None)
@@ -42,13 +45,18 @@ def build_app(
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(Exception, handle)
     app.openapi = lambda: describe(app, bool(api_keys))  # type: ignore[method-assign]
-    gate = Gate(app, served.metrics.refused, api_keys)
+    gate = Gate(app, served.metrics.refused, api_keys, spans)
     if not cors_origins:
         return gate
     # Outside the gate: a browser asks for permission without the key.
     headers = ["authorization", "content-type", REQUEST_ID, API_KEY, "anthropic-version", "anthropic-beta"]
+    shown = [REQUEST_ID, ANTHROPIC_REQUEST_ID, TRACEPARENT]
     return CORSMiddleware(
-        gate, cors_origins, allow_methods=["GET", "POST"], allow_headers=headers, expose_headers=[REQUEST_ID]
+        gate,
+        cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=[*headers, TRACEPARENT, TRACESTATE],
+        expose_headers=shown,
     )
 
 

@@ -16,12 +16,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hackkv.errors import Cancelled
+from node.spans import NoSpans, Spans
 from router.api.caller import Caller
 from router.api.errors import HTTPError, error_response, is_anthropic, status_of
 from router.api.served import ServedModel
 from router.api.strict import Prompted
 from router.api.texts import Question
 from router.api.tokenize import Parsed
+from router.api.tracing import answering
+from transport.trail import TRACEPARENT
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
 """Paths that need no key: the probes, and the page itself, which holds no data."""
@@ -41,9 +44,12 @@ BodyT = TypeVar("BodyT", bound=Prompted)
 class Gate:
     """Outermost ASGI layer: notes the time of arrival, names the request and its client, and asks for the API key."""
 
-    def __init__(self, app: ASGIApp, refused: Callable[[int], None], api_keys: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, refused: Callable[[int], None], api_keys: tuple[str, ...] = (), spans: Spans | None = None
+    ) -> None:
         """`refused` is called with the status of every refusal, 401."""
         self._app, self._refused = app, refused
+        self._spans = spans or NoSpans()
         self._expected = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,22 +63,30 @@ class Gate:
             key = b"Bearer " + alone
         request_id = _name_of(headers.get(REQUEST_ID.encode(), b""))
         state = scope.setdefault("state", {})
-        state.update(arrived=perf_counter(), request_id=request_id, client_id=self._client_of(scope, key))
+        arrived = perf_counter()
+        state.update(arrived=arrived, request_id=request_id, client_id=self._client_of(scope, key))
+        with answering(scope, request_id, arrived, self._spans) as call:
 
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                answered = MutableHeaders(scope=message)
-                answered[REQUEST_ID] = request_id
-                if is_anthropic(scope["path"]):
-                    answered[ANTHROPIC_REQUEST_ID] = request_id
-            await send(message)
+            async def send_named(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    call.status = message["status"]
+                    answered = MutableHeaders(scope=message)
+                    answered[REQUEST_ID] = request_id
+                    if is_anthropic(scope["path"]):
+                        answered[ANTHROPIC_REQUEST_ID] = request_id
+                    if call.traceparent:
+                        answered[TRACEPARENT] = call.traceparent
+                await send(message)
 
-        if is_open(scope["path"]) or self._knows(key):
-            await self._app(scope, receive, send_named)
-            return
+            if is_open(scope["path"]) or self._knows(key):
+                await self._app(scope, receive, send_named)
+                return
+            await self._refuse(scope, receive, send_named, request_id)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         error = HTTPError(401, "a valid API key is required", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         self._refused(error.status)
-        await error_response(error, scope["path"], request_id)(scope, receive, send_named)
+        await error_response(error, scope["path"], request_id)(scope, receive, send)
 
     def _client_of(self, scope: Scope, key: bytes) -> str:
         """Who shares with whom: requests of one address and, where keys are checked, of one key."""
