@@ -47,7 +47,7 @@ class NoSpans:
 
 
 def open_spans(config: TracesConfig, role: str, node_id: str) -> Spans:
-    """Spans of a process. OpenTelemetry is imported only if they go somewhere."""
+    """Spans of a process. OpenTelemetry's SDK is imported only if they go somewhere."""
     wanted = config.endpoint or any(os.environ.get(name) for name in _ENVIRONMENT)
     if not wanted or os.environ.get(_DISABLED, "").lower() == "true":
         return NoSpans()
