@@ -15,6 +15,7 @@ from faults.seams import FaultyDecode
 from hackkv.types import Role
 from node.process import run_role
 from node.shell import Ground, Hosted, Loaded, serve_node
+from node.traced import traced_decode
 from transport.wires import Listeners
 
 
@@ -27,7 +28,7 @@ async def open_decode(ground: Ground[DecodeConfig]) -> AsyncIterator[Hosted]:
     try:
         await service.listen(listeners)
         faults = suffer(config.faults, identity.node_id, service.pool)
-        face = FaultyDecode(service, faults) if faults else service
+        face = traced_decode(FaultyDecode(service, faults) if faults else service, ground.spans)
         ground.server.add_decode(face)
         yield Hosted(service, face)
     finally:

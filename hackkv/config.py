@@ -44,12 +44,27 @@ class InternalConfig(Frozen):
     """Let a port that other machines can reach open without token and TLS."""
 
 
+class TracesConfig(Frozen):
+    """OpenTelemetry: where spans of requests are sent."""
+
+    endpoint: str = ""
+    """Address of a collector that takes OTLP over HTTP (http://collector:4318/v1/traces). Empty takes the environment's
+    OTEL_EXPORTER_OTLP_ENDPOINT; with neither nothing is traced."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Sent with every batch, as a collector's key."""
+    sample: float = Field(default=1.0, ge=0, le=1)
+    """The share of requests that is traced. Whose client has decided already (`traceparent`) is traced as it says."""
+
+
 class RoleConfig(Frozen):
     """What every role's configuration begins with."""
 
     node_id: str = ""
     """A stable name of this process; empty takes role and address."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    """Lines for people, or a JSON object each, with the ids of the request and its trace."""
+    traces: TracesConfig = TracesConfig()
     internal: InternalConfig = InternalConfig()
 
 

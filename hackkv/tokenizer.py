@@ -153,6 +153,10 @@ class Tokenizer:
         """The bytes one token stands for, as OpenAI's `logprobs` report them."""
         return self._token_bytes(token_id)
 
+    def token_piece(self, token_id: int) -> str:
+        """One token as the vocabulary writes it; empty if it has no such token."""
+        return str(self._core.id_to_token(token_id) or "")
+
     def token_text(self, token_id: int) -> str:
         """One token by itself as text; a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")

@@ -28,6 +28,7 @@ import yaml
 
 from hackkv.config import Frozen, RoleConfig, load
 from hackkv.errors import ConfigError, HackkvError
+from node.logs import log_to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def run_role(role: str, config_class: type[ConfigT], serve: Serve[ConfigT], argv
     try:
         overrides = dict(_override(text) for text in arguments.set)
         config = load(config_class, arguments.config, overrides)
-        _log_to_stderr(config.node_id or role, config.log_level)
+        log_to_stderr(config.node_id or role, config.log_level, config.log_format)
         asyncio.run(_until_stopped(serve, config, supervised=arguments.supervised))
     except ConfigError as error:
         print(f"{role}: {error}", file=sys.stderr)
@@ -95,13 +96,6 @@ def run_role(role: str, config_class: type[ConfigT], serve: Serve[ConfigT], argv
         print(f"{role}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _log_to_stderr(name: str, level: str) -> None:
-    layout = f"%(asctime)s %(levelname)s {name} %(message)s"
-    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=layout, datefmt="%H:%M:%S")
-    for chatty in ("httpx", "uvicorn.access"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 async def _until_stopped(serve: Serve[ConfigT], config: ConfigT, *, supervised: bool) -> None:

@@ -23,6 +23,7 @@ from hackkv.types import Role
 from node.announcement import announce
 from node.config import NodeConfig
 from node.process import Shutdown
+from node.spans import Spans, open_spans
 from transport.base import DecodeNode, PrefillNode
 from transport.membership import stay_member
 from transport.rpc_server import RpcServer
@@ -51,6 +52,7 @@ class Ground(Generic[ConfigT]):
     """Pages, of all layers and KV heads, that `kv_bytes` pays for."""
     identity: NodeIdentity
     site: Site
+    spans: Spans
 
     @property
     def server(self) -> RpcServer:
@@ -97,11 +99,15 @@ async def serve_node(
         address = await server.start()
         identity = NodeIdentity(config.node_id or f"{role}@{address}", address, uuid4().hex)
         site = Site(server, trust)
-        async with open_node(Ground(config, worker, num_pages, identity, site)) as node:
-            announce(node=identity.node_id, address=address)
-            service, describe = node.service, node.face.describe
-            async with shutdown.draining(partial(service.drain, config.drain_s)):
-                await stay_member(config.router, describe, shutdown.stop, trust, news=service.draining)
+        spans = open_spans(config.traces, role, identity.node_id)
+        try:
+            async with open_node(Ground(config, worker, num_pages, identity, site, spans)) as node:
+                announce(node=identity.node_id, address=address)
+                service, describe = node.service, node.face.describe
+                async with shutdown.draining(partial(service.drain, config.drain_s)):
+                    await stay_member(config.router, describe, shutdown.stop, trust, news=service.draining)
+        finally:
+            await spans.close()
 
 
 async def _worker(config: NodeConfig, loaded: Loaded | None) -> Worker:

@@ -13,6 +13,7 @@ from faults.seams import FaultyPrefill, FaultySender
 from hackkv.types import Role
 from node.process import run_role
 from node.shell import Ground, Hosted, Loaded, serve_node
+from node.traced import traced_prefill
 from prefill_node.config import PrefillConfig
 from prefill_node.service import PrefillService
 from transport.wires import open_senders
@@ -27,7 +28,7 @@ async def open_prefill(ground: Ground[PrefillConfig]) -> AsyncIterator[Hosted]:
     identity = replace(identity, wires=senders.wires)
     sender = FaultySender(senders, faults) if faults else senders
     service = PrefillService(identity, ground.worker, sender, ground.num_pages, config)
-    face = FaultyPrefill(service, faults) if faults else service
+    face = traced_prefill(FaultyPrefill(service, faults) if faults else service, ground.spans)
     ground.server.add_prefill(face)
     try:
         yield Hosted(service, face)

@@ -15,6 +15,10 @@ LEASE_TTL_S: Final = 3.0
 """How long a node stays in the fleet without a report."""
 
 
+TRACE_ID: Final = "{trace_id}"
+TRACE_LINK: Final = r"^(https?://.*\{trace_id\}.*)?$"
+
+
 class NodesConfig(Frozen):
     """Nodes that do not register themselves: control addresses (host:port) that the router polls."""
 
@@ -120,6 +124,8 @@ class RouterConfig(RoleConfig):
     believed."""
     cors_origins: tuple[str, ...] = ()
     """Pages that browsers may let call this API though it is another host's ("https://app.example"; "*" is any)."""
+    trace_link: str = Field(default="", pattern=TRACE_LINK)
+    """Where the page finds traces, as "http://jaeger:16686/trace/{trace_id}"; empty shows ids without links."""
     nodes: NodesConfig = NodesConfig()
     lease_ttl_s: float = Field(default=LEASE_TTL_S, gt=0)
     shutdown_grace_s: float = Field(default=3.0, ge=0)

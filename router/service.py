@@ -17,6 +17,7 @@ from hackkv.errors import ConfigError
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Role
 from node.announcement import announce
+from node.spans import open_spans
 from router.api.app import build_app
 from router.api.connection import BoundedHttp, Census, Network, Waits
 from router.api.defaults import read_sampling_defaults
@@ -66,9 +67,16 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         config.limits,
         chat=config.chat,
         strict=config.strict,
+        trace_link=config.trace_link,
     )
+    spans = open_spans(config.traces, "router", config.node_id or "router")
     app = build_app(
-        served, api_keys, config.limits.max_body_bytes, config.deadlines.body_s, cors_origins=config.cors_origins
+        served,
+        api_keys,
+        config.limits.max_body_bytes,
+        config.deadlines.body_s,
+        cors_origins=config.cors_origins,
+        spans=spans,
     )
     control = RpcServer(
         config.control.host, config.control.port, advertise_host=config.control.advertise_host, trust=trust
@@ -102,6 +110,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         await served.grammars.close()
         await control.close()
         await channels.close()
+        await spans.close()
 
 
 def make_server(

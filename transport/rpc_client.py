@@ -23,6 +23,7 @@ from transport.convert import (
 )
 from transport.replies import replies
 from transport.status import translating
+from transport.trail import outgoing
 
 CALL_TIMEOUT_S = 5.0
 """Deadline of calls that return at once (assign, describe, register). The caller of a stream sets deadlines itself."""
@@ -40,8 +41,9 @@ class _Client:
         """One request, one answer."""
         channel = await self._channels.get(self.address)
         with translating(self.address):
+            metadata = (*self._channels.metadata, *outgoing())
             answer: bytes = await channel.unary_unary(method, None, None)(
-                request, timeout=self._timeout_s, metadata=self._channels.metadata
+                request, timeout=self._timeout_s, metadata=metadata
             )
         return answer
 
@@ -49,7 +51,8 @@ class _Client:
         """One request, many answers; leaving the generator in any way cancels the call at the peer."""
         channel = await self._channels.get(self.address)
         with translating(self.address):
-            call = channel.unary_stream(method, None, None)(request, metadata=self._channels.metadata)
+            metadata = (*self._channels.metadata, *outgoing())
+            call = channel.unary_stream(method, None, None)(request, metadata=metadata)
         async with closing(replies(call, self.address)) as events:
             async for event in events:
                 yield event

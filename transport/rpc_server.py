@@ -29,6 +29,7 @@ from transport.convert import (
     Empty,
 )
 from transport.status import Context, abort, answer, reporting
+from transport.trail import TRAIL, incoming
 from transport.trust import EVERYBODY, Trust
 
 _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]"})
@@ -194,6 +195,7 @@ class RpcServer:
 
     async def _run(self, context: Context, method: str, work: Awaitable[T]) -> T:
         """Do the work of one call: errors go to the peer, and `close` waits for its end."""
+        TRAIL.set(incoming(context.invocation_metadata() or ()))  # each call has a task of its own
         task = asyncio.current_task()
         if task is not None:
             self._calls.add(task)

@@ -245,3 +245,20 @@ class Version(Answer):
 
     version: str
     nodes: dict[str, NodeVersion]
+
+
+class Tokenized(Answer):
+    """Tokens of a text or a conversation."""
+
+    count: int
+    max_model_len: int | None
+    """Prompt and output in tokens; null while no node is there."""
+    tokens: list[int]
+    token_strs: list[str] | None
+    """With `return_token_strs`."""
+
+
+class Detokenized(Answer):
+    """A text."""
+
+    prompt: str

@@ -10,14 +10,20 @@ from starlette.types import ASGIApp
 
 from hackkv import __version__
 from hackkv.errors import HackkvError
-from router.api import chat, completions, page, probes
+from node.spans import Spans
+from router.api import chat, completions, page, probes, questions
 from router.api.description import describe
 from router.api.errors import HTTPError, error_response, handle
-from router.api.intake import REQUEST_ID, Gate
+from router.api.intake import ANTHROPIC_REQUEST_ID, API_KEY, REQUEST_ID, Gate
+from router.api.messages import route as messages
+from router.api.responses import route as responses
 from router.api.served import ServedModel
 from router.config import DeadlinesConfig, LimitsConfig
+from transport.trail import TRACEPARENT, TRACESTATE
 
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()
+ROUTES = tuple(module.routes for module in (completions, chat, responses, messages, questions, probes, page))
+"""Everything that is served."""
 _REFUSALS = {404: ("no such route", "not_found"), 405: ("method not allowed", "method_not_allowed")}
 
 
@@ -27,24 +33,30 @@ def build_app(
     max_body_bytes: int = _LIMITS.max_body_bytes,
     body_s: float = _DEADLINES.body_s,
     cors_origins: tuple[str, ...] = (),
+    spans: Spans | None = None,
 ) -> ASGIApp:
     """The HTTP API of one served model. Browsers may call it from pages at `cors_origins`."""
     app = FastAPI(title="hackkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.served, app.state.max_body_bytes, app.state.body_s = served, max_body_bytes, body_s
-    for module in (completions, chat, probes, page):
-        app.include_router(module.routes)
+    for routes in ROUTES:
+        app.include_router(routes)
     app.add_exception_handler(HackkvError, handle)
     app.add_exception_handler(HTTPError, handle)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(Exception, handle)
     app.openapi = lambda: describe(app, bool(api_keys))  # type: ignore[method-assign]
-    gate = Gate(app, served.metrics.refused, api_keys)
+    gate = Gate(app, served.metrics.refused, api_keys, spans)
     if not cors_origins:
         return gate
     # Outside the gate: a browser asks for permission without the key.
-    headers = ["authorization", "content-type", REQUEST_ID]
+    headers = ["authorization", "content-type", REQUEST_ID, API_KEY, "anthropic-version", "anthropic-beta"]
+    shown = [REQUEST_ID, ANTHROPIC_REQUEST_ID, TRACEPARENT]
     return CORSMiddleware(
-        gate, cors_origins, allow_methods=["GET", "POST"], allow_headers=headers, expose_headers=[REQUEST_ID]
+        gate,
+        cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=[*headers, TRACEPARENT, TRACESTATE],
+        expose_headers=shown,
     )
 
 
@@ -54,4 +66,6 @@ async def _refuse(request: Request, error: Exception) -> Response:
     detail = error.detail if isinstance(error, HTTPException) else str(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     message, code = _REFUSALS.get(status, (detail, "refused"))
-    return error_response(HTTPError(status, f"{message}: {request.method} {request.url.path}", code, headers=headers))
+    path = request.url.path
+    told = HTTPError(status, f"{message}: {request.method} {path}", code, headers=headers)
+    return error_response(told, path, getattr(request.state, "request_id", ""))

@@ -20,9 +20,8 @@ from router.api.reply import JsonReply, running_usage
 from router.api.sampling import nth_seed, sampling_of
 from router.api.schema import ChatRequest
 from router.api.served import ServedModel
-from router.api.sse import StreamReply
+from router.api.sse import OpenAiEvents, StreamReply
 from router.api.structured import Thinking
-from router.api.tokenize import Parsed
 
 routes = APIRouter()
 
@@ -33,17 +32,20 @@ async def chat_completions(request: Request) -> Response:
     served = served_by(request)
     with counting_refusals(served):
         parsed = await read_body(request, ChatRequest)
-        jobs, thinking = await _plan(served, parsed, Caller(request.receive))
-    body = parsed.body
+        body = parsed.body
+        jobs, thinking = await plan(served, body, parsed.prompts[0], Caller(request.receive))
     generation = Generation(served, f"chatcmpl-{request_id(request)}", arrival(request), jobs, body.cache_salt)
     renderer = ChatRenderer(served, body, generation.request_id, thinking)
     return (StreamReply if body.stream else JsonReply)(generation, renderer)
 
 
-async def _plan(
-    served: ServedModel, parsed: Parsed[ChatRequest], caller: Caller
+async def plan(
+    served: ServedModel, body: ChatRequest, ids: tuple[int, ...], caller: Caller
 ) -> tuple[list[tuple[Choice, Sampling]], Thinking]:
-    body, (ids,) = parsed.body, parsed.prompts
+    """The sequences that answer a conversation, whose prompt is `ids`, and whether their answers begin with thoughts.
+
+    Raises `RequestError` naming the field, and what compiling a grammar raises.
+    """
     served.prompts.check_token_ids(dict(body.logit_bias), "logit_bias")
     asked, length_param = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
@@ -72,12 +74,13 @@ async def _plan(
     return jobs, thinking
 
 
-class ChatRenderer:
+class ChatRenderer(OpenAiEvents):
     """Writes chat completions as OpenAI does."""
 
     def __init__(self, served: ServedModel, body: ChatRequest, name: str, thinking: Thinking) -> None:
         self._body, self._tokenizer = body, served.tokenizer
-        self._answers = [served.conversations.answer(body, thinking) for _ in range(body.n)]
+        plain = thinking is Thinking.NEVER and not body.offered()
+        self._answers = [None if plain else served.conversations.answer(body, thinking) for _ in range(body.n)]
         """Of each choice; None where the message is plain text."""
         self._head = {"id": name, "created": int(time()), "model": served.name}
         self._begun: set[int] = set()
@@ -112,16 +115,16 @@ class ChatRenderer:
             events.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish})
         return [self._chunk(delta, event) for event in events]
 
-    def closing_chunk(self, generation: Generation) -> dict[str, Any] | None:
+    def closing(self, generation: Generation) -> list[dict[str, Any]]:
         """Usage and stages, on request."""
         if not self._body.include_usage and not self._body.return_stages:
-            return None
+            return []
         event: dict[str, Any] = {**self._head, "object": "chat.completion.chunk", "choices": []}
         if self._body.include_usage:
             event["usage"] = generation.usage()
         if self._body.return_stages:
             event["hackkv"] = generation.report()
-        return event
+        return [event]
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         answer, finish = self._answers[choice.index], choice.finish and choice.finish.value
@@ -145,14 +148,16 @@ class ChatRenderer:
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return {"content": [_entry(self._tokenizer, token) for token in tokens], "refusal": None}
+        return {"content": [logprob_of(self._tokenizer, token) for token in tokens], "refusal": None}
 
 
-def _entry(tokenizer: Tokenizer, token: Token) -> dict[str, Any]:
-    top = [_candidate(tokenizer, other.token_id, other.logprob) for other in token.top]
-    return {**_candidate(tokenizer, token.token_id, token.logprob), "top_logprobs": top}
+def logprob_of(tokenizer: Tokenizer, token: Token) -> dict[str, Any]:
+    """A token with its log-probability and those of its rivals, as OpenAI has them."""
+    top = [candidate(tokenizer, other.token_id, other.logprob) for other in token.top]
+    return {**candidate(tokenizer, token.token_id, token.logprob), "top_logprobs": top}
 
 
-def _candidate(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
+def candidate(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
+    """A token that came, or could have."""
     data = tokenizer.token_bytes(token_id)
     return {"token": tokenizer.token_text(token_id), "logprob": logprob, "bytes": list(data)}

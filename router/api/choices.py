@@ -54,7 +54,8 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, shown)
         self._matcher = StopMatcher(stops)
         self._min_tokens, self._wants_tokens = min_tokens, wants_tokens
-        self._texts: list[str] = []
+        self.pieces: list[str] = []
+        """What each token added to the text."""
         self.tokens: list[Token] = []
         self.finish: Finish | None = None
         self.flight: Flight | None = None
@@ -64,7 +65,12 @@ class Choice:
     @property
     def text(self) -> str:
         """The text so far, without the prompt."""
-        return "".join(self._texts)
+        return "".join(self.pieces)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._matcher.matched
 
     @property
     def prompt_logprobs(self) -> tuple[Token, ...]:
@@ -96,6 +102,6 @@ class Choice:
         return finish is None
 
     def _show(self, text: str, token: Token | None, finish: Finish | None) -> None:
-        self._texts.append(text)
+        self.pieces.append(text)
         self.finish = finish
         self.on_delta(Delta(self, text, token, finish))

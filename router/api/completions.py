@@ -19,7 +19,7 @@ from router.api.reply import JsonReply, running_usage
 from router.api.sampling import nth_seed, sampling_of
 from router.api.schema import CompletionRequest
 from router.api.served import ServedModel
-from router.api.sse import StreamReply
+from router.api.sse import OpenAiEvents, StreamReply
 from router.api.tokenize import Parsed
 
 DEFAULT_TOKENS = 16
@@ -70,7 +70,7 @@ async def _plan(
     return jobs
 
 
-class CompletionRenderer:
+class CompletionRenderer(OpenAiEvents):
     """Writes completions as OpenAI does."""
 
     def __init__(self, served: ServedModel, body: CompletionRequest, name: str) -> None:
@@ -108,16 +108,16 @@ class CompletionRenderer:
             event["usage"] = running_usage(self._body, delta)
         return [event]
 
-    def closing_chunk(self, generation: Generation) -> dict[str, Any] | None:
+    def closing(self, generation: Generation) -> list[dict[str, Any]]:
         """Usage and stages, on request."""
         if not self._body.include_usage and not self._body.return_stages:
-            return None
+            return []
         event: dict[str, Any] = {**self._head, "choices": []}
         if self._body.include_usage:
             event["usage"] = generation.usage()
         if self._body.return_stages:
             event["hackkv"] = generation.report()
-        return event
+        return [event]
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         if not self._body.echo:

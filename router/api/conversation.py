@@ -77,11 +77,11 @@ class Conversations:
             raise RequestError("ignore_eos and tool_choice exclude each other", "ignore_eos")
         return force(self._style_for(body), forced, body.calls_at_once, self._literal, thinking)
 
-    def answer(self, body: ChatRequest, thinking: Thinking) -> Answer | None:
-        """Reads the answer of one choice; None where all of it is text."""
+    def answer(self, body: ChatRequest, thinking: Thinking) -> Answer:
+        """Reads the answer of one choice."""
         names = frozenset(function.name for function in body.offered())
         if not names:
-            return None if thinking is Thinking.NEVER else Answer(thinking, None)
+            return Answer(thinking, None)
         style = self._style_for(body)
         return Answer(thinking, style.parser(names), partial(call_id, style.id_length))
 

@@ -14,28 +14,50 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.api.answers import ChatCompletionChunk, Completion, Error
+from router.api.errors import is_anthropic
 from router.api.intake import is_open
+from router.api.messages.answers import AnthropicError, MessageEvent
+from router.api.messages.schema import CountRequest, MessagesRequest
+from router.api.responses.answers import ResponseEvent
+from router.api.responses.schema import ResponsesRequest
 from router.api.schema import ChatRequest, CompletionRequest
+from router.api.texts import DetokenizeRequest, TokenizeRequest
 
 _BODIES: Final[dict[str, type[BaseModel]]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
 _EVENTS: Final[dict[str, type[BaseModel]]] = {
     "/v1/completions": Completion,
     "/v1/chat/completions": ChatCompletionChunk,
+    "/v1/responses": ResponseEvent,
+    "/v1/messages": MessageEvent,
 }
+"""Of routes that stream."""
 _ERRORS: Final = {
     "400": "a field is wrong or not supported; `param` names it",
     "404": "the model does not exist",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
+    "415": "the body is not JSON",
     "429": "there is no room now; Retry-After says when to come back",
     "500": "the model produced numbers that are none",
     "502": "nodes were lost, and no other could go on",
     "503": "no node of a role is there",
     "504": "a deadline passed",
 }
+_END: Final = ", or of an Error where the stream breaks off; at last [DONE]."
+_ENDS: Final = {
+    "/v1/responses": "; the last is response.completed, response.incomplete or response.failed.",
+    "/v1/messages": "; the last is message_stop, or error where the stream breaks off.",
+}
+_OF_NODES: Final = ("500", "502")
+"""Errors that no route makes which asks no node."""
 _NO_KEY: Final = "a valid API key is required"
 _REFERENCE: Final = "#/components/schemas/{model}"
 
@@ -47,7 +69,7 @@ def describe(app: FastAPI, needs_key: bool) -> dict[str, Any]:
             warnings.filterwarnings("ignore", "Duplicate Operation ID")
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        models: list[type[BaseModel]] = [*_BODIES.values(), *_EVENTS.values(), Error]
+        models: list[type[BaseModel]] = [*_BODIES.values(), *_EVENTS.values(), Error, AnthropicError]
         _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
@@ -67,21 +89,25 @@ def _complete(path: str, operation: dict[str, Any], needs_key: bool) -> None:
     answers.pop("422", None)  # FastAPI's own refusal, which no route uses
     if path in _BODIES:
         operation["requestBody"] = {"required": True, "content": {"application/json": _refer(_BODIES[path])}}
-        data = f"JSON of a {_EVENTS[path].__name__}, or of an Error where the stream breaks off; at last [DONE]."
+        answers.update(
+            {status: _error(path, why) for status, why in _ERRORS.items() if path in _EVENTS or status not in _OF_NODES}
+        )
+    if path in _EVENTS:
+        data = f"JSON of a {_EVENTS[path].__name__}{_ENDS.get(path, _END)}"
         event = {
             "type": "object",
             "properties": {"data": {"type": "string", "description": data}},
             "required": ["data"],
         }
         answers["200"]["content"]["text/event-stream"] = {"schema": event}
-        answers.update({status: _error(why) for status, why in _ERRORS.items()})
     if needs_key and not is_open(path):
         operation["security"] = [{"key": []}]
-        answers["401"] = _error(_NO_KEY)
+        answers["401"] = _error(path, _NO_KEY)
 
 
-def _error(why: str) -> dict[str, Any]:
-    return {"description": why, "content": {"application/json": _refer(Error)}}
+def _error(path: str, why: str) -> dict[str, Any]:
+    kind = AnthropicError if is_anthropic(path) else Error
+    return {"description": why, "content": {"application/json": _refer(kind)}}
 
 
 def _refer(model: type[BaseModel]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Errors as HTTP: OpenAI's envelope `{"error": {message, type, param, code}}` and a status for each class.
+"""Errors as HTTP: an envelope and a status for each class. The envelope is OpenAI's, `{"error": {message, type, param,
+code}}`, and below /v1/messages Anthropic's, `{"type": "error", "error": {type, message}}`.
 
 HTTPError         what this API itself refuses: 401, 404, 405, 408, 413, 415; 429 and 503 for connections
 RequestError, GuideError 400 | NonFiniteError 500 | Overloaded 429 (Retry-After) | Cancelled 499
@@ -12,6 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Sequence
+from typing import Any, Final
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -31,7 +33,7 @@ from hackkv.errors import (
     Unavailable,
 )
 from hackkv.spelling import did_you_mean
-from router.api.fields import TAGS
+from router.api.fields import is_tag
 from router.watch.metrics import Outcome
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,26 @@ def outcome_of(error: BaseException) -> Outcome:
     return next((outcome for cls, _, outcome in _STATUS if isinstance(error, cls)), Outcome.FAILED)
 
 
+_ANTHROPIC: Final = "/v1/messages"
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is of Anthropic's API."""
+    return path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
+
+
+def anthropic_envelope(error: BaseException, request_id: str = "") -> dict[str, Any]:
+    """What `envelope` says, in Anthropic's shape. Its messages name the field at fault, as ours do."""
+    status = status_of(error)
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    told = {"type": "error", "error": {"type": kind, "message": envelope(error)["error"]["message"]}}
+    return {**told, "request_id": request_id} if request_id else told
+
+
 def envelope(error: BaseException) -> dict[str, dict[str, str | None]]:
     """The body that goes with an error. The message of an unexpected error is not shown to clients."""
     status, message = status_of(error), shortened(str(error))
@@ -98,24 +120,25 @@ def shortened(message: str) -> str:
     return message if len(message) <= _LONGEST else message[:_LONGEST] + "…"
 
 
-def error_response(error: BaseException) -> Response:
-    """An error as a response."""
+def error_response(error: BaseException, path: str = "", request_id: str = "") -> Response:
+    """An error as a response, in the shape of the path's API."""
     headers = dict(error.headers) if isinstance(error, HTTPError) else {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif isinstance(error, Unavailable):
         headers["Retry-After"] = "1"
     # ASCII, because the message may quote the client's text, which may hold characters that UTF-8 cannot encode.
-    body = json.dumps(envelope(error)).encode("ascii")
+    told = anthropic_envelope(error, request_id) if is_anthropic(path) else envelope(error)
+    body = json.dumps(told).encode("ascii")
     return Response(body, status_of(error), headers, media_type="application/json")
 
 
 async def handle(request: Request, error: Exception) -> Response:
     """Exception handler for everything that a route raises."""
+    name = getattr(request.state, "request_id", "")
     if status_of(error) == 500:
-        name = getattr(request.state, "request_id", "")
         log.error("request %s: %s %s failed", name, request.method, request.url.path, exc_info=error)
-    return error_response(error)
+    return error_response(error, request.url.path, name)
 
 
 def from_validation(error: ValidationError, known: Collection[str]) -> RequestError:
@@ -129,10 +152,10 @@ def from_validation(error: ValidationError, known: Collection[str]) -> RequestEr
         return RequestError(f"the body is not valid JSON: {why}")
     if kind == "extra_forbidden":
         *parents, name = first["loc"]
-        path = _path([*(parent for parent in parents if parent not in TAGS), name])
+        path = _path([*(parent for parent in parents if not is_tag(parent)), name])
         hint = "" if parents else did_you_mean(path, known)
         return RequestError(f"unknown field: {path}{hint}", param=path)
-    names = [*(name for name in first["loc"] if name not in TAGS), *context.get("where", ())]
+    names = [*(name for name in first["loc"] if not is_tag(name)), *context.get("where", ())]
     if not names:
         return RequestError("the body must be a JSON object")
     return RequestError(f"{_path(names)}: {first['msg']}", param=_path(names))

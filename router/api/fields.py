@@ -24,13 +24,18 @@ STRICT: Final = {"strict": True}
 FAULT: Final = "fault"
 """Type of the errors that `fault` raises."""
 
-TEXT, PARTS, REFUSAL = TAGS = ("<text>", "<parts>", "<refusal>")
-"""Names of the kinds of a message's content and of its parts. Errors name them where a field would stand."""
+TEXT, PARTS, REFUSAL = "<text>", "<parts>", "<refusal>"
+"""Names of the kinds of a message's content and of its parts."""
 
 
 def fault(message: str, *where: str | int) -> NoReturn:
     """Refuse a value: `where` leads from what is validated to the part at fault."""
     raise PydanticCustomError(FAULT, "{message}", {"message": message, "where": where})
+
+
+def is_tag(name: str | int) -> bool:
+    """Whether a step of an error's place names a kind of value, and no field: all such names are in angles."""
+    return isinstance(name, str) and name.startswith("<") and name.endswith(">")
 
 
 class _Unsupported:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
+from time import perf_counter
 from typing import Any
 
 from hackkv.timing import StageClock
@@ -11,10 +13,15 @@ from hackkv.types import Request, Sampling
 from router.api.choices import Choice, Delta, token_counts
 from router.api.errors import outcome_of
 from router.api.served import ServedModel
+from router.api.tracing import trace_sequence
 from router.life.flight import Flight
 from router.scopes import unwrapped
 from router.watch.account import kv_account, time_account
 from router.watch.metrics import Outcome
+from transport.trail import TRAIL, Trail
+
+INTAKE, SEQUENCE = "intake", "sequence"
+"""Names of spans: reading, checking and tokenizing a request; a sequence from its request's arrival to its end."""
 
 
 class Generation:
@@ -39,8 +46,11 @@ class Generation:
             )
             for choice, sampling in jobs
         ]
+        call = TRAIL.get().span
+        call.child(INTAKE, arrived).end(perf_counter())
         for choice, flight in zip(self.choices, self._flights, strict=True):
             choice.flight = flight
+            flight.span = call.child(SEQUENCE, arrived, {"hackkv.request_id": flight.request.request_id})
 
     async def run(self, on_delta: Callable[[Delta], None] | None = None) -> None:
         """Run to the end. Raises the first error; the other sequences are then cancelled."""
@@ -51,7 +61,10 @@ class Generation:
             self._served.journal.began(flight)
         with unwrapped():
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._served.dispatcher.serve(flight)) for flight in self._flights]
+                running = [
+                    tasks.create_task(self._served.dispatcher.serve(flight), context=_trail(flight))
+                    for flight in self._flights
+                ]
                 await asyncio.wait(running)
 
     def settle(self, error: BaseException | None) -> None:
@@ -63,6 +76,7 @@ class Generation:
                 outcome = outcome_of(error)
             else:
                 outcome = Outcome.FAILED
+            trace_sequence(flight, outcome)
             self._served.metrics.ended(flight, outcome)
             self._served.journal.ended(flight, outcome)
 
@@ -87,3 +101,10 @@ class Generation:
             "decode_node": flight.route.decode_node,
             "attempts": flight.route.attempts,
         }
+
+
+def _trail(flight: Flight) -> Context:
+    """The context of a sequence's task: what nodes are asked in it belongs to the sequence."""
+    context = copy_context()
+    context.run(TRAIL.set, Trail(flight.request.request_id, flight.span))
+    return context

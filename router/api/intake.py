@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from time import perf_counter
 from typing import Final, TypeVar
 from uuid import uuid4
@@ -16,29 +16,40 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hackkv.errors import Cancelled
+from node.spans import NoSpans, Spans
 from router.api.caller import Caller
-from router.api.errors import HTTPError, error_response, status_of
-from router.api.schema import Generate
+from router.api.errors import HTTPError, error_response, is_anthropic, status_of
 from router.api.served import ServedModel
+from router.api.strict import Prompted
+from router.api.texts import Question
 from router.api.tokenize import Parsed
+from router.api.tracing import answering
+from transport.trail import TRACEPARENT
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
 """Paths that need no key: the probes, and the page itself, which holds no data."""
 PAGE_FILES = "/page/"
 """The page's files lie below this path. They need no key either."""
 REQUEST_ID: Final = "x-request-id"
+ANTHROPIC_REQUEST_ID: Final = "request-id"
+"""Where Anthropic's clients look for the same."""
+API_KEY: Final = "x-api-key"
+"""Where Anthropic's clients show the key."""
 _NAMED: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 """Request ids that are taken over from clients; they go into logs and to the nodes."""
 
-BodyT = TypeVar("BodyT", bound=Generate)
+BodyT = TypeVar("BodyT", bound=Prompted)
 
 
 class Gate:
     """Outermost ASGI layer: notes the time of arrival, names the request and its client, and asks for the API key."""
 
-    def __init__(self, app: ASGIApp, refused: Callable[[int], None], api_keys: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, refused: Callable[[int], None], api_keys: tuple[str, ...] = (), spans: Spans | None = None
+    ) -> None:
         """`refused` is called with the status of every refusal, 401."""
         self._app, self._refused = app, refused
+        self._spans = spans or NoSpans()
         self._expected = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,21 +59,34 @@ class Gate:
             return
         headers = dict(scope["headers"])
         key = headers.get(b"authorization", b"")
+        if not key and (alone := headers.get(API_KEY.encode())):
+            key = b"Bearer " + alone
         request_id = _name_of(headers.get(REQUEST_ID.encode(), b""))
         state = scope.setdefault("state", {})
-        state.update(arrived=perf_counter(), request_id=request_id, client_id=self._client_of(scope, key))
+        arrived = perf_counter()
+        state.update(arrived=arrived, request_id=request_id, client_id=self._client_of(scope, key))
+        with answering(scope, request_id, arrived, self._spans) as call:
 
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
-            await send(message)
+            async def send_named(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    call.status = message["status"]
+                    answered = MutableHeaders(scope=message)
+                    answered[REQUEST_ID] = request_id
+                    if is_anthropic(scope["path"]):
+                        answered[ANTHROPIC_REQUEST_ID] = request_id
+                    if call.traceparent:
+                        answered[TRACEPARENT] = call.traceparent
+                await send(message)
 
-        if is_open(scope["path"]) or self._knows(key):
-            await self._app(scope, receive, send_named)
-            return
+            if is_open(scope["path"]) or self._knows(key):
+                await self._app(scope, receive, send_named)
+                return
+            await self._refuse(scope, receive, send_named, request_id)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         error = HTTPError(401, "a valid API key is required", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         self._refused(error.status)
-        await error_response(error)(scope, receive, send_named)
+        await error_response(error, scope["path"], request_id)(scope, receive, send)
 
     def _client_of(self, scope: Scope, key: bytes) -> str:
         """Who shares with whom: requests of one address and, where keys are checked, of one key."""
@@ -121,9 +145,21 @@ async def read_body(request: Request, kind: type[BodyT]) -> Parsed[BodyT]:
     Raises `HTTPError` (404 model, 408 slow, 413 large, 415 not JSON), `RequestError` naming the field, `Cancelled`, and
     what `Prompts.parse` raises.
     """
-    served, client = served_by(request), request.state.client_id
+    async with _received(request) as data:
+        return await served_by(request).prompts.parse(kind, data, Caller(request.receive), request.state.client_id)
+
+
+async def read_question(request: Request, kind: type[Question]) -> bytes:
+    """Read, bound, check and answer a body that asks for no generation. Raises what `read_body` raises."""
+    async with _received(request) as data:
+        return await served_by(request).prompts.answer(kind, data, Caller(request.receive), request.state.client_id)
+
+
+@asynccontextmanager
+async def _received(request: Request) -> AsyncIterator[bytes]:
+    """The whole body, whose bytes are accounted for until the end of the block."""
     _check_media_type(request)
-    with served.bodies.account(client) as claim:
+    with served_by(request).bodies.account(request.state.client_id) as claim:
         try:
             async with asyncio.timeout(request.app.state.body_s):
                 data = await _read(request, request.app.state.max_body_bytes, claim)
@@ -131,7 +167,7 @@ async def read_body(request: Request, kind: type[BodyT]) -> Parsed[BodyT]:
             raise HTTPError(408, "the request body did not arrive in time", "request_timeout") from error
         except ClientDisconnect as error:
             raise Cancelled("the client left") from error
-        return await served.prompts.parse(kind, data, Caller(request.receive), client)
+        yield data
 
 
 def _check_media_type(request: Request) -> None:

@@ -6,7 +6,8 @@ tokenizer with its parent without a copy. When the router closes a job's socket 
 the child ends at once. When the router closes standard input, this process ends.
 
 A message is a length, a JSON object and bytes (`pack`). A job is a `Job` and the body; the answer is
-`{"rest": ..., "lengths": [...]}` and the token ids of all prompts as 32-bit numbers, or `{"error": {...}}`.
+`{"rest": ..., "lengths": [...]}` and the token ids of all prompts as 32-bit numbers, `{}` and the JSON that answers a
+question (`router.api.texts`), or `{"error": {...}}`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ from hackkv.errors import HackkvError, RequestError
 from hackkv.tokenizer import Tokenizer
 from router.api.conversation import Conversations
 from router.api.errors import HTTPError
-from router.api.schema import ChatRequest, CompletionRequest, Generate
+from router.api.messages.schema import CountRequest, MessagesRequest
+from router.api.responses.schema import ResponsesRequest
+from router.api.schema import ChatRequest, CompletionRequest
+from router.api.strict import Body, Prompted
+from router.api.texts import QUESTIONS, Question, answer_question
 from router.api.tokenize import Bounds, tokenize, validate
 from router.config import ChatConfig
 
@@ -43,7 +48,10 @@ MAX_REST: Final = 1 << 20
 NICENESS: Final = 5
 """Streams come first when cores are short."""
 
-KINDS: Final[dict[str, type[Generate]]] = {kind.__name__: kind for kind in (CompletionRequest, ChatRequest)}
+_BODIES: Final[tuple[type[Body], ...]] = (
+    CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, *QUESTIONS,
+)  # fmt: skip
+KINDS: Final = {kind.__name__: kind for kind in _BODIES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,11 @@ def answer(tokenizer: Tokenizer, job: Job, data: bytes) -> tuple[dict[str, Any],
     """Do a job."""
     try:
         body = validate(KINDS[job.kind], data, job.model_name, job.strict)
-        prompts = tokenize(Conversations(tokenizer, job.chat), body, job.bounds)
+        conversations = Conversations(tokenizer, job.chat)
+        if isinstance(body, Question):
+            return {}, answer_question(conversations, body, job.bounds)
+        assert isinstance(body, Prompted)
+        prompts = tokenize(conversations, body, job.bounds)
         rest = _rest(body, data)
     except HTTPError as error:
         return {"error": {"status": error.status, "message": str(error), "code": error.code, "param": error.param}}, b""
@@ -79,8 +91,8 @@ def answer(tokenizer: Tokenizer, job: Job, data: bytes) -> tuple[dict[str, Any],
     return {"rest": rest, "lengths": [len(prompt) for prompt in prompts]}, ids.tobytes()
 
 
-def _rest(body: Generate, data: bytes) -> str:
-    """The client's JSON with stand-ins for its prompts (`Generate.stand_in`)."""
+def _rest(body: Prompted, data: bytes) -> str:
+    """The client's JSON with stand-ins for its prompts (`Prompted.stand_in`)."""
     fields = from_json(data)
     try:
         bare = json.dumps({**fields, **body.stand_in(repeated=False)})
@@ -129,9 +141,9 @@ def _serve(tokenizer: Tokenizer, job: socket.socket) -> None:
     head, data = (_receive(job, length) for length in lengths)
     asked = json.loads(head)
     threading.Thread(target=_end_with, args=(job,), daemon=True).start()
-    result, ids = answer(tokenizer, _job(asked), data)
-    job.sendall(pack(result, ids))
-    job.sendall(ids)
+    result, rest = answer(tokenizer, _job(asked), data)
+    job.sendall(pack(result, rest))
+    job.sendall(rest)
 
 
 def _job(told: dict[str, Any]) -> Job:

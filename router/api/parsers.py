@@ -17,12 +17,12 @@ from typing import Any, Final, TypeVar
 
 from hackkv.errors import Unavailable
 from router.api.parser import IDS, LENGTH, Job, error_of, job_head, pack
-from router.api.schema import Generate
+from router.api.strict import Prompted
 from router.api.tokenize import Parsed
 
 log = logging.getLogger(__name__)
 
-BodyT = TypeVar("BodyT", bound=Generate)
+BodyT = TypeVar("BodyT", bound=Prompted)
 
 _SLICE: Final = 1 << 18
 """Bytes that are written at once; others run in between."""
@@ -65,6 +65,14 @@ class Parsers:
 
     async def parse(self, kind: type[BodyT], data: bytes, job: Job) -> Parsed[BodyT]:
         """What `validate` and `tokenize` make of a body. Raises what they raise, and `Unavailable`."""
+        return _parsed(kind, *await self._do(data, job))
+
+    async def answer(self, data: bytes, job: Job) -> bytes:
+        """What `validate` and `answer_question` make of a body. Raises what they raise, and `Unavailable`."""
+        return (await self._do(data, job))[1]
+
+    async def _do(self, data: bytes, job: Job) -> tuple[dict[str, Any], bytes]:
+        """A child's answer. Raises the error that it told."""
         await self.start()
         ours, theirs = socket.socketpair()
         self.jobs += 1
@@ -73,15 +81,17 @@ class Parsers:
                 self._hand_over(theirs)
             reader, writer = await asyncio.open_connection(sock=ours)
             try:
-                told, ids = await _ask(reader, writer, job, data)
+                told, answer = await _ask(reader, writer, job, data)
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 raise Unavailable("the process that parsed this body ended") from error
             finally:
                 writer.transport.abort()
-            return _parsed(kind, told, ids)
         finally:
             ours.close()
             self.jobs -= 1
+        if failure := told.get("error"):
+            raise error_of(failure)
+        return told, answer
 
     async def close(self) -> None:
         """End the process and its children."""
@@ -124,9 +134,7 @@ async def _ask(
 
 
 def _parsed(kind: type[BodyT], told: dict[str, Any], ids: bytes) -> Parsed[BodyT]:
-    """What a child answered. Raises the error that it told."""
-    if error := told.get("error"):
-        raise error_of(error)
+    """A body and its prompts, as a child told them."""
     numbers, prompts = array(IDS, ids), []
     for length in told["lengths"]:
         prompts.append(tuple(numbers[:length]))

@@ -8,8 +8,9 @@ leaves.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Final, TypeVar
+from collections.abc import Collection, Coroutine
+from contextlib import closing
+from typing import Any, Final, TypeVar
 
 from hackkv.errors import RequestError
 from router.api.caller import Caller
@@ -17,7 +18,8 @@ from router.api.conversation import Conversations
 from router.api.fair_line import FairLine
 from router.api.parser import Job
 from router.api.parsers import Parsers
-from router.api.schema import Generate
+from router.api.strict import Body, Prompted
+from router.api.texts import Question, answer_question
 from router.api.tokenize import Bounds, Parsed, check_prompt, check_token_ids, tokenize, validate
 from router.config import LimitsConfig
 from router.fleet.capacity import Capacity
@@ -26,7 +28,8 @@ from router.scopes import deadline
 SMALL: Final = 4096
 """Bytes of a body up to which it is parsed on the event loop."""
 
-BodyT = TypeVar("BodyT", bound=Generate)
+BodyT = TypeVar("BodyT", bound=Prompted)
+T = TypeVar("T")
 
 
 class Prompts:
@@ -58,13 +61,31 @@ class Prompts:
         if len(data) <= SMALL:
             body = validate(kind, data, self._model_name, self._strict)
             return Parsed(body, tokenize(self._conversations, body, self._bounds()))
-        job = Job(kind.__name__, self._model_name, self._bounds(), self._conversations.config, self._strict)
-        async with deadline(self._tokenize_s, "reading the request"):
-            return await caller.unless_left(self._in_turn(kind, data, job, client))
+        job = self._job(kind, self._bounds())
+        return await self._in_turn(self.parsers.parse(kind, data, job), len(data), caller, client)
 
-    async def _in_turn(self, kind: type[BodyT], data: bytes, job: Job, client: str) -> Parsed[BodyT]:
-        async with self._line.place(client, len(data)):
-            return await self.parsers.parse(kind, data, job)
+    async def answer(self, kind: type[Question], data: bytes, caller: Caller, client: str) -> bytes:
+        """The JSON that answers a question. Raises what `parse` raises, but for `Unavailable`: it needs no node."""
+        context = self._room() if self._capacity.known else None
+        bounds = Bounds(self._limits.max_prompt_tokens, self._limits.max_sequences, context)
+        if len(data) <= SMALL:
+            body = validate(kind, data, self._model_name, self._strict)
+            return answer_question(self._conversations, body, bounds)
+        return await self._in_turn(self.parsers.answer(data, self._job(kind, bounds)), len(data), caller, client)
+
+    def _job(self, kind: type[Body], bounds: Bounds) -> Job:
+        return Job(kind.__name__, self._model_name, bounds, self._conversations.config, self._strict)
+
+    async def _in_turn(self, work: Coroutine[Any, Any, T], size: int, caller: Caller, client: str) -> T:
+        """What a process makes of a large body."""
+
+        async def placed() -> T:
+            async with self._line.place(client, size):
+                return await work
+
+        with closing(work):  # else nobody would await it if the wait for a place fails
+            async with deadline(self._tokenize_s, "reading the request"):
+                return await caller.unless_left(placed())
 
     def check_token_ids(self, ids: Collection[int], param: str) -> None:
         """Raises `RequestError` if the model has no such token."""

@@ -8,53 +8,94 @@ from typing import Any, Final
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from router.api import chat, completions, page, probes
+from router.api.app import ROUTES
 from router.api.description import describe
 from router.api.extras import ChatExtras, LlamaExtras, VllmExtras
 from router.api.fields import Ignored, Refused
+from router.api.messages import schema as anthropic
+from router.api.responses.schema import (
+    CallItem,
+    EventOptions,
+    FunctionChoice,
+    FunctionTool,
+    ItemPart,
+    MessageItem,
+    ResponsesRequest,
+    ResultItem,
+    TextFormat,
+    TextOptions,
+    ThoughtItem,
+)
+from router.api.sampled import Sampled
 from router.api.schema import ChatRequest, CompletionRequest, Generate, Message, RefusalPart, StreamOptions, TextPart
 from router.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
+from router.api.texts import DetokenizeRequest, TokenizeRequest
 from router.api.tools.fields import Function, Tool, ToolCall, ToolChoice
 
 _HUGE: Final = 1 << 30
 """Bounds from here on only keep numbers within their types."""
-_SECTIONS: Final[tuple[tuple[str, type[BaseModel], type[BaseModel] | None], ...]] = (
-    ("Both routes", Generate, None),
-    ("`/v1/completions` alone", CompletionRequest, Generate),
-    ("`/v1/chat/completions` alone", ChatRequest, Generate),
-    ("`stream_options`", StreamOptions, None),
-    ("A message of `messages`", Message, None),
-    ("A part of a message's `content`", TextPart, None),
-    ("A part with a model's refusal", RefusalPart, None),
-    ("`response_format`", ResponseFormat, None),
-    ("`response_format.json_schema`", JsonSchema, None),
-    ("`structured_outputs`", StructuredOutputs, None),
-    ("A tool of `tools`", Tool, None),
-    ("The `function` of a tool", Function, None),
-    ("`tool_choice` as an object", ToolChoice, None),
-    ("A call of a message's `tool_calls`", ToolCall, None),
+_SECTIONS: Final[tuple[tuple[str, type[BaseModel], tuple[type[BaseModel], ...]], ...]] = (
+    ("All routes that generate", Sampled, ()),
+    ("`/v1/completions` and `/v1/chat/completions`", Generate, (Sampled,)),
+    ("`/v1/completions` alone", CompletionRequest, (Generate,)),
+    ("`/v1/chat/completions` alone", ChatRequest, (Generate,)),
+    ("`stream_options`", StreamOptions, ()),
+    ("A message of `messages`", Message, ()),
+    ("A part of a message's `content`", TextPart, ()),
+    ("A part with a model's refusal", RefusalPart, ()),
+    ("`response_format`", ResponseFormat, ()),
+    ("`response_format.json_schema`", JsonSchema, ()),
+    ("`structured_outputs`", StructuredOutputs, ()),
+    ("A tool of `tools`", Tool, ()),
+    ("The `function` of a tool", Function, ()),
+    ("`tool_choice` as an object", ToolChoice, ()),
+    ("A call of a message's `tool_calls`", ToolCall, ()),
+    ("`/v1/responses` alone", ResponsesRequest, (Sampled,)),
+    ("`text` of `/v1/responses`", TextOptions, ()),
+    ("`text.format`", TextFormat, ()),
+    ("A tool of `tools` of `/v1/responses`", FunctionTool, ()),
+    ("`tool_choice` of `/v1/responses` as an object", FunctionChoice, ()),
+    ("`stream_options` of `/v1/responses`", EventOptions, ()),
+    ("A message of `input`", MessageItem, ()),
+    ("A part of its `content`", ItemPart, ()),
+    ("A `function_call` of `input`", CallItem, ()),
+    ("A `function_call_output` of `input`", ResultItem, ()),
+    ("A `reasoning` of `input`", ThoughtItem, ()),
+    ("`/v1/messages` and `/v1/messages/count_tokens`", anthropic.Conversation, ()),
+    ("`/v1/messages` alone", anthropic.MessagesRequest, (Sampled, anthropic.Conversation)),
+    ("`output_config`", anthropic.OutputConfig, ()),
+    ("`output_config.format`", anthropic.OutputFormat, ()),
+    ("A tool of `tools` of `/v1/messages`", anthropic.CustomTool, ()),
+    ("`tool_choice` of `/v1/messages`", anthropic.Choice, ()),
+    ("A message of `messages` of `/v1/messages`", anthropic.Turn, ()),
+    ("A `text` of its `content`", anthropic.TextBlock, ()),
+    ("A `tool_use` of its `content`", anthropic.CallBlock, ()),
+    ("A `tool_result` of its `content`", anthropic.ResultBlock, ()),
+    ("A `thinking` of its `content`", anthropic.ThoughtBlock, ()),
+    ("`/tokenize`", TokenizeRequest, ()),
+    ("`/detokenize`", DetokenizeRequest, ()),
 )
 
 
 def reference() -> str:
     """All tables in Markdown."""
-    return "\n\n".join((_endpoints(), *(_fields(title, model, base) for title, model, base in _SECTIONS)))
+    return "\n\n".join((_endpoints(), *(_fields(title, model, bases) for title, model, bases in _SECTIONS)))
 
 
 def _endpoints() -> str:
     app = FastAPI()
-    for module in (completions, chat, probes, page):
-        app.include_router(module.routes)
+    for routes in ROUTES:
+        app.include_router(routes)
     lines = ["### Endpoints", "", "| endpoint | what it does | answers |", "|---|---|---|"]
     for path, operations in describe(app, needs_key=False)["paths"].items():
-        for method, operation in operations.items():
+        for method, operation in sorted(operations.items()):  # FastAPI keeps methods in a set
             what = " ".join(operation["description"].split())
             lines.append(f"| `{method.upper()} {path}` | {what} | {', '.join(operation['responses'])} |")
     return "\n".join(lines)
 
 
-def _fields(title: str, model: type[BaseModel], base: type[BaseModel] | None) -> str:
-    known = base.model_fields if base else {}
+def _fields(title: str, model: type[BaseModel], bases: tuple[type[BaseModel], ...]) -> str:
+    known = {name for base in bases for name in base.model_fields}
     schema = model.model_json_schema()["properties"]
     lines = [f"### {title}", "", "| field | | what |", "|---|---|---|"]
     rows = [(name, field) for name, field in model.model_fields.items() if name not in known]
@@ -103,7 +144,9 @@ def _type(schema: dict[str, Any]) -> str:
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     kind = schema.get("type", "any JSON")
-    name = "object" if isinstance(kind, list) else {"array": "list", "integer": "whole number"}.get(kind, kind)
+    if isinstance(kind, list):
+        kind = next(each for each in kind if each != "null")
+    name = {"array": "list", "integer": "whole number"}.get(kind, kind)
     if kind == "array":
         return f"{name} of {_type(schema['items'])}"
     words = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}"}

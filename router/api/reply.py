@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 from hackkv.errors import Cancelled, HackkvError
 from router.api.caller import Caller
 from router.api.choices import Delta
-from router.api.errors import envelope
 from router.api.generation import Generation
 from router.api.schema import Generate
 from router.scopes import unwrapped
@@ -33,8 +32,21 @@ class Renderer(Protocol):
         """The events that one delta becomes."""
         ...
 
-    def closing_chunk(self, generation: Generation) -> dict[str, Any] | None:
-        """The event after the last choice: usage or stages, if asked for."""
+    def closing(self, generation: Generation) -> list[dict[str, Any]]:
+        """The events after the last delta."""
+        ...
+
+    def broken(self, error: Exception) -> dict[str, Any]:
+        """The event with which a stream breaks off."""
+        ...
+
+    def framed(self, event: dict[str, Any]) -> bytes:
+        """An event as a stream has it."""
+        ...
+
+    @property
+    def end(self) -> bytes:
+        """What ends a stream that is complete."""
         ...
 
 
@@ -115,8 +127,7 @@ class JsonReply(Reply):
         await send({"type": "http.response.body", "body": body})
 
 
-def log_break(generation: Generation, error: Exception) -> bytes:
-    """The error as an event's data, logged if it is a fault of ours."""
+def log_break(generation: Generation, error: Exception) -> None:
+    """Log an error that broke an answer off, if it is a fault of ours."""
     if not isinstance(error, HackkvError):
         log.error("request %s broke off", generation.request_id, exc_info=error)
-    return json.dumps(envelope(error)).encode("ascii")

@@ -15,6 +15,7 @@ from pydantic.json_schema import JsonSchemaValue
 from hackkv.errors import RequestError
 from router.api.extras import ChatExtras, LlamaExtras, VllmExtras
 from router.api.fields import PARTS, REFUSAL, TEXT, Ignored, NullIs, Refused, Whole, fault, whole
+from router.api.sampled import Sampled
 from router.api.strict import Strict
 from router.api.structured import Form, Structured
 from router.api.tools.fields import ToolCall, ToolFields
@@ -106,55 +107,27 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[Any, Ignored("events are not padded")] = None
 
 
-class Generate(Structured, VllmExtras, LlamaExtras):
-    """What completions and chat have in common, and our own fields.
+class Generate(Sampled, Structured, VllmExtras, LlamaExtras):
+    """What completions and chat have in common."""
 
-    Sampling settings that are left out, or null, are the checkpoint's own (`router.api.defaults`).
-    """
-
-    model: str | None = None
     max_tokens: Annotated[int | None, Field(ge=0, le=1 << 30), Whole()] = None
     n: Annotated[int, Field(ge=1, le=MAX_N), Whole(), NullIs(1)] = 1
-    seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 63), Whole()] = None
     stop: Annotated[
         tuple[str, ...], BeforeValidator(_parse_stops, json_schema_input_type=StopString | StopStrings | None)
     ] = ()
-    stream: Annotated[bool, NullIs(False)] = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    presence_penalty: Annotated[float, Field(ge=-2, le=2), NullIs(0.0)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2), NullIs(0.0)] = 0.0
     logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_parse_bias), WithJsonSchema(BIAS)] = ()
 
     # Ours, named as in vLLM.
-    top_k: Annotated[int | None, Field(ge=-1, lt=1 << 31), Whole()] = None
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=1e-6, le=10)
-    min_tokens: Annotated[int, Field(ge=0, le=1 << 30), Whole(), NullIs(0)] = 0
-    ignore_eos: Annotated[bool, NullIs(False)] = False
     stop_token_ids: Annotated[
         tuple[TokenId, ...],
         Field(strict=False, max_length=MAX_STOP_TOKENS, fail_fast=True),  # JSON has no tuples
         NullIs(()),
     ] = ()
-    skip_special_tokens: Annotated[bool, NullIs(True)] = True
-    return_stages: Annotated[bool, NullIs(False)] = False
-    cache_salt: Annotated[str, NullIs("")] = ""
-    """Only requests of equal salt share KV of a common prefix: one tenant cannot time another's prompts."""
-
     user: Annotated[Any, Ignored("users are not told apart")] = None
     metadata: Annotated[Any, Ignored("requests are not kept")] = None
     service_tier: Annotated[Any, Ignored("there is one tier")] = None
     store: Annotated[Any, Ignored("requests are not kept")] = None
-
-    def stand_in(self, *, repeated: bool) -> dict[str, Any]:
-        """The fields that hold the prompts, as JSON, with as little in them as a valid body can have.
-
-        With `repeated`, texts stay that the answer repeats. So a body can be passed on without its prompts, where only
-        their token ids are needed.
-        """
-        raise NotImplementedError
 
     def form(self) -> Form | None:
         """What the output must match, if anything. Raises `RequestError` if fields contradict each other."""

@@ -50,8 +50,9 @@ def serve_model(
     limits: LimitsConfig,
     chat: ChatConfig = _CHAT,
     strict: bool = False,
+    trace_link: str = "",
 ) -> ServedModel:
-    """A model over a fleet. If `strict`, hints that would be ignored are refused."""
+    """A model over a fleet. If `strict`, hints that would be ignored are refused. See `Journal` for `trace_link`."""
     metrics, conversations = Metrics(name, fleet), Conversations(tokenizer, chat)
     return ServedModel(
         name,
@@ -62,6 +63,6 @@ def serve_model(
         defaults,
         Dispatcher(fleet, metrics, deadlines, limits),
         metrics,
-        Journal(fleet),
+        Journal(fleet, trace_link=trace_link),
         limits.default_chat_tokens,
     )

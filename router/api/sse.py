@@ -1,18 +1,20 @@
-"""Server-sent events: one event for each token, then `data: [DONE]`.
+"""Server-sent events: one or some for each token.
 
 The headers wait for the first event, so a request that fails before it has a proper status. After that an error is
-one event with OpenAI's envelope, and the stream ends without `[DONE]`.
+one event, and the stream ends without what ends it in good order.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 from starlette.types import Send
 
 from hackkv.errors import Cancelled
 from router.api.choices import Delta
+from router.api.errors import envelope
 from router.api.generation import Generation
 from router.api.reply import Renderer, Reply, log_break, to_json
 
@@ -29,6 +31,8 @@ class StreamReply(Reply):
     def __init__(self, generation: Generation, renderer: Renderer) -> None:
         super().__init__(generation, renderer)
         self._deltas: deque[Delta] = deque()
+        self._unsent = b""
+        """Events that a delta became; renderers see each delta once."""
         self._news = asyncio.Event()
         self._produced = False
 
@@ -40,16 +44,16 @@ class StreamReply(Reply):
             await self._send_deltas(send)
 
     async def _finish(self, send: Send) -> None:
-        closing = self._renderer.closing_chunk(self._generation)
-        data = b"" if closing is None else _event(to_json(closing))
-        await self._send_body(send, data + _event(b"[DONE]"))
+        events = self._renderer.closing(self._generation)
+        await self._send_body(send, b"".join(map(self._renderer.framed, events)) + self._renderer.end)
         await send({"type": "http.response.body", "body": b""})
 
     async def _break_off(self, error: Exception, send: Send) -> None:
         if isinstance(error, Cancelled):
             return
         await self._send_deltas(send)
-        await self._send_body(send, _event(log_break(self._generation, error)))
+        log_break(self._generation, error)
+        await self._send_body(send, self._renderer.framed(self._renderer.broken(error)))
         await send({"type": "http.response.body", "body": b""})
 
     async def _produce(self) -> None:
@@ -62,10 +66,13 @@ class StreamReply(Reply):
         self._news.set()
 
     async def _send_deltas(self, send: Send) -> None:
-        while self._deltas:
-            chunks = self._renderer.chunks(self._deltas[0])
-            await self._send_body(send, b"".join(_event(to_json(chunk)) for chunk in chunks))
-            self._deltas.popleft()  # only now: a failure elsewhere may have cancelled the sending
+        while self._deltas or self._unsent:
+            if not self._unsent:
+                events = self._renderer.chunks(self._deltas.popleft())
+                self._unsent = b"".join(map(self._renderer.framed, events))
+            if self._unsent:
+                await self._send_body(send, self._unsent)
+                self._unsent = b""  # only now: a failure elsewhere may have cancelled the sending
 
     async def _send_body(self, send: Send, data: bytes) -> None:
         if not self._started:
@@ -74,5 +81,25 @@ class StreamReply(Reply):
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+class OpenAiEvents:
+    """How OpenAI's older routes write events: as data alone, and at last `[DONE]`."""
+
+    end = b"data: [DONE]\n\n"
+
+    def framed(self, event: dict[str, Any]) -> bytes:
+        """See `Renderer`."""
+        return b"data: " + to_json(event) + b"\n\n"
+
+    def broken(self, error: Exception) -> dict[str, Any]:
+        """OpenAI's envelope."""
+        return envelope(error)
+
+
+class NamedEvents:
+    """How newer APIs write events: each with its name, which is its `type` too. The last one ends the stream."""
+
+    end = b""
+
+    def framed(self, event: dict[str, Any]) -> bytes:
+        """See `Renderer`."""
+        return b"event: " + str(event["type"]).encode("ascii") + b"\ndata: " + to_json(event) + b"\n\n"

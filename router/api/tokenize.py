@@ -17,9 +17,11 @@ from hackkv.tokenizer import Tokenizer
 from router.api.conversation import Conversations
 from router.api.errors import HTTPError, from_validation
 from router.api.fields import STRICT
-from router.api.schema import ChatRequest, CompletionRequest, Generate
+from router.api.retold import Retold
+from router.api.schema import ChatRequest, CompletionRequest
+from router.api.strict import Body, Prompted
 
-BodyT = TypeVar("BodyT", bound=Generate)
+BodyT = TypeVar("BodyT", bound=Body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Bounds:
     """Of each prompt."""
     sequences: int
     """Prompts times `n`."""
+    context: int | None = None
+    """Tokens of a prompt and its output together; None while no node can say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +62,14 @@ def validate(kind: type[BodyT], data: bytes, model_name: str, strict: bool) -> B
     return body
 
 
-def tokenize(conversations: Conversations, body: Generate, bounds: Bounds) -> list[tuple[int, ...]]:
+def tokenize(conversations: Conversations, body: Prompted, bounds: Bounds) -> list[tuple[int, ...]]:
     """Token ids of each prompt of a body. Raises `RequestError` naming the field.
 
     A text that cannot fit is refused before it is tokenized, as far as the tokenizer can tell
     (`Tokenizer.least_tokens`).
     """
+    if isinstance(body, Retold):
+        return chat(conversations, body.chat(), bounds)
     return _TOKENIZE[type(body)](conversations, body, bounds)
 
 
@@ -90,7 +96,7 @@ def _completion(conversations: Conversations, body: CompletionRequest, bounds: B
     encoded = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            ids = tuple(_encode(tokenizer, prompt, body.add_special_tokens, bounds, "prompt"))
+            ids = tuple(encode(tokenizer, prompt, body.add_special_tokens, bounds, "prompt"))
         else:
             check_prompt(len(prompt), bounds, "prompt")
             check_token_ids(tokenizer, prompt, "prompt")
@@ -99,7 +105,8 @@ def _completion(conversations: Conversations, body: CompletionRequest, bounds: B
     return encoded
 
 
-def _chat(conversations: Conversations, body: ChatRequest, bounds: Bounds) -> list[tuple[int, ...]]:
+def chat(conversations: Conversations, body: ChatRequest, bounds: Bounds) -> list[tuple[int, ...]]:
+    """Token ids of a conversation, alone in a list."""
     tokenizer = conversations.tokenizer
     _check_sequences(body.n, bounds)
     messages, tools = conversations.prompt(body)
@@ -111,13 +118,14 @@ def _chat(conversations: Conversations, body: ChatRequest, bounds: Bounds) -> li
         tools=tools,
     )
     # Templates write their own special tokens.
-    ids = _encode(tokenizer, text, False, bounds, "messages")
+    ids = encode(tokenizer, text, False, bounds, "messages")
     if not ids:
         raise RequestError("the chat template made an empty prompt of this conversation", "messages")
     return [tuple(ids)]
 
 
-def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, bounds: Bounds, param: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, bounds: Bounds, param: str) -> list[int]:
+    """Token ids of a text. Raises `RequestError` naming `param` if there are too many."""
     check_prompt(tokenizer.least_tokens(text), bounds, param, "at least ")
     ids = tokenizer.encode(text, add_special_tokens)
     check_prompt(len(ids), bounds, param)
@@ -135,8 +143,8 @@ def _check_sequences(count: int, bounds: Bounds) -> None:
         raise RequestError(f"{count} sequences asked for at once; at most {bounds.sequences}", "n")
 
 
-_TOKENIZE: Final[dict[type[Generate], Callable[[Conversations, Any, Bounds], list[tuple[int, ...]]]]] = {
+_TOKENIZE: Final[dict[type[Prompted], Callable[[Conversations, Any, Bounds], list[tuple[int, ...]]]]] = {
     CompletionRequest: _completion,
-    ChatRequest: _chat,
+    ChatRequest: chat,
 }
 """How the prompts of each kind of body become token ids."""

@@ -13,6 +13,7 @@ from hackkv.types import Prefilled, Receipt, Request, Token
 from router.fleet.line import Demand
 from router.fleet.policy import Need
 from router.life.lifecycle import Lifecycle
+from transport.trail import NoSpan, Span
 
 
 class Output:
@@ -72,6 +73,7 @@ class Flight:
         """See `Output` for `emit`."""
         self.request, self.clock = request, clock
         self.life = Lifecycle()
+        self.span: Span = NoSpan()
         self.output = Output(emit, clock)
         self.route = Route()
         self.serial = 0

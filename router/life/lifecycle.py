@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from time import perf_counter
 
 from hackkv.errors import DeadlineExceeded
 from hackkv.timing import Stage
@@ -40,6 +41,8 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self._state = State.QUEUED
+        self.marks: list[tuple[State, float]] = []
+        """Every state that the request came into, and when, on `perf_counter`."""
         self._ahead: State | None = None
         self.on_stall: Callable[[Stalled], None] | None = None
         """Called when the deadline of a `retried` state passes. None while the request has no decode node to leave."""
@@ -61,6 +64,8 @@ class Lifecycle:
     def move(self, to: State) -> None:
         """Enter a state, or renew it; its time runs from now. Raises `IllegalMove`."""
         _check(self._state, to)
+        if to is not self._state or not self.marks:
+            self.marks.append((to, perf_counter()))
         self._state, self._ahead = to, None
         self._arm()
 

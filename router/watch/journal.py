@@ -14,6 +14,7 @@ from time import perf_counter, time
 from typing import Any, Final
 
 from hackkv.timing import Stage
+from router.config import TRACE_ID
 from router.fleet.fleet import Fleet
 from router.fleet.membership import AnyMember
 from router.life.flight import Flight
@@ -49,8 +50,9 @@ class _Seen:
 class Journal:
     """Notes sequences as they come and go, and once a second takes a sample of the totals."""
 
-    def __init__(self, fleet: Fleet, now: Callable[[], float] = perf_counter) -> None:
-        self._fleet, self._now, self._began = fleet, now, now()
+    def __init__(self, fleet: Fleet, now: Callable[[], float] = perf_counter, trace_link: str = "") -> None:
+        """`trace_link` is the address at which a trace can be seen, with `{trace_id}` in it."""
+        self._fleet, self._now, self._began, self._trace_link = fleet, now, now(), trace_link
         self.started = time()
         """Start in Unix time, which tells this process of the router from an earlier one."""
         self._live: dict[int, Flight] = {}
@@ -87,6 +89,8 @@ class Journal:
         self._num_ended += 1
         account = _account(flight, self._fleet.nodes.codec)
         account |= {"seq": self._num_ended, "outcome": outcome, "arrived_s": self.at_s - account["total_s"]}
+        if self._trace_link and account["trace_id"]:
+            account["trace_link"] = self._trace_link.replace(TRACE_ID, account["trace_id"])
         self._ended.append(account)
         self._count(flight, outcome, account)
 
@@ -147,6 +151,7 @@ def _progress(flight: Flight) -> dict[str, Any]:
     """Facts of a sequence on its way. It has no stages yet: the stage of a wait is known only when the wait is over."""
     return {
         "id": flight.request.request_id,
+        "trace_id": _trace_id(flight),
         "elapsed_s": flight.clock.total_s,
         "prompt_tokens": len(flight.request.prompt_ids),
         "output_tokens": len(flight.output.token_ids),
@@ -155,6 +160,12 @@ def _progress(flight: Flight) -> dict[str, Any]:
         "decode_node": flight.route.decode_node,
         "attempts": flight.route.attempts,
     }
+
+
+def _trace_id(flight: Flight) -> str | None:
+    """The trace in which the sequence can be found."""
+    context = flight.span.context
+    return context.trace_id if context is not None and context.sampled else None
 
 
 def _account(flight: Flight, codec: str) -> dict[str, Any]:

@@ -22,10 +22,10 @@ HEAVY = ("torch", "transformers", "accelerate", "huggingface_hub", "scipy", "ggu
 IMPORTS = {
     "help": ("from app.cli import app; app()", (*HEAVY, "pydantic", "grpc", "numpy", "asyncio")),
     "the command `serve`": ("import app.serving", (*HEAVY, "pydantic", "grpc", "numpy")),
-    "router": ("import router.__main__", HEAVY),
+    "router": ("import router.__main__", (*HEAVY, "opentelemetry.sdk", "opentelemetry.exporter")),
     "nodes": (
         "import app.stock; app.stock.Stock().load({'model': {}, 'codec': {}})",
-        [name for name in HEAVY if name != "torch"],
+        (*(name for name in HEAVY if name != "torch"), "opentelemetry.sdk", "opentelemetry.exporter"),
     ),
 }
 """Who -> code, and what it must not load."""

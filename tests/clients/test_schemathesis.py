@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 CASES = int(os.environ.get("SCHEMATHESIS_CASES", "5000"))
-ROUTES = 2
+ROUTES = 7
 """Routes with bodies."""
 
 CROSS_FIELD = re.compile(
@@ -26,8 +26,14 @@ CROSS_FIELD = re.compile(
     r"|top_logprobs: is only allowed"
     r"|continue_final_message"
     r"|chat_template_kwargs"
+    r"|is not a grammar|cannot be compiled"
     r"|the chat template refused|the chat template made an empty prompt"
     r"|exclude each other|tool_choice|tool_calls|two functions have one name|how this model calls them"
+    r"|tools: needs messages"
+    r"|text.format.(name|schema): is required"
+    r"|arguments: (is not JSON|must be a JSON object)"
+    r"|messages: (holds nothing|becomes more|ends with calls)|(messages|input) holds nothing"
+    r"|tool_use belongs to|tool_result belongs to"
 )
 """What is asked of several fields at once, of a grammar's text, or by the model, and so has no place in a schema."""
 

@@ -54,7 +54,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, browser: object) -> Iterator[Fleet]:
     """A router, a prefill and a decode node."""
-    fleet = Fleet(tmp_path_factory.mktemp("fleet"), checkpoint, {"name": "hack"}, {}, num_decode=1)
+    router = {"trace_link": "https://traces.example/{trace_id}"}
+    fleet = Fleet(tmp_path_factory.mktemp("fleet"), checkpoint, {"name": "hack"}, router, num_decode=1)
     yield fleet
     fleet.stop()
 
@@ -138,6 +139,17 @@ def test_the_waterfall_sums_to_the_total(fleet: Fleet, open_page: Open) -> None:
     stages = [parse(text) for text in table.locator("tbody tr:not(.total) td:nth-child(3)").all_inner_texts()]
     assert sum(stages) == pytest.approx(told[0]["total_s"], rel=0.03)
     expect(page.locator(".detail table.facts").first).to_contain_text("prefill-0 → decode-0")
+
+
+def test_a_request_links_to_its_trace(fleet: Fleet, open_page: Open) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    body = {"prompt": list(range(5, 25)), "max_tokens": 2}
+    httpx.post(f"{fleet.api.url}/v1/completions", json=body, headers=headers, timeout=START_S).raise_for_status()
+    page = ready(open_page(fleet.api.url))
+    page.locator("#requests-rows > tr").nth(0).locator("button").click()
+    link = page.get_by_role("link", name=trace_id)
+    expect(link).to_have_attribute("href", f"https://traces.example/{trace_id}")
 
 
 def parse(text: str) -> float:

@@ -71,7 +71,12 @@ class Api:
 
 
 def make_served(
-    cluster: Cluster, tokenizer: Tokenizer, deadlines: DeadlinesConfig | None = None, *, strict: bool = False
+    cluster: Cluster,
+    tokenizer: Tokenizer,
+    deadlines: DeadlinesConfig | None = None,
+    *,
+    strict: bool = False,
+    trace_link: str = "",
 ) -> ServedModel:
     """A model over a scripted cluster."""
     limits = LimitsConfig(
@@ -79,7 +84,14 @@ def make_served(
     )
     defaults = SamplingDefaults(top_k=7)
     return serve_model(
-        "tiny", tokenizer, cluster.fleet, defaults, deadlines or DeadlinesConfig(), limits, strict=strict
+        "tiny",
+        tokenizer,
+        cluster.fleet,
+        defaults,
+        deadlines or DeadlinesConfig(),
+        limits,
+        strict=strict,
+        trace_link=trace_link,
     )
 
 

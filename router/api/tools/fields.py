@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hackkv.errors import RequestError
+from router.api.fields import fault
 from router.api.strict import Strict
 
 MAX_TOOLS = 128
@@ -16,6 +17,18 @@ MAX_CALLS = 16
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+def json_object(value: object) -> object:
+    """Refuse a text that is no JSON object; everything else is left to the next validator."""
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value or "{}")
+        except (ValueError, RecursionError) as error:
+            fault(f"is not JSON: {error}")
+        if not isinstance(parsed, dict):
+            fault("must be a JSON object")
+    return value
 
 
 class Function(Strict):

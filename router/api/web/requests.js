@@ -104,6 +104,7 @@ export class Requests {
 function detail(one) {
   const facts = [
     ["request", one.id],
+    ...trace(one),
     ["ended", one.outcome],
     ["tokens", `${count(one.prompt_tokens)} in, ${count(one.output_tokens)} of ${count(one.max_tokens)} out`],
     ["first token, per token", `${seconds(one.ttft_s)}, ${seconds(one.tpot_s)}`],
@@ -115,6 +116,13 @@ function detail(one) {
   ];
   const columns = el("div", { class: "columns" }, stageTable(one), factTable("This request", facts), kvTable(one.kv));
   return el("tr", { class: "detail" }, el("td", { colSpan: 6 }, columns));
+}
+
+// The trace of a request that has one; with a link if the router knows where traces are shown.
+function trace({ trace_id, trace_link }) {
+  if (!trace_id) return [];
+  if (!trace_link) return [["trace", trace_id]];
+  return [["trace", el("a", { href: trace_link, target: "_blank", rel: "noopener noreferrer" }, trace_id)]];
 }
 
 function kvTable({ bytes_by_plane, header_bytes, fp16_bytes, ratio }) {

@@ -2,40 +2,120 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
 from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.fields import Ignored, Refused
+from router.api.messages.schema import (
+    CallBlock,
+    Conversation,
+    CountRequest,
+    CustomTool,
+    MessagesRequest,
+    OutputConfig,
+    ResultBlock,
+    TextBlock,
+    ThoughtBlock,
+)
+from router.api.responses.schema import (
+    CallItem,
+    EventOptions,
+    FunctionTool,
+    ItemPart,
+    MessageItem,
+    ResponsesRequest,
+    ResultItem,
+    TextOptions,
+    ThoughtItem,
+)
 from router.api.schema import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
+from router.api.texts import TokenizeRequest
 from tests.router.conftest import Api, check_error, make_served
 from tests.router.scripted import Cluster
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 QUESTION = {"role": "user", "content": "hi"}
+SHORT = {"max_tokens": 1}
+BRIEF = {"max_output_tokens": 1}
+CLOCK = {"type": "function", "name": "clock", "parameters": None}
 PART = {"type": "text", "text": "hi"}
 VALUES: list[object] = [True, 0, -3, 1.5, "", "x", [], [1], {}, {"a": [None]}]
+
+CALLED = {"type": "tool_use", "id": "1", "name": "clock", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "noon"}
+
+
+def blocks(*each: dict[str, Any]) -> dict[str, Any]:
+    """A body of /v1/messages with a block in each message; the first is an assistant's."""
+    roles = itertools.cycle(["assistant", "user"])
+    return {"messages": [{"role": role, "content": [block]} for role, block in zip(roles, each, strict=False)], **SHORT}
+
 
 Place = tuple[str, dict[str, Any], list[str | int], str]
 """A route, a body that it serves, the way to one of the body's objects, and how errors write that way."""
 
 PLACES: dict[type[BaseModel], Place] = {
-    CompletionRequest: (COMPLETIONS, {"prompt": "x"}, [], ""),
-    ChatRequest: (CHAT, {"messages": [QUESTION]}, [], ""),
-    StreamOptions: (CHAT, {"messages": [QUESTION], "stream_options": {}}, ["stream_options"], "stream_options."),
-    Message: (CHAT, {"messages": [QUESTION]}, ["messages", 0], "messages[0]."),
+    CompletionRequest: (COMPLETIONS, {"prompt": "x", **SHORT}, [], ""),
+    ChatRequest: (CHAT, {"messages": [QUESTION], **SHORT}, [], ""),
+    StreamOptions: (
+        CHAT, {"messages": [QUESTION], "stream_options": {}, **SHORT}, ["stream_options"], "stream_options.",
+    ),
+    Message: (CHAT, {"messages": [QUESTION], **SHORT}, ["messages", 0], "messages[0]."),
     TextPart: (
-        CHAT, {"messages": [QUESTION, {"role": "user", "content": [PART]}]}, ["messages", 1, "content", 0],
+        CHAT, {"messages": [QUESTION, {"role": "user", "content": [PART]}], **SHORT}, ["messages", 1, "content", 0],
         "messages[1].content[0].",
     ),
+    ResponsesRequest: (RESPONSES, {"input": "x", **BRIEF}, [], ""),
+    EventOptions: (RESPONSES, {"input": "x", "stream_options": {}, **BRIEF}, ["stream_options"], "stream_options."),
+    TextOptions: (RESPONSES, {"input": "x", "text": {}, **BRIEF}, ["text"], "text."),
+    FunctionTool: (RESPONSES, {"input": "x", "tools": [CLOCK], **BRIEF}, ["tools", 0], "tools[0]."),
+    MessageItem: (RESPONSES, {"input": [QUESTION], **BRIEF}, ["input", 0], "input[0]."),
+    ItemPart: (
+        RESPONSES, {"input": [{**QUESTION, "content": [{"type": "input_text", "text": "x"}]}], **BRIEF},
+        ["input", 0, "content", 0], "input[0].content[0].",
+    ),
+    CallItem: (
+        RESPONSES,
+        {"input": [QUESTION, {"type": "function_call", "call_id": "1", "name": "clock", "arguments": "{}"}], **BRIEF},
+        ["input", 1], "input[1].",
+    ),
+    ResultItem: (
+        RESPONSES, {"input": [QUESTION, {"type": "function_call_output", "call_id": "1", "output": "x"}], **BRIEF},
+        ["input", 1], "input[1].",
+    ),
+    ThoughtItem: (RESPONSES, {"input": [QUESTION, {"type": "reasoning"}], **BRIEF}, ["input", 1], "input[1]."),
+    Conversation: (MESSAGES, {"messages": [QUESTION], **SHORT}, [], ""),
+    MessagesRequest: (MESSAGES, {"messages": [QUESTION], **SHORT}, [], ""),
+    OutputConfig: (
+        MESSAGES, {"messages": [QUESTION], "output_config": {}, **SHORT}, ["output_config"], "output_config.",
+    ),
+    CustomTool: (
+        MESSAGES, {"messages": [QUESTION], "tools": [{"name": "clock", "input_schema": {}}], **SHORT}, ["tools", 0],
+        "tools[0].",
+    ),
+    TextBlock: (
+        MESSAGES, {"messages": [{**QUESTION, "content": [PART]}], **SHORT}, ["messages", 0, "content", 0],
+        "messages[0].content[0].",
+    ),
+    CallBlock: (MESSAGES, blocks(CALLED, RESULT), ["messages", 0, "content", 0], "messages[0].content[0]."),
+    ResultBlock: (MESSAGES, blocks(CALLED, RESULT), ["messages", 1, "content", 0], "messages[1].content[0]."),
+    ThoughtBlock: (
+        MESSAGES, blocks({"type": "thinking"}, RESULT), ["messages", 0, "content", 0], "messages[0].content[0].",
+    ),
+    TokenizeRequest: ("/tokenize", {"prompt": "x"}, [], ""),
 }  # fmt: skip
 FIELDS = [
     (model, name, kind)
@@ -52,12 +132,18 @@ field = pytest.mark.parametrize(
 def body_with(model: type[BaseModel], name: str, value: object) -> tuple[str, dict[str, Any], str]:
     """A route, a body in which a field has a value, and the field's place."""
     route, body, way, prefix = PLACES[model]
-    body = json.loads(json.dumps({**body, "max_tokens": 1}))
+    body = json.loads(json.dumps(body))
     inner: Any = body
     for step in way:
         inner = inner[step]
     inner[name] = value
     return route, body, prefix + name
+
+
+def place_of(route: str, response: httpx.Response) -> object:
+    """The place that an error names. Anthropic's errors name it in the message alone."""
+    error = response.json()["error"]
+    return error["message"].partition(": ")[0] if route == MESSAGES else error["param"]
 
 
 @pytest.fixture
@@ -82,8 +168,9 @@ async def test_a_field_is_ignored_or_refused_as_its_annotation_says(
         assert (await api.http.post(route, json=body)).status_code == 200, (name, value)
     if isinstance(kind, Refused):
         route, body, place = body_with(model, name, {"surely": "not neutral"})
-        error = check_error(await api.http.post(route, json=body), 400)
-        assert (error["param"], error["message"]) == (place, f"{place}: {kind.advice}; leave it out")
+        response = await api.http.post(route, json=body)
+        assert (response.status_code, place_of(route, response)) == (400, place)
+        assert response.json()["error"]["message"] == f"{place}: {kind.advice}; leave it out"
 
 
 @field
@@ -94,9 +181,9 @@ async def test_a_strict_router_takes_no_field_that_has_no_effect(
     assert (await strict.post(route, json=body)).status_code == 200
     for value in accepted(kind):
         route, body, place = body_with(model, name, value)
-        error = check_error(await strict.post(route, json=body), 400)
-        assert error["param"] == place
-        assert "strict" in error["message"]
+        response = await strict.post(route, json=body)
+        assert (response.status_code, place_of(route, response)) == (400, place)
+        assert "strict" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -104,10 +191,13 @@ async def test_a_strict_router_takes_no_field_that_has_no_effect(
     [
         (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
         (chat_create_params.CompletionCreateParamsBase, ChatRequest),
+        (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
+        (message_create_params.MessageCreateParamsBase, MessagesRequest),
+        (message_count_tokens_params.MessageCountTokensParams, CountRequest),
     ],
-    ids=["completions", "chat"],
+    ids=["completions", "chat", "responses", "messages", "count_tokens"],
 )
-def test_every_field_of_the_openai_package_is_known(sent: type, known: type[BaseModel]) -> None:
+def test_every_field_of_the_clients_is_known(sent: type, known: type[BaseModel]) -> None:
     assert sent.__annotations__.keys() - known.model_fields.keys() == set()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,10 +12,9 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 
-from hackkv.tokenizer import Tokenizer
-from router.api.app import build_app
-from tests.router.conftest import TEMPLATE, make_served
+from tests.router.conftest import TEMPLATE
 from tests.router.scripted import Cluster
+from tests.router.speaking import shown, speaking_app
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
@@ -35,20 +33,9 @@ THINKS = TEMPLATE + "{# </think> #}"
 @asynccontextmanager
 async def speaking(checkpoint: Path, folder: Path, cluster: Cluster, answer: str, template: str) -> AsyncIterator[Any]:
     """The official client of a model with that template, which says `answer` to everything."""
-    path = shutil.copytree(checkpoint, folder / "checkpoint")
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
-    tokenizer = Tokenizer(path)
-    cluster.script.answer = lambda request: [*tokenizer.encode(answer), tokenizer.encode("</s>")[0]]
-    app = build_app(make_served(cluster, tokenizer))
+    app = speaking_app(checkpoint, folder, cluster, answer, template)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http:
         yield AsyncOpenAI(api_key="none", base_url="http://router/v1", http_client=http, max_retries=0)
-
-
-def shown(cluster: Cluster, checkpoint: Path) -> str:
-    """The prompt of the latest request."""
-    jobs = [job for node in cluster.prefill.values() for job in node.jobs]
-    return Tokenizer(checkpoint).decode(jobs[-1].request.prompt_ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, NATIVE])

@@ -1,0 +1,40 @@
+"""An application whose model has a given chat template and says a given text to everything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from starlette.types import ASGIApp
+
+from hackkv.tokenizer import Tokenizer
+from router.api.app import build_app
+from tests.router.conftest import make_served
+from tests.router.scripted import Cluster
+
+
+def speaking_app(checkpoint: Path, folder: Path, cluster: Cluster, answer: str, template: str) -> ASGIApp:
+    """The HTTP API over `cluster`; a copy of `checkpoint` with the template is made in `folder`."""
+    path = shutil.copytree(checkpoint, folder / "checkpoint")
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    tokenizer = Tokenizer(path)
+    cluster.script.answer = lambda request: [*tokenizer.encode(answer), tokenizer.encode("</s>")[0]]
+    return build_app(make_served(cluster, tokenizer))
+
+
+def shown(cluster: Cluster, checkpoint: Path) -> str:
+    """The prompt of the latest request on the last node that had one."""
+    return _prompts(cluster, checkpoint)[-1]
+
+
+def longest_shown(cluster: Cluster, checkpoint: Path) -> str:
+    """The longest prompt: in a conversation, the latest."""
+    return max(_prompts(cluster, checkpoint), key=len)
+
+
+def _prompts(cluster: Cluster, checkpoint: Path) -> list[str]:
+    tokenizer = Tokenizer(checkpoint)
+    jobs = [job for node in cluster.prefill.values() for job in node.jobs]
+    return [tokenizer.decode(job.request.prompt_ids, skip_special_tokens=False) for job in jobs]
