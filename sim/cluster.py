@@ -25,7 +25,8 @@ from sim.network import Link, Network
 from sim.noise import Noisy
 from sim.prefill import PrefillReplica, Sender
 from sim.results import Rows
-from sim.router import DecodeSite, Router
+from sim.rooms import DecodeSite, Rooms
+from sim.router import Router
 from sim.sizes import CodecSizes, sizes_of
 from sim.spec import GIB, Pool, Spec
 from sim.world import World
@@ -184,7 +185,7 @@ class Cluster:
             self.world.log,
             self.world.now,
             [replica for router in self.routers for replica in router.prefills],
-            [site.replica for router in self.routers for site in router.decodes],
+            [site.replica for router in self.routers for site in router.rooms.sites],
             self._network,
             self._links,
             jobs,
@@ -202,7 +203,8 @@ class Cluster:
                 DecodeSite(self._decode(number), self._receiving(number))
                 for number in _share(spec.decode, shard, shards)
             ]
-            router = Router(self.world, prefills, decodes, ageing, spec.policy.max_failovers, largest)
+            rooms = Rooms(self.world, decodes, ageing)
+            router = Router(self.world, prefills, rooms, spec.policy.max_failovers, largest)
             self.routers.append(router)
             self._faults.watch(router, self._prefill, self._decode, self.world)
 

@@ -68,7 +68,7 @@ class Faults:
         nodes: dict[tuple[str, int], tuple[int, list[Armed]]] = {}
         for role, numbers in (
             ("prefill", [replica.number for replica in router.prefills]),
-            ("decode", [site.replica.number for site in router.decodes]),
+            ("decode", [site.replica.number for site in router.rooms.sites]),
         ):
             for index, number in enumerate(numbers):
                 nodes[role, number] = index, armed(self._plan, f"{role}-{number}")
