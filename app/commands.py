@@ -131,6 +131,13 @@ def calibrate(context: typer.Context) -> None:
     _become("measure.calibrate", context.args)
 
 
+@app.command(
+    "simulate", help="Run a cluster that nobody has bought yet; --help lists the options.", context_settings=_PASSED_ON
+)
+def simulate(context: typer.Context) -> None:
+    _become("sim.simulate", context.args)
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure a running server.")
 app.add_typer(bench, name="bench")
 
