@@ -15,9 +15,10 @@ from prefill_node.page_names import PageName
 from prefill_node.prefix_pool import PrefixPool
 from prefill_node.scheduler import PrefillScheduler
 from router.fleet.line import Ageing
+from sim.aggregated import Prompts
 from sim.books import CountedPages, CountedPrefixes
 from sim.costs import CostModel, Profiled, Roofline, read_profile
-from sim.decode import DecodeReplica
+from sim.decode import DecodeReplica, Setting
 from sim.eventlog import EventLog
 from sim.faults import Faults
 from sim.jobs import Arrival, Job, Times
@@ -127,6 +128,8 @@ class Cluster:
         self.spec, self._options, self._costs = spec, options or Options(), costs
         self.sizes = sizes_of(spec.codec, spec.shape.kv_shape)
         faults = Faults(spec.faults)
+        if spec.prefill is None and spec.faults.rules:
+            raise ConfigError("faults: an aggregated cluster is simulated without them")
         macro = self._options.macro and not faults.at_tokens
         log = EventLog(self._options.keep_spans)
         self.world = World(self.sizes.footprint, spec.shape.layers, macro, log)
@@ -199,10 +202,7 @@ class Cluster:
         largest = largest_request(spec, self.sizes)
         for shard in range(shards):
             prefills = [self._prefill(number) for number in _share(spec.prefill, shard, shards)]
-            decodes = [
-                DecodeSite(self._decode(number), self._receiving(number))
-                for number in _share(spec.decode, shard, shards)
-            ]
+            decodes = [self._site(number) for number in _share(spec.decode, shard, shards)]
             rooms = Rooms(self.world, decodes, ageing)
             router = Router(self.world, prefills, rooms, spec.policy.max_failovers, largest)
             self.routers.append(router)
@@ -230,14 +230,21 @@ class Cluster:
         replica = PrefillReplica(self.world, number, self._cost(pool, number, "prefill"), scheduler, host, sender)
         return replica
 
-    def _decode(self, number: int) -> DecodeReplica:
+    def _site(self, number: int) -> DecodeSite:
+        pool, prompts = self.spec.decode, None
+        if self.spec.prefill is None:
+            cost = self._cost(pool, number, "prompts")
+            prompts = Prompts(self.world, number, cost, pool.chunk_tokens, pool.max_sequences)
+        return DecodeSite(self._decode(number, prompts), self._receiving(number), prompts)
+
+    def _decode(self, number: int, beside: Prompts | None = None) -> DecodeReplica:
         spec, pool = self.spec, self.spec.decode
         pages = pages_of(spec, pool, self.sizes)
         book: PagePool = CountedPages(pages, pool.max_sequences)
         limits = Limits(host_bytes_of(spec, pool), pool.max_batch, pool.replay_tokens)
         scheduler: DecodeScheduler[Job] = DecodeScheduler(book, self.sizes.footprint, limits)
-        cost = self._cost(pool, number, "decode")
-        return DecodeReplica(self.world, number, cost, scheduler, book, pool.max_batch)
+        setting = Setting(self.world, self._cost(pool, number, "decode"), pool.max_batch, beside)
+        return DecodeReplica(number, setting, scheduler, book)
 
     def _cost(self, pool: Pool, number: int, role: str) -> CostModel:
         cost = self._costs(self.spec, pool, self.sizes)

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from decode_node.pages import PagePool
 from decode_node.scheduler import LOW_PAGES, DecodeScheduler
@@ -35,13 +36,14 @@ class Run:
     cost: StepCost
     steps: int
     replay_s: float = 0.0
+    """Seconds of what runs beside them: replays and prompts."""
     counted: int = 0
     """Steps that rows and pages have caught up with, beside the one under way."""
 
     @property
     def seconds(self) -> float:
         """Length of all its steps."""
-        return self.cost.seconds(self.context, self.steps) + self.replay_s if self.turns else 0.0
+        return self.replay_s + (self.cost.seconds(self.context, self.steps) if self.turns else 0.0)
 
 
 @dataclass(slots=True)
@@ -67,24 +69,37 @@ def gap_of(step: int) -> float:
     return math.exp(step / _GAP_STEPS)
 
 
+class Beside(Protocol):
+    """Work that a replica does in the same pass as a decode step: prompts, where one replica does both."""
+
+    def begin(self) -> float:
+        """Begin what there is to do now. Returns its seconds; 0 if there is nothing."""
+        ...
+
+    def end(self) -> None:
+        """It is done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a replica is made of."""
+
+    world: World
+    cost: CostModel
+    max_batch: int
+    """The scheduler's."""
+    beside: Beside | None = None
+
+
 class DecodeReplica:
     """Owner of one scheduler. `on_ended` is called with every job that has all its tokens."""
 
-    def __init__(
-        self,
-        world: World,
-        number: int,
-        cost: CostModel,
-        scheduler: DecodeScheduler[Job],
-        pool: PagePool,
-        max_batch: int,
-    ) -> None:
-        """`max_batch` is the scheduler's."""
-        self.number = number
+    def __init__(self, number: int, of: Setting, scheduler: DecodeScheduler[Job], pool: PagePool) -> None:
+        self.number, self.of = number, of
         self.pool, self.scheduler = pool, scheduler
         self.on_ended: Callable[[Job], None] = lambda _: None
         self.tally = Tally()
-        self._world, self._cost, self._max_batch = world, cost, max_batch
         self._run: Run | None = None
         self._version = 0
         self._copies_until = 0.0
@@ -108,17 +123,17 @@ class DecodeReplica:
     def land(self, seat: Seat[Job]) -> None:
         """A job's KV is complete."""
         job = seat.owner
-        job.times.enter(Stage.DECODE_QUEUE, self._world.now)
-        self._world.log.add(self._world.now, Kind.LANDED, self.number, job.number)
+        job.times.enter(Stage.DECODE_QUEUE, self.of.world.now)
+        self.of.world.log.add(self.of.world.now, Kind.LANDED, self.number, job.number)
         self._catch_up()
         self.scheduler.land(seat, max(1, job.emitted))
-        self._wake()
+        self.wake()
 
     def leave(self, seat: Seat[Job]) -> None:
         """End a job. Its pages are free when no step uses them any more."""
         self._catch_up()
         self.scheduler.leave(seat)
-        self._wake()
+        self.wake()
 
     def stop(self) -> list[Job]:
         """The node dies: nothing of it will happen any more. Returns the jobs that it had."""
@@ -131,7 +146,7 @@ class DecodeReplica:
 
     # Steps -------------------------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Plan as soon as the step under way is over."""
         run = self._run
         if run is None:
@@ -148,10 +163,11 @@ class DecodeReplica:
     def _plan(self) -> None:
         plan = self.scheduler.schedule()
         self._start_copies(plan)
-        if not plan.turns:
+        beside_s = 0.0 if self.of.beside is None else self.of.beside.begin()
+        if not plan.turns and not beside_s:
             self._run = None
             return
-        now = self._world.now
+        now = self.of.world.now
         chosen = [turn for turn in plan.turns if not turn.replay]
         replays = [(turn.seat.rows, turn.rows) for turn in plan.turns if turn.replay]
         for turn in plan.turns:
@@ -161,9 +177,9 @@ class DecodeReplica:
             plan.turns,
             now,
             sum(turn.seat.rows for turn in chosen),
-            self._cost.decode(max(1, len(chosen))),
-            1 if replays or not self._world.macro else self._steady_steps(plan.turns),
-            self._cost.replay(replays) if replays else 0.0,
+            self.of.cost.decode(max(1, len(chosen))),
+            1 if replays or beside_s or not self.of.world.macro else self._steady_steps(plan.turns),
+            beside_s + (self.of.cost.replay(replays) if replays else 0.0),
         )
         self._run = run
         self._note_pages()
@@ -177,7 +193,7 @@ class DecodeReplica:
             if self._version == version:
                 self._end()
 
-        self._world.after(run.began + run.seconds - self._world.now, ended)
+        self.of.world.after(run.began + run.seconds - self.of.world.now, ended)
 
     def _end(self) -> None:
         run = self._run
@@ -185,10 +201,10 @@ class DecodeReplica:
         self._count(run, run.steps - 1)
         self._run = None
         self.scheduler.stepped(run.turns, advanced=True)
-        now, seconds = self._world.now, run.seconds
-        self._world.log.add(now, Kind.STEP, self.number, len(run.turns))
-        self._world.log.span(f"decode-{self.number}", "step", run.began, now, len(run.turns))
-        attend_s, approximation_s = run.cost.attend_s(run.context, run.steps)
+        now, seconds = self.of.world.now, run.seconds
+        self.of.world.log.add(now, Kind.STEP, self.number, len(run.turns))
+        self.of.world.log.span(f"decode-{self.number}", "step", run.began, now, len(run.turns))
+        attend_s, approximation_s = run.cost.attend_s(run.context, run.steps) if run.turns else (0.0, 0.0)
         chosen = 0
         over: list[Job] = []
         for seat, _, replay in run.turns:
@@ -209,8 +225,11 @@ class DecodeReplica:
         tally.page_seconds += seconds * (self.pool.num_pages - self.pool.free_pages)
         if chosen:
             tally.gaps[_step_of(seconds / run.steps)] += chosen * run.steps
+        if self.of.beside is not None:
+            self.of.beside.end()
         # As in the live loop, the next step is planned before anybody hears of the ends.
-        self._plan()
+        if self._run is None:
+            self._plan()
         for job in over:
             self.on_ended(job)
 
@@ -220,7 +239,7 @@ class DecodeReplica:
         scheduler = self.scheduler
         if scheduler.swapped or any(turn.replay for turn in turns):
             return 1
-        if scheduler.waiting and len(turns) < self._max_batch:
+        if scheduler.waiting and len(turns) < self.of.max_batch:
             return 1
         ahead = 0 if self._run is None else self._run.counted
         most = max(1, min(turn.seat.owner.left for turn in turns) - ahead)
@@ -250,7 +269,7 @@ class DecodeReplica:
         """Bring rows and pages to what single steps would have made of them by now."""
         run = self._run
         if run is not None and run.steps - run.counted > 1:
-            elapsed = self._world.now - run.began - run.replay_s
+            elapsed = self.of.world.now - run.began - run.replay_s
             self._count(run, whole_steps(run.cost, run.context, run.steps, elapsed) - 1)
 
     def _count(self, run: Run, steps: int) -> None:
@@ -278,31 +297,31 @@ class DecodeReplica:
 
     def _start_copies(self, plan: Plan[Job]) -> None:
         for seat in plan.leaving:
-            seat.owner.times.enter(Stage.SWAP_WAIT, self._world.now)
+            seat.owner.times.enter(Stage.SWAP_WAIT, self.of.world.now)
             seat.owner.account.swaps += 1
             self.tally.swaps += 1
-            self._world.log.add(self._world.now, Kind.SWAP_OUT, self.number, seat.owner.number)
+            self.of.world.log.add(self.of.world.now, Kind.SWAP_OUT, self.number, seat.owner.number)
             self._copy(seat)
         for seat in plan.returning:
-            self._world.log.add(self._world.now, Kind.SWAP_IN, self.number, seat.owner.number)
+            self.of.world.log.add(self.of.world.now, Kind.SWAP_IN, self.number, seat.owner.number)
             self._copy(seat)
 
     def _copy(self, seat: Seat[Job]) -> None:
         """One copy after another, beside the steps, as the live swapper's thread does them."""
-        now = self._world.now
-        seconds = self._cost.swap(self.scheduler.footprint.resting_bytes(seat.rows))
+        now = self.of.world.now
+        seconds = self.of.cost.swap(self.scheduler.footprint.resting_bytes(seat.rows))
         self._copies_until = max(now, self._copies_until) + seconds
 
         def copied() -> None:
             if not self._dead:
                 self._copied(seat)
 
-        self._world.after(self._copies_until - now, copied)
+        self.of.world.after(self._copies_until - now, copied)
 
     def _copied(self, seat: Seat[Job]) -> None:
         self._catch_up()
         back = seat.place is Place.RETURNING
         self.scheduler.copied(seat)
         if back:
-            seat.owner.times.enter(Stage.DECODE, self._world.now)
-        self._wake()
+            seat.owner.times.enter(Stage.DECODE, self.of.world.now)
+        self.wake()

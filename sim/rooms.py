@@ -13,6 +13,7 @@ from decode_node.seats import Seat
 from hackkv.errors import Overloaded, RequestError
 from router.fleet.line import Ageing, Demand, Ticket, next_in_line
 from router.fleet.policy import Need
+from sim.aggregated import Prompts
 from sim.decode import DecodeReplica
 from sim.eventlog import Kind
 from sim.jobs import Job
@@ -28,6 +29,8 @@ class DecodeSite:
 
     replica: DecodeReplica
     links: tuple[Link, ...]
+    prompts: Prompts | None = None
+    """Set where the replica computes prompts too."""
 
 
 @dataclass(slots=True, eq=False)

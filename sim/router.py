@@ -39,6 +39,8 @@ class Router:
             replica.on_first = self._first
         for site in rooms.sites:
             site.replica.on_ended = self._ended
+            if site.prompts is not None:
+                site.prompts.on_complete = self._complete
 
     def arrive(self, job: Job) -> None:
         """Take a request."""
@@ -48,8 +50,10 @@ class Router:
         tokens = ride.need.whole
         if tokens > self._largest:
             self._fail(ride, f"{tokens} tokens need more pages or host memory than a replica has for {self._largest}")
-        else:
+        elif self.prefills:
             self._dispatch(ride)
+        else:
+            self.rooms.stand(ride)
 
     # If all goes well --------------------------------------------------------------------------------------------
 
@@ -72,8 +76,22 @@ class Router:
             self._has_room(ride)
 
     def _has_room(self, ride: Ride) -> None:
-        if ride.shipment is not None and ride.decode is not None:
-            ride.shipment.assign(self.rooms.sites[ride.decode])
+        assert ride.decode is not None
+        site = self.rooms.sites[ride.decode]
+        if ride.shipment is not None:
+            ride.shipment.assign(site)
+        elif site.prompts is not None:
+            site.prompts.join(ride.job)
+            site.replica.wake()
+
+    def _complete(self, job: Job) -> None:
+        """A replica that does both has computed a prompt; its KV is where it is needed."""
+        ride = self._rides[job]
+        job.first_at, job.emitted = self._world.now, 1
+        if job.left <= 0:
+            self._over(ride)
+        elif ride.decode is not None and ride.seat is not None:
+            self.rooms.sites[ride.decode].replica.land(ride.seat)
 
     def _first(self, job: Job, shipment: Shipment) -> None:
         """Token 0 is chosen: the prompt has left its queue."""

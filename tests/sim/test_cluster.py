@@ -172,3 +172,16 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     spec = small(model="llama-70b", decode=Pool(instance="p4de.24xlarge", replicas=1, tp=1))
     with pytest.raises(ConfigError, match="no room for KV: weights take 141 GB"):
         simulate(spec)
+
+
+@pytest.mark.parametrize("chunk", [256, 8192])
+def test_replicas_that_do_both(chunk: int) -> None:
+    decode = Pool(instance="p4de.24xlarge", replicas=3, chunk_tokens=chunk)
+    spec = small(prefill=None, decode=decode, load=Load(shape="humaneval", rate=20.0, requests=150))
+    whole, single = simulate(spec), simulate(spec, macro=False)
+    assert whole.rows.ok.all()
+    assert whole.rows["wire_bytes"].sum() == 0
+    assert whole.rows["transfer_s"].sum() == 0
+    np.testing.assert_allclose(whole.rows.table, single.rows.table, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(stages(whole.rows), whole.rows["e2el_s"], rtol=1e-12)
+    assert all(replica.pool.free_pages == replica.pool.num_pages for replica in whole.decodes)
