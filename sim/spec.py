@@ -90,22 +90,6 @@ class Pool(Frozen):
         return self.tp * self.pp
 
 
-class Scaling(Frozen):
-    """An autoscaler of both roles, as docs/plan.md describes it."""
-
-    every_s: float = Field(default=15.0, gt=0)
-    prefill_backlog_s: float = Field(default=1.0, gt=0)
-    """Seconds of queued prompts per replica beyond which one more starts."""
-    decode_pages: float = Field(default=0.75, gt=0, le=1)
-    """Share of pages in use beyond which one more starts."""
-    start_s: float = Field(default=60.0, ge=0)
-    """From the decision until the replica takes requests."""
-    down_after_s: float = Field(default=900.0, ge=0)
-    """How long a replica must be superfluous before it stops."""
-    least: int = Field(default=1, gt=0)
-    """Replicas of a role that run at any time; `replicas` of the pool is the most."""
-
-
 class Network(Frozen):
     """What lies between the replicas."""
 
@@ -136,6 +120,11 @@ class Codec(Frozen):
     settings: dict[str, int | str | bool] = Field(default_factory=dict)
     dequantizes: bool = False
     """A step makes FP16 of the KV before it attends, as CacheGen and KVQuant do."""
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        return f"{self.name}, dequantized" if self.dequantizes else self.name
 
 
 class Objective(Frozen):
@@ -171,6 +160,30 @@ class Load(Frozen):
     """A closed loop: so many clients, each of which sends when its answer is complete; 0 is an open loop."""
 
 
+class Choices(Frozen):
+    """Among what `hackkv plan` chooses."""
+
+    prefill: tuple[str, ...] = ()
+    """Instances; none are those of the specification's own pool."""
+    decode: tuple[str, ...] = ()
+    tp: tuple[int, ...] = (1, 2, 4, 8)
+    pp: tuple[int, ...] = (1, 2, 4)
+    codecs: tuple[Codec, ...] = (
+        Codec(name="fp16"),
+        Codec(name="fp8"),
+        Codec(name="rot-k4v4"),
+        Codec(name="hack"),
+        Codec(name="hack", dequantizes=True),
+    )
+    """The most exact first: of codecs that cost the same, the first one wins."""
+    aggregated: bool = True
+    """Whether replicas that compute prompts and decode are tried too."""
+    available: dict[str, int] = Field(default_factory=dict)
+    """Instances of each kind that can be had; a kind that is not named has no limit."""
+    cells: int = Field(default=1, gt=0)
+    """Equal parts of the load, each served by a cluster of its own; one of them is planned."""
+
+
 class Spec(Frozen):
     """Everything about a simulated cluster."""
 
@@ -184,8 +197,8 @@ class Spec(Frozen):
     policy: Policy = Policy()
     slo: Objective = Objective()
     load: Load = Load()
-    scaling: Scaling | None = None
     faults: FaultPlan = FaultPlan()
+    plan: Choices = Choices()
     noise: float = Field(default=0.0, ge=0, le=2)
     """Sigma of the lognormal noise on every duration."""
     catalogue: Catalogue = Catalogue()
