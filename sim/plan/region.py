@@ -30,8 +30,10 @@ class Cell:
 
 
 def share_costs(spec: Spec, demand: Demand) -> dict[str, float]:
-    """Kind -> dollars per hour of the cheapest, in fractions of replicas, in the order of the specification."""
-    found = candidates(spec, demand, best=1)
+    """Kind -> dollars per hour of the cheapest, in fractions of replicas, in the order of the specification. What can
+    be had does not count here."""
+    free = spec.model_copy(update={"plan": spec.plan.model_copy(update={"available": {}})})
+    found = candidates(free, demand, best=1)
     order = [codec.label for codec in spec.plan.codecs]
     best: dict[str, Candidate] = {}
     for one in found:
@@ -69,7 +71,7 @@ def region(spec: Spec, demand: Demand) -> list[Cell]:
 
 def sensitivity(spec: Spec, demand: Demand, kind: str) -> list[tuple[str, float, float]]:
     """(efficiency, cost with 20% less of it, cost with 20% more), as shares of the present cost of that kind."""
-    now = share_costs(spec, demand)[kind]
+    now = share_costs(spec, demand).get(kind, float("nan"))
     rows = []
     for name in _EFFICIENCIES:
         ends = []
@@ -84,7 +86,7 @@ def sensitivity(spec: Spec, demand: Demand, kind: str) -> list[tuple[str, float,
 
 def upgrades(spec: Spec, demand: Demand, kind: str) -> list[tuple[str, float]]:
     """(what is 20% better on every GPU or link, cost as a share of the present one), the greatest gain first."""
-    now = share_costs(spec, demand)[kind]
+    now = share_costs(spec, demand).get(kind, float("nan"))
     tables = spec.tables
     names: Sequence[tuple[str, str]] = (
         ("FLOP/s", "fp16_tflops"),
