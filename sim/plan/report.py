@@ -25,7 +25,9 @@ def report(spec: Spec, demand: Demand, trials: list[Trial], command: str) -> Ite
     yield (
         "Durations are a roofline at the efficiencies of the specification, not measurements; `profile` of a "
         "pool replaces them by measured ones. Decisions are the live router's and schedulers' own. TTFT ends "
-        "when the client has token 0, TPOT is (JCT - TTFT) / (tokens - 1). Prices are the catalogue's."
+        "when the client has token 0, TPOT is (JCT - TTFT) / (tokens - 1). What a codec costs in accuracy is not "
+        "in here: `hackkv eval --recommend MODEL` measures it, and two bits in the paper's form (`hack`) ruin "
+        "small models. Prices are the catalogue's."
     )
 
 
@@ -75,7 +77,9 @@ def _kinds(spec: Spec, trials: list[Trial]) -> Iterator[str]:
                 f"{trial.usd:,.2f}",
                 f"{trial.usd_per_request / trials[0].usd_per_request:.2f}",
                 *(f"{trial.found[limit]:.3g}" for limit in limits),
-                f"{trial.result['prefill_busy']:.0%} / {trial.result['decode_busy']:.0%}",
+                f"{trial.result['prefill_busy']:.0%} / {trial.result['decode_busy']:.0%}"
+                if prefill is not None
+                else f"{trial.result['decode_busy']:.0%}",
                 f"{trial.result['pages_peak']:.0%}",
             )
         )
