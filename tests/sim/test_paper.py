@@ -85,7 +85,7 @@ def test_erlang(servers: int, load: float) -> None:
 def test_the_simulator_agrees_with_the_formulas_where_nobody_waits(method: str) -> None:
     case = PAPER.cases["arXiv"]
     at, p = setup_of(case), fits().all_cases.model_copy(update={"rho": 0.01})
-    assert simulated_jct(case, at, method, p, 400, 1) == pytest.approx(parts_of(at, method, p).jct, rel=0.05)
+    assert simulated_jct(case, at, method, p, 4_000, 1) == pytest.approx(parts_of(at, method, p).jct, rel=0.03)
 
 
 @pytest.mark.parametrize(
