@@ -131,6 +131,22 @@ def calibrate(context: typer.Context) -> None:
     _become("measure.calibrate", context.args)
 
 
+@app.command(
+    "simulate", help="Run a cluster that nobody has bought yet; --help lists the options.", context_settings=_PASSED_ON
+)
+def simulate(context: typer.Context) -> None:
+    _become("sim.simulate", context.args)
+
+
+@app.command(
+    "plan",
+    help="What to buy: prefill-to-decode ratio, GPU kinds, codec, cost for an objective; --help lists the options.",
+    context_settings=_PASSED_ON,
+)
+def plan(context: typer.Context) -> None:
+    _become("sim.plan", context.args)
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure a running server.")
 app.add_typer(bench, name="bench")
 

@@ -34,7 +34,7 @@ class Hands(Protocol):
 
 
 @dataclass(slots=True)
-class _Armed:
+class Armed:
     """A rule on one node, with its own random numbers and counts."""
 
     rule: FaultRule
@@ -54,6 +54,15 @@ class _Armed:
         return hit
 
 
+def armed(plan: FaultPlan, node: str) -> list[Armed]:
+    """The rules that concern a node, each at its beginning."""
+    return [
+        Armed(rule, random.Random(f"{plan.seed}/{node}/{index}"))
+        for index, rule in enumerate(plan.rules)
+        if fnmatchcase(node, rule.node)
+    ]
+
+
 class Injector:
     """The faults of one node. `on_strike` hears of each one in a few words."""
 
@@ -61,11 +70,7 @@ class Injector:
         self, plan: FaultPlan, node: str, hands: Hands, on_strike: Callable[[str], None] = log.warning
     ) -> None:
         self._node, self._hands, self._on_strike = node, hands, on_strike
-        self._armed = [
-            _Armed(rule, random.Random(f"{plan.seed}/{node}/{index}"))
-            for index, rule in enumerate(plan.rules)
-            if fnmatchcase(node, rule.node)
-        ]
+        self._armed = armed(plan, node)
         self.requests: dict[str, str] = {}
         """Transfer id -> request id of this node's jobs. Frames carry the transfer id only."""
 
@@ -92,7 +97,7 @@ class Injector:
                     await self._strike(armed.rule, request)
         return frames
 
-    def _strikes(self, point: Point, request: str) -> list[_Armed]:
+    def _strikes(self, point: Point, request: str) -> list[Armed]:
         striking = [armed for armed in self._armed if armed.strikes(point, request)]
         for armed in striking:
             self._on_strike(f"{self._node}: {armed.rule.do} at {point}" + (f" of {request}" if request else ""))

@@ -16,9 +16,9 @@ from router.life.failover import Cause, Remedy
 from router.life.flight import Flight
 from router.watch.node_metrics import FleetGauges
 
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _REFUSALS = (400, 401, 404, 408, 413, 415, 429, 503)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
 
 class Outcome(StrEnum):
@@ -54,14 +54,14 @@ class Metrics:
             "hackkv_request_stage_seconds",
             "Time of one sequence in each stage of its life, in seconds; the stages sum to its total.",
             ["codec", "stage"],
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._sub_stage = Histogram(
             "hackkv_request_substage_seconds",
             "Parts of stages, in seconds; never added to the total.",
             ["stage"],
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._requests = Counter(
@@ -123,7 +123,7 @@ class Metrics:
         )
 
     def _vllm_series(self) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
             family = Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
             return family.labels(self._model)
 
@@ -145,8 +145,8 @@ class Metrics:
         self._queue = histogram("request_queue_time_seconds", "In the router's and the workers' queues, in seconds.")
         self._prefill = histogram("request_prefill_time_seconds", "Computing the prompt, in seconds.")
         self._decode = histogram("request_decode_time_seconds", "Computing tokens on the decode node, in seconds.")
-        self._prompt_size = histogram("request_prompt_tokens", "Tokens of one prompt (count).", _TOKENS)
-        self._output_size = histogram("request_generation_tokens", "Tokens of one output (count).", _TOKENS)
+        self._prompt_size = histogram("request_prompt_tokens", "Tokens of one prompt (count).", TOKENS)
+        self._output_size = histogram("request_generation_tokens", "Tokens of one output (count).", TOKENS)
 
     def entered(self) -> None:
         """A sequence was taken in; `left` follows."""

@@ -1,0 +1,128 @@
+"""`python -m bench.durations --out FILE.json`: durations of this machine, for `profile` in a specification of the
+simulator.
+
+Times the model's own passes and steps over a grid, medians of several, with real KV in the codec's pages. What
+surrounds them in a node (event loop, wire, router) is not in it. The catalogue's GPUs are rooflines; a machine of
+one's own is added by this command and a row with its memory, network and price in the specification's `catalogue`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from hackkv.codec import Span
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.defaults import DEFAULT_CODEC
+from hackkv.model.runner import ModelRunner
+from hackkv.model.sampler import SamplerState
+from hackkv.model.worker import Worker, load_worker
+from hackkv.types import Sampling
+from sim.costs import Grid, Profile
+
+TOKENS = (16, 64, 256, 512)
+BATCHES = (1, 4, 16)
+CONTEXTS = (64, 512, 1024)
+REPEATS = 5
+GREEDY = Sampling(seed=0, max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def measure(
+    worker: Worker, tokens: Sequence[int], batches: Sequence[int], contexts: Sequence[int], repeats: int = REPEATS
+) -> Profile:
+    """Time passes of so many tokens behind so many rows, and steps of so many sequences of such contexts."""
+    page = worker.codec.page_tokens
+    most = max(contexts) + max(tokens) + 1
+    pages = -(-most // page)
+    runner = ModelRunner(worker.model, worker.codec, pages * max(batches), max(batches))
+    bench = _Bench(runner, pages)
+    quantize, whole = worker.codec.quantize_s, perf_counter()
+    prefill = [[bench.time(bench.a_pass(start, count), repeats) for start in contexts] for count in tokens]
+    passes_s = perf_counter() - whole
+    quantize_share = (worker.codec.quantize_s - quantize) / passes_s
+    bench.fill(max(batches), max(contexts))
+    attend, corrected, whole = worker.codec.attend_s, worker.codec.approximation_s, perf_counter()
+    decode = [[bench.time(bench.a_step(batch, context), repeats) for context in contexts] for batch in batches]
+    steps_s = perf_counter() - whole
+    return Profile(
+        machine=f"{platform.machine()}, {worker.kernels}",
+        model=worker.name,
+        codec=worker.codec.name,
+        prefill=Grid(rows=tuple(tokens), columns=tuple(contexts), seconds=tuple(map(tuple, prefill))),
+        decode=Grid(rows=tuple(batches), columns=tuple(contexts), seconds=tuple(map(tuple, decode))),
+        quantize_share=min(1.0, quantize_share),
+        attend_share=min(1.0, (worker.codec.attend_s - attend) / steps_s),
+        approximation_share=min(1.0, (worker.codec.approximation_s - corrected) / steps_s),
+    )
+
+
+class _Bench:
+    """Runs on one `ModelRunner`; sequence i has slot i and `pages` pages of its own."""
+
+    def __init__(self, runner: ModelRunner, pages: int) -> None:
+        self._runner, self._pages = runner, pages
+
+    def fill(self, sequences: int, rows: int) -> None:
+        """Give sequences their first rows."""
+        for slot in range(sequences):
+            self._forward([self._span(slot, 0, rows)])
+
+    def a_pass(self, start: int, count: int) -> Callable[[], None]:
+        """A chunk of one prompt, behind `start` rows."""
+        self.fill(1, start)
+        return lambda: self._forward([self._span(0, start, count)])
+
+    def a_step(self, batch: int, context: int) -> Callable[[], None]:
+        """A token for each of `batch` sequences."""
+        spans, model = [self._span(slot, context - 1, 1) for slot in range(batch)], self._runner.model
+
+        def step() -> None:
+            states = [SamplerState(GREEDY, (3,), model.spec.eos_ids, kernels=model.kernels) for _ in range(batch)]
+            with torch.inference_mode():
+                self._runner.choose(spans, [5] * batch, states)
+
+        return step
+
+    def time(self, run: Callable[[], None], repeats: int) -> float:
+        """Median seconds, after one that warms up."""
+        run()
+        times = []
+        for _ in range(repeats):
+            began = perf_counter()
+            run()
+            times.append(perf_counter() - began)
+        return median(times)
+
+    def _forward(self, spans: list[Span]) -> None:
+        ids = [3 + row % 400 for span in spans for row in range(span.count)]
+        with torch.inference_mode():
+            self._runner.forward(spans, ids, wanted=[1] * len(spans))
+
+    def _span(self, slot: int, held: int, count: int) -> Span:
+        return Span(slot, held, count, tuple(range(slot * self._pages, (slot + 1) * self._pages)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write."""
+    parser = argparse.ArgumentParser("python -m bench.durations", description=__doc__)
+    parser.add_argument("--model", default="", help="folder, GGUF file or hub name; default: the shipped model")
+    parser.add_argument("--codec", default=DEFAULT_CODEC, help="default: %(default)s")
+    parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    args = parser.parse_args(arguments)
+    worker = load_worker(ModelConfig(path=args.model, dtype=args.dtype), CodecConfig(name=args.codec))
+    profile = measure(worker, TOKENS, BATCHES, CONTEXTS)
+    args.out.write_text(profile.model_dump_json(indent=1), encoding="utf-8")
+    print(f"wrote {args.out}: {profile.model}, {profile.codec}, {profile.machine}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

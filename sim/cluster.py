@@ -1,0 +1,283 @@
+"""A simulated cluster, put together from its specification, and run to the end of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from struct import pack
+
+from decode_node.pages import PagePool
+from decode_node.scheduler import DecodeScheduler, Limits
+from hackkv.errors import ConfigError
+from prefill_node.host_pool import HostPool
+from prefill_node.page_names import PageName
+from prefill_node.prefix_pool import PrefixPool
+from prefill_node.scheduler import PrefillScheduler
+from router.fleet.line import Ageing
+from sim.aggregated import Prompts
+from sim.books import CountedPages, CountedPrefixes
+from sim.costs import CostModel, Profiled, Roofline, read_profile
+from sim.decode import DecodeReplica, Setting
+from sim.eventlog import EventLog
+from sim.faults import Faults
+from sim.jobs import Arrival, Job, Times
+from sim.network import Link, Network
+from sim.noise import Noisy
+from sim.prefill import PrefillReplica, Sender
+from sim.results import Rows
+from sim.rooms import DecodeSite, Rooms
+from sim.router import Router
+from sim.sizes import CodecSizes, sizes_of
+from sim.spec import GIB, Pool, Spec
+from sim.world import World
+
+GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to run, beside what."""
+
+    seed: int = 0
+    macro: bool = True
+    keep_spans: bool = False
+    on_over: Callable[[int], None] = lambda _: None
+    """Called with the number of requests that are over."""
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What a simulation gives."""
+
+    spec: Spec
+    rows: Rows
+    log: EventLog
+    duration_s: float
+    prefills: list[PrefillReplica]
+    decodes: list[DecodeReplica]
+    network: Network
+    links: list[Link]
+    jobs: list[Job] = field(default_factory=list)
+    """Every job with its stages; only if spans are kept."""
+
+
+def pages_of(spec: Spec, pool: Pool, sizes: CodecSizes) -> int:
+    """Pages that fit beside weights, activations and the slots. Raises `ConfigError` if none does."""
+    if pool.pages:
+        return pool.pages
+    gpu = spec.gpu_of(pool)
+    memory = pool.gpus * gpu.memory_gb * 1e9 * (1 - pool.reserve) - spec.shape.total_weight_bytes
+    pages = int((memory - pool.max_sequences * sizes.footprint.slot_bytes) // sizes.footprint.page_bytes)
+    if pages < 1:
+        raise ConfigError(
+            f"{pool.gpus} x {spec.instance_of(pool).gpu} have no room for KV: weights take "
+            f"{spec.shape.total_weight_bytes / 1e9:.0f} GB, {pool.max_sequences} open pages "
+            f"{pool.max_sequences * sizes.footprint.slot_bytes / 1e9:.0f} GB (tp, pp, max_sequences)"
+        )
+    return pages
+
+
+def largest_request(spec: Spec, sizes: CodecSizes) -> int:
+    """Tokens of KV that fit on every replica when it is empty. Raises `ConfigError` if none do."""
+    pages = [pages_of(spec, pool, sizes) for pool in (spec.prefill, spec.decode) if pool is not None]
+    if spec.prefill is not None:
+        pages.append(host_bytes_of(spec, spec.prefill) // sizes.footprint.wire_page_bytes)
+    return min(pages) * sizes.footprint.page_tokens
+
+
+def host_bytes_of(spec: Spec, pool: Pool) -> int:
+    """Host memory of one replica."""
+    instance = spec.instance_of(pool)
+    share = 0.5 * instance.host_gib * pool.gpus / instance.gpus if pool.host_gib is None else pool.host_gib
+    return int(share * GIB)
+
+
+def cost_of(spec: Spec, pool: Pool, sizes: CodecSizes) -> CostModel:
+    """The pool's cost model: measured if it names a profile, else by roofline."""
+    if pool.profile is not None:
+        return Profiled(read_profile(pool.profile))
+    return Roofline(spec.shape, spec.gpu_of(pool), spec.efficiency_of(pool), sizes, pool.tp, pool.pp)
+
+
+def line_of(spec: Spec, pool: Pool) -> float:
+    """Bytes per second of a replica's line: its stage's share of the instance's."""
+    instance = spec.instance_of(pool)
+    gbit_s = instance.network_gbit_s * min(1.0, pool.tp / instance.gpus)
+    if spec.network.link_gbit_s:
+        gbit_s = min(gbit_s, spec.network.link_gbit_s)
+    return gbit_s * GBIT * spec.efficiency_of(pool).network
+
+
+def flow_of(spec: Spec, pool: Pool) -> float:
+    """Bytes per second of one handoff at most: a flow for each GPU of a stage."""
+    instance = spec.instance_of(pool)
+    if not instance.flow_gbit_s:
+        return line_of(spec, pool)
+    flows = pool.tp * instance.flow_gbit_s * GBIT * spec.efficiency_of(pool).network
+    return min(line_of(spec, pool), flows)
+
+
+class Cluster:
+    """One simulation: `run` may be called once."""
+
+    def __init__(
+        self, spec: Spec, options: Options | None = None, costs: Callable[[Spec, Pool, CodecSizes], CostModel] = cost_of
+    ) -> None:
+        """`costs` makes the cost model of a pool. Raises `ConfigError` for what cannot be built."""
+        self.spec, self._options, self._costs = spec, options or Options(), costs
+        self.sizes = sizes_of(spec.codec, spec.shape.kv_shape)
+        faults = Faults(spec.faults)
+        if spec.prefill is None and spec.faults.rules:
+            raise ConfigError("faults: an aggregated cluster is simulated without them")
+        macro = self._options.macro and not faults.at_tokens
+        log = EventLog(self._options.keep_spans)
+        self.world = World(self.sizes.footprint, spec.shape.layers, macro, log)
+        self._network = Network(self.world, spec.network.sharing)
+        self._links: list[Link] = []
+        self._reuse = False
+        self._faults = faults
+        self.routers: list[Router] = []
+
+    def run(self, arrivals: Sequence[Arrival]) -> Outcome:
+        """Serve all requests. Those that cannot end, because nobody is left to serve them, count as failed."""
+        self._reuse = any(arrival.blocks for arrival in arrivals)
+        self._build()
+        rows, jobs = Rows(len(arrivals)), list[Job]()
+        concurrency = self.spec.load.concurrency
+        todo = iter(enumerate(arrivals))
+        over_count = 0
+
+        def begin(number: int, arrival: Arrival) -> None:
+            now = self.world.now
+            job = Job(number, arrival, now, Times(now, keep_marks=self._options.keep_spans), self._names(arrival))
+            if self._options.keep_spans:
+                jobs.append(job)
+            self.routers[number % len(self.routers)].arrive(job)
+
+        def begin_next() -> None:
+            item = next(todo, None)
+            if item is None:
+                return
+            number, arrival = item
+            if concurrency:
+                begin(number, arrival)
+            else:
+                self.world.after(arrival.at_s - self.world.now, lambda: arrive(number, arrival))
+
+        def arrive(number: int, arrival: Arrival) -> None:
+            begin_next()
+            begin(number, arrival)
+
+        def over(job: Job) -> None:
+            nonlocal over_count
+            rows.add(job)
+            over_count += 1
+            self._options.on_over(over_count)
+            if concurrency:
+                self.world.after(0.0, begin_next)
+
+        for router in self.routers:
+            router.on_over = over
+        for _ in range(min(concurrency, len(arrivals)) or 1):
+            begin_next()
+        self.world.env.run()
+        return Outcome(
+            self.spec,
+            rows,
+            self.world.log,
+            self.world.now,
+            [replica for router in self.routers for replica in router.prefills],
+            [site.replica for router in self.routers for site in router.rooms.sites],
+            self._network,
+            self._links,
+            jobs,
+        )
+
+    # Parts ---------------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        spec, shards = self.spec, self.spec.policy.shards
+        ageing = Ageing(spec.policy.ageing_s, spec.policy.max_passed)
+        largest = largest_request(spec, self.sizes)
+        for shard in range(shards):
+            prefills = [self._prefill(number) for number in _share(spec.prefill, shard, shards)]
+            decodes = [self._site(number) for number in _share(spec.decode, shard, shards)]
+            rooms = Rooms(self.world, decodes, ageing)
+            router = Router(self.world, prefills, rooms, spec.policy.max_failovers, largest)
+            self.routers.append(router)
+            self._faults.watch(router, self._prefill, self._decode, self.world)
+
+    def _prefill(self, number: int) -> PrefillReplica:
+        spec, pool, footprint = self.spec, self.spec.prefill, self.sizes.footprint
+        assert pool is not None
+        host = HostPool(host_bytes_of(spec, pool), lambda _: replica.wake())
+        pages = pages_of(spec, pool, self.sizes)
+        of_page = (footprint.page_tokens, host, footprint.page_bytes)
+        prefixes = PrefixPool if self._reuse else CountedPrefixes
+        book = prefixes(pages, pool.max_sequences, *of_page)
+        scheduler: PrefillScheduler[Job] = PrefillScheduler(book, pool.chunk_tokens)
+        line = self._link(f"prefill-{number:06d}", self._faults.slowed(f"prefill-{number}", line_of(spec, pool)))
+        sender = Sender(
+            self.world,
+            self._network,
+            line,
+            flow_of(spec, pool),
+            spec.efficiency_of(pool).setup_s,
+            spec.network.sending,
+            spec.network.blocking,
+        )
+        replica = PrefillReplica(self.world, number, self._cost(pool, number, "prefill"), scheduler, host, sender)
+        return replica
+
+    def _site(self, number: int) -> DecodeSite:
+        pool, prompts = self.spec.decode, None
+        if self.spec.prefill is None:
+            cost = self._cost(pool, number, "prompts")
+            prompts = Prompts(self.world, number, cost, pool.chunk_tokens, pool.max_sequences)
+        return DecodeSite(self._decode(number, prompts), self._receiving(number), prompts)
+
+    def _decode(self, number: int, beside: Prompts | None = None) -> DecodeReplica:
+        spec, pool = self.spec, self.spec.decode
+        pages = pages_of(spec, pool, self.sizes)
+        book: PagePool = CountedPages(pages, pool.max_sequences)
+        limits = Limits(host_bytes_of(spec, pool), pool.max_batch, pool.replay_tokens)
+        scheduler: DecodeScheduler[Job] = DecodeScheduler(book, self.sizes.footprint, limits)
+        setting = Setting(self.world, self._cost(pool, number, "decode"), pool.max_batch, beside)
+        return DecodeReplica(number, setting, scheduler, book)
+
+    def _cost(self, pool: Pool, number: int, role: str) -> CostModel:
+        cost = self._costs(self.spec, pool, self.sizes)
+        return Noisy(cost, self.spec.noise, f"{self._options.seed}/{role}-{number}") if self.spec.noise else cost
+
+    def _receiving(self, number: int) -> tuple[Link, ...]:
+        spec = self.spec
+        links = [self._link(f"decode-{number:06d}", line_of(spec, spec.decode))]
+        if spec.network.receiver_gbit_s:
+            links.append(self._link(f"receiver-{number:06d}", spec.network.receiver_gbit_s * GBIT))
+        return tuple(links)
+
+    def _link(self, name: str, rate: float) -> Link:
+        link = Link(name, rate)
+        self._links.append(link)
+        return link
+
+    def _names(self, arrival: Arrival) -> Sequence[PageName]:
+        if not arrival.blocks:
+            return ()
+        page = self.sizes.footprint.page_tokens
+        full = arrival.prompt_tokens // page
+        return tuple(
+            _name(arrival.blocks[index * page // arrival.block_tokens], index)
+            for index in range(min(full, len(arrival.blocks) * arrival.block_tokens // page))
+        )
+
+
+@cache
+def _name(block: int, index: int) -> PageName:
+    return PageName(pack("<qq", block, index), b"", "")
+
+
+def _share(pool: Pool | None, shard: int, shards: int) -> range:
+    """The numbers of a router's replicas."""
+    return range(0) if pool is None else range(shard * pool.replicas // shards, (shard + 1) * pool.replicas // shards)

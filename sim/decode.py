@@ -1,0 +1,327 @@
+"""A decode replica in simulated time: the live scheduler over a page book, and steps that take as long as they cost.
+
+**Macro-steps.** While the batch stays the same, the live scheduler would plan the same step again and again. So the
+replica runs many steps as one event: until the first sequence ends or pages might run short. When something happens in
+between, it first catches up: it does to rows and pages what the steps so far have done. The step under way then ends
+as planned, and the scheduler plans anew. Results equal those of single steps (`macro` False) but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from decode_node.pages import PagePool
+from decode_node.scheduler import LOW_PAGES, DecodeScheduler
+from decode_node.seats import Place, Plan, Seat, Turn
+from hackkv.timing import Stage
+from sim.costs import CostModel, StepCost, whole_steps
+from sim.eventlog import Kind
+from sim.jobs import Job
+from sim.world import World
+
+_GAP_STEPS = 100
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Steps under way: so many of the same batch."""
+
+    turns: list[Turn[Job]]
+    began: float
+    context: int
+    cost: StepCost
+    steps: int
+    replay_s: float = 0.0
+    """Seconds of what runs beside them: replays and prompts."""
+    counted: int = 0
+    """Steps that rows and pages have caught up with, beside the one under way."""
+
+    @property
+    def seconds(self) -> float:
+        """Length of all its steps."""
+        return self.replay_s + (self.cost.seconds(self.context, self.steps) if self.turns else 0.0)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a replica did."""
+
+    tokens: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
+    swaps: int = 0
+    peak_pages: int = 0
+    page_seconds: float = 0.0
+    gaps: Counter[int] = field(default_factory=Counter)
+    """Tokens by the time since the token before, in steps of 1% (`gap_of`)."""
+
+
+def _step_of(gap_s: float) -> int:
+    return round(_GAP_STEPS * math.log(max(gap_s, 1e-9)))
+
+
+def gap_of(step: int) -> float:
+    """Seconds of a key of `Tally.gaps`."""
+    return math.exp(step / _GAP_STEPS)
+
+
+class Beside(Protocol):
+    """Work that a replica does in the same pass as a decode step: prompts, where one replica does both."""
+
+    def begin(self) -> float:
+        """Begin what there is to do now. Returns its seconds; 0 if there is nothing."""
+        ...
+
+    def end(self) -> None:
+        """It is done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a replica is made of."""
+
+    world: World
+    cost: CostModel
+    max_batch: int
+    """The scheduler's."""
+    beside: Beside | None = None
+
+
+class DecodeReplica:
+    """Owner of one scheduler. `on_ended` is called with every job that has all its tokens."""
+
+    def __init__(self, number: int, of: Setting, scheduler: DecodeScheduler[Job], pool: PagePool) -> None:
+        self.number, self.of = number, of
+        self.pool, self.scheduler = pool, scheduler
+        self.on_ended: Callable[[Job], None] = lambda _: None
+        self.tally = Tally()
+        self._run: Run | None = None
+        self._version = 0
+        self._copies_until = 0.0
+        self._dead = False
+
+    # What others tell it -----------------------------------------------------------------------------------------
+
+    def admit(self, job: Job) -> Seat[Job]:
+        """Room for a job. Raises `RequestError` or `Overloaded`."""
+        self._catch_up()
+        rows = job.prompt_tokens
+        seat = self.scheduler.admit(job, rows, rows + job.max_tokens - 1)
+        self._note_pages()
+        run = self._run
+        if run is not None and run.steps - run.counted > 1:
+            steady = self._steady_steps(run.turns)
+            if run.counted + steady < run.steps:
+                self._cut(run.counted + steady)
+        return seat
+
+    def land(self, seat: Seat[Job]) -> None:
+        """A job's KV is complete."""
+        job = seat.owner
+        job.times.enter(Stage.DECODE_QUEUE, self.of.world.now)
+        self.of.world.log.add(self.of.world.now, Kind.LANDED, self.number, job.number)
+        self._catch_up()
+        self.scheduler.land(seat, max(1, job.emitted))
+        self.wake()
+
+    def leave(self, seat: Seat[Job]) -> None:
+        """End a job. Its pages are free when no step uses them any more."""
+        self._catch_up()
+        self.scheduler.leave(seat)
+        self.wake()
+
+    def stop(self) -> list[Job]:
+        """The node dies: nothing of it will happen any more. Returns the jobs that it had."""
+        self._version += 1
+        self._run, self._dead = None, True
+        jobs = [seat.owner for seat in self.scheduler.seats]
+        for seat in self.scheduler.seats:
+            self.scheduler.leave(seat)
+        return jobs
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Plan as soon as the step under way is over."""
+        run = self._run
+        if run is None:
+            self._plan()
+        elif run.steps > run.counted + 1:
+            self._cut(run.counted + 1)
+
+    def _cut(self, steps: int) -> None:
+        run = self._run
+        assert run is not None
+        run.steps = steps
+        self._await_end(run)
+
+    def _plan(self) -> None:
+        plan = self.scheduler.schedule()
+        self._start_copies(plan)
+        beside_s = 0.0 if self.of.beside is None else self.of.beside.begin()
+        if not plan.turns and not beside_s:
+            self._run = None
+            return
+        now = self.of.world.now
+        chosen = [turn for turn in plan.turns if not turn.replay]
+        replays = [(turn.seat.rows, turn.rows) for turn in plan.turns if turn.replay]
+        for turn in plan.turns:
+            if turn.seat.owner.times.stage is not Stage.DECODE:
+                turn.seat.owner.times.enter(Stage.DECODE, now)
+        run = Run(
+            plan.turns,
+            now,
+            sum(turn.seat.rows for turn in chosen),
+            self.of.cost.decode(max(1, len(chosen))),
+            1 if replays or beside_s or not self.of.world.macro else self._steady_steps(plan.turns),
+            beside_s + (self.of.cost.replay(replays) if replays else 0.0),
+        )
+        self._run = run
+        self._note_pages()
+        self._await_end(run)
+
+    def _await_end(self, run: Run) -> None:
+        self._version += 1
+        version = self._version
+
+        def ended() -> None:
+            if self._version == version:
+                self._end()
+
+        self.of.world.after(run.began + run.seconds - self.of.world.now, ended)
+
+    def _end(self) -> None:
+        run = self._run
+        assert run is not None
+        self._count(run, run.steps - 1)
+        self._run = None
+        self.scheduler.stepped(run.turns, advanced=True)
+        now, seconds = self.of.world.now, run.seconds
+        self.of.world.log.add(now, Kind.STEP, self.number, len(run.turns))
+        self.of.world.log.span(f"decode-{self.number}", "step", run.began, now, len(run.turns))
+        attend_s, approximation_s = run.cost.attend_s(run.context, run.steps) if run.turns else (0.0, 0.0)
+        chosen = 0
+        over: list[Job] = []
+        for seat, _, replay in run.turns:
+            job = seat.owner
+            job.account.attend_s += attend_s
+            job.account.approximation_s += approximation_s
+            if replay or seat.place is Place.GONE:
+                continue
+            chosen += 1
+            job.emitted += run.steps
+            if job.left <= 0:
+                over.append(job)
+                self.scheduler.leave(seat)
+        tally = self.tally
+        tally.tokens += chosen * run.steps
+        tally.steps += run.steps
+        tally.busy_s += seconds
+        tally.page_seconds += seconds * (self.pool.num_pages - self.pool.free_pages)
+        if chosen:
+            tally.gaps[_step_of(seconds / run.steps)] += chosen * run.steps
+        if self.of.beside is not None:
+            self.of.beside.end()
+        # As in the live loop, the next step is planned before anybody hears of the ends.
+        if self._run is None:
+            self._plan()
+        for job in over:
+            self.on_ended(job)
+
+    def _steady_steps(self, turns: list[Turn[Job]]) -> int:
+        """How many steps from the present one on the scheduler would plan alike: until the first sequence ends, a
+        landed one waits for a place, or the batch comes near the end of the pages."""
+        scheduler = self.scheduler
+        if scheduler.swapped or any(turn.replay for turn in turns):
+            return 1
+        if scheduler.waiting and len(turns) < self.of.max_batch:
+            return 1
+        ahead = 0 if self._run is None else self._run.counted
+        most = max(1, min(turn.seat.owner.left for turn in turns) - ahead)
+        if self._has_pages(turns, most - 1):
+            return most
+        low, high = 1, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._has_pages(turns, middle - 1):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _has_pages(self, turns: list[Turn[Job]], steps: int) -> bool:
+        """Whether the scheduler swaps nobody out when it plans after `steps` more steps."""
+        if not steps:
+            return True
+        footprint = self.scheduler.footprint
+        sealed, ahead = footprint.sealed, steps + max(1, round(LOW_PAGES * footprint.page_tokens))
+        wanted = sum(
+            max(0, sealed(min(seat.limit, seat.rows + ahead)) - seat.pages) for seat in (turn.seat for turn in turns)
+        )
+        return wanted <= self.pool.free_pages
+
+    def _catch_up(self) -> None:
+        """Bring rows and pages to what single steps would have made of them by now."""
+        run = self._run
+        if run is not None and run.steps - run.counted > 1:
+            elapsed = self.of.world.now - run.began - run.replay_s
+            self._count(run, whole_steps(run.cost, run.context, run.steps, elapsed) - 1)
+
+    def _count(self, run: Run, steps: int) -> None:
+        """So many steps of a run are over, and the next one has the pages that it seals."""
+        more = steps - run.counted
+        if more <= 0:
+            return
+        run.counted = steps
+        sealed = self.scheduler.footprint.sealed
+        for seat, _, _ in run.turns:
+            seat.rows += more
+            missing = sealed(seat.rows + 1) - seat.pages
+            if missing > 0 and seat.place is not Place.GONE:
+                assert seat.grant is not None
+                grown = self.pool.extend(seat.grant, missing)
+                assert grown is not None, "steady steps do not run out of pages"
+                seat.grant = grown
+        self._note_pages()
+
+    def _note_pages(self) -> None:
+        used = self.pool.num_pages - self.pool.free_pages
+        self.tally.peak_pages = max(self.tally.peak_pages, used)
+
+    # Copies ------------------------------------------------------------------------------------------------------
+
+    def _start_copies(self, plan: Plan[Job]) -> None:
+        for seat in plan.leaving:
+            seat.owner.times.enter(Stage.SWAP_WAIT, self.of.world.now)
+            seat.owner.account.swaps += 1
+            self.tally.swaps += 1
+            self.of.world.log.add(self.of.world.now, Kind.SWAP_OUT, self.number, seat.owner.number)
+            self._copy(seat)
+        for seat in plan.returning:
+            self.of.world.log.add(self.of.world.now, Kind.SWAP_IN, self.number, seat.owner.number)
+            self._copy(seat)
+
+    def _copy(self, seat: Seat[Job]) -> None:
+        """One copy after another, beside the steps, as the live swapper's thread does them."""
+        now = self.of.world.now
+        seconds = self.of.cost.swap(self.scheduler.footprint.resting_bytes(seat.rows))
+        self._copies_until = max(now, self._copies_until) + seconds
+
+        def copied() -> None:
+            if not self._dead:
+                self._copied(seat)
+
+        self.of.world.after(self._copies_until - now, copied)
+
+    def _copied(self, seat: Seat[Job]) -> None:
+        self._catch_up()
+        back = seat.place is Place.RETURNING
+        self.scheduler.copied(seat)
+        if back:
+            seat.owner.times.enter(Stage.DECODE, self.of.world.now)
+        self.wake()

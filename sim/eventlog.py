@@ -1,0 +1,74 @@
+"""What happened, in order: a digest of every event, counts, and spans for a Chrome trace if they are wanted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from struct import Struct
+
+import xxhash
+
+_RECORD = Struct("<dqq16s")
+
+
+class Kind(StrEnum):
+    """Kinds of events."""
+
+    ARRIVED = "arrived"
+    PLACED_PREFILL = "placed_prefill"
+    PLACED_DECODE = "placed_decode"
+    REFUSED = "refused"
+    PASS = "pass"
+    FIRST_TOKEN = "first_token"
+    LANDED = "landed"
+    STEP = "step"
+    SWAP_OUT = "swap_out"
+    SWAP_IN = "swap_in"
+    DONE = "done"
+    FAILED = "failed"
+    DOWN = "down"
+    UP = "up"
+    SCALED = "scaled"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A node was busy."""
+
+    node: str
+    what: str
+    began: float
+    ended: float
+    detail: int
+
+
+@dataclass(slots=True)
+class EventLog:
+    """Equal logs have equal digests: time, kind, node and number of every event count."""
+
+    keep_spans: bool = False
+    counts: Counter[Kind] = field(default_factory=Counter)
+    spans: list[Span] = field(default_factory=list)
+    listeners: list[Callable[[Kind, int, int, int], None]] = field(default_factory=list)
+    """Hear of each event: kind, node, times and request."""
+    _digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    _kinds: dict[Kind, bytes] = field(default_factory=lambda: {kind: kind.encode() for kind in Kind})
+
+    def add(self, now: float, kind: Kind, node: int = -1, number: int = -1) -> None:
+        """Count an event."""
+        self.counts[kind] += 1
+        self._digest.update(_RECORD.pack(now, node, number, self._kinds[kind]))
+        for hear in self.listeners:
+            hear(kind, node, number if kind is Kind.STEP else 1, number)
+
+    def span(self, node: str, what: str, began: float, ended: float, detail: int) -> None:
+        """Keep a span, if spans are kept."""
+        if self.keep_spans:
+            self.spans.append(Span(node, what, began, ended, detail))
+
+    @property
+    def hexdigest(self) -> str:
+        """Of all events so far."""
+        return self._digest.hexdigest()

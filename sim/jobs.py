@@ -1,0 +1,119 @@
+"""A request on its way through a simulated cluster, and where its time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from hackkv.timing import Stage
+from prefill_node.page_names import PageName
+
+
+class Fate(Enum):
+    """How a job stands."""
+
+    UNDER_WAY = auto()
+    DONE = auto()
+    FAILED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int = 0
+    """What it asks for; 0 is exactly what it gets."""
+    blocks: tuple[int, ...] = ()
+    """Names of the blocks of its prompt, as in Mooncake's traces: equal prefixes have equal names."""
+    block_tokens: int = 512
+    """Tokens of a block."""
+
+
+class Times:
+    """Splits a job's life into stages; they sum to its length, since each moment belongs to one of them."""
+
+    __slots__ = ("at", "marks", "spent", "stage")
+
+    def __init__(self, now: float, *, keep_marks: bool = False) -> None:
+        """`keep_marks` keeps every change of stage, for a trace."""
+        self.stage, self.at = Stage.ROUTER_QUEUE, now
+        self.spent: dict[Stage, float] = {}
+        self.marks: list[tuple[Stage, float, float]] | None = [] if keep_marks else None
+
+    def enter(self, stage: Stage, now: float) -> None:
+        """End the present stage and begin another."""
+        if stage is self.stage:
+            return
+        self.spent[self.stage] = self.spent.get(self.stage, 0.0) + now - self.at
+        if self.marks is not None and now > self.at:
+            self.marks.append((self.stage, self.at, now))
+        self.stage, self.at = stage, now
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """What is reported beside the stages: seconds of sub-stages, and counts."""
+
+    quantize_s: float = 0.0
+    attend_s: float = 0.0
+    approximation_s: float = 0.0
+    cached_tokens: int = 0
+    """Of the prompt, found in the prefill replica's memory."""
+    swaps: int = 0
+    failovers: int = 0
+    wire_bytes: int = 0
+    """KV that was sent, repeats included."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request. Times in seconds of the simulation."""
+
+    number: int
+    arrival: Arrival
+    arrived: float
+    times: Times
+    names: Sequence[PageName] = ()
+    first_at: float | None = None
+    """When the client had token 0."""
+    ended_at: float = 0.0
+    emitted: int = 0
+    """Tokens that the client has."""
+    account: Account = field(default_factory=Account)
+    fate: Fate = Fate.UNDER_WAY
+    error: str = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of its prompt."""
+        return self.arrival.prompt_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that it may get."""
+        return self.arrival.max_tokens or self.arrival.output_tokens
+
+    @property
+    def left(self) -> int:
+        """Tokens that the client does not have yet."""
+        return self.arrival.output_tokens - self.emitted
+
+    @property
+    def jct_s(self) -> float:
+        """From arrival to the last token."""
+        return self.ended_at - self.arrived
+
+    @property
+    def ttft_s(self) -> float:
+        """From arrival to token 0."""
+        return (self.ended_at if self.first_at is None else self.first_at) - self.arrived
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(JCT - TTFT) / (tokens - 1); None for a single token."""
+        tokens = self.arrival.output_tokens
+        return (self.jct_s - self.ttft_s) / (tokens - 1) if tokens > 1 else None

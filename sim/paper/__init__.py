@@ -1,0 +1,1 @@
+"""The paper's evaluation beside a model of its hardware: `python -m sim.paper --out docs` writes docs/paper.md."""

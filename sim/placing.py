@@ -1,0 +1,90 @@
+"""Which replica gets a job: the router's own policy over the loads of a fleet.
+
+`router.fleet.policy` looks at every node for each request, which is right for the fleet of one router and slow for
+thousands of replicas. `Shelf` keeps loads in arrays and gives the same answer; it asks the policy itself
+where nodes are few or to be avoided. `tests/sim/test_placing.py` holds both against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from router.fleet.policy import DecodeLoad, Need, PrefillLoad, pages_for, pick_decode, pick_prefill
+
+_AGE_BITS = 26
+"""Choices that keys can tell apart; loads take the bits above."""
+_NEVER = np.iinfo(np.int64).max
+_FEW = 12
+"""So few nodes are faster looked at one by one."""
+
+
+class Shelf:
+    """Loads of the replicas of one role. Indices are places in `names`, which are sorted."""
+
+    def __init__(self, names: Sequence[str], total_pages: int, page_tokens: int) -> None:
+        if list(names) != sorted(names):
+            raise ValueError("names are not sorted")
+        self.names = list(names)
+        self._total_pages, self._page_tokens = total_pages, page_tokens
+        size = len(self.names)
+        self.tokens = np.zeros(size, dtype=np.int64)
+        """Queued or outstanding tokens of what was booked."""
+        self.free = np.full(size, total_pages, dtype=np.int64)
+        """Free pages as the router believes."""
+        self.up = np.ones(size, dtype=np.bool_)
+        """Takes requests."""
+        self._chosen = np.zeros(size, dtype=np.int64)
+        self._choices = count(1)
+
+    def pick_prefill(self, avoid: frozenset[int] = frozenset()) -> int | None:
+        """The replica with the fewest queued tokens; None if all are away."""
+        if len(self.names) <= _FEW or avoid:
+            loads = [
+                PrefillLoad(name, int(self.tokens[index]), int(self._chosen[index]), draining=not self.up[index])
+                for index, name in enumerate(self.names)
+            ]
+            return self._named(pick_prefill(loads, avoid={self.names[index] for index in avoid}))
+        return self._least(self.up)
+
+    def pick_decode(self, need: Need, avoid: frozenset[int] = frozenset()) -> int | None:
+        """The replica with the fewest outstanding tokens among those with room; None if none has."""
+        if len(self.names) <= _FEW or avoid:
+            return self._named(pick_decode(self._decode_loads(), need, avoid={self.names[index] for index in avoid}))
+        landing, whole = pages_for(need.landing, self._page_tokens), pages_for(need.whole, self._page_tokens)
+        if whole > self._total_pages:
+            return None
+        return self._least(self.up & (self.free >= landing))
+
+    def could_hold(self, need: Need) -> bool:
+        """Whether a replica that is here has room once others have ended."""
+        return bool(self.up.any()) and pages_for(need.whole, self._page_tokens) <= self._total_pages
+
+    def choose(self, index: int) -> None:
+        """Note that a replica was chosen."""
+        self._chosen[index] = next(self._choices)
+
+    def _decode_loads(self) -> list[DecodeLoad]:
+        return [
+            DecodeLoad(
+                name,
+                int(self.tokens[index]),
+                int(self.free[index]),
+                self._total_pages,
+                self._page_tokens,
+                int(self._chosen[index]),
+                draining=not self.up[index],
+            )
+            for index, name in enumerate(self.names)
+        ]
+
+    def _least(self, among: npt.NDArray[np.bool_]) -> int | None:
+        keys = np.where(among, (self.tokens << _AGE_BITS) | self._chosen, _NEVER)
+        best = int(keys.argmin())
+        return None if keys[best] == _NEVER else best
+
+    def _named(self, name: str | None) -> int | None:
+        return None if name is None else self.names.index(name)

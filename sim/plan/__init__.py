@@ -1,0 +1,1 @@
+"""`hackkv plan`: what to buy for a load and an objective."""

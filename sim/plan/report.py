@@ -1,0 +1,151 @@
+"""A plan as a page of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sim.paper.report import table
+from sim.plan.region import LINKS_GBIT_S, PROMPTS, region, sensitivity, spread_of, upgrades
+from sim.plan.screen import Demand
+from sim.plan.search import Trial
+from sim.spec import Spec
+from sim.workload import shape_of
+
+
+def report(spec: Spec, demand: Demand, trials: list[Trial], command: str) -> Iterator[str]:
+    """The lines of plan.md."""
+    best = trials[0]
+    yield from _head(spec, demand, best, command)
+    yield from _kinds(spec, trials)
+    yield from _best(best)
+    yield from _changes(spec, demand, best)
+    yield from _region(spec, demand)
+    yield "## How far to trust it"
+    yield ""
+    yield (
+        "Durations are a roofline at the efficiencies of the specification, not measurements; `profile` of a "
+        "pool replaces them by measured ones. Decisions are the live router's and schedulers' own. TTFT ends "
+        "when the client has token 0, TPOT is (JCT - TTFT) / (tokens - 1). What a codec costs in accuracy is not "
+        "in here: `hackkv eval --recommend MODEL` measures it, and two bits in the paper's form (`hack`) ruin "
+        "small models. Prices are the catalogue's."
+    )
+
+
+def _head(spec: Spec, demand: Demand, best: Trial, command: str) -> Iterator[str]:
+    shape, cells = shape_of(spec.load), spec.plan.cells
+    model = spec.model if isinstance(spec.model, str) else "the model"
+    yield f"# {model}: {cells * best.rate:.4g} requests/s"
+    yield ""
+    yield f"`{command}`"
+    yield ""
+    yield (
+        f"Prompts of {spread_of(shape.prompt)} tokens, outputs of {spread_of(shape.output)}; "
+        f"{', '.join(map(str, demand.limits))}. Formulas screened instances and splits; the best of every kind were "
+        "simulated with the same requests."
+    )
+    yield ""
+    if cells > 1:
+        yield f"The load is served by {cells} equal cells; everything below but the next line is one cell's."
+        yield ""
+    yield f"**{_describe(best)}: ${cells * best.usd:,.2f}/h, ${best.usd_per_request:.5f} per request.**"
+    yield ""
+
+
+def _describe(trial: Trial) -> str:
+    parts = trial.candidate.parts
+    roles = ("prefill", "decode") if len(parts) > 1 else ("replicas",)
+    counts = [
+        f"{part.count} {role} x {part.rig.pool.gpus} GPUs ({part.rig})" for role, part in zip(roles, parts, strict=True)
+    ]
+    return f"{' and '.join(counts)}, {trial.candidate.kind}"
+
+
+def _kinds(spec: Spec, trials: list[Trial]) -> Iterator[str]:
+    yield "## The cheapest of every kind that keeps the objective"
+    yield ""
+    limits = list(trials[0].found)
+    rows = []
+    for trial in trials:
+        prefill = trial.candidate.prefill
+        decode = trial.candidate.decode
+        rows.append(
+            (
+                trial.candidate.kind,
+                "-" if prefill is None else f"{prefill.count} x {prefill.rig}",
+                f"{decode.count} x {decode.rig}",
+                f"{trial.rate:.4g}",
+                f"{trial.usd:,.2f}",
+                f"{trial.usd_per_request / trials[0].usd_per_request:.2f}",
+                *(f"{trial.found[limit]:.3g}" for limit in limits),
+                f"{trial.result['prefill_busy']:.0%} / {trial.result['decode_busy']:.0%}"
+                if prefill is not None
+                else f"{trial.result['decode_busy']:.0%}",
+                f"{trial.result['pages_peak']:.0%}",
+            )
+        )
+    head = (
+        "codec",
+        "prefill",
+        "decode",
+        "requests/s",
+        "$/h",
+        "$ per request beside the best",
+        *limits,
+        "busy",
+        "pages at peak",
+    )
+    yield from table(head, rows)
+    missing = {codec.label for codec in spec.plan.codecs} - {trial.candidate.codec.label for trial in trials}
+    if missing:
+        yield f"Nothing keeps the objective with {', '.join(sorted(missing))}."
+        yield ""
+
+
+def _best(best: Trial) -> Iterator[str]:
+    result = best.result
+    yield "## The best one"
+    yield ""
+    prefill, decode = best.candidate.prefill, best.candidate.decode
+    if prefill is not None:
+        ratio = prefill.count / decode.count
+        yield f"- {prefill.count} : {decode.count} prefill to decode replicas ({ratio:.2g} : 1)."
+        yield f"- Bottlenecks by formula: {prefill.bottleneck}; {decode.bottleneck}."
+    else:
+        yield f"- Bottleneck by formula: {decode.bottleneck}."
+    yield f"- Mean batch of a decode step: {result['decode_batch']:.1f}; busiest line {result['link_used']:.0%}."
+    stages = ", ".join(
+        f"{stage} {values['mean']:,.0f}" for stage, values in result["stages"].items() if values["mean"] >= 0.5
+    )
+    yield f"- Stages of a request, mean ms: {stages}; JCT {result['mean_e2el_ms']:,.0f}."
+    yield ""
+
+
+def _changes(spec: Spec, demand: Demand, best: Trial) -> Iterator[str]:
+    kind = best.candidate.kind
+    yield "## What to upgrade next, and what it hangs on"
+    yield ""
+    yield (
+        "By formulas, in fractions of replicas: cost beside the present one with 20% more of one thing on all "
+        "machines, and with 20% less or more of what an engine reaches of the rated speeds."
+    )
+    yield ""
+    yield from table(("20% more of", "cost"), ((words, f"{cost:.3f}") for words, cost in upgrades(spec, demand, kind)))
+    rows = [(name, f"{less:.3f}", f"{more:.3f}") for name, less, more in sensitivity(spec, demand, kind)]
+    yield from table(("efficiency", "20% less", "20% more"), rows)
+
+
+def _region(spec: Spec, demand: Demand) -> Iterator[str]:
+    yield "## Where which codec wins"
+    yield ""
+    yield (
+        "The cheapest kind by formulas, and its cost beside the best FP16 cluster (aggregated or not). Kinds "
+        "within 2% of the cheapest count as equal, and the most exact of them is named: where FP16 or FP8 "
+        "stands, codes of 2 or 4 bits gain nothing. Limits on TTFT grow with the prompt."
+    )
+    yield ""
+    cells = {(cell.prompt, cell.link_gbit_s): cell for cell in region(spec, demand)}
+    rows = []
+    for prompt in PROMPTS:
+        found = [cells[prompt, link] for link in LINKS_GBIT_S]
+        rows.append((f"{prompt:,}", *(f"{one.kind} {one.beside_fp16:.2f}" if one.kind else "none" for one in found)))
+    yield from table(("prompt", *(f"{link:g} Gbit/s" if link else "instances' own" for link in LINKS_GBIT_S)), rows)

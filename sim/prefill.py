@@ -1,0 +1,283 @@
+"""A prefill replica in simulated time: the live scheduler, page pool and host memory, and shipments of KV.
+
+A pass takes as long as it costs. What a pass seals leaves layer by layer: all layers but the last from the moment at
+which the first is done, the last one at the end of the pass. So a handoff ends no earlier than the prompt, and no
+earlier than its bytes allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hackkv.timing import Stage
+from prefill_node.host_pool import Claim, HostPool, Tenant
+from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
+from sim.costs import CostModel
+from sim.eventlog import Kind
+from sim.jobs import Job
+from sim.network import Flow, Link, Network
+from sim.spec import Sending
+from sim.world import World
+
+
+class Receiver(Protocol):
+    """Where KV goes."""
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The receiver's line and its processing."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Shipment:
+    """One job's KV: from its first sealed page until the job is over."""
+
+    job: Job
+    sender: Sender
+    on_landed: Callable[[Shipment], None]
+    receiver: Receiver | None = None
+    made: int = 0
+    """Bytes that are ready to leave."""
+    sent: int = 0
+    complete: bool = False
+    """All bytes are made."""
+    claim: Claim | None = None
+    kept: bool = True
+    """Host memory still has it."""
+    flow: Flow | None = None
+    epoch: int = 0
+
+    def assign(self, receiver: Receiver) -> None:
+        """Send everything to `receiver`, from the beginning."""
+        self.give_up()
+        self.receiver, self.sent = receiver, 0
+        self.epoch += 1
+        if self.complete:
+            self.job.times.enter(Stage.TRANSFER, self.sender.world.now)
+        self.pump()
+
+    def give_up(self) -> None:
+        """Stop the push under way, if there is one."""
+        if self.flow is not None:
+            self.sender.network.cancel(self.flow)
+            self.flow = None
+        self.receiver = None
+        self.epoch += 1
+
+    def pump(self) -> None:
+        """Send what is ready, unless something is under way."""
+        if self.receiver is None or self.flow is not None:
+            return
+        if not self.complete and self.sender.sending is Sending.AFTER:
+            return
+        ready = self.made - self.sent
+        if ready > 0:
+            flow = self.flow = Flow((self.sender.line, *self.receiver.links), self.sender.flow_rate, self._arrived)
+            self.sent = self.made
+            self.job.account.wire_bytes += ready
+            self.sender.network.start(flow, float(ready))
+        elif self.complete:
+            epoch = self.epoch
+            self.sender.world.after(self.sender.setup_s, lambda: self._committed(epoch))
+
+    def _arrived(self) -> None:
+        self.flow = None
+        self.pump()
+
+    def _committed(self, epoch: int) -> None:
+        if epoch == self.epoch and self.receiver is not None:
+            self.on_landed(self)
+
+
+@dataclass(slots=True, eq=False)
+class Sender:
+    """How KV leaves a replica."""
+
+    world: World
+    network: Network
+    line: Link
+    flow_rate: float
+    """Bytes per second of one handoff at most."""
+    setup_s: float
+    sending: Sending
+    blocking: bool
+    """Its replica computes nothing while it sends."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a replica did."""
+
+    tokens: int = 0
+    passes: int = 0
+    busy_s: float = 0.0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """A pass under way."""
+
+    chunks: list[Chunk[Job]]
+    began: float
+    seconds: float
+    quantize_s: float
+    layers_sent: dict[Job, int] = field(default_factory=dict)
+    """Bytes of all layers but the last, which left during the pass."""
+
+
+class PrefillReplica:
+    """Owner of one scheduler. `on_first` is called with every job that has token 0."""
+
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        cost: CostModel,
+        scheduler: PrefillScheduler[Job],
+        host: HostPool,
+        sender: Sender,
+    ) -> None:
+        self.number, self.sender = number, sender
+        self.scheduler = scheduler
+        self.on_first: Callable[[Job, Shipment], None] = lambda _, __: None
+        self.tally = Tally()
+        self._world, self._cost, self._host = world, cost, host
+        self.shipments: dict[Job, Shipment] = {}
+        self._pass: Pass | None = None
+        self._dead = False
+
+    def join(self, job: Job, on_landed: Callable[[Shipment], None]) -> Shipment:
+        """Compute a prompt."""
+        shipment = self.shipments[job] = Shipment(job, self.sender, on_landed)
+        job.times.enter(Stage.PREFILL_QUEUE, self._world.now)
+        self.scheduler.add(Prompt(job, job.prompt_tokens, job.names))
+        self.wake()
+        return shipment
+
+    def leave(self, job: Job) -> None:
+        """The job is over: give its host memory back. Its prompt is complete."""
+        shipment = self.shipments.pop(job, None)
+        if shipment is not None:
+            shipment.give_up()
+            shipment.kept = False
+            if shipment.claim is not None:
+                self._host.release(shipment.claim)
+
+    def delivered(self, shipment: Shipment) -> None:
+        """A decode replica has the KV: keep it while there is room."""
+        shipment.give_up()
+        if shipment.claim is not None:
+            self._host.change_tenant(shipment.claim, Tenant.KEPT)
+        self.wake()
+
+    def stop(self) -> list[Shipment]:
+        """The node dies. Returns what it had."""
+        self._dead = True
+        shipments = list(self.shipments.values())
+        for shipment in shipments:
+            shipment.give_up()
+            shipment.kept = False
+        self.shipments.clear()
+        return shipments
+
+    def wake(self) -> None:
+        """There may be something to compute."""
+        if self._pass is None and not self._dead and not self._sends:
+            self._start()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are not computed yet."""
+        return self.scheduler.queued_tokens
+
+    @property
+    def _sends(self) -> bool:
+        return self.sender.blocking and any(
+            one.complete and one.receiver is not None for one in self.shipments.values()
+        )
+
+    def _start(self) -> None:
+        chunks = self.scheduler.schedule(self._admit)
+        if not chunks:
+            return
+        now = self._world.now
+        cost = self._cost.prefill([(chunk.start, chunk.count) for chunk in chunks])
+        run = self._pass = Pass(chunks, now, cost.seconds, cost.quantize_s)
+        for chunk in chunks:
+            chunk.prompt.owner.times.enter(Stage.PREFILL, now)
+        if self.sender.sending is Sending.LAYERS and self._world.layers > 1:
+            self._later(cost.seconds / self._world.layers, lambda: self._ship_layers(run))
+        self._later(cost.seconds, lambda: self._end(run))
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        def due() -> None:
+            if not self._dead:
+                call()
+
+        self._world.after(seconds, due)
+
+    def _admit(self, job: Job) -> bool:
+        """Claim host memory for a prompt's KV."""
+        shipment = self.shipments.get(job)
+        if shipment is None or shipment.claim is not None:
+            return True
+        num_bytes = self._world.footprint.wire_bytes(job.prompt_tokens)
+        shipment.claim = self._host.claim(Tenant.WAITING, num_bytes, lambda: self._pushed_out(shipment))
+        return shipment.claim is not None
+
+    def _pushed_out(self, shipment: Shipment) -> None:
+        shipment.kept = False
+        shipment.claim = None
+
+    def _ship_layers(self, run: Pass) -> None:
+        for chunk in run.chunks:
+            shipment = self.shipments.get(chunk.prompt.owner)
+            if shipment is not None:
+                size = self._chunk_bytes(chunk) * (self._world.layers - 1) // self._world.layers
+                run.layers_sent[chunk.prompt.owner] = size
+                shipment.made += size
+                shipment.pump()
+
+    def _chunk_bytes(self, chunk: Chunk[Job]) -> int:
+        """What a chunk seals, and what leaves with it: after shared pages, those too."""
+        end, of = chunk.start + chunk.count, self._world.footprint
+        first = chunk.start
+        if chunk.start == chunk.prompt.cached_tokens:
+            first = 0
+        size = (of.sealed(end) - of.sealed(first)) * of.wire_page_bytes
+        return size + (of.exact_rows(end) * of.row_bytes if chunk.is_last else 0)
+
+    def _end(self, run: Pass) -> None:
+        self._pass = None
+        self.scheduler.commit()
+        now, tally = self._world.now, self.tally
+        tokens = sum(chunk.count for chunk in run.chunks)
+        tally.tokens += tokens
+        tally.passes += 1
+        tally.busy_s += run.seconds
+        self._world.log.add(now, Kind.PASS, self.number, tokens)
+        self._world.log.span(f"prefill-{self.number}", "pass", run.began, now, tokens)
+        first: list[Shipment] = []
+        for chunk in run.chunks:
+            job = chunk.prompt.owner
+            job.account.quantize_s += run.quantize_s
+            shipment = self.shipments.get(job)
+            if shipment is None:
+                continue
+            shipment.made += self._chunk_bytes(chunk) - run.layers_sent.get(job, 0)
+            if chunk.is_last:
+                job.account.cached_tokens = chunk.prompt.cached_tokens
+                tally.cached_tokens += chunk.prompt.cached_tokens
+                shipment.complete = True
+                waits = Stage.SWAP_WAIT if shipment.receiver is None else Stage.TRANSFER
+                job.times.enter(waits, now)
+                first.append(shipment)
+            shipment.pump()
+        for shipment in first:
+            self._world.log.add(now, Kind.FIRST_TOKEN, self.number, shipment.job.number)
+            self.on_first(shipment.job, shipment)
+        self.wake()

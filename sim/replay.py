@@ -1,0 +1,240 @@
+"""Decisions of live schedulers, recorded and made again: the proof that the simulator shares them.
+
+A `Tape` keeps every call of a live scheduler with its answer: who came, landed, left, which step was planned and what
+it took. `replay_decode` and `replay_prefill` make the same calls on a scheduler as the simulator builds it (its page
+books count), and list every answer that differs. Of a prefill node the tape also keeps what host memory answered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.seats import Plan, Seat, Turn
+from hackkv.errors import ConfigError, HackkvError, Overloaded, RequestError
+from prefill_node.host_pool import HostPool
+from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
+from sim.books import CountedPages, CountedPrefixes
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a scheduler. Sequences and prompts go by the order in which they came."""
+
+    name: str
+    at_s: float
+    arguments: list[Any]
+    answer: Any = None
+
+
+@dataclass(slots=True)
+class Tape:
+    """Calls in their order, from the moment at which recording began."""
+
+    calls: list[Call] = field(default_factory=list)
+    began: float = field(default_factory=perf_counter)
+
+    def add(self, name: str, arguments: list[Any], answer: Any = None) -> None:
+        """Append a call that has just been answered."""
+        self.calls.append(Call(name, perf_counter() - self.began, arguments, answer))
+
+    def write(self, path: Path) -> None:
+        """As JSON lines."""
+        path.write_text("".join(f"{json.dumps(asdict(call))}\n" for call in self.calls), encoding="utf-8")
+
+    def step_seconds(self) -> list[float]:
+        """How long each step or pass took: from its plan to its end. For `sim.costs.Recorded`."""
+        seconds, planned = [], 0.0
+        for call in self.calls:
+            if call.name == "schedule":
+                planned = call.at_s
+            elif call.name in ("stepped", "commit"):
+                seconds.append(call.at_s - planned)
+        return seconds
+
+
+def read_tape(path: Path) -> Tape:
+    """Raises `ConfigError` naming file and line."""
+    calls = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            calls.append(Call(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}:{number}: no call of a tape: {error}") from error
+    return Tape(calls)
+
+
+# Decode --------------------------------------------------------------------------------------------------------------
+
+
+def record_decode(scheduler: DecodeScheduler[Owner], tape: Tape) -> None:
+    """Keep every call of a live scheduler from now on. It must have no sequences yet."""
+    numbers: dict[Seat[Owner], int] = {}
+    admit, land, leave = scheduler.admit, scheduler.land, scheduler.leave
+    schedule, stepped, copied = scheduler.schedule, scheduler.stepped, scheduler.copied
+    count = iter(range(1 << 62))
+
+    def admitted(owner: Owner, rows: int, limit: int) -> Seat[Owner]:
+        number = next(count)
+        try:
+            seat = admit(owner, rows, limit)
+        except HackkvError as error:
+            tape.add("admit", [number, rows, limit], error.code)
+            raise
+        numbers[seat] = number
+        tape.add("admit", [number, rows, limit])
+        return seat
+
+    def landed(seat: Seat[Owner], pending: int = 1) -> None:
+        land(seat, pending)
+        tape.add("land", [numbers[seat], pending])
+
+    def left(seat: Seat[Owner]) -> None:
+        leave(seat)
+        tape.add("leave", [numbers[seat]])
+
+    def scheduled() -> Plan[Owner]:
+        plan = schedule()
+        tape.add("schedule", [], _plan(plan, numbers.__getitem__))
+        return plan
+
+    def step_over(turns: list[Turn[Owner]], *, advanced: bool) -> None:
+        stepped(turns, advanced=advanced)
+        tape.add("stepped", [[numbers[turn.seat] for turn in turns], advanced])
+
+    def copy_over(seat: Seat[Owner]) -> None:
+        copied(seat)
+        tape.add("copied", [numbers[seat]])
+
+    for name, wrapped in (
+        ("admit", admitted),
+        ("land", landed),
+        ("leave", left),
+        ("schedule", scheduled),
+        ("stepped", step_over),
+        ("copied", copy_over),
+    ):
+        setattr(scheduler, name, wrapped)
+
+
+def _plan(plan: Plan[Owner], number: Callable[[Seat[Owner]], int]) -> list[Any]:
+    turns = [[number(turn.seat), turn.rows, turn.replay] for turn in plan.turns]
+    return [turns, [number(seat) for seat in plan.leaving], [number(seat) for seat in plan.returning]]
+
+
+def replay_decode(tape: Tape, live: DecodeScheduler[Any], pages: int, slots: int, limits: Limits) -> list[str]:
+    """Make a tape's calls on a scheduler over a book that counts. Returns what was decided otherwise, in words.
+
+    Of `live` only its sizes are used.
+    """
+    scheduler: DecodeScheduler[int] = DecodeScheduler(CountedPages(pages, slots), live.footprint, limits)
+    seats: dict[int, Seat[int]] = {}
+    turns: list[Turn[int]] = []
+    wrong: list[str] = []
+    for place, call in enumerate(tape.calls):
+        answer: Any = None
+        match call.name:
+            case "admit":
+                number, rows, limit = call.arguments
+                try:
+                    seats[number] = scheduler.admit(number, rows, limit)
+                except (Overloaded, RequestError) as error:
+                    answer = error.code
+            case "land":
+                scheduler.land(seats[call.arguments[0]], call.arguments[1])
+            case "leave":
+                scheduler.leave(seats[call.arguments[0]])
+            case "schedule":
+                plan = scheduler.schedule()
+                turns, answer = plan.turns, _plan(plan, lambda seat: seat.owner)
+            case "stepped":
+                scheduler.stepped(turns, advanced=call.arguments[1])
+            case "copied":
+                scheduler.copied(seats[call.arguments[0]])
+        if answer != call.answer:
+            wrong.append(f"call {place}, {call.name}{call.arguments}: {answer} and not {call.answer}")
+            break
+    return wrong
+
+
+# Prefill -------------------------------------------------------------------------------------------------------------
+
+
+def record_prefill(scheduler: PrefillScheduler[Owner], tape: Tape) -> None:
+    """Keep every call of a live scheduler from now on. It must have no prompts yet, and share no prefixes."""
+    numbers: dict[Prompt[Owner], int] = {}
+    add, leave, schedule = scheduler.add, scheduler.leave, scheduler.schedule
+    commit, abandon = scheduler.commit, scheduler.abandon
+
+    def added(prompt: Prompt[Owner]) -> None:
+        add(prompt)
+        numbers[prompt] = len(numbers)
+        tape.add("add", [numbers[prompt], prompt.num_tokens])
+
+    def left(prompt: Prompt[Owner]) -> None:
+        leave(prompt)
+        tape.add("leave", [numbers[prompt]])
+
+    def scheduled(admit: Callable[[Owner], bool] = lambda _: True) -> list[Chunk[Owner]]:
+        answers: list[bool] = []
+
+        def asked(owner: Owner) -> bool:
+            answers.append(admit(owner))
+            return answers[-1]
+
+        chunks = schedule(asked)
+        tape.add("schedule", answers, [[numbers[c.prompt], c.start, c.count] for c in chunks])
+        return chunks
+
+    def committed() -> None:
+        commit()
+        tape.add("commit", [])
+
+    def abandoned() -> None:
+        abandon()
+        tape.add("abandon", [])
+
+    for name, wrapped in (
+        ("add", added),
+        ("leave", left),
+        ("schedule", scheduled),
+        ("commit", committed),
+        ("abandon", abandoned),
+    ):
+        setattr(scheduler, name, wrapped)
+
+
+def replay_prefill(tape: Tape, pages: int, slots: int, page_tokens: int, chunk_tokens: int) -> list[str]:
+    """Make a tape's calls on a scheduler over a book that counts. Returns what was decided otherwise, in words."""
+    book = CountedPrefixes(pages, slots, page_tokens, HostPool(0, lambda _: None), 1)
+    scheduler: PrefillScheduler[int] = PrefillScheduler(book, chunk_tokens)
+    prompts: dict[int, Prompt[int]] = {}
+    for place, call in enumerate(tape.calls):
+        answer: Any = None
+        match call.name:
+            case "add":
+                number, tokens = call.arguments
+                prompts[number] = Prompt(number, tokens)
+                scheduler.add(prompts[number])
+            case "leave":
+                scheduler.leave(prompts[call.arguments[0]])
+            case "schedule":
+                answers: Iterator[bool] = iter(call.arguments)
+                chunks = scheduler.schedule(lambda _, answers=answers: next(answers, False))  # type: ignore[misc]
+                answer = [[chunk.prompt.owner, chunk.start, chunk.count] for chunk in chunks]
+                if next(answers, None) is not None:
+                    answer = "asked host memory less often"
+            case "commit":
+                scheduler.commit()
+            case "abandon":
+                scheduler.abandon()
+        if answer != call.answer:
+            return [f"call {place}, {call.name}{call.arguments}: {answer} and not {call.answer}"]
+    return []

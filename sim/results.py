@@ -1,0 +1,79 @@
+"""What became of every request of a simulation: one row each, as numbers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hackkv.timing import Stage, SubStage
+from sim.jobs import Fate, Job
+
+Floats = npt.NDArray[np.float64]
+
+SUB_STAGES: Final = (SubStage.QUANTIZE, SubStage.ATTEND, SubStage.APPROXIMATION)
+COLUMNS: Final = (
+    "at_s",
+    "input_length",
+    "output_length",
+    "ttft_s",
+    "tpot_s",
+    "e2el_s",
+    *(f"{stage}_s" for stage in Stage),
+    *(f"{stage}_s" for stage in SUB_STAGES),
+    "cached_tokens",
+    "swaps",
+    "failovers",
+    "wire_bytes",
+    "ok",
+)
+"""Of a row. `tpot_s` is not a number where there is only one token."""
+
+
+class Rows:
+    """A growing table of finished requests, by number of the request."""
+
+    def __init__(self, count: int) -> None:
+        self._table: Floats = np.full((count, len(COLUMNS)), np.nan)
+        self._place = {name: index for index, name in enumerate(COLUMNS)}
+        self.errors: dict[int, str] = {}
+        self.filled = 0
+
+    def add(self, job: Job) -> None:
+        """Keep a job that is over."""
+        spent, account, tpot_s = job.times.spent, job.account, job.tpot_s
+        self._table[job.number] = (
+            job.arrived,
+            job.prompt_tokens,
+            job.arrival.output_tokens,
+            job.ttft_s,
+            np.nan if tpot_s is None else tpot_s,
+            job.jct_s,
+            *(spent.get(stage, 0.0) for stage in Stage),
+            account.quantize_s,
+            account.attend_s,
+            account.approximation_s,
+            account.cached_tokens,
+            account.swaps,
+            account.failovers,
+            account.wire_bytes,
+            job.fate is Fate.DONE,
+        )
+        self.filled += 1
+        if job.error:
+            self.errors[job.number] = job.error
+
+    def __getitem__(self, column: str) -> Floats:
+        """A column over all requests; not a number where one never ended."""
+        return self._table[:, self._place[column]]
+
+    @property
+    def ok(self) -> npt.NDArray[np.bool_]:
+        """Which requests were served."""
+        return np.equal(self["ok"], 1.0)
+
+    @property
+    def table(self) -> Floats:
+        """[requests, columns]"""
+        return self._table

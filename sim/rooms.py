@@ -1,0 +1,168 @@
+"""Room for KV in simulated time: the router's line for decode replicas, and what each of them has given out.
+
+What the router believes of a replica's free pages is renewed whenever a request comes to it or leaves it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from decode_node.seats import Seat
+from hackkv.errors import Overloaded, RequestError
+from router.fleet.line import Ageing, Demand, Ticket, next_in_line
+from router.fleet.policy import Need
+from sim.aggregated import Prompts
+from sim.decode import DecodeReplica
+from sim.eventlog import Kind
+from sim.jobs import Job
+from sim.network import Link
+from sim.placing import Shelf
+from sim.prefill import Shipment
+from sim.world import World
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSite:
+    """A decode replica with the links that lead to it."""
+
+    replica: DecodeReplica
+    links: tuple[Link, ...]
+    prompts: Prompts | None = None
+    """Set where the replica computes prompts too."""
+
+
+@dataclass(slots=True, eq=False)
+class Ride:
+    """A job and its places."""
+
+    job: Job
+    serial: int
+    prefill: int | None = None
+    shipment: Shipment | None = None
+    decode: int | None = None
+    seat: Seat[Job] | None = None
+    tokens: int = 0
+    """On the decode replica's account."""
+    queued: int = 0
+    """Tokens on the prefill replica's account."""
+    waits: bool = False
+    """Stands in line for a decode replica."""
+    avoid: set[int] = field(default_factory=set)
+    """Decode replicas that failed it."""
+
+    @property
+    def need(self) -> Need:
+        """As `router.life.flight.Flight.need`."""
+        prompt = self.job.prompt_tokens
+        return Need(prompt + self.job.emitted, prompt + self.job.max_tokens)
+
+
+class Rooms:
+    """The decode replicas of one router. `on_room` is called with a ride that got room, `on_refused` with one that no
+    replica can ever serve."""
+
+    def __init__(self, world: World, sites: list[DecodeSite], ageing: Ageing) -> None:
+        self._world, self._ageing, self.sites = world, ageing, sites
+        self.shelf = Shelf(names(len(sites)), sites[0].replica.pool.num_pages, world.footprint.page_tokens)
+        self.on_room: Callable[[Ride], None] = lambda _: None
+        self.on_refused: Callable[[Ride, str], None] = lambda _, __: None
+        self._line: list[tuple[Ticket, Ride]] = []
+
+    def __len__(self) -> int:
+        """Requests in line."""
+        return len(self._line)
+
+    def stand(self, ride: Ride) -> None:
+        """Stand in line."""
+        self._join(Ticket(Demand(ride.need, ride.serial, frozenset(map(str, ride.avoid))), self._world.now), ride)
+        self.serve()
+
+    def _join(self, ticket: Ticket, ride: Ride) -> None:
+        ride.waits = True
+        insort(self._line, (ticket, ride), key=lambda entry: entry[0].demand.serial)
+
+    def forget(self, ride: Ride) -> None:
+        """Leave the line, if it stands there."""
+        if ride.waits:
+            self._line = [entry for entry in self._line if entry[1] is not ride]
+            ride.waits = False
+
+    def serve(self) -> None:
+        """Give out the room that there is now, as `router.fleet.line.Line.serve`."""
+        while self._line:
+            tickets = [ticket for ticket, _ in self._line]
+            index = next_in_line(tickets, self._fits, self._could_fit, self._world.now, self._ageing)
+            if index is None:
+                return
+            for passed in tickets[:index]:
+                passed.passed += 1
+            ticket, ride = self._line.pop(index)
+            ride.waits = False
+            self._open(ticket, ride)
+
+    def release(self, ride: Ride) -> None:
+        """Give a ride's room back, if it has some."""
+        if ride.decode is not None and ride.seat is not None:
+            self.shelf.tokens[ride.decode] -= ride.tokens
+            self.sites[ride.decode].replica.leave(ride.seat)
+            self._report(ride.decode)
+            ride.decode, ride.seat = None, None
+
+    def down(self, index: int) -> bool:
+        """A replica dies. Returns whether it was up."""
+        if not self.shelf.up[index]:
+            return False
+        self.shelf.up[index] = False
+        self.shelf.tokens[index] = 0
+        self._world.log.add(self._world.now, Kind.DOWN, self.sites[index].replica.number)
+        self.sites[index].replica.stop()
+        return True
+
+    def up(self, index: int, replica: DecodeReplica) -> None:
+        """A replica is back, empty."""
+        self.sites[index].replica = replica
+        self.shelf.up[index] = True
+        self._report(index)
+        self._world.log.add(self._world.now, Kind.UP, replica.number)
+        self.serve()
+
+    def _fits(self, demand: Demand) -> bool:
+        return self._choose(demand) is not None
+
+    def _could_fit(self, demand: Demand) -> bool:
+        return self.shelf.could_hold(demand.need)
+
+    def _choose(self, demand: Demand) -> int | None:
+        return self.shelf.pick_decode(demand.need, frozenset(map(int, demand.avoid)))
+
+    def _open(self, ticket: Ticket, ride: Ride) -> None:
+        """Book the chosen replica and ask it for room. If it has none it counts as full, and the ride stays in line."""
+        index = self._choose(ticket.demand)
+        assert index is not None, "the line serves only who fits"
+        job, replica, shelf = ride.job, self.sites[index].replica, self.shelf
+        shelf.choose(index)
+        try:
+            seat = replica.admit(job)
+        except Overloaded:
+            self._world.log.add(self._world.now, Kind.REFUSED, replica.number, job.number)
+            shelf.free[index] = 0
+            self._join(ticket, ride)
+            return
+        except RequestError as error:
+            self.on_refused(ride, str(error))
+            return
+        ride.decode, ride.seat, ride.tokens = index, seat, ticket.demand.need.whole
+        shelf.tokens[index] += ride.tokens
+        self._report(index)
+        self._world.log.add(self._world.now, Kind.PLACED_DECODE, replica.number, job.number)
+        self.on_room(ride)
+
+    def _report(self, index: int) -> None:
+        self.shelf.free[index] = self.sites[index].replica.pool.free_pages
+
+
+def names(count: int) -> Sequence[str]:
+    """Names of so many replicas, sorted."""
+    return [f"{index:06d}" for index in range(count)]

@@ -1,0 +1,208 @@
+"""The router in simulated time: the live policy and line, and what a request does when a node is lost.
+
+A request is booked on the prefill replica with the fewest queued tokens. If a decode replica has room it is booked
+there at once, so that KV leaves while the prompt is computed; else the request stands in line (`sim.rooms`) and its
+prefill replica keeps the KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hackkv.timing import Stage
+from sim.decode import DecodeReplica
+from sim.eventlog import Kind
+from sim.jobs import Fate, Job
+from sim.placing import Shelf
+from sim.prefill import PrefillReplica, Shipment
+from sim.rooms import Ride, Rooms, names
+from sim.world import World
+
+
+class Router:
+    """One router with its part of the fleet. `on_over` is called with every job that is done or has failed."""
+
+    def __init__(
+        self, world: World, prefills: list[PrefillReplica], rooms: Rooms, max_failovers: int, largest: int
+    ) -> None:
+        """`largest` is how many tokens of one request fit on every replica of the fleet."""
+        self._world, self._max_failovers, self._largest = world, max_failovers, largest
+        self.prefills, self.rooms = prefills, rooms
+        self._shelf = Shelf(names(len(prefills)), 0, world.footprint.page_tokens)
+        self.on_over: Callable[[Job], None] = lambda _: None
+        self._rides: dict[Job, Ride] = {}
+        self._homeless: list[Ride] = []
+        """Requests for which no prefill replica is up."""
+        self._serial = 0
+        rooms.on_room, rooms.on_refused = self._has_room, self._fail
+        for replica in prefills:
+            replica.on_first = self._first
+        for site in rooms.sites:
+            site.replica.on_ended = self._ended
+            if site.prompts is not None:
+                site.prompts.on_complete = self._complete
+
+    def arrive(self, job: Job) -> None:
+        """Take a request."""
+        self._serial += 1
+        ride = self._rides[job] = Ride(job, self._serial)
+        self._world.log.add(self._world.now, Kind.ARRIVED, -1, job.number)
+        tokens = ride.need.whole
+        if tokens > self._largest:
+            self._fail(ride, f"{tokens} tokens need more pages or host memory than a replica has for {self._largest}")
+        elif self.prefills:
+            self._dispatch(ride)
+        else:
+            self.rooms.stand(ride)
+
+    # If all goes well --------------------------------------------------------------------------------------------
+
+    def _dispatch(self, ride: Ride) -> None:
+        job, index = ride.job, self._shelf.pick_prefill()
+        if index is None:
+            job.times.enter(Stage.ROUTER_QUEUE, self._world.now)
+            self._homeless.append(ride)
+            return
+        self._shelf.choose(index)
+        self._shelf.tokens[index] += job.prompt_tokens
+        ride.prefill, ride.queued = index, job.prompt_tokens
+        self._world.log.add(self._world.now, Kind.PLACED_PREFILL, self.prefills[index].number, job.number)
+        if job.arrival.output_tokens > 1:
+            self.rooms.stand(ride)
+            if job.fate is not Fate.UNDER_WAY:
+                return
+        ride.shipment = self.prefills[index].join(job, self._landed)
+        if ride.decode is not None:
+            self._has_room(ride)
+
+    def _has_room(self, ride: Ride) -> None:
+        assert ride.decode is not None
+        site = self.rooms.sites[ride.decode]
+        if ride.shipment is not None:
+            ride.shipment.assign(site)
+        elif site.prompts is not None:
+            site.prompts.join(ride.job)
+            site.replica.wake()
+
+    def _complete(self, job: Job) -> None:
+        """A replica that does both has computed a prompt; its KV is where it is needed."""
+        ride = self._rides[job]
+        job.first_at, job.emitted = self._world.now, 1
+        if job.left <= 0:
+            self._over(ride)
+        elif ride.decode is not None and ride.seat is not None:
+            self.rooms.sites[ride.decode].replica.land(ride.seat)
+
+    def _first(self, job: Job, shipment: Shipment) -> None:
+        """Token 0 is chosen: the prompt has left its queue."""
+        ride = self._rides.get(job)
+        if ride is None or ride.shipment is not shipment:
+            return
+        self._unqueue(ride)
+        if job.first_at is None:
+            job.first_at = self._world.now
+            job.emitted = 1
+        if job.left <= 0:
+            self._over(ride)
+
+    def _landed(self, shipment: Shipment) -> None:
+        ride = self._rides.get(shipment.job)
+        if ride is None or ride.shipment is not shipment or ride.decode is None or ride.seat is None:
+            return
+        assert ride.prefill is not None
+        self.prefills[ride.prefill].delivered(shipment)
+        self.rooms.sites[ride.decode].replica.land(ride.seat)
+
+    def _unqueue(self, ride: Ride) -> None:
+        if ride.prefill is not None:
+            self._shelf.tokens[ride.prefill] -= ride.queued
+        ride.queued = 0
+
+    # The end -----------------------------------------------------------------------------------------------------
+
+    def _ended(self, job: Job) -> None:
+        self._over(self._rides[job])
+
+    def _fail(self, ride: Ride, error: str) -> None:
+        self._over(ride, Fate.FAILED, error)
+
+    def _over(self, ride: Ride, fate: Fate = Fate.DONE, error: str = "") -> None:
+        job, now = ride.job, self._world.now
+        job.times.enter(Stage.STREAM, now)
+        job.ended_at, job.fate, job.error = now, fate, error
+        del self._rides[job]
+        self._let_go(ride)
+        self._world.log.add(now, Kind.DONE if fate is Fate.DONE else Kind.FAILED, -1, job.number)
+        self.on_over(job)
+        self.rooms.serve()
+
+    def _let_go(self, ride: Ride) -> None:
+        """Give back everything that a ride holds."""
+        self.rooms.forget(ride)
+        self._unqueue(ride)
+        if ride.shipment is not None and ride.prefill is not None:
+            self.prefills[ride.prefill].leave(ride.job)
+            self.prefills[ride.prefill].wake()
+        self.rooms.release(ride)
+        ride.shipment, ride.prefill = None, None
+
+    # What may come before it -------------------------------------------------------------------------------------
+
+    def decode_down(self, index: int) -> None:
+        """A decode replica dies. Its requests go on elsewhere: with their KV if its prefill replica kept it."""
+        if not self.rooms.down(index):
+            return
+        for ride in [ride for ride in self._rides.values() if ride.decode == index]:
+            ride.decode, ride.seat = None, None
+            ride.avoid.add(index)
+            shipment = ride.shipment
+            if not self._survives(ride):
+                continue
+            if shipment is not None and shipment.kept:
+                shipment.give_up()
+                if shipment.complete:
+                    ride.job.times.enter(Stage.SWAP_WAIT, self._world.now)
+                self.rooms.stand(ride)
+            else:
+                self._again(ride)
+
+    def decode_up(self, index: int, replica: DecodeReplica) -> None:
+        """A decode replica is back, empty."""
+        replica.on_ended = self._ended
+        self.rooms.up(index, replica)
+
+    def prefill_down(self, index: int) -> None:
+        """A prefill replica dies. Requests whose KV has landed do not notice; the others begin again."""
+        if not self._shelf.up[index]:
+            return
+        self._shelf.up[index] = False
+        self._world.log.add(self._world.now, Kind.DOWN, self.prefills[index].number)
+        self.prefills[index].stop()
+        for ride in [ride for ride in self._rides.values() if ride.prefill == index]:
+            self._unqueue(ride)
+            ride.shipment, ride.prefill = None, None
+            landed = ride.seat is not None and ride.seat.order > 0
+            if not landed and self._survives(ride):
+                self._again(ride)
+
+    def prefill_up(self, index: int, replica: PrefillReplica) -> None:
+        """A prefill replica is back, empty."""
+        self.prefills[index] = replica
+        replica.on_first = self._first
+        self._shelf.up[index] = True
+        self._world.log.add(self._world.now, Kind.UP, replica.number)
+        homeless, self._homeless = self._homeless, []
+        for ride in homeless:
+            self._dispatch(ride)
+
+    def _survives(self, ride: Ride) -> bool:
+        ride.job.account.failovers += 1
+        if ride.job.account.failovers <= self._max_failovers:
+            return True
+        self._fail(ride, f"lost {ride.job.account.failovers} nodes")
+        return False
+
+    def _again(self, ride: Ride) -> None:
+        """Begin the request again on other nodes; the client keeps what it has."""
+        self._let_go(ride)
+        self._dispatch(ride)

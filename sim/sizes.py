@@ -1,0 +1,55 @@
+"""What a codec makes of a model's KV: bytes from the codec itself, and which work attention does on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from hack_kernels import load as load_backend
+
+from hackkv.codecs import make_codec
+from hackkv.config import CodecConfig
+from hackkv.footprint import Footprint, footprint_of
+from hackkv.types import KvLayout, KvShape
+from sim.spec import Codec
+
+_CODES_BELOW = 0.5
+"""A page of less than this share of FP16 holds fewer than 8 bits a value: codes, which attention multiplies as
+integers. FP8 and FP16 pages are multiplied as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSizes:
+    """A codec on one model."""
+
+    footprint: Footprint
+    codes: bool
+    """Attention multiplies integer codes."""
+    dequantizes: bool
+    """A step makes FP16 of all pages first."""
+    lossless: bool
+
+    @property
+    def resting_ratio(self) -> float:
+        """Bytes of a sealed page, as a share of FP16."""
+        page = self.footprint
+        return page.page_bytes / (page.row_bytes * page.page_tokens)
+
+    @property
+    def reads_codes(self) -> bool:
+        """Integer products are possible, since nothing is dequantized."""
+        return self.codes and not self.dequantizes
+
+
+def sizes_of(codec: Codec, shape: KvShape) -> CodecSizes:
+    """Raises `ConfigError` naming the preset or the setting at fault."""
+    return _sizes(codec.name, tuple(sorted(codec.settings.items())), shape, codec.dequantizes)
+
+
+@cache
+def _sizes(name: str, settings: tuple[tuple[str, int | str | bool], ...], shape: KvShape, deq: bool) -> CodecSizes:
+    made = make_codec(CodecConfig(name=name, settings=dict(settings)), shape, load_backend("reference"))
+    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, made.page_tokens)
+    footprint = footprint_of(made, layout)
+    ratio = footprint.page_bytes / (footprint.row_bytes * footprint.page_tokens)
+    return CodecSizes(footprint, ratio < _CODES_BELOW, deq, made.lossless)

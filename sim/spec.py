@@ -1,0 +1,257 @@
+"""A cluster to simulate, as data: `SPEC.yaml`, read into frozen models that refuse unknown keys."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from faults.plan import FaultPlan
+from hackkv.config import Frozen, load
+from hackkv.errors import ConfigError
+from sim.catalogue import Catalogue, Gpu, Instance, Model, named, shipped
+
+GIB = 1 << 30
+
+
+class Sharing(StrEnum):
+    """How flows share links."""
+
+    FAIR = "fair"
+    """Max-min fair over all links on the way."""
+    INDEPENDENT = "independent"
+    """Every flow as if it were alone."""
+    FIFO = "fifo"
+    """A sender serves one flow after another."""
+
+
+class Sending(StrEnum):
+    """When KV leaves."""
+
+    LAYERS = "layers"
+    """Layer by layer, while the prompt is computed."""
+    AFTER = "after"
+    """When the prompt is complete."""
+
+
+class Efficiency(Frozen):
+    """What share of the rated speeds an engine reaches. The defaults are a good engine's."""
+
+    compute: float = Field(default=0.5, gt=0, le=1)
+    """Of FP16 FLOP/s, in prefill."""
+    attention: float = Field(default=1.5, ge=1)
+    """How many times slower a FLOP of attention is than one of a matrix product."""
+    memory: float = Field(default=0.8, gt=0, le=1)
+    """Of the memory's rate, in decode."""
+    network: float = Field(default=0.85, gt=0, le=1)
+    """Of min(line, flows x their limit)."""
+    bus: float = Field(default=1.0, gt=0, le=1)
+    """Of the rate between GPUs."""
+    pass_s: float = Field(default=0.002, ge=0)
+    """Fixed seconds of a prefill pass."""
+    step_s: float = Field(default=0.001, ge=0)
+    """Fixed seconds of a decode step."""
+    all_reduce_s: float = Field(default=10e-6, ge=0)
+    """Latency of one all-reduce; a layer has two."""
+    setup_s: float = Field(default=0.005, ge=0)
+    """Fixed seconds of a handoff: handshake and receipt."""
+
+
+class Pool(Frozen):
+    """Replicas of one role."""
+
+    instance: str
+    replicas: int = Field(gt=0, le=100_000)
+    tp: int = Field(default=1, gt=0)
+    """GPUs that share each layer."""
+    pp: int = Field(default=1, gt=0)
+    """Stages of layers."""
+    pages: int = Field(default=0, ge=0)
+    """Size of the page pool; 0 takes what memory leaves beside weights and `reserve`."""
+    reserve: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the memory for activations."""
+    host_gib: float | None = Field(default=None, ge=0)
+    """Host memory for KV; by default half of the instance's, shared by its replicas."""
+    max_sequences: int = Field(default=256, gt=0)
+    """Prompts under way (prefill), or requests that hold room (decode)."""
+    max_batch: int = Field(default=128, gt=0)
+    chunk_tokens: int = Field(default=8192, gt=0)
+    replay_tokens: int = Field(default=256, gt=0)
+    profile: Path | None = None
+    """Measured durations (`sim.costs.Profiled`) instead of the roofline."""
+    efficiency: Efficiency | None = None
+    """In place of the specification's."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a replica."""
+        return self.tp * self.pp
+
+
+class Network(Frozen):
+    """What lies between the replicas."""
+
+    sharing: Sharing = Sharing.FAIR
+    sending: Sending = Sending.LAYERS
+    blocking: bool = False
+    """A prefill replica computes nothing while it sends."""
+    link_gbit_s: float = Field(default=0.0, ge=0)
+    """Caps every replica's line; 0 leaves the instance's."""
+    receiver_gbit_s: float = Field(default=0.0, ge=0)
+    """What a decode replica can verify and write; 0 is no limit."""
+
+
+class Policy(Frozen):
+    """The router's settings that decide."""
+
+    ageing_s: float = Field(default=5.0, ge=0)
+    max_passed: int = Field(default=16, ge=0)
+    shards: int = Field(default=1, gt=0)
+    """Routers; each owns an equal part of all replicas and of all requests."""
+    max_failovers: int = Field(default=3, ge=0)
+
+
+class Codec(Frozen):
+    """A codec of `hackkv.codecs.CODECS` with its settings, and what it costs to compute."""
+
+    name: str = "rot-k4v4"
+    settings: dict[str, int | str | bool] = Field(default_factory=dict)
+    dequantizes: bool = False
+    """A step makes FP16 of the KV before it attends, as CacheGen and KVQuant do."""
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        return f"{self.name}, dequantized" if self.dequantizes else self.name
+
+
+class Objective(Frozen):
+    """A request is good if it keeps all limits, in milliseconds."""
+
+    ttft: float | None = Field(default=None, gt=0)
+    tpot: float | None = Field(default=None, gt=0)
+    e2el: float | None = Field(default=None, gt=0)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Those that are set."""
+        return {name: limit for name, limit in self.model_dump().items() if limit is not None}
+
+
+class Load(Frozen):
+    """Synthetic requests."""
+
+    shape: str = "humaneval"
+    """A data set of HACK's Table 4 (`measure.serve.shapes.SHAPES`)."""
+    input_len: int = Field(default=0, ge=0)
+    """Fixed prompt length instead of the shape."""
+    output_len: int = Field(default=64, gt=0)
+    """With `input_len`."""
+    rate: float = Field(default=1.0, gt=0)
+    """Requests per second."""
+    ramp_to: float = Field(default=0.0, ge=0)
+    """The rate rises or falls linearly to this by the last request; 0 keeps it."""
+    burstiness: float = Field(default=1.0, gt=0)
+    """Shape of the gamma distribution of gaps; 1 is Poisson."""
+    requests: int = Field(default=1000, gt=0, le=100_000_000)
+    concurrency: int = Field(default=0, ge=0)
+    """A closed loop: so many clients, each of which sends when its answer is complete; 0 is an open loop."""
+
+
+class Choices(Frozen):
+    """Among what `hackkv plan` chooses."""
+
+    prefill: tuple[str, ...] = ()
+    """Instances; none are those of the specification's own pool."""
+    decode: tuple[str, ...] = ()
+    tp: tuple[int, ...] = (1, 2, 4, 8)
+    pp: tuple[int, ...] = (1, 2, 4)
+    codecs: tuple[Codec, ...] = (
+        Codec(name="fp16"),
+        Codec(name="fp8"),
+        Codec(name="rot-k4v4"),
+        Codec(name="hack"),
+        Codec(name="hack", dequantizes=True),
+    )
+    """The most exact first: of codecs that cost the same, the first one wins."""
+    aggregated: bool = True
+    """Whether replicas that compute prompts and decode are tried too."""
+    available: dict[str, int] = Field(default_factory=dict)
+    """Instances of each kind that can be had; a kind that is not named has no limit."""
+    cells: int = Field(default=1, gt=0)
+    """Equal parts of the load, each served by a cluster of its own; one of them is planned."""
+
+
+class Spec(Frozen):
+    """Everything about a simulated cluster."""
+
+    model: str | Model
+    prefill: Pool | None = None
+    """Without it every decode replica computes prompts too (aggregated)."""
+    decode: Pool
+    codec: Codec = Codec()
+    network: Network = Network()
+    efficiency: Efficiency = Efficiency()
+    policy: Policy = Policy()
+    slo: Objective = Objective()
+    load: Load = Load()
+    faults: FaultPlan = FaultPlan()
+    plan: Choices = Choices()
+    noise: float = Field(default=0.0, ge=0, le=2)
+    """Sigma of the lognormal noise on every duration."""
+    catalogue: Catalogue = Catalogue()
+    """Rows beside the shipped ones."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        parts = [self.decode.replicas, *([self.prefill.replicas] if self.prefill else [])]
+        if self.policy.shards > min(parts):
+            raise ValueError(f"policy.shards is {self.policy.shards}, but a role has {min(parts)} replicas")
+        return self
+
+    @property
+    def tables(self) -> Catalogue:
+        """The shipped catalogue and the specification's own rows."""
+        return shipped().with_more(self.catalogue)
+
+    @property
+    def shape(self) -> Model:
+        """The model. Raises `ConfigError` for an unknown name."""
+        return self.model if isinstance(self.model, Model) else named(self.tables.models, self.model, "model")
+
+    def instance_of(self, pool: Pool) -> Instance:
+        """The pool's machine. Raises `ConfigError` for an unknown name."""
+        return named(self.tables.instances, pool.instance, "instance")
+
+    def gpu_of(self, pool: Pool) -> Gpu:
+        """The pool's GPU. Raises `ConfigError` for an unknown name."""
+        return self.tables.gpu_of(self.instance_of(pool))
+
+    def efficiency_of(self, pool: Pool) -> Efficiency:
+        """The pool's own, or the specification's."""
+        return pool.efficiency or self.efficiency
+
+    def usd_per_hour(self) -> float:
+        """Of all replicas: each pays for the share of an instance that it uses."""
+        pools = [pool for pool in (self.prefill, self.decode) if pool is not None]
+        return sum(pool.replicas * self.usd_of(pool) for pool in pools)
+
+    def usd_of(self, pool: Pool) -> float:
+        """Price of one replica per hour."""
+        instance = self.instance_of(pool)
+        return instance.usd_per_hour * pool.gpus / instance.gpus
+
+
+def read_spec(path: Path) -> Spec:
+    """Read a specification. Raises `ConfigError` naming file and key, and what the key was probably meant to be."""
+    spec = load(Spec, path)
+    try:
+        _ = spec.shape
+        for pool in (spec.prefill, spec.decode):
+            if pool is not None:
+                spec.gpu_of(pool)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return spec

@@ -1,0 +1,68 @@
+"""Small clusters and cost models for the tests of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hackkv.timing import Stage
+from sim.cluster import Cluster, Options, Outcome
+from sim.costs import LinearStep, PassCost
+from sim.jobs import Arrival
+from sim.results import Floats, Rows
+from sim.spec import Codec, Load, Pool, Spec
+
+SMALL = {"model": "mistral-7b", "codec": Codec(name="rot-k4v4")}
+
+
+def small(prefills: int = 2, decodes: int = 2, **fields: Any) -> Spec:
+    """A small cluster; `fields` replace what it says of itself."""
+    prefill = Pool(instance="g5.12xlarge", replicas=prefills, tp=4, chunk_tokens=2048)
+    decode = Pool(instance="p4de.24xlarge", replicas=decodes, tp=1)
+    load = Load(shape="arxiv", rate=2.0, requests=200)
+    return Spec.model_validate({**SMALL, "prefill": prefill, "decode": decode, "load": load, **fields})
+
+
+def tight(pages: int, **fields: Any) -> Spec:
+    """A cluster whose decode replicas are short of pages, so that they swap."""
+    decode = Pool(instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=16, host_gib=64)
+    load = Load(input_len=256, output_len=200, rate=40.0, requests=150)
+    return small(decode=decode, load=load, **fields)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Every pass and every step takes what `draw` gives."""
+
+    draw: Callable[[], float]
+    prefills: bool = False
+    """Whether passes take time at all."""
+
+    def prefill(self, chunks: Sequence[tuple[int, int]]) -> PassCost:
+        """One draw, if passes take time."""
+        return PassCost(self.draw() if self.prefills else 0.0)
+
+    def decode(self, batch: int) -> LinearStep:
+        """One draw."""
+        return LinearStep(batch, self.draw(), 0.0)
+
+    def replay(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Nothing."""
+        return 0.0
+
+    def swap(self, num_bytes: int) -> float:
+        """Nothing."""
+        return 0.0
+
+
+def stages(rows: Rows) -> Floats:
+    """[requests]: the sum of all stages."""
+    return np.asarray(np.sum([rows[f"{stage}_s"] for stage in Stage], axis=0))
+
+
+def run(spec: Spec, arrivals: Sequence[Arrival], **options: Any) -> Outcome:
+    """The outcome of a specification."""
+    return Cluster(spec, Options(**options)).run(arrivals)

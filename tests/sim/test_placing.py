@@ -1,0 +1,45 @@
+"""The arrays choose as the router's policy does."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.fleet.policy import DecodeLoad, Need, PrefillLoad, pick_decode, pick_prefill
+from sim.placing import Shelf
+
+NODES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 6), st.booleans()), min_size=1, max_size=40
+)  # tokens, free pages, up
+NEEDS = st.tuples(st.integers(1, 400), st.integers(0, 200))
+
+
+@given(NODES, st.lists(NEEDS, max_size=8), st.frozensets(st.integers(0, 39), max_size=3))
+@settings(max_examples=200)
+def test_choices(nodes: list[tuple[int, int, bool]], needs: list[tuple[int, int]], avoid: frozenset[int]) -> None:
+    names = [f"{index:03d}" for index in range(len(nodes))]
+    shelf = Shelf(names, 6, 64)
+    chosen = dict.fromkeys(names, 0)
+    for index, (tokens, free, up) in enumerate(nodes):
+        shelf.tokens[index], shelf.free[index], shelf.up[index] = tokens, free, up
+    kept = frozenset(index for index in avoid if index < len(nodes))
+    away = {names[index] for index in kept}
+    for number, (landing, more) in enumerate(needs, 1):
+        need = Need(landing, landing + more)
+        prefill = [
+            PrefillLoad(name, int(shelf.tokens[i]), chosen[name], draining=not nodes[i][2])
+            for i, name in enumerate(names)
+        ]
+        decode = [
+            DecodeLoad(name, int(shelf.tokens[i]), nodes[i][1], 6, 64, chosen[name], draining=not nodes[i][2])
+            for i, name in enumerate(names)
+        ]
+        found = shelf.pick_prefill(kept)
+        assert (None if found is None else names[found]) == pick_prefill(prefill, avoid=away)
+        found = shelf.pick_decode(need, kept)
+        assert (None if found is None else names[found]) == pick_decode(decode, need, avoid=away)
+        assert shelf.could_hold(need) == any(load.could_hold(need) for load in decode)
+        if found is not None:
+            shelf.choose(found)
+            shelf.tokens[found] += landing
+            chosen[names[found]] = number
