@@ -41,6 +41,8 @@ class Seat(Generic[Owner]):
     pending: int = 1
     """Tokens to run until the next one can be chosen; more than one in a replay."""
     host_bytes: int = 0
+    loading: bool = False
+    """Some of its pages are on their way from host memory: they stay its own until they have arrived."""
     busy: bool = False
     """In the step that runs now."""
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from hackkv.page_names import PageName
 from prefill_node.host_places import HostPlaces, Moves
 from prefill_node.host_pool import Claim, HostPool, Tenant
-from prefill_node.page_names import PageName
 from prefill_node.resume_points import ResumePoints
 
 

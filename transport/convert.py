@@ -47,6 +47,7 @@ class Assignment:
     transfer_id: str
     epoch: int
     decode_address: str
+    held_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def _pack_prefill_job(job: PrefillJob) -> pb.PrefillJob:
         epoch=job.epoch,
         decode_address=job.decode_address,
         handoff=job.handoff,
+        held_pages=job.held_pages,
     )
 
 
@@ -72,12 +74,16 @@ def _unpack_prefill_job(message: pb.PrefillJob) -> PrefillJob:
         epoch=message.epoch,
         decode_address=text("decode_address", message.decode_address),
         handoff=message.handoff,
+        held_pages=message.held_pages,
     )
 
 
 def _pack_assignment(assignment: Assignment) -> pb.Assignment:
     return pb.Assignment(
-        transfer_id=assignment.transfer_id, epoch=assignment.epoch, decode_address=assignment.decode_address
+        transfer_id=assignment.transfer_id,
+        epoch=assignment.epoch,
+        decode_address=assignment.decode_address,
+        held_pages=assignment.held_pages,
     )
 
 
@@ -86,6 +92,7 @@ def _unpack_assignment(message: pb.Assignment) -> Assignment:
         transfer_id=text("transfer_id", message.transfer_id),
         epoch=message.epoch,
         decode_address=text("decode_address", message.decode_address),
+        held_pages=message.held_pages,
     )
 
 
@@ -171,7 +178,7 @@ def _pack_decode_event(event: DecodeEvent) -> pb.DecodeEvent:
     if isinstance(event, Token):
         return pb.DecodeEvent(token=pack_token(event))
     if isinstance(event, Reserved):
-        return pb.DecodeEvent(reserved=pb.Reserved())
+        return pb.DecodeEvent(reserved=pb.Reserved(held_pages=event.held_pages))
     if isinstance(event, Landed):
         return pb.DecodeEvent(landed=pb.Landed(receipt=pack_receipt(event.receipt)))
     if isinstance(event, Swapped):
@@ -201,7 +208,7 @@ def _unpack_decode_event(message: pb.DecodeEvent) -> DecodeEvent:
         case "token":
             return unpack_token(message.token)
         case "reserved":
-            return Reserved()
+            return Reserved(message.reserved.held_pages)
         case "landed":
             required("receipt", message.landed)
             return Landed(unpack_receipt(message.landed.receipt))

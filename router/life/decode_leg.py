@@ -24,6 +24,8 @@ class DecodeLeg:
         self.events: AsyncIterator[DecodeEvent] = booking.node.decode(job)
         self.landed = False
         """The decode node says that it has the KV."""
+        self.held_pages = 0
+        """The prompt's first pages that the node has already."""
         self.handed_off = False
         """The prefill node says that the decode node has the KV."""
         self.push_over = asyncio.Event()
@@ -43,10 +45,11 @@ class DecodeLeg:
     async def reserve(self) -> None:
         """Wait until the node holds room. Raises `Overloaded` if it has none after all, `NodeLost`, `NodeDraining`."""
         try:
-            await self.booking.guard(expect(self.events, Reserved, f"decode node {self.node_id}"))
+            reserved = await self.booking.guard(expect(self.events, Reserved, f"decode node {self.node_id}"))
         except Overloaded:
             self.booking.refused()
             raise
+        self.held_pages = reserved.held_pages
         self.booking.worked()
 
     async def land(self) -> Landed:

@@ -90,7 +90,9 @@ class Attempt:
         if self._has_handoff:
             await receivers.find_now()
         address = receivers.address_for(booking.member.info)
-        job = PrefillJob(flight.request, receivers.transfer_id, receivers.epoch, address, self._has_handoff)
+        held_pages = receivers.current.held_pages if receivers.current else 0
+        transfer_id, epoch = receivers.transfer_id, receivers.epoch
+        job = PrefillJob(flight.request, transfer_id, epoch, address, self._has_handoff, held_pages)
         self._windows.dispatched()
         self._life.move(State.PREFILLING)
         if self._has_handoff:
@@ -115,7 +117,8 @@ class Attempt:
         self._life.ahead(State.OFFERED)
         if leg.job.epoch and prefill.token0.is_set():
             self._windows.decode_replaced()
-        await prefill.assign(leg.job.epoch, leg.booking.kv_address(prefill.booking.member.info))
+        address = leg.booking.kv_address(prefill.booking.member.info)
+        await prefill.assign(leg.job.epoch, address, leg.held_pages)
         self._life.ahead(State.TRANSFERRING)
         return leg
 

@@ -25,8 +25,10 @@ from transport.closing import closing
 async def landed(nodes: Pair, request: Request) -> AsyncIterator[DecodeEvent]:
     """A decode call whose KV has landed: its next event is a token."""
     events = nodes.decode.decode(DecodeJob(request, request.request_id, 0))
-    assert await anext(events) == Reserved()
-    async with closing(nodes.prefill.prefill(PrefillJob(request, request.request_id, 0, nodes.address))) as prefilling:
+    reserved = await anext(events)
+    assert isinstance(reserved, Reserved)
+    job = PrefillJob(request, request.request_id, 0, nodes.address, held_pages=reserved.held_pages)
+    async with closing(nodes.prefill.prefill(job)) as prefilling:
         assert isinstance(await anext(prefilling), Prefilled)
         assert isinstance(await anext(prefilling), HandedOff)
     assert isinstance(await anext(events), Landed)

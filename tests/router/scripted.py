@@ -210,7 +210,7 @@ class ScriptedPrefill:
         landing.set_result(receipt)
         return HandedOff(receipt, 0.0, 0.0, 0, epoch)
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
         """Name a decode node."""
         if transfer_id not in self.open:
             raise HandshakeRefused("unknown transfer")
