@@ -99,10 +99,10 @@ async def test_an_assignment_that_overtakes_its_job_is_repeated(
     node = cluster.prefill["p0"]
     assign = node.assign
 
-    async def hasty(transfer_id: str, epoch: int, address: str) -> None:
+    async def hasty(transfer_id: str, epoch: int, address: str, held_pages: int) -> None:
         if refusals:
             raise refusals.pop()
-        await assign(transfer_id, epoch, address)
+        await assign(transfer_id, epoch, address, held_pages)
 
     monkeypatch.setattr(node, "assign", hasty)
     run = Run(cluster)
