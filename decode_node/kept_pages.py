@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from hackkv.page_names import PageName
 
@@ -81,11 +81,11 @@ class KeptPages:
         """How many pages could be hit in the page pool, and in host memory; some lie in both."""
         return sum(kept.page is not None for kept in self._known.values()), len(self._copied)
 
-    def digests(self, most: int) -> Iterator[bytes]:
-        """The digests of at most `most` pages: first those in the pool that were used last."""
+    def digests(self) -> Iterator[bytes]:
+        """The digests of all pages: first those that are held, then those that would be evicted last."""
         held = (kept for kept in self._known.values() if kept.users)
         stored = (kept for kept in reversed(self._copied) if kept.page is None)
-        return (kept.name.digest for kept in islice(_chain(held, reversed(self._idle), stored), most))
+        return (kept.name.digest for kept in chain(held, reversed(self._idle), stored))
 
     # Lookup ---------------------------------------------------------------------------------------------------------
 
@@ -231,8 +231,3 @@ class KeptPages:
         self._give_up_place(kept)
         if kept.page is None:
             del self._known[kept.name.digest]
-
-
-def _chain(*parts: Iterable[KeptPage]) -> Iterator[KeptPage]:
-    for part in parts:
-        yield from part

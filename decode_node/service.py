@@ -24,7 +24,7 @@ from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
-from hackkv.page_names import Naming
+from hackkv.page_names import Naming, pack_marks
 from hackkv.types import DecodeEvent, DecodeJob, Landed, Reserved, Role
 from transport.closing import closing
 from transport.wires import Listeners
@@ -115,6 +115,7 @@ class DecodeService:
             kernels=self._worker.kernels,
             wires=self._identity.wires,
             loss=self._worker.loss,
+            marks=None if self._naming is None else pack_marks(self.pool.kept.digests()),
         )
 
     async def drain(self, within_s: float) -> None:

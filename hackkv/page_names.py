@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
+from typing import Final
 
 from hackkv.types import WIRE_FORM, Fingerprint
 
-DIGEST_BYTES = 16
+DIGEST_BYTES: Final = 16
+MARK_BYTES: Final = 8
+"""A page's *mark* is as much of its digest: nodes tell the router by marks what they hold."""
+MOST_MARKS: Final = 4096
+"""Marks in one report of a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +46,9 @@ class Naming:
         before = None if after is None else after.digest
         return tuple(PageName(digest, tokens, salt) for digest, tokens in self._pages(ids, salt, before))
 
-    def digests(self, ids: Sequence[int], salt: str) -> list[bytes]:
-        """The digests of these names, for those who only compare them."""
-        return [digest for digest, _ in self._pages(ids, salt)]
+    def marks(self, ids: Sequence[int], salt: str) -> list[bytes]:
+        """The marks of these pages."""
+        return [digest[:MARK_BYTES] for digest, _ in self._pages(ids, salt)]
 
     def _pages(self, ids: Sequence[int], salt: str, before: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
         packed = _packed(ids)
@@ -52,6 +58,11 @@ class Naming:
             tokens = packed[end - page_bytes : end]
             digest = _digest(digest + tokens)
             yield digest, tokens
+
+
+def pack_marks(digests: Iterable[bytes]) -> bytes:
+    """The marks of the first `MOST_MARKS` pages of these digests, one after another."""
+    return b"".join(digest[:MARK_BYTES] for digest in islice(digests, MOST_MARKS))
 
 
 def _packed(ids: Sequence[int]) -> bytes:

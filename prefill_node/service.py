@@ -13,7 +13,7 @@ from hackkv.kv_memory import HostPages
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
-from hackkv.page_names import Naming, PageName
+from hackkv.page_names import Naming, PageName, pack_marks
 from hackkv.types import HandoffEnd, KvFrame, Prefilled, PrefillEvent, PrefillJob, Role
 from prefill_node.config import PrefillSettings
 from prefill_node.drain_rate import DrainRate
@@ -132,6 +132,7 @@ class PrefillService:
             kernels=self._worker.kernels,
             wires=self._identity.wires,
             loss=self._worker.loss,
+            marks=pack_marks(self._pool.digests()) if self._pool.reuse else None,
         )
 
     @property

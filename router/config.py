@@ -121,6 +121,8 @@ class RouterConfig(RoleConfig):
     cors_origins: tuple[str, ...] = ()
     """Pages that browsers may let call this API though it is another host's ("https://app.example"; "*" is any)."""
     nodes: NodesConfig = NodesConfig()
+    prefix_dispatch: bool = True
+    """Whether prompts prefer nodes that hold their beginning. Else only load decides."""
     lease_ttl_s: float = Field(default=LEASE_TTL_S, gt=0)
     shutdown_grace_s: float = Field(default=3.0, ge=0)
     """Time that requests in flight get to finish after SIGTERM."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hackkv.page_names import Naming
+from hackkv.page_names import MARK_BYTES, Naming, pack_marks
 from hackkv.types import WIRE_FORM, Fingerprint
 
 HACK = Fingerprint((("codec", "hack"), (WIRE_FORM, "raw")))
@@ -38,4 +38,5 @@ def test_names_go_on_after_a_page(ids: list[int], pages: int, page_tokens: int) 
     pages = min(pages, len(whole))
     rest = naming.names(ids[pages * page_tokens :], "s", whole[pages - 1] if pages else None)
     assert whole == (*whole[:pages], *rest)
-    assert naming.digests(ids, "s") == [name.digest for name in whole]
+    assert naming.marks(ids, "s") == [name.digest[:MARK_BYTES] for name in whole]
+    assert pack_marks(name.digest for name in whole) == b"".join(naming.marks(ids, "s"))

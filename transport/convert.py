@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hackkv.nodes import CodecLoss, Lease, NodeInfo, WireAddress
+from hackkv.page_names import MARK_BYTES, MOST_MARKS
 from hackkv.types import (
     Decoded,
     DecodeEvent,
@@ -239,6 +240,7 @@ def _pack_node_info(info: NodeInfo) -> pb.NodeInfo:
         kernels=info.kernels,
         wires=[pb.WireAddress(wire=one.wire, address=one.address) for one in info.wires],
         loss=None if info.loss is None else _pack_loss(info.loss),
+        marks=info.marks,
     )
 
 
@@ -271,11 +273,18 @@ def _unpack_node_info(message: pb.NodeInfo) -> NodeInfo:
         kernels=text("kernels", message.kernels),
         wires=tuple(_unpack_wire(wire) for wire in capped("wires", message.wires, MAX_WIRES)),
         loss=_unpack_loss(message.loss) if message.HasField("loss") else None,
+        marks=_unpack_marks(message.marks) if message.HasField("marks") else None,
     )
 
 
 def _unpack_loss(message: pb.CodecLoss) -> CodecLoss:
     return CodecLoss(message.kl, message.top1, message.perplexity_ratio, message.tokens)
+
+
+def _unpack_marks(marks: bytes) -> bytes:
+    if len(marks) % MARK_BYTES:
+        raise Malformed("marks", f"{len(marks)} bytes are no marks of {MARK_BYTES} bytes")
+    return capped("marks", marks, MOST_MARKS * MARK_BYTES)
 
 
 def _unpack_wire(message: pb.WireAddress) -> WireAddress:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from hackkv.errors import HackkvError, NodeLost, Overloaded, TransferError, by_code
 from hackkv.types import DecodeEvent, DecodeJob, HandoffFailed, Landed, Reserved
 from router.fleet.booking import Booking
+from router.fleet.holdings import Marks
 from router.life.events import expect
 from transport.base import DecodeNode
 from transport.closing import closing
@@ -52,9 +53,10 @@ class DecodeLeg:
         self.held_pages = reserved.held_pages
         self.booking.worked()
 
-    async def land(self) -> Landed:
-        """Wait for the KV."""
+    async def land(self, marks: Marks) -> Landed:
+        """Wait for the KV of the prompt, of whose first pages these are the marks."""
         landed = await expect(self.events, Landed, f"decode node {self.node_id}")
+        self.booking.will_hold(marks)
         self.landed = True
         return landed
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from hackkv.errors import NodeLost, TransferError
 from hackkv.timing import StageClock
 from hackkv.types import Prefilled, Receipt, Request, Token
+from router.fleet.holdings import Marks
 from router.fleet.line import Demand
 from router.fleet.policy import Need
 from router.life.lifecycle import Lifecycle
@@ -74,6 +75,8 @@ class Flight:
         self.life = Lifecycle()
         self.output = Output(emit, clock)
         self.route = Route()
+        self.marks: Marks = ()
+        """Of the prompt's first pages, which nodes may hold."""
         self.serial = 0
         """Place in the order of arrival; the request keeps it through every failure."""
 
@@ -92,8 +95,8 @@ class Flight:
     def prefill_demand(self, avoid: AbstractSet[str]) -> Demand:
         """What the request asks of a prefill node."""
         prompt = len(self.request.prompt_ids)
-        return Demand(Need(prompt, prompt), self.serial, frozenset(avoid))
+        return Demand(Need(prompt, prompt), self.serial, frozenset(avoid), self.marks)
 
     def decode_demand(self, avoid: AbstractSet[str]) -> Demand:
         """What the request asks of a decode node."""
-        return Demand(self.need, self.serial, frozenset(avoid), recovering=self.route.attempts > 1)
+        return Demand(self.need, self.serial, frozenset(avoid), self.marks, recovering=self.route.attempts > 1)

@@ -182,9 +182,8 @@ class Keeping(RuleBasedStateMachine):
                     assert self.device[page] == meaning
         assert len(held) == self.pool.num_pages - self.pool.free_pages
         assert len(self.sequences) == self.pool.num_slots - self.pool.free_slots
-        digests = list(self.pool.kept.digests(100))
+        digests = list(self.pool.kept.digests())
         assert len(set(digests)) == len(digests) >= max(self.pool.kept.known)
-        assert list(self.pool.kept.digests(2)) == digests[:2]
 
     def teardown(self) -> None:
         """In the end every page can be taken."""
