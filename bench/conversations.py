@@ -105,6 +105,7 @@ async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
         for turn in range(options.turns):
             if turn:
                 prompts = [(*ids, *draw(rng, options.message_tokens)) for ids in prompts]
+            rng.shuffle(prompts)  # else an idle fleet, used in turn, would give a conversation the same nodes by chance
             prompts = await play(cells, prompts, options.answer_tokens)
         system = draw(rng, options.system_tokens)
         alike = [(*system, *draw(rng, options.message_tokens)) for _ in range(options.conversations)]
@@ -216,7 +217,7 @@ def main() -> None:
     parser.add_argument("--codec", default=DEFAULT_CODEC)
     parser.add_argument("--conversations", type=int, default=50)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--first-tokens", type=int, default=400, help="of a conversation's first message")
+    parser.add_argument("--first-tokens", type=int, default=1000, help="of a conversation's first message")
     parser.add_argument("--message-tokens", type=int, default=40, help="of every later message")
     parser.add_argument("--answer-tokens", type=int, default=24)
     parser.add_argument("--system-tokens", type=int, default=2000)

@@ -87,6 +87,11 @@ class Flight:
         return len(self.request.prompt_ids) - prefilled.computed_tokens if prefilled else 0
 
     @property
+    def held_tokens(self) -> int:
+        """Prompt tokens whose KV the last decode node that got it had already."""
+        return self.route.receipts[-1].held_tokens if self.route.receipts else 0
+
+    @property
     def need(self) -> Need:
         """Room that a decode node must have for the request now."""
         prompt = len(self.request.prompt_ids)
