@@ -79,7 +79,8 @@ class KeptPages:
     @property
     def known(self) -> tuple[int, int]:
         """How many pages could be hit in the page pool, and in host memory; some lie in both."""
-        return sum(kept.page is not None for kept in self._known.values()), len(self._copied)
+        stored = sum(kept.page is None for kept in self._copied)
+        return len(self._known) - stored, len(self._copied)
 
     def digests(self) -> Iterator[bytes]:
         """The digests of all pages: first those that are held, then those that would be evicted last."""

@@ -150,11 +150,6 @@ class DecodeScheduler(Generic[Owner]):
         seat.order, seat.pending, seat.place = self._landed, pending, Place.DEVICE
         self._device.append(seat)
 
-    def publish(self, seat: Seat[Owner], names: Sequence[PageName]) -> None:
-        """Name a sequence's first pages, which are sealed. It must not be in a step. Without effect if it has left."""
-        if seat.grant is not None and seat.place in (Place.LANDING, Place.DEVICE):
-            seat.grant = self.pool.publish(seat.grant, names)
-
     def leave(self, seat: Seat[Owner]) -> None:
         """Take a sequence out. Pages that a step or a copy uses are free when that is over. A repeat has no effect."""
         if seat.place is Place.GONE:
@@ -201,15 +196,16 @@ class DecodeScheduler(Generic[Owner]):
             seat.place = Place.HOST
             insort(self._host, seat, key=_order)
         else:
-            self._free_host(seat)
+            self.host_bytes, seat.host_bytes = self.host_bytes - seat.host_bytes, 0
             seat.place = Place.DEVICE
             insort(self._device, seat, key=_order)
 
     def _make_room(self) -> list[Seat[Owner]]:
         """Swap out until the batch can go on for `_low_steps`."""
         leaving: list[Seat[Owner]] = []
-        while (
-            self._demand(self._low_steps, self._device[: self._limits.max_batch]) > self.pool.free_pages + self._coming
+        batch = self._limits.max_batch
+        while self._demand(self._low_steps, self._device[:batch]) > self.pool.free_pages + self.pool.freed_by(
+            seat.held_grant for seat in self._moving if seat.place is not Place.RETURNING
         ):
             candidates = [Candidate(seat.order, seat.pages, seat.limit - seat.rows) for seat in self._device]
             chosen = pick_victim(candidates)
@@ -225,11 +221,6 @@ class DecodeScheduler(Generic[Owner]):
             self._moving.add(victim)
             leaving.append(victim)
         return leaving
-
-    @property
-    def _coming(self) -> int:
-        """Pages that are free when the copies under way are over."""
-        return self.pool.freed_by(seat.held_grant for seat in self._moving if seat.place is not Place.RETURNING)
 
     def _bring_back(self) -> list[Seat[Owner]]:
         """Bring back the oldest while those here can go on for `_high_steps` and the batch has a place.
@@ -293,7 +284,7 @@ class DecodeScheduler(Generic[Owner]):
         return sum(max(0, sealed(seat.reach(steps)) - seat.pages) for seat in seats)
 
     def _release(self, seat: Seat[Owner]) -> None:
-        self._free_host(seat)
+        self.host_bytes, seat.host_bytes = self.host_bytes - seat.host_bytes, 0
         if seat.grant is not None:
             self._give_back(seat)
 
@@ -301,10 +292,6 @@ class DecodeScheduler(Generic[Owner]):
         assert seat.grant is not None
         self.pool.give_back(seat.grant)
         seat.grant = None
-
-    def _free_host(self, seat: Seat[Owner]) -> None:
-        self.host_bytes -= seat.host_bytes
-        seat.host_bytes = 0
 
 
 def all_end(footprint: Footprint, most_rows: list[int], num_pages: int, host_bytes: int) -> bool:

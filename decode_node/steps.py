@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from decode_node.copies import Copies
 from decode_node.engine import DecodeEngine, Sequence, StepPart
 from decode_node.scheduler import DecodeScheduler
-from decode_node.seats import Plan, Turn
+from decode_node.seats import Plan, Turn, publish
 from decode_node.stream import Stream
 from hackkv.codec import Span
 from hackkv.errors import HackkvError, SequenceError
@@ -47,7 +47,7 @@ class Steps:
         """Run a sequence whose KV has landed. Its prompt's pages may be shared from now on."""
         stream.sequence = sequence
         if stream.names is not None:
-            self._scheduler.publish(stream.seat, stream.names.prompt)
+            publish(self._scheduler.pool, stream.seat, stream.names.prompt)
             stream.names.chosen(sequence.pending)
         self._scheduler.land(stream.seat, len(sequence.pending))
         self._wake.set()
@@ -133,7 +133,7 @@ class Steps:
         for seat, rows, _ in turns:
             names = seat.owner.names
             if names is not None and seat.rows % page_tokens < rows:
-                self._scheduler.publish(seat, names.of(seat.rows))
+                publish(self._scheduler.pool, seat, names.of(seat.rows))
 
     def _fail_all(self, streams: Iterable[Stream], error: HackkvError) -> None:
         for stream in streams:

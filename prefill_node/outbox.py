@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from hackkv.errors import HandshakeRefused, TransferError
-from hackkv.types import Fingerprint, PrefillJob
+from hackkv.types import PrefillJob
 from prefill_node.host_pool import HostPool, Tenant
-from prefill_node.shipment import Patience, Planes, Shipment
+from prefill_node.shipment import FrameKind, Patience, Shipment
 from transport.base import KvSender
 
 
@@ -21,15 +21,14 @@ class Outbox:
     def __init__(
         self,
         sender: KvSender,
-        fingerprint: Fingerprint,
-        planes: Planes,
+        kind: FrameKind,
         pool: HostPool,
         patience: Patience,
         kv_bytes: Callable[[PrefillJob], int],
     ) -> None:
         """`kv_bytes` returns the most payload bytes that a job sends."""
-        self._sender, self._fingerprint, self._pool, self._patience = sender, fingerprint, pool, patience
-        self._planes, self._kv_bytes = planes, kv_bytes
+        self._sender, self._kind, self._pool, self._patience = sender, kind, pool, patience
+        self._kv_bytes = kv_bytes
         self._shipments: dict[str, Shipment] = {}
         self.resends = 0
         """Assignments that followed an earlier one."""
@@ -50,8 +49,7 @@ class Outbox:
         shipment = Shipment(
             job,
             self._kv_bytes(job),
-            self._planes,
-            self._fingerprint,
+            self._kind,
             self._pool,
             self._sender,
             self._patience,

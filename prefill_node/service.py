@@ -25,7 +25,7 @@ from prefill_node.passes import Passes
 from prefill_node.prefix_pool import PrefixPool, SharedPage
 from prefill_node.resume_points import ResumePoints
 from prefill_node.scheduler import PrefillScheduler, Prompt
-from prefill_node.shipment import Patience, Planes, Shipment
+from prefill_node.shipment import FrameKind, Patience, Shipment
 from transport.base import KvSender
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,7 @@ class PrefillService:
         # As many resume points as prompts: each is a slot more, which takes memory when it is first used.
         kept = range(prompts, 2 * prompts) if reuse and worker.codec.window.pages > 1 else range(0)
         runner = ModelRunner(worker.model, worker.codec, num_pages, prompts + len(kept))
-        self._footprint = runner.memory.footprint
-        page_tokens, page_bytes = self._footprint.page_tokens, self._footprint.page_bytes
+        page_tokens, page_bytes = worker.footprint.page_tokens, worker.footprint.page_bytes
         points = ResumePoints[SharedPage](kept) if kept else None
         self._pool = PrefixPool(num_pages, prompts, page_tokens, self._host, page_bytes, reuse=reuse, points=points)
         starts_over = worker.codec.window.recent > 0
@@ -66,8 +65,8 @@ class PrefillService:
         )
         patience = Patience(settings.unassigned_s, settings.kept_s)
         self._naming = Naming(page_tokens, worker.fingerprint)
-        planes = Planes(worker.codec.wire_planes, worker.codec.wire_form)
-        self.outbox = Outbox(sender, worker.fingerprint, planes, self._host, patience, self._kv_bytes)
+        kind = FrameKind(worker.fingerprint, worker.codec.wire_planes, worker.codec.wire_form)
+        self.outbox = Outbox(sender, kind, self._host, patience, self._kv_bytes)
         self._intake = Intake(
             worker.model.spec,
             self._host,
@@ -215,7 +214,8 @@ class PrefillService:
     def _kv_bytes(self, job: PrefillJob) -> int:
         """The most payload bytes of the pages that a job's decode node lacks: no plane shrinks when it is coded."""
         rows = rows_held(self._worker.codec, len(job.request.prompt_ids))
-        return self._footprint.wire_bytes(rows) - job.held_pages * self._footprint.wire_page_bytes
+        footprint = self._worker.footprint
+        return footprint.wire_bytes(rows) - job.held_pages * footprint.wire_page_bytes
 
     def _admit(self, work: Work) -> bool:
         """Claim host memory for the KV of a prompt; False if there is no room. A job without a handoff needs none."""

@@ -62,15 +62,18 @@ class _Push:
 
 
 @dataclass(frozen=True, slots=True)
-class Planes:
-    """What frames hold: the planes that travel, by layer, and how they are coded."""
+class FrameKind:
+    """What all frames of a node are."""
 
-    by_layer: tuple[tuple[Plane, ...], ...] = ()
+    fingerprint: Fingerprint
+    planes: tuple[tuple[Plane, ...], ...] = ()
+    """Those that travel, by layer."""
     form: WireForm = RAW
+    """How they are coded."""
 
     def later_pages(self, frame: KvFrame, first: int) -> KvFrame | None:
         """See `hackkv.framing.later_pages`."""
-        return later_pages(frame, first, self.by_layer[frame.layer], self.form)
+        return later_pages(frame, first, self.planes[frame.layer], self.form)
 
 
 class Shipment:
@@ -80,15 +83,14 @@ class Shipment:
         self,
         job: PrefillJob,
         num_bytes: int,
-        planes: Planes,
-        fingerprint: Fingerprint,
+        kind: FrameKind,
         pool: HostPool,
         sender: KvSender,
         patience: Patience,
         on_pushed_out: Callable[[], None],
     ) -> None:
         """`num_bytes` is the most that the KV can take. `on_pushed_out` is called when kept KV had to make room."""
-        self._job, self._fingerprint, self._planes = job, fingerprint, planes
+        self._job, self._kind = job, kind
         self._sender, self._patience = sender, patience
         self._on_pushed_out = on_pushed_out
         self.kv = KeptKv(pool, num_bytes, self._pushed_out)
@@ -169,7 +171,7 @@ class Shipment:
 
     async def _run(self, push: _Push) -> None:
         num_tokens = len(self._job.request.prompt_ids)
-        handoff = Handoff(self._job.transfer_id, push.epoch, self._fingerprint, num_tokens, push.held_pages)
+        handoff = Handoff(self._job.transfer_id, push.epoch, self._kind.fingerprint, num_tokens, push.held_pages)
         # A decode node limits the wait for each frame of a handoff that it has accepted. The push starts when the first
         # frame is here, so the time in this node's queue does not count.
         await self.kv.item(0)
@@ -189,7 +191,7 @@ class Shipment:
             index += 1
             part: KvFrame | None = item
             if item.page_start < push.held_pages:  # beside the loop: a plane may have to be decoded and coded again
-                part = await asyncio.to_thread(self._planes.later_pages, item, push.held_pages)
+                part = await asyncio.to_thread(self._kind.later_pages, item, push.held_pages)
             if part is not None:
                 push.sent_bytes += len(part.payload)
                 yield reissued(part, push.epoch, sent)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, Limits
-from decode_node.seats import Place, Plan, Seat
+from decode_node.seats import Place, Plan, Seat, publish
 from hackkv.errors import Overloaded, RequestError
 from hackkv.footprint import Footprint
 from hackkv.page_names import Naming, PageName
@@ -100,7 +100,7 @@ class Schedules(RuleBasedStateMachine):
         """The KV of anybody has landed, maybe with tokens to replay."""
         seat = data.draw(st.sampled_from([seat for seat in self.landing if not seat.loading]))
         self.landing.remove(seat)
-        self.scheduler.publish(seat, self.page_names(self.tokens[seat], seat.rows))
+        publish(self.pool, seat, self.page_names(self.tokens[seat], seat.rows))
         self.scheduler.land(seat, data.draw(st.integers(1, seat.limit - seat.rows)))
         self.landed.append(seat)
 
@@ -153,7 +153,7 @@ class Schedules(RuleBasedStateMachine):
         assert self.plan is not None
         self.scheduler.stepped(self.plan.turns, advanced=works)
         for turn in self.plan.turns if works else ():
-            self.scheduler.publish(turn.seat, self.page_names(self.tokens[turn.seat], turn.seat.rows))
+            publish(self.pool, turn.seat, self.page_names(self.tokens[turn.seat], turn.seat.rows))
         self.plan = None
         for seat in [seat for seat in self.landed if seat.rows == seat.limit]:
             self.landed.remove(seat)

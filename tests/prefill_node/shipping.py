@@ -15,7 +15,7 @@ from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, PrefillJob, 
 from hackkv.wire_form import RAW, Bytes, WireForm
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.outbox import Outbox
-from prefill_node.shipment import Patience, Planes, Shipment
+from prefill_node.shipment import FrameKind, Patience, Shipment
 from tests.pair import TIMEOUT_S, greedy
 from transport.base import KvListener
 from transport.wires import Loopback
@@ -23,7 +23,7 @@ from transport.wires import Loopback
 FRAMES, FRAME_BYTES = 3, 64
 KV_BYTES = FRAMES * FRAME_BYTES
 TOKEN = 9
-PLANES = Planes(((Plane("k", torch.uint8, (FRAME_BYTES,)),),) * FRAMES)
+KIND = FrameKind(Fingerprint(()), ((Plane("k", torch.uint8, (FRAME_BYTES,)),),) * FRAMES)
 PATIENCE = Patience(unassigned_s=300.0, kept_s=1800.0)
 
 
@@ -93,7 +93,7 @@ class Bench:
         """Bytes that ceased to wait."""
         self.pool = HostPool(room * KV_BYTES, self._on_left)
         self.sender = wire.sender()
-        self.outbox = Outbox(self.sender, Fingerprint(()), PLANES, self.pool, patience, lambda _: KV_BYTES)
+        self.outbox = Outbox(self.sender, KIND, self.pool, patience, lambda _: KV_BYTES)
         self.first, self.second = (Receiver(wire.listener()) for _ in range(2))
 
     async def start(self) -> None:
