@@ -14,6 +14,8 @@ from hackkv.codecs import CODECS
 from hackkv.errors import HackkvError
 from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
+from hackkv.nodes import NodeInfo
+from hackkv.page_names import MARK_BYTES, Naming
 from hackkv.types import DecodeJob, HandedOff, Prefilled, PrefillJob, Receipt, Request, Reserved, Token
 from tests.codecs.examples import SelectingCodec, worker_of
 from tests.decode_node.calls import close, landed
@@ -43,6 +45,11 @@ def sent_bytes(served: Served) -> int:
 
 async def stat(nodes: Pair, name: str) -> float:
     return dict((await nodes.decode.describe()).stats)[name]
+
+
+def marks_of(info: NodeInfo) -> set[bytes]:
+    packed = info.marks or b""
+    return {packed[at : at + MARK_BYTES] for at in range(0, len(packed), MARK_BYTES)}
 
 
 def cold(worker: Worker, ids: tuple[int, ...], tokens: int = PI + 7) -> list[Token]:
@@ -113,6 +120,22 @@ async def test_a_node_that_keeps_nothing_is_sent_everything() -> None:
             served = await turn(nodes, ids, name)
             assert (receipt(served).held_tokens, served.tokens) == (0, cold(worker, ids))
         assert await stat(nodes, "hackkv_held_pages") == 0
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+async def test_nodes_report_the_marks_of_what_they_keep(codec: str) -> None:
+    """The router makes the same ones from tokens. A prefill node with exact pages reports where a prompt can go on."""
+    worker, ids = tiny_worker(codec), prompt(1, 3 * PI + 5)
+    naming = Naming(PI, worker.fingerprint)
+    async with paired(worker, chunk_pages=3) as nodes:
+        assert (await nodes.prefill.describe()).marks == (await nodes.decode.describe()).marks == b""
+        served = await turn(nodes, ids, "a")
+        prefill, decode = [marks_of(await node.describe()) for node in (nodes.prefill, nodes.decode)]
+        assert decode == set(naming.marks((*ids, *answer(served)[:-1]), ""))
+        asked = naming.marks(ids, "")
+        assert prefill == set(asked if worker.codec.window.pages == 1 else asked[-1:])
+    async with paired(worker, decoding=DECODING.model_copy(update={"prefix_cache": False})) as nodes:
+        assert (await nodes.decode.describe()).marks is None
 
 
 async def test_where_pages_depend_on_more_than_tokens_nothing_is_held() -> None:
