@@ -18,7 +18,7 @@ from hackkv.nodes import NodeInfo
 from hackkv.page_names import MARK_BYTES, Naming
 from hackkv.types import DecodeJob, HandedOff, Prefilled, PrefillJob, Receipt, Request, Reserved, Token
 from tests.codecs.examples import SelectingCodec, worker_of
-from tests.decode_node.calls import close, landed
+from tests.decode_node.calls import close, held_up, landed
 from tests.pair import DECODING, PI, TIMEOUT_S, Pair, Served, greedy, paired, prompt, tiny_worker
 from transport.closing import closing
 
@@ -181,17 +181,26 @@ async def test_a_prompt_that_is_held_to_its_last_token(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
-async def test_requests_that_begin_alike_share_pages_while_they_run_under_pressure(codec: str) -> None:
-    """Ten requests of one system prompt, which without sharing would want twice the pages that there are; they are
-    swapped and come back."""
+async def test_requests_that_begin_alike_share_pages_while_they_are_swapped(codec: str) -> None:
+    """Six requests of one system prompt come to 21 pages, of which there are 12; apart they would come to 36. They have
+    all landed before any runs, so some have to leave and come back."""
     worker, common = tiny_worker(codec), prompt(1, 3 * PI)
-    requests = [greedy(f"r{i}", common + prompt(10 + i, 5 + i), 2 * PI + i, ignore_eos=True) for i in range(6)]
-    async with paired(worker, num_pages=16) as nodes:
+    requests = [greedy(f"r{i}", common + prompt(10 + i, 5 + i), 3 * PI - 8, ignore_eos=True) for i in range(6)]
+    decode, begin = held_up(worker)
+    begin.set()
+    async with paired(worker, decode, num_pages=12) as nodes:
         await turn(nodes, (*common, 7), "warm", tokens=2)
-        served = await asyncio.gather(*(nodes.serve(request) for request in requests))
-        for one, request in zip(served, requests, strict=True):
+        begin.clear()
+        serving = asyncio.gather(*(nodes.serve(request) for request in requests))
+        due = 3 * PI + 1 + sum(len(request.prompt_ids) - 3 * PI for request in requests)
+        async with asyncio.timeout(TIMEOUT_S):
+            while await stat(nodes, "hackkv_received_tokens_total") < due:  # noqa: ASYNC110  # nothing tells
+                await asyncio.sleep(0)
+        begin.set()
+        for one, request in zip(await serving, requests, strict=True):
             assert one.tokens == generate(worker, request)
             assert receipt(one).held_tokens == 3 * PI
+        assert await stat(nodes, "hackkv_swap_out_total") > 0
         await nodes.assert_idle()
 
 
