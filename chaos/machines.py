@@ -97,9 +97,9 @@ class PrefillLink:
             async for event in events:
                 yield event
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
         """Name a decode node."""
-        await self._there()[1].assign(transfer_id, epoch, decode_address)
+        await self._there()[1].assign(transfer_id, epoch, decode_address, held_pages)
 
     async def describe(self) -> NodeInfo:
         """Ask how it is."""

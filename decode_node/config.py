@@ -15,6 +15,11 @@ class DecodeSettings(Frozen):
     host_bytes: int = Field(default=1 << 30, ge=0)
     """Host memory for sequences that are swapped out. With 0 a request is admitted only if all requests can grow to
     their full length within the page pool."""
+    prefix_cache: bool = True
+    """Whether sealed pages stay when their request is over. A later prompt that begins with the same tokens is not sent
+    these pages again."""
+    prefix_host_bytes: int = Field(default=256 << 20, ge=0)
+    """Host memory for such pages when they have to leave the page pool, beside `host_bytes`."""
     max_sequences: int = Field(default=128, gt=0)
     """Requests that may hold room; each owns an open FP16 page per layer."""
     max_batch: int = Field(default=64, gt=0)

@@ -1,4 +1,7 @@
-"""The copies of a plan: sequences move to host memory and back while steps run. Each copy has a task of its own."""
+"""Copies to host memory and back while steps run: sequences as a plan says, and pages that nobody holds.
+
+Each copy has a task of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,25 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
+from decode_node.kept_pages import Copy
 from decode_node.pages import Grant
 from decode_node.scheduler import DecodeScheduler
 from decode_node.seats import Plan, Seat
 from decode_node.stream import Stream
 from decode_node.swap import Swapper
-from hackkv.errors import HackkvError
+from hackkv.errors import HackkvError, TransferError
 from hackkv.kv_memory import HostKv, KvMemory
 from hackkv.types import Swapped
 
 log = logging.getLogger(__name__)
+
+EMPTY_SHARE: Final = 1 / 2
+"""Of all pages: while as many are empty, pages that nobody holds need no copy in host memory. Each is copied once, so a
+node that copies early copies little more than one that copies late, and a burst of prompts drops few pages."""
+SAVED_AT_ONCE: Final = 64
+"""Pages of one copy: a sequence that is swapped waits for it."""
 
 
 class Copies:
@@ -34,8 +44,9 @@ class Copies:
     ) -> None:
         """`fail` ends a sequence whose copy failed; `on_copied` is called when the scheduler may plan anew."""
         self._footprint = memory.footprint
-        self._swapper = Swapper(memory)
+        self._swapper = Swapper(memory, scheduler.pool.kept.host_places)
         self._scheduler = scheduler
+        self._saving = False
         self._fail = fail
         self._on_copied = on_copied
         self._running: set[asyncio.Task[None]] = set()
@@ -51,16 +62,57 @@ class Copies:
         for seat in plan.returning:
             self._run(self._swap_in(seat, seat.held_grant, seat.owner.kv))
 
+    def save_idle(self) -> None:
+        """When empty pages run short, copy pages that nobody holds to host memory, first those that will go first."""
+        pool = self._scheduler.pool
+        if self._saving or pool.empty_pages >= EMPTY_SHARE * pool.num_pages:
+            return
+        copies = pool.kept.to_save(SAVED_AT_ONCE)
+        if copies:
+            self._saving = True
+            self._run(self._save(copies))
+
+    def load(self, seat: Seat[Stream]) -> asyncio.Task[None] | None:
+        """Bring the pages of a new sequence back that lie in host memory only; None if there are none."""
+        grant = seat.held_grant
+        return self._run(self._load(seat, grant)) if grant.loads else None
+
     async def close(self) -> None:
         """Wait for the copies under way."""
         if self._running:
             await asyncio.wait(self._running)
         self._swapper.close()
 
-    def _run(self, copy: Coroutine[Any, Any, None]) -> None:
+    def _run(self, copy: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(copy)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        return task
+
+    async def _save(self, copies: list[Copy]) -> None:
+        worked = False
+        try:
+            await self._swapper.save(copies)
+            worked = True
+        except Exception:  # for example out of memory: the pages are worth less than the node
+            log.exception("pages could not be copied to host memory")
+        finally:
+            self._scheduler.pool.kept.saved(copies, worked=worked)
+            self._saving = False
+        if worked:
+            self.save_idle()
+
+    async def _load(self, seat: Seat[Stream], grant: Grant) -> None:
+        worked = False
+        try:
+            await self._swapper.load(grant.loads)
+            worked = True
+        except Exception as error:  # the sequence cannot go on; its prompt can be sent again
+            log.exception("pages could not be copied from host memory")
+            self._fail(seat.owner, TransferError(f"pages are lost: {type(error).__name__}: {error}"))
+        finally:
+            self._scheduler.loaded(seat, worked=worked)
+            self._on_copied()
 
     async def _swap_out(self, seat: Seat[Stream], grant: Grant) -> None:
         stream, held = seat.owner, seat.rows

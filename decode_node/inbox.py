@@ -114,7 +114,7 @@ class Inbox:
             self.fail(reservation, TransferError(f"transfer {handoff.transfer_id} failed: {type(error).__name__}"))
             raise
         reservation.arrival.set_result(arrival)
-        self.received_tokens += arrival.receipt.tokens
+        self.received_tokens += arrival.receipt.tokens - arrival.receipt.held_tokens
         return arrival.receipt
 
     def end(self) -> None:
@@ -152,6 +152,9 @@ class Inbox:
         prompt_tokens = len(reservation.job.request.prompt_ids)
         if handoff.num_tokens != prompt_tokens:
             return self._refusal("length", f"num_tokens {handoff.num_tokens}, expected {prompt_tokens}")
+        held = reservation.grant.held.held
+        if handoff.held_pages != held:
+            return self._refusal("held", f"held_pages {handoff.held_pages}, but {held} are held")
         return None
 
     def _refusal(self, reason: str, message: str) -> HandshakeRefused:
@@ -164,6 +167,7 @@ class Inbox:
         began = perf_counter()
         expected = self._expected(handoff)
         ledger = FrameLedger(handoff.transfer_id, handoff.epoch, expected)
+        held_tokens = handoff.held_pages * expected.layout.page_tokens
         bill = _Bill()
         async for item in frames:
             if reservation.arrival.done():
@@ -175,9 +179,10 @@ class Inbox:
                     handoff.num_tokens,
                     tuple(sorted(bill.by_plane.items())),
                     bill.header_bytes,
-                    fp16_bytes(expected.layout, handoff.num_tokens),
+                    fp16_bytes(expected.layout, handoff.num_tokens - held_tokens),
                     perf_counter() - began,
                     bill.decode_s,
+                    held_tokens,
                 )
                 return Arrival(receipt, item.first_token)
             bill.add(item, await self._strip.land(reservation.grant, ledger.check(item)))
@@ -186,7 +191,8 @@ class Inbox:
     def _expected(self, handoff: Handoff) -> Expected:
         runner, form = self._runner, wire_form(handoff.fingerprint.wire_form)
         rows = rows_held(runner.codec, handoff.num_tokens)
-        return Expected(runner.layout, runner.codec.wire_planes, rows, runner.memory.footprint, form)
+        footprint, planes = runner.memory.footprint, runner.codec.wire_planes
+        return Expected(runner.layout, planes, rows, footprint, form, handoff.held_pages)
 
     def _finish(self, ledger: FrameLedger, end: HandoffEnd) -> None:
         ledger.finish(end)

@@ -1,8 +1,16 @@
-"""Pages and slots of a decode node as numbers, and which grant holds them. No tensors."""
+"""Pages and slots of a decode node as numbers, and which grant holds them. No tensors.
+
+A sequence's first pages may be held by others too: those that have a name (`kept_pages.py`). All others are its own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from decode_node.kept_pages import Copy, KeptPage, KeptPages
+from hackkv.page_names import PageName
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,22 +19,35 @@ class Grant:
 
     pages: tuple[int, ...]
     slot: int
+    held: int = 0
+    """Its first pages, which held the bytes of its prompt when it came."""
+    loads: tuple[Copy, ...] = ()
+    """Those of them whose bytes have to come from host memory first."""
 
 
 class PagePool:
     """Hands out pages and slots of a fixed pool. "No room" is a return value; giving back twice is an error."""
 
-    def __init__(self, num_pages: int, num_slots: int) -> None:
+    def __init__(self, num_pages: int, num_slots: int, host_places: int = 0) -> None:
+        """`host_places` pages that nobody holds may lie in host memory."""
         self.num_pages = num_pages
         self.num_slots = num_slots
+        self.kept = KeptPages(host_places)
         # Popped from the end, so low numbers first.
         self._pages = list(reversed(range(num_pages)))
         self._slots = list(reversed(range(num_slots)))
         self._held: dict[int, Grant] = {}
+        self._named: dict[int, list[KeptPage]] = {}
+        """Slot of a grant -> its first pages, which have names."""
 
     @property
     def free_pages(self) -> int:
         """Pages that no grant holds."""
+        return len(self._pages) + self.kept.idle
+
+    @property
+    def empty_pages(self) -> int:
+        """Those of them whose contents nobody may ask for."""
         return len(self._pages)
 
     @property
@@ -34,13 +55,25 @@ class PagePool:
         """Slots that no grant holds."""
         return len(self._slots)
 
-    def take(self, num_pages: int) -> Grant | None:
-        """Take pages and one slot, or None if either is short."""
-        if num_pages > len(self._pages) or not self._slots:
+    def taken_by(self, num_pages: int, names: Sequence[PageName] = ()) -> int:
+        """How many free pages `take` would take: pages that others hold too cost nothing."""
+        return num_pages - sum(kept.users > 0 for kept in self.kept.match(names[:num_pages]))
+
+    def take(self, num_pages: int, names: Sequence[PageName] = ()) -> Grant | None:
+        """Take pages and one slot, or None if either is short. The first pages are those of `names` that are known."""
+        found = self.kept.match(names[:num_pages])
+        fresh = num_pages - sum(kept.users > 0 for kept in found)
+        if fresh > self.free_pages or not self._slots:
             return None
-        pages = tuple(self._pages.pop() for _ in range(num_pages))
-        grant = Grant(pages, self._slots.pop())
+        for kept in found:
+            self.kept.hold(kept)
+        loads = tuple(self.kept.load(kept, self._new_page()) for kept in found if kept.page is None)
+        here = [kept.page for kept in found if kept.page is not None]
+        pages = (*here, *(self._new_page() for _ in range(num_pages - len(here))))
+        grant = Grant(pages, self._slots.pop(), len(found), loads)
         self._held[grant.slot] = grant
+        self._named[grant.slot] = found
+        self.kept.count(len(names), len(found))
         return grant
 
     def extend(self, grant: Grant, num_pages: int) -> Grant | None:
@@ -49,18 +82,64 @@ class PagePool:
         Raises `ValueError` when `grant` is not held.
         """
         self._check_held(grant)
-        if num_pages > len(self._pages):
+        if num_pages > self.free_pages:
             return None
-        grown = Grant((*grant.pages, *(self._pages.pop() for _ in range(num_pages))), grant.slot)
-        self._held[grant.slot] = grown
-        return grown
+        return self._replace(grant, (*grant.pages, *(self._new_page() for _ in range(num_pages))))
+
+    def publish(self, grant: Grant, names: Sequence[PageName]) -> Grant:
+        """Name the first pages of `grant`, which are sealed; nobody may be reading them.
+
+        Returns the grant that replaces it: where another page has the name and the same bytes already, it holds that
+        one. Raises `ValueError` when `grant` is not held.
+        """
+        self._check_held(grant)
+        named, pages = self._named[grant.slot], list(grant.pages)
+        for index in range(len(named), min(len(names), len(pages))):
+            kept = self.kept.name(names[index], named[-1] if named else None, pages[index])
+            if kept is None:
+                break
+            assert kept.page is not None
+            self.kept.hold(kept)
+            named.append(kept)
+            if kept.page != pages[index]:
+                self._pages.append(pages[index])
+                pages[index] = kept.page
+        return grant if tuple(pages) == grant.pages else self._replace(grant, tuple(pages))
 
     def give_back(self, grant: Grant) -> None:
         """Free a grant's pages and slot. Raises `ValueError` when it is not held, even if its slot has a new holder."""
         self._check_held(grant)
         del self._held[grant.slot]
-        self._pages.extend(reversed(grant.pages))
+        named = self._named.pop(grant.slot)
+        self._pages.extend(reversed(grant.pages[len(named) :]))
+        self._let_go(reversed(named))  # so that the beginning of a prefix is the last to be evicted
         self._slots.append(grant.slot)
+
+    def freed_by(self, grants: Iterable[Grant]) -> int:
+        """How many pages are free once all of `grants` are given back."""
+        leaving, private = Counter[KeptPage](), 0
+        for grant in grants:
+            named = self._named[grant.slot]
+            private += len(grant.pages) - len(named)
+            leaving.update(named)
+        return private + sum(kept.users == count for kept, count in leaving.items())
+
+    def forget(self) -> None:
+        """Drop all names, because the contents of pages are in doubt. Sequences keep their pages."""
+        self._pages.extend(self.kept.forget())
+
+    def _let_go(self, pages: Iterable[KeptPage]) -> None:
+        for kept in pages:
+            freed = self.kept.let_go(kept)
+            if freed is not None:
+                self._pages.append(freed)
+
+    def _new_page(self) -> int:
+        return self._pages.pop() if self._pages else self.kept.evict()
+
+    def _replace(self, grant: Grant, pages: tuple[int, ...]) -> Grant:
+        renewed = self._held[grant.slot] = replace(grant, pages=pages)
+        return renewed
 
     def _check_held(self, grant: Grant) -> None:
         if self._held.get(grant.slot) is not grant:

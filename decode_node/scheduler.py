@@ -16,8 +16,9 @@ page's steps. So no sequence has to leave for a while.
 In the first case pages never run short. In the second case a swap that is needed always fits. Let f pages be free while
 d > f are wanted, and let a victim of v pages leave. All sequences hold at most sum(W_i) - d pages. Those on the device
 hold at least device pages - f - v after the swap. So the host holds less than sum(W_i) - device pages + v pages, and
-v <= max(W_i). (Pages on their way back count on both sides until they have arrived. A swap that does not fit waits
-until then.)
+v <= max(W_i). (Pages that several sequences share count for each of them, which only makes the sums larger. Pages that
+nobody holds count as free, since they can be taken at once. Pages on their way back count on both sides until they have
+arrived. A swap that does not fit waits until then.)
 So the oldest sequence on the device gets every page that it wants: it fits alone, and all younger ones can leave.
 Sequences that still land hold the pages of their first step already. They become the youngest, or close at their
 deadline. When the oldest ends, the next one is the oldest. Sequences in host memory go before every new request, so no
@@ -29,7 +30,7 @@ begun to run is in every step unless pages are short.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -38,6 +39,7 @@ from decode_node.policy import Candidate, pick_victim, replay_rows
 from decode_node.seats import Owner, Place, Plan, Seat, Turn
 from hackkv.errors import Overloaded, RequestError
 from hackkv.footprint import Footprint
+from hackkv.page_names import PageName
 
 LOW_PAGES = 1 / 16
 HIGH_PAGES = 1 / 4
@@ -62,7 +64,7 @@ class DecodeScheduler(Generic[Owner]):
     def __init__(self, pool: PagePool, footprint: Footprint, limits: Limits) -> None:
         if limits.max_batch < 1:
             raise ValueError(f"max_batch is {limits.max_batch}")
-        self._pool = pool
+        self.pool = pool
         self._limits = limits
         self.footprint = footprint
         self._low_steps = max(1, round(LOW_PAGES * footprint.page_tokens))
@@ -99,32 +101,43 @@ class DecodeScheduler(Generic[Owner]):
 
     # Coming and going -----------------------------------------------------------------------------------------------
 
-    def admit(self, owner: Owner, rows: int, limit: int) -> Seat[Owner]:
+    def admit(self, owner: Owner, rows: int, limit: int, names: Sequence[PageName] = ()) -> Seat[Owner]:
         """Take pages for `rows` rows and the step after them; the sequence may grow to `limit` rows.
+
+        Pages of `names`, which are its first ones, are shared where they are known. If some have to come from host
+        memory (`Grant.loads`), `loaded` must follow.
 
         Raises `RequestError` if it could not even run alone, and `Overloaded` if it cannot come in now.
         """
         worst = self.footprint.sealed(limit)
-        if worst > self._pool.num_pages:
-            too_long = "prompt" if self.footprint.sealed(rows) > self._pool.num_pages else "max_tokens"
-            raise RequestError(f"{limit} tokens need {worst} pages; this node has {self._pool.num_pages}", too_long)
+        if worst > self.pool.num_pages:
+            too_long = "prompt" if self.footprint.sealed(rows) > self.pool.num_pages else "max_tokens"
+            raise RequestError(f"{limit} tokens need {worst} pages; this node has {self.pool.num_pages}", too_long)
         if self.swapped:
             raise Overloaded(f"{self.swapped} sequences wait in host memory and go first")
         everybody = [limit, *(seat.limit for seat in self._seats)]
-        if not all_end(self.footprint, everybody, self._pool.num_pages, self._limits.host_bytes):
+        if not all_end(self.footprint, everybody, self.pool.num_pages, self._limits.host_bytes):
             raise Overloaded(f"{limit} tokens more may not fit into this node's device and host memory")
         seat = Seat(owner, rows, limit, None)
         need = self.footprint.sealed(seat.reach(1))
         growth = self._demand(self._high_steps, [*self._seats, seat]) - need
-        grant = self._pool.take(need) if need + growth <= self._pool.free_pages else None
+        fresh = self.pool.taken_by(need, names)
+        grant = self.pool.take(need, names) if fresh + growth <= self.pool.free_pages else None
         if grant is None:
-            free, slots = self._pool.free_pages, self._pool.free_slots
+            free, slots = self.pool.free_pages, self.pool.free_slots
             raise Overloaded(
-                f"{need} pages, {growth} more to grow and a slot are needed; {free} pages and {slots} slots are free"
+                f"{fresh} pages, {growth} more to grow and a slot are needed; {free} pages and {slots} slots are free"
             )
-        seat.grant = grant
+        seat.grant, seat.loading = grant, bool(grant.loads)
         self._seats.add(seat)
         return seat
+
+    def loaded(self, seat: Seat[Owner], *, worked: bool = True) -> None:
+        """Say that the pages of `Grant.loads` have arrived, or failed to."""
+        self.pool.kept.loaded(seat.held_grant.loads, worked=worked)
+        seat.loading = False
+        if seat.place is Place.GONE:
+            self._release(seat)
 
     def land(self, seat: Seat[Owner], pending: int = 1) -> None:
         """Say that a sequence's KV is complete. It runs as soon as the batch has a place for it.
@@ -146,7 +159,7 @@ class DecodeScheduler(Generic[Owner]):
                 group.remove(seat)
         seat.place = Place.GONE
         self._seats.remove(seat)
-        if not seat.busy and seat not in self._moving:
+        if not (seat.busy or seat.loading or seat in self._moving):
             self._release(seat)
 
     # Between two steps ----------------------------------------------------------------------------------------------
@@ -183,15 +196,17 @@ class DecodeScheduler(Generic[Owner]):
             seat.place = Place.HOST
             insort(self._host, seat, key=_order)
         else:
-            self._free_host(seat)
+            self.host_bytes, seat.host_bytes = self.host_bytes - seat.host_bytes, 0
             seat.place = Place.DEVICE
             insort(self._device, seat, key=_order)
 
     def _make_room(self) -> list[Seat[Owner]]:
         """Swap out until the batch can go on for `_low_steps`."""
         leaving: list[Seat[Owner]] = []
-        coming = sum(seat.pages for seat in self._moving if seat.place is not Place.RETURNING)
-        while self._demand(self._low_steps, self._device[: self._limits.max_batch]) > self._pool.free_pages + coming:
+        batch = self._limits.max_batch
+        while self._demand(self._low_steps, self._device[:batch]) > self.pool.free_pages + self.pool.freed_by(
+            seat.held_grant for seat in self._moving if seat.place is not Place.RETURNING
+        ):
             candidates = [Candidate(seat.order, seat.pages, seat.limit - seat.rows) for seat in self._device]
             chosen = pick_victim(candidates)
             if chosen is None:
@@ -204,7 +219,6 @@ class DecodeScheduler(Generic[Owner]):
             victim.place, victim.host_bytes = Place.LEAVING, size
             self.host_bytes += size
             self._moving.add(victim)
-            coming += victim.pages
             leaving.append(victim)
         return leaving
 
@@ -220,7 +234,7 @@ class DecodeScheduler(Generic[Owner]):
             need = self.footprint.sealed(min(seat.rows + 1, seat.limit))
             here = [other for other in self._seats if other.place in (Place.LANDING, Place.DEVICE, Place.RETURNING)]
             growth = self._demand(self._high_steps, [*here, seat]) - need if here else 0
-            grant = self._pool.take(need) if need + growth <= self._pool.free_pages else None
+            grant = self.pool.take(need) if need + growth <= self.pool.free_pages else None
             if grant is None:
                 break
             del self._host[0]
@@ -247,7 +261,7 @@ class DecodeScheduler(Generic[Owner]):
         page_tokens = self.footprint.page_tokens
         by_page = self.footprint.window.recent > 0
         rows = replay_rows(seat.rows, seat.pending - 1, budget, page_tokens, by_page=by_page)
-        while rows and self.footprint.sealed(seat.rows + rows) > seat.pages + self._pool.free_pages:
+        while rows and self.footprint.sealed(seat.rows + rows) > seat.pages + self.pool.free_pages:
             rows = max(0, (seat.rows + rows - 1) // page_tokens * page_tokens - seat.rows)
         return rows
 
@@ -256,7 +270,7 @@ class DecodeScheduler(Generic[Owner]):
         missing = self.footprint.sealed(rows) - seat.pages
         if missing > 0:
             assert seat.grant is not None
-            grown = self._pool.extend(seat.grant, missing)
+            grown = self.pool.extend(seat.grant, missing)
             if grown is None:
                 return False
             seat.grant = grown
@@ -270,18 +284,14 @@ class DecodeScheduler(Generic[Owner]):
         return sum(max(0, sealed(seat.reach(steps)) - seat.pages) for seat in seats)
 
     def _release(self, seat: Seat[Owner]) -> None:
-        self._free_host(seat)
+        self.host_bytes, seat.host_bytes = self.host_bytes - seat.host_bytes, 0
         if seat.grant is not None:
             self._give_back(seat)
 
     def _give_back(self, seat: Seat[Owner]) -> None:
         assert seat.grant is not None
-        self._pool.give_back(seat.grant)
+        self.pool.give_back(seat.grant)
         seat.grant = None
-
-    def _free_host(self, seat: Seat[Owner]) -> None:
-        self.host_bytes -= seat.host_bytes
-        seat.host_bytes = 0
 
 
 def all_end(footprint: Footprint, most_rows: list[int], num_pages: int, host_bytes: int) -> bool:

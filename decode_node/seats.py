@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from decode_node.pages import Grant
+from decode_node.pages import Grant, PagePool
+from hackkv.page_names import PageName
 
 Owner = TypeVar("Owner")
 
@@ -41,6 +43,8 @@ class Seat(Generic[Owner]):
     pending: int = 1
     """Tokens to run until the next one can be chosen; more than one in a replay."""
     host_bytes: int = 0
+    loading: bool = False
+    """Some of its pages are on their way from host memory: they stay its own until they have arrived."""
     busy: bool = False
     """In the step that runs now."""
 
@@ -58,6 +62,12 @@ class Seat(Generic[Owner]):
     def pages(self) -> int:
         """Pages that it holds on the device."""
         return len(self.grant.pages) if self.grant else 0
+
+
+def publish(pool: PagePool, seat: Seat[Any], names: Sequence[PageName]) -> None:
+    """Name a sequence's first pages, which are sealed. It must not be in a step. Without effect if it has left."""
+    if seat.grant is not None and seat.place in (Place.LANDING, Place.DEVICE):
+        seat.grant = pool.publish(seat.grant, names)
 
 
 class Turn(NamedTuple, Generic[Owner]):

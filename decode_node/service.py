@@ -12,6 +12,7 @@ from time import perf_counter
 from decode_node.config import DecodeSettings
 from decode_node.engine import Sequence
 from decode_node.inbox import Arrival, Inbox, Reservation
+from decode_node.names import SequenceNames
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, Limits
 from decode_node.steps import Steps
@@ -23,6 +24,7 @@ from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
+from hackkv.page_names import Naming, pack_marks
 from hackkv.types import DecodeEvent, DecodeJob, Landed, Reserved, Role
 from transport.closing import closing
 from transport.wires import Listeners
@@ -47,10 +49,13 @@ class DecodeService:
         self._landing_s = settings.landing_s
         runner = ModelRunner(worker.model, worker.codec, num_pages, settings.max_sequences)
         self.inbox = Inbox(runner, worker.fingerprint)
-        self.pool = PagePool(num_pages, settings.max_sequences)
+        reuse, footprint = settings.prefix_cache and worker.codec.bytes_follow_tokens, runner.memory.footprint
+        self._naming = Naming(footprint.page_tokens, worker.fingerprint) if reuse else None
+        host_places = settings.prefix_host_bytes // footprint.page_bytes if reuse else 0
+        self.pool = PagePool(num_pages, settings.max_sequences, host_places)
         self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(
             self.pool,
-            runner.memory.footprint,
+            footprint,
             Limits(settings.host_bytes, settings.max_batch, settings.replay_tokens),
         )
         self._steps = Steps(runner, self._scheduler)
@@ -73,7 +78,7 @@ class DecodeService:
             assert stream.seat.grant is not None
             stream.reservation = self.inbox.reserve(job, stream.seat.grant)
             landing = asyncio.create_task(self._land(stream, stream.reservation))
-            yield Reserved()
+            yield Reserved(stream.seat.grant.held)
             async with closing(stream.events()) as events:
                 async for event in events:
                     yield event
@@ -110,6 +115,7 @@ class DecodeService:
             kernels=self._worker.kernels,
             wires=self._identity.wires,
             loss=self._worker.loss,
+            marks=None if self._naming is None else pack_marks(self.pool.kept.digests()),
         )
 
     async def drain(self, within_s: float) -> None:
@@ -140,12 +146,17 @@ class DecodeService:
         # The last token is chosen but never run, so it needs no room.
         prompt_tokens = len(job.request.prompt_ids)
         stream = Stream(job)
+        if self._naming is not None:
+            grows = self._worker.codec.decodes_as_prefill
+            stream.names = SequenceNames(self._naming, job.request, grows=grows)
+        names = stream.names.prompt if stream.names else ()
         try:
             rows = rows_held(self._worker.codec, prompt_tokens)
-            stream.seat = self._scheduler.admit(stream, rows, rows + job.request.sampling.max_tokens - 1)
+            stream.seat = self._scheduler.admit(stream, rows, rows + job.request.sampling.max_tokens - 1, names)
         except Overloaded:
             self._counts["overloaded"] += 1
             raise
+        stream.loading = self._steps.copies.load(stream.seat)
         self._streams.add(stream)
         self._idle.clear()
         return stream
@@ -167,6 +178,8 @@ class DecodeService:
         try:
             async with asyncio.timeout(self._landing_s):
                 arrival = await reservation.arrival
+            if stream.loading is not None:
+                await asyncio.wait([stream.loading])
             self._check_replay(stream.job, arrival)
             emitted = stream.job.emitted or (arrival.first_token,)
             guide = await self._worker.guides.opened(stream.job.request.sampling.grammar, emitted)
@@ -209,9 +222,15 @@ class DecodeService:
 
     def _stats(self) -> tuple[tuple[str, float], ...]:
         """Gauges, and counters (`_total`), for the metrics page."""
-        steps, inbox = self._steps, self.inbox
+        steps, inbox, kept = self._steps, self.inbox, self.pool.kept
+        (here, in_host), page_tokens = kept.known, self._worker.layout.page_tokens
         stats = {
             "hackkv_host_pool_bytes": self._scheduler.host_bytes,
+            "hackkv_held_queries_total": kept.counts.queried_pages * page_tokens,
+            "hackkv_held_hits_total": kept.counts.hit_pages * page_tokens,
+            "hackkv_held_evictions_total": kept.counts.evicted_pages,
+            "hackkv_held_pages": here,
+            "hackkv_held_host_pages": in_host,
             "hackkv_swapped_sequences": self._scheduler.swapped,
             "hackkv_swap_out_total": steps.copies.counts["swap_out"],
             "hackkv_swap_in_total": steps.copies.counts["swap_in"],

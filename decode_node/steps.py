@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from decode_node.copies import Copies
 from decode_node.engine import DecodeEngine, Sequence, StepPart
 from decode_node.scheduler import DecodeScheduler
-from decode_node.seats import Plan, Turn
+from decode_node.seats import Plan, Turn, publish
 from decode_node.stream import Stream
 from hackkv.codec import Span
 from hackkv.errors import HackkvError, SequenceError
@@ -44,8 +44,11 @@ class Steps:
         return self._loop.done() and not self._loop.cancelled()
 
     def join(self, stream: Stream, sequence: Sequence) -> None:
-        """Run a sequence whose KV has landed."""
+        """Run a sequence whose KV has landed. Its prompt's pages may be shared from now on."""
         stream.sequence = sequence
+        if stream.names is not None:
+            publish(self._scheduler.pool, stream.seat, stream.names.prompt)
+            stream.names.chosen(sequence.pending)
         self._scheduler.land(stream.seat, len(sequence.pending))
         self._wake.set()
 
@@ -75,6 +78,7 @@ class Steps:
         while True:
             plan = self._scheduler.schedule()
             self.copies.start(plan)
+            self.copies.save_idle()
             step = self._begin(plan)
             # The last step's tokens go out while this step computes, so the engine does not wait for readers.
             for stream, token in chosen:
@@ -105,6 +109,7 @@ class Steps:
             self._fail(streams[error.span], error)
         except Exception as error:  # the engine's outermost loop: one bad step must not end the node
             log.exception("a decode step failed")
+            self._scheduler.pool.forget()
             self._fail_all(streams, HackkvError(f"decode failed: {type(error).__name__}: {error}"))
         finally:
             self._scheduler.stepped(turns, advanced=advanced)
@@ -114,9 +119,21 @@ class Steps:
         self.counts["replayed_tokens"] += sum(turn.rows for turn in turns if turn.replay)
         self.counts["generated_tokens"] += len(chosen)
         for stream, token in chosen:
+            if stream.names is not None:
+                stream.names.chosen([token.token_id])
+        self._publish(turns)
+        for stream, token in chosen:
             if token.finish is not None:
                 self.leave(stream)
         return chosen
+
+    def _publish(self, turns: Iterable[Turn[Stream]]) -> None:
+        """Name the pages that a step has sealed, so that they outlive their sequences."""
+        page_tokens = self._scheduler.footprint.page_tokens
+        for seat, rows, _ in turns:
+            names = seat.owner.names
+            if names is not None and seat.rows % page_tokens < rows:
+                publish(self._scheduler.pool, seat, names.of(seat.rows))
 
     def _fail_all(self, streams: Iterable[Stream], error: HackkvError) -> None:
         for stream in streams:

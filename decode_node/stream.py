@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from decode_node.engine import Sequence
 from decode_node.inbox import Reservation
+from decode_node.names import SequenceNames
 from decode_node.seats import Place, Seat
 from hackkv.errors import HackkvError
 from hackkv.kv_memory import HostKv
@@ -20,8 +21,12 @@ class Stream:
 
     job: DecodeJob
     seat: Seat[Stream] = field(init=False)
+    names: SequenceNames | None = None
+    """The names of its pages; None on a node that keeps none."""
     reservation: Reservation | None = None
     """Set while its KV may come."""
+    loading: asyncio.Task[None] | None = None
+    """Brings pages of its prompt back from host memory."""
     sequence: Sequence = field(init=False)
     """Set when the KV has landed."""
     kv: HostKv | None = None

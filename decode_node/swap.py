@@ -1,23 +1,29 @@
-"""Copies a sequence's KV to host memory and back, on a thread of its own beside the engine's steps.
+"""Copies KV to host memory and back, on a thread of its own beside the engine's steps: of sequences that wait, and of
+pages that nobody holds.
 
-A copy touches only pages that no step uses. The rest of a sequence (its sampler, the tokens it has to run) is always in
-host memory.
+A copy touches only pages that no step uses, with one exception: a page that nobody holds may be taken while it is
+copied. What was read then is thrown away (`kept_pages.py`). The rest of a sequence (its sampler, the tokens it has to
+run) is always in host memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from decode_node.kept_pages import Copy
 from decode_node.pages import Grant
-from hackkv.kv_memory import HostKv, KvMemory
+from hackkv.kv_memory import HostKv, HostPages, KvMemory
 
 
 class Swapper:
     """Runs copies one after another beside the engine. `close` waits for the last."""
 
-    def __init__(self, memory: KvMemory) -> None:
+    def __init__(self, memory: KvMemory, host_places: int) -> None:
+        """`host_places` pages that nobody holds may lie in host memory."""
         self._memory = memory
+        self._host_pages = HostPages(memory, host_places)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="swap")
 
     async def out(self, grant: Grant, pages: int, rows: int) -> HostKv:
@@ -29,6 +35,16 @@ class Swapper:
         """Write `kv` to the first pages and the slot of a grant."""
         loop, copy_back = asyncio.get_running_loop(), self._memory.copy_back
         await loop.run_in_executor(self._thread, copy_back, kv, grant.pages, grant.slot)
+
+    async def save(self, copies: Sequence[Copy]) -> None:
+        """Copy pages to their places in host memory."""
+        loop, save = asyncio.get_running_loop(), self._host_pages.save
+        await loop.run_in_executor(self._thread, save, [copy.page for copy in copies], [copy.place for copy in copies])
+
+    async def load(self, copies: Sequence[Copy]) -> None:
+        """Copy places in host memory to pages."""
+        loop, load = asyncio.get_running_loop(), self._host_pages.load
+        await loop.run_in_executor(self._thread, load, [copy.place for copy in copies], [copy.page for copy in copies])
 
     def close(self) -> None:
         """Wait for the copies under way."""

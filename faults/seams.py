@@ -61,10 +61,10 @@ class FaultyPrefill:
         finally:
             self._faults.requests.pop(job.transfer_id, None)
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
         """Name the decode node of a job."""
         await self._faults.reach(Point.ASSIGN, self._faults.requests.get(transfer_id, ""))
-        await self._node.assign(transfer_id, epoch, decode_address)
+        await self._node.assign(transfer_id, epoch, decode_address, held_pages)
 
     async def describe(self) -> NodeInfo:
         """Report the node's state; a rule may strike before."""

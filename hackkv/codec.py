@@ -262,6 +262,12 @@ class KvCodec(Protocol):
         ...
 
     @property
+    def decodes_as_prefill(self) -> bool:
+        """Whether a decode step gives a row the K and V that it would have in a prompt: if so, pages of generated
+        tokens are as good as a prompt's. Not if decode reads only some of the pages."""
+        ...
+
+    @property
     def approximation_s(self) -> float:
         """Seconds within `attend_s` spent on correction terms or on dequantizing, where they can be told apart."""
         ...

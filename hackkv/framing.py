@@ -61,6 +61,10 @@ class FrameWriter:
                 part = {n: plane[head : head + head_step, page : page + page_step] for n, plane in planes.items()}
                 yield self._frame(layer, head_start + head, page_start + page, part, rows)
 
+    def one(self, layer: int, page_start: int, planes: dict[str, Tensor], head_start: int) -> KvFrame:
+        """A frame of sealed pages that are known to fit into one."""
+        return self._frame(layer, head_start, page_start, planes, 0)
+
     def end(self, first_token: int) -> HandoffEnd:
         """Close the handoff."""
         return handoff_end(self._transfer_id, self._epoch, self._seq, first_token)
@@ -126,10 +130,12 @@ class Expected:
     footprint: Footprint
     form: WireForm = RAW
     """How the sender codes planes; a plane that coding does not shrink comes uncoded."""
+    held_pages: int = 0
+    """The first sealed pages, which the receiver has and which must not come."""
 
     @property
     def sealed(self) -> int:
-        """Pages that travel sealed."""
+        """Sealed pages of the sequence, those that the receiver has included."""
         return self.footprint.sealed(self.num_rows)
 
     @property
@@ -152,6 +158,7 @@ class FrameLedger:
         self._over = False
         pages = expected.sealed + (expected.exact_rows > 0)
         self._missing = np.ones((expected.layout.num_layers, expected.layout.num_kv_heads, pages), dtype=np.bool_)
+        self._missing[:, :, : expected.held_pages] = False
 
     def accept(self, frame: KvFrame) -> dict[str, Tensor]:
         """Check a frame and return its planes [heads, pages, *plane shape]. Raises `FrameRefused` naming the flaw."""
@@ -208,6 +215,8 @@ class FrameLedger:
         ):
             if start < 0 or count < 1 or start + count > limit:
                 raise FrameRefused(f"{what} range {start}+{count} does not lie in {limit}", "range")
+        if frame.page_start < self._expected.held_pages:
+            raise FrameRefused(f"page {frame.page_start}: the first {self._expected.held_pages} are here", "range")
         is_open = frame.page_start + frame.page_count > self._expected.sealed
         if frame.rows != (self._expected.exact_rows if is_open else 0) or (is_open and frame.page_count != 1):
             raise FrameRefused(f"{frame.rows} rows for pages {frame.page_start}+{frame.page_count}", "range")
@@ -233,15 +242,35 @@ class FrameLedger:
         return planes
 
 
-def reissued(frame: KvFrame, epoch: int) -> KvFrame:
-    """`frame` in another epoch: the same bytes, under the checksums that belong to the new header.
+def reissued(frame: KvFrame, epoch: int, seq: int) -> KvFrame:
+    """`frame` in another epoch or place: the same bytes, under the checksums that belong to the new header.
 
     Raises `FrameRefused` when the bytes have changed since they were written: a new checksum must not hide damage.
     """
-    renewed = replace(frame, epoch=epoch)
+    if (frame.epoch, frame.seq) == (epoch, seq):
+        return frame
+    renewed = replace(frame, epoch=epoch, seq=seq)
     seed = _seed(renewed)
     spans = tuple(replace(span, checksum=_checksum(piece, seed)) for span, piece in _verified_pieces(frame))
     return replace(renewed, planes=spans)
+
+
+def later_pages(frame: KvFrame, first: int, planes: tuple[Plane, ...], form: WireForm) -> KvFrame | None:
+    """What `frame` holds of the pages from `first` on; None if that is nothing. Exact rows are later than any page.
+
+    A frame that had to be cut is number 0 of its handoff: `reissued` brings it to its place.
+
+    `planes` are those of the frame's layer, coded by `form`. Raises `FrameRefused` as `CheckedFrame.open` does.
+    """
+    skipped = first - frame.page_start
+    if frame.rows or skipped <= 0:
+        return frame
+    if skipped >= frame.page_count:
+        return None
+    tensors = CheckedFrame(frame, planes, form).open()
+    writer = FrameWriter(frame.transfer_id, frame.epoch, form)
+    rest = {name: plane[:, skipped:] for name, plane in tensors.items()}
+    return writer.one(frame.layer, first, rest, frame.head_start)
 
 
 def _coded(form: WireForm, name: str, plane: Tensor) -> tuple[PlaneSpan, bytes | memoryview]:

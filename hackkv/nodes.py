@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hackkv.types import Fingerprint, Role
 
@@ -78,6 +78,9 @@ class NodeInfo:
     """The node's wires, in order of preference."""
     loss: CodecLoss | None = None
     """What the codec costs the model; None for a lossless codec, and for one that nobody measured."""
+    marks: bytes | None = field(default=None, repr=False)
+    """Marks of sealed pages that later prompts can share (`hackkv.page_names`), one after another, those used last
+    first; None on nodes that keep none."""
 
     def reached_at(self, address: str) -> NodeInfo:
         """The same node, dialled at `address` instead of its own; wires at its own address move with it."""

@@ -148,6 +148,8 @@ class Handoff:
     epoch: int
     fingerprint: Fingerprint
     num_tokens: int
+    held_pages: int = 0
+    """The first pages, which the receiver holds already: they do not travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +220,12 @@ class Receipt:
     """Bytes as received: coded."""
     header_bytes: int
     fp16_bytes: int
-    """Bytes of the same rows in FP16: 2 bytes x K and V x layers x KV heads x head_dim x tokens."""
+    """Bytes in FP16 of the rows that travelled: 2 bytes x K and V x layers x KV heads x head_dim x rows."""
     receive_s: float
     wire_decode_s: float = 0.0
     """Turning frames into pages: checksums, decoding, copying to where they rest. It overlaps with receiving."""
+    held_tokens: int = 0
+    """How many of `tokens` lie in pages that the receiver held already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +241,8 @@ class PrefillJob:
     epoch: int
     decode_address: str = ""
     handoff: bool = True
+    held_pages: int = 0
+    """`Reserved.held_pages` of the decode node at `decode_address`: only later pages are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +309,9 @@ class DecodeJob:
 @dataclass(frozen=True, slots=True)
 class Reserved:
     """The decode node holds pages for the prompt and the step after it; the handoff may start."""
+
+    held_pages: int = 0
+    """The prompt's first pages that it has from earlier requests. It keeps them until the request is over."""
 
 
 @dataclass(frozen=True, slots=True)

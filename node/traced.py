@@ -50,9 +50,9 @@ class TracedPrefill:
                     _tell_prefill(span, event, began)
                     yield event
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
-        """Name the decode node of a job."""
-        await self._node.assign(transfer_id, epoch, decode_address)
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+        """Name the decode node of a job, and the pages that it holds."""
+        await self._node.assign(transfer_id, epoch, decode_address, held_pages)
 
     async def describe(self) -> NodeInfo:
         """Report the node's state."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -40,8 +39,8 @@ class Work:
     started_at: float | None = None
     finished_at: float = 0.0
     """When token 0 was chosen."""
-    sent_pages: Counter[int] = field(default_factory=Counter)
-    """Pages that have left, by layer; a repeated pass does not send them again."""
+    sent_pages: dict[int, int] = field(default_factory=dict)
+    """Pages that have left or that the decode node held, by layer; a repeated pass does not send them again."""
     quantize_s: float = 0.0
     wire_encode_s: float = 0.0
     prompt_logprobs: list[Token] = field(default_factory=list)
@@ -127,13 +126,13 @@ class PrefillEngine:
         work, memory = chunk.prompt.owner, self._runner.memory
         if not work.job.handoff:
             return
-        first, last = work.sent_pages[layer], memory.footprint.sealed(rows)
+        first, last = work.sent_pages.get(layer, work.job.held_pages), memory.footprint.sealed(rows)
         if last > first:
             planes = memory.export(layer, chunk.grant.pages[first:last])
             self._send(work, work.writer.frames(layer, first, planes))
             work.sent_pages[layer] = last
         exact_rows = memory.footprint.exact_rows(rows)
-        if chunk.is_last and exact_rows and work.sent_pages[layer] == last:
+        if chunk.is_last and exact_rows and work.sent_pages.get(layer, first) == last:
             planes = memory.export_rows(layer, chunk.grant.slot, rows)
             self._send(work, work.writer.frames(layer, last, planes, exact_rows))
             work.sent_pages[layer] = last + 1

@@ -16,11 +16,19 @@ class Intake:
     """Refuses jobs, and counts what it refused."""
 
     def __init__(
-        self, spec: ModelSpec, host: HostPool, drain_rate: DrainRate, *, page_pool_tokens: int, queue_tokens: int
+        self,
+        spec: ModelSpec,
+        host: HostPool,
+        drain_rate: DrainRate,
+        *,
+        page_tokens: int,
+        num_pages: int,
+        queue_tokens: int,
     ):
-        """`page_pool_tokens` is the longest prompt that the pages can hold, `queue_tokens` how many tokens may wait."""
+        """`num_pages` pages of `page_tokens` tokens hold prompts; `queue_tokens` tokens may wait."""
         self._spec, self._host, self._drain_rate = spec, host, drain_rate
-        self._page_pool_tokens, self._queue_tokens = page_pool_tokens, queue_tokens
+        self._page_tokens, self._page_pool_tokens = page_tokens, num_pages * page_tokens
+        self._queue_tokens = queue_tokens
         self.draining = asyncio.Event()
         """Set when the node takes no new job, and never cleared."""
         self.refused: Counter[str] = Counter()
@@ -54,5 +62,7 @@ class Intake:
             raise RequestError(f"prompt and output need {total} tokens; the model allows {spec.max_context}", "prompt")
         if len(ids) > self._page_pool_tokens:
             raise RequestError(f"a prompt of {len(ids)} tokens exceeds this node's page pool", "prompt")
+        if job.held_pages * self._page_tokens > len(ids):
+            raise RequestError(f"{job.held_pages} pages are more than the prompt fills", "held_pages")
         if kv_bytes > self._host.capacity_bytes:
             raise RequestError(f"the KV of {len(ids)} tokens exceeds this node's host memory", "prompt")

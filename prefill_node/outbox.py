@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from hackkv.errors import HandshakeRefused, TransferError
-from hackkv.types import Fingerprint, PrefillJob
+from hackkv.types import PrefillJob
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.links import Links
-from prefill_node.shipment import Patience, Shipment
+from prefill_node.shipment import FrameKind, Patience, Shipment
 
 
 class Outbox:
@@ -21,13 +21,13 @@ class Outbox:
     def __init__(
         self,
         links: Links,
-        fingerprint: Fingerprint,
+        kind: FrameKind,
         pool: HostPool,
         patience: Patience,
-        kv_bytes: Callable[[int], int],
+        kv_bytes: Callable[[PrefillJob], int],
     ) -> None:
-        """`kv_bytes` returns the most payload bytes that the KV of a number of tokens takes."""
-        self.links, self._fingerprint, self._pool, self._patience = links, fingerprint, pool, patience
+        """`kv_bytes` returns the most payload bytes that a job sends."""
+        self.links, self._kind, self._pool, self._patience = links, kind, pool, patience
         self._kv_bytes = kv_bytes
         self._shipments: dict[str, Shipment] = {}
         self.resends = 0
@@ -46,24 +46,32 @@ class Outbox:
         """A shipment for `job`. Raises `TransferError` when its transfer id is in use."""
         if job.transfer_id in self._shipments:
             raise TransferError(f"transfer {job.transfer_id} is under way already")
-        num_bytes = self._kv_bytes(len(job.request.prompt_ids))
         shipment = Shipment(
-            job, num_bytes, self._fingerprint, self._pool, self.links, self._patience, self._count_dropped
+            job,
+            self._kv_bytes(job),
+            self._kind,
+            self._pool,
+            self.links,
+            self._patience,
+            self._count_dropped,
         )
         self._shipments[job.transfer_id] = shipment
         return shipment
 
-    def assign(self, transfer_id: str, epoch: int, address: str) -> None:
-        """Name the decode node of a shipment, for the first time or again. Raises `HandshakeRefused`."""
+    def assign(self, transfer_id: str, epoch: int, address: str, held_pages: int = 0) -> None:
+        """Name the decode node of a shipment, for the first time or again, and the pages that it holds.
+
+        Raises `HandshakeRefused`.
+        """
         shipment = self._shipments.get(transfer_id)
         if shipment is None:
             self.refused["unknown"] += 1
             raise HandshakeRefused(f"transfer {transfer_id} is not known here")
         first = not shipment.was_assigned
         try:
-            shipment.assign(epoch, address)
+            shipment.assign(epoch, address, held_pages)
         except HandshakeRefused:
-            self.refused["gone" if shipment.kv.gone else "stale"] += 1
+            self.refused["gone" if shipment.kv.gone or not shipment.reaches(held_pages) else "stale"] += 1
             raise
         self.resends += not first
 

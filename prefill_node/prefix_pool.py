@@ -13,13 +13,14 @@ pass. Where queries see some pages exactly, prompts take over pages up to a resu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
+from hackkv.page_names import PageName
 from prefill_node.host_places import HostPlaces, Moves
 from prefill_node.host_pool import Claim, HostPool, Tenant
-from prefill_node.page_names import PageName
 from prefill_node.resume_points import ResumePoints
 
 
@@ -111,6 +112,13 @@ class PrefixPool:
         """How many pages could be hit, in the page pool and in host memory."""
         here = sum(shared.page is not None for shared in self._known.values())
         return here, len(self._known) - here
+
+    def digests(self) -> Iterator[bytes]:
+        """The digests of the pages at which a prompt can go on: first those held, then those that would go last."""
+        held = (shared for shared in self._known.values() if shared.users)
+        stored = (shared for shared in self._known.values() if shared.page is None)
+        pages = chain(held, reversed(self._idle), stored)
+        return (shared.name.digest for shared in pages if self._points is None or shared in self._points)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens need, the open one included."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from hackkv.errors import ConfigError
-from prefill_node.page_names import PageName
+from hackkv.page_names import PageName
 from prefill_node.prefix_pool import PrefixGrant, PrefixPool
 
 MAX_SKIPS = 8

@@ -13,6 +13,7 @@ from hackkv.kv_memory import HostPages
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
+from hackkv.page_names import Naming, PageName, pack_marks
 from hackkv.types import HandoffEnd, KvFrame, Prefilled, PrefillEvent, PrefillJob, Role
 from prefill_node.config import PrefillSettings
 from prefill_node.drain_rate import DrainRate
@@ -21,12 +22,11 @@ from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.intake import Intake
 from prefill_node.links import Links
 from prefill_node.outbox import Outbox
-from prefill_node.page_names import PageName, page_names
 from prefill_node.passes import Passes
 from prefill_node.prefix_pool import PrefixPool, SharedPage
 from prefill_node.resume_points import ResumePoints
 from prefill_node.scheduler import PrefillScheduler, Prompt
-from prefill_node.shipment import Patience, Shipment
+from prefill_node.shipment import FrameKind, Patience, Shipment
 from transport.base import KvSender
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,7 @@ class PrefillService:
         # As many resume points as prompts: each is a slot more, which takes memory when it is first used.
         kept = range(prompts, 2 * prompts) if reuse and worker.codec.window.pages > 1 else range(0)
         runner = ModelRunner(worker.model, worker.codec, num_pages, prompts + len(kept))
-        self._footprint = runner.memory.footprint
-        page_tokens, page_bytes = self._footprint.page_tokens, self._footprint.page_bytes
+        page_tokens, page_bytes = worker.footprint.page_tokens, worker.footprint.page_bytes
         points = ResumePoints[SharedPage](kept) if kept else None
         self._pool = PrefixPool(num_pages, prompts, page_tokens, self._host, page_bytes, reuse=reuse, points=points)
         starts_over = worker.codec.window.recent > 0
@@ -67,12 +66,15 @@ class PrefillService:
         )
         patience = Patience(settings.unassigned_s, settings.kept_s)
         links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays)
-        self.outbox = Outbox(links, worker.fingerprint, self._host, patience, self._kv_bytes)
+        self._naming = Naming(page_tokens, worker.fingerprint)
+        kind = FrameKind(worker.fingerprint, worker.codec.wire_planes, worker.codec.wire_form)
+        self.outbox = Outbox(links, kind, self._host, patience, self._kv_bytes)
         self._intake = Intake(
             worker.model.spec,
             self._host,
             self._drain_rate,
-            page_pool_tokens=num_pages * page_tokens,
+            page_tokens=page_tokens,
+            num_pages=num_pages,
             queue_tokens=settings.queue_tokens,
         )
         self._shipments: dict[Work, Shipment] = {}
@@ -81,7 +83,7 @@ class PrefillService:
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         """Run a prompt; see `PrefillNode`. Closing the iterator stops the work within one pass."""
-        kv_bytes = self._kv_bytes(len(job.request.prompt_ids)) if job.handoff else 0
+        kv_bytes = self._kv_bytes(job) if job.handoff else 0
         self._intake.check(job, kv_bytes, self._scheduler.queued_tokens)
         arrived = perf_counter()
         guide = await self._worker.guides.opened(job.request.sampling.grammar)
@@ -106,9 +108,9 @@ class PrefillService:
                 del self._shipments[work]
                 await self.outbox.close(shipment)
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
         """Name the decode node of a job, for the first time or again; see `PrefillNode`."""
-        self.outbox.assign(transfer_id, epoch, decode_address)
+        self.outbox.assign(transfer_id, epoch, decode_address, held_pages)
 
     async def describe(self) -> NodeInfo:
         """Identity, capacity and load."""
@@ -131,6 +133,7 @@ class PrefillService:
             kernels=self._worker.kernels,
             wires=self._identity.wires,
             loss=self._worker.loss,
+            marks=pack_marks(self._pool.digests()) if self._pool.reuse else None,
         )
 
     @property
@@ -162,7 +165,7 @@ class PrefillService:
         ids = request.prompt_ids
         names: tuple[PageName, ...] = ()
         if self._pool.reuse:
-            names = page_names(ids, self._pool.page_tokens, self._worker.fingerprint, request.cache_salt)
+            names = self._naming.names(ids, request.cache_salt)
         # Log-probabilities of the prompt's own tokens need every token computed, so such a prompt shares no page.
         return Prompt(work, len(ids), names, hit=request.sampling.prompt_logprobs is None)
 
@@ -210,9 +213,11 @@ class PrefillService:
         self._drain_rate.left(num_bytes)
         self._passes.wake()
 
-    def _kv_bytes(self, tokens: int) -> int:
-        """The most payload bytes that the KV of `tokens` tokens takes: no plane shrinks when it is coded."""
-        return self._footprint.wire_bytes(rows_held(self._worker.codec, tokens))
+    def _kv_bytes(self, job: PrefillJob) -> int:
+        """The most payload bytes of the pages that a job's decode node lacks: no plane shrinks when it is coded."""
+        rows = rows_held(self._worker.codec, len(job.request.prompt_ids))
+        footprint = self._worker.footprint
+        return footprint.wire_bytes(rows) - job.held_pages * footprint.wire_page_bytes
 
     def _admit(self, work: Work) -> bool:
         """Claim host memory for the KV of a prompt; False if there is no room. A job without a handoff needs none."""

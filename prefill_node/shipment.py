@@ -17,8 +17,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from hack_kernels.base import Plane
+
 from hackkv.errors import DeadlineExceeded, HackkvError, HandshakeRefused
-from hackkv.framing import handoff_end, reissued
+from hackkv.framing import handoff_end, later_pages, reissued
 from hackkv.types import (
     Fingerprint,
     HandedOff,
@@ -29,6 +31,7 @@ from hackkv.types import (
     PrefillJob,
     Receipt,
 )
+from hackkv.wire_form import RAW, WireForm
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.kept_kv import KeptKv
 from transport.base import KvSender
@@ -52,26 +55,42 @@ class _Push:
 
     epoch: int
     address: str
+    held_pages: int
     assigned_at: float = field(default_factory=perf_counter)
     sent_bytes: int = 0
     overlapped_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FrameKind:
+    """What all frames of a node are."""
+
+    fingerprint: Fingerprint
+    planes: tuple[tuple[Plane, ...], ...] = ()
+    """Those that travel, by layer."""
+    form: WireForm = RAW
+    """How they are coded."""
+
+    def later_pages(self, frame: KvFrame, first: int) -> KvFrame | None:
+        """See `hackkv.framing.later_pages`."""
+        return later_pages(frame, first, self.planes[frame.layer], self.form)
+
+
 class Shipment:
-    """The KV of one job; made by `Outbox.open`."""
+    """The KV of one job, without the pages that its first decode node held; made by `Outbox.open`."""
 
     def __init__(
         self,
         job: PrefillJob,
         num_bytes: int,
-        fingerprint: Fingerprint,
+        kind: FrameKind,
         pool: HostPool,
         sender: KvSender,
         patience: Patience,
         on_pushed_out: Callable[[], None],
     ) -> None:
         """`num_bytes` is the most that the KV can take. `on_pushed_out` is called when kept KV had to make room."""
-        self._job, self._fingerprint = job, fingerprint
+        self._job, self._kind = job, kind
         self._sender, self._patience = sender, patience
         self._on_pushed_out = on_pushed_out
         self.kv = KeptKv(pool, num_bytes, self._pushed_out)
@@ -82,7 +101,7 @@ class Shipment:
         self._timer: asyncio.TimerHandle | None = None
         self._keeps = True
         if job.decode_address:
-            self.assign(job.epoch, job.decode_address)
+            self.assign(job.epoch, job.decode_address, job.held_pages)
 
     def finish(self, end: HandoffEnd, finished_at: float) -> None:
         """The prompt is complete: token 0 was chosen at `finished_at` (perf_counter)."""
@@ -94,12 +113,12 @@ class Shipment:
         else:
             self._push.overlapped_bytes = self._push.sent_bytes
 
-    def assign(self, epoch: int, address: str) -> None:
-        """Send everything to `address`, giving up a push of an earlier epoch.
+    def assign(self, epoch: int, address: str, held_pages: int = 0) -> None:
+        """Send everything but the first `held_pages` pages to `address`, giving up a push of an earlier epoch.
 
         Raises `HandshakeRefused` when the KV is gone or the epoch is not newer than the last one.
         """
-        if self.kv.gone:
+        if self.kv.gone or not self.reaches(held_pages):
             raise HandshakeRefused(f"the KV of transfer {self._job.transfer_id} is gone")
         if epoch <= self._epoch:
             raise HandshakeRefused(f"transfer {self._job.transfer_id} is in epoch {self._epoch} already, not {epoch}")
@@ -107,7 +126,7 @@ class Shipment:
         self._disarm()
         self._epoch = epoch
         self.kv.hold_as(Tenant.WAITING)
-        push = self._push = _Push(epoch, address)
+        push = self._push = _Push(epoch, address, held_pages)
         task = self._tasks[push] = asyncio.create_task(self._run(push), name=f"push {self._job.transfer_id}")
         task.add_done_callback(lambda _: self._tasks.pop(push))
 
@@ -136,6 +155,10 @@ class Shipment:
         self.let_go()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
+    def reaches(self, held_pages: int) -> bool:
+        """Whether the frames hold all pages after the first `held_pages`."""
+        return held_pages >= self._job.held_pages
+
     @property
     def transfer_id(self) -> str:
         """The name that the router gave it."""
@@ -147,7 +170,8 @@ class Shipment:
         return self._epoch >= self._job.epoch
 
     async def _run(self, push: _Push) -> None:
-        handoff = Handoff(self._job.transfer_id, push.epoch, self._fingerprint, len(self._job.request.prompt_ids))
+        num_tokens = len(self._job.request.prompt_ids)
+        handoff = Handoff(self._job.transfer_id, push.epoch, self._kind.fingerprint, num_tokens, push.held_pages)
         # A decode node limits the wait for each frame of a handoff that it has accepted. The push starts when the first
         # frame is here, so the time in this node's queue does not count.
         await self.kv.item(0)
@@ -162,12 +186,17 @@ class Shipment:
             self._committed(push, receipt)
 
     async def _leaving(self, push: _Push) -> AsyncIterator[KvFrame | HandoffEnd]:
-        index = 0
+        index = sent = 0
         while isinstance(item := await self.kv.item(index), KvFrame):
             index += 1
-            push.sent_bytes += len(item.payload)
-            yield item if item.epoch == push.epoch else reissued(item, push.epoch)
-        yield handoff_end(item.transfer_id, push.epoch, item.num_frames, item.first_token)
+            part: KvFrame | None = item
+            if item.page_start < push.held_pages:  # beside the loop: a plane may have to be decoded and coded again
+                part = await asyncio.to_thread(self._kind.later_pages, item, push.held_pages)
+            if part is not None:
+                push.sent_bytes += len(part.payload)
+                yield reissued(part, push.epoch, sent)
+                sent += 1
+        yield handoff_end(item.transfer_id, push.epoch, sent, item.first_token)
 
     def _committed(self, push: _Push, receipt: Receipt) -> None:
         if push is not self._push:

@@ -127,6 +127,8 @@ class RouterConfig(RoleConfig):
     trace_link: str = Field(default="", pattern=TRACE_LINK)
     """Where the page finds traces, as "http://jaeger:16686/trace/{trace_id}"; empty shows ids without links."""
     nodes: NodesConfig = NodesConfig()
+    prefix_dispatch: bool = True
+    """Whether prompts prefer nodes that hold their beginning. Else only load decides."""
     lease_ttl_s: float = Field(default=LEASE_TTL_S, gt=0)
     shutdown_grace_s: float = Field(default=3.0, ge=0)
     """Time that requests in flight get to finish after SIGTERM."""

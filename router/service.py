@@ -56,6 +56,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         lease_ttl_s=config.lease_ttl_s,
         limits=config.limits,
         remember_s=config.deadlines.queue_s,
+        by_prefix=config.prefix_dispatch,
     )
     defaults = read_sampling_defaults(config.model)
     served = serve_model(

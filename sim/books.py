@@ -6,11 +6,11 @@ without shared prefixes counts. `tests/sim/test_books.py` holds both kinds again
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from decode_node.pages import Grant, PagePool
+from hackkv.page_names import PageName
 from prefill_node.host_pool import HostPool
-from prefill_node.page_names import PageName
 from prefill_node.prefix_pool import PrefixGrant, PrefixPool
 
 
@@ -27,8 +27,8 @@ class CountedPages(PagePool):
         """Pages that no grant holds."""
         return self._free
 
-    def take(self, num_pages: int) -> Grant | None:
-        """See `PagePool`."""
+    def take(self, num_pages: int, names: Sequence[PageName] = ()) -> Grant | None:
+        """See `PagePool`; nothing is shared."""
         if num_pages > self._free or not self._slots:
             return None
         self._free -= num_pages
@@ -45,6 +45,10 @@ class CountedPages(PagePool):
         grown = Grant(grant.pages + (0,) * num_pages, grant.slot)
         self._held[grant.slot] = grown
         return grown
+
+    def freed_by(self, grants: Iterable[Grant]) -> int:
+        """See `PagePool`."""
+        return sum(len(grant.pages) for grant in grants)
 
     def give_back(self, grant: Grant) -> None:
         """See `PagePool`."""

@@ -10,8 +10,8 @@ from struct import pack
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, Limits
 from hackkv.errors import ConfigError
+from hackkv.page_names import PageName
 from prefill_node.host_pool import HostPool
-from prefill_node.page_names import PageName
 from prefill_node.prefix_pool import PrefixPool
 from prefill_node.scheduler import PrefillScheduler
 from router.fleet.line import Ageing

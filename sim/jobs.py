@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from hackkv.page_names import PageName
 from hackkv.timing import Stage
-from prefill_node.page_names import PageName
 
 
 class Fate(Enum):

@@ -48,9 +48,12 @@ class Shipment:
     frames: list[KvFrame]
     end: HandoffEnd
 
-    def ledger(self) -> FrameLedger:
+    def expected(self) -> Expected:
         sizes = footprint_of(self.codec, self.layout)
-        return FrameLedger("t-1", 4, Expected(self.layout, self.codec.wire_planes, self.num_tokens, sizes, self.form))
+        return Expected(self.layout, self.codec.wire_planes, self.num_tokens, sizes, self.form)
+
+    def ledger(self) -> FrameLedger:
+        return FrameLedger("t-1", 4, self.expected())
 
     def writer(self) -> FrameWriter:
         """Another one, that has written nothing."""

@@ -154,8 +154,9 @@ class Pair:
         """Go through the whole life of a request, as a router would; of one whose `emitted` is known, the rest."""
         transfer_id = transfer_id or request.request_id
         async with closing(self.decode.decode(DecodeJob(request, transfer_id, epoch, emitted))) as decoding:
-            assert await anext(decoding) == Reserved()
-            job = PrefillJob(request, transfer_id, epoch, self.address)
+            reserved = await anext(decoding)
+            assert isinstance(reserved, Reserved)
+            job = PrefillJob(request, transfer_id, epoch, self.address, held_pages=reserved.held_pages)
             async with closing(self.prefill.prefill(job)) as prefilling:
                 prefilled = await anext(prefilling)
                 assert isinstance(prefilled, Prefilled)

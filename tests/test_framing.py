@@ -16,8 +16,8 @@ from hackkv.codec import planes_bytes
 from hackkv.codecs import CODECS
 from hackkv.errors import FrameRefused
 from hackkv.footprint import fp16_bytes
-from hackkv.framing import handoff_end, reissued
-from hackkv.types import HandoffEnd, KvLayout, KvShape
+from hackkv.framing import FrameLedger, handoff_end, later_pages, reissued
+from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
 from tests.handoffs import codec_of, rows_of, same_bytes, ship
 
 
@@ -88,14 +88,14 @@ def test_a_later_epoch_has_the_same_bytes_and_is_believed_there_only(codec: str)
     """A frame is sent again without being decoded; damaged bytes get no new checksum."""
     shipment = ship(codec)
     frame = shipment.frames[0]
-    again = reissued(frame, 5)
-    assert reissued(again, 4) == frame
+    again = reissued(frame, 5, frame.seq)
+    assert reissued(again, 4, frame.seq) == frame
     assert again.payload is frame.payload
     with pytest.raises(FrameRefused, match="checksum of plane"):
         shipment.ledger().accept(replace(again, epoch=4))
     payload = bytes(frame.payload)
     with pytest.raises(FrameRefused, match="checksum of plane"):
-        reissued(replace(frame, payload=payload[:-1] + bytes([payload[-1] ^ 1])), 5)
+        reissued(replace(frame, payload=payload[:-1] + bytes([payload[-1] ^ 1])), 5, frame.seq)
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
@@ -183,3 +183,26 @@ def test_the_open_page_must_have_the_rows_that_are_due(rows: int) -> None:
 
 def test_fp16_bytes_are_two_bytes_for_each_number_of_k_and_v() -> None:
     assert fp16_bytes(KvLayout(32, 8, 128, 64), 1) == 128 * 1024
+
+
+@pytest.mark.parametrize("held_pages", range(5))
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_pages_that_the_receiver_holds_are_cut_off_and_must_not_come(codec: str, held_pages: int) -> None:
+    """Whatever frames there are, what remains of them is a whole handoff of the later pages, bit-exact."""
+    shipment = ship(codec, tokens=4 * 32 + 11, step=3)
+    planes, form, frames = shipment.codec.wire_planes, shipment.form, list[KvFrame]()
+    for frame in shipment.frames:
+        part = later_pages(frame, held_pages, planes[frame.layer], form)
+        if part is not None:
+            frames.append(reissued(part, 4, len(frames)))
+    expected = replace(shipment.expected(), held_pages=held_pages)
+    ledger = FrameLedger("t-1", 4, expected)
+    for frame in frames:
+        first = max(page for layer, page in shipment.content if layer == frame.layer and page <= frame.page_start)
+        offset = frame.page_start - first
+        for name, plane in ledger.accept(frame).items():
+            assert same_bytes(plane, shipment.content[frame.layer, first][name][:, offset:][:, : frame.page_count])
+    ledger.finish(handoff_end("t-1", 4, len(frames), 17))
+    if held_pages:
+        with pytest.raises(FrameRefused, match=f"page 0: the first {held_pages} are here"):
+            FrameLedger("t-1", 4, expected).accept(shipment.frames[0])

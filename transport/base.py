@@ -62,13 +62,14 @@ class PrefillNode(Protocol):
         """
         ...
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
         """Name the decode node of a job (`WireAddress.url`). The first assignment has the job's epoch.
 
         A later one, after that node was lost, has a later epoch. It gives up a push of an earlier epoch that is still
-        under way.
+        under way. `held_pages` is what that node's `Reserved` said: only later pages are sent.
 
-        Raises `HandshakeRefused` when the transfer is not known here, its KV is gone, or the epoch is not newer.
+        Raises `HandshakeRefused` when the transfer is not known here, its KV is gone, the epoch is not newer, or the
+        node lacks pages that the first one held: those were never put into frames.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hackkv.nodes import CodecLoss, Lease, NodeInfo, WireAddress
+from hackkv.page_names import MARK_BYTES, MOST_MARKS
 from hackkv.types import (
     Decoded,
     DecodeEvent,
@@ -47,6 +48,7 @@ class Assignment:
     transfer_id: str
     epoch: int
     decode_address: str
+    held_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ def _pack_prefill_job(job: PrefillJob) -> pb.PrefillJob:
         epoch=job.epoch,
         decode_address=job.decode_address,
         handoff=job.handoff,
+        held_pages=job.held_pages,
     )
 
 
@@ -72,12 +75,16 @@ def _unpack_prefill_job(message: pb.PrefillJob) -> PrefillJob:
         epoch=message.epoch,
         decode_address=text("decode_address", message.decode_address),
         handoff=message.handoff,
+        held_pages=message.held_pages,
     )
 
 
 def _pack_assignment(assignment: Assignment) -> pb.Assignment:
     return pb.Assignment(
-        transfer_id=assignment.transfer_id, epoch=assignment.epoch, decode_address=assignment.decode_address
+        transfer_id=assignment.transfer_id,
+        epoch=assignment.epoch,
+        decode_address=assignment.decode_address,
+        held_pages=assignment.held_pages,
     )
 
 
@@ -86,6 +93,7 @@ def _unpack_assignment(message: pb.Assignment) -> Assignment:
         transfer_id=text("transfer_id", message.transfer_id),
         epoch=message.epoch,
         decode_address=text("decode_address", message.decode_address),
+        held_pages=message.held_pages,
     )
 
 
@@ -171,7 +179,7 @@ def _pack_decode_event(event: DecodeEvent) -> pb.DecodeEvent:
     if isinstance(event, Token):
         return pb.DecodeEvent(token=pack_token(event))
     if isinstance(event, Reserved):
-        return pb.DecodeEvent(reserved=pb.Reserved())
+        return pb.DecodeEvent(reserved=pb.Reserved(held_pages=event.held_pages))
     if isinstance(event, Landed):
         return pb.DecodeEvent(landed=pb.Landed(receipt=pack_receipt(event.receipt)))
     if isinstance(event, Swapped):
@@ -201,7 +209,7 @@ def _unpack_decode_event(message: pb.DecodeEvent) -> DecodeEvent:
         case "token":
             return unpack_token(message.token)
         case "reserved":
-            return Reserved()
+            return Reserved(message.reserved.held_pages)
         case "landed":
             required("receipt", message.landed)
             return Landed(unpack_receipt(message.landed.receipt))
@@ -232,6 +240,7 @@ def _pack_node_info(info: NodeInfo) -> pb.NodeInfo:
         kernels=info.kernels,
         wires=[pb.WireAddress(wire=one.wire, address=one.address) for one in info.wires],
         loss=None if info.loss is None else _pack_loss(info.loss),
+        marks=info.marks,
     )
 
 
@@ -264,11 +273,18 @@ def _unpack_node_info(message: pb.NodeInfo) -> NodeInfo:
         kernels=text("kernels", message.kernels),
         wires=tuple(_unpack_wire(wire) for wire in capped("wires", message.wires, MAX_WIRES)),
         loss=_unpack_loss(message.loss) if message.HasField("loss") else None,
+        marks=_unpack_marks(message.marks) if message.HasField("marks") else None,
     )
 
 
 def _unpack_loss(message: pb.CodecLoss) -> CodecLoss:
     return CodecLoss(message.kl, message.top1, message.perplexity_ratio, message.tokens)
+
+
+def _unpack_marks(marks: bytes) -> bytes:
+    if len(marks) % MARK_BYTES:
+        raise Malformed("marks", f"{len(marks)} bytes are no marks of {MARK_BYTES} bytes")
+    return capped("marks", marks, MOST_MARKS * MARK_BYTES)
 
 
 def _unpack_wire(message: pb.WireAddress) -> WireAddress:

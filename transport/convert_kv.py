@@ -68,6 +68,7 @@ def _pack_handoff(handoff: Handoff) -> pb.Handoff:
         epoch=handoff.epoch,
         fingerprint=pack_fingerprint(handoff.fingerprint),
         num_tokens=handoff.num_tokens,
+        held_pages=handoff.held_pages,
     )
 
 
@@ -78,6 +79,7 @@ def _unpack_handoff(message: pb.Handoff) -> Handoff:
         epoch=message.epoch,
         fingerprint=unpack_fingerprint(message.fingerprint),
         num_tokens=message.num_tokens,
+        held_pages=message.held_pages,
     )
 
 
@@ -167,6 +169,7 @@ def pack_receipt(receipt: Receipt) -> pb.Receipt:
         fp16_bytes=receipt.fp16_bytes,
         receive_s=receipt.receive_s,
         wire_decode_s=receipt.wire_decode_s,
+        held_tokens=receipt.held_tokens,
     )
 
 
@@ -181,6 +184,7 @@ def unpack_receipt(message: pb.Receipt) -> Receipt:
         fp16_bytes=message.fp16_bytes,
         receive_s=duration("receive_s", message.receive_s),
         wire_decode_s=duration("wire_decode_s", message.wire_decode_s),
+        held_tokens=message.held_tokens,
     )
 
 

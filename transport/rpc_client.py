@@ -68,9 +68,10 @@ class PrefillClient(_Client):
             async for event in events:
                 yield PREFILL_EVENT.decode(event)
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
         """Name the decode node of a job, for the first time or again."""
-        await self._ask(methods.PREFILL_ASSIGN, ASSIGNMENT.encode(Assignment(transfer_id, epoch, decode_address)))
+        assignment = Assignment(transfer_id, epoch, decode_address, held_pages)
+        await self._ask(methods.PREFILL_ASSIGN, ASSIGNMENT.encode(assignment))
 
     async def describe(self) -> NodeInfo:
         """Ask for identity, capacity and load."""

@@ -96,7 +96,7 @@ class PacedPrefill:
         finally:
             del self._assigned[job.transfer_id]
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
         """Name a decode node; there is only one."""
         self._assigned[transfer_id].set()
 

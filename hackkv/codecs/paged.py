@@ -73,6 +73,11 @@ class PagedCodec:
         return self.eviction is None and not self.seals_open_page
 
     @property
+    def decodes_as_prefill(self) -> bool:
+        """True unless `visible` is overridden."""
+        return type(self).visible is PagedCodec.visible
+
+    @property
     def quantize_s(self) -> float:
         """Seconds on the stopwatch `sealing`."""
         return self.sealing.seconds

@@ -32,7 +32,7 @@ from hackkv.types import WIRE_FORM, Fingerprint, KvLayout
 
 log = logging.getLogger(__name__)
 
-WIRE_VERSION = "4"
+WIRE_VERSION = "5"
 """Version of all that two nodes must agree on, down to the codes that stochastic rounding gives."""
 
 SHARE_TOKENS: Final = 2048

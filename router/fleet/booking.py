@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from hackkv.errors import HackkvError, NodeDraining, NodeLost
 from hackkv.nodes import NodeInfo
+from router.fleet.holdings import Marks
 from router.fleet.members import Member, NodeT
 from router.fleet.wires import kv_address
 from router.scopes import guarded
@@ -66,6 +67,10 @@ class Booking(Generic[NodeT]):
     def heard(self) -> None:
         """The node sent something."""
         self.member.heard(self._now())
+
+    def will_hold(self, marks: Marks) -> None:
+        """The node is about to hold these pages."""
+        self.member.holdings.expect(marks, self._now())
 
     def worked(self) -> None:
         """The node did its part. Past failures are forgotten, unless the node was suspended after this booking: what

@@ -9,10 +9,13 @@ since the router started.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from hackkv.errors import Overloaded
 from router.fleet.booking import Booking
+from router.fleet.holdings import Marks
 from router.fleet.line import Ageing, Demand, Line
 from router.fleet.members import Member
 from router.fleet.policy import pages_for, pick_decode, pick_prefill
@@ -23,6 +26,23 @@ _SMOOTHING = 0.2
 """Weight of the newest interval between two releases in their moving mean."""
 
 
+@dataclass(slots=True)
+class PrefixAccount:
+    """What a desk expected to be held where it sent prompts."""
+
+    tokens: int = 0
+    """Of all prompts."""
+    held_tokens: int = 0
+
+    def take(self, demand: Demand, member: Member[Any]) -> int:
+        """Count a choice; returns how many tokens of the prompt the node is expected to hold."""
+        tokens = demand.need.landing
+        held = min(member.held_tokens(demand.marks), tokens - 1)
+        self.tokens += tokens
+        self.held_tokens += held
+        return held
+
+
 class PrefillDesk:
     """Books places in the prefill nodes' queues. Queues have no limit here: requests wait only for a missing node."""
 
@@ -30,6 +50,7 @@ class PrefillDesk:
         self._nodes, self._now = nodes, now
         self._line = Line(self, ageing, now)
         self._choices = count(1)
+        self.account = PrefixAccount()
 
     def __len__(self) -> int:
         """Requests in line."""
@@ -56,14 +77,17 @@ class PrefillDesk:
         return False
 
     def take(self, demand: Demand) -> Booking[PrefillNode]:
-        """Book a node for a demand that `fits`."""
-        member = self._choose(demand)
+        """Book a node for a demand that `fits`. What the node holds of the prompt is no work."""
+        member = self._choose(demand, demand.marks)
         assert member is not None, "the line serves only who fits"
         member.chosen_at = next(self._choices)
-        return Booking(member, demand.need.whole, 0, self._now)
+        held = self.account.take(demand, member)
+        booking = Booking(member, demand.need.whole - held, 0, self._now)
+        booking.will_hold(demand.marks)
+        return booking
 
-    def _choose(self, demand: Demand) -> Member[PrefillNode] | None:
-        loads = (member.prefill_load() for member in self._nodes.members)
+    def _choose(self, demand: Demand, marks: Marks = ()) -> Member[PrefillNode] | None:
+        loads = (member.prefill_load(marks) for member in self._nodes.members)
         node_id = pick_prefill(loads, self._now(), demand.avoid)
         return None if node_id is None else self._nodes.member(node_id)
 
@@ -75,6 +99,7 @@ class DecodeDesk:
         self._nodes, self._max_waiting, self._now = nodes, max_waiting, now
         self._line = Line(self, ageing, now)
         self._choices = count(1)
+        self.account = PrefixAccount()
         self._released_at: float | None = None
         self._release_interval_s = 1.0
 
@@ -116,14 +141,15 @@ class DecodeDesk:
 
     def take(self, demand: Demand) -> Booking[DecodeNode]:
         """Book room for a demand that `fits`."""
-        member = self._choose(demand)
+        member = self._choose(demand, demand.marks)
         assert member is not None, "the line serves only who fits"
         member.chosen_at = next(self._choices)
+        self.account.take(demand, member)
         pages = pages_for(demand.need.landing, member.info.page_tokens)
         return Booking(member, demand.need.whole, pages, self._now, self._released)
 
-    def _choose(self, demand: Demand) -> Member[DecodeNode] | None:
-        loads = (member.decode_load() for member in self._nodes.members)
+    def _choose(self, demand: Demand, marks: Marks = ()) -> Member[DecodeNode] | None:
+        loads = (member.decode_load(marks) for member in self._nodes.members)
         node_id = pick_decode(loads, demand.need, self._now(), demand.avoid)
         return None if node_id is None else self._nodes.member(node_id)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
+from hackkv.nodes import NodeInfo
 from hackkv.types import Role
 from router.config import LEASE_TTL_S, DeadlinesConfig, LimitsConfig
 from router.fleet.capacity import Capacity
 from router.fleet.desks import DecodeDesk, PrefillDesk
+from router.fleet.holdings import Marker, Marks
 from router.fleet.line import Ageing
 from router.fleet.membership import Membership
 from router.fleet.roster import Roster
@@ -29,8 +31,13 @@ class Fleet:
         limits: LimitsConfig = _LIMITS,
         remember_s: float = _DEADLINES.queue_s,
         now: Callable[[], float] | None = None,
+        *,
+        by_prefix: bool = True,
     ) -> None:
-        """`now` defaults to the event loop's clock. `remember_s` is how long a node that left may come back."""
+        """`now` defaults to the event loop's clock. `remember_s` is how long a node that left may come back.
+
+        `by_prefix` says whether it matters to the choice of nodes what they hold of a prompt.
+        """
         now = now or asyncio.get_running_loop().time
         prefill = Roster(Role.PREFILL, dial_prefill, lease_ttl_s, remember_s, now)
         decode = Roster(Role.DECODE, dial_decode, lease_ttl_s, remember_s, now)
@@ -39,6 +46,7 @@ class Fleet:
         self.capacity = Capacity(prefill, decode)
         self.prefill = PrefillDesk(prefill, ageing, now)
         self.decode = DecodeDesk(decode, limits.max_waiting, ageing, now)
+        self._marker = Marker(self._reports if by_prefix else lambda: ())
         self._serials = count(1)
 
     @property
@@ -49,6 +57,13 @@ class Fleet:
     def next_serial(self) -> int:
         """A request's place in the order of arrival."""
         return next(self._serials)
+
+    def marks(self, ids: Sequence[int], salt: str) -> Marks:
+        """The marks of the first pages of `ids`, for requests with this `cache_salt`."""
+        return self._marker.marks(ids, salt)
+
+    def _reports(self) -> Iterator[NodeInfo]:
+        return (member.info for member in self.nodes.members())
 
     def _serve_lines(self) -> None:
         self.prefill.serve()

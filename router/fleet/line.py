@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from router.fleet.holdings import Marks
 from router.fleet.policy import Need
 
 
@@ -27,6 +28,8 @@ class Demand:
     """Place in the order of arrival at the router."""
     avoid: AbstractSet[str] = frozenset()
     """Nodes that failed the request."""
+    marks: Marks = ()
+    """Of the prompt's first pages, which nodes may hold."""
     recovering: bool = False
     """The request was placed on nodes before. A full line does not turn it away."""
 

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from hackkv.errors import HackkvError, NodeDraining, NodeLost
 from hackkv.nodes import NodeInfo
 from router.fleet.health import Breaker, Health
+from router.fleet.holdings import Holdings, Marks
 from router.fleet.policy import DecodeLoad, PrefillLoad
 from transport.base import DecodeNode, PrefillNode
 
@@ -39,6 +40,9 @@ class Member(Generic[NodeT]):
         self.chosen_at = 0
         """Number of the choice that last fell on this node."""
         self.breaker = Breaker()
+        # Three reports come in the time of a lease.
+        self.holdings = Holdings(settled_s=ttl_s)
+        self.holdings.report(info.marks, now)
         self._free_at_report, self._booked_at_report = info.free_pages, 0
         self._let_go = False
 
@@ -66,12 +70,17 @@ class Member(Generic[NodeT]):
         reported = self._free_at_report - (self.booked.pages - self._booked_at_report)
         return max(0, min(reported, self.info.total_pages - self.booked.pages))
 
-    def prefill_load(self) -> PrefillLoad:
-        """Snapshot for the policy."""
-        return PrefillLoad(self.node_id, self.booked.tokens, self.chosen_at, self.health, self.draining)
+    def held_tokens(self, marks: Marks) -> int:
+        """How many of a prompt's first tokens the node holds, by the marks of its pages."""
+        return self.holdings.pages(marks) * self.info.page_tokens
 
-    def decode_load(self) -> DecodeLoad:
-        """Snapshot for the policy."""
+    def prefill_load(self, marks: Marks = ()) -> PrefillLoad:
+        """Snapshot for the policy, and for a prompt."""
+        held = self.held_tokens(marks)
+        return PrefillLoad(self.node_id, self.booked.tokens, self.chosen_at, self.health, self.draining, held)
+
+    def decode_load(self, marks: Marks = ()) -> DecodeLoad:
+        """Snapshot for the policy, and for a prompt."""
         info = self.info
         return DecodeLoad(
             info.node_id,
@@ -82,6 +91,7 @@ class Member(Generic[NodeT]):
             self.chosen_at,
             self.health,
             self.draining,
+            self.held_tokens(marks),
         )
 
     def heard(self, now: float) -> None:
@@ -93,6 +103,7 @@ class Member(Generic[NodeT]):
         self.heard(now)
         self.info = info
         self.breaker.reported()
+        self.holdings.report(info.marks, now)
         self._free_at_report, self._booked_at_report = info.free_pages, self.booked.pages
 
     def full(self) -> None:

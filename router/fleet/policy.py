@@ -1,7 +1,8 @@
 """Which node gets a request: pure functions over snapshots of the fleet.
 
 Prefill: token-weighted shortest queue (HACK, section 7.1). Decode: fewest outstanding tokens among those with room.
-Equal loads go to the node that was chosen longest ago, so an idle fleet is used in turn.
+Tokens of the prompt that a node holds are no work there. So a node that holds much of a prompt gets it, unless another
+has that much less to do. Equal loads go to the node that was chosen longest ago, so an idle fleet is used in turn.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class PrefillLoad:
     """Number of the choice that last fell on this node."""
     health: Health = _WELL
     draining: bool = False
+    held_tokens: int = 0
+    """Tokens of the prompt in question that it need not compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class DecodeLoad:
     chosen_at: int = 0
     health: Health = _WELL
     draining: bool = False
+    held_tokens: int = 0
+    """Tokens of the prompt in question that need not be sent there."""
 
     def has_room(self, need: Need) -> bool:
         """Whether the request fits in the free pages now, and on the whole node in the end."""
@@ -76,24 +81,30 @@ def _eligible(
 
 
 def pick_prefill(nodes: Iterable[PrefillLoad], now: float = 0.0, avoid: AbstractSet[str] = frozenset()) -> str | None:
-    """The prefill node with the fewest queued tokens; None only if no node takes requests."""
+    """The prefill node that has the fewest tokens to compute until the prompt is complete; None only if no node takes
+    requests."""
     nodes = list(nodes)
     eligible = _eligible(nodes, now, avoid)
-    ranked = sorted((node.queued_tokens, node.chosen_at, node.node_id) for node in nodes if node.node_id in eligible)
+    ranked = sorted(
+        (node.queued_tokens - node.held_tokens, node.chosen_at, node.node_id)
+        for node in nodes
+        if node.node_id in eligible
+    )
     return ranked[0][2] if ranked else None
 
 
 def pick_decode(
     nodes: Iterable[DecodeLoad], need: Need, now: float = 0.0, avoid: AbstractSet[str] = frozenset()
 ) -> str | None:
-    """The decode node with the fewest outstanding tokens among those with room for `need`; None if none has.
+    """The decode node with the fewest outstanding tokens, less those of the prompt that it holds, among those with room
+    for `need`; None if none has.
 
     Health comes before room: when the healthy nodes are full, the request waits and no suspended node gets it.
     """
     nodes = list(nodes)
     eligible = _eligible(nodes, now, avoid)
     ranked = sorted(
-        (node.outstanding_tokens, node.chosen_at, node.node_id)
+        (node.outstanding_tokens - node.held_tokens, node.chosen_at, node.node_id)
         for node in nodes
         if node.node_id in eligible and node.has_room(need)
     )

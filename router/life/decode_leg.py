@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from hackkv.errors import HackkvError, NodeLost, Overloaded, TransferError, by_code
 from hackkv.types import DecodeEvent, DecodeJob, HandoffFailed, Landed, Reserved
 from router.fleet.booking import Booking
+from router.fleet.holdings import Marks
 from router.life.events import expect
 from transport.base import DecodeNode
 from transport.closing import closing
@@ -24,6 +25,8 @@ class DecodeLeg:
         self.events: AsyncIterator[DecodeEvent] = booking.node.decode(job)
         self.landed = False
         """The decode node says that it has the KV."""
+        self.held_pages = 0
+        """The prompt's first pages that the node has already."""
         self.handed_off = False
         """The prefill node says that the decode node has the KV."""
         self.push_over = asyncio.Event()
@@ -43,15 +46,17 @@ class DecodeLeg:
     async def reserve(self) -> None:
         """Wait until the node holds room. Raises `Overloaded` if it has none after all, `NodeLost`, `NodeDraining`."""
         try:
-            await self.booking.guard(expect(self.events, Reserved, f"decode node {self.node_id}"))
+            reserved = await self.booking.guard(expect(self.events, Reserved, f"decode node {self.node_id}"))
         except Overloaded:
             self.booking.refused()
             raise
+        self.held_pages = reserved.held_pages
         self.booking.worked()
 
-    async def land(self) -> Landed:
-        """Wait for the KV."""
+    async def land(self, marks: Marks) -> Landed:
+        """Wait for the KV of the prompt, of whose first pages these are the marks."""
         landed = await expect(self.events, Landed, f"decode node {self.node_id}")
+        self.booking.will_hold(marks)
         self.landed = True
         return landed
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from hackkv.errors import NodeLost, TransferError
 from hackkv.timing import StageClock
 from hackkv.types import Prefilled, Receipt, Request, Token
+from router.fleet.holdings import Marks
 from router.fleet.line import Demand
 from router.fleet.policy import Need
 from router.life.lifecycle import Lifecycle
@@ -76,6 +77,8 @@ class Flight:
         self.span: Span = NoSpan()
         self.output = Output(emit, clock)
         self.route = Route()
+        self.marks: Marks = ()
+        """Of the prompt's first pages, which nodes may hold."""
         self.serial = 0
         """Place in the order of arrival; the request keeps it through every failure."""
 
@@ -86,6 +89,11 @@ class Flight:
         return len(self.request.prompt_ids) - prefilled.computed_tokens if prefilled else 0
 
     @property
+    def held_tokens(self) -> int:
+        """Prompt tokens whose KV the last decode node that got it had already."""
+        return self.route.receipts[-1].held_tokens if self.route.receipts else 0
+
+    @property
     def need(self) -> Need:
         """Room that a decode node must have for the request now."""
         prompt = len(self.request.prompt_ids)
@@ -94,8 +102,8 @@ class Flight:
     def prefill_demand(self, avoid: AbstractSet[str]) -> Demand:
         """What the request asks of a prefill node."""
         prompt = len(self.request.prompt_ids)
-        return Demand(Need(prompt, prompt), self.serial, frozenset(avoid))
+        return Demand(Need(prompt, prompt), self.serial, frozenset(avoid), self.marks)
 
     def decode_demand(self, avoid: AbstractSet[str]) -> Demand:
         """What the request asks of a decode node."""
-        return Demand(self.need, self.serial, frozenset(avoid), recovering=self.route.attempts > 1)
+        return Demand(self.need, self.serial, frozenset(avoid), self.marks, recovering=self.route.attempts > 1)

@@ -36,20 +36,21 @@ class PrefillLeg:
         self.booking.release()
         return prefilled
 
-    async def assign(self, epoch: int, address: str) -> None:
-        """Tell the node where the KV goes. Raises `KvGone` if it no longer has the KV, and `NodeLost`."""
+    async def assign(self, epoch: int, address: str, held_pages: int) -> None:
+        """Tell the node where the KV goes, and how many pages are there already. Raises `KvGone` if it does not have
+        the others, and `NodeLost`."""
         try:
-            await self._assign(epoch, address)
+            await self._assign(epoch, address, held_pages)
         except HandshakeRefused as error:
             raise KvGone(str(error)) from error
 
-    async def _assign(self, epoch: int, address: str) -> None:
+    async def _assign(self, epoch: int, address: str, held_pages: int) -> None:
         assign, transfer_id = self.booking.node.assign, self._job.transfer_id
         try:
-            await assign(transfer_id, epoch, address)
+            await assign(transfer_id, epoch, address, held_pages)
         except HandshakeRefused:
             if self.token0.is_set():
                 raise
             # The assignment can arrive before its job. After token 0 the node certainly knows the job.
             await self.token0.wait()
-            await assign(transfer_id, epoch, address)
+            await assign(transfer_id, epoch, address, held_pages)

@@ -84,13 +84,16 @@ class Attempt:
         """Queued: wait for a prefill node; take room on a decode node if there is some now. Then prefilling."""
         flight, receivers = self._flight, self._receivers
         self._life.move(State.QUEUED)
+        flight.marks = flight.marks or self._fleet.marks(flight.request.prompt_ids, flight.request.cache_salt)
         booking = held.enter_context(await self._fleet.prefill.book(flight.prefill_demand(self._failovers.avoid)))
         flight.route.prefill_node = booking.member.node_id
         held.push_async_callback(receivers.close)
         if self._has_handoff:
             await receivers.find_now()
         address = receivers.address_for(booking.member.info)
-        job = PrefillJob(flight.request, receivers.transfer_id, receivers.epoch, address, self._has_handoff)
+        held_pages = receivers.current.held_pages if receivers.current else 0
+        transfer_id, epoch = receivers.transfer_id, receivers.epoch
+        job = PrefillJob(flight.request, transfer_id, epoch, address, self._has_handoff, held_pages)
         self._windows.dispatched()
         self._life.move(State.PREFILLING)
         if self._has_handoff:
@@ -115,13 +118,14 @@ class Attempt:
         self._life.ahead(State.OFFERED)
         if leg.job.epoch and prefill.token0.is_set():
             self._windows.decode_replaced()
-        await prefill.assign(leg.job.epoch, leg.booking.kv_address(prefill.booking.member.info))
+        address = leg.booking.kv_address(prefill.booking.member.info)
+        await prefill.assign(leg.job.epoch, address, leg.held_pages)
         self._life.ahead(State.TRANSFERRING)
         return leg
 
     async def _read_decode(self, prefill: PrefillLeg, leg: DecodeLeg) -> None:
         """Transferring, landed, decoding: from the first page to the last token, or the last that the client wants."""
-        self._news.take_landed(await leg.land(), leg)
+        self._news.take_landed(await leg.land(self._flight.marks), leg)
         await prefill.token0.wait()  # token 1 may overtake token 0, which comes from the other node
         async for event in leg.events:
             leg.booking.heard()
@@ -134,10 +138,19 @@ class Attempt:
         """Streaming: the client has every token. The prefill node's report of the handoff may still be on its way."""
         self._life.move(State.STREAMING)
         leg = self._receivers.current
+        if leg is not None:
+            self._remember(leg)
         if leg is not None and prefill.kept:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LATE_S):
                     await leg.push_over.wait()
+
+    def _remember(self, leg: DecodeLeg) -> None:
+        """The next turn of a conversation may come before the decode node's report: expect the answer's pages there."""
+        request = self._flight.request
+        # The last token was chosen and never run.
+        ids = (*request.prompt_ids, *self._flight.output.token_ids[:-1])
+        leg.booking.will_hold(self._fleet.marks(ids, request.cache_salt))
 
     # If something goes wrong ----------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ FINISHED: Final = (Outcome.STOP, Outcome.LENGTH)
 
 TOTALS: Final = (
     *("finished", "failed", "prompt_tokens", "output_tokens", "kv_bytes", "fp16_bytes"),
+    *("cached_tokens", "held_tokens"),
     *(f"{stage}_s" for stage in Stage),
 )
 """Counted since the router started, so that the difference of two samples is what happened between them. Stages are
@@ -137,6 +138,8 @@ class Journal:
         totals, kv = self._totals, account["kv"]
         totals["output_tokens"] += len(flight.output.token_ids)
         totals["prompt_tokens"] += len(flight.request.prompt_ids) if flight.route.prefilled else 0
+        totals["cached_tokens"] += account["cached_tokens"]
+        totals["held_tokens"] += account["held_tokens"]
         totals["kv_bytes"] += sum(kv["bytes_by_plane"].values()) + kv["header_bytes"]
         totals["fp16_bytes"] += kv["fp16_bytes"]
         if outcome in FINISHED:
@@ -175,6 +178,7 @@ def _account(flight: Flight, codec: str) -> dict[str, Any]:
         **_progress(flight),
         **time_account(flight.clock),
         "cached_tokens": flight.cached_tokens,
+        "held_tokens": flight.held_tokens,
         "replayed_tokens": flight.route.replayed,
         "ttft_s": times[0] if times else None,
         "tpot_s": (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,

@@ -116,6 +116,11 @@ class Metrics:
         self._tokens = Counter(
             "hackkv_kv_transfer_tokens", "Prompt tokens whose KV was verified and committed (count).", registry=registry
         )
+        self._held = Counter(
+            "hackkv_kv_held_tokens",
+            "Prompt tokens whose KV did not travel because the decode node held it (count).",
+            registry=registry,
+        )
         self._recomputed = Counter(
             "hackkv_prompt_tokens_recomputed",
             "Prompt tokens that a decode node served without receiving their KV (count); must stay 0.",
@@ -194,6 +199,7 @@ class Metrics:
             self._bytes.labels(codec, "header").inc(receipt.header_bytes)
             self._fp16_bytes.labels(codec).inc(receipt.fp16_bytes)
             self._tokens.inc(receipt.tokens)
+            self._held.inc(receipt.held_tokens)
             self._recomputed.inc(max(0, len(flight.request.prompt_ids) - receipt.tokens))
 
     def _count_success(self, flight: Flight, outcome: Outcome, stages: dict[Stage, float]) -> None:

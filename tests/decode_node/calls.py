@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
+from hack_kernels.base import Pool
+from torch import Tensor
+
+from hackkv.codec import Batch
 from hackkv.errors import (
     by_code,
 )
+from hackkv.model.worker import Worker
 from hackkv.types import (
     DecodeEvent,
     DecodeJob,
@@ -18,15 +25,17 @@ from hackkv.types import (
     Request,
     Reserved,
 )
-from tests.pair import Pair, greedy
+from tests.pair import TIMEOUT_S, Pair, greedy, twin
 from transport.closing import closing
 
 
 async def landed(nodes: Pair, request: Request) -> AsyncIterator[DecodeEvent]:
     """A decode call whose KV has landed: its next event is a token."""
     events = nodes.decode.decode(DecodeJob(request, request.request_id, 0))
-    assert await anext(events) == Reserved()
-    async with closing(nodes.prefill.prefill(PrefillJob(request, request.request_id, 0, nodes.address))) as prefilling:
+    reserved = await anext(events)
+    assert isinstance(reserved, Reserved)
+    job = PrefillJob(request, request.request_id, 0, nodes.address, held_pages=reserved.held_pages)
+    async with closing(nodes.prefill.prefill(job)) as prefilling:
         assert isinstance(await anext(prefilling), Prefilled)
         assert isinstance(await anext(prefilling), HandedOff)
     assert isinstance(await anext(events), Landed)
@@ -53,3 +62,16 @@ async def drain(nodes: Pair, job: PrefillJob) -> None:
                 raise by_code(event.code, event.message)
             if isinstance(event, HandedOff):
                 return
+
+
+def held_up(worker: Worker) -> tuple[Worker, threading.Event]:
+    """The same with a codec of its own, whose passes wait for the event."""
+    codec, begin = twin(worker.codec), threading.Event()
+    attend = codec.attend
+
+    def wait_and_attend(layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert begin.wait(TIMEOUT_S)
+        return attend(layer, pool, batch, q, k, v)
+
+    codec.attend = wait_and_attend  # type: ignore[method-assign]
+    return replace(worker, codec=codec), begin

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 
 import pytest
-from hack_kernels.base import Pool
-from torch import Tensor
 
-from hackkv.codec import Batch
 from hackkv.codecs import CODECS
 from hackkv.model.generate import generate
-from hackkv.model.worker import Worker
 from hackkv.types import Request
-from tests.pair import PI, TIMEOUT_S, Pair, greedy, paired, prompt, tiny_worker, twin
+from tests.decode_node.calls import held_up
+from tests.pair import PI, TIMEOUT_S, Pair, greedy, paired, prompt, tiny_worker
 
 
 def growing(count: int) -> list[Request]:
@@ -32,26 +28,13 @@ async def counts(nodes: Pair) -> dict[str, float]:
     return dict((await nodes.decode.describe()).stats)
 
 
-def held(worker: Worker) -> tuple[Worker, threading.Event]:
-    """The same with a codec of its own, whose passes wait for the event."""
-    codec, begin = twin(worker.codec), threading.Event()
-    attend = codec.attend
-
-    def wait_and_attend(layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert begin.wait(TIMEOUT_S)
-        return attend(layer, pool, batch, q, k, v)
-
-    codec.attend = wait_and_attend  # type: ignore[method-assign]
-    return replace(worker, codec=codec), begin
-
-
 @pytest.mark.parametrize("codec", sorted(CODECS))
 async def test_a_node_under_pressure_says_the_same(codec: str) -> None:
     """Six sequences that want 15 pages share 8; nothing is computed twice, and everything comes back."""
     worker = tiny_worker(codec)
     requests = growing(6)
     prompts = sum(len(request.prompt_ids) for request in requests)
-    decode, begin = held(worker)
+    decode, begin = held_up(worker)
     async with paired(worker, decode, num_pages=8) as nodes:
         serving = asyncio.gather(*(nodes.serve(request) for request in requests))
         async with asyncio.timeout(TIMEOUT_S):

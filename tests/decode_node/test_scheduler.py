@@ -9,12 +9,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, Limits
-from decode_node.seats import Place, Plan, Seat
+from decode_node.seats import Place, Plan, Seat, publish
 from hackkv.errors import Overloaded, RequestError
 from hackkv.footprint import Footprint
+from hackkv.page_names import Naming, PageName
+from hackkv.types import Fingerprint
 
 PI = 4
 PAGE_BYTES, ROW_BYTES = 10, 3
+NAMING = Naming(PI, Fingerprint(()))
 FOOTPRINT = Footprint(PI, PAGE_BYTES, PAGE_BYTES, ROW_BYTES)
 
 
@@ -29,6 +32,9 @@ def scheduler(
 class Schedules(RuleBasedStateMachine):
     """Any interleaving of requests, landings, steps, copies of any duration, and departures."""
 
+    shares = False
+    """Whether sequences begin with the same tokens, share pages and leave them behind."""
+
     @initialize(
         pages=st.integers(1, 12),
         slots=st.integers(1, 6),
@@ -37,7 +43,7 @@ class Schedules(RuleBasedStateMachine):
     )
     def start(self, pages: int, slots: int, host_pages: int, max_batch: int) -> None:
         """A node of any size."""
-        self.pool = PagePool(pages, slots)
+        self.pool = PagePool(pages, slots, host_places=3)
         self.capacity = host_pages * PAGE_BYTES
         self.scheduler: DecodeScheduler[int] = DecodeScheduler(
             self.pool, FOOTPRINT, Limits(self.capacity, max_batch, 2 * PI)
@@ -46,16 +52,22 @@ class Schedules(RuleBasedStateMachine):
         self.landing: list[Seat[int]] = []
         self.landed: list[Seat[int]] = []
         self.copies: list[Seat[int]] = []
+        self.loads: list[Seat[int]] = []
+        self.tokens: dict[Seat[int], int] = {}
         self.plan: Plan[int] | None = None
         self.begun: set[Seat[int]] = set()
         self.names = 0
 
-    @rule(prompt=st.integers(1, 30), output=st.integers(2, 30))
-    def request(self, prompt: int, output: int) -> None:
+    def page_names(self, token: int, rows: int) -> tuple[PageName, ...]:
+        """The names of a sequence that says the same token all the time."""
+        return NAMING.names((token,) * rows, "") if self.shares else ()
+
+    @rule(prompt=st.integers(1, 30), output=st.integers(2, 30), token=st.integers(0, 1))
+    def request(self, prompt: int, output: int, token: int) -> None:
         """A refusal takes nothing; what could not run alone is refused for good, and nothing else is."""
         limit, free = prompt + output - 1, self.pool.free_pages
         try:
-            seat = self.scheduler.admit(self.names, prompt, limit)
+            seat = self.scheduler.admit(self.names, prompt, limit, self.page_names(token, prompt))
         except RequestError:
             assert limit // PI > self.pool.num_pages
             assert self.pool.free_pages == free
@@ -65,13 +77,30 @@ class Schedules(RuleBasedStateMachine):
             assert self.holders(), "an empty node takes every request that fits"
         else:
             self.names += 1
+            self.tokens[seat] = token
             self.landing.append(seat)
+            if seat.loading:
+                self.loads.append(seat)
 
-    @precondition(lambda self: self.landing)
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def end_load(self, data: st.DataObject) -> None:
+        """Pages are back from host memory, even if nobody wants them any more."""
+        self.scheduler.loaded(self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1))))
+
+    @precondition(lambda self: self.shares)
+    @rule()
+    def save(self) -> None:
+        """Pages that nobody holds get a copy in host memory."""
+        self.pool.kept.saved(self.pool.kept.to_save(2))
+
+    @precondition(lambda self: any(not seat.loading for seat in self.landing))
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
         """The KV of anybody has landed, maybe with tokens to replay."""
-        seat = self.landing.pop(data.draw(st.integers(0, len(self.landing) - 1)))
+        seat = data.draw(st.sampled_from([seat for seat in self.landing if not seat.loading]))
+        self.landing.remove(seat)
+        publish(self.pool, seat, self.page_names(self.tokens[seat], seat.rows))
         self.scheduler.land(seat, data.draw(st.integers(1, seat.limit - seat.rows)))
         self.landed.append(seat)
 
@@ -123,6 +152,8 @@ class Schedules(RuleBasedStateMachine):
         """The step is over; who has all their tokens leaves."""
         assert self.plan is not None
         self.scheduler.stepped(self.plan.turns, advanced=works)
+        for turn in self.plan.turns if works else ():
+            publish(self.pool, turn.seat, self.page_names(self.tokens[turn.seat], turn.seat.rows))
         self.plan = None
         for seat in [seat for seat in self.landed if seat.rows == seat.limit]:
             self.landed.remove(seat)
@@ -137,7 +168,7 @@ class Schedules(RuleBasedStateMachine):
     def holders(self) -> set[Seat[int]]:
         """Who may hold something."""
         in_step = [turn.seat for turn in self.plan.turns] if self.plan else []
-        return {*self.landing, *self.landed, *self.copies, *in_step}
+        return {*self.landing, *self.landed, *self.copies, *self.loads, *in_step}
 
     @invariant()
     def everything_is_accounted_for(self) -> None:
@@ -145,7 +176,9 @@ class Schedules(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         here = self.holders()
-        assert sum(seat.pages for seat in here) == self.pool.num_pages - self.pool.free_pages
+        pages = [page for seat in here if seat.grant for page in seat.grant.pages]
+        assert self.shares or len(set(pages)) == len(pages)
+        assert len(set(pages)) == self.pool.num_pages - self.pool.free_pages
         assert sum(seat.grant is not None for seat in here) == self.pool.num_slots - self.pool.free_slots
         assert sum(seat.host_bytes for seat in here) == self.scheduler.host_bytes <= self.capacity
         assert set(self.scheduler.seats) == {*self.landing, *self.landed}
@@ -156,6 +189,8 @@ class Schedules(RuleBasedStateMachine):
             return
         if self.plan is not None:
             self.end_step()
+        while self.loads:
+            self.scheduler.loaded(self.loads.pop())
         while self.landing:
             seat = self.landing.pop()
             self.scheduler.land(seat)
@@ -180,8 +215,16 @@ class Schedules(RuleBasedStateMachine):
         assert self.scheduler.host_bytes == 0
 
 
+class SharedSchedules(Schedules):
+    """The same with sequences of which many begin alike."""
+
+    shares = True
+
+
 TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSharedSchedules = SharedSchedules.TestCase
+TestSharedSchedules.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 
 def landed(made: DecodeScheduler[str], name: str, tokens: int, limit: int, pending: int = 1) -> Seat[str]:

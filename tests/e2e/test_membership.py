@@ -26,8 +26,13 @@ ANSWER_TOKENS, FEW_TOKENS = 200, 8
 
 @pytest.fixture(scope="module")
 def paper(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Router, one prefill and two decode processes."""
-    router = {"lease_ttl_s": LEASE_S, "served_model_name": "tiny", "shutdown_grace_s": 0.5}
+    """Router, one prefill and two decode processes. Equal prompts go to all nodes, not only to those that hold them."""
+    router = {
+        "lease_ttl_s": LEASE_S,
+        "served_model_name": "tiny",
+        "shutdown_grace_s": 0.5,
+        "prefix_dispatch": False,
+    }
     running = Fleet(tmp_path_factory.mktemp("paper"), checkpoint, CODEC, router, num_decode=2)
     yield running
     running.stop()

@@ -160,6 +160,6 @@ async def test_traced_nodes_pass_everything_on() -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     traced = TracedPrefill(prefill, NoSpans())
     assert await traced.describe() == nouns.node_info("p-1")
-    await traced.assign("t-1", 2, "10.0.0.1:7")
-    assert prefill.assigned == [("t-1", 2, "10.0.0.1:7")]
+    await traced.assign("t-1", 2, "10.0.0.1:7", 3)
+    assert prefill.assigned == [("t-1", 2, "10.0.0.1:7", 3)]
     assert await TracedDecode(decode, NoSpans()).describe() == nouns.node_info()

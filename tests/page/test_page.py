@@ -100,6 +100,14 @@ def test_a_completion_typed_into_the_playground_streams(fleet: Fleet, open_page:
     expect(page.locator("#playground-bar .bar")).to_be_visible()
 
 
+def test_prompts_that_were_there_already_are_shown(fleet: Fleet, open_page: Open) -> None:
+    """The same prompts again: neither computed nor sent, but for their last tokens."""
+    served(fleet, 2)
+    page = ready(open_page(fleet.api.url))
+    expect(page.locator("#found")).to_contain_text(re.compile(r"not computed[1-9].*not sent[1-9]"))
+    expect(page.locator("#found-note")).to_contain_text("prompt tokens since the router started")
+
+
 def test_stop_stops_and_an_error_is_shown(fleet: Fleet, open_page: Open) -> None:
     page = ready(open_page(fleet.api.url, may_complain=True))  # a browser notes a refused request as an error
     page.fill("#prompt", "hello world")

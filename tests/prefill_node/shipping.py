@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
+from hack_kernels.base import Plane
 
 from hackkv.framing import FrameWriter
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, PrefillJob, Receipt
@@ -15,7 +16,7 @@ from hackkv.wire_form import RAW, Bytes, WireForm
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.links import Links
 from prefill_node.outbox import Outbox
-from prefill_node.shipment import Patience, Shipment
+from prefill_node.shipment import FrameKind, Patience, Shipment
 from tests.pair import TIMEOUT_S, greedy
 from transport.base import KvListener
 from transport.wires import Loopback
@@ -23,6 +24,7 @@ from transport.wires import Loopback
 FRAMES, FRAME_BYTES = 3, 64
 KV_BYTES = FRAMES * FRAME_BYTES
 TOKEN = 9
+KIND = FrameKind(Fingerprint(()), ((Plane("k", torch.uint8, (FRAME_BYTES,)),),) * FRAMES)
 PATIENCE = Patience(unassigned_s=300.0, kept_s=1800.0)
 
 
@@ -92,7 +94,7 @@ class Bench:
         """Bytes that ceased to wait."""
         self.pool = HostPool(room * KV_BYTES, self._on_left)
         self.sender = wire.sender()
-        self.outbox = Outbox(Links(self.sender, RAW), Fingerprint(()), self.pool, patience, lambda _: KV_BYTES)
+        self.outbox = Outbox(Links(self.sender, RAW), KIND, self.pool, patience, lambda _: KV_BYTES)
         self.first, self.second = (Receiver(wire.listener()) for _ in range(2))
 
     async def start(self) -> None:

@@ -121,8 +121,9 @@ async def test_kv_goes_to_another_decode_node_and_gives_the_same_tokens(codec: s
                 assert await anext(lost) == Landed(handed_off.receipt)
             await close(lost)
             async with closing(nodes.decode.decode(DecodeJob(request, "t", 1))) as decoding:
-                assert await anext(decoding) == Reserved()
-                await nodes.prefill.assign("t", 1, nodes.address)
+                reserved = await anext(decoding)
+                assert reserved == Reserved(5 if when == "after the handoff" else 0), "what has landed stays"
+                await nodes.prefill.assign("t", 1, nodes.address, reserved.held_pages)
                 prefilled, again = await computing, await anext(events)
                 assert isinstance(prefilled, Prefilled)
                 assert isinstance(again, HandedOff), again

@@ -7,15 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hackkv import page_names as naming
+from hackkv.page_names import Naming
 from hackkv.types import Fingerprint
-from prefill_node import page_names as naming
 from prefill_node.host_pool import Claim, HostPool, Tenant
-from prefill_node.page_names import page_names
 from prefill_node.prefix_pool import PrefixGrant, PrefixPool, SharedPage
 from prefill_node.resume_points import ResumePoints
 
 PAGES, SLOTS, POINTS, PI, PAGE_BYTES, HOST_BYTES = 4, 3, 2, 2, 10, 45
-FINGERPRINT = Fingerprint((("codec", "hack"),))
+NAMING = Naming(PI, Fingerprint((("codec", "hack"),)))
 
 prompts = st.builds(
     lambda pages, count, rest: tuple(token for page in pages[:count] for token in (page, page)) + (9,) * rest,
@@ -64,7 +64,7 @@ class Pages(RuleBasedStateMachine):
         """Prompts start, pages move, pages are computed, and published if the pass succeeds."""
         started: list[Running] = []
         for ids, salt, hit in wanted:
-            names = page_names(ids, PI, FINGERPRINT, salt)
+            names = NAMING.names(ids, salt)
             room = self.pool.has_room(len(ids), names if hit else ())
             grant = self.pool.take(len(ids), names, hit=hit)
             assert (grant is not None) == room
@@ -164,26 +164,12 @@ TestExactPages = ExactPages.TestCase
 TestExactPages.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
-def test_names_follow_tokens_fingerprint_and_salt() -> None:
-    ids = (1, 2, 3, 4, 5)
-    names = page_names(ids, 2, FINGERPRINT, "")
-    assert len(names) == 2
-    assert page_names(ids[:4], 2, FINGERPRINT, "") == names
-    assert page_names((*ids, 6), 2, FINGERPRINT, "")[:2] == names
-    others = [
-        page_names((1, 9, 3, 4), 2, FINGERPRINT, ""),
-        page_names(ids, 2, FINGERPRINT, "salt"),
-        page_names(ids, 2, Fingerprint((("codec", "fp16"),)), ""),
-    ]
-    assert len({name.digest for each in (names, *others) for name in each}) == 8
-
-
 def test_digests_that_collide_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every page of every prompt has the same digest here; still no prompt gets the pages of another."""
     monkeypatch.setattr(naming, "_digest", lambda _: b"same")
     pool = PrefixPool(PAGES, SLOTS, PI, HostPool(0, lambda _: None), PAGE_BYTES)
     for ids, salt, cached in (((1, 2, 3), "", 0), ((1, 2, 3), "", 2), ((1, 3, 3), "", 0), ((1, 2, 3), "salt", 0)):
-        grant = pool.take(3, page_names(ids, PI, FINGERPRINT, salt))
+        grant = pool.take(3, NAMING.names(ids, salt))
         assert grant is not None
         assert grant.cached_tokens == cached
         pool.publish(grant, 1)
@@ -194,7 +180,7 @@ def test_the_beginning_of_a_prefix_outlives_its_end() -> None:
     """Least recently used first, and of one prompt its last page first."""
     pool = PrefixPool(4, SLOTS, PI, HostPool(0, lambda _: None), PAGE_BYTES)
     for ids in ((1, 1, 2, 2), (3, 3, 4, 4)):
-        grant = pool.take(4, page_names(ids, PI, FINGERPRINT, ""))
+        grant = pool.take(4, NAMING.names(ids, ""))
         assert grant is not None
         pool.publish(grant, 2)
         pool.give_back(grant)
@@ -203,7 +189,7 @@ def test_the_beginning_of_a_prefix_outlives_its_end() -> None:
     assert pool.counts.evicted_pages == 1
     pool.give_back(grant)
     for begins, cached in (((3, 3, 4, 4), 4), ((1, 1, 2, 2), 2)):
-        grant = pool.take(5, page_names((*begins, 5), PI, FINGERPRINT, ""))
+        grant = pool.take(5, NAMING.names((*begins, 5), ""))
         assert grant is not None
         assert grant.cached_tokens == cached
         pool.give_back(grant)

@@ -17,21 +17,26 @@ from tests.router.scripted import Cluster, count_up
 PROMPT = tuple(range(20))
 
 
-def request(max_tokens: int = 5, seed: int = 3) -> Request:
-    """A request of two pages."""
-    return Request("r", PROMPT, Sampling(seed=seed, max_tokens=max_tokens))
+def request(max_tokens: int = 5, seed: int = 3, prompt: tuple[int, ...] = PROMPT) -> Request:
+    """A request, by default of two pages."""
+    return Request("r", prompt, Sampling(seed=seed, max_tokens=max_tokens))
 
 
 class Run:
     """A flight and what the client got."""
 
     def __init__(
-        self, cluster: Cluster, max_tokens: int = 5, deadlines: DeadlinesConfig | None = None, max_failovers: int = 3
+        self,
+        cluster: Cluster,
+        max_tokens: int = 5,
+        deadlines: DeadlinesConfig | None = None,
+        max_failovers: int = 3,
+        prompt: tuple[int, ...] = PROMPT,
     ) -> None:
         self.tokens: list[Token] = []
         self.enough: Callable[[Token], bool] = lambda token: False
         clock = StageClock(asyncio.get_running_loop().time)
-        self.flight = Flight(request(max_tokens), clock, self._take)
+        self.flight = Flight(request(max_tokens, prompt=prompt), clock, self._take)
         self.metrics = Metrics("tiny", cluster.fleet)
         limits = LimitsConfig(max_failovers=max_failovers)
         self.dispatcher = Dispatcher(cluster.fleet, self.metrics, deadlines or DeadlinesConfig(), limits)

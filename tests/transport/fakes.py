@@ -34,7 +34,7 @@ PREFILL_EVENTS: list[PrefillEvent] = [
     HandedOff(nouns.receipt(), 0.0, 0.3, 512, epoch=1),
 ]
 DECODE_EVENTS: list[DecodeEvent] = [
-    Reserved(),
+    Reserved(3),
     Landed(nouns.receipt()),
     Token(1, 12),
     Swapped(),
@@ -51,7 +51,7 @@ class FakePrefill:
         self.error: Exception | None = None
         self.hang = False
         self.jobs: list[PrefillJob] = []
-        self.assigned: list[tuple[str, int, str]] = []
+        self.assigned: list[tuple[str, int, str, int]] = []
         self.closed = asyncio.Event()
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
@@ -66,10 +66,10 @@ class FakePrefill:
         finally:
             self.closed.set()
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
         if self.error is not None:
             raise self.error
-        self.assigned.append((transfer_id, epoch, decode_address))
+        self.assigned.append((transfer_id, epoch, decode_address, held_pages))
 
     async def describe(self) -> NodeInfo:
         if self.hang:

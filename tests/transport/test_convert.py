@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hackkv import errors, types
 from hackkv.errors import FrameRefused, HackkvError, RequestError, TransferError
 from hackkv.nodes import CodecLoss, Lease, NodeInfo, WireAddress
+from hackkv.page_names import MARK_BYTES, MOST_MARKS
 from hackkv.types import (
     DecodeJob,
     Fingerprint,
@@ -80,14 +81,14 @@ planes = st.builds(PlaneSpan, TEXT, U64, U64, U64, U32)
 kv_frames = st.builds(
     KvFrame, TEXT, U32, U32, U32, U32, U32, U32, U32, U32, short_tuples(planes), st.binary(max_size=200)
 )
-receipts = st.builds(Receipt, TEXT, U32, short_tuples(st.tuples(TEXT, U64)), U64, U64, SECONDS, SECONDS)
+receipts = st.builds(Receipt, TEXT, U32, short_tuples(st.tuples(TEXT, U64)), U64, U64, SECONDS, SECONDS, U32)
 prefill_events = (
     st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, short_tuples(tokens), SECONDS)
     | st.builds(types.HandedOff, receipts, SECONDS, SECONDS, U64, U32)
     | st.builds(types.HandoffFailed, U32, TEXT, TEXT)
 )
 decode_events = (
-    st.builds(types.Reserved)
+    st.builds(types.Reserved, U32)
     | st.builds(types.Landed, receipts)
     | tokens
     | st.builds(types.Swapped)
@@ -113,19 +114,26 @@ node_infos = st.builds(
     TEXT,
     short_tuples(st.builds(WireAddress, TEXT, TEXT)),
     st.none() | st.builds(CodecLoss, LOGPROB, FINITE, LOGPROB, U32),
+    st.none() | st.binary(max_size=5).map(lambda mark: mark * MARK_BYTES),
 )
+
+
+def reported(marks: bytes) -> pb.NodeInfo:
+    """A decode node's report."""
+    return pb.NodeInfo(role=pb.ROLE_DECODE, fingerprint=pb.Fingerprint(), marks=marks)
+
 
 CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [
     (convert_kv.FINGERPRINT, fingerprints),
     (convert_kv.LAYOUT, st.builds(KvLayout, U32, U32, U32, st.integers(1, 2**32 - 1))),
     (convert_kv.RECEIPT, receipts),
     (convert_kv.PUSH_REQUEST, kv_frames),
-    (convert_kv.PUSH_REQUEST, st.builds(types.Handoff, TEXT, U32, fingerprints, U32)),
+    (convert_kv.PUSH_REQUEST, st.builds(types.Handoff, TEXT, U32, fingerprints, U32, U32)),
     (convert_kv.PUSH_REQUEST, st.builds(HandoffEnd, TEXT, U32, U32, U32, U64)),
     (convert_kv.PUSH_REPLY, receipts | st.just(Accepted())),
-    (convert.PREFILL_JOB, st.builds(PrefillJob, requests, TEXT, U32, TEXT, st.booleans())),
+    (convert.PREFILL_JOB, st.builds(PrefillJob, requests, TEXT, U32, TEXT, st.booleans(), U32)),
     (convert.PREFILL_EVENT, prefill_events),
-    (convert.ASSIGNMENT, st.builds(Assignment, TEXT, U32, TEXT)),
+    (convert.ASSIGNMENT, st.builds(Assignment, TEXT, U32, TEXT, U32)),
     (convert.DECODE_JOB, st.builds(DecodeJob, requests, TEXT, U32, short_tuples(U32))),
     (convert.DECODE_EVENT, decode_events),
     (convert.NODE_INFO, node_infos),
@@ -233,6 +241,8 @@ def test_absurd_sizes_are_refused() -> None:
         (convert.DECODE_JOB, pb.DecodeJob(request=pb.Request()), "sampling"),
         (convert.NODE_INFO, pb.NodeInfo(fingerprint=pb.Fingerprint()), "role"),
         (convert.NODE_INFO, pb.NodeInfo(role=pb.ROLE_DECODE), "fingerprint"),
+        (convert.NODE_INFO, reported(bytes(MARK_BYTES + 1)), "marks: 9 bytes are no marks of 8 bytes"),
+        (convert.NODE_INFO, reported(bytes(MARK_BYTES * (MOST_MARKS + 1))), "marks: .* at most 32768 are accepted"),
         (convert.DECODE_EVENT, pb.DecodeEvent(token=pb.Token(finish=99)), "finish"),  # type: ignore[arg-type]
         (convert.DECODE_EVENT, pb.DecodeEvent(token=pb.Token(logprob=float("nan"))), "logprob"),
         (convert.LEASE, pb.Lease(ttl_s=-1.0), "ttl_s"),

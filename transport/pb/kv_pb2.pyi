@@ -134,16 +134,18 @@ class KvLayout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ...) -> None: ...
 
 class Handoff(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "fingerprint", "num_tokens")
+    __slots__ = ("transfer_id", "epoch", "fingerprint", "num_tokens", "held_pages")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     fingerprint: Fingerprint
     num_tokens: int
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    held_pages: int
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., num_tokens: _Optional[int] = ..., held_pages: _Optional[int] = ...) -> None: ...
 
 class PlaneSpan(_message.Message):
     __slots__ = ("name", "raw_bytes", "coded_bytes", "checksum", "method")
@@ -208,7 +210,7 @@ class PlaneBytes(_message.Message):
     def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("transfer_id", "tokens", "bytes_by_plane", "header_bytes", "fp16_bytes", "receive_s", "wire_decode_s")
+    __slots__ = ("transfer_id", "tokens", "bytes_by_plane", "header_bytes", "fp16_bytes", "receive_s", "wire_decode_s", "held_tokens")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BYTES_BY_PLANE_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +218,7 @@ class Receipt(_message.Message):
     FP16_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
     WIRE_DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     tokens: int
     bytes_by_plane: _containers.RepeatedCompositeFieldContainer[PlaneBytes]
@@ -223,7 +226,8 @@ class Receipt(_message.Message):
     fp16_bytes: int
     receive_s: float
     wire_decode_s: float
-    def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes_by_plane: _Optional[_Iterable[_Union[PlaneBytes, _Mapping]]] = ..., header_bytes: _Optional[int] = ..., fp16_bytes: _Optional[int] = ..., receive_s: _Optional[float] = ..., wire_decode_s: _Optional[float] = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes_by_plane: _Optional[_Iterable[_Union[PlaneBytes, _Mapping]]] = ..., header_bytes: _Optional[int] = ..., fp16_bytes: _Optional[int] = ..., receive_s: _Optional[float] = ..., wire_decode_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("handoff", "frame", "end")
@@ -250,28 +254,32 @@ class PushReply(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class PrefillJob(_message.Message):
-    __slots__ = ("request", "transfer_id", "epoch", "decode_address", "handoff")
+    __slots__ = ("request", "transfer_id", "epoch", "decode_address", "handoff", "held_pages")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
     request: Request
     transfer_id: str
     epoch: int
     decode_address: str
     handoff: bool
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., handoff: _Optional[bool] = ...) -> None: ...
+    held_pages: int
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., handoff: _Optional[bool] = ..., held_pages: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("transfer_id", "decode_address", "epoch")
+    __slots__ = ("transfer_id", "decode_address", "epoch", "held_pages")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     decode_address: str
     epoch: int
-    def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    held_pages: int
+    def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., epoch: _Optional[int] = ..., held_pages: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("token", "queue_s", "prefill_s", "quantize_s", "computed_tokens", "prompt_logprobs", "wire_encode_s")
@@ -338,8 +346,10 @@ class DecodeJob(_message.Message):
     def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., emitted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("held_pages",)
+    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    held_pages: int
+    def __init__(self, held_pages: _Optional[int] = ...) -> None: ...
 
 class Landed(_message.Message):
     __slots__ = ("receipt",)
@@ -408,7 +418,7 @@ class CodecLoss(_message.Message):
     def __init__(self, kl: _Optional[float] = ..., top1: _Optional[float] = ..., perplexity_ratio: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "role", "address", "incarnation", "model", "fingerprint", "page_tokens", "max_context", "total_pages", "free_pages", "queued_tokens", "running", "waiting", "stats", "draining", "kernels", "wires", "loss")
+    __slots__ = ("node_id", "role", "address", "incarnation", "model", "fingerprint", "page_tokens", "max_context", "total_pages", "free_pages", "queued_tokens", "running", "waiting", "stats", "draining", "kernels", "wires", "loss", "marks")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -427,6 +437,7 @@ class NodeInfo(_message.Message):
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     WIRES_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
+    MARKS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     role: Role
     address: str
@@ -445,7 +456,8 @@ class NodeInfo(_message.Message):
     kernels: str
     wires: _containers.RepeatedCompositeFieldContainer[WireAddress]
     loss: CodecLoss
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., page_tokens: _Optional[int] = ..., max_context: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., stats: _Optional[_Iterable[_Union[Stat, _Mapping]]] = ..., draining: _Optional[bool] = ..., kernels: _Optional[str] = ..., wires: _Optional[_Iterable[_Union[WireAddress, _Mapping]]] = ..., loss: _Optional[_Union[CodecLoss, _Mapping]] = ...) -> None: ...
+    marks: bytes
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., page_tokens: _Optional[int] = ..., max_context: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., stats: _Optional[_Iterable[_Union[Stat, _Mapping]]] = ..., draining: _Optional[bool] = ..., kernels: _Optional[str] = ..., wires: _Optional[_Iterable[_Union[WireAddress, _Mapping]]] = ..., loss: _Optional[_Union[CodecLoss, _Mapping]] = ..., marks: _Optional[bytes] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("ttl_s",)

@@ -67,6 +67,7 @@ function show() {
   showFigures();
   showLegend();
   showKv();
+  showFound();
   charts.show(history);
 }
 
@@ -125,11 +126,13 @@ function showLegend() {
   sum.share.textContent = some ? `of ${compact(whole.finished)}` : "";
 }
 
-const tracks = ["ours", ""].map((kind) => {
+const makeTrack = (id, kind) => {
   const [name, fill, size] = [el("span"), el("span", { class: kind }), el("span", { class: "size" }, "–")];
-  byId("kv").append(name, el("div", { class: "track" }, fill), size);
+  byId(id).append(name, el("div", { class: "track" }, fill), size);
   return { name, fill, size };
-});
+};
+const tracks = ["ours", ""].map((kind) => makeTrack("kv", kind));
+const found = ["ours", "ours"].map((kind) => makeTrack("found", kind));
 
 function showKv() {
   const { kv_bytes, fp16_bytes } = history.last;
@@ -143,6 +146,18 @@ function showKv() {
   const open = `The last page of a prompt travels as FP16 until its ${page} tokens are full.`;
   const ratio = fp16_bytes ? `${percent(kv_bytes / fp16_bytes)} since the router started, headers included.` : "Nothing moved yet.";
   setText("kv-note", cluster.codec === "fp16" ? ratio : `${ratio} ${open}`);
+}
+
+// Pages that nodes keep after a request: what a prefill node need not compute again, and a decode node need not get again.
+function showFound() {
+  const { prompt_tokens, cached_tokens, held_tokens } = history.last;
+  [["not computed", cached_tokens], ["not sent", held_tokens]].forEach(([name, tokens], index) => {
+    const share = prompt_tokens ? tokens / prompt_tokens : 0;
+    found[index].name.textContent = name;
+    found[index].fill.style.width = `${100 * share}%`;
+    found[index].size.textContent = prompt_tokens ? percent(share) : "–";
+  });
+  setText("found-note", prompt_tokens ? `Of ${compact(prompt_tokens)} prompt tokens since the router started.` : "No prompts yet.");
 }
 
 function state(kind, text) {

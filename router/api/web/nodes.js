@@ -55,6 +55,9 @@ function gauges(stats) {
   if (stats.hackkv_prefix_hits_total) {
     says.push(`${percent(stats.hackkv_prefix_hits_total / stats.hackkv_prefix_queries_total)} of prompt tokens from the prefix cache`);
   }
+  if (stats.hackkv_held_hits_total) {
+    says.push(`${percent(stats.hackkv_held_hits_total / stats.hackkv_held_queries_total)} of full pages were here already`);
+  }
   return says.length ? [el("p", { class: "work" }, says.join("; "))] : [];
 }
 

@@ -110,7 +110,8 @@ function detail(one) {
     ["first token, per token", `${seconds(one.ttft_s)}, ${seconds(one.tpot_s)}`],
     ["nodes", [one.prefill_node, one.decode_node].filter(Boolean).join(" → ") || "none"],
     ["placed on nodes", one.attempts === 1 ? "once" : `${count(one.attempts)} times`],
-    ["prompt tokens from a cache", count(one.cached_tokens)],
+    ["prompt tokens not computed", count(one.cached_tokens)],
+    ["prompt tokens not sent", count(one.held_tokens)],
     ["tokens computed again", count(one.replayed_tokens)],
     ...Object.entries(one.sub_stages).map(([name, spent]) => [`${name}, part of a stage`, seconds(spent)]),
   ];

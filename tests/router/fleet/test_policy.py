@@ -11,11 +11,20 @@ from router.fleet.policy import DecodeLoad, Need, PrefillLoad, pages_for, pick_d
 HEALTH = st.builds(Health, st.sampled_from([0.0, 5.0, 20.0]), st.booleans())
 NAMES = st.integers(0, 9).map(str)
 PREFILL = st.lists(
-    st.builds(PrefillLoad, NAMES, st.integers(0, 50), st.integers(0, 9), HEALTH), unique_by=lambda node: node.node_id
+    st.builds(PrefillLoad, NAMES, st.integers(0, 50), st.integers(0, 9), HEALTH, st.just(False), st.integers(0, 30)),
+    unique_by=lambda node: node.node_id,
 )
 DECODE = st.lists(
     st.builds(
-        DecodeLoad, NAMES, st.integers(0, 50), st.integers(0, 8), st.just(99), st.just(16), st.integers(0, 9), HEALTH
+        DecodeLoad,
+        NAMES,
+        st.integers(0, 50),
+        st.integers(0, 8),
+        st.just(99),
+        st.just(16),
+        st.integers(0, 9),
+        HEALTH,
+        held_tokens=st.integers(0, 30),
     ),
     unique_by=lambda node: node.node_id,
 )
@@ -35,7 +44,8 @@ def test_nobody_better_was_passed_over(nodes: list[PrefillLoad], avoid: frozense
         if other.health.usable(10.0) and other.node_id not in avoid:
             assert chosen.health.usable(10.0)
             assert chosen.node_id not in avoid
-            assert (chosen.queued_tokens, chosen.chosen_at) <= (other.queued_tokens, other.chosen_at)
+            work, others = (node.queued_tokens - node.held_tokens for node in (chosen, other))
+            assert (work, chosen.chosen_at) <= (others, other.chosen_at)
 
 
 @given(DECODE, st.integers(1, 200))
@@ -45,7 +55,7 @@ def test_decode_goes_where_there_is_room(nodes: list[DecodeLoad], tokens: int) -
     picked = pick_decode(nodes, Need(tokens, tokens), 10.0)
     assert (picked is None) == (not roomy)
     if picked is not None:
-        loads = {node.node_id: node.outstanding_tokens for node in roomy}
+        loads = {node.node_id: node.outstanding_tokens - node.held_tokens for node in roomy}
         assert loads[picked] == min(loads.values())
 
 

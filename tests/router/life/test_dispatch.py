@@ -22,7 +22,7 @@ from router.config import LimitsConfig
 from router.life.dispatch import Dispatcher
 from router.watch.metrics import Outcome
 from tests.router.runs import PROMPT, Run, assert_served, until
-from tests.router.scripted import Cluster, Point, count_up, info
+from tests.router.scripted import PAGE_TOKENS, Cluster, Point, count_up, info
 
 
 async def test_both_legs_serve_one_request(cluster: Cluster) -> None:
@@ -99,10 +99,10 @@ async def test_an_assignment_that_overtakes_its_job_is_repeated(
     node = cluster.prefill["p0"]
     assign = node.assign
 
-    async def hasty(transfer_id: str, epoch: int, address: str) -> None:
+    async def hasty(transfer_id: str, epoch: int, address: str, held_pages: int) -> None:
         if refusals:
             raise refusals.pop()
-        await assign(transfer_id, epoch, address)
+        await assign(transfer_id, epoch, address, held_pages)
 
     monkeypatch.setattr(node, "assign", hasty)
     run = Run(cluster)
@@ -112,6 +112,24 @@ async def test_an_assignment_that_overtakes_its_job_is_repeated(
     await serving
     assert_served(run, cluster)
     assert not refusals
+
+
+async def test_the_prefill_node_hears_what_the_decode_node_holds(cluster: Cluster) -> None:
+    """With the job if there is room at once, else with the assignment. It is counted where KV is."""
+    cluster.script.held_pages = 1
+    run = Run(cluster)
+    await run.serve()
+    assert_served(run, cluster)
+    cluster.overload("d0", "d1")
+    late = Run(cluster)
+    cluster.script.reached[Point.PREFILL].clear()
+    serving = asyncio.create_task(late.serve())
+    await cluster.script.reached[Point.PREFILL].wait()
+    await cluster.report("d0")
+    await serving
+    assert_served(late, cluster)
+    assert [job.held_pages for node in cluster.prefill.values() for job in node.jobs] == [1, 0]
+    assert run.flight.held_tokens == late.flight.held_tokens == PAGE_TOKENS
 
 
 async def test_a_full_decode_node_sends_us_to_the_other(cluster: Cluster) -> None:

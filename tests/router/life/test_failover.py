@@ -181,8 +181,8 @@ async def test_a_transfer_that_fails_goes_to_another_decode_node(
 ) -> None:
     push = cluster.prefill["p0"]._push
 
-    async def fails_once(job: PrefillJob, epoch: int, address: str) -> PrefillEvent:
-        return HandoffFailed(epoch, error.code, str(error)) if epoch == 0 else await push(job, epoch, address)
+    async def fails_once(job: PrefillJob, epoch: int, address: str, held: int) -> PrefillEvent:
+        return HandoffFailed(epoch, error.code, str(error)) if epoch == 0 else await push(job, epoch, address, held)
 
     monkeypatch.setattr(cluster.prefill["p0"], "_push", fails_once)
     run = Run(cluster)
@@ -196,8 +196,8 @@ async def test_word_of_a_push_that_is_over_is_counted_and_ignored(
 ) -> None:
     push = cluster.prefill["p0"]._push
 
-    async def late(job: PrefillJob, epoch: int, address: str) -> PrefillEvent:
-        fate = await push(job, epoch, address)
+    async def late(job: PrefillJob, epoch: int, address: str, held: int) -> PrefillEvent:
+        fate = await push(job, epoch, address, held)
         return fate if epoch == 0 else HandoffFailed(0, "node_lost", "d0 went away")
 
     monkeypatch.setattr(cluster.prefill["p0"], "_push", late)

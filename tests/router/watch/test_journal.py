@@ -12,7 +12,7 @@ from hackkv.timing import Stage
 from hackkv.types import Role
 from router.watch.journal import ENDED, GONE_S, SAMPLES, TOTALS, Journal
 from tests.router.conftest import Api
-from tests.router.scripted import Point, info
+from tests.router.scripted import PAGE_TOKENS, Point, info
 
 COMPLETIONS = "/v1/completions"
 
@@ -26,6 +26,17 @@ async def samples(api: Api, after: int = 0) -> list[dict[str, float]]:
 async def requests(api: Api, after: int = 0) -> dict[str, Any]:
     told: dict[str, Any] = (await api.http.get("/api/requests", params={"after": after})).json()
     return told
+
+
+async def test_tokens_that_were_there_already_are_summed(api: Api) -> None:
+    api.cluster.script.cached_tokens = api.cluster.script.held_pages = 1
+    told = []
+    for _ in range(2):
+        await api.http.post(COMPLETIONS, json={"prompt": [5] * 20, "max_tokens": 5})
+        api.served.journal.sample()
+        told.append((await samples(api))[-1])
+    assert [(one["cached_tokens"], one["held_tokens"]) for one in told] == [(1, PAGE_TOKENS), (2, 2 * PAGE_TOKENS)]
+    assert [one["held_tokens"] for one in (await requests(api))["ended"]] == [PAGE_TOKENS] * 2
 
 
 async def test_a_request_on_its_way_is_told_with_its_tokens_so_far(api: Api) -> None:

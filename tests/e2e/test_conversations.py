@@ -1,0 +1,119 @@
+"""Conversations over HTTP: turns go where their pages are, send what is new, and say what a cold run says."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from pathlib import Path
+
+import httpx
+import pytest
+
+from decode_node.service import DecodeService
+from hackkv.codecs import CODECS
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model.generate import generate
+from hackkv.model.tiny import Tiny, write_tiny
+from hackkv.model.worker import Worker, load_worker
+from hackkv.types import Request, Sampling
+from tests.e2e.in_process import in_process_cluster
+from tests.pair import prompt
+from transport.wires import WIRES
+
+PI = 32
+TOKENS = PI + 5
+TURNS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random FP32 checkpoint."""
+    return write_tiny(tmp_path_factory.mktemp("turns") / "tiny", Tiny(max_context=1024))
+
+
+@cache
+def worker(folder: Path, codec: str) -> Worker:
+    """The model, once per codec."""
+    return load_worker(
+        ModelConfig(path=str(folder), dtype="float32"), CodecConfig(name=codec, settings={"page_tokens": PI})
+    )
+
+
+def cold(worker: Worker, ids: tuple[int, ...]) -> list[int]:
+    """What one process says that serves the prompt alone."""
+    sampling = Sampling(seed=0, max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    return [token.token_id for token in generate(worker, Request("cold", ids, sampling))]
+
+
+async def say(client: httpx.AsyncClient, ids: tuple[int, ...], salt: str = "") -> list[int]:
+    """One greedy turn over HTTP."""
+    body = {"prompt": ids, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    response = await client.post("/v1/completions", json=body | ({"cache_salt": salt} if salt else {}))
+    assert response.status_code == 200, response.text
+    token_ids: list[int] = response.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+async def converse(client: httpx.AsyncClient, worker: Worker, number: int, salt: str = "") -> None:
+    """All turns of one conversation."""
+    ids = prompt(number, 2 * PI + number)
+    for turn in range(TURNS):
+        answer = await say(client, ids, salt)
+        assert answer == cold(worker, ids)
+        ids += (*answer, *prompt(100 * number + turn, 7))
+
+
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    """The sum of a series over its labels."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("wire", sorted(WIRES))
+async def test_turns_of_many_conversations_say_what_cold_runs_say(folder: Path, wire: str, codec: str) -> None:
+    """First one conversation after another: each later turn finds its pair idle, and all that the turns before it have
+    sealed stays where it is. Then some at once, which may move for the sake of load."""
+    made = worker(folder, codec)
+    async with in_process_cluster(folder, made, wire, chunk_pages=2) as client:
+        for number in (1, 2):
+            await converse(client, made, number)
+        starts = [2 * PI + number + turn * (TOKENS + 7) for number in (1, 2) for turn in range(1, TURNS)]
+        assert await metric(client, "hackkv_kv_held_tokens_total") == sum((start - 8) // PI * PI for start in starts)
+        assert await metric(client, "hackkv_dispatched_held_tokens_total") > 0
+        await asyncio.gather(*(converse(client, made, number) for number in range(3, 7)))
+        assert await metric(client, "hackkv_prompt_tokens_recomputed_total") == 0
+
+
+async def test_tenants_do_not_share(folder: Path) -> None:
+    """The same conversation of two tenants: the second finds nothing of the first."""
+    made = worker(folder, "hack")
+    async with in_process_cluster(folder, made, "inproc", 2, num_prefill=1, num_decode=1) as client:
+        ids = prompt(1, 3 * PI)
+        for salt in "ab":
+            await say(client, ids, salt)
+            assert await metric(client, "hackkv_kv_held_tokens_total") == 0
+            assert await metric(client, "hackkv_prefix_hits_total") == 0
+        await say(client, ids, "a")
+        assert await metric(client, "hackkv_kv_held_tokens_total") == 3 * PI
+
+
+@pytest.mark.parametrize("codec", CODECS)
+async def test_a_conversation_outlives_the_node_that_has_it(folder: Path, codec: str) -> None:
+    """Both turns say the same as a cold run: the one under way when its decode node drains, and the one after."""
+    made, nodes = worker(folder, codec), list[DecodeService]()
+    async with in_process_cluster(folder, made, "grpc", 2, decode_nodes=nodes) as client:
+        ids = prompt(5, 3 * PI + 1)
+        ids += (*await say(client, ids), 7, 8)
+        holder = max(nodes, key=lambda node: node.pool.kept.known)
+        assert holder.pool.kept.known[0] > 3
+        turn = asyncio.create_task(say(client, ids))
+        while not holder.draining.is_set():
+            await asyncio.sleep(0)
+            if not (await holder.describe()).queued_tokens and not turn.done():
+                continue  # the turn has not reached the node
+            await holder.drain(0.0)
+        answer = await turn
+        assert answer == cold(made, ids)
+        ids += (*answer, 9)
+        assert await say(client, ids) == cold(made, ids)
