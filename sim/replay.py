@@ -8,7 +8,7 @@ books count), and list every answer that differs. Of a prefill node the tape als
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from decode_node.scheduler import DecodeScheduler, Limits
 from decode_node.seats import Plan, Seat, Turn
 from hackkv.errors import ConfigError, HackkvError, Overloaded, RequestError
+from hackkv.page_names import PageName
 from prefill_node.host_pool import HostPool
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
 from sim.books import CountedPages, CountedPrefixes
@@ -75,16 +76,16 @@ def read_tape(path: Path) -> Tape:
 
 
 def record_decode(scheduler: DecodeScheduler[Owner], tape: Tape) -> None:
-    """Keep every call of a live scheduler from now on. It must have no sequences yet."""
+    """Keep every call of a live scheduler from now on. It must have no sequences yet, and sequences share no pages."""
     numbers: dict[Seat[Owner], int] = {}
     admit, land, leave = scheduler.admit, scheduler.land, scheduler.leave
     schedule, stepped, copied = scheduler.schedule, scheduler.stepped, scheduler.copied
     count = iter(range(1 << 62))
 
-    def admitted(owner: Owner, rows: int, limit: int) -> Seat[Owner]:
+    def admitted(owner: Owner, rows: int, limit: int, names: Sequence[PageName] = ()) -> Seat[Owner]:
         number = next(count)
         try:
-            seat = admit(owner, rows, limit)
+            seat = admit(owner, rows, limit, names)
         except HackkvError as error:
             tape.add("admit", [number, rows, limit], error.code)
             raise
