@@ -4,9 +4,9 @@ A codec owns three things: the format of a sealed page (`hack_kernels.base.PageF
 layers), what a batch does to pages (`attend`), and which planes travel (`to_wire`, `from_wire`). Schedulers, pools,
 wires and engines see pages only as planes of bytes, so a new codec plugs in by entering the `CODECS` table.
 
-All codecs share the life of a page: rows collect as FP16 in the sequence's *slot* of a `Pool`, and a page is sealed
-when it is full. The slot keeps the rows that later queries see exactly (`Window`). Letters: T rows, B sequences, N
-pages, S slots, Π page_tokens, D head_dim.
+All codecs share the life of a page: rows collect as FP16 in the sequence's *slot* of a `Pool`, and a full page is
+sealed. The slot keeps rows that later queries see exactly (`Window`). Letters: T rows, B sequences, N pages, S slots,
+Π page_tokens, D head_dim.
 """
 
 from __future__ import annotations
@@ -263,8 +263,7 @@ class KvCodec(Protocol):
 
     @property
     def decodes_as_prefill(self) -> bool:
-        """Whether a decode step gives a row the K and V that it would have in a prompt: if so, pages of generated
-        tokens are as good as a prompt's. Not if decode reads only some of the pages."""
+        """Whether generated rows have the K and V of prompt rows. Not if decode reads only some of the pages."""
         ...
 
     @property
@@ -309,8 +308,7 @@ class KvCodec(Protocol):
         and ends in a later one, or, with recent pages, one that starts behind row 0 and has rows of several pages.
 
         A row that is not finite in FP16 sets its sequence in `batch.faulty`. In decode the row is not written, in
-        prefill zeros are written instead. The sequence's output is undefined; other sequences are served. The call does
-        not wait for the device.
+        prefill zeros are. The sequence's output is undefined; others are served. The call does not wait for the device.
         """
         ...
 
