@@ -17,6 +17,13 @@ LOSS = CodecLoss(0.0125, 0.97, 1.01, 600)
 STORE = Store("test", CodecLoss, "a loss")
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this test's measurements."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hackkv" / "test"
+
+
 def forbidden() -> CodecLoss:
     raise AssertionError("it is known")
 

@@ -99,7 +99,8 @@ def _jct(planned: Unloaded, pace: Pace) -> float:
 def show(found: Recommendation, console: Console) -> None:
     """Print the table and the advice."""
     tokens = max((row.loss.tokens for row in found.rows if row.loss is not None), default=0)
-    table = Table("preset", title=f"{found.model}: {tokens} tokens of {found.source}", title_justify="left")
+    table = Table(title=f"{found.model}: {tokens} tokens of {found.source}", title_justify="left")
+    table.add_column("preset", no_wrap=True, min_width=max(len(row.name) for row in found.rows))
     for name in ("of FP16's bytes", "KL", "first choices kept", "perplexity ×", "JCT"):
         table.add_column(name, justify="right")
     for row in found.rows:

@@ -28,7 +28,7 @@ async def test_workers_account_for_their_stages(tmp_path: Path, stream: bool) ->
         metrics = (await client.get("/metrics")).text
         nodes = (await client.get("/version")).json()["nodes"]
     report = response.json()["hackkv"] if not stream else _last_event(response.text)["hackkv"]
-    assert nodes["decode-0"] == {"role": "decode", "kernels": "reference (torch)", "codec_loss": None}
+    assert nodes["decode-0"] == {"role": "decode", "kernels": "reference (torch), batch invariant", "codec_loss": None}
     stages, sub_stages = report["stages"], report["sub_stages"]
     assert set(stages) == set(Stage)
     assert sum(stages.values()) == pytest.approx(report["total_s"])
