@@ -16,9 +16,10 @@ from tests.e2e.processes import Child, Fleet, role
 from tests.page.conftest import Open
 
 PHONE = {"width": 390, "height": 844}
-STOP_EARLY = """() => new MutationObserver(() => {
-  if (document.querySelector(".turn.assistant:last-child .said")?.childNodes.length > 3)
-    document.getElementById("chat-stop").click();
+STOP_EARLY = """() => new MutationObserver((_, observer) => {
+  if (!(document.querySelector(".turn.assistant:last-child .said")?.childNodes.length > 3)) return;
+  observer.disconnect();
+  document.getElementById("chat-stop").click();
 }).observe(document.getElementById("chat-log"), { childList: true, subtree: true })"""
 
 pytestmark = [pytest.mark.usefixtures("browser"), pytest.mark.slow]
