@@ -119,20 +119,23 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
     return codec
 
 
+def written_bits(artifact: Artifact) -> LayerBits | None:
+    """The bits by layer that the file has, if any. Raises `ValueError` naming the file."""
+    written = artifact.about.get("layer_bits")
+    try:
+        return None if written is None else LayerBits.model_validate(written)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{artifact.path}: layer_bits.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
 def layer_bits(artifact: Artifact, plain: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Bits of K and V by layer: those of the file if it has some for a preset with these, else `plain`.
 
     Raises `ValueError` naming the file.
     """
-    written = artifact.about.get("layer_bits")
-    if written is None:
-        return plain
-    try:
-        found = LayerBits.model_validate(written)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{artifact.path}: layer_bits.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    if (found.k_bits, found.v_bits) != plain[0]:
+    found = written_bits(artifact)
+    if found is None or (found.k_bits, found.v_bits) != plain[0]:
         return plain
     if not len(found.k) == len(found.v) == len(plain):
         said = f"{len(found.k)} layers of K and {len(found.v)} of V; the model has {len(plain)}"

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from hackkv.codecs import CALIBRATED, CODECS
+from hackkv.codecs.artifact import read_artifact
+from hackkv.codecs.rotated import written_bits
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 
@@ -91,7 +93,20 @@ WINDOWED: Final = "rot-k4v4"
 
 
 def calibrated(file: Path) -> tuple[Variant, ...]:
-    """The rows of presets that can be calibrated once more, with a file that `hackkv calibrate` wrote."""
+    """The rows of presets that can be calibrated once more, with a file that `hackkv calibrate` wrote. If the file has
+    bits by layer, that is one row: the preset that they are for.
+
+    Raises `ConfigError` for a file that cannot be read.
+    """
+    try:
+        mixed = written_bits(read_artifact(file))
+    except ValueError as error:
+        raise ConfigError(f"--calibration: {error}") from error
+    if mixed is not None:
+        bits = {"k_bits": mixed.k_bits, "v_bits": mixed.v_bits}
+        (name,) = (name for name in CALIBRATED if bits.items() <= CODECS[name].settings.items())
+        says = f"{_says(name)}, more bits in some layers; calibrated"
+        return (_row(f"{name}-mixed", name, "rot, calibrated", says, calibration=str(file)),)
     family, says = "rot, calibrated", f"{_says(WINDOWED)}, sink 1, recent 2; calibrated"
     return (
         *(

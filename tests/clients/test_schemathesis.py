@@ -26,6 +26,8 @@ CROSS_FIELD = re.compile(
     r"|top_logprobs: is only allowed"
     r"|continue_final_message"
     r"|chat_template_kwargs"
+    r"|^(guided_|structured_outputs\.)(json|regex|grammar|choice): "
+    r"|^(response_format\.json_schema|text\.format|output_config\.format)\.schema: "
     r"|is not a grammar|cannot be compiled"
     r"|the chat template refused|the chat template made an empty prompt"
     r"|exclude each other|tool_choice|tool_calls|two functions have one name|how this model calls them"

@@ -302,3 +302,16 @@ def test_the_command_says_what_is_wrong(checkpoint: Path, tmp_path: Path, capsys
     broken.write_text("{}")
     assert main(["--render", "--out", str(tmp_path)]) == 2
     assert "copy.json: not a file of `hackkv eval`" in capsys.readouterr().err
+
+
+def test_a_file_with_bits_by_layer_adds_one_row(subject: Subject, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "calibration.safetensors"
+    made = ["--tokens", "400", "--target-bytes", "18.5%", "--out", str(file)]
+    assert calibrate([str(checkpoint), *made]) == 0
+    _, mixed = variants.choose(["rot-k3v2-mixed"], file)
+    bits = dict(subject.plan(mixed.codec).fingerprint().fields)
+    assert any("," in bits[f"codec.{of}_bits"] for of in "kv"), "layers differ"
+    with pytest.raises(ConfigError, match="'rot-k3v2-calibrated' is unknown"):
+        variants.choose(["rot-k3v2-calibrated"], file)
+    with pytest.raises(ConfigError, match=r"--calibration: .*No such file"):
+        variants.choose([], tmp_path / "absent")
