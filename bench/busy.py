@@ -14,6 +14,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -89,14 +90,14 @@ async def _ask(client: httpx.AsyncClient, salt: str) -> None:
 
 
 @contextmanager
-def busy(loops: int) -> Iterator[None]:
+def busy(loops: int) -> Iterator[list[SpawnProcess]]:
     """Meanwhile as many processes do nothing but count."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_count, daemon=True) for _ in range(loops)]
     for process in processes:
         process.start()
     try:
-        yield
+        yield processes
     finally:
         for process in processes:
             process.kill()
