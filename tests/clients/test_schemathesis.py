@@ -33,7 +33,8 @@ CROSS_FIELD = re.compile(
     r"|exclude each other|tool_choice|tool_calls|two functions have one name|how this model calls them"
     r"|tools: needs messages"
     r"|text.format.(name|schema): is required"
-    r"|arguments: (is not JSON|must be a JSON object)"
+    r"|arguments:? (is not JSON|must be a JSON object)"
+    r"|json_schema is required|belongs to type tool"
     r"|messages: (holds nothing|becomes more|ends with calls)|(messages|input) holds nothing"
     r"|tool_use belongs to|tool_result belongs to"
 )
