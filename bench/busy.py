@@ -26,6 +26,7 @@ from app.cluster import ClusterPlan, running
 from bench.cluster import load_note
 from bench.sections import write_section
 from hackkv.defaults import DEFAULT_CODEC
+from hackkv.model.shipped import find_model
 from measure.accuracy.machine import this_machine
 
 LOOPS: Final = (0, 1, 2)
@@ -60,8 +61,9 @@ def main() -> None:
 
 async def measure(model: str, threads: int) -> dict[int, list[float]]:
     """Busy loops -> tokens a second, round by round."""
-    worker = {"model": {"path": model, "threads": threads}, "codec": {"name": DEFAULT_CODEC}}
-    router: dict[str, Any] = {"listen": {"port": 0}, "control": {"port": 0}, "model": model}
+    folder = str(find_model(model, "bfloat16").path)
+    worker = {"model": {"path": folder, "threads": threads}, "codec": {"name": DEFAULT_CODEC, "allow_loss": True}}
+    router: dict[str, Any] = {"listen": {"port": 0}, "control": {"port": 0}, "model": folder}
     speeds: dict[int, list[float]] = {loops: [] for loops in LOOPS}
     async with (
         running(ClusterPlan(router, worker, num_prefill=1, num_decode=1), lambda _: None) as cluster,
