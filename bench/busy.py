@@ -116,7 +116,7 @@ def table(speeds: dict[int, list[float]], cores: int) -> list[str]:
     """A line for each number of loops."""
     alone = median(speeds[LOOPS[0]])
     return [
-        f"| {loops} | {median(found):.3g} | {median(found) / alone:.2f} | {cores / (cores + loops):.2f} |"
+        f"| {loops} | {median(found):.0f} | {median(found) / alone:.2f} | {cores / (cores + loops):.2f} |"
         for loops, found in speeds.items()
     ]
 
