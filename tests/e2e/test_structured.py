@@ -55,12 +55,16 @@ async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, A
 
 
 async def validate(client: httpx.AsyncClient, schemas: Mapping[str, dict[str, Any]]) -> int:
-    """Ask for an instance of each schema. Returns how many answers were cut by `max_tokens`."""
+    """Ask for an instance of each schema. Returns how many answers were cut by `max_tokens`.
+
+    Without a penalty so small a model never ends some of the numbers that it begins.
+    """
     places = asyncio.Semaphore(CONCURRENCY)
 
     async def one(name: str, schema: dict[str, Any]) -> int:
+        body = {"prompt": "def ", "guided_json": schema, "temperature": 0.8, "frequency_penalty": 0.5}
         async with places:
-            answer = await post(client, "/v1/completions", prompt="def ", guided_json=schema, temperature=0.8)
+            answer = await post(client, "/v1/completions", **body)
         (choice,) = answer["choices"]
         if choice["finish_reason"] == "length":
             return 1
@@ -75,7 +79,7 @@ async def test_answers_validate() -> None:
     """Some schemas of every kind; the slow tier has 500."""
     schemas = {**REAL, **{str(seed): random_schema(seed) for seed in range(500, 530)}}
     async with in_process_cluster(SHIPPED, worker(), "inproc", 4) as client:
-        assert await validate(client, schemas) <= len(schemas) // 10
+        assert await validate(client, schemas) <= len(schemas) // 20
 
 
 @pytest.mark.slow
@@ -83,7 +87,7 @@ async def test_answers_validate() -> None:
 async def test_500_random_schemas_validate() -> None:
     schemas = {str(seed): random_schema(seed) for seed in range(500)}
     async with in_process_cluster(SHIPPED, worker(), "inproc", 4) as client:
-        assert await validate(client, schemas) <= len(schemas) // 10
+        assert await validate(client, schemas) <= len(schemas) // 20
 
 
 async def test_a_stream_of_a_guided_request_survives_its_decode_nodes() -> None:
