@@ -28,8 +28,8 @@ pytestmark = pytest.mark.timeout(1800)  # the first test builds the images
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 SERVICES = (*NODES, "router", "prometheus")
 READY_S = 120.0
-RECOVERED_S = 120.0
-RECORDED_S = 120.0
+RECOVERED_S = 60.0
+RECORDED_S = 60.0
 PROMPT = "def read_lines(path):\n    " + "# one more line of a prompt that fills pages\n    " * 20
 BURST_BITS = 8 * 65536
 """What a link lets through at once (deploy/link.sh)."""
