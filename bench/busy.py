@@ -107,6 +107,9 @@ def busy(loops: int) -> Iterator[list[SpawnProcess]]:
 
 
 def _count() -> None:
+    # Linux divides processor time among sessions first (sched_autogroup). A loop in the session of the shell would have
+    # that shell's priority, and a node never has: it is in a session of its own.
+    os.setsid()
     number = 0
     while True:
         number += 1
