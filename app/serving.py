@@ -18,7 +18,7 @@ from app.interrupt import Interrupt
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.packaged import SHIPPED_NAME, SMOLLM2, SMOLLM2_PACKAGE, has_smollm2
 
-ALLOW_LOSS, CALIBRATION = "allow_loss", "calibration"
+ALLOW_LOSS, CALIBRATION, UNCALIBRATED = "allow_loss", "calibration", "none"
 console = Console(stderr=True, highlight=False)
 
 
@@ -41,13 +41,14 @@ def plan_of(model: dict[str, Any], codec: str, nodes: tuple[int, int], router: d
 
 
 def codec_of(text: str) -> dict[str, Any]:
-    """`NAME`, and behind commas `allow_loss` and `calibration=FILE`, as settings. Raises `ConfigError` else."""
+    """`NAME`, and behind commas `allow_loss`, `calibration=FILE` or `=none`, as settings. Raises `ConfigError` else."""
     name, *words = text.split(",")
     settings: dict[str, str] = {}
     for word in words:
         key, _, file = word.partition("=")
         if key == CALIBRATION and file:
-            settings[CALIBRATION] = str(Path(file).expanduser().resolve())  # nodes have other working folders
+            # Nodes have other working folders.
+            settings[CALIBRATION] = file if file == UNCALIBRATED else str(Path(file).expanduser().resolve())
         elif word != ALLOW_LOSS:
             raise ConfigError(f"--codec {text}: expected NAME, NAME,{ALLOW_LOSS} or NAME,{CALIBRATION}=FILE")
     return {"name": name, "settings": settings, "allow_loss": ALLOW_LOSS in words}

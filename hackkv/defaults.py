@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-DEFAULT_CODEC: Final = "rot-k4v4"
+DEFAULT_CODEC: Final = "rot-k3v2"
 DEFAULT_MAX_KL: Final = 0.15
 """In nats, mean over positions."""

@@ -8,6 +8,8 @@ from typing import Final
 
 SHIPPED: Final = Path(__file__).resolve().parent / "shipped"
 SHIPPED_NAME: Final = "hackkv-small"
+CALIBRATIONS: Final = Path(__file__).resolve().parent / "calibrations"
+"""Calibration files that ship with hackkv, each named by the model that it is of (`source_hash`)."""
 
 SMOLLM2: Final = "smollm2"
 """The name by which a person asks for SmolLM2-135M-Instruct."""

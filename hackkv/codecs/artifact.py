@@ -24,8 +24,8 @@ METADATA: Final = "hackkv"
 """The one key of the file's metadata, whose value is JSON: the library writes several keys in any order, and the bytes
 of a file must follow from what was measured."""
 
-VERSION: Final = 2
-"""Of what the tensors mean: 2 has weights beside the gains, which version 1 called `feedback`."""
+VERSION: Final = 3
+"""Of what a file holds: 2 has weights beside the gains, which 1 called `feedback`; 3 has bits for several presets."""
 
 MAX_BYTES: Final = 1 << 30
 """The largest file that is read; a rotation of every layer and KV head of a large model takes a tenth of it."""

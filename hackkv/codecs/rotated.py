@@ -23,7 +23,7 @@ from hack_kernels.base import Backend, Pool
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
 from hack_kernels.reference.levels import LevelReference
 from hack_kernels.window import Window
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from hackkv.codec import AttentionWeights, Batch, KvCodec
@@ -34,6 +34,8 @@ from hackkv.config import Frozen
 from hackkv.types import KvShape
 
 Definition = Callable[[LevelFormat, torch.device], LevelKernels]
+
+UNCALIBRATED: Final = "none"
 
 WORST_CONDITION: Final = 1e4
 """The largest condition number of a basis: beyond it, what T^-T makes of a query loses to FP32 what codes keep."""
@@ -49,18 +51,22 @@ class RotatedSettings(Frozen):
     """First pages of a sequence that queries see exactly; see `Window`."""
     recent: int = 0
     """Pages before a query's own that it sees exactly."""
-    calibration: str | None = None
-    """Path of a file that `hackkv calibrate` wrote for this model."""
+    calibration: str = UNCALIBRATED
+    """Path of a file that `hackkv calibrate` wrote for this model, or `none`. A worker whose settings have neither
+    takes the file that ships for its model, if there is one (`hackkv.model.worker`)."""
 
 
 class LayerBits(Frozen):
-    """Bits by layer, which a calibration file may have (`hackkv calibrate --target-bytes`)."""
+    """Bits by layer, which a calibration file may have for some presets (`hackkv calibrate --target-bytes`)."""
 
     k_bits: int
     """The bits of the preset that they are for; other presets do not look at them."""
     v_bits: int
     k: tuple[int, ...]
     v: tuple[int, ...]
+
+
+_WRITTEN: Final = TypeAdapter(tuple[LayerBits, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +97,9 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
     chosen = RotatedSettings.model_validate(settings)
     window = Window(chosen.sink, chosen.recent)
     bits = [(chosen.k_bits, chosen.v_bits)] * shape.num_layers
-    digest, origin = "none", None
+    digest, origin = UNCALIBRATED, None
     feedback = list[Feedback]()
-    if chosen.calibration is None:
+    if chosen.calibration == UNCALIBRATED:
         turns = (plain_turn(shape.head_dim).to(backend.device),) * shape.num_layers
     else:
         artifact = read_artifact(Path(chosen.calibration))
@@ -119,11 +125,10 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
     return codec
 
 
-def written_bits(artifact: Artifact) -> LayerBits | None:
-    """The bits by layer that the file has, if any. Raises `ValueError` naming the file."""
-    written = artifact.about.get("layer_bits")
+def written_bits(artifact: Artifact) -> tuple[LayerBits, ...]:
+    """The bits by layer that the file has, for each preset that has some. Raises `ValueError` naming the file."""
     try:
-        return None if written is None else LayerBits.model_validate(written)
+        return _WRITTEN.validate_python(artifact.about.get("layer_bits", ()))
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{artifact.path}: layer_bits.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -134,8 +139,8 @@ def layer_bits(artifact: Artifact, plain: list[tuple[int, int]]) -> list[tuple[i
 
     Raises `ValueError` naming the file.
     """
-    found = written_bits(artifact)
-    if found is None or (found.k_bits, found.v_bits) != plain[0]:
+    found = next((each for each in written_bits(artifact) if (each.k_bits, each.v_bits) == plain[0]), None)
+    if found is None:
         return plain
     if not len(found.k) == len(found.v) == len(plain):
         said = f"{len(found.k)} layers of K and {len(found.v)} of V; the model has {len(plain)}"

@@ -14,7 +14,7 @@ from hack_kernels.base import Backend, BackendUnavailable
 from tokenizers import Tokenizer
 
 from hackkv.codec import KvCodec, Origin
-from hackkv.codecs import make_codec
+from hackkv.codecs import CALIBRATED, make_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import CalibrationMismatch, CheckpointError, ConfigError
 from hackkv.footprint import Footprint, footprint_of
@@ -28,9 +28,13 @@ from hackkv.model.products import ALWAYS, NEVER, library_rows
 from hackkv.model.shipped import ModelFolder, find_model
 from hackkv.model.weights import PrepareWeights, check_weights, progress_bar
 from hackkv.nodes import CodecLoss
+from hackkv.packaged import CALIBRATIONS
 from hackkv.types import WIRE_FORM, Fingerprint, KvLayout
 
 log = logging.getLogger(__name__)
+
+CALIBRATION: Final = "calibration"
+"""The setting of the codecs in `CALIBRATED`."""
 
 WIRE_VERSION = "5"
 """Version of all that two nodes must agree on, down to the codes that stochastic rounding gives."""
@@ -190,6 +194,16 @@ def check_worker(model: ModelConfig, codec: CodecConfig) -> None:
     check_weights(planned.folder.path, planned.spec)
 
 
+def with_calibration(codec: CodecConfig, folder: ModelFolder) -> CodecConfig:
+    """`codec` with the calibration that ships for the model in `folder`, if there is one and the settings have none."""
+    if codec.name not in CALIBRATED or CALIBRATION in codec.settings:
+        return codec
+    file = CALIBRATIONS / f"{source_hash(folder.path)}.safetensors"
+    if not file.is_file():
+        return codec
+    return codec.model_copy(update={"settings": {**codec.settings, CALIBRATION: str(file)}})
+
+
 def check_origin(origin: Origin, folder: ModelFolder) -> None:
     """Raise `CalibrationMismatch` unless the calibration was made for the model in `folder`."""
     if not origin.model_hash:
@@ -219,7 +233,7 @@ def plan_worker(model: ModelConfig, codec: CodecConfig) -> Unloaded:
         )
     folder = find_model(model.path, model.dtype)
     spec = read_spec(folder.path, model.max_context)
-    kv_codec = make_codec(codec, spec.kv_shape, backend)
+    kv_codec = make_codec(with_calibration(codec, folder), spec.kv_shape, backend)
     if kv_codec.origin is not None:
         check_origin(kv_codec.origin, folder)
     return Unloaded(model, folder, spec, kv_codec, backend)

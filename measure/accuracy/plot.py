@@ -28,7 +28,7 @@ PANELS: Final[tuple[tuple[Kind, str], ...]] = (
     (("data", Measure.EDIT), "your data: edit similarity"),
 )
 STYLES: Final = {"exact": "k*", "open-page rule, nearest": "C0o", "open-page rule, stochastic": "C1s", "4-bit K": "C2D"}
-OTHERS: Final = {"ablation": "C7x", "paper": "C3^", "rotated": "C4P", "rotated, calibrated": "C5X"}
+OTHERS: Final = {"ablation": "C7x", "paper": "C3^", "rot": "C4P", "rot, plain": "C6P", "rot, calibrated": "C5X"}
 SIZE, DPI, WIDTH = (4.2, 3.2), 80, 3
 TICKS = (300, 400, 500, 700, 1000, 2000, 4000)
 

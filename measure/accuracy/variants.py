@@ -14,7 +14,7 @@ from typing import Final
 
 from hackkv.codecs import CALIBRATED, CODECS
 from hackkv.codecs.artifact import read_artifact
-from hackkv.codecs.rotated import written_bits
+from hackkv.codecs.rotated import UNCALIBRATED, LayerBits, written_bits
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 
@@ -74,6 +74,10 @@ _DESCRIBED: Final = (
 """Rows that are described here; the presets that are missing follow with what their settings say."""
 
 
+_PLAIN: Final = "rot, plain"
+"""The family of rows without the calibration that ships for a model."""
+
+
 def _says(name: str) -> str:
     return ", ".join(f"{key} {value}" for key, value in CODECS[name].settings.items()) or "no settings"
 
@@ -85,6 +89,10 @@ VARIANTS: Final = (
         for name in CODECS
         if name not in {row.name for row in _DESCRIBED}
     ),
+    *(
+        _row(f"{name}-plain", name, _PLAIN, f"{_says(name)}; never calibrated", calibration=UNCALIBRATED)
+        for name in CALIBRATED
+    ),
 )
 
 
@@ -94,7 +102,7 @@ WINDOWED: Final = "rot-k4v4"
 
 def calibrated(file: Path) -> tuple[Variant, ...]:
     """The rows of presets that can be calibrated once more, with a file that `hackkv calibrate` wrote. If the file has
-    bits by layer, that is one row: the preset that they are for.
+    bits by layer, those are the presets that they are for.
 
     Raises `ConfigError` for a file that cannot be read.
     """
@@ -102,11 +110,8 @@ def calibrated(file: Path) -> tuple[Variant, ...]:
         mixed = written_bits(read_artifact(file))
     except ValueError as error:
         raise ConfigError(f"--calibration: {error}") from error
-    if mixed is not None:
-        bits = {"k_bits": mixed.k_bits, "v_bits": mixed.v_bits}
-        (name,) = (name for name in CALIBRATED if bits.items() <= CODECS[name].settings.items())
-        says = f"{_says(name)}, more bits in some layers; calibrated"
-        return (_row(f"{name}-mixed", name, "rot, calibrated", says, calibration=str(file)),)
+    if mixed:
+        return tuple(_mixed(each, file) for each in mixed)
     family, says = "rot, calibrated", f"{_says(WINDOWED)}, sink 1, recent 2; calibrated"
     return (
         *(
@@ -117,9 +122,16 @@ def calibrated(file: Path) -> tuple[Variant, ...]:
     )
 
 
+def _mixed(mixed: LayerBits, file: Path) -> Variant:
+    bits = {"k_bits": mixed.k_bits, "v_bits": mixed.v_bits}
+    (name,) = (name for name in CALIBRATED if bits.items() <= CODECS[name].settings.items())
+    says = f"{_says(name)}, more bits in some layers; calibrated"
+    return _row(f"{name}-mixed", name, "rot, calibrated", says, calibration=str(file))
+
+
 def choose(names: Sequence[str], calibration: Path | None = None, *, ablations: bool = True) -> tuple[Variant, ...]:
-    """The named rows in the table's order, exact KV always among them. No names mean all; without `ablations` only the
-    presets. With a calibration file the table has the calibrated rows too.
+    """The named rows in the table's order, exact KV always among them. No names mean all but those that leave a
+    calibration out; without `ablations` only the presets. With a calibration file the table has calibrated rows too.
 
     Raises `ConfigError` naming one that is unknown.
     """
@@ -130,4 +142,5 @@ def choose(names: Sequence[str], calibration: Path | None = None, *, ablations: 
             raise ConfigError(f"--variants: {name!r} is unknown; known: {', '.join(v.name for v in rows)}")
     if names:
         return tuple(v for v in rows if v is EXACT or v.name in names)
-    return tuple(v for v in rows if ablations or v.name in CODECS or v.family == "rot, calibrated")
+    families = {"rot, calibrated"} | ({v.family for v in rows} - {_PLAIN} if ablations else set())
+    return tuple(v for v in rows if v.name in CODECS or v.family in families)

@@ -1,8 +1,9 @@
 """`hackkv calibrate`: fit the codecs rot-* to a model, and write the file that their setting `calibration` names.
 
 The model reads text with exact attention; moments of its keys and queries give each KV head a basis in which codes
-lose least. With --target-bytes, the layers that suffer most get more bits than the others. Every node of a cluster
-needs a file of the same bytes: copy it, do not make it again elsewhere.
+lose least. With --target-bytes, the layers that suffer most get more bits than the others; given several times, it
+does so for several presets. Every node of a cluster needs a file of the same bytes: copy it, do not make it again
+elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hackkv.model.identity import source_hash
 from hackkv.model.shipped import find_model
 from hackkv.model.worker import Worker, load_worker
 from hackkv.tokenizer import Tokenizer
-from measure.calibrate.bits import TOKENS, base_of, in_words, losses_of, passes, spend
+from measure.calibrate.bits import TOKENS, bases_of, in_words, losses_of, passes, spend
 from measure.calibrate.moments import counted_rows, gather
 from measure.calibrate.solve import solve
 from measure.calibrate.windows import Windows, windows_of
@@ -42,11 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check_out(args.out)
         worker, source, windows = _load(args)
-        base = None if args.target_bytes is None else base_of(args.target_bytes, worker.model.spec.head_dim)
-        found, losses = _measure(worker, windows, base, notes)
-        chosen = None
-        if base is not None:
-            chosen = spend(base, losses, args.target_bytes, worker.model.spec.head_dim)
+        dim = worker.model.spec.head_dim
+        bases = bases_of(args.target_bytes, dim)
+        found, losses = _measure(worker, windows, list(bases.values()), notes)
+        chosen = [spend(bases[target], each, target, dim) for target, each in zip(bases, losses, strict=True)]
         write_atomically(args.out, save(found, {METADATA: _about(worker, source, windows, chosen)}))
     except HackkvError as error:
         notes.print(f"hackkv calibrate: {error}", style="red", markup=False, soft_wrap=True)
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     said = f"wrote {args.out}: {worker.name}, {windows.tokens} tokens of {windows.source}"
     console.print(said, markup=False, soft_wrap=True)
-    if chosen is not None:
-        console.print(in_words(chosen, worker.model.spec.head_dim), markup=False, soft_wrap=True)
+    for bits in chosen:
+        console.print(in_words(bits, dim), markup=False, soft_wrap=True)
     return 0
 
 
@@ -76,8 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--target-bytes",
         type=_percentage,
+        action="append",
+        default=[],
         metavar="PERCENT",
-        help="choose bits by layer: the best codec with at most this share of FP16's bytes, such as 14.5%%",
+        help="choose bits by layer: the best codec with at most this share of FP16's bytes, such as 14.5%%; repeatable",
     )
     parser.add_argument("--out", type=Path, required=True, help="the file to write (.safetensors)")
     parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
@@ -123,29 +125,31 @@ def _load(args: argparse.Namespace) -> tuple[Worker, str, Windows]:
 
 
 def _measure(
-    worker: Worker, windows: Windows, base: LayerBits | None, console: Console
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of the file, by name, and with `base` what it costs by side and layer, under a progress bar."""
+    worker: Worker, windows: Windows, bases: Sequence[LayerBits], console: Console
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The tensors of the file, by name, and what each base costs by side and layer, under a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    silent, solved, losses = not console.is_terminal, list[dict[str, Tensor]](), torch.empty(0)
+    silent, solved, losses = not console.is_terminal, list[dict[str, Tensor]](), list[Tensor]()
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=silent) as progress:
         bar = progress.add_task("tokens", total=windows.tokens)
-        moments = gather(worker.model, windows.windows, lambda count: progress.update(bar, advance=count))
+
+        def advance(count: int) -> None:
+            progress.update(bar, advance=count)
+
+        moments = gather(worker.model, windows.windows, advance)
         progress.update(bar, description="layers", total=len(moments), completed=0)
         for each in moments:
             solved.append(solve(each))
-            progress.update(bar, advance=1)
-        if base is not None:
-            total = passes(len(solved)) * min(TOKENS, len(windows.windows[0]))
-            progress.update(bar, description="bits", total=total, completed=0)
-            losses = losses_of(
-                worker.model, windows.windows[0], solved, base, lambda count: progress.update(bar, advance=count)
-            )
+            advance(1)
+        total = len(bases) * passes(len(solved)) * min(TOKENS, len(windows.windows[0]))
+        progress.update(bar, description="bits", total=total, completed=0)
+        for base in bases:
+            losses.append(losses_of(worker.model, windows.windows[0], solved, base, advance))
     found = {f"layers.{i}.{name}": tensor for i, each in enumerate(solved) for name, tensor in each.items()}
     return found, losses
 
 
-def _about(worker: Worker, source: str, windows: Windows, bits: LayerBits | None) -> str:
+def _about(worker: Worker, source: str, windows: Windows, bits: Sequence[LayerBits]) -> str:
     about: dict[str, object] = {
         "version": VERSION,
         "model": worker.name,
@@ -156,8 +160,8 @@ def _about(worker: Worker, source: str, windows: Windows, bits: LayerBits | None
         "tokens": windows.tokens,
         "torch": torch.__version__,
     }
-    if bits is not None:
-        about["layer_bits"] = bits.model_dump()
+    if bits:
+        about["layer_bits"] = [each.model_dump() for each in bits]
     return json.dumps(about, sort_keys=True)
 
 

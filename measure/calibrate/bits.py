@@ -7,6 +7,7 @@ everywhere, so each bit goes where most is left to take.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -52,6 +53,15 @@ def base_of(target: float, dim: int) -> LayerBits:
         raise ConfigError(f"--target-bytes: {target:.1%} of FP16 is too little; the smallest codec has {least:.1%}")
     best = max(fitting, key=lambda each: each.k_bits + each.v_bits)
     return LayerBits(k_bits=best.k_bits, v_bits=best.v_bits, k=(), v=())
+
+
+def bases_of(targets: Sequence[float], dim: int) -> dict[float, LayerBits]:
+    """By target, what `base_of` says. Raises `ConfigError` also if two targets have one base."""
+    found = {target: base_of(target, dim) for target in targets}
+    for base, count in Counter(found.values()).items():
+        if count > 1:
+            raise ConfigError(f"--target-bytes: {count} targets are for K in {base.k_bits} bits and V in {base.v_bits}")
+    return found
 
 
 def spend(base: LayerBits, losses: Tensor, target: float, dim: int) -> LayerBits:

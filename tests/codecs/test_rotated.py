@@ -207,9 +207,9 @@ def test_a_calibration_file_that_is_wrong_is_named_with_its_tensor(tmp_path: Pat
         save_calibration({key: x for key, x in good.items() if key != f"layers.1.{name}"}, bad)
         assert f"{bad}: layers.1.{name}: missing tensor" in refusal(bad)
     for metadata, said in (
-        (None, "a calibration file of version 1, expected 2; make it anew with hackkv calibrate"),
-        ({METADATA: '{"model": "tiny"}'}, "a calibration file of version 1, expected 2"),
-        ({METADATA: '{"version": 3}'}, "a calibration file of version 3, expected 2"),
+        (None, "a calibration file of version 1, expected 3; make it anew with hackkv calibrate"),
+        ({METADATA: '{"model": "tiny"}'}, "a calibration file of version 1, expected 3"),
+        ({METADATA: '{"version": 4}'}, "a calibration file of version 4, expected 3"),
         ({METADATA: "version"}, "metadata 'hackkv': no JSON"),
         ({METADATA: "[2]"}, "metadata 'hackkv': no JSON object"),
     ):
@@ -218,13 +218,13 @@ def test_a_calibration_file_that_is_wrong_is_named_with_its_tensor(tmp_path: Pat
     bits = {"k_bits": 3, "v_bits": 2, "k": [3, 2], "v": [2, 2]}
     for layer_bits, said in (
         ({**bits, "k": [3]}, "layer_bits: 1 layers of K and 2 of V; the model has 2"),
-        ({**bits, "v": "22"}, "layer_bits.v: "),
-        ({**bits, "more": 1}, "layer_bits.more: "),
-        ([3, 2], "layer_bits.: "),
+        ({**bits, "v": "22"}, "layer_bits.1.v: "),
+        ({**bits, "more": 1}, "layer_bits.1.more: "),
+        ([3, 2], "layer_bits.1: "),
     ):
-        save_calibration(good, bad, layer_bits=layer_bits)
+        save_calibration(good, bad, layer_bits=[{**bits, "k_bits": 4}, layer_bits])
         assert f"codec.settings: {bad}: {said}" in refusal(bad)
-    save_calibration(good, bad, layer_bits={**bits, "k": [3, 5]})
+    save_calibration(good, bad, layer_bits=[{**bits, "k": [3, 5]}])
     assert "k_bits is 5" in refusal(bad)
     bad.write_bytes(calibration_file(LAYERS, 2, HEAD_DIM).read_bytes()[:-1])
     assert f"{bad}: truncated or not a safetensors file" in refusal(bad)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hackkv.canary import check_codec
+from hackkv.codecs import CALIBRATED
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
 from hackkv.model import find_model, load_model
@@ -72,12 +73,22 @@ def test_it_answers_through_the_serving_path() -> None:
     assert "Paris" in tokenizer.decode([token.token_id for token in tokens])
 
 
-def test_hack_is_refused_and_rot_k4v4_serves() -> None:
+def test_hack_is_refused_and_the_default_serves() -> None:
     """In a table of all that pass, and without a process: `hackkv serve` checks before it starts one."""
     with pytest.raises(ConfigError, match="'hack' would spoil the answers of SmolLM2-135M-Instruct") as caught:
         check_codec(ModelConfig(path=SMOLLM2), CodecConfig(name="hack"))
-    assert "\n  rot-k4v4 " in str(caught.value)
-    loss = check_codec(ModelConfig(path=SMOLLM2), CodecConfig(name="rot-k4v4"))
-    assert loss is not None
-    assert loss.kl < 0.03
-    assert loss.top1 > 0.9
+    for name in CALIBRATED:
+        assert f"\n  {name} " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_the_calibration_that_ships_is_of_this_model_and_helps(name: str) -> None:
+    model, said = ModelConfig(path=SMOLLM2), list[str]()
+    plain = check_codec(model, CodecConfig(name=name, settings={"calibration": "none"}), said.append)
+    assert said[-1].startswith(f"codec {name} is not calibrated for SmolLM2-135M-Instruct")
+    shipped = check_codec(model, CodecConfig(name=name), said.append)
+    assert said[-1].startswith(f"codec {name} costs SmolLM2-135M-Instruct: KL ")
+    assert plain is not None
+    assert shipped is not None
+    assert shipped.kl < 0.8 * plain.kl
+    assert shipped.kl < 0.02

@@ -23,7 +23,18 @@ from hackkv.model.exact import causal
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.types import KvShape
 from measure.calibrate.__main__ import main
-from measure.calibrate.bits import EXACT_BEFORE, MOST_BITS, PAGE, base_of, by_pages, losses_of, passes, share, spend
+from measure.calibrate.bits import (
+    EXACT_BEFORE,
+    MOST_BITS,
+    PAGE,
+    base_of,
+    bases_of,
+    by_pages,
+    losses_of,
+    passes,
+    share,
+    spend,
+)
 from measure.calibrate.moments import gather
 from measure.calibrate.solve import solve
 from tests.pair import tiny_worker
@@ -97,11 +108,14 @@ def test_every_side_of_every_layer_costs_something_and_less_with_more_bits() -> 
 def test_the_file_brings_the_bits_of_every_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = write_tiny(tmp_path / "tiny", Tiny(head_dim=64, max_context=512)), tmp_path / "out.safetensors"
     arguments = [str(folder), "--tokens", "700", "--threads", "1", "--target-bytes", "15.7%", "--out", str(out)]
-    assert main(arguments) == 0
-    assert "for codec rot-k2v2: 15.6% of FP16's bytes" in capsys.readouterr().out
+    assert main([*arguments, "--target-bytes", "18.8%"]) == 0
+    said = capsys.readouterr().out
+    assert "for codec rot-k2v2: 15.6% of FP16's bytes" in said
+    assert "for codec rot-k3v2: 18.8% of FP16's bytes" in said
     with safe_open(out, "pt") as file:
-        written = json.loads(file.metadata()[METADATA])["layer_bits"]
+        written, more = json.loads(file.metadata()[METADATA])["layer_bits"]
     assert sorted(written["k"] + written["v"]) == [2, 2, 2, 3]
+    assert sum(more["k"] + more["v"]) == 11
 
     def codec_of(name: str, layers: int = 2) -> list[tuple[int, int]]:
         config = CodecConfig(name=name, settings={"calibration": str(out)})
@@ -115,7 +129,14 @@ def test_the_file_brings_the_bits_of_every_layer(tmp_path: Path, capsys: pytest.
         return bits
 
     assert codec_of("rot-k2v2") == list(zip(written["k"], written["v"], strict=True))
+    assert codec_of("rot-k3v2") == list(zip(more["k"], more["v"], strict=True))
     assert codec_of("rot-k3v3") == [(3, 3)] * 2
+
+
+def test_two_targets_for_one_preset_are_refused() -> None:
+    assert set(bases_of((0.145, 0.185, 0.21), 64)) == {0.145, 0.185, 0.21}
+    with pytest.raises(ConfigError, match="--target-bytes: 2 targets are for K in 3 bits and V in 2"):
+        bases_of((0.145, 0.18, 0.185), 64)
 
 
 def test_a_wrong_percentage_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copyfile
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hackkv.codecs import make_codec
-from hackkv.codecs.artifact import METADATA, VERSION
+from hackkv.codecs import CALIBRATED, make_codec
+from hackkv.codecs.artifact import METADATA, VERSION, read_artifact
 from hackkv.codecs.hadamard import hadamard
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import CalibrationMismatch, ConfigError, NonFiniteError
+from hackkv.model import worker
 from hackkv.model.exact import ExactKv, advance
-from hackkv.model.identity import model_hash
+from hackkv.model.identity import model_hash, source_hash
 from hackkv.model.llama import rotation_table
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import load_worker, plan_worker
@@ -68,6 +70,25 @@ def test_a_file_of_another_model_of_the_same_shape_is_refused(calibration: Path,
         CalibrationMismatch, match=rf"{calibration.name}: made for \w+ \([0-9a-f]{{12}}\), not for other"
     ):
         plan_worker(ModelConfig(path=str(other)), config)
+
+
+def test_a_file_that_ships_for_a_model_is_taken_unless_the_settings_say_otherwise(
+    checkpoint: Path, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copyfile(calibration, tmp_path / f"{source_hash(checkpoint)}.safetensors")
+    monkeypatch.setattr(worker, "CALIBRATIONS", tmp_path)
+    other = write_tiny(tmp_path / "other", Tiny(head_dim=64, max_context=512, seed=7))
+    own = read_artifact(calibration).digest
+
+    def digest(folder: Path, name: str, **settings: int | str | bool) -> str | None:
+        planned = plan_worker(ModelConfig(path=str(folder)), CodecConfig(name=name, settings=settings))
+        return dict(planned.fingerprint().fields).get("codec.calibration")
+
+    for name in CALIBRATED:
+        assert digest(checkpoint, name) == own
+        assert digest(checkpoint, name, calibration="none") == "none"
+        assert digest(other, name) == "none"
+    assert digest(checkpoint, "hack") is None
 
 
 def test_a_file_that_does_not_say_whose_it_is_is_refused(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
