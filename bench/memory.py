@@ -65,6 +65,11 @@ def held(name: str, pid: int) -> Held:
     return Held(name, process.memory_full_info().pss, weights)
 
 
+def prompt(seed: int) -> list[int]:
+    """A prompt of its own for each request: one that a node holds would draw all of them to that node."""
+    return list(range(3 + seed, 3 + seed + PROMPT))
+
+
 def alone(model: ModelConfig, codec: CodecConfig) -> Held:
     """One process that loads the model and answers the requests."""
     context = multiprocessing.get_context("spawn")
@@ -86,7 +91,7 @@ def _answer(model: ModelConfig, codec: CodecConfig, pipe: Connection) -> None:
     worker = load_worker(model, codec)
     for seed in range(REQUESTS):
         sampling = Sampling(seed=seed, max_tokens=NEW_TOKENS, ignore_eos=True)
-        generate(worker, Request(str(seed), tuple(range(3, 3 + PROMPT)), sampling))
+        generate(worker, Request(str(seed), tuple(prompt(seed)), sampling))
     pipe.send("done")
     signal.pause()
 
@@ -96,7 +101,7 @@ def cluster(model: ModelConfig, codec: CodecConfig) -> list[Held]:
     with _serving(model, codec) as (process, url), httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         name = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         for seed in range(REQUESTS):
-            body = {"model": name, "prompt": list(range(3, 3 + PROMPT)), "max_tokens": NEW_TOKENS, "seed": seed}
+            body = {"model": name, "prompt": prompt(seed), "max_tokens": NEW_TOKENS, "seed": seed}
             client.post("/v1/completions", json=body).raise_for_status()
         children = psutil.Process(process.pid).children(recursive=True)
         return [held("hackkv serve", process.pid), *(held(child.name(), child.pid) for child in children)]

@@ -134,10 +134,23 @@ Dtype float_dtype(Type type, const char* name) {
   }
 }
 
+std::int64_t bytes_of(Type type) {
+  switch (type) {
+    case Type::kByte:
+    case Type::kBool: return 1;
+    case Type::kShort:
+    case Type::kHalf:
+    case Type::kBfloat: return 2;
+    case Type::kInt:
+    case Type::kFloat: return 4;
+    default: return 8;
+  }
+}
+
 // A CPU tensor [rows, ...] whose elements are contiguous within each row, as a slice of a larger tensor has them.
-class RowArray {
+class StridedArray {
  public:
-  RowArray(nb::handle tensor, const char* name) : name_(name) {
+  StridedArray(nb::handle tensor, const char* name) : name_(name), type_(type_of(tensor.attr("dtype"), name)) {
     const nb::tuple shape(tensor.attr("shape")), strides(tensor.attr("stride")());
     const int axes = int(nb::len(shape));
     if (!nb::cast<bool>(tensor.attr("is_cpu")) || axes < 2)
@@ -150,26 +163,37 @@ class RowArray {
       inner_ = axis == axes - 1 ? size : inner_;
     }
     if (elements_ < 1) refuse(name, "has empty rows");
-    dtype_ = float_dtype(type_of(tensor.attr("dtype"), name), name);
     strips_ = {reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")())),
-               nb::cast<std::int64_t>(shape[0]), nb::cast<std::int64_t>(strides[0]) * bytes_of(dtype_)};
+               nb::cast<std::int64_t>(shape[0]), nb::cast<std::int64_t>(strides[0]) * bytes_of(type_)};
   }
 
+  const char* name() const { return name_; }
+  Type type() const { return type_; }
   const Strips& strips() const { return strips_; }
-  Dtype dtype() const { return dtype_; }
   std::int64_t elements() const { return elements_; }  // of a row
   std::int64_t inner() const { return inner_; }        // size of the last dimension
-  void expect(const RowArray& like, std::int64_t elements) const {
-    if (dtype_ != like.dtype_ || strips_.count != like.strips_.count || elements_ != elements)
-      refuse(name_, "has the wrong shape or dtype" + (&like == this ? "" : std::string(" for ") + like.name_));
-  }
 
  private:
   const char* name_;
+  Type type_;
   Strips strips_;
-  Dtype dtype_;
   std::int64_t elements_ = 1;
   std::int64_t inner_ = 1;
+};
+
+// Rows of floating-point numbers.
+class RowArray : public StridedArray {
+ public:
+  RowArray(nb::handle tensor, const char* name) : StridedArray(tensor, name), dtype_(float_dtype(type(), name)) {}
+
+  Dtype dtype() const { return dtype_; }
+  void expect(const RowArray& like, std::int64_t elements_of_row) const {
+    if (dtype_ != like.dtype_ || strips().count != like.strips().count || elements() != elements_of_row)
+      refuse(name(), "has the wrong shape or dtype" + (&like == this ? "" : std::string(" for ") + like.name()));
+  }
+
+ private:
+  Dtype dtype_;
 };
 
 // A plane by its name, null where it is missing.
@@ -192,12 +216,27 @@ Planes planes_of_dict(const PageFormat& fmt, const nb::dict& planes, std::size_t
   return found;
 }
 
+// Planes [N, Hkv, ...], contiguous within each page.
 Pool pool_of(const PageFormat& fmt, const nb::dict& planes, int head_start) {
-  const nb::handle first = find(planes, fmt.planes[0]);
-  if (!first.is_valid()) refuse(std::string("plane ") + fmt.planes[0].name + " is missing");
-  const auto shape = shape_of(first);
-  if (shape.size() != 4) refuse(fmt.planes[0].name, "of a pool has four dimensions");
-  return {planes_of_dict(fmt, planes, shape[0] * shape[1], true), std::int64_t(shape[0]), int(shape[1]), head_start};
+  Pool pool{};
+  pool.head_start = head_start;
+  for (int i = 0; i < fmt.plane_count; ++i) {
+    const Plane& plane = fmt.planes[i];
+    const nb::handle tensor = find(planes, plane);
+    if (!tensor.is_valid()) refuse(std::string("plane ") + plane.name + " is missing");
+    const StridedArray pages(tensor, plane.name);
+    if (pages.type() != type_of(plane.element)) refuse(plane.name, "has the wrong dtype");
+    if (i == 0) {
+      pool.pages = pages.strips().count;
+      pool.heads = int(pages.elements() / std::int64_t(plane.count));
+    }
+    if (pages.strips().count != pool.pages || pages.elements() != pool.heads * std::int64_t(plane.count))
+      refuse(plane.name, "has the wrong shape");
+    pool.planes.at[i] = pages.strips().data;
+    pool.page_bytes[i] = std::size_t(pages.strips().stride);
+    pool.head_bytes[i] = plane.bytes();
+  }
+  return pool;
 }
 
 PageList page_list(const Pool& pool, const Array& ids) {

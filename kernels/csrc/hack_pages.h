@@ -123,39 +123,14 @@ void export_codes(const PageFormat& format, const Planes& from, const Planes& to
   std::memcpy(wire.v_sums, page.v_sums, fmt.v_meta() * fmt.v_sum_bytes());
 }
 
-// The pages of one KV head, with sizes computed once. It has no sums: the symmetric form does not read them.
-template <class S>
-struct HeadPages {
-  HeadPages(const HackFormat& fmt, const Pool& pool, int head)
-      : first(hack_page<ConstHackPage>(pool.page(fmt, 0, head))),
-        k_code_bytes(pool.heads * fmt.k_code_bytes()),
-        v_code_bytes(pool.heads * fmt.v_code_bytes()),
-        k_meta(pool.heads * fmt.k_meta()),
-        v_meta(pool.heads * fmt.v_meta()) {}
-
-  ConstHackPage at(std::int64_t id) const {
-    const std::size_t n = std::size_t(id), k = n * k_meta, v = n * v_meta;
-    return {first.k_codes + n * k_code_bytes,
-            first.k_min + k,
-            first.k_scale + k,
-            first.v_codes + n * v_code_bytes,
-            first.v_min + v,
-            first.v_scale + v,
-            nullptr,
-            nullptr};
-  }
-
-  ConstHackPage first;
-  std::size_t k_code_bytes, v_code_bytes, k_meta, v_meta;  // between one page and the next
-};
-
 template <class S>
 void attend_strips(const HackFormat& fmt, const Pool& pool, const AttendItem& item, const HackQuery& query,
                    State& state, Arena<S> arena) {
-  const HeadPages<S> pages(fmt, pool, item.head);
   const auto find = [&](std::int64_t first, ConstHackPage* found) {
-    for (std::int64_t i = 0; i < kStrip; ++i)
-      found[i] = pages.at(item.page_ids[first + i < item.last ? first + i : item.last - 1]);
+    for (std::int64_t i = 0; i < kStrip; ++i) {
+      const std::int64_t id = item.page_ids[first + i < item.last ? first + i : item.last - 1];
+      found[i] = hack_page<ConstHackPage>(pool.page(fmt, id, item.head));
+    }
   };
   Strip strip;
   if (item.first < item.last) find(item.first, strip.next);

@@ -20,9 +20,8 @@ struct RowPage {
 
 template <class S>
 RowPage row_page(const PageFormat& fmt, const Pool& pool, std::int64_t id, int head) {
-  const std::size_t at = (std::size_t(id) * pool.heads + head) * fmt.elements();
-  return {reinterpret_cast<const std::uint16_t*>(pool.planes.at[0]) + at,
-          reinterpret_cast<const std::uint16_t*>(pool.planes.at[1]) + at};
+  const Planes page = pool.page(fmt, id, head);
+  return {reinterpret_cast<const std::uint16_t*>(page.at[0]), reinterpret_cast<const std::uint16_t*>(page.at[1])};
 }
 
 // Reads FP16 rows [Π, D].

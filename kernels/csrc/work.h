@@ -19,15 +19,20 @@ constexpr int bytes_of(Dtype dtype) {
   return dtype == Dtype::kFloat ? 4 : 2;
 }
 
-// A layer's sealed pages, [N, Hkv, plane] each.
+// A layer's sealed pages, [N, Hkv, plane] each. Pages may lie apart, as those of a record with other planes do.
 struct Pool {
   Planes planes;
+  std::size_t page_bytes[kMaxPlanes];  // from a page to the next, by plane
+  std::size_t head_bytes[kMaxPlanes];  // from a head to the next
   std::int64_t pages;
   int heads;
   int head_start;  // the model's number of the first head here; it keys stochastic rounding
 
   [[gnu::always_inline]] Planes page(const PageFormat& fmt, std::int64_t id, int head) const {
-    return advance(fmt, planes, std::size_t(id) * heads + head);
+    Planes found;
+    for (int i = 0; i < fmt.plane_count; ++i)
+      found.at[i] = planes.at[i] + std::size_t(id) * page_bytes[i] + std::size_t(head) * head_bytes[i];
+    return found;
   }
 };
 

@@ -1,12 +1,14 @@
-"""Memory for pools: zeros in huge pages."""
+"""Memory for pools: a record for each page, in huge pages."""
 
 from __future__ import annotations
 
 import math
 import mmap
+from itertools import accumulate
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from hack_kernels.base import PageFormat, Planes
 
@@ -15,21 +17,24 @@ LINE_BYTES: Final = 64
 
 
 def zeroed_planes(fmt: PageFormat, num_pages: int, num_kv_heads: int) -> Planes:
-    """Zeroed planes [N, Hkv, *shape] in one block of memory, which the system is asked to map in huge pages.
+    """Zeroed planes [N, Hkv, *shape], views of one record for each page, in huge pages where the system has them.
 
-    The planes of a KV page lie far apart. With system pages of 4 KiB, each access to a plane would cost a page-table
-    walk. All planes share one block, because in a pool of moderate size a metadata plane is smaller than a huge page.
+    With system pages of 4 KiB, each access to a KV page would cost a page-table walk. In records, the first pages that
+    are used touch one huge page and not one for each plane. A plane begins at a cache line.
     """
-    shapes = [(num_pages, num_kv_heads, *plane.shape) for plane in fmt.planes]
-    sizes = [math.prod(shape) * plane.dtype.itemsize for shape, plane in zip(shapes, fmt.planes, strict=True)]
-    if not hasattr(mmap, "MADV_HUGEPAGE") or sum(sizes) < HUGE_PAGE_BYTES:
-        return {p.name: torch.zeros(shape, dtype=p.dtype) for p, shape in zip(fmt.planes, shapes, strict=True)}
-    lines = [-(-size // LINE_BYTES) * LINE_BYTES for size in sizes]
-    whole_pages = -(-sum(lines) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    block = mmap.mmap(-1, whole_pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block.madvise(mmap.MADV_HUGEPAGE)
-    pieces = torch.frombuffer(block, dtype=torch.uint8)[: sum(lines)].split(lines)
+    sizes = [num_kv_heads * math.prod(plane.shape) * plane.dtype.itemsize for plane in fmt.planes]
+    ends = list(accumulate(-(-size // LINE_BYTES) * LINE_BYTES for size in sizes))
+    records = _zeros(num_pages * ends[-1]).view(num_pages, ends[-1])
     return {
-        plane.name: piece[:size].view(plane.dtype).view(shape)
-        for plane, shape, piece, size in zip(fmt.planes, shapes, pieces, sizes, strict=True)
+        plane.name: records[:, begin : begin + size].view(plane.dtype).unflatten(1, (num_kv_heads, *plane.shape))
+        for plane, begin, size in zip(fmt.planes, (0, *ends), sizes, strict=False)
     }
+
+
+def _zeros(size: int) -> Tensor:
+    """Bytes [size], in huge pages if they fill one."""
+    if not hasattr(mmap, "MADV_HUGEPAGE") or size < HUGE_PAGE_BYTES:
+        return torch.zeros(size, dtype=torch.uint8)
+    block = mmap.mmap(-1, -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=torch.uint8)[:size]

@@ -30,29 +30,14 @@ class RestingCodes:
         """Wire order to native order."""
         check_install(self._fmt, pool, page_ids, planes)
         wire = {name: plane.contiguous() for name, plane in planes.items()}
-        if _is_whole(pool):
-            self._native.install(self._native_format, pool.planes, page_ids.contiguous(), wire)
-            return
-        count = page_ids.numel()
-        local = self.new_planes(count, pool.num_kv_heads)
-        self._native.install(self._native_format, local, torch.arange(count), wire)
-        for name, plane in pool.planes.items():
-            plane[page_ids] = local[name]
+        self._native.install(self._native_format, pool.planes, page_ids.contiguous(), wire)
 
     def export(self, pool: Pool, page_ids: Tensor) -> Planes:
         """Native order to wire order."""
-        planes, count = pool.planes, page_ids.numel()
-        if not _is_whole(pool):
-            planes = {name: plane[page_ids].contiguous() for name, plane in planes.items()}
-            page_ids = torch.arange(count)
+        count = page_ids.numel()
         wire = {
             plane.name: torch.empty((pool.num_kv_heads, count, *plane.shape), dtype=plane.dtype)
             for plane in self._fmt.planes
         }
-        self._native.export(self._native_format, planes, page_ids.contiguous(), wire)
+        self._native.export(self._native_format, pool.planes, page_ids.contiguous(), wire)
         return wire
-
-
-def _is_whole(pool: Pool) -> bool:
-    """False for a view of some KV heads of a pool, which C++ does not take: its pages are handled in a copy."""
-    return pool.planes["k_codes"].is_contiguous()
