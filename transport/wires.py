@@ -19,6 +19,7 @@ from transport.closing import closing
 from transport.delivery import FRAME_TIMEOUT_S
 from transport.grpc_wire import GrpcListener, GrpcSender
 from transport.inproc_wire import InprocNetwork
+from transport.link import LINKS, link_kind
 from transport.rpc_server import RpcServer
 from transport.trust import EVERYBODY, Trust
 
@@ -46,6 +47,17 @@ class Wire:
     listener: Callable[[Site], KvListener]
     leaves_process: bool = True
     """Whether the ends may be in two processes."""
+    guarded: bool = True
+    """Whether all of it passes the port that `Trust` guards. Links have sockets that nobody guards."""
+
+
+def _linked(name: str) -> Wire:
+    """A wire whose payloads travel over a link of that kind."""
+    return Wire(
+        sender=lambda site: GrpcSender(trust=site.trust, link=link_kind(name), host=site.server.host),
+        listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s, link=link_kind(name)),
+        guarded=False,
+    )
 
 
 WIRES: Mapping[str, Wire] = MappingProxyType(
@@ -59,6 +71,7 @@ WIRES: Mapping[str, Wire] = MappingProxyType(
             listener=lambda site: site.network.listener(frame_timeout_s=site.frame_timeout_s),
             leaves_process=False,
         ),
+        **{name: _linked(name) for name in LINKS},
     }
 )
 """Name -> wire."""
