@@ -157,8 +157,9 @@ def _pack_announced(noun: Announced) -> pb.Announced:
 
 def _unpack_announced(message: pb.Announced) -> Announced:
     required("frame", message)
-    size = parcel_size(message.bytes)
-    return Announced(_unpack_frame(message.frame), message.pair, message.number, size)
+    if message.frame.payload:
+        raise Malformed("payload", "must be empty in a frame that is announced")
+    return Announced(_unpack_frame(message.frame), message.pair, message.number, parcel_size(message.bytes))
 
 
 def _pack_end(end: HandoffEnd) -> pb.HandoffEnd:

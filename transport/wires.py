@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from hackkv.config import InternalConfig
 from hackkv.errors import ConfigError, HandshakeRefused
 from hackkv.nodes import WireAddress
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
@@ -21,7 +22,7 @@ from transport.grpc_wire import GrpcListener, GrpcSender
 from transport.inproc_wire import InprocNetwork
 from transport.link import LINKS, link_kind
 from transport.rpc_server import RpcServer
-from transport.trust import EVERYBODY, Trust
+from transport.trust import EVERYBODY, Trust, is_loopback
 
 DEFAULT_WIRE = "grpc"
 
@@ -48,7 +49,9 @@ class Wire:
     leaves_process: bool = True
     """Whether the ends may be in two processes."""
     guarded: bool = True
-    """Whether all of it passes the port that `Trust` guards. Links have sockets that nobody guards."""
+    """Whether all of it passes the port that `Trust` guards. Sockets of links know nothing of tokens and TLS."""
+    check: Callable[[], object] = lambda: None
+    """Raises `ConfigError` in one line where this machine cannot use it."""
 
 
 def _linked(name: str) -> Wire:
@@ -57,6 +60,7 @@ def _linked(name: str) -> Wire:
         sender=lambda site: GrpcSender(trust=site.trust, link=link_kind(name), host=site.server.host),
         listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s, link=link_kind(name)),
         guarded=False,
+        check=lambda: link_kind(name),
     )
 
 
@@ -83,6 +87,20 @@ def check_wires(names: Sequence[str]) -> None:
     wrong = [name for name in names if name not in usable]
     if wrong or not names:
         raise ConfigError(f"wire: {', '.join(map(repr, wrong)) or 'none'}: nodes can use {', '.join(usable)}")
+
+
+def check_machine(names: Sequence[str], host: str, config: InternalConfig) -> None:
+    """Raise `ConfigError` if this machine cannot use a wire of `names`, or must not between the machines of a cluster.
+
+    `host` is where the process listens for peers, and `config` who may reach it there.
+    """
+    for name in names:
+        WIRES[name].check()
+        if not (WIRES[name].guarded or config.open or is_loopback(host)):
+            raise ConfigError(
+                f"wire: {name}: its sockets have neither token nor TLS: set internal.open: true if the network itself "
+                f"is trusted, or take {DEFAULT_WIRE}"
+            )
 
 
 def open_senders(names: Iterable[str], site: Site) -> Senders:

@@ -8,14 +8,15 @@ import pytest
 
 from tests.transport.ends import FRAME_TIMEOUT_S
 from tests.transport.fakes import Cluster, FakeDecode, FakePrefill, FakeRegistry
+from tests.wires import WIRES_HERE
 from transport.base import KvListener, KvSender
 from transport.channels import ChannelPool
 from transport.rpc_client import DecodeClient, PrefillClient, RegistryClient
 from transport.rpc_server import RpcServer
-from transport.wires import WIRES, Loopback
+from transport.wires import Loopback
 
 
-@pytest.fixture(params=sorted(WIRES))
+@pytest.fixture(params=WIRES_HERE)
 async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Loopback]:
     made = Loopback(request.param, FRAME_TIMEOUT_S)
     yield made

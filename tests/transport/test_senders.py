@@ -10,6 +10,7 @@ from hackkv.errors import ConfigError, HandshakeRefused
 from hackkv.nodes import WireAddress
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from tests.transport import nouns
+from tests.wires import USABLE
 from transport.rpc_server import RpcServer
 from transport.wires import DEFAULT_WIRE, WIRES, Listeners, Site, check_wires, open_senders
 
@@ -22,9 +23,9 @@ async def deliver(handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd])
 async def test_a_node_with_every_wire_sends_by_each_to_the_address_that_was_announced() -> None:
     async with RpcServer("127.0.0.1", 0) as server:
         site = Site(server)
-        listeners, senders = Listeners(WIRES, site), open_senders(WIRES, site)
+        listeners, senders = Listeners(USABLE, site), open_senders(USABLE, site)
         announced = await listeners.serve(deliver)
-        assert [one.wire for one in announced] == list(WIRES)
+        assert [one.wire for one in announced] == USABLE
         for one in announced:
             receipt = await senders.push(one.url, nouns.handoff(), nouns.frames(3))
             assert receipt == nouns.receipt(tokens=4)
