@@ -22,6 +22,7 @@ from hackkv.types import Payload
 from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Exchange, LinkKind
 
 _PARCEL_TIMEOUT: Final = timedelta(seconds=PARCEL_TIMEOUT_S)
+_WORD: Final = 8
 
 
 def create() -> LinkKind:
@@ -82,21 +83,39 @@ class GlooLink:
 
 
 class _Rendezvous(Store):
-    """An `Exchange` as gloo wants it: the addresses of both ends, set once and read once."""
+    """An `Exchange` as gloo wants it. Each end sets its own address and then gets both.
+
+    Gloo believes the sizes inside an address and reads beyond its end if they lie. So they are checked here.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
         self._exchange = exchange
+        self._own = 0, 0
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # the stub says str
+        self._own = _sizes(bytes(value))
         self._exchange.put(key, bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._exchange.get(key)
+        value = self._exchange.get(key)
+        if _sizes(value) != self._own:
+            raise NodeLost(f"gloo: the peer's address has {len(value)} bytes that are none")
+        return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self._exchange.get(key)
+
+
+def _sizes(address: bytes) -> tuple[int, int]:
+    """Bytes of the socket's address and of what follows it: a host's name, an address, numbers, each of variable size.
+
+    All but the name are of one size in all addresses of one version of gloo.
+    """
+    name = int.from_bytes(address[:_WORD], "little")
+    at = _WORD + name
+    return int.from_bytes(address[at : at + _WORD], "little"), len(address) - at
 
 
 def _readable(data: bytes) -> Tensor:

@@ -26,11 +26,13 @@ from transport.convert import ASSIGNMENT, DECODE_JOB, EMPTY, NODE_INFO, PREFILL_
 from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, Announced
 from transport.convert_pair import PAIR_MESSAGE, Hello, Paired, PairKey, Ready
 from transport.grpc_wire import PLAIN, GrpcListener
+from transport.link import link_kind
 from transport.rpc_client import DecodeClient
 from transport.rpc_server import WIRE_KEY, RpcServer
 from transport.status import rebuild
 from transport.wires import WIRES, Site
 
+HELLOS = [Hello(link_kind(name).dialect) for name in LINKS_HERE]
 SEEDS: dict[str, list[bytes]] = {
     methods.PREFILL_RUN: [PREFILL_JOB.encode(nouns.prefill_job())],
     methods.PREFILL_ASSIGN: [ASSIGNMENT.encode(Assignment("t-1", 0, "a:1"))],
@@ -43,7 +45,7 @@ SEEDS: dict[str, list[bytes]] = {
         for item in (nouns.handoff(), nouns.frame(0), Announced(nouns.frame(1, b""), 1, 1, 5), nouns.end(2))
     ],
     methods.KV_CONNECT: [
-        PAIR_MESSAGE.encode(item) for item in (Hello("telegraph"), PairKey("0/0", b"there"), Ready(1, 5), Paired(1))
+        PAIR_MESSAGE.encode(item) for item in (*HELLOS, PairKey("0/0", b"there"), Ready(1, 5), Paired(1))
     ],
 }
 
