@@ -29,7 +29,7 @@ from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
 from transport.link import LinkKind
 from transport.pairs import InPairs, OutPairs
 from transport.rpc_server import WIRE_KEY, RpcServer
-from transport.status import Context, answer, cancelled_from_outside, conclude, read_message, translating
+from transport.status import Context, answer, cancelled_from_outside, outstay, read_message, translating
 from transport.trust import EVERYBODY, Trust
 
 STALL_TIMEOUT_S = 60.0
@@ -227,7 +227,8 @@ class GrpcListener:
             verdict = await self._deliver_from(context)
         except HackkvError as error:
             verdict = error
-        await conclude(context, PUSH_REPLY.encode(verdict), self._frame_timeout_s)
+        await answer(context, PUSH_REPLY.encode(verdict))
+        await outstay(context, self._frame_timeout_s)
 
     async def _deliver_from(self, context: Context) -> Receipt:
         deliver = self._deliver

@@ -62,6 +62,7 @@ class Pair:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="link")
         self._lost: asyncio.Future[HackkvError] = self._loop.create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._writing: asyncio.Task[None] | None = None
 
     @property
     def lost(self) -> bool:
@@ -70,12 +71,14 @@ class Pair:
 
     def start(self) -> None:
         """Carry messages from now on."""
+        self._writing = self._start(self._write())
         self._start(self._read())
-        self._start(self._write())
 
     async def close(self, reason: HackkvError) -> None:
-        """End the pair, and wait until its tasks are over."""
+        """End the pair, and wait until its tasks are over. The peer is told the reason that the pair has by then."""
         self.lose(reason)
+        if self._writing:
+            await asyncio.wait({self._writing}, timeout=CONNECT_TIMEOUT_S)
         if self._tasks:
             await reap(*self._tasks)
 
@@ -106,8 +109,9 @@ class Pair:
             self._keys.close()
             self._link.abort()
             self._thread.shutdown(wait=False)
+            self.tell(reason)
             self._stream.end()
-            for task in self._tasks:
+            for task in self._tasks - {self._writing}:  # a write that is cancelled spoils the stream
                 task.cancel()
 
     def tell(self, message: PairMessage) -> None:
@@ -149,8 +153,10 @@ class Pair:
             self.receive(await self._stream.read())
 
     async def _write(self) -> None:
-        while True:
-            await self._stream.write(await self._outbox.get())
+        said: PairMessage | None = None
+        while not isinstance(said, HackkvError):
+            said = await self._outbox.get()
+            await self._stream.write(said)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from transport.convert_pair import PAIR_MESSAGE, Hello, Paired, PairMessage
 from transport.link import CONNECT_TIMEOUT_S, LinkKind
 from transport.pair import InPair, OutPair
 from transport.rpc_server import WIRE_KEY
-from transport.status import Context, answer, conclude, read_message, translating
+from transport.status import Context, answer, outstay, read_message, translating
 
 MAX_PAIRS: Final = 32
 """Pairs that a sender keeps, and half of those that a receiver takes. Idle ones make room, used longest ago first."""
@@ -33,8 +33,8 @@ AHEAD: Final = 2
 class OutPairs:
     """The pairs that this process made."""
 
-    def __init__(self, kind: LinkKind, host: str, channels: ChannelPool) -> None:
-        self._kind, self._host, self._channels = kind, host, channels
+    def __init__(self, kind: LinkKind, host: str, channels: ChannelPool, most: int = MAX_PAIRS) -> None:
+        self._kind, self._host, self._channels, self._most = kind, host, channels, most
         self._berths: dict[str, _Berth] = {}
 
     @asynccontextmanager
@@ -86,7 +86,7 @@ class OutPairs:
 
     def _evict(self) -> None:
         idle = [address for address, berth in self._berths.items() if not berth.pushes]
-        for address in idle[: max(0, len(self._berths) - MAX_PAIRS)]:
+        for address in idle[: max(0, len(self._berths) - self._most)]:
             berth = self._berths.pop(address)
             if berth.pair:
                 berth.pair.lose(NodeLost("the pair made room for others"))
@@ -135,11 +135,12 @@ class InPairs:
 
     async def serve(self, context: Context) -> None:
         """One `Connect` call."""
+        stream = _ContextStream(context)
         try:
-            error = await self._pair_up(context)
+            await self._pair_up(stream)
         except HackkvError as refusal:
-            error = refusal
-        await conclude(context, PAIR_MESSAGE.encode(error), CONNECT_TIMEOUT_S)
+            await stream.write(refusal)
+        await outstay(context, CONNECT_TIMEOUT_S)
 
     async def take(self, announced: Announced) -> Payload:
         """Receive a parcel. Raises `NodeLost` or `DeadlineExceeded`, `FrameRefused` if there is no such pair."""
@@ -154,13 +155,15 @@ class InPairs:
         for pair in list(self._pairs.values()):
             await pair.close(NodeLost("the receiver is closing"))
 
-    async def _pair_up(self, context: Context) -> HackkvError:
-        """Hold one pair until it is over; return the reason."""
+    async def _pair_up(self, stream: _ContextStream) -> None:
+        """Hold one pair until it is over. Raises only what no pair has told the peer."""
         if self._closed:
             raise NodeLost("the receiver is closed")
-        stream = _ContextStream(context)
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            hello = await stream.read()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                hello = await stream.read()
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"no Hello came within {CONNECT_TIMEOUT_S:g} s") from exc
         if not isinstance(hello, Hello):
             raise HandshakeRefused(f"a pair must open with a Hello, not {type(hello).__name__}")
         if hello.dialect != self._kind.dialect:
@@ -171,10 +174,11 @@ class InPairs:
         pair = self._pairs[number] = InPair(self._kind.open(1, self._host), stream)
         try:
             pair.start()
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await pair.connect()
+            await pair.connect()
             pair.tell(Paired(number))
-            return await pair.wait_lost()
+            await pair.wait_lost()
+        except HackkvError as error:
+            pair.lose(error)
         finally:
             del self._pairs[number]
             await pair.close(NodeLost("the sender went away"))

@@ -75,13 +75,12 @@ async def read_message(context: Context) -> bytes:
     return data
 
 
-async def conclude(context: Context, verdict: bytes, within_s: float) -> None:
-    """Write the last message of a stream, and wait until the caller ends the call.
+async def outstay(context: Context, within_s: float) -> None:
+    """After the last message of a stream, wait until the caller ends the call.
 
     A verdict in the call's status could overtake a message that the caller is writing. grpc.aio would then report the
-    failed write and hide the status.
+    failed write and hide the status. So verdicts are messages, and the caller ends the call.
     """
-    await answer(context, verdict)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             while isinstance(await context.read(), bytes):

@@ -24,7 +24,7 @@ from transport.channels import ChannelPool
 from transport.coder import MAX_PAYLOAD_BYTES, MAX_REQUEST_BYTES
 from transport.convert import ASSIGNMENT, DECODE_JOB, EMPTY, NODE_INFO, PREFILL_JOB, Assignment, Empty
 from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, Announced
-from transport.convert_pair import PAIR_MESSAGE, Hello, Paired, PairKey, Ready
+from transport.convert_pair import PAIR_MESSAGE, Hello, Paired, PairKey, PairMessage, Ready
 from transport.grpc_wire import PLAIN, GrpcListener
 from transport.link import link_kind
 from transport.rpc_client import DecodeClient
@@ -32,7 +32,7 @@ from transport.rpc_server import WIRE_KEY, RpcServer
 from transport.status import rebuild
 from transport.wires import WIRES, Site
 
-HELLOS = [Hello(link_kind(name).dialect) for name in LINKS_HERE]
+HELLOS: list[PairMessage] = [Hello(link_kind(name).dialect) for name in LINKS_HERE]
 SEEDS: dict[str, list[bytes]] = {
     methods.PREFILL_RUN: [PREFILL_JOB.encode(nouns.prefill_job())],
     methods.PREFILL_ASSIGN: [ASSIGNMENT.encode(Assignment("t-1", 0, "a:1"))],
