@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from hackkv.errors import ConfigError
-from transport.link import LINKS
+from tests.transport import fake_nccl
+from transport.link import LINKS, LinkKind, link_kind
 from transport.wires import WIRES
 
 
@@ -24,3 +28,7 @@ WIRES_HERE = [
     pytest.param(name, marks=[pytest.mark.skip(reason=why)] if why else []) for name, why in sorted(_LACKS.items())
 ]
 LINKS_HERE = [name for name in USABLE if name in LINKS]
+EVERY_LINK: dict[str, Callable[[], LinkKind]] = {name: partial(link_kind, name) for name in LINKS_HERE}
+"""Name -> kind of link, with NCCL's over a library of our own where there is none of NVIDIA's."""
+if fake_nccl.possible():
+    EVERY_LINK["nccl-fake"] = fake_nccl.kind

@@ -67,7 +67,7 @@ class LinkKind:
     """Makes an end, not connected, from its rank (0 sends, 1 receives) and the host at which peers reach it."""
 
 
-LINKS: Final[Mapping[str, str]] = MappingProxyType({"gloo": "transport.gloo_link"})
+LINKS: Final[Mapping[str, str]] = MappingProxyType({"gloo": "transport.gloo_link", "nccl": "transport.nccl_link"})
 """Name -> module with `create() -> LinkKind`, which raises `ConfigError` in one line where it cannot be used. They are
 loaded on use: they need torch, which the router never loads."""
 

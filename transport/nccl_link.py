@@ -105,14 +105,14 @@ def create() -> LinkKind:
 
 
 def load_bindings() -> Any:
-    """The bindings, with the library that they found. Raises `ConfigError` that names both versions if they disagree."""
+    """The bindings, with the library that they found. Raises `ConfigError`; versions that disagree are both named."""
     try:
         bindings = importlib.import_module("nccl.bindings.nccl")
     except ImportError as error:
         raise ConfigError(f"wire: nccl: {error}: pip install 'hackkv[nccl]'") from error
     try:
         version = int(bindings.get_version())
-    except Exception as error:  # noqa: BLE001 - whatever the loader raises, the library cannot be used
+    except Exception as error:
         raise ConfigError(f"wire: nccl: libnccl.so.2 cannot be loaded: {str(error).splitlines()[0]}") from error
     if version < OLDEST or version // 10_000 != bindings.__version_code__ // 10_000:
         raise ConfigError(f"wire: nccl: the library is {_dotted(version)}, nccl4py is for {bindings.__version__}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from hackkv.config import InternalConfig
@@ -20,7 +21,7 @@ from transport.closing import closing
 from transport.delivery import FRAME_TIMEOUT_S
 from transport.grpc_wire import GrpcListener, GrpcSender
 from transport.inproc_wire import InprocNetwork
-from transport.link import LINKS, link_kind
+from transport.link import LINKS, LinkKind, link_kind
 from transport.rpc_server import RpcServer
 from transport.trust import EVERYBODY, Trust, is_loopback
 
@@ -54,13 +55,13 @@ class Wire:
     """Raises `ConfigError` in one line where this machine cannot use it."""
 
 
-def _linked(name: str) -> Wire:
+def linked(kind: Callable[[], LinkKind]) -> Wire:
     """A wire whose payloads travel over a link of that kind."""
     return Wire(
-        sender=lambda site: GrpcSender(trust=site.trust, link=link_kind(name), host=site.server.host),
-        listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s, link=link_kind(name)),
+        sender=lambda site: GrpcSender(trust=site.trust, link=kind(), host=site.server.host),
+        listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s, link=kind()),
         guarded=False,
-        check=lambda: link_kind(name),
+        check=kind,
     )
 
 
@@ -75,7 +76,7 @@ WIRES: Mapping[str, Wire] = MappingProxyType(
             listener=lambda site: site.network.listener(frame_timeout_s=site.frame_timeout_s),
             leaves_process=False,
         ),
-        **{name: _linked(name) for name in LINKS},
+        **{name: linked(partial(link_kind, name)) for name in LINKS},
     }
 )
 """Name -> wire."""
@@ -153,8 +154,9 @@ class Listeners:
 class Loopback:
     """Both ends of one wire within this process, on loopback: for tests and measurements."""
 
-    def __init__(self, name: str, frame_timeout_s: float = FRAME_TIMEOUT_S) -> None:
-        self._wire, self._frame_timeout_s = WIRES[name], frame_timeout_s
+    def __init__(self, wire: str | Wire, frame_timeout_s: float = FRAME_TIMEOUT_S) -> None:
+        self._wire = WIRES[wire] if isinstance(wire, str) else wire
+        self._frame_timeout_s = frame_timeout_s
         self._network = InprocNetwork()
         self._servers: list[RpcServer] = []
 

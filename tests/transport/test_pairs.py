@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Event
 
@@ -13,16 +12,14 @@ import pytest
 from hackkv.errors import DeadlineExceeded, HackkvError, HandshakeRefused, NodeLost, Overloaded
 from hackkv.types import KvFrame, Payload
 from tests.transport import nouns
-from tests.transport.ends import FRAME_TIMEOUT_S, Frames, Reader, Source
-from tests.wires import LINKS_HERE
+from tests.transport.ends import Frames, Reader, Source, listening, sending
+from tests.wires import EVERY_LINK
 from transport.channels import ChannelPool
-from transport.grpc_wire import GrpcListener, GrpcSender
-from transport.link import Exchange, Link, LinkKind, link_kind
+from transport.link import Exchange, Link, LinkKind
 from transport.pairs import MAX_PAIRS, OutPairs
-from transport.rpc_server import RpcServer
 
 SENDER, RECEIVER = 0, 1
-EVERY_LINK = pytest.mark.parametrize("name", LINKS_HERE)
+OVER_EVERY_LINK = pytest.mark.parametrize("name", EVERY_LINK)
 
 
 @dataclass
@@ -78,27 +75,8 @@ class Frail:
 
 
 def frail(name: str, faults: Faults) -> LinkKind:
-    kind = link_kind(name)
+    kind = EVERY_LINK[name]()
     return replace(kind, open=lambda rank, host: Frail(kind.open(rank, host), rank, faults))
-
-
-@asynccontextmanager
-async def listening(kind: LinkKind, reader: Reader) -> AsyncIterator[str]:
-    async with RpcServer("127.0.0.1", 0) as server:
-        listener = GrpcListener(server, frame_timeout_s=FRAME_TIMEOUT_S, link=kind)
-        try:
-            yield await listener.serve(reader)
-        finally:
-            await listener.close()
-
-
-@asynccontextmanager
-async def sending(kind: LinkKind) -> AsyncIterator[GrpcSender]:
-    sender = GrpcSender(link=kind, host="127.0.0.1")
-    try:
-        yield sender
-    finally:
-        await sender.close()
 
 
 async def payloads(*contents: bytes) -> Frames:
@@ -111,7 +89,7 @@ def received(reader: Reader) -> list[bytes]:
     return [bytes(item.payload) for item in reader.items if isinstance(item, KvFrame)]
 
 
-@EVERY_LINK
+@OVER_EVERY_LINK
 @pytest.mark.parametrize("error", [NodeLost("cut"), DeadlineExceeded("late")], ids=lambda error: error.code)
 @pytest.mark.parametrize(
     ("rank", "step"),
@@ -131,7 +109,7 @@ async def test_a_link_that_fails_ends_the_push_at_both_ends_and_the_next_one_is_
     kind = frail(name, faults)
     async with listening(kind, reader) as address, sending(kind) as sender:
         with pytest.raises((NodeLost, DeadlineExceeded)):
-            await sender.push(address, nouns.handoff(), Source().frames())
+            await sender.push(address, nouns.handoff(), Source(before_block=3).frames())
         if step != "connect":
             await reader.over.wait()
             assert isinstance(reader.error, (NodeLost, DeadlineExceeded))
@@ -142,7 +120,7 @@ async def test_a_link_that_fails_ends_the_push_at_both_ends_and_the_next_one_is_
     assert sorted(faults.opened) == sorted(faults.aborted)
 
 
-@EVERY_LINK
+@OVER_EVERY_LINK
 async def test_handoffs_share_a_pair_and_one_that_is_cancelled_costs_the_others_nothing(name: str) -> None:
     faults, reader = Faults(), Reader()
     faults.hold.clear()
@@ -161,9 +139,9 @@ async def test_handoffs_share_a_pair_and_one_that_is_cancelled_costs_the_others_
         assert not faults.aborted
 
 
-@EVERY_LINK
+@OVER_EVERY_LINK
 async def test_links_that_speak_differently_are_refused_by_name(name: str) -> None:
-    kind, source = link_kind(name), Source()
+    kind, source = EVERY_LINK[name](), Source()
     old = replace(kind, dialect="semaphore 1")
     async with listening(kind, Reader()) as address, sending(old) as sender:
         with pytest.raises(HandshakeRefused, match=f"'{kind.dialect}' here, 'semaphore 1' at the peer"):
@@ -171,7 +149,7 @@ async def test_links_that_speak_differently_are_refused_by_name(name: str) -> No
     assert not source.touched
 
 
-@EVERY_LINK
+@OVER_EVERY_LINK
 async def test_a_sender_keeps_the_pairs_that_it_used_last(name: str) -> None:
     faults, channels = Faults(), ChannelPool()
     kind = frail(name, faults)
@@ -188,7 +166,7 @@ async def test_a_sender_keeps_the_pairs_that_it_used_last(name: str) -> None:
     await channels.close()
 
 
-@EVERY_LINK
+@OVER_EVERY_LINK
 async def test_a_receiver_takes_so_many_pairs_and_says_so(name: str) -> None:
     class Idle:
         """A link that meets nobody: this is about counting."""
@@ -205,7 +183,7 @@ async def test_a_receiver_takes_so_many_pairs_and_says_so(name: str) -> None:
         def abort(self) -> None:
             pass
 
-    kind, channels = replace(link_kind(name), open=lambda rank, host: Idle()), ChannelPool()
+    kind, channels = replace(EVERY_LINK[name](), open=lambda rank, host: Idle()), ChannelPool()
     async with listening(kind, Reader()) as address:
         crowd = [OutPairs(kind, "127.0.0.1", channels) for _ in range(2 * MAX_PAIRS + 1)]
         for pairs in crowd[:-1]:
