@@ -28,15 +28,12 @@ from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, Announced, 
 from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
 from transport.link import LinkKind
 from transport.pairs import InPairs, OutPairs
-from transport.rpc_server import WIRE_KEY, RpcServer
+from transport.rpc_server import PLAIN, WIRE_KEY, RpcServer
 from transport.status import Context, answer, cancelled_from_outside, outstay, read_message, translating
 from transport.trust import EVERYBODY, Trust
 
 STALL_TIMEOUT_S = 60.0
 """How long a sender waits for the receiver: to accept, to take one frame, to commit."""
-
-PLAIN = "grpc"
-"""The wire whose payloads travel in the frames."""
 
 PushCall = grpc.aio.StreamStreamCall[bytes, bytes]
 

@@ -36,7 +36,9 @@ _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]"})
 _CLOSE_GRACE_S = 5.0
 
 WIRE_KEY = "hackkv-wire"
-"""Metadata of a KV stream: the wire that it belongs to."""
+"""Metadata of a KV stream: the wire that it belongs to, `PLAIN` where it is missing."""
+PLAIN = "grpc"
+"""The wire whose payloads travel in the frames."""
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
@@ -204,7 +206,7 @@ class RpcServer:
         self._table.handlers[method] = grpc.unary_stream_rpc_method_handler(handler)
 
     async def _of_wire(self, method: str, context: Context) -> None:
-        wire = next((value for key, value in context.invocation_metadata() or () if key == WIRE_KEY), "")
+        wire = next((value for key, value in context.invocation_metadata() or () if key == WIRE_KEY), PLAIN)
         handle = self._streams.get((method, str(wire)))
         if handle is None:
             raise HandshakeRefused(f"wire: {wire!r} is none of this node's")

@@ -22,10 +22,10 @@ from transport.delivery import FRAME_TIMEOUT_S
 from transport.grpc_wire import GrpcListener, GrpcSender
 from transport.inproc_wire import InprocNetwork
 from transport.link import LINKS, LinkKind, link_kind
-from transport.rpc_server import RpcServer
+from transport.rpc_server import PLAIN, RpcServer
 from transport.trust import EVERYBODY, Trust, is_loopback
 
-DEFAULT_WIRE = "grpc"
+DEFAULT_WIRE = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def linked(kind: Callable[[], LinkKind]) -> Wire:
 
 WIRES: Mapping[str, Wire] = MappingProxyType(
     {
-        "grpc": Wire(
+        PLAIN: Wire(
             sender=lambda site: GrpcSender(trust=site.trust),
             listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s),
         ),

@@ -1,6 +1,6 @@
 """An end of a link in a process that dies at a step of its first parcel.
 
-`python -m tests.transport.doomed LINK STEP [ADDRESS]`: with an address it sends there; without one it receives, and prints
+`python -m tests.transport.doomed LINK STEP [ADDRESS]`: with an address it sends there; else it receives, and prints
 its address first.
 """
 

@@ -25,10 +25,10 @@ from transport.coder import MAX_PAYLOAD_BYTES, MAX_REQUEST_BYTES
 from transport.convert import ASSIGNMENT, DECODE_JOB, EMPTY, NODE_INFO, PREFILL_JOB, Assignment, Empty
 from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, Announced
 from transport.convert_pair import PAIR_MESSAGE, Hello, Paired, PairKey, PairMessage, Ready
-from transport.grpc_wire import PLAIN, GrpcListener
+from transport.grpc_wire import GrpcListener
 from transport.link import link_kind
 from transport.rpc_client import DecodeClient
-from transport.rpc_server import WIRE_KEY, RpcServer
+from transport.rpc_server import PLAIN, WIRE_KEY, RpcServer
 from transport.status import rebuild
 from transport.wires import WIRES, Site
 
