@@ -2,8 +2,8 @@
 
     mix64(data, seed) = len(data) + sum over i of fmix64(word_i ^ i * PHI ^ seed)      mod 2**64
 
-`word_i` are the bytes as little-endian words, the last filled up with zeros, and fmix64 is MurmurHash3's finalizer. This
-is the definition. `csrc/mix64.h` and `triton/mix64.py` are what is used.
+`word_i` are the bytes as little-endian words, the last filled up with zeros, and fmix64 is MurmurHash3's finalizer.
+This is the definition, for `csrc/mix64.h` and `triton/mix64.py`.
 """
 
 from __future__ import annotations
