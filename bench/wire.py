@@ -11,6 +11,7 @@ import statistics
 from collections.abc import AsyncIterator
 from time import perf_counter
 
+from hackkv.errors import ConfigError
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, PlaneSpan, Receipt
 from transport.base import KvSender
 from transport.wires import WIRES, Loopback
@@ -65,12 +66,17 @@ async def measure(name: str, total_bytes: int, repeats: int) -> None:
 
 
 def main() -> None:
-    """Measure every wire of `WIRES`."""
+    """Measure every wire of `WIRES` that this machine can use."""
     parser = argparse.ArgumentParser("python -m bench.wire", description=__doc__)
     parser.add_argument("--mib", type=int, default=64, help="payload of one handoff in MiB")
     parser.add_argument("--repeats", type=int, default=10, help="handoffs of each frame size; the fastest counts")
     args = parser.parse_args()
-    for name in WIRES:
+    for name, wire in WIRES.items():
+        try:
+            wire.check()
+        except ConfigError as error:
+            print(f"{name:8} {error}")
+            continue
         asyncio.run(measure(name, args.mib << 20, args.repeats))
 
 

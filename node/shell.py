@@ -28,7 +28,7 @@ from transport.base import DecodeNode, PrefillNode
 from transport.membership import stay_member
 from transport.rpc_server import RpcServer
 from transport.trust import load_trust
-from transport.wires import Site, check_wires
+from transport.wires import Site, check_machine, check_wires
 
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
 
@@ -92,6 +92,7 @@ async def serve_node(
     """Run one node until it is told to end. Raises `ConfigError` or `CheckpointError` before a port is open."""
     check_wires(config.wire)
     trust = load_trust(config.internal, config.listen.host)
+    check_machine(config.wire, config.listen.host, config.internal)
     worker = await _worker(config, loaded)
     num_pages = worker.pages_in(config.kv_bytes)
     listen = config.listen

@@ -59,6 +59,13 @@ def capped(field: str, items: Many, limit: int) -> Many:
     return items
 
 
+def parcel_size(value: int) -> int:
+    """Pass the size of a parcel, in bytes."""
+    if not 0 < value <= MAX_PAYLOAD_BYTES:
+        raise Malformed("bytes", f"a parcel of {value}, from 1 to {MAX_PAYLOAD_BYTES} are accepted")
+    return value
+
+
 def finite(field: str, value: float) -> float:
     """Pass a number that is neither NaN nor infinite."""
     if not math.isfinite(value):

@@ -14,6 +14,7 @@ from transport.coder import (
     Malformed,
     capped,
     duration,
+    parcel_size,
     refuse_frame,
     required,
     text,
@@ -27,7 +28,18 @@ class Accepted:
     """The receiver asked for the first frame."""
 
 
-PushRequest = Handoff | KvFrame | HandoffEnd
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A frame whose payload comes over a link: `size` bytes, parcel `number` of the receiver's pair `pair`."""
+
+    frame: KvFrame
+    """Its payload is empty."""
+    pair: int
+    number: int
+    size: int
+
+
+PushRequest = Handoff | KvFrame | HandoffEnd | Announced
 PushReply = Accepted | Receipt | HackkvError
 
 
@@ -139,6 +151,17 @@ def _unpack_frame(message: pb.KvFrame) -> KvFrame:
     )
 
 
+def _pack_announced(noun: Announced) -> pb.Announced:
+    return pb.Announced(frame=_pack_frame(noun.frame), pair=noun.pair, number=noun.number, bytes=noun.size)
+
+
+def _unpack_announced(message: pb.Announced) -> Announced:
+    required("frame", message)
+    if message.frame.payload:
+        raise Malformed("payload", "must be empty in a frame that is announced")
+    return Announced(_unpack_frame(message.frame), message.pair, message.number, parcel_size(message.bytes))
+
+
 def _pack_end(end: HandoffEnd) -> pb.HandoffEnd:
     return pb.HandoffEnd(
         transfer_id=end.transfer_id,
@@ -193,6 +216,8 @@ def _pack_push_request(noun: PushRequest) -> pb.PushRequest:
         return pb.PushRequest(frame=_pack_frame(noun))
     if isinstance(noun, Handoff):
         return pb.PushRequest(handoff=_pack_handoff(noun))
+    if isinstance(noun, Announced):
+        return pb.PushRequest(announced=_pack_announced(noun))
     return pb.PushRequest(end=_pack_end(noun))
 
 
@@ -204,6 +229,8 @@ def _unpack_push_request(message: pb.PushRequest) -> PushRequest:
             return _unpack_handoff(message.handoff)
         case "end":
             return _unpack_end(message.end)
+        case "announced":
+            return _unpack_announced(message.announced)
     raise Malformed("body", "no member of the oneof is set")
 
 

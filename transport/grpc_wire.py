@@ -4,16 +4,17 @@
     receiver ......... Accepted ............................ Receipt        or, at any point, a Failure
 
 HTTP/2 flow control is the back-pressure: the receiver reads a message when `deliver` asks for a frame, and a write at
-the sender waits while the window is full. A payload is copied once into the message to send.
+the sender waits while the window is full. A payload is copied once into the message to send. With a link
+(`transport/pair.py`) it travels beside the stream, which only announces it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -23,16 +24,54 @@ from transport import methods
 from transport.base import Deliver
 from transport.channels import BULK, ChannelPool, Keepalive
 from transport.closing import closing, reap
-from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, encode_push_request
+from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, Announced, encode_push_request
 from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
-from transport.rpc_server import RpcServer
-from transport.status import Context, answer, cancelled_from_outside, translating
+from transport.link import LinkKind
+from transport.pairs import InPairs, OutPairs
+from transport.rpc_server import PLAIN, WIRE_KEY, RpcServer
+from transport.status import Context, answer, cancelled_from_outside, outstay, read_message, translating
 from transport.trust import EVERYBODY, Trust
 
 STALL_TIMEOUT_S = 60.0
 """How long a sender waits for the receiver: to accept, to take one frame, to commit."""
 
 PushCall = grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+class Outlet(Protocol):
+    """How the payloads of one push leave."""
+
+    async def message(self, item: KvFrame | HandoffEnd) -> bytes:
+        """What the stream says of `item`. Waits while too much is on its way. Raises `NodeLost`, `DeadlineExceeded`."""
+        ...
+
+
+class Outlets(Protocol):
+    """How the payloads of a sender leave."""
+
+    def outlet(self, address: str) -> AbstractAsyncContextManager[Outlet]:
+        """How those of one push to `address` leave."""
+        ...
+
+    async def close(self) -> None:
+        """Drop every connection."""
+        ...
+
+
+class InFrames:
+    """Payloads that travel in the messages of their frames."""
+
+    @asynccontextmanager
+    async def outlet(self, address: str) -> AsyncIterator[Outlet]:
+        """See `Outlets`."""
+        yield self
+
+    async def message(self, item: KvFrame | HandoffEnd) -> bytes:
+        """See `Outlet`."""
+        return encode_push_request(item)
+
+    async def close(self) -> None:
+        """There is nothing to drop."""
 
 
 class GrpcSender:
@@ -44,9 +83,14 @@ class GrpcSender:
         stall_timeout_s: float = STALL_TIMEOUT_S,
         keepalive: Keepalive = BULK,
         trust: Trust = EVERYBODY,
+        link: LinkKind | None = None,
+        host: str = "",
     ) -> None:
+        """`link` carries payloads; its own sockets are at `host`. Without one they travel in their frames."""
         self._channels = ChannelPool(keepalive, trust)
         self._stall_timeout_s = stall_timeout_s
+        self._wire = link.name if link else PLAIN
+        self._outlets: Outlets = OutPairs(link, host, self._channels) if link else InFrames()
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Send one handoff; return the receiver's word that it is committed.
@@ -55,12 +99,24 @@ class GrpcSender:
         the receiver's error word for word, the error that `frames` raises, `NodeLost`, or `DeadlineExceeded` if the
         receiver stalls.
         """
+        async with self._outlets.outlet(address) as outlet:
+            return await self._push(address, handoff, frames, outlet)
+
+    async def close(self) -> None:
+        """Drop every connection; pushes under way fail with `NodeLost`."""
+        await self._outlets.close()
+        await self._channels.close()
+
+    async def _push(
+        self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd], outlet: Outlet
+    ) -> Receipt:
         channel = await self._channels.get(address)
+        metadata = (*self._channels.metadata, (WIRE_KEY, self._wire))
         with translating(address):
-            call: PushCall = channel.stream_stream(methods.KV_PUSH, None, None)(None, metadata=self._channels.metadata)
+            call: PushCall = channel.stream_stream(methods.KV_PUSH, None, None)(None, metadata=metadata)
         accepted = asyncio.Event()
         verdict = asyncio.create_task(self._listen(call, address, accepted))
-        pump = asyncio.create_task(self._pump(call, address, handoff, frames, accepted))
+        pump = asyncio.create_task(self._pump(call, address, handoff, frames, outlet, accepted))
         try:
             await asyncio.wait({verdict, pump}, return_when=asyncio.FIRST_COMPLETED)
             if not verdict.done():
@@ -72,10 +128,6 @@ class GrpcSender:
         finally:
             call.cancel()
             await reap(pump, verdict)
-
-    async def close(self) -> None:
-        """Drop every connection; pushes under way fail with `NodeLost`."""
-        await self._channels.close()
 
     async def _listen(self, call: PushCall, address: str, accepted: asyncio.Event) -> Receipt:
         """Read the receiver's replies up to its receipt, or raise its error."""
@@ -97,6 +149,7 @@ class GrpcSender:
         address: str,
         handoff: Handoff,
         frames: AsyncIterator[KvFrame | HandoffEnd],
+        outlet: Outlet,
         accepted: asyncio.Event,
     ) -> None:
         """Write the handoff and, once accepted, its frames. Returns early if the call is over; `_listen` raises why."""
@@ -112,7 +165,7 @@ class GrpcSender:
                 check_size(item)
                 try:
                     async with asyncio.timeout(self._stall_timeout_s):
-                        alive = await self._write(call, encode_push_request(item))
+                        alive = await self._write(call, await outlet.message(item))
                 except TimeoutError as exc:
                     raise DeadlineExceeded(f"{address} stopped taking frames of {handoff.transfer_id}") from exc
                 if not alive or isinstance(item, HandoffEnd):
@@ -135,8 +188,12 @@ class GrpcSender:
 class GrpcListener:
     """A `KvListener` on an `RpcServer`. It starts the server; the server's owner closes it."""
 
-    def __init__(self, server: RpcServer, *, frame_timeout_s: float = FRAME_TIMEOUT_S) -> None:
+    def __init__(
+        self, server: RpcServer, *, frame_timeout_s: float = FRAME_TIMEOUT_S, link: LinkKind | None = None
+    ) -> None:
         self._server = server
+        self._wire = link.name if link else PLAIN
+        self._pairs = InPairs(link, server.host) if link else None
         self._frame_timeout_s = frame_timeout_s
         self._deliver: Deliver | None = None
         self._active: dict[Delivery, asyncio.Task[Any] | None] = {}
@@ -144,7 +201,9 @@ class GrpcListener:
     async def serve(self, deliver: Deliver) -> str:
         """Accept handoffs; return the address that senders dial."""
         self._deliver = deliver
-        self._server.add_push(self._receive)
+        self._server.add_stream(methods.KV_PUSH, self._wire, self._receive)
+        if self._pairs is not None:
+            self._server.add_stream(methods.KV_CONNECT, self._wire, self._pairs.serve)
         return await self._server.start()
 
     async def close(self) -> None:
@@ -155,23 +214,18 @@ class GrpcListener:
             delivery.lose(NodeLost("the receiver is closing"))
         if tasks:
             await asyncio.wait(tasks)
+        if self._pairs is not None:
+            await self._pairs.close()
 
     async def _receive(self, context: Context) -> None:
-        """One `Push` call.
-
-        The verdict is a message, and the sender ends the call. A verdict in the call's status could overtake a frame
-        that the sender is writing. grpc.aio would then report the failed write and hide the status.
-        """
+        """One `Push` call. The verdict is a message, and the sender ends the call."""
         verdict: Receipt | HackkvError
         try:
             verdict = await self._deliver_from(context)
         except HackkvError as error:
             verdict = error
         await answer(context, PUSH_REPLY.encode(verdict))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._frame_timeout_s):
-                while isinstance(await context.read(), bytes):
-                    pass
+        await outstay(context, self._frame_timeout_s)
 
     async def _deliver_from(self, context: Context) -> Receipt:
         deliver = self._deliver
@@ -182,7 +236,7 @@ class GrpcListener:
             deliver,
             handoff,
             accept=lambda: answer(context, PUSH_REPLY.encode(Accepted())),
-            pull=lambda: _read_frame(context),
+            pull=lambda: self._read_frame(context),
             frame_timeout_s=self._frame_timeout_s,
         )
         self._active[delivery] = asyncio.current_task()
@@ -204,19 +258,15 @@ class GrpcListener:
             raise HandshakeRefused(f"the stream must open with a Handoff, not {type(handoff).__name__}")
         return handoff
 
-
-async def _read_frame(context: Context) -> KvFrame | HandoffEnd:
-    try:
-        data = await context.read()
-    except asyncio.CancelledError:
-        if cancelled_from_outside():
-            raise
-        raise NodeLost("the sender went away") from None
-    if not isinstance(data, bytes):  # grpc.aio.EOF
-        raise NodeLost("the sender ended the stream before HandoffEnd")
-    item = PUSH_REQUEST.decode(data)
-    if isinstance(item, Handoff):
-        raise FrameRefused("a second Handoff on one stream", reason="out_of_order")
-    if isinstance(item, KvFrame):
-        return replace(item, header_bytes=len(data) - len(item.payload))
-    return item
+    async def _read_frame(self, context: Context) -> KvFrame | HandoffEnd:
+        data = await read_message(context)
+        item = PUSH_REQUEST.decode(data)
+        if isinstance(item, Handoff):
+            raise FrameRefused("a second Handoff on one stream", reason="out_of_order")
+        if isinstance(item, Announced):
+            if self._pairs is None:
+                raise FrameRefused("this wire carries payloads in its frames", reason="malformed")
+            return replace(item.frame, payload=await self._pairs.take(item), header_bytes=len(data))
+        if isinstance(item, KvFrame):
+            return replace(item, header_bytes=len(data) - len(item.payload))
+        return item

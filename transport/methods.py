@@ -9,5 +9,15 @@ DECODE_RUN = "/hackkv.v1.Decode/Run"
 DECODE_DESCRIBE = "/hackkv.v1.Decode/Describe"
 REGISTRY_REGISTER = "/hackkv.v1.Registry/Register"
 KV_PUSH = "/hackkv.v1.KvReceiver/Push"
+KV_CONNECT = "/hackkv.v1.KvReceiver/Connect"
 
-ALL = (PREFILL_RUN, PREFILL_ASSIGN, PREFILL_DESCRIBE, DECODE_RUN, DECODE_DESCRIBE, REGISTRY_REGISTER, KV_PUSH)
+ALL = (
+    PREFILL_RUN,
+    PREFILL_ASSIGN,
+    PREFILL_DESCRIBE,
+    DECODE_RUN,
+    DECODE_DESCRIBE,
+    REGISTRY_REGISTER,
+    KV_PUSH,
+    KV_CONNECT,
+)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from hackkv.errors import ConfigError, Unauthorized
+from hackkv.errors import ConfigError, HandshakeRefused, Unauthorized
 from hackkv.nodes import NodeInfo
 from transport import health, methods
 from transport.base import DecodeNode, PrefillNode, Registry
@@ -34,6 +34,11 @@ from transport.trust import EVERYBODY, Trust
 
 _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]"})
 _CLOSE_GRACE_S = 5.0
+
+WIRE_KEY = "hackkv-wire"
+"""Metadata of a KV stream: the wire that it belongs to, `PLAIN` where it is missing."""
+PLAIN = "grpc"
+"""The wire whose payloads travel in the frames."""
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
@@ -86,6 +91,12 @@ class RpcServer:
         self._server: grpc.aio.Server | None = None
         self._address: str | None = None
         self._calls: set[asyncio.Task[Any]] = set()
+        self._streams: dict[tuple[str, str], Callable[[Context], Awaitable[None]]] = {}
+
+    @property
+    def host(self) -> str:
+        """The name at which peers reach this process."""
+        return self._advertise_host
 
     def add_prefill(self, node: PrefillNode) -> None:
         """Serve a prefill node."""
@@ -114,14 +125,15 @@ class RpcServer:
         """Serve the router's registry."""
         self._add_unary(methods.REGISTRY_REGISTER, NODE_INFO, LEASE, registry.register)
 
-    def add_push(self, handle: Callable[[Context], Awaitable[None]]) -> None:
-        """Serve KV streams; `GrpcListener` calls this."""
+    def add_stream(self, method: str, wire: str, handle: Callable[[Context], Awaitable[None]]) -> None:
+        """Serve the streams of one wire: calls that carry its name (`WIRE_KEY`). Its listener calls this."""
+        self._streams[method, wire] = handle
 
         # grpc.aio takes a two-argument coroutine function for a reader and writer of messages; the first is unused.
-        async def push(_: AsyncIterator[bytes], context: Context) -> None:
-            await self._run(context, methods.KV_PUSH, handle(context))
+        async def serve(_: AsyncIterator[bytes], context: Context) -> None:
+            await self._run(context, method, self._of_wire(method, context))
 
-        self._table.handlers[methods.KV_PUSH] = grpc.stream_stream_rpc_method_handler(push)
+        self._table.handlers[method] = grpc.stream_stream_rpc_method_handler(serve)
 
     async def start(self) -> str:
         """Bind and serve; return the address that peers dial. Starting twice returns the same address.
@@ -192,6 +204,13 @@ class RpcServer:
             await self._run(context, method, work())
 
         self._table.handlers[method] = grpc.unary_stream_rpc_method_handler(handler)
+
+    async def _of_wire(self, method: str, context: Context) -> None:
+        wire = next((value for key, value in context.invocation_metadata() or () if key == WIRE_KEY), PLAIN)
+        handle = self._streams.get((method, str(wire)))
+        if handle is None:
+            raise HandshakeRefused(f"wire: {wire!r} is none of this node's")
+        await handle(context)
 
     async def _run(self, context: Context, method: str, work: Awaitable[T]) -> T:
         """Do the work of one call: errors go to the peer, and `close` waits for its end."""

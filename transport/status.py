@@ -48,7 +48,7 @@ _STATUS = {
 }
 
 
-def internal(error: Exception, where: str) -> HackkvError:
+def internal(error: BaseException, where: str) -> HackkvError:
     """Log an unexpected exception with its traceback. Returns an error for the peer, which names its type only."""
     log.error("%s raised an unexpected %s", where, type(error).__name__, exc_info=error)
     return HackkvError(f"{where}: unexpected {type(error).__name__}, see the log of the node")
@@ -60,6 +60,31 @@ async def answer(context: Context, data: bytes) -> None:
         await context.write(data)
     except grpc.aio.InternalError as exc:  # a write that was under way when the call ended
         raise NodeLost("the caller went away") from exc
+
+
+async def read_message(context: Context) -> bytes:
+    """The caller's next message. Raises `NodeLost` when it has gone or sends no more."""
+    try:
+        data = await context.read()
+    except asyncio.CancelledError:
+        if cancelled_from_outside():
+            raise
+        raise NodeLost("the sender went away") from None
+    if not isinstance(data, bytes):  # grpc.aio.EOF
+        raise NodeLost("the sender ended the stream too early")
+    return data
+
+
+async def outstay(context: Context, within_s: float) -> None:
+    """After the last message of a stream, wait until the caller ends the call.
+
+    A verdict in the call's status could overtake a message that the caller is writing. grpc.aio would then report the
+    failed write and hide the status. So verdicts are messages, and the caller ends the call.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while isinstance(await context.read(), bytes):
+                pass
 
 
 async def abort(context: Context, error: HackkvError) -> NoReturn:

@@ -101,7 +101,7 @@ def load_trust(config: InternalConfig, host: str) -> Trust:
             config.tls.server_name,
         )
         _check_pair(config.tls)
-    if not (token or tls or config.open or _is_loopback(host)):
+    if not (token or tls or config.open or is_loopback(host)):
         raise ConfigError(
             f"other machines can reach {host or 'all addresses'}: set internal.token_file or internal.tls, "
             "or internal.open: true if the network itself is trusted"
@@ -133,7 +133,8 @@ def _read(path: Path, setting: str) -> bytes:
     return data
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
+from hackkv.config import InternalConfig
 from hackkv.errors import ConfigError, HandshakeRefused
 from hackkv.nodes import WireAddress
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
@@ -19,10 +21,11 @@ from transport.closing import closing
 from transport.delivery import FRAME_TIMEOUT_S
 from transport.grpc_wire import GrpcListener, GrpcSender
 from transport.inproc_wire import InprocNetwork
-from transport.rpc_server import RpcServer
-from transport.trust import EVERYBODY, Trust
+from transport.link import LINKS, LinkKind, link_kind
+from transport.rpc_server import PLAIN, RpcServer
+from transport.trust import EVERYBODY, Trust, is_loopback
 
-DEFAULT_WIRE = "grpc"
+DEFAULT_WIRE = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,25 @@ class Wire:
     listener: Callable[[Site], KvListener]
     leaves_process: bool = True
     """Whether the ends may be in two processes."""
+    guarded: bool = True
+    """Whether all of it passes the port that `Trust` guards. Sockets of links know nothing of tokens and TLS."""
+    check: Callable[[], object] = lambda: None
+    """Raises `ConfigError` in one line where this machine cannot use it."""
+
+
+def linked(kind: Callable[[], LinkKind]) -> Wire:
+    """A wire whose payloads travel over a link of that kind."""
+    return Wire(
+        sender=lambda site: GrpcSender(trust=site.trust, link=kind(), host=site.server.host),
+        listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s, link=kind()),
+        guarded=False,
+        check=kind,
+    )
 
 
 WIRES: Mapping[str, Wire] = MappingProxyType(
     {
-        "grpc": Wire(
+        PLAIN: Wire(
             sender=lambda site: GrpcSender(trust=site.trust),
             listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s),
         ),
@@ -59,6 +76,7 @@ WIRES: Mapping[str, Wire] = MappingProxyType(
             listener=lambda site: site.network.listener(frame_timeout_s=site.frame_timeout_s),
             leaves_process=False,
         ),
+        **{name: linked(partial(link_kind, name)) for name in LINKS},
     }
 )
 """Name -> wire."""
@@ -70,6 +88,20 @@ def check_wires(names: Sequence[str]) -> None:
     wrong = [name for name in names if name not in usable]
     if wrong or not names:
         raise ConfigError(f"wire: {', '.join(map(repr, wrong)) or 'none'}: nodes can use {', '.join(usable)}")
+
+
+def check_machine(names: Sequence[str], host: str, config: InternalConfig) -> None:
+    """Raise `ConfigError` if this machine cannot use a wire of `names`, or must not between the machines of a cluster.
+
+    `host` is where the process listens for peers, and `config` who may reach it there.
+    """
+    for name in names:
+        WIRES[name].check()
+        if not (WIRES[name].guarded or config.open or is_loopback(host)):
+            raise ConfigError(
+                f"wire: {name}: its sockets have neither token nor TLS: set internal.open: true if the network itself "
+                f"is trusted, or take {DEFAULT_WIRE}"
+            )
 
 
 def open_senders(names: Iterable[str], site: Site) -> Senders:
@@ -122,8 +154,9 @@ class Listeners:
 class Loopback:
     """Both ends of one wire within this process, on loopback: for tests and measurements."""
 
-    def __init__(self, name: str, frame_timeout_s: float = FRAME_TIMEOUT_S) -> None:
-        self._wire, self._frame_timeout_s = WIRES[name], frame_timeout_s
+    def __init__(self, wire: str | Wire, frame_timeout_s: float = FRAME_TIMEOUT_S) -> None:
+        self._wire = WIRES[wire] if isinstance(wire, str) else wire
+        self._frame_timeout_s = frame_timeout_s
         self._network = InprocNetwork()
         self._servers: list[RpcServer] = []
 

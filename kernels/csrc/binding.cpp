@@ -16,6 +16,7 @@
 #include "group_format.h"
 #include "hack_format.h"
 #include "level_format.h"
+#include "mix64.h"
 #include "row_format.h"
 #include "rowwise_calls.h"
 
@@ -646,6 +647,19 @@ void append_token(Chooser& chooser, std::int64_t token_id) {
   chooser.append(token_id);
 }
 
+// Of contiguous bytes, in any object that offers a buffer.
+std::uint64_t mix64_of(nb::handle data, std::uint64_t seed) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  std::uint64_t sum;
+  {
+    nb::gil_scoped_release others;
+    sum = mix64(static_cast<const std::uint8_t*>(view.buf), std::size_t(view.len), seed);
+  }
+  PyBuffer_Release(&view);
+  return sum;
+}
+
 // A table of operations from another extension, built from the same sources: how the lab's rivals get at the engine.
 Kernels kernels_of(const nb::capsule& table, int threads) {
   if (std::string_view(table.name()) != HACK_OPERATIONS) refuse("the operations were built from other sources");
@@ -660,6 +674,7 @@ NB_MODULE(_cpu, m) {
   m.doc() = "C++ kernels of the CPU backend; hack_kernels.cpu is their API.";
   m.attr("SOURCES") = HACK_SOURCES;
   m.def("supported_isas", supported_isas);
+  m.def("mix64", mix64_of, "data"_a, "seed"_a);
   nb::class_<PageFormat>(m, "PageFormat");
   nb::class_<HackFormat, PageFormat>(m, "HackFormat");
   nb::class_<RowFormat, PageFormat>(m, "RowFormat");

@@ -8,7 +8,8 @@ import pytest
 
 from decode_node import landing
 from tests.pair import TIMEOUT_S
-from transport.wires import WIRES, Loopback
+from tests.wires import WIRES_HERE
+from transport.wires import Loopback
 
 
 @pytest.fixture(params=["at once", "beside the loop"])
@@ -18,7 +19,7 @@ def _landing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(landing, "AT_ONCE_BYTES", 0)
 
 
-@pytest.fixture(params=sorted(WIRES))
+@pytest.fixture(params=WIRES_HERE)
 async def wire(request: pytest.FixtureRequest, _landing: None) -> AsyncIterator[Loopback]:
     made = Loopback(request.param, TIMEOUT_S)
     yield made

@@ -18,7 +18,7 @@ from hackkv.model.worker import Worker, load_worker
 from hackkv.types import Request, Sampling
 from tests.e2e.in_process import in_process_cluster
 from tests.pair import prompt
-from transport.wires import WIRES
+from tests.wires import WIRES_HERE
 
 PI = 32
 TOKENS = PI + 5
@@ -70,7 +70,7 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("wire", sorted(WIRES))
+@pytest.mark.parametrize("wire", WIRES_HERE)
 async def test_turns_of_many_conversations_say_what_cold_runs_say(folder: Path, wire: str, codec: str) -> None:
     """First one conversation after another: each later turn finds its pair idle, and all that the turns before it have
     sealed stays where it is. Then some at once, which may move for the sake of load."""

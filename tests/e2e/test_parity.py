@@ -21,7 +21,7 @@ from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import Request, Sampling, Token
 from tests.e2e.in_process import in_process_cluster
-from transport.wires import WIRES
+from tests.wires import WIRES_HERE
 
 PI = 32
 PROMPTS_PER_CASE = 68
@@ -84,7 +84,7 @@ async def complete_all(client: httpx.AsyncClient, cases: list[tuple[int, ...]], 
 @pytest.mark.grid
 @pytest.mark.parametrize("chunk_pages", CHUNK_PAGES)
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("wire", sorted(WIRES))
+@pytest.mark.parametrize("wire", WIRES_HERE)
 async def test_greedy_tokens_equal_a_single_process_in_fp32(
     folder: Path, wire: str, codec: str, chunk_pages: int
 ) -> None:

@@ -8,16 +8,18 @@ import pytest
 
 from tests.transport.ends import FRAME_TIMEOUT_S
 from tests.transport.fakes import Cluster, FakeDecode, FakePrefill, FakeRegistry
+from tests.wires import EVERY_LINK, LINKS_HERE, WIRES_HERE
 from transport.base import KvListener, KvSender
 from transport.channels import ChannelPool
 from transport.rpc_client import DecodeClient, PrefillClient, RegistryClient
 from transport.rpc_server import RpcServer
-from transport.wires import WIRES, Loopback
+from transport.wires import WIRES, Loopback, linked
 
 
-@pytest.fixture(params=sorted(WIRES))
+@pytest.fixture(params=[*WIRES_HERE, *(EVERY_LINK.keys() - set(LINKS_HERE))])
 async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Loopback]:
-    made = Loopback(request.param, FRAME_TIMEOUT_S)
+    wire = WIRES.get(request.param) or linked(EVERY_LINK[request.param])
+    made = Loopback(wire, FRAME_TIMEOUT_S)
     yield made
     await made.close()
 

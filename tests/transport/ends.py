@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from tests.transport import nouns
+from transport.grpc_wire import GrpcListener, GrpcSender
+from transport.link import LinkKind
+from transport.rpc_server import RpcServer
 
 FRAME_TIMEOUT_S = 5.0
 Frames = AsyncIterator[KvFrame | HandoffEnd]
@@ -54,3 +58,22 @@ class Source:
             await asyncio.Event().wait()
         finally:
             self.closed.set()
+
+
+@asynccontextmanager
+async def listening(kind: LinkKind, reader: Reader) -> AsyncIterator[str]:
+    async with RpcServer("127.0.0.1", 0) as server:
+        listener = GrpcListener(server, frame_timeout_s=FRAME_TIMEOUT_S, link=kind)
+        try:
+            yield await listener.serve(reader)
+        finally:
+            await listener.close()
+
+
+@asynccontextmanager
+async def sending(kind: LinkKind) -> AsyncIterator[GrpcSender]:
+    sender = GrpcSender(link=kind, host="127.0.0.1")
+    try:
+        yield sender
+    finally:
+        await sender.close()

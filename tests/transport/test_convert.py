@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -32,11 +33,13 @@ from transport import convert, convert_kv
 from transport.coder import MAX_PAYLOAD_BYTES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, Coder
 from transport.convert import Assignment
 from transport.convert_failure import decode_failure, encode_failure
-from transport.convert_kv import Accepted
+from transport.convert_kv import Accepted, Announced
+from transport.convert_pair import MAX_KEY_BYTES, PAIR_MESSAGE, Hello, Paired, PairKey, Ready
 from transport.pb import kv_pb2 as pb
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
+PARCELS = st.integers(1, MAX_PAYLOAD_BYTES)
 TEXT = st.text(max_size=20)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 NOT_NEGATIVE = st.floats(0, allow_infinity=False)
@@ -81,6 +84,13 @@ planes = st.builds(PlaneSpan, TEXT, U64, U64, U64, U32)
 kv_frames = st.builds(
     KvFrame, TEXT, U32, U32, U32, U32, U32, U32, U32, U32, short_tuples(planes), st.binary(max_size=200)
 )
+bare_frames = kv_frames.map(lambda frame: replace(frame, payload=b""))
+pair_messages = (
+    st.builds(Hello, TEXT)
+    | st.builds(PairKey, TEXT, st.binary(max_size=200))
+    | st.builds(Paired, U32)
+    | st.builds(Ready, U32, PARCELS)
+)
 receipts = st.builds(Receipt, TEXT, U32, short_tuples(st.tuples(TEXT, U64)), U64, U64, SECONDS, SECONDS, U32)
 prefill_events = (
     st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, short_tuples(tokens), SECONDS)
@@ -118,6 +128,9 @@ node_infos = st.builds(
 )
 
 
+FULL = pb.KvFrame(payload=b"codes")
+
+
 def reported(marks: bytes) -> pb.NodeInfo:
     """A decode node's report."""
     return pb.NodeInfo(role=pb.ROLE_DECODE, fingerprint=pb.Fingerprint(), marks=marks)
@@ -130,7 +143,9 @@ CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [
     (convert_kv.PUSH_REQUEST, kv_frames),
     (convert_kv.PUSH_REQUEST, st.builds(types.Handoff, TEXT, U32, fingerprints, U32, U32)),
     (convert_kv.PUSH_REQUEST, st.builds(HandoffEnd, TEXT, U32, U32, U32, U64)),
+    (convert_kv.PUSH_REQUEST, st.builds(Announced, bare_frames, U32, U32, PARCELS)),
     (convert_kv.PUSH_REPLY, receipts | st.just(Accepted())),
+    (PAIR_MESSAGE, pair_messages),
     (convert.PREFILL_JOB, st.builds(PrefillJob, requests, TEXT, U32, TEXT, st.booleans(), U32)),
     (convert.PREFILL_EVENT, prefill_events),
     (convert.ASSIGNMENT, st.builds(Assignment, TEXT, U32, TEXT, U32)),
@@ -233,6 +248,12 @@ def test_absurd_sizes_are_refused() -> None:
     ("coder", "message", "why"),
     [
         (convert_kv.PUSH_REQUEST, pb.PushRequest(), "oneof"),
+        (convert_kv.PUSH_REQUEST, pb.PushRequest(announced=pb.Announced(bytes=1)), "frame"),
+        (convert_kv.PUSH_REQUEST, pb.PushRequest(announced=pb.Announced(frame=FULL, bytes=1)), "payload: must be"),
+        (convert_kv.PUSH_REQUEST, pb.PushRequest(announced=pb.Announced(frame=pb.KvFrame())), "parcel of 0"),
+        (PAIR_MESSAGE, pb.PairMessage(), "oneof"),
+        (PAIR_MESSAGE, pb.PairMessage(ready=pb.Ready(bytes=MAX_PAYLOAD_BYTES + 1)), "parcel of 8388609"),
+        (PAIR_MESSAGE, pb.PairMessage(key=pb.PairKey(value=bytes(MAX_KEY_BYTES + 1))), "value: 65537 bytes"),
         (convert_kv.PUSH_REPLY, pb.PushReply(), "oneof"),
         (convert.PREFILL_EVENT, pb.PrefillEvent(), "oneof"),
         (convert.DECODE_EVENT, pb.DecodeEvent(), "oneof"),

@@ -12,21 +12,27 @@ from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
+import pytest
 
 from hackkv.errors import FrameRefused, HackkvError
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from tests.transport import nouns
 from tests.transport.fakes import FakeDecode, FakePrefill, FakeRegistry
+from tests.wires import LINKS_HERE
 from transport import methods
 from transport.channels import ChannelPool
 from transport.coder import MAX_PAYLOAD_BYTES, MAX_REQUEST_BYTES
 from transport.convert import ASSIGNMENT, DECODE_JOB, EMPTY, NODE_INFO, PREFILL_JOB, Assignment, Empty
-from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted
-from transport.grpc_wire import GrpcListener, GrpcSender
+from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, Announced
+from transport.convert_pair import PAIR_MESSAGE, Hello, Paired, PairKey, PairMessage, Ready
+from transport.grpc_wire import GrpcListener
+from transport.link import link_kind
 from transport.rpc_client import DecodeClient
-from transport.rpc_server import RpcServer
+from transport.rpc_server import PLAIN, WIRE_KEY, RpcServer
 from transport.status import rebuild
+from transport.wires import WIRES, Site
 
+HELLOS: list[PairMessage] = [Hello(link_kind(name).dialect) for name in LINKS_HERE]
 SEEDS: dict[str, list[bytes]] = {
     methods.PREFILL_RUN: [PREFILL_JOB.encode(nouns.prefill_job())],
     methods.PREFILL_ASSIGN: [ASSIGNMENT.encode(Assignment("t-1", 0, "a:1"))],
@@ -34,7 +40,13 @@ SEEDS: dict[str, list[bytes]] = {
     methods.DECODE_RUN: [DECODE_JOB.encode(nouns.decode_job())],
     methods.DECODE_DESCRIBE: [EMPTY.encode(Empty())],
     methods.REGISTRY_REGISTER: [NODE_INFO.encode(nouns.node_info())],
-    methods.KV_PUSH: [PUSH_REQUEST.encode(item) for item in (nouns.handoff(), nouns.frame(0), nouns.end(1))],
+    methods.KV_PUSH: [
+        PUSH_REQUEST.encode(item)
+        for item in (nouns.handoff(), nouns.frame(0), Announced(nouns.frame(1, b""), 1, 1, 5), nouns.end(2))
+    ],
+    methods.KV_CONNECT: [
+        PAIR_MESSAGE.encode(item) for item in (*HELLOS, PairKey("0/0", b"there"), Ready(1, 5), Paired(1))
+    ],
 }
 
 
@@ -55,25 +67,29 @@ def mutate(rng: random.Random, seed: bytes) -> bytes:
     return bytes(data)
 
 
-async def attack(channel: grpc.aio.Channel, rng: random.Random) -> HackkvError | None:
+async def attack(channel: grpc.aio.Channel, rng: random.Random, wire: str) -> HackkvError | None:
     """Make one hostile call; return the error it ended with, None if the bytes happened to be valid."""
     method = rng.choice(methods.ALL)
     messages = [mutate(rng, seed) if rng.random() < 0.7 else seed for seed in SEEDS[method]]
-    if method == methods.KV_PUSH:
+    if method in (methods.KV_PUSH, methods.KV_CONNECT):
         if rng.random() < 0.3:
             rng.shuffle(messages)
         messages = messages[: rng.randrange(1, 4)]
-    return await call_raw(channel, method, messages)
+    return await call_raw(channel, method, messages, wire)
 
 
-async def call_raw(channel: grpc.aio.Channel, method: str, messages: list[bytes]) -> HackkvError | None:
+async def call_raw(
+    channel: grpc.aio.Channel, method: str, messages: list[bytes], wire: str = PLAIN
+) -> HackkvError | None:
     """Send messages as they are; return the error that the call ended with."""
     # On the wire every method takes a stream of requests; a unary one reads the first.
-    call = channel.stream_stream(method, None, None)(iter_messages(messages))
+    call = channel.stream_stream(method, None, None)(iter_messages(messages), metadata=((WIRE_KEY, wire),))
     try:
         while isinstance(data := await call.read(), bytes):
             if method == methods.KV_PUSH and not isinstance(reply := PUSH_REPLY.decode(data), Accepted):
                 return reply if isinstance(reply, HackkvError) else None
+            if method == methods.KV_CONNECT and isinstance(said := PAIR_MESSAGE.decode(data), HackkvError):
+                return said
     except grpc.aio.AioRpcError as exc:
         return rebuild(exc, "peer")
     finally:
@@ -91,10 +107,11 @@ async def count_items(handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffE
     return nouns.receipt(handoff.transfer_id, tokens=len([None async for _ in frames]))
 
 
-async def fuzz(calls: int, seed: int) -> dict[str, int]:
+async def fuzz(wire: str, calls: int, seed: int) -> dict[str, int]:
     """Attack a fresh server `calls` times; return how the calls ended, by error code."""
-    server, channels, sender = RpcServer("127.0.0.1", 0), ChannelPool(), GrpcSender()
-    listener = GrpcListener(server, frame_timeout_s=1.0)
+    server, channels = RpcServer("127.0.0.1", 0), ChannelPool()
+    site = Site(server, frame_timeout_s=1.0)
+    sender, listener = WIRES[wire].sender(site), WIRES[wire].listener(site)
     server.add_prefill(FakePrefill())
     server.add_decode(FakeDecode())
     server.add_registry(FakeRegistry())
@@ -102,7 +119,7 @@ async def fuzz(calls: int, seed: int) -> dict[str, int]:
     rng, endings = random.Random(seed), dict[str, int]()
     channel = await channels.get(address)
     for _ in range(calls):
-        error = await asyncio.wait_for(attack(channel, rng), 60)
+        error = await asyncio.wait_for(attack(channel, rng, wire), 60)
         code = "ok" if error is None else error.code
         endings[code] = endings.get(code, 0) + 1
     assert await DecodeClient(address, channels).describe() == nouns.node_info()
@@ -114,9 +131,10 @@ async def fuzz(calls: int, seed: int) -> dict[str, int]:
     return endings
 
 
-async def test_hostile_bytes_end_in_named_errors_and_leave_the_server_alive() -> None:
+@pytest.mark.parametrize("wire", [PLAIN, *LINKS_HERE])
+async def test_hostile_bytes_end_in_named_errors_and_leave_the_server_alive(wire: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    endings = await fuzz(int(os.environ.get("HACKKV_FUZZ_CALLS", "400")), seed=7)
+    endings = await fuzz(wire, int(os.environ.get("HACKKV_FUZZ_CALLS", "400")), seed=7)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert "internal" not in endings
     # `node_lost` is what the listener calls a stream that was cut short; the server itself stays up throughout.

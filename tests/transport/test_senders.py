@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import pytest
 
+from hackkv.config import InternalConfig
 from hackkv.errors import ConfigError, HandshakeRefused
 from hackkv.nodes import WireAddress
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from tests.transport import nouns
+from tests.wires import LINKS_HERE, USABLE
 from transport.rpc_server import RpcServer
-from transport.wires import DEFAULT_WIRE, WIRES, Listeners, Site, check_wires, open_senders
+from transport.wires import DEFAULT_WIRE, WIRES, Listeners, Site, check_machine, check_wires, open_senders
 
 
 async def deliver(handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
@@ -22,9 +25,9 @@ async def deliver(handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd])
 async def test_a_node_with_every_wire_sends_by_each_to_the_address_that_was_announced() -> None:
     async with RpcServer("127.0.0.1", 0) as server:
         site = Site(server)
-        listeners, senders = Listeners(WIRES, site), open_senders(WIRES, site)
+        listeners, senders = Listeners(USABLE, site), open_senders(USABLE, site)
         announced = await listeners.serve(deliver)
-        assert [one.wire for one in announced] == list(WIRES)
+        assert [one.wire for one in announced] == USABLE
         for one in announced:
             receipt = await senders.push(one.url, nouns.handoff(), nouns.frames(3))
             assert receipt == nouns.receipt(tokens=4)
@@ -49,6 +52,17 @@ def test_wires_that_stay_within_a_process_are_not_for_nodes() -> None:
     usable = [name for name, wire in WIRES.items() if wire.leaves_process]
     assert DEFAULT_WIRE in usable
     check_wires(usable)
+
+
+@pytest.mark.parametrize("name", LINKS_HERE)
+def test_a_link_leaves_the_machine_only_over_a_network_that_is_trusted(name: str, tmp_path: Path) -> None:
+    """A token or TLS does not help: the sockets of links know of neither."""
+    secret = InternalConfig(token_file=tmp_path / "token")
+    check_machine([DEFAULT_WIRE, name], "127.0.0.1", InternalConfig())
+    check_machine([DEFAULT_WIRE], "10.0.0.1", secret)
+    check_machine([name], "10.0.0.1", InternalConfig(open=True))
+    with pytest.raises(ConfigError, match=rf"^wire: {name}: .* internal\.open: true .* or take {DEFAULT_WIRE}$"):
+        check_machine([name], "10.0.0.1", secret)
 
 
 @pytest.mark.parametrize(

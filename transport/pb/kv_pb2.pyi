@@ -229,15 +229,29 @@ class Receipt(_message.Message):
     held_tokens: int
     def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes_by_plane: _Optional[_Iterable[_Union[PlaneBytes, _Mapping]]] = ..., header_bytes: _Optional[int] = ..., fp16_bytes: _Optional[int] = ..., receive_s: _Optional[float] = ..., wire_decode_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
+class Announced(_message.Message):
+    __slots__ = ("frame", "pair", "number", "bytes")
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    PAIR_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    frame: KvFrame
+    pair: int
+    number: int
+    bytes: int
+    def __init__(self, frame: _Optional[_Union[KvFrame, _Mapping]] = ..., pair: _Optional[int] = ..., number: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
 class PushRequest(_message.Message):
-    __slots__ = ("handoff", "frame", "end")
+    __slots__ = ("handoff", "frame", "end", "announced")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     handoff: Handoff
     frame: KvFrame
     end: HandoffEnd
-    def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., frame: _Optional[_Union[KvFrame, _Mapping]] = ..., end: _Optional[_Union[HandoffEnd, _Mapping]] = ...) -> None: ...
+    announced: Announced
+    def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., frame: _Optional[_Union[KvFrame, _Mapping]] = ..., end: _Optional[_Union[HandoffEnd, _Mapping]] = ..., announced: _Optional[_Union[Announced, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ()
@@ -252,6 +266,48 @@ class PushReply(_message.Message):
     receipt: Receipt
     failure: Failure
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("dialect",)
+    DIALECT_FIELD_NUMBER: _ClassVar[int]
+    dialect: str
+    def __init__(self, dialect: _Optional[str] = ...) -> None: ...
+
+class PairKey(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: bytes
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+
+class Paired(_message.Message):
+    __slots__ = ("pair",)
+    PAIR_FIELD_NUMBER: _ClassVar[int]
+    pair: int
+    def __init__(self, pair: _Optional[int] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("number", "bytes")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    bytes: int
+    def __init__(self, number: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class PairMessage(_message.Message):
+    __slots__ = ("hello", "key", "paired", "ready", "failure")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PAIRED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    key: PairKey
+    paired: Paired
+    ready: Ready
+    failure: Failure
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., key: _Optional[_Union[PairKey, _Mapping]] = ..., paired: _Optional[_Union[Paired, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class PrefillJob(_message.Message):
     __slots__ = ("request", "transfer_id", "epoch", "decode_address", "handoff", "held_pages")

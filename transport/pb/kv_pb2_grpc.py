@@ -398,6 +398,11 @@ class KvReceiverStub:
                 request_serializer=transport_dot_pb_dot_kv__pb2.PushRequest.SerializeToString,
                 response_deserializer=transport_dot_pb_dot_kv__pb2.PushReply.FromString,
                 _registered_method=True)
+        self.Connect = channel.stream_stream(
+                '/hackkv.v1.KvReceiver/Connect',
+                request_serializer=transport_dot_pb_dot_kv__pb2.PairMessage.SerializeToString,
+                response_deserializer=transport_dot_pb_dot_kv__pb2.PairMessage.FromString,
+                _registered_method=True)
 
 
 class KvReceiverServicer:
@@ -411,6 +416,14 @@ class KvReceiverServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Connect(self, request_iterator, context):
+        """Pairs two processes: a link between them carries payloads of their handoffs. The pair lives as long as the call.
+        Sender: Hello, then PairKeys. Receiver: PairKeys, Paired, then a Ready for each parcel, or a Failure at any point.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvReceiverServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -418,6 +431,11 @@ def add_KvReceiverServicer_to_server(servicer, server):
                     servicer.Push,
                     request_deserializer=transport_dot_pb_dot_kv__pb2.PushRequest.FromString,
                     response_serializer=transport_dot_pb_dot_kv__pb2.PushReply.SerializeToString,
+            ),
+            'Connect': grpc.stream_stream_rpc_method_handler(
+                    servicer.Connect,
+                    request_deserializer=transport_dot_pb_dot_kv__pb2.PairMessage.FromString,
+                    response_serializer=transport_dot_pb_dot_kv__pb2.PairMessage.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -449,6 +467,33 @@ class KvReceiver:
             '/hackkv.v1.KvReceiver/Push',
             transport_dot_pb_dot_kv__pb2.PushRequest.SerializeToString,
             transport_dot_pb_dot_kv__pb2.PushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Connect(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/hackkv.v1.KvReceiver/Connect',
+            transport_dot_pb_dot_kv__pb2.PairMessage.SerializeToString,
+            transport_dot_pb_dot_kv__pb2.PairMessage.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,51 @@
+"""A process that dies before, in or after a parcel: the other one hears of it by name and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+
+import pytest
+
+from hackkv.errors import NodeLost
+from tests.transport import nouns
+from tests.transport.ends import Reader, listening, sending
+from tests.wires import EVERY_LINK
+
+ROOT = Path(__file__).parents[2]
+PARCEL = bytes(8 << 20)
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("name", EVERY_LINK)]
+
+
+async def start(*arguments: str) -> Process:
+    command = (sys.executable, "-m", "tests.transport.doomed", *arguments)
+    return await asyncio.create_subprocess_exec(*command, stdout=PIPE, cwd=ROOT)
+
+
+@pytest.mark.parametrize("step", ["before", "in", "after"])
+async def test_a_receiver_that_dies_is_a_lost_node(name: str, step: str) -> None:
+    kind, child = EVERY_LINK[name](), await start(name, step)
+    assert child.stdout is not None
+    address = (await child.stdout.readline()).decode().strip()
+    async with sending(kind) as sender, listening(kind, Reader()) as elsewhere:
+        with pytest.raises(NodeLost):
+            await sender.push(address, nouns.handoff(), nouns.frames(3, PARCEL))
+        assert await child.wait() < 0
+        with pytest.raises(NodeLost, match=address):
+            await sender.push(address, nouns.handoff(), nouns.frames(3, PARCEL))
+        assert (await sender.push(elsewhere, nouns.handoff(), nouns.frames(3, PARCEL))).tokens == 4
+
+
+@pytest.mark.parametrize("step", ["before", "after"])
+async def test_a_sender_that_dies_is_a_lost_node(name: str, step: str) -> None:
+    kind, reader = EVERY_LINK[name](), Reader()
+    async with listening(kind, reader) as address:
+        child = await start(name, step, address)
+        await reader.over.wait()
+        assert isinstance(reader.error, NodeLost)
+        assert await child.wait() < 0
+        async with sending(kind) as sender:
+            assert (await sender.push(address, nouns.handoff(), nouns.frames(3, PARCEL))).tokens >= 4

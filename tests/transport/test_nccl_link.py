@@ -1,0 +1,68 @@
+"""NCCL's own ways to fail, which a library of our own plays: hangs, late errors, versions that do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from hackkv.errors import ConfigError, DeadlineExceeded, NodeLost
+from tests.transport import fake_nccl, nouns
+from tests.transport.ends import Reader, Source, listening, sending
+from tests.transport.fake_nccl import Fault
+from transport import nccl_link
+from transport.nccl_link import create, load_bindings
+
+pytestmark = pytest.mark.skipif(not fake_nccl.possible(), reason="nccl4py, a C compiler and a torch without CUDA")
+
+
+@pytest.fixture(autouse=True)
+def _sound_again() -> Iterator[None]:
+    yield
+    fake_nccl.library().fake_fault(0)
+    fake_nccl.library().fake_version(23203)
+
+
+@pytest.mark.parametrize("fault", [Fault.INIT_FAILS, Fault.TRANSFER_FAILS, Fault.SEND_REFUSED])
+async def test_an_error_of_nccl_is_a_lost_node_and_the_next_push_is_sound(fault: Fault) -> None:
+    kind = fake_nccl.kind()
+    async with listening(kind, Reader()) as address, sending(kind) as sender:
+        fake_nccl.library().fake_fault(fault)
+        with pytest.raises(NodeLost):
+            await sender.push(address, nouns.handoff(), nouns.frames(3))
+        assert (await sender.push(address, nouns.handoff("t-2"), nouns.frames(3, transfer_id="t-2"))).tokens >= 4
+
+
+@pytest.mark.parametrize("fault", [Fault.INIT_HANGS, Fault.TRANSFER_HANGS])
+@pytest.mark.parametrize("ending", ["deadline", "sender", "push"])
+async def test_a_hang_ends_with_its_deadline_with_the_sender_or_with_the_push(
+    fault: Fault, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ending == "deadline":
+        monkeypatch.setattr(nccl_link, "CONNECT_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(nccl_link, "PARCEL_TIMEOUT_S", 0.05)
+    kind, reader = fake_nccl.kind(), Reader()
+    async with listening(kind, reader) as address, sending(kind) as sender:
+        fake_nccl.library().fake_fault(fault)
+        push = asyncio.create_task(sender.push(address, nouns.handoff(), Source().frames()))
+        if fault is Fault.TRANSFER_HANGS:
+            await reader.started.wait()
+        if ending == "sender":
+            await sender.close()
+        elif ending == "push":
+            push.cancel()
+        with pytest.raises(asyncio.CancelledError if ending == "push" else (NodeLost, DeadlineExceeded)):
+            await push
+
+
+def test_versions_that_do_not_fit_are_both_named() -> None:
+    fake_nccl.library().fake_version(21704)
+    with pytest.raises(ConfigError, match=r"wire: nccl: the library is 2\.17\.4, nccl4py is for \d+\.\d+\.\d+$"):
+        load_bindings()
+
+
+def test_a_machine_without_a_gpu_is_told_so_in_one_line() -> None:
+    fake_nccl.library()
+    with pytest.raises(ConfigError, match=r"^wire: nccl: torch sees no CUDA device[^\n]*$"):
+        create()

@@ -1,0 +1,80 @@
+"""What both ends of a pair tell each other <-> protobuf: the messages of a `KvReceiver.Connect` stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from hackkv.errors import HackkvError
+from transport.coder import Coder, Malformed, parcel_size, text
+from transport.convert_failure import pack_failure, unpack_failure
+from transport.pb import kv_pb2 as pb
+
+MAX_KEY_BYTES: Final = 64 << 10
+"""Addresses and unique ids are some hundred bytes; the metadata of a registered memory some thousand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What the sender's link speaks (`LinkKind.dialect`)."""
+
+    dialect: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairKey:
+    """What an end says to the other while both connect (`Exchange.put`)."""
+
+    name: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """The receiver's end is connected; there the pair is called by this number."""
+
+    pair: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The receiver has room for a parcel of `size` bytes. The sender owes them now, whatever became of the handoff."""
+
+    number: int
+    size: int
+
+
+PairMessage = Hello | PairKey | Paired | Ready | HackkvError
+
+
+def _pack(noun: PairMessage) -> pb.PairMessage:
+    match noun:
+        case Hello(dialect):
+            return pb.PairMessage(hello=pb.Hello(dialect=dialect))
+        case PairKey(name, value):
+            return pb.PairMessage(key=pb.PairKey(name=name, value=value))
+        case Paired(pair):
+            return pb.PairMessage(paired=pb.Paired(pair=pair))
+        case Ready(number, size):
+            return pb.PairMessage(ready=pb.Ready(number=number, bytes=size))
+    return pb.PairMessage(failure=pack_failure(noun))
+
+
+def _unpack(message: pb.PairMessage) -> PairMessage:
+    match message.WhichOneof("body"):
+        case "hello":
+            return Hello(text("dialect", message.hello.dialect))
+        case "key":
+            if len(message.key.value) > MAX_KEY_BYTES:
+                raise Malformed("value", f"{len(message.key.value)} bytes, at most {MAX_KEY_BYTES} are accepted")
+            return PairKey(text("name", message.key.name), message.key.value)
+        case "paired":
+            return Paired(message.paired.pair)
+        case "ready":
+            return Ready(message.ready.number, parcel_size(message.ready.bytes))
+        case "failure":
+            return unpack_failure(message.failure)
+    raise Malformed("body", "no member of the oneof is set")
+
+
+PAIR_MESSAGE = Coder(pb.PairMessage, _pack, _unpack)

@@ -1,0 +1,80 @@
+"""What a link is: one connection of two processes that moves payloads in one direction, beside gRPC.
+
+gRPC keeps everything else: handshakes, headers, verdicts, and the messages by which both ends of a link agree
+(`transport/pair.py`). A link moves one parcel after another, in the order in which the receiver posts them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Protocol, cast
+
+from hackkv.errors import ConfigError
+from hackkv.types import Payload
+
+CONNECT_TIMEOUT_S: Final = 30.0
+"""How long both ends of a link may take to connect."""
+PARCEL_TIMEOUT_S: Final = 60.0
+"""How long a parcel may take once its receiver is ready. 8 MiB take as long at 1.1 Mbit/s."""
+
+
+class Exchange(Protocol):
+    """What both ends tell each other while they connect, over the channel that knows its peer. Any thread may call."""
+
+    def put(self, name: str, value: bytes) -> None:
+        """Say `value` under `name`, to the other end and to this one."""
+        ...
+
+    def get(self, name: str) -> bytes:
+        """Wait for what was said under `name`. Raises `NodeLost` when the pair is lost or nothing comes in time."""
+        ...
+
+
+class Link(Protocol):
+    """One end of a link. One thread calls `connect` and `send`, and what `post` returns; they block, with a deadline.
+
+    They raise `NodeLost` or `DeadlineExceeded`; after that, and after `abort`, the link is of no use any more.
+    """
+
+    def connect(self, exchange: Exchange) -> None:
+        """Meet the other end, which connects at the same time."""
+        ...
+
+    def post(self, size: int) -> Callable[[], Payload]:
+        """Take memory for the next parcel and expect it. Returns at once; the function returned waits for its bytes."""
+        ...
+
+    def send(self, payload: Payload) -> None:
+        """Send a parcel that the other end has posted."""
+        ...
+
+    def abort(self) -> None:
+        """Let the other end know, and release everything. Any thread may call, repeatedly, and never waits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKind:
+    """A kind of link that this process can use."""
+
+    name: str
+    dialect: str
+    """What both ends have to agree on: library and version."""
+    open: Callable[[int, str], Link]
+    """Makes an end, not connected, from its rank (0 sends, 1 receives) and the host at which peers reach it."""
+
+
+LINKS: Final[Mapping[str, str]] = MappingProxyType({"gloo": "transport.gloo_link", "nccl": "transport.nccl_link"})
+"""Name -> module with `create() -> LinkKind`, which raises `ConfigError` in one line where it cannot be used. They are
+loaded on use: they need torch, which the router never loads."""
+
+
+def link_kind(name: str) -> LinkKind:
+    """The kind of that name. Raises `ConfigError` that names what this process lacks for it."""
+    try:
+        return cast(LinkKind, importlib.import_module(LINKS[name]).create())
+    except ImportError as error:
+        raise ConfigError(f"wire: {name}: {error}") from error
