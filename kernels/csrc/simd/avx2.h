@@ -17,6 +17,9 @@ struct Avx2 {
   static constexpr int kProductRows = 3;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 2;  // times rows of a weight
   static constexpr int kProductCache = 1 << 14;  // bytes of x that stay in the first-level cache meanwhile
+  static constexpr int kBlockRows = 2;   // accumulators of a product with codes of a weight: rows of x
+  static constexpr int kBlockTiles = 1;  // times tiles of 16 rows of a weight
+  static constexpr int kBlockTilesOfOneRow = 2;
   struct F {
     __m256 a, b;
   };

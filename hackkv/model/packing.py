@@ -1,0 +1,61 @@
+"""In which form a model's matrices rest: the setting `model.weights`.
+
+`auto` keeps what the checkpoint itself has packed, unless products are computed in float32. `int8` and `int4` pack
+every matrix; with `int4` those of the vocabulary have 8 bits, since all of a token's logits depend on one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from hack_kernels.block_weight import fits
+
+from hackkv.errors import ConfigError
+
+DENSE: Final = {"fp32": "float32", "bf16": "bfloat16"}
+"""Settings that pack nothing -> the dtype that they are for."""
+PACKED: Final = {"int8": 8, "int4": 4}
+AUTO: Final = "auto"
+CHOICES: Final = (AUTO, *DENSE, *PACKED)
+OF_VOCABULARY: Final = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Which matrices are packed."""
+
+    keeps: bool
+    """Those that the checkpoint has packed in a form that kernels take stay so."""
+    bits: int | None
+    """All others are packed in codes of so many bits; None packs no other."""
+
+    @property
+    def name(self) -> str:
+        """A word for each packing; empty where nothing is packed."""
+        return self.of_all if self.bits else "kept" if self.keeps else ""
+
+    @property
+    def of_all(self) -> str:
+        """What is done to matrices that the checkpoint has as numbers, for peers to compare."""
+        return f"int{self.bits}" if self.bits else "as in the checkpoint"
+
+    def bits_for(self, tensor: str, shape: tuple[int, ...], held: int | None) -> int | None:
+        """Bits of the codes of `tensor`, which the checkpoint holds in `held` bits; None if it is not packed."""
+        if not fits(shape):
+            return None
+        if self.bits is None:
+            return held if self.keeps else None
+        return 8 if tensor in OF_VOCABULARY else self.bits
+
+
+NOTHING: Final = Packing(False, None)
+
+
+def packing_of(weights: str, dtype: str) -> Packing:
+    """What the setting means where products are computed in `dtype`. Raises `ConfigError`."""
+    if weights not in CHOICES:
+        raise ConfigError(f"model.weights: {weights!r} is not one of {', '.join(CHOICES)}")
+    if DENSE.get(weights, dtype) != dtype:
+        raise ConfigError(f"model.weights: {weights} needs model.dtype {DENSE[weights]}, which is {dtype}")
+    return Packing(weights == AUTO and dtype != "float32", PACKED.get(weights))

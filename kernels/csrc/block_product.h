@@ -1,0 +1,135 @@
+// Products with weights that rest as codes (block_weight.py): blocks of 32 columns, 16 rows of a weight side by side.
+//
+// Rows of x are rounded to 8 bits with a scale for each block. Sums within a block are integers; blocks are added in one
+// order, a multiplication and an addition apart. So every instruction set gives the same bits, for any rows beside.
+#pragma once
+
+#include "rowwise.h"
+#include "unrolled.h"
+
+namespace hack {
+
+inline constexpr float kSmallestBlock = 1e-30f;  // values of a block that are all smaller count as 0
+
+// A row of k values -> 8 bits: code = nearest(value / scale), scale = largest / 127; and the sums of a block's codes. A
+// block that holds a value which is not finite has NaN as its scale.
+template <class S, Dtype dtype>
+void round_blocks(const std::byte* row, int k, const BlockRow& out) {
+  for (int b = 0; b < k / kBlockColumns; ++b) {
+    typename S::F x[2];
+    for (int h = 0; h < 2; ++h) x[h] = load_lanes<S, dtype>(row, b * kBlockColumns + h * kLanes, k);
+    const auto size = [](typename S::F y) { return S::max(y, S::sub(S::zero(), y)); };
+    const float largest = S::reduce_max(S::max(size(x[0]), size(x[1])));
+    const float faults = S::reduce_add(S::add(S::sub(x[0], x[0]), S::sub(x[1], x[1])));  // 0 or NaN
+    const bool some = faults == 0.0f && largest > kSmallestBlock;
+    out.scales[b] = largest / 127.0f + faults;
+    out.sums[b] = 0;
+    const auto inverse = S::splat(some ? 127.0f / largest : 0.0f);
+    for (int h = 0; h < 2; ++h) {
+      const auto codes = some ? S::nearest(S::mul(x[h], inverse)) : S::zero_int();
+      S::store_low_bytes(reinterpret_cast<std::uint8_t*>(out.codes) + b * kBlockColumns + h * kLanes, codes);
+      out.sums[b] += S::reduce_add_int(codes);
+    }
+  }
+}
+
+// What codes of `bits` bits times a block of x add to sums in FP32.
+template <class S, int bits>
+typename S::F block_sum(typename S::I sums, const std::byte* after_codes, const BlockRow& x, int b) {
+  const auto* halves = reinterpret_cast<const std::uint16_t*>(after_codes);
+  const auto scale = S::load_half(halves), row_scale = S::splat(x.scales[b]);
+  if constexpr (bits == 8)
+    return S::mul(S::to_float(S::add_int(sums, S::splat_int(-128 * x.sums[b]))), S::mul(scale, row_scale));
+  const auto offset = S::mul(S::splat(float(x.sums[b])), S::load_half(halves + kLanes));
+  return S::mul(S::add(S::mul(S::to_float(sums), scale), offset), row_scale);
+}
+
+// R rows of x, from row `row` on, times N tiles of w.
+template <class S, Dtype dtype, int bits, int R, int N>
+void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
+  constexpr int kFields = 8 / bits, kCodes = kBlockColumns * kLanes * bits / 8;
+  typename S::F totals[R * N];
+  BlockRow x[R];
+  unrolled<R>([&](auto r) __attribute__((always_inline)) { x[r] = item.x.row(row + r); });
+  unrolled<R * N>([&](auto i) __attribute__((always_inline)) { totals[i] = S::zero(); });
+  const std::byte* block = item.w + tile * item.tile_bytes;
+  for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(bits)) {
+    typename S::I sums[R * N];
+    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = S::zero_int(); });
+    unrolled<8 / kFields>([&](auto quad) __attribute__((always_inline)) {
+      typename S::I packed[N];
+      unrolled<N>([&](auto n) __attribute__((always_inline)) {
+        packed[n] = S::load_int(block + n * item.tile_bytes + 64 * quad);
+      });
+      unrolled<kFields>([&](auto f) __attribute__((always_inline)) {
+        unrolled<R>([&](auto r) __attribute__((always_inline)) {
+          const auto four = S::broadcast_quad(x[r].codes + b * kBlockColumns + 16 * f + 4 * quad);
+          unrolled<N>([&](auto n) __attribute__((always_inline)) {
+            if constexpr (bits == 8)
+              sums[r * N + n] = S::template dot<8>(sums[r * N + n], packed[n], four);
+            else
+              sums[r * N + n] = S::dot(sums[r * N + n], S::template plane<bits, f>(packed[n]), four);
+          });
+        });
+      });
+    });
+    unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
+      const std::byte* after_codes = block + (i % N) * item.tile_bytes + kCodes;
+      totals[i] = S::add(totals[i], block_sum<S, bits>(sums[i], after_codes, x[i / N], b));
+    });
+  }
+  unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
+    const int at = int(tile + i % N) * kLanes;
+    if (item.bias != nullptr) totals[i] = S::add(totals[i], load_lanes<S, dtype>(item.bias, at, item.outputs));
+    store_lanes<S, dtype>(item.out + (row + i / N) * item.out_stride, at, item.outputs, totals[i]);
+  });
+}
+
+// Some rows of x times N tiles of w.
+template <class S, Dtype dtype, int bits, int R, int N>
+std::int64_t block_rows(const BlockItem& item, std::int64_t row, std::int64_t tile) {
+  for (; row + R <= item.last_row; row += R) block_tile<S, dtype, bits, R, N>(item, row, tile);
+  return row;
+}
+
+template <class S, Dtype dtype, int bits>
+void block_product(const BlockItem& item) {
+  constexpr int R = S::kBlockRows, N = S::kBlockTiles, kAlone = S::kBlockTilesOfOneRow;
+  std::int64_t tile = item.first_tile;
+  const std::int64_t single = item.first_row + (item.last_row - item.first_row) / R * R;
+  for (; tile + N <= item.last_tile; tile += N) block_rows<S, dtype, bits, R, N>(item, item.first_row, tile);
+  for (; tile < item.last_tile; ++tile) block_rows<S, dtype, bits, R, 1>(item, item.first_row, tile);
+  for (tile = item.first_tile; tile + kAlone <= item.last_tile; tile += kAlone)
+    block_rows<S, dtype, bits, 1, kAlone>(item, single, tile);
+  for (; tile < item.last_tile; ++tile) block_rows<S, dtype, bits, 1, 1>(item, single, tile);
+}
+
+template <class S, Dtype dtype>
+void block_product_of(const BlockItem& item) {
+  item.bits == 8 ? block_product<S, dtype, 8>(item) : block_product<S, dtype, 4>(item);
+}
+
+// Row `row` of a weight, as numbers.
+template <class S, Dtype dtype>
+void unpack_row(const BlockItem& item, std::int64_t row, std::byte* out) {
+  const int lane = int(row % kLanes), bits = item.bits, k = item.x.blocks * kBlockColumns;
+  const std::byte* block = item.w + row / kLanes * item.tile_bytes;
+  for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(bits)) {
+    std::uint8_t codes[kBlockColumns];
+    for (int quad = 0; quad < bits; ++quad) std::memcpy(codes + 4 * quad, block + 64 * quad + 4 * lane, 4);
+    const auto* halves = reinterpret_cast<const std::uint16_t*>(block + 64 * bits) + lane;
+    const auto scale = S::splat(half_to_float(halves[0]));
+    for (int h = 0; h < 2; ++h) {
+      const int at = b * kBlockColumns + h * kLanes;
+      if (bits == 8) {
+        const auto whole = S::sub(S::bytes_to_float(S::load_bytes(codes + h * kLanes)), S::splat(128.0f));
+        store_lanes<S, dtype>(out, at, k, S::mul(whole, scale));
+      } else {
+        const auto whole = S::bytes_to_float(S::template byte_field<4>(S::load_bytes(codes), 4 * h));
+        store_lanes<S, dtype>(out, at, k, S::add(S::mul(whole, scale), S::splat(half_to_float(halves[kLanes]))));
+      }
+    }
+  }
+}
+
+}  // namespace hack
