@@ -86,9 +86,9 @@ class ModelConfig(Frozen):
     """Folder of a Hugging Face checkpoint or a hub name; empty serves the model that ships with hackkv."""
     dtype: str = "bfloat16"
     """What products are computed in: bfloat16 or float32."""
-    weights: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
-    """How matrices rest: as numbers of `dtype` (fp32, bf16) or as codes. auto keeps what a GGUF file has as Q8_0, Q4_0
-    or Q4_1 as it is, unless `dtype` is float32; int8 and int4 pack every matrix."""
+    weights: str = "auto"
+    """How matrices rest: auto, fp32, bf16 (numbers), int8 or int4 (codes). auto keeps what a GGUF file has as
+    Q8_0, Q4_0 or Q4_1, unless `dtype` is float32; int8 and int4 pack every matrix."""
     max_context: int = Field(default=0, ge=0)
     """Longest prompt plus output in tokens; 0 takes the checkpoint's own limit."""
     threads: int = Field(default=0, ge=0)

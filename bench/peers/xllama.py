@@ -1,6 +1,6 @@
-"""`python xllama.py MODEL.gguf PROMPT.json TOKENS THREADS`: requests of one prompt each; prints a line of JSON for each.
+"""`python xllama.py MODEL.gguf PROMPTS.json TOKENS THREADS`: a request for each prompt, which prints a line of JSON.
 
-Runs in an environment that has the wheel `xllamacpp`. PROMPT.json is a list of prompts as token ids. KV is FP16;
+Runs in an environment that has the wheel `xllamacpp`. PROMPTS.json is a list of prompts as token ids. KV is FP16;
 llama.cpp chooses whether flash attention serves; batches are its defaults.
 """
 

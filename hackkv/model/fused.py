@@ -66,6 +66,7 @@ def write_fused(
         file.write(header)
         for name in placed:
             bits = packed.bits.get(name)
+            blocks: Iterator[Tensor]
             if bits is None:
                 blocks = (rows.to(dtype).contiguous() for part in parts[name] for rows in read(part))
             else:
@@ -87,7 +88,8 @@ def _in_tiles(blocks: Iterable[Codes]) -> Iterator[Tensor]:
     for more in blocks:
         joined = more if left is None else _joined(left, more)
         whole = len(joined[0]) // TILE * TILE
-        yield pack(*_rows(joined, slice(whole))).data
+        if whole:
+            yield pack(*_rows(joined, slice(whole))).data
         left = _rows(joined, slice(whole, None))
     if left is not None and len(left[0]):
         yield pack(*left).data

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hack_kernels.block_weight import WIDTHS, BlockWeight, Weight, fits, packed_shape, quantized
+from hack_kernels.block_weight import WIDTHS, BlockWeight, Weight, as_numbers, fits, packed_shape, quantized
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
@@ -226,7 +226,7 @@ def _layer(spec: ModelSpec, index: int, source: _Source, how: Loading) -> LayerW
 
 def _prepared(index: int, layer: LayerWeights, prepare: PrepareWeights) -> LayerWeights:
     """With what a codec makes of the weights around attention; packed ones are packed again, in 8 bits."""
-    given = AttentionWeights(_unpacked(layer.qkv), layer.qkv_bias, layer.qk_norm, _unpacked(layer.out))
+    given = AttentionWeights(as_numbers(layer.qkv), layer.qkv_bias, layer.qk_norm, as_numbers(layer.out))
     around = prepare(index, given)
 
     def form(new: Tensor, was: Weight) -> Weight:
@@ -239,7 +239,3 @@ def _prepared(index: int, layer: LayerWeights, prepare: PrepareWeights) -> Layer
         qk_norm=around.qk_norm,
         out=form(around.out, layer.out),
     )
-
-
-def _unpacked(weight: Weight) -> Tensor:
-    return weight.unpacked() if isinstance(weight, BlockWeight) else weight

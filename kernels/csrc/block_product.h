@@ -38,10 +38,10 @@ template <class S, int bits>
 typename S::F block_sum(typename S::I sums, const std::byte* after_codes, const BlockRow& x, int b) {
   const auto* halves = reinterpret_cast<const std::uint16_t*>(after_codes);
   const auto scale = S::load_half(halves), row_scale = S::splat(x.scales[b]);
-  if constexpr (bits == 8)
-    return S::mul(S::to_float(S::add_int(sums, S::splat_int(-128 * x.sums[b]))), S::mul(scale, row_scale));
+  const auto whole = S::to_float(S::template block_total<bits>(sums, x.sums[b]));
+  if constexpr (bits == 8) return S::mul(whole, S::mul(scale, row_scale));
   const auto offset = S::mul(S::splat(float(x.sums[b])), S::load_half(halves + kLanes));
-  return S::mul(S::add(S::mul(S::to_float(sums), scale), offset), row_scale);
+  return S::mul(S::add(S::mul(whole, scale), offset), row_scale);
 }
 
 // R rows of x, from row `row` on, times N tiles of w.
@@ -65,10 +65,8 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
         unrolled<R>([&](auto r) __attribute__((always_inline)) {
           const auto four = S::broadcast_quad(x[r].codes + b * kBlockColumns + 16 * f + 4 * quad);
           unrolled<N>([&](auto n) __attribute__((always_inline)) {
-            if constexpr (bits == 8)
-              sums[r * N + n] = S::template dot<8>(sums[r * N + n], packed[n], four);
-            else
-              sums[r * N + n] = S::dot(sums[r * N + n], S::template plane<bits, f>(packed[n]), four);
+            const auto codes = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
+            sums[r * N + n] = S::template block_dot<bits>(sums[r * N + n], codes, four);
           });
         });
       });
@@ -110,26 +108,34 @@ void block_product_of(const BlockItem& item) {
 }
 
 // Row `row` of a weight, as numbers.
-template <class S, Dtype dtype>
+template <class S, Dtype dtype, int bits>
 void unpack_row(const BlockItem& item, std::int64_t row, std::byte* out) {
-  const int lane = int(row % kLanes), bits = item.bits, k = item.x.blocks * kBlockColumns;
+  const int lane = int(row % kLanes), k = item.x.blocks * kBlockColumns;
   const std::byte* block = item.w + row / kLanes * item.tile_bytes;
   for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(bits)) {
-    std::uint8_t codes[kBlockColumns];
-    for (int quad = 0; quad < bits; ++quad) std::memcpy(codes + 4 * quad, block + 64 * quad + 4 * lane, 4);
+    std::uint8_t codes[4 * bits];
+    unrolled<bits>([&](auto quad) __attribute__((always_inline)) {
+      std::memcpy(codes + 4 * quad, block + 64 * quad + 4 * lane, 4);
+    });
     const auto* halves = reinterpret_cast<const std::uint16_t*>(block + 64 * bits) + lane;
     const auto scale = S::splat(half_to_float(halves[0]));
-    for (int h = 0; h < 2; ++h) {
-      const int at = b * kBlockColumns + h * kLanes;
-      if (bits == 8) {
-        const auto whole = S::sub(S::bytes_to_float(S::load_bytes(codes + h * kLanes)), S::splat(128.0f));
-        store_lanes<S, dtype>(out, at, k, S::mul(whole, scale));
+    unrolled<2>([&](auto h) __attribute__((always_inline)) {
+      typename S::F values;
+      if constexpr (bits == 8) {
+        const auto whole = S::bytes_to_float(S::load_bytes(codes + h * kLanes));
+        values = S::mul(S::sub(whole, S::splat(128.0f)), scale);
       } else {
-        const auto whole = S::bytes_to_float(S::template byte_field<4>(S::load_bytes(codes), 4 * h));
-        store_lanes<S, dtype>(out, at, k, S::add(S::mul(whole, scale), S::splat(half_to_float(halves[kLanes]))));
+        const auto whole = S::bytes_to_float(S::template byte_field<bits>(S::load_bytes(codes), bits * h));
+        values = S::add(S::mul(whole, scale), S::splat(half_to_float(halves[kLanes])));
       }
-    }
+      store_lanes<S, dtype>(out, b * kBlockColumns + h * kLanes, k, values);
+    });
   }
+}
+
+template <class S, Dtype dtype>
+void unpack_row_of(const BlockItem& item, std::int64_t row, std::byte* out) {
+  item.bits == 8 ? unpack_row<S, dtype, 8>(item, row, out) : unpack_row<S, dtype, 4>(item, row, out);
 }
 
 }  // namespace hack

@@ -63,6 +63,7 @@ class BlockWeight:
         scale, minimum = halves.view(tiles, blocks, -1, TILE).float()[:, :, (0, -1)].permute(2, 0, 3, 1)[..., None]
         quads = data[..., : TILE * BLOCK * self.bits // 8].view(tiles, blocks, self.bits, TILE, 4)
         codes = quads.permute(0, 3, 1, 2, 4).reshape(tiles, TILE, blocks, -1)
+        values: Tensor
         if self.bits == 4:
             values = torch.cat((codes & 15, codes >> 4), dim=-1) * scale + minimum
         else:
@@ -78,6 +79,11 @@ Weight: TypeAlias = Tensor | BlockWeight
 
 Codes: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Codes uint8 [rows, columns], scales and, for 4 bits, minima float16 [rows, columns / 32]."""
+
+
+def as_numbers(weight: Weight) -> Tensor:
+    """A packed weight in float32; any other as it is."""
+    return weight.unpacked() if isinstance(weight, BlockWeight) else weight
 
 
 def record_bytes(bits: int) -> int:
@@ -144,4 +150,5 @@ def rounded_rows(x: Tensor) -> Tensor:
     largest = blocks.abs().amax(-1, keepdim=True)
     faults = (blocks - blocks).sum(-1, keepdim=True)
     inverse = (127 / largest).masked_fill(largest <= SMALLEST, 0)
-    return ((blocks * inverse).round() * (largest / 127 + faults)).flatten(1)
+    rounded: Tensor = (blocks * inverse).round() * (largest / 127 + faults)
+    return rounded.flatten(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hack_kernels import cpu
@@ -76,9 +78,13 @@ def test_products_are_those_of_the_definition_and_bit_equal_among_instruction_se
     shape: tuple[int, int], dtype: torch.dtype, bits: int
 ) -> None:
     outputs, columns = shape
-    weight, x, bias = quantized(numbers(3, *shape), bits), numbers(4, 70, columns, dtype=dtype), numbers(5, outputs)
-    x[1] = 0
-    x[2, :BLOCK] *= 1e4
+    codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    codes[0], codes[-1] = 0, 2**bits - 1
+    scale, minimum = (numbers(seed, outputs, columns // BLOCK).half() / 2**bits for seed in (4, 5))
+    weight = pack(codes, scale, minimum if bits == 4 else None)
+    x, bias = numbers(6, 70, columns, dtype=dtype), numbers(7, outputs)
+    x[0], x[1] = 1, 0  # all codes of x are the largest
+    x[2, :BLOCK] *= 100
     for added in (None, bias.to(dtype)):
         found = [cpu.CpuBackend(isa, threads=2).rows.product(x, weight, added) for isa in ISAS]
         assert all(torch.equal(each, found[0]) for each in found)
@@ -112,7 +118,7 @@ def test_what_is_not_finite_stays_so(kernels: RowKernels, bits: int, value: floa
 @bits_of
 def test_what_does_not_fit_is_refused(kernels: RowKernels, bits: int) -> None:
     weight, x = quantized(numbers(10, 20, 64), bits), numbers(11, 3, 64)
-    wrong = [
+    wrong: list[Callable[[], Tensor]] = [
         lambda: kernels.product(x[:, :32], weight),
         lambda: kernels.product(x, BlockWeight(weight.data, 40)),
         lambda: kernels.product(x, BlockWeight(weight.data.view(torch.int8), 20)),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from hack_kernels.block_weight import BlockWeight
+from hack_kernels.block_weight import BlockWeight, as_numbers
 from torch import Tensor
 
 from hackkv.config import CodecConfig, ModelConfig
@@ -91,9 +91,9 @@ def test_what_a_gguf_file_has_packed_stays_exactly_so(kind: GGMLQuantizationType
         for name in ("qkv", "out", "gate_up", "down"):
             packed = getattr(ours, name)
             assert isinstance(packed, BlockWeight), name
-            assert torch.equal(packed.unpacked(), getattr(theirs, name)), name
+            assert torch.equal(as_numbers(packed), getattr(theirs, name)), name
     assert isinstance(kept.embed, BlockWeight)
-    assert torch.equal(kept.embed.unpacked(), exact.embed)
+    assert torch.equal(as_numbers(kept.embed), as_numbers(exact.embed))
 
 
 def test_packed_rows_in_several_blocks_of_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +122,13 @@ def test_matrices_whose_rows_are_no_whole_blocks_stay_numbers(make_tiny: MakeTin
 
 @pytest.mark.parametrize(
     ("weights", "dtype", "said"),
-    [("fp32", "bfloat16", "fp32 needs model.dtype float32"), ("bf16", "float32", "bf16 needs model.dtype bfloat16")],
+    [
+        ("fp32", "bfloat16", "fp32 needs model.dtype float32"),
+        ("bf16", "float32", "bf16 needs model.dtype bfloat16"),
+        ("int3", "float32", "'int3' is not one of auto, fp32, bf16, int8, int4"),
+    ],
 )
-def test_numbers_of_another_dtype_are_refused(weights: str, dtype: str, said: str, make_tiny: MakeTiny) -> None:
+def test_what_the_setting_cannot_mean_is_refused(weights: str, dtype: str, said: str, make_tiny: MakeTiny) -> None:
     with pytest.raises(ConfigError, match=rf"model\.weights: {said}"):
         worker(make_tiny(TINY), weights, dtype=dtype)
 
