@@ -1,4 +1,4 @@
-"""`python -m bench.memory [MODEL] [--codec NAME] [--dtype NAME] [--weights FORM]`: memory of a cluster, and of one process.
+"""`python -m bench.memory [MODEL] [--codec NAME] [--dtype NAME] [--weights W]`: memory of a cluster and of one process.
 
 *PSS* is resident memory in which a page that n processes map counts 1/n in each. So the sum over processes is what the
 machine holds. Two things are measured, one after the other, each after the same few requests:

@@ -33,12 +33,7 @@ class Packing:
     @property
     def name(self) -> str:
         """A word for each packing; empty where nothing is packed."""
-        return self.of_all if self.bits else "kept" if self.keeps else ""
-
-    @property
-    def of_all(self) -> str:
-        """What is done to matrices that the checkpoint has as numbers, for peers to compare."""
-        return f"int{self.bits}" if self.bits else "as in the checkpoint"
+        return f"int{self.bits}" if self.bits else "kept" if self.keeps else ""
 
     def bits_for(self, tensor: str, shape: tuple[int, ...], held: int | None) -> int | None:
         """Bits of the codes of `tensor`, which the checkpoint holds in `held` bits; None if it is not packed."""
@@ -47,6 +42,11 @@ class Packing:
         if self.bits is None:
             return held if self.keeps else None
         return 8 if tensor in OF_VOCABULARY else self.bits
+
+
+def computed_in(dtype: str, weights: str) -> str:
+    """What peers compare besides the checkpoint, as `hackkv serve --dtype` has it: float32, or float32,int8."""
+    return f"{dtype},{weights}" if weights in PACKED else dtype
 
 
 NOTHING: Final = Packing(False, None)

@@ -26,7 +26,7 @@ from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.dtypes import DTYPES
 from hackkv.model.identity import model_hash, source_hash
 from hackkv.model.llama import Llama
-from hackkv.model.packing import packing_of
+from hackkv.model.packing import computed_in, packing_of
 from hackkv.model.products import ALWAYS, NEVER, library_rows, unpack_rows
 from hackkv.model.shipped import ModelFolder, find_model
 from hackkv.model.weights import PrepareWeights, check_weights, progress_bar
@@ -113,8 +113,7 @@ class Unloaded:
             (
                 ("wire_version", WIRE_VERSION),
                 ("model_hash", model_hash(self.folder.path)),
-                ("dtype", self.config.dtype),
-                ("weights", packing_of(self.config.weights, self.config.dtype).of_all),
+                ("dtype", computed_in(self.config.dtype, self.config.weights)),
                 ("layers", str(spec.num_layers)),
                 ("kv_heads", str(spec.num_kv_heads)),
                 ("head_dim", str(spec.head_dim)),

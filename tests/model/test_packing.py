@@ -33,6 +33,12 @@ CLOSE = 2e-2
 CODECS = ["fp16", "hack", "rot-k4v4"]
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted files of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def numbers(model: Llama) -> Llama:
     """The same model with the numbers that its packed weights stand for."""
 
@@ -160,4 +166,4 @@ async def test_a_cluster_says_what_one_process_says(
 
 def test_peers_with_other_weights_do_not_agree(make_tiny: MakeTiny) -> None:
     first, second = (worker(make_tiny(TINY), weights).fingerprint for weights in ("int8", "int4"))
-    assert "weights" in str(first.mismatch(second))
+    assert "float32,int8" in str(first.mismatch(second))
