@@ -33,12 +33,25 @@ void round_blocks(const std::byte* row, int k, const BlockRow& out) {
   }
 }
 
+// Adds products of codes and x. The sums of a block are `block_total`: of (code - 128) x, or of code x with 4 bits.
+template <class S, int bits>
+[[gnu::always_inline]] inline typename S::I block_dot(typename S::I acc, typename S::I codes, typename S::I x) {
+  if constexpr (S::kDotTakesBytes) return S::template dot<bits>(acc, codes, x);
+  else return S::template block_dot<bits>(acc, codes, x);
+}
+
+template <class S, int bits>
+[[gnu::always_inline]] inline typename S::I block_total(typename S::I acc, std::int32_t x_sum) {
+  if constexpr (!S::kDotTakesBytes) return S::template block_total<bits>(acc);
+  else return bits == 8 ? S::add_int(acc, S::splat_int(-128 * x_sum)) : acc;
+}
+
 // What codes of `bits` bits times a block of x add to sums in FP32.
 template <class S, int bits>
 typename S::F block_sum(typename S::I sums, const std::byte* after_codes, const BlockRow& x, int b) {
   const auto* halves = reinterpret_cast<const std::uint16_t*>(after_codes);
   const auto scale = S::load_half(halves), row_scale = S::splat(x.scales[b]);
-  const auto whole = S::to_float(S::template block_total<bits>(sums, x.sums[b]));
+  const auto whole = S::to_float(block_total<S, bits>(sums, x.sums[b]));
   if constexpr (bits == 8) return S::mul(whole, S::mul(scale, row_scale));
   const auto offset = S::mul(S::splat(float(x.sums[b])), S::load_half(halves + kLanes));
   return S::mul(S::add(S::mul(whole, scale), offset), row_scale);
@@ -66,7 +79,7 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
           const auto four = S::broadcast_quad(x[r].codes + b * kBlockColumns + 16 * f + 4 * quad);
           unrolled<N>([&](auto n) __attribute__((always_inline)) {
             const auto codes = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
-            sums[r * N + n] = S::template block_dot<bits>(sums[r * N + n], codes, four);
+            sums[r * N + n] = block_dot<S, bits>(sums[r * N + n], codes, four);
           });
         });
       });

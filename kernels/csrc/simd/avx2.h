@@ -169,9 +169,9 @@ struct Avx2 {
     return {byte_dot(acc.a, codes.a, even(signed_bytes.a), odd(signed_bytes.a)),
             byte_dot(acc.b, codes.b, even(signed_bytes.b), odd(signed_bytes.b))};
   }
-  // Products of a block of a weight and a row of x are added to `acc` in a form of this set's own; in the end `block_total`
-  // has the sums of (code - 128) or code times x. With codes of 4 bits, eight pairs of products stay below 2^15 (at most
-  // 8 * 2 * 15 * 127), so they are added in 16 bits. With 8 bits, codes less 128 give their sign to x: 2 * 128 * 127 fits.
+  // What block_product.h adds up for a block of codes and of x, and its sum. With codes of 4 bits, eight pairs of products
+  // stay below 2^15 (at most 8 * 2 * 15 * 127), so they are added in 16 bits. With 8 bits, codes less 128 give their sign
+  // to x: 2 * 128 * 127 fits.
   template <int bits>
   static I block_dot(I acc, I codes, I x) {
     if constexpr (bits <= kNarrow)
@@ -184,7 +184,7 @@ struct Avx2 {
     return {half(acc.a, codes.a, x.a), half(acc.b, codes.b, x.b)};
   }
   template <int bits>
-  static I block_total(I acc, std::int32_t) {
+  static I block_total(I acc) {
     if constexpr (bits == 8) return acc;
     const __m256i ones = _mm256_set1_epi16(1);
     return {_mm256_madd_epi16(acc.a, ones), _mm256_madd_epi16(acc.b, ones)};

@@ -140,16 +140,6 @@ struct Avx512 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(signed_bytes));
     return acc;
   }
-  // Products of a block of a weight and a row of x are added to `acc` in a form of this set's own; in the end `block_total`
-  // has the sums of (code - 128) or code times x. `x_sum` is that of x.
-  template <int bits>
-  static I block_dot(I acc, I codes, I x) {
-    return dot<bits>(acc, codes, x);
-  }
-  template <int bits>
-  static I block_total(I acc, std::int32_t x_sum) {
-    return bits == 8 ? add_int(acc, splat_int(-128 * x_sum)) : acc;
-  }
   // The same with unsigned bytes. Codes of 8 bits are read as signed, 256 less where the top bit is set.
   template <int bits = kNarrow>
   static I dot_unsigned(I acc, I codes, I bytes) {

@@ -202,16 +202,6 @@ struct Portable {
   static I dot_unsigned(I acc, I codes, I bytes) {
     return sum_products<std::uint8_t>(acc, codes, bytes);
   }
-  // Products of a block of a weight and a row of x are added to `acc` in a form of this set's own; in the end `block_total`
-  // has the sums of (code - 128) or code times x. `x_sum` is that of x.
-  template <int bits>
-  static I block_dot(I acc, I codes, I x) {
-    return dot<bits>(acc, codes, x);
-  }
-  template <int bits>
-  static I block_total(I acc, std::int32_t x_sum) {
-    return bits == 8 ? add_int(acc, splat_int(-128 * x_sum)) : acc;
-  }
   // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
   static W splat_word(std::uint32_t x) {
     return words([=](int) { return x; });
