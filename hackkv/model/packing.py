@@ -1,7 +1,7 @@
 """In which form a model's matrices rest: the setting `model.weights`.
 
-`auto` keeps what the checkpoint itself has packed, unless products are computed in float32. `int8` and `int4` pack
-every matrix; with `int4` those of the vocabulary have 8 bits, since all of a token's logits depend on one row.
+`int8` and `int4` pack every matrix. What the checkpoint itself has in codes of no more bits stays exactly as it is. With
+`int4` the matrices of the vocabulary may have 8 bits. `auto` packs nothing, as `fp32` and `bf16`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,20 @@ OF_VOCABULARY: Final = ("model.embed_tokens.weight", "lm_head.weight")
 class Packing:
     """Which matrices are packed."""
 
-    keeps: bool
-    """Those that the checkpoint has packed in a form that kernels take stay so."""
     bits: int | None
-    """All others are packed in codes of so many bits; None packs no other."""
+    """Codes have so many bits at most; None packs nothing."""
 
     @property
     def name(self) -> str:
         """A word for each packing; empty where nothing is packed."""
-        return f"int{self.bits}" if self.bits else "kept" if self.keeps else ""
+        return f"int{self.bits}" if self.bits else ""
 
     def bits_for(self, tensor: str, shape: tuple[int, ...], held: int | None) -> int | None:
         """Bits of the codes of `tensor`, which the checkpoint holds in `held` bits; None if it is not packed."""
-        if not fits(shape):
+        if self.bits is None or not fits(shape):
             return None
-        if self.bits is None:
-            return held if self.keeps else None
-        return 8 if tensor in OF_VOCABULARY else self.bits
+        most = 8 if tensor in OF_VOCABULARY else self.bits
+        return most if held is None else min(held, most)
 
 
 def computed_in(dtype: str, weights: str) -> str:
@@ -49,7 +46,7 @@ def computed_in(dtype: str, weights: str) -> str:
     return f"{dtype},{weights}" if weights in PACKED else dtype
 
 
-NOTHING: Final = Packing(False, None)
+NOTHING: Final = Packing(None)
 
 
 def packing_of(weights: str, dtype: str) -> Packing:
@@ -58,4 +55,4 @@ def packing_of(weights: str, dtype: str) -> Packing:
         raise ConfigError(f"model.weights: {weights!r} is not one of {', '.join(CHOICES)}")
     if DENSE.get(weights, dtype) != dtype:
         raise ConfigError(f"model.weights: {weights} needs model.dtype {DENSE[weights]}, which is {dtype}")
-    return Packing(weights == AUTO and dtype != "float32", PACKED.get(weights))
+    return Packing(PACKED.get(weights))

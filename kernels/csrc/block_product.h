@@ -1,7 +1,7 @@
 // Products with weights that rest as codes (block_weight.py): blocks of 32 columns, 16 rows of a weight side by side.
 //
-// Rows of x are rounded to 8 bits with a scale for each block. Sums within a block are integers; blocks are added in one
-// order, a multiplication and an addition apart. So every instruction set gives the same bits, for any rows beside.
+// Rows of x are rounded to two bytes with a scale for each block: with one, answers would change. Sums within a block are
+// integers; blocks are added in one order, a multiplication and an addition apart. So every instruction set gives the same bits, for any rows beside.
 #pragma once
 
 #include "rowwise.h"
@@ -11,8 +11,8 @@ namespace hack {
 
 inline constexpr float kSmallestBlock = 1e-30f;  // values of a block that are all smaller count as 0
 
-// A row of k values -> 8 bits: code = nearest(value / scale), scale = largest / 127; and the sums of a block's codes. A
-// block that holds a value which is not finite has NaN as its scale.
+// A row of k values -> nearest(value / scale) = 254 upper + lower, scale = largest / (127 * 254); and sums of a block's
+// codes. A block that holds a value which is not finite has NaN as its scale.
 template <class S, Dtype dtype>
 void round_blocks(const std::byte* row, int k, const BlockRow& out) {
   for (int b = 0; b < k / kBlockColumns; ++b) {
@@ -22,13 +22,18 @@ void round_blocks(const std::byte* row, int k, const BlockRow& out) {
     const float largest = S::reduce_max(S::max(size(x[0]), size(x[1])));
     const float faults = S::reduce_add(S::add(S::sub(x[0], x[0]), S::sub(x[1], x[1])));  // 0 or NaN
     const bool some = faults == 0.0f && largest > kSmallestBlock;
-    out.scales[b] = largest / 127.0f + faults;
-    out.sums[b] = 0;
-    const auto inverse = S::splat(some ? 127.0f / largest : 0.0f);
+    out.scales[b] = largest / (127.0f * kUpperPart) + faults;
+    out.sums[2 * b] = out.sums[2 * b + 1] = 0;
+    const auto inverse = S::splat(some ? 127.0f * kUpperPart / largest : 0.0f);
     for (int h = 0; h < 2; ++h) {
-      const auto codes = some ? S::nearest(S::mul(x[h], inverse)) : S::zero_int();
-      S::store_low_bytes(reinterpret_cast<std::uint8_t*>(out.codes) + b * kBlockColumns + h * kLanes, codes);
-      out.sums[b] += S::reduce_add_int(codes);
+      const auto whole = S::to_float(some ? S::nearest(S::mul(x[h], inverse)) : S::zero_int());
+      const auto upper = S::nearest(S::mul(whole, S::splat(1.0f / kUpperPart)));
+      const auto lower = S::nearest(S::sub(whole, S::mul(S::to_float(upper), S::splat(kUpperPart))));
+      auto* codes = reinterpret_cast<std::uint8_t*>(out.codes) + 2 * b * kBlockColumns + h * kLanes;
+      S::store_low_bytes(codes, upper);
+      S::store_low_bytes(codes + kBlockColumns, lower);
+      out.sums[2 * b] += S::reduce_add_int(upper);
+      out.sums[2 * b + 1] += S::reduce_add_int(lower);
     }
   }
 }
@@ -48,12 +53,15 @@ template <class S, int bits>
 
 // What codes of `bits` bits times a block of x add to sums in FP32.
 template <class S, int bits>
-typename S::F block_sum(typename S::I sums, const std::byte* after_codes, const BlockRow& x, int b) {
+typename S::F block_sum(typename S::I upper, typename S::I lower, const std::byte* after_codes, const BlockRow& x,
+                        int b) {
   const auto* halves = reinterpret_cast<const std::uint16_t*>(after_codes);
   const auto scale = S::load_half(halves), row_scale = S::splat(x.scales[b]);
-  const auto whole = S::to_float(block_total<S, bits>(sums, x.sums[b]));
+  const std::int32_t* x_sums = x.sums + 2 * b;
+  const auto whole = S::add(S::mul(S::to_float(block_total<S, bits>(upper, x_sums[0])), S::splat(kUpperPart)),
+                            S::to_float(block_total<S, bits>(lower, x_sums[1])));
   if constexpr (bits == 8) return S::mul(whole, S::mul(scale, row_scale));
-  const auto offset = S::mul(S::splat(float(x.sums[b])), S::load_half(halves + kLanes));
+  const auto offset = S::mul(S::splat(kUpperPart * float(x_sums[0]) + float(x_sums[1])), S::load_half(halves + kLanes));
   return S::mul(S::add(S::mul(whole, scale), offset), row_scale);
 }
 
@@ -67,8 +75,8 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) { totals[i] = S::zero(); });
   const std::byte* block = item.w + tile * item.tile_bytes;
   for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(bits)) {
-    typename S::I sums[R * N];
-    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = S::zero_int(); });
+    typename S::I sums[R * N * kBlockParts];
+    unrolled<R * N * kBlockParts>([&](auto i) __attribute__((always_inline)) { sums[i] = S::zero_int(); });
     unrolled<8 / kFields>([&](auto quad) __attribute__((always_inline)) {
       typename S::I packed[N];
       unrolled<N>([&](auto n) __attribute__((always_inline)) {
@@ -76,17 +84,20 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
       });
       unrolled<kFields>([&](auto f) __attribute__((always_inline)) {
         unrolled<R>([&](auto r) __attribute__((always_inline)) {
-          const auto four = S::broadcast_quad(x[r].codes + b * kBlockColumns + 16 * f + 4 * quad);
-          unrolled<N>([&](auto n) __attribute__((always_inline)) {
-            const auto codes = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
-            sums[r * N + n] = block_dot<S, bits>(sums[r * N + n], codes, four);
+          unrolled<kBlockParts>([&](auto part) __attribute__((always_inline)) {
+            const auto four = S::broadcast_quad(x[r].codes + (2 * b + part) * kBlockColumns + 16 * f + 4 * quad);
+            unrolled<N>([&](auto n) __attribute__((always_inline)) {
+              const auto codes = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
+              constexpr int at = (r * N + n) * kBlockParts + part;
+              sums[at] = block_dot<S, bits>(sums[at], codes, four);
+            });
           });
         });
       });
     });
     unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
       const std::byte* after_codes = block + (i % N) * item.tile_bytes + kCodes;
-      totals[i] = S::add(totals[i], block_sum<S, bits>(sums[i], after_codes, x[i / N], b));
+      totals[i] = S::add(totals[i], block_sum<S, bits>(sums[2 * i], sums[2 * i + 1], after_codes, x[i / N], b));
     });
   }
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) {

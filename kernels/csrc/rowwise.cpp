@@ -10,7 +10,7 @@ namespace {
 constexpr std::int64_t kBlockElements = 1 << 15;  // elements that one thread computes while another wakes up
 constexpr std::int64_t kBlockProducts = 1 << 19;  // and products
 constexpr std::int64_t kBlockDots = 1 << 19;      // and products of codes
-constexpr std::int64_t kFewTiles = 4;             // for which rows of x in 8 bits are worth reading
+constexpr std::int64_t kFewTiles = 4;             // for which rounded rows of x are worth reading
 constexpr std::int64_t kFewOutputs = 48;          // for which a block of rows of x is worth reading
 
 template <class Function>

@@ -123,23 +123,26 @@ constexpr std::int64_t block_bytes(int bits) {
   return kBlockColumns * kLanes * bits / 8 + (bits == 4 ? 2 : 1) * kLanes * 2;
 }
 
-// A row of x in 8 bits, by blocks.
+inline constexpr int kBlockParts = 2;    // bytes of a value of x that is rounded by blocks
+inline constexpr float kUpperPart = 254;  // what the first counts
+
+// A row of x in two bytes, upper and lower, by blocks.
 struct BlockRow {
-  std::int8_t* codes;  // [k]
+  std::int8_t* codes;  // [blocks, 2, 32]
   float* scales;       // [blocks]
-  std::int32_t* sums;  // [blocks]: of a block's codes
+  std::int32_t* sums;  // [blocks, 2]: of a block's codes
 };
 
-// Rows of x in 8 bits, one after another.
+// Rows of x in two bytes, one after another.
 struct BlockRows {
   std::byte* data;
   int blocks;
 
-  std::int64_t stride() const { return std::int64_t(blocks) * (kBlockColumns + 8); }
+  std::int64_t stride() const { return std::int64_t(blocks) * (kBlockParts * (kBlockColumns + 4) + 4); }
   BlockRow row(std::int64_t at) const {
     std::byte* sums = data + at * stride();
-    std::byte* codes = sums + 8 * std::int64_t(blocks);
-    return {reinterpret_cast<std::int8_t*>(codes), reinterpret_cast<float*>(sums + 4 * std::int64_t(blocks)),
+    std::byte* scales = sums + kBlockParts * 4 * std::int64_t(blocks);
+    return {reinterpret_cast<std::int8_t*>(scales + 4 * std::int64_t(blocks)), reinterpret_cast<float*>(scales),
             reinterpret_cast<std::int32_t*>(sums)};
   }
 };

@@ -5,8 +5,8 @@ A *block* is 32 columns of a row, with a scale d in FP16 and, for 4 bits, a mini
 exactly. In memory 16 rows are side by side, as processors multiply them: for every block the codes, the 16 scales, the
 16 minima.
 
-A product rounds rows of x to 8 bits, each block of 32 with a scale of its own (as llama.cpp does), multiplies integers
-and adds blocks in FP32.
+A product rounds rows of x to 15 bits, each block of 32 with a scale of its own, multiplies integers and adds blocks in
+FP32. Rejected: 8 bits, as llama.cpp has them. They change one first choice in twenty.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ BLOCK: Final = 32
 TILE: Final = 16
 """Rows side by side."""
 WIDTHS: Final = (4, 8)
+LARGEST: Final = 127 * 254
+"""What the largest value of a block of x becomes: an upper byte, which counts 254, and a lower one."""
 SMALLEST: Final = 1e-30
 """Values of a block of x that are all smaller count as 0."""
 
@@ -144,11 +146,11 @@ def _divisor(scale: Tensor) -> Tensor:
 
 
 def rounded_rows(x: Tensor) -> Tensor:
-    """Rows [T, columns] in 8 bits by blocks, as float32: what a product multiplies. A block with a value that is not
+    """Rows [T, columns] in 15 bits by blocks, as float32: what a product multiplies. A block with a value that is not
     finite becomes NaN."""
     blocks = x.float().unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     faults = (blocks - blocks).sum(-1, keepdim=True)
-    inverse = (127 / largest).masked_fill(largest <= SMALLEST, 0)
-    rounded: Tensor = (blocks * inverse).round() * (largest / 127 + faults)
+    inverse = (LARGEST / largest).masked_fill(largest <= SMALLEST, 0)
+    rounded: Tensor = (blocks * inverse).round() * (largest / LARGEST + faults)
     return rounded.flatten(1)

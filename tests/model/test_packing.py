@@ -28,8 +28,8 @@ MakeTiny = Callable[[Tiny], Path]
 TINY = Tiny(layers=2, max_context=512)
 PACKED = {"int8": {8}, "int4": {4, 8}}
 """Setting -> bits of the matrices of a checkpoint that has numbers."""
-CLOSE = 2e-2
-"""Norm of the differences that rounding rows to 8 bits makes in logits, of the norm of the logits."""
+CLOSE = 1e-3
+"""Norm of the differences that rounding rows makes in logits, of the norm of the logits."""
 CODECS = ["fp16", "hack", "rot-k4v4"]
 
 
@@ -90,7 +90,7 @@ def test_many_rows_may_go_to_the_library(rows: int, make_tiny: MakeTiny) -> None
 def test_what_a_gguf_file_has_packed_stays_exactly_so(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", TINY, kind)
     exact = load_model(find_model(str(path), "float32").path, "float32").weights
-    kept = load_model(find_model(str(path)).path).weights
+    kept = load_model(find_model(str(path), "bfloat16", "int8").path).weights
     assert kept.packed_bits == {8 if kind is KINDS.Q8_0 else 4}
     assert not exact.packed_bits
     for ours, theirs in zip(kept.layers, exact.layers, strict=True):
@@ -104,15 +104,26 @@ def test_what_a_gguf_file_has_packed_stays_exactly_so(kind: GGMLQuantizationType
 
 def test_packed_rows_in_several_blocks_of_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "model.gguf", Tiny(heads=8, kv_heads=4), KINDS.Q4_1)
-    whole = logits(load_model(find_model(str(path)).path))
+    whole = logits(load_model(find_model(str(path), "bfloat16", "int8").path))
     monkeypatch.setattr("hackkv.model.gguf.tensors.BLOCK_VALUES", 3 * 256)  # rows that fill no tile of 16
     monkeypatch.setattr("hackkv.model.gguf.cache.VERSION", 0)
-    assert torch.equal(logits(load_model(find_model(str(path)).path)), whole)
+    assert torch.equal(logits(load_model(find_model(str(path), "bfloat16", "int8").path)), whole)
 
 
-@pytest.mark.parametrize(("weights", "bits"), [("int8", {8}), ("int4", {4, 8}), ("bf16", set[int]())])
-def test_a_setting_outweighs_what_a_gguf_file_has(weights: str, bits: set[int], tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", TINY, KINDS.Q4_0)
+@pytest.mark.parametrize(
+    ("kind", "weights", "bits"),
+    [
+        (KINDS.Q4_0, "int8", {4}),
+        (KINDS.Q8_0, "int4", {4, 8}),
+        (KINDS.F16, "int8", {8}),
+        (KINDS.Q4_0, "bf16", set[int]()),
+        (KINDS.Q4_0, "auto", set[int]()),
+    ],
+)
+def test_what_has_more_bits_than_asked_for_is_packed_anew(
+    kind: GGMLQuantizationType, weights: str, bits: set[int], tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", TINY, kind)
     found = load_model(find_model(str(path), "bfloat16", weights).path).weights
     assert found.packed_bits == bits
 
@@ -140,7 +151,8 @@ def test_what_the_setting_cannot_mean_is_refused(weights: str, dtype: str, said:
 
 
 def test_codes_of_another_shape_are_refused(tmp_path: Path) -> None:
-    folder = find_model(str(write_gguf(tmp_path / "model.gguf", TINY, KINDS.Q8_0))).path
+    path = write_gguf(tmp_path / "model.gguf", TINY, KINDS.Q8_0)
+    folder = find_model(str(path), "bfloat16", "int8").path
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"intermediate_size": 256', '"intermediate_size": 224'))
     with pytest.raises(CheckpointError, match=r"gate_up.*codes of \[448, "):
@@ -154,7 +166,7 @@ async def test_a_cluster_says_what_one_process_says(
 ) -> None:
     if weights == "kept":
         path = write_gguf(tmp_path / "model.gguf", TINY, KINDS.Q4_1)
-        found = worker(path, "auto", codec, dtype="bfloat16", batch_invariant=True)
+        found = worker(path, "int8", codec, dtype="bfloat16", batch_invariant=True)
     else:
         found = worker(make_tiny(TINY), weights, codec)
     assert "weights int" in found.kernels
