@@ -1,7 +1,7 @@
 """In which form a model's matrices rest: the setting `model.weights`.
 
-`int8` and `int4` pack every matrix. What the checkpoint has in codes of no more bits stays exactly as it is. With `int4`
-the matrices of the vocabulary may have 8 bits. `auto` packs nothing, as `fp32` and `bf16`.
+`int8` and `int4` pack every matrix. What the checkpoint has in codes of no more bits stays exactly as it is. Matrices
+of the vocabulary have 8 bits with either. `auto` packs nothing, as `fp32` and `bf16`.
 """
 
 from __future__ import annotations

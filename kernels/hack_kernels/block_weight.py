@@ -6,7 +6,7 @@ exactly. In memory 16 rows are side by side, as processors multiply them: for ev
 16 minima.
 
 A product rounds rows of x to 15 bits, each block of 32 with a scale of its own, multiplies integers and adds blocks in
-FP32. Rejected: 8 bits, as llama.cpp has them. They change one first choice in twenty.
+FP32. Rejected: 8 bits, as llama.cpp has them: they change what models say.
 """
 
 from __future__ import annotations
