@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         config = load(CheckConfig, Path(argv[0]))
-        found = find_model(config.model.path, config.model.dtype)
+        found = find_model(config.model.path, config.model.dtype, config.model.weights)
         _tell(found={"folder": str(found.path), "name": found.name})
         check_worker(config.model.model_copy(update={"path": str(found.path)}), config.codec)
         loss = check_codec(config.model, config.codec, lambda line: _tell(say=line))

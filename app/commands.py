@@ -38,7 +38,13 @@ Codec = Annotated[
         "'hackkv calibrate' wrote for this model."
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="What products are computed in: bfloat16 or float32. With ',int8' or ',int4' after it, weights rest as "
+        "codes of so many bits (model.weights)."
+    ),
+]
 Host = Annotated[str, typer.Option(help="Address of the HTTP API.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 takes any free one.")]
 Context = Annotated[int, typer.Option(min=0, help="Longest prompt plus output in tokens; 0 is the model's own limit.")]
@@ -81,7 +87,8 @@ def serve(
     router: dict[str, Any] = {"listen": {"host": host, "port": port}, "served_model_name": served_model_name}
     if api_key_file:
         router["api_key_file"] = str(api_key_file)
-    settings = {"path": model, "dtype": dtype, "max_context": max_context}
+    computed, _, weights = dtype.partition(",")
+    settings = {"path": model, "dtype": computed, "weights": weights or "auto", "max_context": max_context}
     code = import_module(SERVING).serve(settings, codec, (prefill, decode), router)
     raise typer.Exit(code)
 

@@ -1,4 +1,4 @@
-"""`python -m bench.memory [MODEL] [--codec NAME] [--dtype NAME]`: the memory of a cluster beside that of one process.
+"""`python -m bench.memory [MODEL] [--codec NAME] [--dtype NAME] [--weights W]`: memory of a cluster and of one process.
 
 *PSS* is resident memory in which a page that n processes map counts 1/n in each. So the sum over processes is what the
 machine holds. Two things are measured, one after the other, each after the same few requests:
@@ -33,6 +33,7 @@ from rich.table import Table
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import DEFAULT_CODEC
 from hackkv.model.generate import generate
+from hackkv.model.packing import CHOICES
 from hackkv.model.worker import load_worker
 from hackkv.types import Request, Sampling
 
@@ -110,7 +111,7 @@ def cluster(model: ModelConfig, codec: CodecConfig) -> list[Held]:
 @contextmanager
 def _serving(model: ModelConfig, codec: CodecConfig) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [str(Path(sys.executable).with_name("hackkv")), "serve", model.path, "--port", "0"]
-    command += ["--codec", f"{codec.name},allow_loss", "--dtype", model.dtype]
+    command += ["--codec", f"{codec.name},allow_loss", "--dtype", f"{model.dtype},{model.weights}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -129,8 +130,10 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--codec", default=DEFAULT_CODEC)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="auto", choices=CHOICES)
     options = parser.parse_args()
-    model, codec = ModelConfig(path=options.model, dtype=options.dtype, threads=1), CodecConfig(name=options.codec)
+    codec = CodecConfig(name=options.codec)
+    model = ModelConfig(path=options.model, dtype=options.dtype, weights=options.weights, threads=1)
     one, many = alone(model, codec), cluster(model, codec)
     table = Table("process", title="PSS, MiB", title_justify="left")
     for column in ("all", "weights, mapped", "own"):

@@ -1,13 +1,16 @@
 """Matrix products of a model, ours beside the library's: `python -m bench.products [--threads N] [--out docs]`.
 
 Shapes are those of the shipped model and of SmolLM2-135M; rows are a decode step's and a prefill pass's. Each pair is
-measured in turns in one run; the median counts.
+measured in turns in one run; the median counts. Packed weights have two rivals: the library with weights that are
+unpacked for each call, and torch's own packed products, whose forms are others (codes of 8 bits with one scale for a
+row of the weight, of 4 bits in groups of 32 with BF16 scales) and which only multiply.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -15,6 +18,7 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
+from hack_kernels.block_weight import BLOCK, quantized
 from hack_kernels.cpu import CpuBackend
 from hack_kernels.cpu.extension import supported_isas
 from torch import Tensor
@@ -26,11 +30,26 @@ from measure.accuracy.machine import this_machine
 SHAPES: Final = ((256, 768), (576, 960), (576, 3072), (1536, 576))
 """(inputs, outputs)"""
 ROWS: Final = (1, 8, 64, 512)
-DTYPES: Final = (torch.float32, torch.bfloat16)
 ROUNDS: Final = 15
 HEAD: Final = (
-    "| dtype | inputs x outputs | rows | instruction set | ours, GF/s | library, GF/s | library's time to ours |"
+    "| weights | inputs x outputs | rows | instruction set | ours, GF/s | library, GF/s | library's time to ours "
+    "| torch's packed product's time to ours |"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a weight rests and rows are given."""
+
+    dtype: torch.dtype
+    bits: int | None = None
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return name if self.bits is None else f"int{self.bits}, {name} rows"
+
+
+FORMS: Final = (Form(torch.float32), Form(torch.bfloat16), Form(torch.bfloat16, 8), Form(torch.bfloat16, 4))
 
 
 def main() -> None:
@@ -42,28 +61,49 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     began, lines = load_note(), list[str]()
     print(HEAD)
-    for dtype in DTYPES:
+    for form in FORMS:
         for shape in SHAPES:
             for rows in ROWS:
                 for isa in supported_isas():
                     if isa != "portable":
-                        lines.append(row(CpuBackend(isa, args.threads), dtype, shape, rows))
+                        lines.append(row(CpuBackend(isa, args.threads), form, shape, rows))
                         print(lines[-1], flush=True)
     if args.out:
         where = f"{this_machine('', args.threads).cpu}, {args.threads} threads, {began}"
-        about = f"`python -m bench.products --out docs` · {where}"
-        text = "\n".join(("## Matrix products", "", about, "", HEAD, "|" + "---|" * 7, *lines))
+        about = f"`python -m bench.products --threads {args.threads} --out docs` · {where}"
+        text = "\n".join(("## Matrix products", "", about, "", HEAD, "|" + "---|" * 8, *lines))
         write_section(args.out, "products", text, {"where": where, "rows": lines})
 
 
-def row(backend: CpuBackend, dtype: torch.dtype, shape: tuple[int, int], rows: int) -> str:
+def row(backend: CpuBackend, form: Form, shape: tuple[int, int], rows: int) -> str:
     """A line of the table for x [rows, inputs] and a weight [outputs, inputs]."""
-    inputs, outputs = shape
-    x, weight = torch.randn(rows, inputs).to(dtype), (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
-    ours, library = in_turns(lambda: backend.rows.product(x, weight), lambda: F.linear(x, weight))
+    (inputs, outputs), kernels = shape, backend.rows
+    x, weight = torch.randn(rows, inputs).to(form.dtype), (torch.randn(outputs, inputs) / inputs**0.5).to(form.dtype)
+    if form.bits is None:
+        calls = [lambda: kernels.product(x, weight), lambda: F.linear(x, weight)]
+    else:
+        packed = quantized(weight, form.bits)
+        calls = [
+            lambda: kernels.product(x, packed),
+            lambda: F.linear(x, kernels.unpack(packed, x.dtype)),
+            packed_in_torch(x, outputs, form.bits),
+        ]
+    ours, library, *others = in_turns(*calls)
     speeds = " | ".join(f"{2e-9 * rows * inputs * outputs / seconds:.3g}" for seconds in (ours, library))
-    name = str(dtype).removeprefix("torch.")
-    return f"| {name} | {inputs} x {outputs} | {rows} | {backend.isa} | {speeds} | {library / ours:.3g} |"
+    other = "".join(f"{seconds / ours:.3g}" for seconds in others)
+    return f"| {form} | {inputs} x {outputs} | {rows} | {backend.isa} | {speeds} | {library / ours:.3g} | {other} |"
+
+
+def packed_in_torch(x: Tensor, outputs: int, bits: int) -> Callable[[], Tensor]:
+    """torch's product of x and a weight of random codes."""
+    if bits == 8:
+        codes = torch.randint(-128, 128, (outputs, x.shape[1]), dtype=torch.int8)
+        scales = torch.full((outputs,), 0.01, dtype=x.dtype)
+        return lambda: torch._weight_int8pack_mm(x, codes, scales)
+    wide = torch.randint(0, 16, (outputs, x.shape[1]), dtype=torch.int32)
+    packed = torch._convert_weight_to_int4pack_for_cpu(wide, 2)
+    groups = torch.full((x.shape[1] // BLOCK, outputs, 2), 0.01, dtype=x.dtype)
+    return lambda: torch._weight_int4pack_mm_for_cpu(x, packed, BLOCK, groups)
 
 
 def in_turns(*calls: Callable[[], Tensor]) -> list[float]:

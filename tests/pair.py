@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 from hack_kernels import load
 from hack_kernels.base import Pool
+from hack_kernels.block_weight import as_numbers
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from hack_kernels.stopwatch import HostStopwatch
@@ -76,7 +77,7 @@ def greedy(name: str, prompt_ids: tuple[int, ...], max_tokens: int, **sampling: 
 def poisoned(worker: Worker, token_id: int) -> Worker:
     """The same model, but K and V of `token_id` are NaN from the first layer on."""
     weights = worker.model.weights
-    embed = weights.embed.clone()
+    embed = as_numbers(weights.embed).clone()
     embed[token_id] = torch.nan
     return _with_weights(worker, replace(weights, embed=embed))
 
@@ -86,7 +87,11 @@ def unspeakable(worker: Worker, token_id: int) -> Worker:
     overflows, in a channel that is 0 for all other tokens. For models of one layer."""
     weights = worker.model.weights
     (layer,) = weights.layers
-    embed, out, gate_up = weights.embed.clone(), layer.out.clone(), layer.gate_up.clone()
+    embed, out, gate_up = (
+        as_numbers(weights.embed).clone(),
+        as_numbers(layer.out).clone(),
+        as_numbers(layer.gate_up).clone(),
+    )
     embed[:, 0], out[0], gate_up[:, 0] = 0, 0, 3e38
     embed[token_id, 0] = 1
     changed = replace(weights, embed=embed, layers=(replace(layer, out=out, gate_up=gate_up),))

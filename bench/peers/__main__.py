@@ -2,14 +2,17 @@
 
     python -m bench.peers llama --llama-python PYTHON   the same weights through hackkv and llama.cpp, in turn
     python -m bench.peers codecs                        job completion time by stage and codec, 2k to 32k tokens
+    python -m bench.peers smollm2 --peer-python PYTHON  SmolLM2 with equal weights through hackkv and llama.cpp, in turn
 
 PYTHON is an interpreter with llama-cpp-python (built for this CPU), gguf and safetensors; `make peers` makes one and
-runs both, about 20 minutes on two cores. With `--out docs` the sections of docs/performance.md grow with every result.
+runs the first two, about 20 minutes on two cores. For `smollm2` it is one with the wheel `xllamacpp`. With `--out docs`
+the sections of docs/performance.md grow with every result.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -18,14 +21,19 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
+from hack_kernels.cpu import ISA_VARIABLE
+from hack_kernels.cpu.extension import supported_isas
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.peers.model import SHAPE, write_checkpoint, write_prompt
+from bench.peers.model import SHAPE, prompt_ids, write_checkpoint, write_prompt
 from bench.peers.ours import Run, serve
-from bench.peers.report import CODECS, Timing, about, codecs_section, peers_section
+from bench.peers.report import CODECS, Timing, about, codecs_section, peers_section, smollm2_section
 from bench.sections import write_section
 from hackkv import __version__
+from hackkv.defaults import DEFAULT_CODEC
+from hackkv.model.shipped import find_model
+from hackkv.model.shipped import smollm2 as smollm2_file
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900.0
@@ -43,6 +51,10 @@ Out = Annotated[
     Path | None,
     typer.Option(help="folder whose performance.md and .json get this section", exists=True, file_okay=False),
 ]
+
+PEER_PYTHON = typer.Option(help="interpreter with xllamacpp", exists=True, dir_okay=False)
+Heard = Callable[[str, int, Timing], None]
+"""Told the system, the prompt's length and what it took."""
 
 app = typer.Typer(
     help="One long request against llama.cpp, and our codecs against each other.",
@@ -66,7 +78,7 @@ def llama(
     timings: dict[str, list[Timing]] = {}
     setting = about(f"{prompt} tokens in, {tokens} out", threads)
 
-    def heard(system: str, timing: Timing) -> None:
+    def heard(system: str, _: int, timing: Timing) -> None:
         timings.setdefault(system, []).append(timing)
         console.print(f"{system}: JCT {timing.jct_s:.2f} s, prefill {timing.prefill_s:.2f} s")
         if out:
@@ -86,7 +98,7 @@ def llama(
                         said = _run(
                             llama_python, HERE / "llama.py", weights, ids, str(tokens), str(threads), kind, attention
                         )
-                        heard(f"llama.cpp KV {kind}, {attention}", Timing(**json.loads(said)))
+                        heard(f"llama.cpp KV {kind}, {attention}", prompt, Timing(**json.loads(said)))
     typer.echo(peers_section(setting, timings)[0])
 
 
@@ -121,6 +133,43 @@ def codecs(
     typer.echo(codecs_section(out, setting, results)[0])
 
 
+@app.command()
+def smollm2(
+    peer_python: Annotated[Path, PEER_PYTHON],
+    sizes: Annotated[str, typer.Option(help="prompt lengths in tokens, comma between")] = "512,2048,4096",
+    tokens: Annotated[int, typer.Option(min=2)] = 64,
+    threads: Threads = 2,
+    rounds: Rounds = 3,
+    out: Out = None,
+) -> None:
+    """SmolLM2's GGUF file, weights of 4 and 8 bits as they are: prefill and decode by prompt length."""
+    lengths, timings = _lengths(sizes, tokens), dict[tuple[str, int], list[Timing]]()
+    file, isa = smollm2_file(), os.environ.get(ISA_VARIABLE) or supported_isas()[0]
+    setting = about(f"{tokens} tokens out", threads) | {"model": file.stem, "kernels": isa}
+
+    def heard(system: str, length: int, timing: Timing) -> None:
+        timings.setdefault((system, length), []).append(timing)
+        console.print(f"{system}, {length} tokens: prefill {timing.prefill_s:.2f} s, {1e3 * timing.per_token_s:.2f} ms")
+
+    with TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.json"
+        prompts.write_text(json.dumps([prompt_ids(length) for length in lengths]), encoding="utf-8")
+        for _ in range(rounds):
+            for weights in ("int8", "bf16"):
+                checkpoint = find_model(str(file), "bfloat16", weights).path
+                for name in ("fp16", DEFAULT_CODEC):
+                    done = partial(_ours, heard, f"hackkv {__version__}, weights {weights}, KV {name}", tokens)
+                    serve(checkpoint, {"name": name}, lengths, tokens, threads, done)
+            said = _run(peer_python, HERE / "xllama.py", file, prompts, str(tokens), str(threads))
+            for length, line in zip(lengths, said.splitlines(), strict=True):
+                timing = Timing(**json.loads(line))
+                heard(f"llama.cpp (xllamacpp {timing.version}), KV f16", length, timing)
+    text, record = smollm2_section(setting, timings)
+    if out:
+        write_section(out, f"smollm2-{isa}", text, record)
+    typer.echo(text)
+
+
 def _lengths(sizes: str, tokens: int) -> list[int]:
     """Prompt lengths that the model has room for, with `tokens` after them."""
     most = SHAPE.max_context - tokens
@@ -143,8 +192,9 @@ def _prompts(lengths: list[int], nth: int) -> list[int]:
     return [length for length in lengths if nth == 0 or (nth + 1) * length <= CELL_TOKENS]
 
 
-def _ours(heard: Callable[[str, Timing], None], system: str, tokens: int, _: int, run: Run) -> None:
-    heard(system, Timing(run.jct_s, run.stages["prefill"], run.stages["decode"] / (tokens - 1), __version__))
+def _ours(heard: Heard, system: str, tokens: int, length: int, run: Run) -> None:
+    timing = Timing(run.jct_s, run.stages["prefill"], run.stages["decode"] / (tokens - 1), __version__)
+    heard(system, length, timing)
 
 
 def _run(python: Path, *arguments: str | Path) -> str:

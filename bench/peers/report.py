@@ -82,6 +82,21 @@ def peers_section(about: Mapping[str, Any], timings: Mapping[str, Sequence[Timin
     return "\n".join(lines), {**about, "load_average": os.getloadavg()[1], "timings": record}
 
 
+def smollm2_section(
+    about: Mapping[str, Any], timings: Mapping[tuple[str, int], Sequence[Timing]]
+) -> tuple[str, dict[str, Any]]:
+    """The page's section and its record, by system and prompt length; times are medians."""
+    command = "python -m bench.peers smollm2 --peer-python PYTHON --out docs"
+    lines = [f"## SmolLM2 beside llama.cpp, {about['kernels']}", "", f"`{command}` · {_line(about)}", ""]
+    lines += ["| system | prompt | prefill s | ms per token |", "|---|---|---|---|"]
+    for (system, length), each in timings.items():
+        row = _median(each)
+        lines.append(f"| {system} | {length} | {row.prefill_s:.2f} | {1e3 * row.per_token_s:.2f} |")
+    lines += ["", "hackkv answers through HTTP, router and wire, with prefill and decode node on the same cores."]
+    record = {f"{system}, {length}": [asdict(timing) for timing in each] for (system, length), each in timings.items()}
+    return "\n".join(lines), {**about, "load_average": os.getloadavg()[1], "timings": record}
+
+
 def codecs_section(
     folder: Path | None, about: Mapping[str, Any], results: Mapping[int, Mapping[str, Sequence[Run]]]
 ) -> tuple[str, dict[str, Any]]:

@@ -38,7 +38,7 @@ def check_codec(model: ModelConfig, codec: CodecConfig, say: Callable[[str], Non
     """
     if model.threads:
         torch.set_num_threads(model.threads)
-    folder = find_model(model.path, model.dtype)
+    folder = find_model(model.path, model.dtype, model.weights)
     # Nothing else looks for the files again: the checksum of a GGUF file takes longer than the answer from the cache.
     meter = Meter(model.model_copy(update={"path": str(folder.path)}), canary_ids)
     planned = meter.plan(codec)

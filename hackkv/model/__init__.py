@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from hack_kernels.base import RowKernels
 
-from hackkv.codec import AttentionWeights
 from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.dtypes import CPU, DTYPES, check_dtype
 from hackkv.model.fused import OnBytes
 from hackkv.model.identity import model_hash
 from hackkv.model.llama import Attend, Llama, flat_positions
+from hackkv.model.packing import NOTHING, Packing
 from hackkv.model.products import NEVER
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
 from hackkv.model.shipped import ModelFolder, find_model
@@ -34,17 +34,11 @@ __all__ = [
     "prompt_logprobs",
     "read_spec",
     "sample",
-    "unchanged",
 ]
 
 
 def _silent(done: int, total: int) -> None:
     """Report no progress."""
-
-
-def unchanged(layer: int, weights: AttentionWeights) -> AttentionWeights:
-    """The weights as the checkpoint has them: what `prepare` is for a codec that folds nothing."""
-    return weights
 
 
 def load_model(
@@ -53,18 +47,20 @@ def load_model(
     *,
     device: torch.device = CPU,
     max_context: int = 0,
+    packing: Packing = NOTHING,
     library_rows: int = NEVER,
     kernels: RowKernels | None = None,
     on_bytes: OnBytes = _silent,
-    prepare: PrepareWeights = unchanged,
+    prepare: PrepareWeights | None = None,
 ) -> Llama:
     """Read, check and load the checkpoint in `folder`.
 
-    `max_context` 0 takes the checkpoint's limit. `library_rows` and `kernels` are those of `Llama`, `prepare` is a
-    codec's. Raises `CheckpointError` that names the file and tensor or field, `ConfigError` for a dtype that we do
+    `max_context` 0 takes the checkpoint's limit. `packing` is of matrices that the checkpoint has as numbers.
+    `library_rows` and `kernels` are those of `Llama`, `prepare` is a codec's that folds something into
+    the weights. Raises `CheckpointError` that names the file and tensor or field, `ConfigError` for a dtype that we do
     not compute in.
     """
     check_dtype(dtype, device)
     spec = read_spec(folder, max_context)
-    weights = load_weights(folder, spec, Loading(DTYPES[dtype], device, on_bytes, prepare))
+    weights = load_weights(folder, spec, Loading(DTYPES[dtype], device, on_bytes, packing, prepare))
     return Llama(spec, weights, library_rows=library_rows, kernels=kernels)

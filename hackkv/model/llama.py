@@ -17,12 +17,13 @@ Rejected: padding the rows to whole groups, which held on AMD's processors and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from hack_kernels.base import RowKernels
+from hack_kernels.block_weight import WIDTHS, BlockWeight, Weight
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
@@ -41,33 +42,40 @@ class LayerWeights:
 
     input_norm: Tensor
     """[hidden]"""
-    qkv: Tensor
+    qkv: Weight
     """[(Hq + 2 Hkv) * D, hidden]: the rows of Q, then K, then V."""
     qkv_bias: Tensor | None
     """[(Hq + 2 Hkv) * D]"""
     qk_norm: Tensor | None
     """[Hq + Hkv, D]: the norm weight of Q repeated for each query head, then that of K for each KV head."""
-    out: Tensor
+    out: Weight
     """[hidden, Hq * D]"""
     ffn_norm: Tensor
     """[hidden]"""
-    gate_up: Tensor
+    gate_up: Weight
     """[2 * ffn, hidden]"""
-    down: Tensor
+    down: Weight
     """[hidden, ffn]"""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All tensors of a model, of one dtype on one device."""
+    """All tensors of a model on one device, of one dtype as far as they are not packed."""
 
-    embed: Tensor
+    embed: Weight
     """[vocab, hidden]"""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     """[hidden]"""
-    lm_head: Tensor
+    lm_head: Weight
     """[vocab, hidden]"""
+
+    @property
+    def packed_bits(self) -> frozenset[int]:
+        """Bits of the codes of packed matrices."""
+        of_layers = (each for layer in self.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        matrices = (self.embed, self.lm_head, *of_layers)
+        return frozenset(each.bits for each in matrices if isinstance(each, BlockWeight))
 
 
 class Llama:
@@ -85,8 +93,10 @@ class Llama:
         self.spec = spec
         self.weights = weights
         self.library_rows = library_rows
+        self.unpack_rows: Mapping[int, int] = dict.fromkeys(WIDTHS, NEVER)
+        """Bits of a packed weight -> rows from which on it is unpacked, for one call, and the library multiplies."""
         self.device = weights.embed.device
-        self.dtype = weights.embed.dtype
+        self.dtype = weights.final_norm.dtype
         self.kernels = kernels or Rowwise()
         self._turns = rotation_table(spec.rope, spec.max_context, self.device)
 
@@ -99,7 +109,7 @@ class Llama:
         tokens = ids.shape[0]
         turns = self._turns.index_select(0, positions)
         layers = self.weights.layers
-        x = self.weights.embed.index_select(0, ids)
+        x = self._embedded(ids)
         normed = self._norm(x, layers[0].input_norm)
         for index, layer in enumerate(layers):
             mixed = attend(index, *self._qkv(layer, normed, turns)).view(tokens, -1)
@@ -115,7 +125,17 @@ class Llama:
         """[rows, vocab] for `hidden` [rows, hidden]; pass only the rows that need a next token."""
         return self._product(hidden, self.weights.lm_head)
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _embedded(self, ids: Tensor) -> Tensor:
+        embed = self.weights.embed
+        if isinstance(embed, BlockWeight):
+            return self.kernels.unpack(embed, self.dtype, ids)
+        return embed.index_select(0, ids)
+
+    def _product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, BlockWeight):
+            if x.shape[0] < self.unpack_rows[weight.bits]:
+                return self.kernels.product(x, weight, bias)
+            return F.linear(x, self.kernels.unpack(weight, x.dtype), bias)
         product = self.kernels.product if x.shape[0] < self.library_rows else F.linear
         return product(x, weight, bias)
 

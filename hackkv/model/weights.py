@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from hack_kernels.block_weight import WIDTHS, BlockWeight, Weight, as_numbers, fits, packed_shape, quantized
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
@@ -26,6 +27,7 @@ from hackkv.model.config import ModelSpec
 from hackkv.model.fused import NAMES, OnBytes
 from hackkv.model.layout import FUSED, GATE_UP, PARTS, QKV, QKV_BIAS, Shapes, fused_shapes, split_shapes
 from hackkv.model.llama import LayerWeights, Weights
+from hackkv.model.packing import Packing
 
 PrepareWeights = Callable[[int, AttentionWeights], AttentionWeights]
 """(layer, weights as in the checkpoint) -> what the codec makes of them: `KvCodec.prepare_weights`."""
@@ -38,6 +40,9 @@ KNOWN_EXTRAS = ("rotary_emb.inv_freq",)
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in NAMES.items()}
 """Bytes per element of the safetensors dtypes that we read."""
 
+PACKED = NAMES[torch.uint8]
+"""The dtype of codes, in fused files alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loading:
@@ -46,7 +51,9 @@ class Loading:
     dtype: torch.dtype
     device: torch.device
     on_bytes: OnBytes
-    prepare: PrepareWeights
+    packing: Packing
+    prepare: PrepareWeights | None
+    """None for weights as the checkpoint has them."""
 
 
 def load_weights(folder: Path, spec: ModelSpec, how: Loading) -> Weights:
@@ -57,13 +64,13 @@ def load_weights(folder: Path, spec: ModelSpec, how: Loading) -> Weights:
 
     with ExitStack() as stack:
         checkpoint = _Checkpoint(folder, spec, stack)
-        source = _Mapped(checkpoint, how) if checkpoint.fused else _Copied(checkpoint, how)
-        embed = source.read("model.embed_tokens.weight")
+        source = _Source(checkpoint, how)
+        embed = source.matrix("", "model.embed_tokens.weight")
         return Weights(
             embed=embed,
-            layers=tuple(_layer(spec, index, source, how.prepare) for index in range(spec.num_layers)),
-            final_norm=source.read("model.norm.weight"),
-            lm_head=embed if spec.tie_embeddings else source.read("lm_head.weight"),
+            layers=tuple(_layer(spec, index, source, how) for index in range(spec.num_layers)),
+            final_norm=source.numbers("model.norm.weight"),
+            lm_head=embed if spec.tie_embeddings else source.matrix("", "lm_head.weight"),
         )
 
 
@@ -124,14 +131,14 @@ class _Checkpoint:
             for name in source.keys():  # noqa: SIM118  a safetensors handle is not a mapping
                 self._sources[name] = (path, source)
             self.fused |= FUSED.items() <= (source.metadata() or {}).items()
-        shapes: Shapes = fused_shapes(spec) if self.fused else split_shapes(spec)
-        tied_copy = {"lm_head.weight"} - shapes.keys()
-        extras = self._sources.keys() - shapes.keys() - tied_copy
+        self.shapes: Shapes = fused_shapes(spec) if self.fused else split_shapes(spec)
+        tied_copy = {"lm_head.weight"} - self.shapes.keys()
+        extras = self._sources.keys() - self.shapes.keys() - tied_copy
         unknown = sorted(name for name in extras if not name.endswith(KNOWN_EXTRAS))
         if unknown:
             path, _ = self._sources[unknown[0]]
             raise CheckpointError(f"{path}: {unknown[0]}: unknown tensor ({len(unknown)} in all); wrong architecture?")
-        for name, shape in shapes.items():
+        for name, shape in self.shapes.items():
             self._total += self._check(folder, name, shape)
 
     def _check(self, folder: Path, name: str, shape: tuple[int, ...]) -> int:
@@ -141,75 +148,94 @@ class _Checkpoint:
         path, source = self._sources[name]
         entry = source.get_slice(name)
         found, dtype = tuple(entry.get_shape()), entry.get_dtype()
+        if self.fused and dtype == PACKED and fits(shape):
+            if found in (packed_shape(shape, bits) for bits in WIDTHS):
+                return int(torch.Size(found).numel())
+            raise CheckpointError(f"{path}: {name}: shape {list(found)}, which codes of {list(shape)} do not have")
         if found != shape:
             raise CheckpointError(f"{path}: {name}: shape {list(found)}, config.json asks for {list(shape)}")
-        if dtype not in ITEM_BYTES:
-            raise CheckpointError(f"{path}: {name}: dtype {dtype} is not one of {', '.join(ITEM_BYTES)}")
+        if dtype not in ITEM_BYTES or dtype == PACKED:
+            raise CheckpointError(
+                f"{path}: {name}: dtype {dtype} is not one of {', '.join(ITEM_BYTES.keys() - {PACKED})}"
+            )
         return int(torch.Size(shape).numel()) * ITEM_BYTES[dtype]
 
+    def is_packed(self, name: str) -> bool:
+        """Whether the tensor is codes."""
+        return bool(self._sources[name][1].get_slice(name).get_dtype() == PACKED)
+
     def read(self, name: str, on_bytes: OnBytes) -> Tensor:
-        """One tensor as it is in the file, possibly sharing the file's mapping."""
+        """One tensor as it is in the file, possibly sharing the file's mapping; of a packed matrix its codes."""
         tensor: Tensor = self._sources[name][1].get_tensor(name)
         self._done += tensor.nbytes
         on_bytes(self._done, self._total)
         return tensor
 
 
-class _Copied:
-    """Tensors of a split checkpoint: this process's own, fused here."""
+class _Source:
+    """Tensors of a checkpoint in fused form, where they rest or as this process's own."""
 
     def __init__(self, checkpoint: _Checkpoint, how: Loading) -> None:
         self._checkpoint = checkpoint
         self._how = how
 
-    def read(self, name: str) -> Tensor:
-        how = self._how
-        return self._checkpoint.read(name, how.on_bytes).to(how.device, how.dtype, copy=True)
+    def numbers(self, name: str) -> Tensor:
+        """A tensor that is not packed. It is a view of a fused file, as far as dtype and device are the file's."""
+        how, split = self._how, not self._checkpoint.fused
+        return self._checkpoint.read(name, how.on_bytes).to(how.device, how.dtype, copy=split)
 
-    def fused(self, prefix: str, name: str) -> Tensor:
-        return torch.cat([self.read(prefix + part) for part in PARTS[name]])
+    def matrix(self, prefix: str, name: str) -> Weight:
+        """The matrix `name` of the fused form, packed if the file or the setting says so."""
+        how, whole = self._how, prefix + name
+        if self._checkpoint.fused and self._checkpoint.is_packed(whole):
+            codes = self._checkpoint.read(whole, how.on_bytes).to(how.device)
+            return BlockWeight(codes, self._checkpoint.shapes[whole][0])
+        found = self.joined(prefix, name)
+        bits = how.packing.bits_for(whole, tuple(found.shape), None)
+        return found if bits is None else quantized(found, bits)
+
+    def joined(self, prefix: str, name: str) -> Tensor:
+        """The tensor `name` of the fused form, not packed."""
+        if self._checkpoint.fused or name not in PARTS:
+            return self.numbers(prefix + name)
+        return torch.cat([self.numbers(prefix + part) for part in PARTS[name]])
 
 
-class _Mapped:
-    """Tensors of a fused checkpoint: views of the mapped file, as far as dtype and device are those of the file."""
-
-    def __init__(self, checkpoint: _Checkpoint, how: Loading) -> None:
-        self._checkpoint = checkpoint
-        self._how = how
-
-    def read(self, name: str) -> Tensor:
-        return self._checkpoint.read(name, self._how.on_bytes).to(self._how.device, self._how.dtype)
-
-    def fused(self, prefix: str, name: str) -> Tensor:
-        return self.read(prefix + name)
-
-
-def _layer(spec: ModelSpec, index: int, source: _Copied | _Mapped, prepare: PrepareWeights) -> LayerWeights:
+def _layer(spec: ModelSpec, index: int, source: _Source, how: Loading) -> LayerWeights:
     prefix = f"model.layers.{index}."
 
     def read(name: str) -> Tensor:
-        return source.read(prefix + name)
+        return source.numbers(prefix + name)
 
     qk_norm = None
     if spec.qk_norm:
         heads = (("q", spec.num_heads), ("k", spec.num_kv_heads))
         qk_norm = torch.cat([read(f"self_attn.{name}_norm.weight").repeat(count, 1) for name, count in heads])
-    around = prepare(
-        index,
-        AttentionWeights(
-            qkv=source.fused(prefix, QKV),
-            qkv_bias=source.fused(prefix, QKV_BIAS) if spec.qkv_bias else None,
-            qk_norm=qk_norm,
-            out=read("self_attn.o_proj.weight"),
-        ),
-    )
-    return LayerWeights(
+    found = LayerWeights(
         input_norm=read("input_layernorm.weight"),
-        qkv=around.qkv,
+        qkv=source.matrix(prefix, QKV),
+        qkv_bias=source.joined(prefix, QKV_BIAS) if spec.qkv_bias else None,
+        qk_norm=qk_norm,
+        out=source.matrix(prefix, "self_attn.o_proj.weight"),
+        ffn_norm=read("post_attention_layernorm.weight"),
+        gate_up=source.matrix(prefix, GATE_UP),
+        down=source.matrix(prefix, "mlp.down_proj.weight"),
+    )
+    return found if how.prepare is None else _prepared(index, found, how.prepare)
+
+
+def _prepared(index: int, layer: LayerWeights, prepare: PrepareWeights) -> LayerWeights:
+    """With what a codec makes of the weights around attention; packed ones are packed again, in 8 bits."""
+    given = AttentionWeights(as_numbers(layer.qkv), layer.qkv_bias, layer.qk_norm, as_numbers(layer.out))
+    around = prepare(index, given)
+
+    def form(new: Tensor, was: Weight) -> Weight:
+        return quantized(new, 8) if isinstance(was, BlockWeight) else new
+
+    return replace(
+        layer,
+        qkv=form(around.qkv, layer.qkv),
         qkv_bias=around.qkv_bias,
         qk_norm=around.qk_norm,
-        out=around.out,
-        ffn_norm=read("post_attention_layernorm.weight"),
-        gate_up=source.fused(prefix, GATE_UP),
-        down=read("mlp.down_proj.weight"),
+        out=form(around.out, layer.out),
     )

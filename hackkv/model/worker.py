@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -19,12 +21,13 @@ from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import CalibrationMismatch, CheckpointError, ConfigError
 from hackkv.footprint import Footprint, footprint_of
 from hackkv.guide import Guides
-from hackkv.model import check_dtype, load_model, unchanged
+from hackkv.model import check_dtype, load_model
 from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.dtypes import DTYPES
 from hackkv.model.identity import model_hash, source_hash
 from hackkv.model.llama import Llama
-from hackkv.model.products import ALWAYS, NEVER, library_rows
+from hackkv.model.packing import computed_in, packing_of
+from hackkv.model.products import ALWAYS, NEVER, library_rows, unpack_rows
 from hackkv.model.shipped import ModelFolder, find_model
 from hackkv.model.weights import PrepareWeights, check_weights, progress_bar
 from hackkv.nodes import CodecLoss
@@ -114,7 +117,7 @@ class Unloaded:
             (
                 ("wire_version", WIRE_VERSION),
                 ("model_hash", model_hash(self.folder.path)),
-                ("dtype", self.config.dtype),
+                ("dtype", computed_in(self.config.dtype, self.config.weights)),
                 ("layers", str(spec.num_layers)),
                 ("kv_heads", str(spec.num_kv_heads)),
                 ("head_dim", str(spec.head_dim)),
@@ -135,26 +138,32 @@ class Unloaded:
 
     def load(self) -> Llama:
         """The model with what the codec folds into its weights. Raises `CheckpointError` naming file and tensor."""
-        return self._load(self.codec.prepare_weights)
+        return self._load(self.codec.prepare_weights if self.codec.prepares_weights else None)
 
     def load_plain(self) -> Llama:
         """The model as its checkpoint has it. Raises `CheckpointError` naming file and tensor."""
-        return self._load(unchanged)
+        return self._load(None)
 
-    def _load(self, prepare: PrepareWeights) -> Llama:
+    def _load(self, prepare: PrepareWeights | None) -> Llama:
+        config, rows = self.config, self.backend.rows
         with progress_bar(f"loading {self.folder.name}") as on_bytes:
-            return load_model(
+            model = load_model(
                 self.folder.path,
-                self.config.dtype,
+                config.dtype,
                 device=self.backend.device,
-                max_context=self.config.max_context,
-                kernels=self.backend.rows,
+                max_context=config.max_context,
+                packing=packing_of(config.weights, config.dtype),
+                kernels=rows,
                 on_bytes=on_bytes,
                 prepare=prepare,
-                library_rows=self._library_rows(),
+                library_rows=self._library_rows(partial(library_rows, rows.product)),
             )
+        model.unpack_rows = {
+            bits: self._library_rows(partial(unpack_rows, rows, bits)) for bits in sorted(model.weights.packed_bits)
+        }
+        return model
 
-    def _library_rows(self) -> int:
+    def _library_rows(self, measured: Callable[[torch.dtype, str], int]) -> int:
         """As `ModelConfig.batch_invariant` says."""
         config, backend = self.config, self.backend
         invariant = config.dtype == "float32" if config.batch_invariant is None else config.batch_invariant
@@ -162,7 +171,7 @@ class Unloaded:
             return NEVER
         if backend.device.type != "cpu":
             return ALWAYS
-        return library_rows(backend.rows.product, DTYPES[config.dtype], backend.isa)
+        return measured(DTYPES[config.dtype], backend.isa)
 
 
 def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
@@ -177,15 +186,19 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
     log.info("model %s, codec %s on backend %s", planned.folder.name, planned.codec.name, planned.kernels)
     llama = planned.load()
     guides = Guides(planned.folder.path, sorted(planned.spec.eos_ids))
-    kernels = f"{planned.kernels}, {_products(llama.library_rows)}"
+    kernels = f"{planned.kernels}, {_products(llama)}"
     return Worker(planned.folder.name, llama, planned.codec, planned.fingerprint(), kernels, guides)
 
 
-def _products(library_rows: int) -> str:
-    """Who multiplies, for display."""
-    if library_rows == NEVER:
-        return "batch invariant"
-    return f"the library's products from {max(library_rows, 1)} rows on"
+def _products(llama: Llama) -> str:
+    """The forms of packed weights, and who multiplies, for display."""
+    takeovers = {"": llama.library_rows, **{f"int{bits}": rows for bits, rows in llama.unpack_rows.items()}}
+    packed = [form for form in takeovers if form]
+    who = "batch invariant"
+    if any(rows != NEVER for rows in takeovers.values()):
+        said = (f"{form} {max(rows, 1)}".strip() for form, rows in takeovers.items() if rows != NEVER)
+        who = f"the library's products from {', '.join(said)} rows on"
+    return f"weights {' and '.join(packed)}, {who}" if packed else who
 
 
 def check_worker(model: ModelConfig, codec: CodecConfig) -> None:
@@ -231,7 +244,8 @@ def plan_worker(model: ModelConfig, codec: CodecConfig) -> Unloaded:
             f"model.backend: {model.backend!r} computes on {backend.device}, but the engine of this version on the "
             "processor: use cpu or reference"
         )
-    folder = find_model(model.path, model.dtype)
+    packing_of(model.weights, model.dtype)
+    folder = find_model(model.path, model.dtype, model.weights)
     spec = read_spec(folder.path, model.max_context)
     kv_codec = make_codec(with_calibration(codec, folder), spec.kv_shape, backend)
     if kv_codec.origin is not None:

@@ -247,6 +247,17 @@ PageList page_list(const Pool& pool, const Array& ids) {
   return list;
 }
 
+// A weight [outputs, k] as codes.
+BlockWeight codes_of(nb::handle tensor, std::int64_t outputs, std::int64_t k) {
+  const Array weight(tensor, "weight");
+  const std::int64_t blocks = k / kBlockColumns, tiles = (outputs + kLanes - 1) / kLanes;
+  const int bits = weight.shape(2) == std::size_t(block_bytes(4)) ? 4 : 8;
+  expect_shape(weight, {std::size_t(tiles), std::size_t(blocks), std::size_t(block_bytes(bits))});
+  if (weight.type() != Type::kByte) refuse("weight must be uint8");
+  if (k % kBlockColumns) refuse("weight has the wrong shape for x");
+  return {static_cast<const std::byte*>(weight.data()), bits, int(blocks), int(outputs)};
+}
+
 class Kernels {
  public:
   Kernels(const Operations& operations, int threads) : engine_{operations, 1} { set_threads(threads); }
@@ -446,6 +457,38 @@ class Kernels {
     const nb::gil_scoped_release unlocked;
     hack::product(rows_of(rows), engine_.threads, rows.strips(), int(k), static_cast<const std::byte*>(weights.data()),
                   added, n, to.strips());
+  }
+
+  // As `product`, of a weight as codes (block_weight.py): [tiles, blocks, bytes].
+  void block_product(nb::handle x, nb::handle weight, nb::handle bias, nb::handle out) const {
+    const RowArray rows(x, "x"), to(out, "out");
+    const BlockWeight codes = codes_of(weight, to.elements(), rows.elements());
+    to.expect(rows, codes.outputs);
+    const std::byte* added = nullptr;
+    if (!bias.is_none()) {
+      const Array more(bias, "bias");
+      if (float_dtype(more.type(), "bias") != rows.dtype()) refuse("bias has the wrong dtype for x");
+      added = elements<const std::byte>(more, more.type(), std::size_t(codes.outputs));
+    }
+    const nb::gil_scoped_release unlocked;
+    if (rows.strips().count > 0) hack::product(rows_of(rows), engine_.threads, rows.strips(), codes, added, to.strips());
+  }
+
+  // Rows `ids` of a weight of `count` rows, or all of them where that is None, to out [rows, k].
+  void unpack(nb::handle weight, std::int64_t count, nb::handle ids, nb::handle out) const {
+    const RowArray to(out, "out");
+    const BlockWeight codes = codes_of(weight, count, to.elements());
+    const std::int64_t rows = to.strips().count;
+    const std::int64_t* chosen = nullptr;
+    if (!ids.is_none()) {
+      chosen = integers(Array(ids, "ids"), std::size_t(rows));
+      for (std::int64_t i = 0; i < rows; ++i)
+        if (chosen[i] < 0 || chosen[i] >= count) refuse("ids lie outside the weight");
+    } else if (rows != count) {
+      refuse("out has the wrong shape for weight");
+    }
+    const nb::gil_scoped_release unlocked;
+    if (rows > 0) hack::unpack(rows_of(to), engine_.threads, codes, chosen, to.strips());
   }
 
   // Heads of rows x [T, H, D], float32, by matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D].
@@ -713,6 +756,8 @@ NB_MODULE(_cpu, m) {
       .def("norm", &Kernels::norm, "x"_a, "more"_a.none(), "weight"_a, "epsilon"_a, "out"_a)
       .def("gate", &Kernels::gate)
       .def("product", &Kernels::product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
+      .def("block_product", &Kernels::block_product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
+      .def("unpack", &Kernels::unpack, "weight"_a, "count"_a, "ids"_a.none(), "out"_a)
       .def("turn_heads", &Kernels::turn_heads, "x"_a, "matrices"_a, "shift"_a.none(), "out"_a)
       .def("choose", &Kernels::choose, "logits"_a, "choosers"_a, "faulty"_a.none(), "allowed"_a.none())
       .def("score", &Kernels::score)

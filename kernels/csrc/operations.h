@@ -1,6 +1,7 @@
 // The table of one instruction set S: a row for every kind of page.
 #pragma once
 
+#include "block_product.h"
 #include "choose.h"
 #include "float_pages.h"
 #include "group_pages.h"
@@ -14,7 +15,8 @@ namespace hack {
 template <class S, Dtype dtype>
 constexpr RowOperations row_operations_of() {
   return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>,
-          largest_in_row<S, dtype>, spread_row<S, dtype>, weigh<S>,           product_block<S, dtype>};
+          largest_in_row<S, dtype>, spread_row<S, dtype>, weigh<S>,           product_block<S, dtype>,
+          round_blocks<S, dtype>, block_product_of<S, dtype>, unpack_row_of<S, dtype>};
 }
 
 template <class S>

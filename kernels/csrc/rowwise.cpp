@@ -9,6 +9,8 @@ namespace {
 
 constexpr std::int64_t kBlockElements = 1 << 15;  // elements that one thread computes while another wakes up
 constexpr std::int64_t kBlockProducts = 1 << 19;  // and products
+constexpr std::int64_t kBlockDots = 1 << 19;      // and products of codes
+constexpr std::int64_t kFewTiles = 4;             // for which rounded rows of x are worth reading
 constexpr std::int64_t kFewOutputs = 48;          // for which a block of rows of x is worth reading
 
 template <class Function>
@@ -96,6 +98,34 @@ void product(const RowOperations& operations, int threads, const Strips& x, int 
     operations.product({x.data + row * x.stride, x.stride, count, k, w, bias, first, last, out.data + row * out.stride,
                         out.stride},
                        thread_scratch(product_scratch_bytes(k)));
+  });
+}
+
+void product(const RowOperations& operations, int threads, const Strips& x, const BlockWeight& w, const std::byte* bias,
+             const Strips& out) {
+  const std::int64_t k = std::int64_t(w.blocks) * kBlockColumns, tiles = (w.outputs + kLanes - 1) / kLanes;
+  const BlockRows rounded{nullptr, w.blocks};
+  const BlockRows rows{thread_scratch(std::size_t(x.count * rounded.stride())), w.blocks};
+  for_rows(threads, x.count, k, [&](std::int64_t row) {
+    operations.round_blocks(x.data + row * x.stride, int(k), rows.row(row));
+  });
+  const std::int64_t block = x.count < kProductBlock ? x.count : kProductBlock;
+  const std::int64_t alone = kBlockDots / (block * k * kLanes), across = alone < kFewTiles ? kFewTiles : alone;
+  const std::int64_t columns = (tiles + across - 1) / across, down = (x.count + kProductBlock - 1) / kProductBlock;
+  parallel_for(columns * down > 1 ? threads : 1, columns * down, [&](std::int64_t i) {
+    const std::int64_t row = i / columns * kProductBlock, tile = i % columns * across;
+    const std::int64_t last_row = row + kProductBlock < x.count ? row + kProductBlock : x.count;
+    const std::int64_t last_tile = tile + across < tiles ? tile + across : tiles;
+    operations.block_product({rows, w.data, w.tile_bytes(), w.bits, w.outputs, bias, row, last_row, tile, last_tile,
+                              out.data, out.stride});
+  });
+}
+
+void unpack(const RowOperations& operations, int threads, const BlockWeight& w, const std::int64_t* ids,
+            const Strips& out) {
+  const BlockItem item{{nullptr, w.blocks}, w.data, w.tile_bytes(), w.bits, w.outputs, nullptr, 0, 0, 0, 0, nullptr, 0};
+  for_rows(threads, out.count, std::int64_t(w.blocks) * kBlockColumns, [&](std::int64_t row) {
+    operations.unpack_row(item, ids == nullptr ? row : ids[row], out.data + row * out.stride);
   });
 }
 

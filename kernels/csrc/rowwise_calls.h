@@ -40,6 +40,22 @@ void gate(const RowOperations& operations, int threads, const Strips& x, int n, 
 // x [count, k] times w [outputs, k], contiguous, plus bias [outputs] unless it is null, to out [count, outputs].
 void product(const RowOperations& operations, int threads, const Strips& x, int k, const std::byte* w,
              const std::byte* bias, std::int64_t outputs, const Strips& out);
+// A weight [outputs, 32 blocks] as codes (block_product.h).
+struct BlockWeight {
+  const std::byte* data;
+  int bits;
+  int blocks;
+  int outputs;
+
+  std::int64_t tile_bytes() const { return blocks * block_bytes(bits); }
+};
+
+// As `product`, of x rounded to two bytes.
+void product(const RowOperations& operations, int threads, const Strips& x, const BlockWeight& w, const std::byte* bias,
+             const Strips& out);
+// Rows ids[0], .. of w, or all of them where that is null, to rows of out.
+void unpack(const RowOperations& operations, int threads, const BlockWeight& w, const std::int64_t* ids,
+            const Strips& out);
 // Head h of x [count, heads, D], FP32, by matrices [groups, D, D], plus shift [groups, D] unless it is null, to out.
 void turn_heads(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim,
                 const float* matrices, const float* shift, int groups, const Strips& out);

@@ -121,10 +121,57 @@ constexpr std::size_t product_scratch_bytes(int k) {
   return (kProductBlock + 8) * padded_floats(k) * sizeof(float);
 }
 
+inline constexpr int kBlockColumns = 32;  // columns of a weight that share a scale
+
+// Bytes of the codes, scales and, for 4 bits, minima of a block of 16 rows.
+constexpr std::int64_t block_bytes(int bits) {
+  return kBlockColumns * kLanes * bits / 8 + (bits == 4 ? 2 : 1) * kLanes * 2;
+}
+
+inline constexpr int kBlockParts = 2;    // bytes of a value of x that is rounded by blocks
+inline constexpr float kUpperPart = 254;  // what the first counts
+
+// A row of x in two bytes, upper and lower, by blocks.
+struct BlockRow {
+  std::int8_t* codes;  // [blocks, 2, 32]
+  float* scales;       // [blocks]
+  std::int32_t* sums;  // [blocks, 2]: of a block's codes
+};
+
+// Rows of x in two bytes, one after another.
+struct BlockRows {
+  std::byte* data;
+  int blocks;
+
+  std::int64_t stride() const { return std::int64_t(blocks) * (kBlockParts * (kBlockColumns + 4) + 4); }
+  BlockRow row(std::int64_t at) const {
+    std::byte* sums = data + at * stride();
+    std::byte* scales = sums + kBlockParts * 4 * std::int64_t(blocks);
+    return {reinterpret_cast<std::int8_t*>(scales + 4 * std::int64_t(blocks)), reinterpret_cast<float*>(scales),
+            reinterpret_cast<std::int32_t*>(sums)};
+  }
+};
+
+// Rows [first_row, last_row) of x times tiles [first_tile, last_tile) of 16 rows of a weight w of `outputs` rows.
+struct BlockItem {
+  BlockRows x;
+  const std::byte* w;
+  std::int64_t tile_bytes;
+  int bits;
+  int outputs;
+  const std::byte* bias;  // [outputs]; null: none
+  std::int64_t first_row;
+  std::int64_t last_row;
+  std::int64_t first_tile;
+  std::int64_t last_tile;
+  std::byte* out;
+  std::int64_t out_stride;
+};
+
 inline constexpr int kChoiceBlock = 32;  // logits that share a largest one and a word of the mask
 inline constexpr int kWeightBits = 42;   // the weight of the most probable id is 2 to this power
 
-// Operations on rows of one dtype; rowwise.h, product.h and choose.h.
+// Operations on rows of one dtype; rowwise.h, product.h, block_product.h and choose.h.
 struct RowOperations {
   bool (*round)(const std::byte* row, int n, std::uint16_t* out);
   void (*rotate)(std::byte* row, int heads, int head_dim, const float* turn);
@@ -134,6 +181,9 @@ struct RowOperations {
   bool (*spread)(const std::byte* row, int n, const std::uint32_t* allowed, double* values, double* tops);
   void (*weigh)(const double* values, std::int64_t count, double peak, double temperature, std::int64_t* weights);
   void (*product)(const ProductItem&, std::byte* scratch);
+  void (*round_blocks)(const std::byte* row, int k, const BlockRow& out);
+  void (*block_product)(const BlockItem&);
+  void (*unpack_row)(const BlockItem&, std::int64_t row, std::byte* out);
 };
 
 // Operations of one instruction set on pages of one kind; their format is of that kind. Null: not supported.

@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hack_kernels.block_weight import BlockWeight, Weight
 from hack_kernels.choosing import ChoiceRules, Chooser, Scores
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
@@ -150,8 +151,15 @@ class RowKernels(Protocol):
     nor on the number of threads.
     """
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, k] @ weight [n, k]^T + bias [n] -> [T, n], all of one dtype; `weight` is contiguous."""
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """x [T, k] @ weight [n, k]^T + bias [n] -> [T, n], all of one dtype; `weight` is contiguous.
+
+        With a packed weight x is rounded first (`block_weight.rounded_rows`).
+        """
+        ...
+
+    def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+        """The rows `ids` (int64), or all, as numbers (`BlockWeight.unpacked`)."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:

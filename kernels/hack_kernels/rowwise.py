@@ -15,17 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
+from hack_kernels.block_weight import BlockWeight, Weight, rounded_rows
 from hack_kernels.choosing import ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
 
 
 class Rowwise:
     """Implements `RowKernels` on any device; `RowKernels` describes the arguments."""
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Summed in float64: torch orders a float32 sum by the number of rows and threads, and the order shows."""
+        if isinstance(weight, BlockWeight):
+            wide = None if bias is None else bias.float()
+            return self.product(rounded_rows(x), weight.unpacked(), wide).to(x.dtype)
         if x.dtype != torch.float32:
             return F.linear(x, weight, bias)
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
+
+    def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+        """By the definition."""
+        return weight.unpacked(dtype, ids)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
         """RMSNorm."""

@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         if args.recommend is not None:
-            config = ModelConfig(path=args.recommend, dtype=args.dtype, threads=args.jobs, backend=args.backend)
+            how = {"dtype": args.dtype, "weights": args.weights, "threads": args.jobs, "backend": args.backend}
+            config = ModelConfig(path=args.recommend, **how)
             show(recommend(config, notes), console)
             return 0
         if not args.render:
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("accuracy"), help="folder of the files; the report is OUT.md")
     parser.add_argument("--again", action="store_true", help="measure rows and tasks that have a current file, too")
     parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
+    parser.add_argument("--weights", default="auto", help="how matrices rest: auto, fp32, bf16, int8 or int4")
     parser.add_argument("--backend", default="auto", help="kernels; default: the fastest of this machine")
     parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="threads; default: all cores")
     parser.add_argument(
@@ -102,7 +104,8 @@ def _positive(text: str) -> int:
 def _measure(args: argparse.Namespace, console: Console) -> None:
     records = read_records(args.data) if args.data else ()
     torch.set_num_threads(1)
-    subject = load_subject(ModelConfig(path=args.model, dtype=args.dtype, threads=1, backend=args.backend), records)
+    config = ModelConfig(path=args.model, dtype=args.dtype, weights=args.weights, threads=1, backend=args.backend)
+    subject = load_subject(config, records)
     rows = variants.choose(args.variants, args.calibration, ablations=writes(subject))
     limits = Limits(args.samples, args.seed, args.longest)
     tasks = suite.prepared(subject, suite.choose(args.tasks, subject), limits)

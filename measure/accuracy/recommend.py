@@ -57,7 +57,7 @@ def recommend(model: ModelConfig, console: Console) -> Recommendation:
     """Measure every preset on held-out text, under a progress bar. Raises `ConfigError`, `CheckpointError`."""
     if model.threads:
         torch.set_num_threads(model.threads)
-    folder = find_model(model.path, model.dtype)
+    folder = find_model(model.path, model.dtype, model.weights)
     text = held_out(folder.path)
     written = "\n\n".join(document.text for document in text.documents)[: TOKENS * TOKEN_CHARS]
 

@@ -70,7 +70,7 @@ class Subject:
 
 def load_subject(model: ModelConfig, records: Sequence[Record] = ()) -> Subject:
     """Load the checkpoint, once for all rows. Raises `ConfigError` or `CheckpointError`."""
-    folder = find_model(model.path, model.dtype)
+    folder = find_model(model.path, model.dtype, model.weights)
     model = model.model_copy(update={"path": str(folder.path)})
     worker = load_worker(model, CodecConfig(name="fp16"))
     tokenizer = Tokenizer(folder.path)

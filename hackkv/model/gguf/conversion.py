@@ -10,19 +10,21 @@ from pathlib import Path
 import torch
 
 from hackkv.errors import CheckpointError
-from hackkv.model.config import read_spec
-from hackkv.model.fused import OnBytes, fused_bytes, write_fused
+from hackkv.model.config import ModelSpec, read_spec
+from hackkv.model.fused import OnBytes, Packed, fused_bytes, write_fused
 from hackkv.model.gguf.configuration import ROPE_FACTORS, architecture_of, config_of, generation_config_of
 from hackkv.model.gguf.header import read_header
 from hackkv.model.gguf.tensors import GgufTensors, read_vector
 from hackkv.model.gguf.vocabulary import vocabulary_of
+from hackkv.model.layout import fused_parts, fused_shapes
+from hackkv.model.packing import Packing
 
 WEIGHTS = "model.safetensors"
 SPARE_BYTES = 64 << 20
 """Room that a conversion leaves on the disk."""
 
 
-def write_folder(path: Path, folder: Path, dtype: torch.dtype, on_bytes: OnBytes) -> None:
+def write_folder(path: Path, folder: Path, dtype: torch.dtype, on_bytes: OnBytes, packing: Packing) -> None:
     """Write the GGUF file `path` as a checkpoint into the empty `folder`. Raises `CheckpointError`, `OSError`."""
     header = read_header(path)
     architecture = architecture_of(header)
@@ -38,10 +40,22 @@ def write_folder(path: Path, folder: Path, dtype: torch.dtype, on_bytes: OnBytes
         # The fields that it names have come from the file's.
         raise CheckpointError(f"{path}: {str(error).removeprefix(f'{folder}{os.sep}')}") from error
     with GgufTensors(header, spec, architecture.permuted) as tensors:
-        needed, free = fused_bytes(spec, dtype) + SPARE_BYTES, shutil.disk_usage(folder).free
+        bits = _bits(spec, tensors, packing)
+        needed, free = fused_bytes(spec, dtype, bits) + SPARE_BYTES, shutil.disk_usage(folder).free
         if needed > free:
             raise CheckpointError(f"{path}: {needed} bytes are needed in {folder.parent}, {free} are free")
-        write_fused(folder / WEIGHTS, spec, dtype, tensors.rows, on_bytes)
+        write_fused(folder / WEIGHTS, spec, dtype, tensors.rows, on_bytes, Packed(bits, tensors.codes))
+
+
+def _bits(spec: ModelSpec, tensors: GgufTensors, packing: Packing) -> dict[str, int]:
+    """The fused tensors that are packed. Where the file has parts in several forms, it counts as having numbers."""
+    found, shapes = dict[str, int](), fused_shapes(spec)
+    for name, parts in fused_parts(spec).items():
+        held = {tensors.held(part) for part in parts}
+        bits = packing.bits_for(name, shapes[name], held.pop() if len(held) == 1 else None)
+        if bits is not None:
+            found[name] = bits
+    return found
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under Hugging Face's names, as float32 rows.
+"""Tensors of a GGUF file under Hugging Face's names, as float32 rows or as codes.
 
 llama.cpp rotates neighbouring channels, Hugging Face channels half a head apart. So llama.cpp's converter interleaves
 the rows of Q and K of each head for the architectures that it calls `llama`; here they go back into their places.
@@ -7,16 +7,18 @@ the rows of Q and K of each head for the architectures that it calls `llama`; he
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BufferedReader
 from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 import torch
-from gguf import dequantize
+from gguf import GGMLQuantizationType, dequantize
+from hack_kernels.block_weight import Codes, nearest_codes
 from torch import Tensor
 
 from hackkv.model.config import ModelSpec
 from hackkv.model.gguf.header import GgufHeader, TensorEntry
+from hackkv.model.gguf.packed import HELD, codes_of
 from hackkv.model.layout import split_shapes
 
 BLOCK_VALUES = 1 << 22
@@ -59,7 +61,7 @@ class GgufTensors:
         known = {entry.name for entry in self._entries.values()} | set(EXTRAS)
         if unknown := sorted(header.tensors.keys() - known):
             raise header.fail(unknown[0], f"unknown tensor ({len(unknown)} in all); wrong architecture?")
-        self._file: BinaryIO = header.path.open("rb")
+        self._file: BufferedReader = header.path.open("rb")
 
     def __enter__(self) -> GgufTensors:
         return self
@@ -74,26 +76,48 @@ class GgufTensors:
         """
         entry = self._entries[name]
         if len(entry.shape) == 1:
-            yield read_rows(self._header, self._file, entry, 0, 1).reshape(-1)
+            yield _numbers(self._raw(entry, 0, 1), entry.kind).reshape(-1)
             return
+        for rows in self._blocks(name):
+            yield _numbers(rows, entry.kind)
+
+    def held(self, name: str) -> int | None:
+        """Bits of the codes that the file has for this tensor; None if it has none that we take."""
+        return HELD.get(self._entries[name].kind)
+
+    def codes(self, name: str, bits: int) -> Iterator[Codes]:
+        """As `rows`, but codes: those of the file if they have so many bits, else the nearest."""
+        kind = self._entries[name].kind
+        for rows in self._blocks(name):
+            yield codes_of(rows, kind) if HELD.get(kind) == bits else nearest_codes(_numbers(rows, kind), bits)
+
+    def _raw(self, entry: TensorEntry, start: int, count: int) -> Tensor:
+        return raw_rows(self._header, self._file, entry, start, count)
+
+    def _blocks(self, name: str) -> Iterator[Tensor]:
+        """uint8 [rows, bytes] of a matrix."""
+        entry = self._entries[name]
         group = self._permuted_rows if name.endswith(PERMUTED) else 0
         step = max(1, BLOCK_VALUES // entry.shape[-1])
         if group:
             step = max(group, step // group * group)
         for start in range(0, entry.shape[0], step):
-            rows = read_rows(self._header, self._file, entry, start, min(step, entry.shape[0] - start))
+            rows = self._raw(entry, start, min(step, entry.shape[0] - start))
             yield _in_halves(rows, group) if group else rows
 
 
-def read_rows(header: GgufHeader, file: BinaryIO, entry: TensorEntry, start: int, count: int) -> Tensor:
-    """float32 [count, in]: rows of one tensor, its last dimension being a row."""
+def raw_rows(header: GgufHeader, file: BufferedReader, entry: TensorEntry, start: int, count: int) -> Tensor:
+    """uint8 [count, bytes]: rows of one tensor, its last dimension being a row."""
+    data = bytearray(count * entry.row_bytes)
     file.seek(entry.offset + start * entry.row_bytes)
-    data = file.read(count * entry.row_bytes)
-    if len(data) != count * entry.row_bytes:
+    if file.readinto(data) != len(data):
         raise header.fail(entry.name, "truncated: the file became shorter while it was read")
-    blocks = np.frombuffer(data, dtype=np.uint8).reshape(count, entry.row_bytes)
-    values = np.array(dequantize(blocks, entry.kind), dtype=np.float32)
-    return torch.from_numpy(values).reshape(count, entry.shape[-1])
+    return torch.frombuffer(data, dtype=torch.uint8).view(count, entry.row_bytes)
+
+
+def _numbers(rows: Tensor, kind: GGMLQuantizationType) -> Tensor:
+    """float32 [rows, in] of uint8 [rows, bytes]."""
+    return torch.from_numpy(np.array(dequantize(rows.numpy(), kind), dtype=np.float32))
 
 
 def read_vector(header: GgufHeader, name: str) -> Tensor | None:
@@ -104,7 +128,7 @@ def read_vector(header: GgufHeader, name: str) -> Tensor | None:
     if len(entry.shape) != 1:
         raise header.fail(name, f"expected a vector, found shape {list(entry.shape)}")
     with header.path.open("rb") as file:
-        return read_rows(header, file, entry, 0, 1).reshape(-1)
+        return _numbers(raw_rows(header, file, entry, 0, 1), entry.kind).reshape(-1)
 
 
 def gguf_name(name: str) -> str:

@@ -17,6 +17,9 @@ struct Avx2 {
   static constexpr int kProductRows = 3;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 2;  // times rows of a weight
   static constexpr int kProductCache = 1 << 14;  // bytes of x that stay in the first-level cache meanwhile
+  static constexpr int kBlockRows = 2;   // accumulators of a product with codes of a weight: rows of x
+  static constexpr int kBlockTiles = 1;  // times tiles of 16 rows of a weight
+  static constexpr int kBlockTilesOfOneRow = 2;
   struct F {
     __m256 a, b;
   };
@@ -165,6 +168,26 @@ struct Avx2 {
       return {half_dot(acc.a, codes.a, signed_bytes.a), half_dot(acc.b, codes.b, signed_bytes.b)};
     return {byte_dot(acc.a, codes.a, even(signed_bytes.a), odd(signed_bytes.a)),
             byte_dot(acc.b, codes.b, even(signed_bytes.b), odd(signed_bytes.b))};
+  }
+  // What block_product.h adds up for a block of codes and of x, and its sum. With codes of 4 bits, eight pairs of products
+  // stay below 2^15 (at most 8 * 2 * 15 * 127), so they are added in 16 bits. With 8 bits, codes less 128 give their sign
+  // to x: 2 * 128 * 127 fits.
+  template <int bits>
+  static I block_dot(I acc, I codes, I x) {
+    if constexpr (bits <= kNarrow)
+      return {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(codes.a, x.a)),
+              _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(codes.b, x.b))};
+    const auto half = [](__m256i sums, __m256i biased, __m256i y) {
+      const __m256i code = _mm256_xor_si256(biased, _mm256_set1_epi8(-128));
+      return half_dot(sums, _mm256_abs_epi8(code), _mm256_sign_epi8(y, code));
+    };
+    return {half(acc.a, codes.a, x.a), half(acc.b, codes.b, x.b)};
+  }
+  template <int bits>
+  static I block_total(I acc) {
+    if constexpr (bits == 8) return acc;
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_madd_epi16(acc.a, ones), _mm256_madd_epi16(acc.b, ones)};
   }
   // The same with unsigned bytes.
   template <int bits = kNarrow>

@@ -19,6 +19,9 @@ struct Portable {
   static constexpr int kProductRows = 1;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 2;  // times rows of a weight
   static constexpr int kProductCache = 1 << 14;
+  static constexpr int kBlockRows = 1;   // accumulators of a product with codes of a weight: rows of x
+  static constexpr int kBlockTiles = 1;  // times tiles of 16 rows of a weight
+  static constexpr int kBlockTilesOfOneRow = 1;
   struct F {
     float v[16];
   };

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
+from hack_kernels.block_weight import BlockWeight, Weight
 from hack_kernels.choosing import ChoiceRules, Chooser, Scores
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.rowwise import Rowwise
@@ -21,10 +22,20 @@ class RowwiseCpu(Rowwise):
     def __init__(self, native: Any) -> None:
         self._native = native
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Every sum has one order; the weight is read as it rests."""
+        if isinstance(weight, BlockWeight):
+            out = x.new_empty(x.shape[0], weight.rows)
+            self._native.block_product(x, weight.data, bias, out)
+            return out
         out = x.new_empty(x.shape[0], weight.shape[0])
         self._native.product(x, weight, bias, out)
+        return out
+
+    def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+        """One pass over the codes."""
+        out = torch.empty(weight.rows if ids is None else len(ids), weight.shape[1], dtype=dtype)
+        self._native.unpack(weight.data, weight.rows, ids, out)
         return out
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
