@@ -23,11 +23,11 @@ from sim.eventlog import EventLog
 from sim.faults import Faults
 from sim.jobs import Arrival, Job, Times
 from sim.network import Link, Network
-from sim.noise import Noisy
 from sim.prefill import PrefillReplica, Sender
 from sim.results import Rows
 from sim.rooms import DecodeSite, Rooms
 from sim.router import Router
+from sim.scaled import Scaled, noisy
 from sim.sizes import CodecSizes, sizes_of
 from sim.spec import GIB, Pool, Spec
 from sim.world import World
@@ -130,7 +130,7 @@ class Cluster:
         faults = Faults(spec.faults)
         if spec.prefill is None and spec.faults.rules:
             raise ConfigError("faults: an aggregated cluster is simulated without them")
-        macro = self._options.macro and not faults.at_tokens
+        macro = self._options.macro and not faults.at_tokens and not self._crowded
         log = EventLog(self._options.keep_spans)
         self.world = World(self.sizes.footprint, spec.shape.layers, macro, log)
         self._network = Network(self.world, spec.network.sharing)
@@ -204,7 +204,7 @@ class Cluster:
             prefills = [self._prefill(number) for number in _share(spec.prefill, shard, shards)]
             decodes = [self._site(number) for number in _share(spec.decode, shard, shards)]
             rooms = Rooms(self.world, decodes, ageing)
-            router = Router(self.world, prefills, rooms, spec.policy.max_failovers, largest)
+            router = Router(self.world, prefills, rooms, spec, largest)
             self.routers.append(router)
             self._faults.watch(router, self._prefill, self._decode, self.world)
 
@@ -247,8 +247,21 @@ class Cluster:
         return DecodeReplica(number, setting, scheduler, book)
 
     def _cost(self, pool: Pool, number: int, role: str) -> CostModel:
-        cost = self._costs(self.spec, pool, self.sizes)
-        return Noisy(cost, self.spec.noise, f"{self._options.seed}/{role}-{number}") if self.spec.noise else cost
+        cost, beside = self._costs(self.spec, pool, self.sizes), self.spec.efficiency_of(pool).beside
+        if beside > 1:
+            cost = Scaled(cost, lambda: beside if self._others_compute(role) else 1.0)
+        return noisy(cost, self.spec.noise, f"{self._options.seed}/{role}-{number}") if self.spec.noise else cost
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether replicas slow each other down: then a step takes what is true when it begins."""
+        return any(self.spec.efficiency_of(pool).beside > 1 for pool in (self.spec.prefill, self.spec.decode) if pool)
+
+    def _others_compute(self, role: str) -> bool:
+        """Whether a replica of the other role computes now."""
+        if role == "decode":
+            return any(replica.busy for router in self.routers for replica in router.prefills)
+        return any(site.replica.busy for router in self.routers for site in router.rooms.sites)
 
     def _receiving(self, number: int) -> tuple[Link, ...]:
         spec = self.spec

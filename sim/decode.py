@@ -144,6 +144,11 @@ class DecodeReplica:
             self.scheduler.leave(seat)
         return jobs
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way."""
+        return self._run is not None
+
     # Steps -------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:

@@ -190,6 +190,11 @@ class PrefillReplica:
             self._start()
 
     @property
+    def busy(self) -> bool:
+        """Whether a pass is under way."""
+        return self._pass is not None
+
+    @property
     def queued_tokens(self) -> int:
         """Prompt tokens that are not computed yet."""
         return self.scheduler.queued_tokens

@@ -16,17 +16,17 @@ from sim.jobs import Fate, Job
 from sim.placing import Shelf
 from sim.prefill import PrefillReplica, Shipment
 from sim.rooms import Ride, Rooms, names
+from sim.spec import Spec
 from sim.world import World
 
 
 class Router:
     """One router with its part of the fleet. `on_over` is called with every job that is done or has failed."""
 
-    def __init__(
-        self, world: World, prefills: list[PrefillReplica], rooms: Rooms, max_failovers: int, largest: int
-    ) -> None:
+    def __init__(self, world: World, prefills: list[PrefillReplica], rooms: Rooms, spec: Spec, largest: int) -> None:
         """`largest` is how many tokens of one request fit on every replica of the fleet."""
-        self._world, self._max_failovers, self._largest = world, max_failovers, largest
+        self._world, self._largest = world, largest
+        self._max_failovers, self._network = spec.policy.max_failovers, spec.network
         self.prefills, self.rooms = prefills, rooms
         self._shelf = Shelf(names(len(prefills)), 0, world.footprint.page_tokens)
         self.on_over: Callable[[Job], None] = lambda _: None
@@ -50,10 +50,15 @@ class Router:
         tokens = ride.need.whole
         if tokens > self._largest:
             self._fail(ride, f"{tokens} tokens need more pages or host memory than a replica has for {self._largest}")
-        elif self.prefills:
-            self._dispatch(ride)
         else:
+            self._world.then(self._network.request_s, lambda: self._accepted(ride))
+
+    def _accepted(self, ride: Ride) -> None:
+        if not self.prefills:
             self.rooms.stand(ride)
+            return
+        ride.job.times.enter(Stage.STREAM, self._world.now)
+        self._world.then(self._network.call_s, lambda: self._dispatch(ride))
 
     # If all goes well --------------------------------------------------------------------------------------------
 

@@ -57,6 +57,9 @@ class Efficiency(Frozen):
     """Latency of one all-reduce; a layer has two."""
     setup_s: float = Field(default=0.005, ge=0)
     """Fixed seconds of a handoff: handshake and receipt."""
+    beside: float = Field(default=1.0, ge=1)
+    """How many times longer work takes that begins while a replica of the other role computes: for replicas that share
+    the cores of one machine. Every step is an event then."""
 
 
 class Pool(Frozen):
@@ -101,6 +104,10 @@ class Network(Frozen):
     """Caps every replica's line; 0 leaves the instance's."""
     receiver_gbit_s: float = Field(default=0.0, ge=0)
     """What a decode replica can verify and write; 0 is no limit."""
+    request_s: float = Field(default=0.0, ge=0)
+    """Fixed seconds of a request in the router, before it has a node: HTTP, tokens."""
+    call_s: float = Field(default=0.0, ge=0)
+    """Fixed seconds between router and prefill replica, there and back."""
 
 
 class Policy(Frozen):

@@ -27,6 +27,13 @@ class World:
         """Seconds since the simulation began."""
         return float(self.env.now)
 
+    def then(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call `call` later; here and now if there is nothing to wait for."""
+        if seconds > 0:
+            self.after(seconds, call)
+        else:
+            call()
+
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call `call` later; at once after what is due now, if `seconds` is not positive."""
         event = self.env.timeout(max(0.0, seconds))
