@@ -118,7 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=0, help="compute threads; default: as torch chooses")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     args = parser.parse_args(arguments)
-    worker = load_worker(ModelConfig(path=args.model, dtype=args.dtype, threads=args.threads), CodecConfig(name=args.codec))
+    worker = load_worker(
+        ModelConfig(path=args.model, dtype=args.dtype, threads=args.threads), CodecConfig(name=args.codec)
+    )
     profile = measure(worker, TOKENS, BATCHES, CONTEXTS)
     args.out.write_text(profile.model_dump_json(indent=1), encoding="utf-8")
     print(f"wrote {args.out}: {profile.model}, {profile.codec}, {profile.machine}")

@@ -36,7 +36,7 @@ from sim.jobs import Arrival
 from sim.spec import Spec
 
 SHAPES: Final = {
-    "": Shape(Spread(1000, 200, 2000), Spread(128, 32, 256)),
+    "": Shape(Spread(800, 200, 1600), Spread(128, 32, 256)),
     "smollm2": Shape(Spread(300, 64, 900), Spread(32, 8, 64)),
 }
 """Model -> lengths: the one that ships along is so fast that its requests have to be longer."""
