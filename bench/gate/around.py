@@ -1,8 +1,9 @@
 """What surrounds passes and steps in real nodes, measured on an idle cluster, and a specification that holds it.
 
-`bench.durations` times passes and steps alone in a process. A node adds its event loop, the router its calls, a
-handoff its handshake; and where both roles share a machine, each takes longer beside the other. All of that is measured
-with requests that the gate does not compare later: one at a time, or one batch of equal ones.
+`bench.durations` times passes and steps alone in a process: how they grow with their context is taken from it. A node
+adds its event loop, the router its calls, a handoff its handshake; and where both roles share a machine, each takes
+longer beside the other. All of that is measured with requests that the gate does not compare later: one at a time, or
+one batch of equal ones.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Around(Frozen):
     request_s: float
     call_s: float
     setup_s: float
-    passes_s: tuple[float, ...]
-    """More than the profile's, by its rows."""
-    steps_s: tuple[float, ...]
+    passes: tuple[float, ...]
+    """How many times longer than the profile's, by its rows."""
+    steps: tuple[float, ...]
     prefill_beside: float
     """How many times longer a pass takes beside steps."""
     decode_beside: float
@@ -49,14 +50,14 @@ class Around(Frozen):
     def profile(self, alone: Profile) -> Profile:
         """Durations in a node."""
         return alone.model_copy(
-            update={"prefill": _more(alone.prefill, self.passes_s), "decode": _more(alone.decode, self.steps_s)}
+            update={"prefill": _times(alone.prefill, self.passes), "decode": _times(alone.decode, self.steps)}
         )
 
 
-def _more(grid: Grid, by_row: Sequence[float]) -> Grid:
-    """Each row of a grid with its own number of seconds more."""
+def _times(grid: Grid, by_row: Sequence[float]) -> Grid:
+    """Each row of a grid times a number of its own."""
     rows = zip(grid.seconds, by_row, strict=True)
-    return grid.model_copy(update={"seconds": tuple(tuple(max(0.0, old + more) for old in row) for row, more in rows)})
+    return grid.model_copy(update={"seconds": tuple(tuple(old * factor for old in row) for row, factor in rows)})
 
 
 async def measure(cluster: Cluster, alone: Profile) -> Around:
@@ -72,9 +73,9 @@ async def measure(cluster: Cluster, alone: Profile) -> Around:
         request_s=_stage(answers, Stage.ROUTER_QUEUE),
         call_s=_stage(answers, Stage.STREAM),
         setup_s=_stage(answers, Stage.TRANSFER),
-        passes_s=tuple(took - alone.prefill.at(row, 0, "pass") for row, took in zip(rows, passes, strict=True)),
-        steps_s=tuple(
-            took - alone.decode.at(batch, context, "step") for batch, took in zip(alone.decode.rows, steps, strict=True)
+        passes=tuple(took / alone.prefill.at(row, 0, "pass") for row, took in zip(rows, passes, strict=True)),
+        steps=tuple(
+            took / alone.decode.at(batch, context, "step") for batch, took in zip(alone.decode.rows, steps, strict=True)
         ),
         prefill_beside=max(1.0, await _passes_beside_steps(cluster) / beside_s[0]),
         decode_beside=max(1.0, await _steps_beside_passes(cluster) / beside_s[1]),

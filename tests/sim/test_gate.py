@@ -60,14 +60,14 @@ def test_the_page_names_load_stages_and_what_is_off() -> None:
     assert len(record([load], "here")["loads"][0]["compared"]) == 6
 
 
-def test_what_surrounds_a_step_is_added_to_its_row() -> None:
+def test_a_live_row_is_the_profiles_times_a_factor() -> None:
     grid = Grid(rows=(1, 4), columns=(0, 100), seconds=((1.0, 2.0), (3.0, 4.0)))
     around = Around(
-        request_s=0, call_s=0, setup_s=0, passes_s=(0.5, 1.0), steps_s=(0.25, -9.0), prefill_beside=1, decode_beside=1
+        request_s=0, call_s=0, setup_s=0, passes=(0.5, 2.0), steps=(1.0, 3.0), prefill_beside=1, decode_beside=1
     )
     more = around.profile(Profile(prefill=grid, decode=grid))
-    assert more.prefill.seconds == ((1.5, 2.5), (4.0, 5.0))
-    assert more.decode.seconds == ((1.25, 2.25), (0.0, 0.0))
+    assert more.prefill.seconds == ((0.5, 1.0), (6.0, 8.0))
+    assert more.decode.seconds == ((1.0, 2.0), (9.0, 12.0))
 
 
 def test_capacity_is_that_of_the_slower_role() -> None:
