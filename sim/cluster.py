@@ -181,7 +181,7 @@ class Cluster:
             router.on_over = over
         for _ in range(min(concurrency, len(arrivals)) or 1):
             begin_next()
-        self.world.env.run()
+        self.world.run()
         return Outcome(
             self.spec,
             rows,

@@ -265,6 +265,8 @@ class DecodeReplica:
             return True
         footprint = self.scheduler.footprint
         sealed, ahead = footprint.sealed, steps + max(1, round(LOW_PAGES * footprint.page_tokens))
+        if len(turns) * (1 + ahead // footprint.page_tokens) <= self.pool.free_pages:
+            return True  # whatever each of them has
         wanted = sum(
             max(0, sealed(min(seat.limit, seat.rows + ahead)) - seat.pages) for seat in (turn.seat for turn in turns)
         )

@@ -186,7 +186,8 @@ class PrefillReplica:
 
     def wake(self) -> None:
         """There may be something to compute."""
-        if self._pass is None and not self._dead and not self._sends:
+        idle = self._pass is None and not self._dead
+        if idle and (self.scheduler.waiting or self.scheduler.running) and not self._sends:
             self._start()
 
     @property

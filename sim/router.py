@@ -69,7 +69,7 @@ class Router:
             self._homeless.append(ride)
             return
         self._shelf.choose(index)
-        self._shelf.tokens[index] += job.prompt_tokens
+        self._shelf.book(index, job.prompt_tokens)
         ride.prefill, ride.queued = index, job.prompt_tokens
         self._world.log.add(self._world.now, Kind.PLACED_PREFILL, self.prefills[index].number, job.number)
         if job.arrival.output_tokens > 1:
@@ -120,7 +120,7 @@ class Router:
 
     def _unqueue(self, ride: Ride) -> None:
         if ride.prefill is not None:
-            self._shelf.tokens[ride.prefill] -= ride.queued
+            self._shelf.book(ride.prefill, -ride.queued)
         ride.queued = 0
 
     # The end -----------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Router:
         """A prefill replica dies. Requests whose KV has landed do not notice; the others begin again."""
         if not self._shelf.up[index]:
             return
-        self._shelf.up[index] = False
+        self._shelf.mark(index, up=False)
         self._world.log.add(self._world.now, Kind.DOWN, self.prefills[index].number)
         self.prefills[index].stop()
         for ride in [ride for ride in self._rides.values() if ride.prefill == index]:
@@ -194,7 +194,7 @@ class Router:
         """A prefill replica is back, empty."""
         self.prefills[index] = replica
         replica.on_first = self._first
-        self._shelf.up[index] = True
+        self._shelf.mark(index, up=True)
         self._world.log.add(self._world.now, Kind.UP, replica.number)
         homeless, self._homeless = self._homeless, []
         for ride in homeless:

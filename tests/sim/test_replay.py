@@ -107,10 +107,11 @@ def _by_shelf(loads: list[Any], need: Need | None) -> str | None:
         if load.chosen_at:
             shelf.choose(names.index(load.node_id))
     for index, load in enumerate(loads):
-        shelf.up[index] = not load.draining
+        shelf.mark(index, up=not load.draining)
         if need is None:
-            shelf.tokens[index] = load.queued_tokens
+            shelf.book(index, load.queued_tokens)
         else:
-            shelf.tokens[index], shelf.free[index] = load.outstanding_tokens, load.free_pages
+            shelf.book(index, load.outstanding_tokens)
+            shelf.free[index] = load.free_pages
     found = shelf.pick_prefill() if need is None else shelf.pick_decode(need)
     return None if found is None else names[found]
