@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from struct import pack
 
+import sim.decode
+import sim.prefill
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, Limits
 from hackkv.errors import ConfigError
@@ -19,7 +22,7 @@ from sim.aggregated import Prompts
 from sim.books import CountedPages, CountedPrefixes
 from sim.costs import CostModel, Profiled, Roofline, read_profile
 from sim.decode import DecodeReplica, Setting
-from sim.eventlog import EventLog
+from sim.eventlog import EventLog, Kind, Span
 from sim.faults import Faults
 from sim.jobs import Arrival, Job, Times
 from sim.network import Link, Network
@@ -35,6 +38,10 @@ from sim.world import World
 GBIT = 1e9 / 8
 
 
+def _heard(_: int) -> None:
+    """Nobody wants to know. A function, since options travel to other processes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to run, beside what."""
@@ -42,13 +49,13 @@ class Options:
     seed: int = 0
     macro: bool = True
     keep_spans: bool = False
-    on_over: Callable[[int], None] = lambda _: None
+    on_over: Callable[[int], None] = _heard
     """Called with the number of requests that are over."""
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What a simulation gives."""
+    """What a simulation gives, with its replicas as they are in the end."""
 
     spec: Spec
     rows: Rows
@@ -60,6 +67,39 @@ class Outcome:
     links: list[Link]
     jobs: list[Job] = field(default_factory=list)
     """Every job with its stages; only if spans are kept."""
+
+    @property
+    def record(self) -> Record:
+        """What is left when the replicas are gone."""
+        return Record(
+            self.spec,
+            self.rows,
+            self.log.hexdigest,
+            self.log.counts,
+            [replica.tally for replica in self.prefills],
+            [replica.tally for replica in self.decodes],
+            [link.carried / link.rate for link in self.links],
+            self.log.spans,
+            self.jobs,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A simulation in numbers."""
+
+    spec: Spec
+    rows: Rows
+    events: str
+    """Digest of all that happened; equal runs have equal ones."""
+    counts: Counter[Kind]
+    """Events by kind."""
+    prefills: list[sim.prefill.Tally]
+    decodes: list[sim.decode.Tally]
+    links_s: list[float]
+    """Seconds that each link would have taken for its bytes at full rate."""
+    spans: list[Span] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
 
 
 def pages_of(spec: Spec, pool: Pool, sizes: CodecSizes) -> int:
@@ -139,13 +179,19 @@ class Cluster:
         self._faults = faults
         self.routers: list[Router] = []
 
-    def run(self, arrivals: Sequence[Arrival]) -> Outcome:
-        """Serve all requests. Those that cannot end, because nobody is left to serve them, count as failed."""
+    def run(self, arrivals: Sequence[Arrival], shard: int | None = None) -> Outcome:
+        """Serve requests. Those that cannot end, because nobody is left to serve them, count as failed.
+
+        With `shard`, the cluster is one router with its replicas, and `arrivals` are that router's: every n-th of all.
+        """
+        shards = self.spec.policy.shards
+        mine = range(shards) if shard is None else range(shard, shard + 1)
+        numbers = range(mine[0], mine[0] + len(arrivals) * (shards // len(mine)), shards // len(mine))
         self._reuse = any(arrival.blocks for arrival in arrivals)
-        self._build()
-        rows, jobs = Rows(len(arrivals)), list[Job]()
+        self._build(mine)
+        rows, jobs = Rows(numbers), list[Job]()
         concurrency = self.spec.load.concurrency
-        todo = iter(enumerate(arrivals))
+        todo = iter(zip(numbers, arrivals, strict=True))
         over_count = 0
 
         def begin(number: int, arrival: Arrival) -> None:
@@ -196,11 +242,11 @@ class Cluster:
 
     # Parts ---------------------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
+    def _build(self, mine: range) -> None:
         spec, shards = self.spec, self.spec.policy.shards
         ageing = Ageing(spec.policy.ageing_s, spec.policy.max_passed)
         largest = largest_request(spec, self.sizes)
-        for shard in range(shards):
+        for shard in mine:
             prefills = [self._prefill(number) for number in _share(spec.prefill, shard, shards)]
             decodes = [self._site(number) for number in _share(spec.decode, shard, shards)]
             rooms = Rooms(self.world, decodes, ageing)

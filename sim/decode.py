@@ -54,6 +54,8 @@ class Tally:
     steps: int = 0
     busy_s: float = 0.0
     swaps: int = 0
+    pages: int = 0
+    """Size of its pool."""
     peak_pages: int = 0
     page_seconds: float = 0.0
     gaps: Counter[int] = field(default_factory=Counter)
@@ -99,7 +101,7 @@ class DecodeReplica:
         self.number, self.of = number, of
         self.pool, self.scheduler = pool, scheduler
         self.on_ended: Callable[[Job], None] = lambda _: None
-        self.tally = Tally()
+        self.tally = Tally(pages=pool.num_pages)
         self._run: Run | None = None
         self._version = 0
         self._copies_until = 0.0

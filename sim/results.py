@@ -32,10 +32,12 @@ COLUMNS: Final = (
 
 
 class Rows:
-    """A growing table of finished requests, by number of the request."""
+    """A growing table of finished requests, in the order of their numbers."""
 
-    def __init__(self, count: int) -> None:
-        self._table: Floats = np.full((count, len(COLUMNS)), np.nan)
+    def __init__(self, numbers: range) -> None:
+        """`numbers` are those of all requests that may come."""
+        self._numbers = numbers
+        self._table: Floats = np.full((len(numbers), len(COLUMNS)), np.nan)
         self._place = {name: index for index, name in enumerate(COLUMNS)}
         self.errors: dict[int, str] = {}
         self.filled = 0
@@ -43,7 +45,7 @@ class Rows:
     def add(self, job: Job) -> None:
         """Keep a job that is over."""
         spent, account, tpot_s = job.times.spent, job.account, job.tpot_s
-        self._table[job.number] = (
+        self._table[self._numbers.index(job.number)] = (
             job.arrived,
             job.prompt_tokens,
             job.arrival.output_tokens,
@@ -63,6 +65,13 @@ class Rows:
         self.filled += 1
         if job.error:
             self.errors[job.number] = job.error
+
+    def take(self, part: Rows) -> None:
+        """Take over the rows of a part of the requests."""
+        first, step = (self._numbers.index(part._numbers[0]), part._numbers.step) if len(part._numbers) else (0, 1)
+        self._table[first::step][: len(part._numbers)] = part._table
+        self.errors |= part.errors
+        self.filled += part.filled
 
     def __getitem__(self, column: str) -> Floats:
         """A column over all requests; not a number where one never ended."""

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from faults.plan import FaultPlan
 from hackkv.codecs import CODECS
 from hackkv.errors import ConfigError
-from sim.cluster import Cluster, Outcome
+from sim.cluster import Cluster, Options, Outcome
 from sim.eventlog import Kind
 from sim.jobs import Arrival
+from sim.shards import simulate as simulate_shards
 from sim.spec import Codec, Efficiency, Load, Network, Pool, Sending, Sharing, Spec
+from sim.summary import summarize
 from sim.workload import synthetic
 from tests.sim.clusters import run, small, stages, tight
 
@@ -145,6 +147,20 @@ def test_routers_share_the_fleet() -> None:
     outcome = simulate(from_spec)
     check_books(outcome)
     assert all(replica.tally.tokens for replica in outcome.decodes)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_routers_one_by_one_give_what_they_give_together(processes: int) -> None:
+    """A router shares nothing with others, so its requests fare alike."""
+    spec = small(prefills=3, decodes=4, policy={"shards": 3}, noise=0.2, load=Load(shape="humaneval", requests=61))
+    arrivals = synthetic(spec.load, 0)
+    together, apart = run(spec, arrivals), simulate_shards(spec, arrivals, Options(), processes)
+    np.testing.assert_array_equal(apart.rows.table, together.rows.table)
+    assert apart.rows.filled == 61
+    assert apart.counts == together.log.counts
+    assert apart.events == simulate_shards(spec, arrivals, Options()).events
+    ours, theirs = summarize(apart), summarize(together.record)
+    assert {**ours, "events": ""} == {**theirs, "events": ""}
 
 
 def test_equal_blocks_are_computed_once() -> None:
