@@ -187,7 +187,7 @@ class Cluster:
         shards = self.spec.policy.shards
         mine = range(shards) if shard is None else range(shard, shard + 1)
         numbers = range(mine[0], mine[0] + len(arrivals) * (shards // len(mine)), shards // len(mine))
-        self._reuse = any(arrival.blocks for arrival in arrivals)
+        self._reuse = self.spec.prefill is not None and any(arrival.blocks for arrival in arrivals)
         self._build(mine)
         rows, jobs = Rows(numbers), list[Job]()
         concurrency = self.spec.load.concurrency
@@ -286,7 +286,7 @@ class Cluster:
     def _decode(self, number: int, beside: Prompts | None = None) -> DecodeReplica:
         spec, pool = self.spec, self.spec.decode
         pages = pages_of(spec, pool, self.sizes)
-        book: PagePool = CountedPages(pages, pool.max_sequences)
+        book = (PagePool if self._reuse else CountedPages)(pages, pool.max_sequences)
         limits = Limits(host_bytes_of(spec, pool), pool.max_batch, pool.replay_tokens)
         scheduler: DecodeScheduler[Job] = DecodeScheduler(book, self.sizes.footprint, limits)
         setting = Setting(self.world, self._cost(pool, number, "decode"), pool.max_batch, beside)
@@ -322,7 +322,7 @@ class Cluster:
         return link
 
     def _names(self, arrival: Arrival) -> Sequence[PageName]:
-        if not arrival.blocks:
+        if not self._reuse:
             return ()
         page = self.sizes.footprint.page_tokens
         full = arrival.prompt_tokens // page

@@ -114,7 +114,7 @@ class Roofline:
     """
 
     def __init__(self, model: Model, gpu: Gpu, efficiency: Efficiency, codec: CodecSizes, tp: int, pp: int) -> None:
-        self._model, self._pp = model, pp
+        self._pp = pp
         self._efficiency = efficiency
         flops = tp * gpu.fp16_tflops * 1e12 * efficiency.compute
         self._token_s = 2 * model.parameters / flops

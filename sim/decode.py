@@ -16,7 +16,7 @@ from typing import Protocol
 
 from decode_node.pages import PagePool
 from decode_node.scheduler import LOW_PAGES, DecodeScheduler
-from decode_node.seats import Place, Plan, Seat, Turn
+from decode_node.seats import Place, Plan, Seat, Turn, publish
 from hackkv.timing import Stage
 from sim.costs import CostModel, StepCost, whole_steps
 from sim.eventlog import Kind
@@ -113,7 +113,7 @@ class DecodeReplica:
         """Room for a job. Raises `RequestError` or `Overloaded`."""
         self._catch_up()
         rows = job.prompt_tokens
-        seat = self.scheduler.admit(job, rows, rows + job.max_tokens - 1)
+        seat = self.scheduler.admit(job, rows, rows + job.max_tokens - 1, job.names)
         self._note_pages()
         run = self._run
         if run is not None and run.steps - run.counted > 1:
@@ -128,6 +128,8 @@ class DecodeReplica:
         job.times.enter(Stage.DECODE_QUEUE, self.of.world.now)
         self.of.world.log.add(self.of.world.now, Kind.LANDED, self.number, job.number)
         self._catch_up()
+        if job.names:
+            publish(self.pool, seat, job.names)
         self.scheduler.land(seat, max(1, job.emitted))
         self.wake()
 
@@ -145,6 +147,10 @@ class DecodeReplica:
         for seat in self.scheduler.seats:
             self.scheduler.leave(seat)
         return jobs
+
+    def held_tokens(self, job: Job) -> int:
+        """Tokens of a prompt whose pages are here."""
+        return len(self.pool.kept.match(job.names)) * self.scheduler.footprint.page_tokens
 
     @property
     def busy(self) -> bool:

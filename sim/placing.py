@@ -2,13 +2,13 @@
 
 `router.fleet.policy` looks at every node for each request, which is right for the fleet of one router and slow for
 thousands of replicas. `Shelf` keeps loads in arrays and gives the same answer; it asks the policy itself where nodes
-are to be avoided. `tests/sim/test_placing.py` holds both against each other.
+are to be avoided or hold a part of the prompt. `tests/sim/test_placing.py` holds both against each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Iterable, Sequence
+from itertools import count, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -40,20 +40,23 @@ class Shelf:
         self._keys = np.zeros(size, dtype=np.int64)
         """By tokens, then by the last choice; `_NEVER` for who is away. The least one is chosen."""
 
-    def pick_prefill(self, avoid: frozenset[int] = frozenset()) -> int | None:
-        """The replica with the fewest queued tokens; None if all are away."""
-        if avoid:
+    def pick_prefill(self, avoid: frozenset[int] = frozenset(), held: Sequence[int] = ()) -> int | None:
+        """The replica with the fewest tokens to compute; None if all are away. `held` are the prompt's tokens that each
+        replica has; empty if none has any."""
+        if avoid or held:
             loads = [
-                PrefillLoad(name, self.tokens[index], self._chosen[index], draining=not self.up[index])
-                for index, name in enumerate(self.names)
+                PrefillLoad(name, self.tokens[index], self._chosen[index], draining=not self.up[index], held_tokens=has)
+                for index, (name, has) in enumerate(zip(self.names, held or repeat(0), strict=False))
             ]
             return self._named(pick_prefill(loads, avoid={self.names[index] for index in avoid}))
         return self._least(self._keys)
 
-    def pick_decode(self, need: Need, avoid: frozenset[int] = frozenset()) -> int | None:
-        """The replica with the fewest outstanding tokens among those with room; None if none has."""
-        if avoid:
-            return self._named(pick_decode(self._decode_loads(), need, avoid={self.names[index] for index in avoid}))
+    def pick_decode(self, need: Need, avoid: frozenset[int] = frozenset(), held: Sequence[int] = ()) -> int | None:
+        """The replica with the fewest outstanding tokens among those with room; None if none has. `held` as for
+        prefill."""
+        if avoid or held:
+            away = {self.names[index] for index in avoid}
+            return self._named(pick_decode(self._decode_loads(held or repeat(0)), need, avoid=away))
         landing, whole = pages_for(need.landing, self._page_tokens), pages_for(need.whole, self._page_tokens)
         if whole > self._total_pages:
             return None
@@ -85,7 +88,7 @@ class Shelf:
         key = self.tokens[index] << _AGE_BITS | self._chosen[index]
         self._keys[index] = key if self.up[index] else _NEVER
 
-    def _decode_loads(self) -> list[DecodeLoad]:
+    def _decode_loads(self, held: Iterable[int]) -> list[DecodeLoad]:
         return [
             DecodeLoad(
                 name,
@@ -95,8 +98,9 @@ class Shelf:
                 self._page_tokens,
                 self._chosen[index],
                 draining=not self.up[index],
+                held_tokens=has,
             )
-            for index, name in enumerate(self.names)
+            for index, (name, has) in enumerate(zip(self.names, held, strict=False))
         ]
 
     def _least(self, keys: npt.NDArray[np.int64]) -> int | None:

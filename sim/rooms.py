@@ -95,11 +95,13 @@ class Rooms:
 
         def fits(demand: Demand) -> bool:
             nonlocal place
-            place = self.shelf.pick_decode(demand.need, frozenset(map(int, demand.avoid)))
+            held = self._held(rides[demand.serial].job)
+            place = self.shelf.pick_decode(demand.need, frozenset(map(int, demand.avoid)), held)
             return place is not None
 
         while self._line:
             tickets = [ticket for ticket, _ in self._line]
+            rides = {ticket.demand.serial: ride for ticket, ride in self._line}
             index = next_in_line(tickets, fits, self._could_fit, self._world.now, self._ageing)
             if index is None:
                 return
@@ -136,6 +138,10 @@ class Rooms:
         self._world.log.add(self._world.now, Kind.UP, replica.number)
         self.serve()
 
+    def _held(self, job: Job) -> list[int]:
+        """Tokens of the prompt that each replica has; empty for a prompt that shares nothing."""
+        return [site.replica.held_tokens(job) for site in self.sites] if job.names else []
+
     def _could_fit(self, demand: Demand) -> bool:
         return self.shelf.could_hold(demand.need)
 
@@ -153,7 +159,8 @@ class Rooms:
         except RequestError as error:
             self.on_refused(ride, str(error))
             return
-        ride.decode, ride.seat, ride.tokens = index, seat, ticket.demand.need.whole
+        held = seat.held_grant.held * self._world.footprint.page_tokens
+        ride.decode, ride.seat, ride.tokens = index, seat, ticket.demand.need.whole - held
         shelf.book(index, ride.tokens)
         self._report(index)
         self._world.log.add(self._world.now, Kind.PLACED_DECODE, replica.number, job.number)

@@ -63,14 +63,16 @@ class Router:
     # If all goes well --------------------------------------------------------------------------------------------
 
     def _dispatch(self, ride: Ride) -> None:
-        job, index = ride.job, self._shelf.pick_prefill()
+        job = ride.job
+        held = [replica.held_tokens(job) for replica in self.prefills] if job.names else []
+        index = self._shelf.pick_prefill(held=held)
         if index is None:
             job.times.enter(Stage.ROUTER_QUEUE, self._world.now)
             self._homeless.append(ride)
             return
         self._shelf.choose(index)
-        self._shelf.book(index, job.prompt_tokens)
-        ride.prefill, ride.queued = index, job.prompt_tokens
+        ride.prefill, ride.queued = index, job.prompt_tokens - (held[index] if held else 0)
+        self._shelf.book(index, ride.queued)
         self._world.log.add(self._world.now, Kind.PLACED_PREFILL, self.prefills[index].number, job.number)
         if job.arrival.output_tokens > 1:
             self.rooms.stand(ride)
@@ -84,7 +86,7 @@ class Router:
         assert ride.decode is not None
         site = self.rooms.sites[ride.decode]
         if ride.shipment is not None:
-            ride.shipment.assign(site)
+            ride.shipment.assign(site, 0 if ride.seat is None else ride.seat.held_grant.held)
         elif site.prompts is not None:
             site.prompts.join(ride.job)
             site.replica.wake()

@@ -163,13 +163,37 @@ def test_routers_one_by_one_give_what_they_give_together(processes: int) -> None
     assert {**ours, "events": ""} == {**theirs, "events": ""}
 
 
-def test_equal_blocks_are_computed_once() -> None:
+def test_equal_blocks_are_computed_and_sent_once() -> None:
+    """A second turn goes where the first one's pages are, unless others have that much less to do."""
     blocks = tuple(range(8))
     arrivals = [Arrival(100.0 * number, 4096 + 100, 4, 0, blocks) for number in range(3)]
-    outcome = run(small(prefills=1), arrivals)
+    outcome = run(small(), arrivals)
     assert list(outcome.rows["cached_tokens"]) == [0, 4096, 4096]
     assert outcome.rows["ttft_s"][1] < outcome.rows["ttft_s"][0]
+    first, second, third = outcome.rows["wire_bytes"]
+    footprint = Cluster(outcome.spec).sizes.footprint
+    assert second == third == first - 4096 // footprint.page_tokens * footprint.wire_page_bytes
     check_books(outcome)
+
+
+@given(
+    pages=st.integers(80, 200),
+    turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 80), st.floats(0, 4)), max_size=25),
+)
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_macro_steps_equal_single_steps_for_any_conversations(
+    pages: int, turns: list[tuple[int, int, int, float]]
+) -> None:
+    """Each of some talks repeats its first blocks; pages run short, so that known ones are given up and swapped."""
+    decode = Pool(instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=6, max_sequences=24, host_gib=16)
+    arrivals = [
+        Arrival(at_s, 512 * blocks + 70, output, 0, tuple(100 * talk + index for index in range(blocks)))
+        for talk, blocks, output, at_s in sorted(turns, key=lambda turn: turn[3])
+    ]
+    spec = small(decode=decode)
+    whole, single = run(spec, arrivals, macro=True), run(spec, arrivals, macro=False)
+    np.testing.assert_allclose(whole.rows.table, single.rows.table, rtol=1e-9, atol=1e-9)
+    check_books(whole)
 
 
 def test_a_request_that_fits_nowhere_fails_alone() -> None:
