@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from struct import pack
 
-import sim.decode
-import sim.prefill
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, Limits
 from hackkv.errors import ConfigError
@@ -22,15 +19,16 @@ from sim.aggregated import Prompts
 from sim.books import CountedPages, CountedPrefixes
 from sim.costs import CostModel, Profiled, Roofline, read_profile
 from sim.decode import DecodeReplica, Setting
-from sim.eventlog import EventLog, Kind, Span
+from sim.eventlog import EventLog
 from sim.faults import Faults
 from sim.jobs import Arrival, Job, Times
 from sim.network import Link, Network
 from sim.prefill import PrefillReplica, Sender
-from sim.results import Rows
+from sim.results import Record, Rows
 from sim.rooms import DecodeSite, Rooms
 from sim.router import Router
 from sim.scaled import Scaled, noisy
+from sim.scaling import TICK_S, Staff, staff_of
 from sim.sizes import CodecSizes, sizes_of
 from sim.spec import GIB, Pool, Spec
 from sim.world import World
@@ -65,6 +63,8 @@ class Outcome:
     decodes: list[DecodeReplica]
     network: Network
     links: list[Link]
+    paid_s: dict[str, float]
+    """See `Record`."""
     jobs: list[Job] = field(default_factory=list)
     """Every job with its stages; only if spans are kept."""
 
@@ -79,27 +79,10 @@ class Outcome:
             [replica.tally for replica in self.prefills],
             [replica.tally for replica in self.decodes],
             [link.carried / link.rate for link in self.links],
+            self.paid_s,
             self.log.spans,
             self.jobs,
         )
-
-
-@dataclass(slots=True, eq=False)
-class Record:
-    """A simulation in numbers."""
-
-    spec: Spec
-    rows: Rows
-    events: str
-    """Digest of all that happened; equal runs have equal ones."""
-    counts: Counter[Kind]
-    """Events by kind."""
-    prefills: list[sim.prefill.Tally]
-    decodes: list[sim.decode.Tally]
-    links_s: list[float]
-    """Seconds that each link would have taken for its bytes at full rate."""
-    spans: list[Span] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
 
 
 def pages_of(spec: Spec, pool: Pool, sizes: CodecSizes) -> int:
@@ -168,8 +151,9 @@ class Cluster:
         self.spec, self._options, self._costs = spec, options or Options(), costs
         self.sizes = sizes_of(spec.codec, spec.shape.kv_shape)
         faults = Faults(spec.faults)
-        if spec.prefill is None and spec.faults.rules:
-            raise ConfigError("faults: an aggregated cluster is simulated without them")
+        scaled = any(pool is not None and pool.scale for pool in (spec.prefill, spec.decode))
+        if spec.faults.rules and (spec.prefill is None or scaled):
+            raise ConfigError("faults: an aggregated cluster, and one that scales, are simulated without them")
         macro = self._options.macro and not faults.at_tokens and not self._crowded
         log = EventLog(self._options.keep_spans)
         self.world = World(self.sizes.footprint, spec.shape.layers, macro, log)
@@ -178,6 +162,8 @@ class Cluster:
         self._reuse = False
         self._faults = faults
         self.routers: list[Router] = []
+        self._staff: list[dict[str, Staff]] = []
+        """Of each router."""
 
     def run(self, arrivals: Sequence[Arrival], shard: int | None = None) -> Outcome:
         """Serve requests. Those that cannot end, because nobody is left to serve them, count as failed.
@@ -227,6 +213,7 @@ class Cluster:
             router.on_over = over
         for _ in range(min(concurrency, len(arrivals)) or 1):
             begin_next()
+        self._tick()
         self.world.run()
         return Outcome(
             self.spec,
@@ -237,8 +224,19 @@ class Cluster:
             [site.replica for router in self.routers for site in router.rooms.sites],
             self._network,
             self._links,
+            {role: sum(staff[role].paid_s for staff in self._staff) for role in self._staff[0]},
             jobs,
         )
+
+    def _tick(self) -> None:
+        """Let every controller act, again and again while something happens."""
+        if not any(self._staff):
+            return
+        for staff in self._staff:
+            for one in staff.values():
+                one.tick()
+        if not self.world.is_over:
+            self.world.after(TICK_S, self._tick)
 
     # Parts ---------------------------------------------------------------------------------------------------------
 
@@ -253,6 +251,7 @@ class Cluster:
             router = Router(self.world, prefills, rooms, spec, largest)
             self.routers.append(router)
             self._faults.watch(router, self._prefill, self._decode, self.world)
+            self._staff.append(staff_of(self.world, spec, router))
 
     def _prefill(self, number: int) -> PrefillReplica:
         spec, pool, footprint = self.spec, self.spec.prefill, self.sizes.footprint

@@ -15,8 +15,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from hackkv.timing import Stage
 from router.watch.metrics import SECONDS, TOKENS
-from sim.cluster import Record
-from sim.results import COLUMNS, SUB_STAGES, Floats
+from sim.results import COLUMNS, SUB_STAGES, Floats, Record
 
 
 def write_csv(record: Record, path: Path) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+import sim.decode
+import sim.prefill
 from hackkv.timing import Stage, SubStage
+from sim.eventlog import Kind, Span
 from sim.jobs import Fate, Job
+from sim.spec import Spec
 
 Floats = npt.NDArray[np.float64]
 
@@ -86,3 +92,23 @@ class Rows:
     def table(self) -> Floats:
         """[requests, columns]"""
         return self._table
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A simulation in numbers."""
+
+    spec: Spec
+    rows: Rows
+    events: str
+    """Digest of all that happened; equal runs have equal ones."""
+    counts: Counter[Kind]
+    """Events by kind."""
+    prefills: list[sim.prefill.Tally]
+    decodes: list[sim.decode.Tally]
+    links_s: list[float]
+    """Seconds that each link would have taken for its bytes at full rate."""
+    paid_s: dict[str, float]
+    """Role -> seconds of replicas that ran; only of a role that scales."""
+    spans: list[Span] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)

@@ -28,7 +28,7 @@ class Router:
         self._world, self._largest = world, largest
         self._max_failovers, self._network = spec.policy.max_failovers, spec.network
         self.prefills, self.rooms = prefills, rooms
-        self._shelf = Shelf(names(len(prefills)), 0, world.footprint.page_tokens)
+        self.shelf = Shelf(names(len(prefills)), 0, world.footprint.page_tokens)
         self.on_over: Callable[[Job], None] = lambda _: None
         self._rides: dict[Job, Ride] = {}
         self._homeless: list[Ride] = []
@@ -65,14 +65,14 @@ class Router:
     def _dispatch(self, ride: Ride) -> None:
         job = ride.job
         held = [replica.held_tokens(job) for replica in self.prefills] if job.names else []
-        index = self._shelf.pick_prefill(held=held)
+        index = self.shelf.pick_prefill(held=held)
         if index is None:
             job.times.enter(Stage.ROUTER_QUEUE, self._world.now)
             self._homeless.append(ride)
             return
-        self._shelf.choose(index)
+        self.shelf.choose(index)
         ride.prefill, ride.queued = index, job.prompt_tokens - (held[index] if held else 0)
-        self._shelf.book(index, ride.queued)
+        self.shelf.book(index, ride.queued)
         self._world.log.add(self._world.now, Kind.PLACED_PREFILL, self.prefills[index].number, job.number)
         if job.arrival.output_tokens > 1:
             self.rooms.stand(ride)
@@ -122,7 +122,7 @@ class Router:
 
     def _unqueue(self, ride: Ride) -> None:
         if ride.prefill is not None:
-            self._shelf.book(ride.prefill, -ride.queued)
+            self.shelf.book(ride.prefill, -ride.queued)
         ride.queued = 0
 
     # The end -----------------------------------------------------------------------------------------------------
@@ -180,9 +180,9 @@ class Router:
 
     def prefill_down(self, index: int) -> None:
         """A prefill replica dies. Requests whose KV has landed do not notice; the others begin again."""
-        if not self._shelf.up[index]:
+        if not self.shelf.up[index]:
             return
-        self._shelf.mark(index, up=False)
+        self.shelf.mark(index, up=False)
         self._world.log.add(self._world.now, Kind.DOWN, self.prefills[index].number)
         self.prefills[index].stop()
         for ride in [ride for ride in self._rides.values() if ride.prefill == index]:
@@ -196,7 +196,7 @@ class Router:
         """A prefill replica is back, empty."""
         self.prefills[index] = replica
         replica.on_first = self._first
-        self._shelf.mark(index, up=True)
+        self.shelf.mark(index, up=True)
         self._world.log.add(self._world.now, Kind.UP, replica.number)
         homeless, self._homeless = self._homeless, []
         for ride in homeless:

@@ -13,9 +13,9 @@ from multiprocessing import get_context
 
 import xxhash
 
-from sim.cluster import Cluster, Options, Record
+from sim.cluster import Cluster, Options
 from sim.jobs import Arrival
-from sim.results import Rows
+from sim.results import Record, Rows
 from sim.spec import Spec
 
 
@@ -26,7 +26,7 @@ def simulate(spec: Spec, arrivals: Sequence[Arrival], options: Options, processe
     """
     if spec.policy.shards == 1 or spec.load.concurrency:
         return Cluster(spec, options).run(arrivals).record
-    whole = Record(spec, Rows(range(len(arrivals))), "", Counter(), [], [], [])
+    whole = Record(spec, Rows(range(len(arrivals))), "", Counter(), [], [], [], {})
     digest = xxhash.xxh3_128()
     for part in _parts(spec, arrivals, options, processes):
         whole.rows.take(part.rows)
@@ -35,6 +35,8 @@ def simulate(spec: Spec, arrivals: Sequence[Arrival], options: Options, processe
         whole.prefills += part.prefills
         whole.decodes += part.decodes
         whole.links_s += part.links_s
+        for role, seconds in part.paid_s.items():
+            whole.paid_s[role] = whole.paid_s.get(role, 0.0) + seconds
         whole.spans += part.spans
         whole.jobs += part.jobs
         options.on_over(whole.rows.filled)

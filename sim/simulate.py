@@ -22,8 +22,9 @@ from rich.table import Table
 
 from hackkv.errors import HackkvError
 from hackkv.timing import Stage
-from sim.cluster import Options, Record
+from sim.cluster import Options
 from sim.exports import can_draw, write_chrome_trace, write_csv, write_prometheus
+from sim.results import Record
 from sim.shards import simulate
 from sim.spec import read_spec
 from sim.summary import summarize

@@ -62,11 +62,35 @@ class Efficiency(Frozen):
     the cores of one machine. Every step is an event then."""
 
 
+class Scale(Frozen):
+    """How a pool follows its load (`sim.scaling`): that of prefill replicas is seconds of queued work, that of decode
+    replicas the share of their pages in use, and 1 while requests wait for room."""
+
+    least: int = Field(default=1, gt=0)
+    """Replicas of each router that always run."""
+    up_at: float = Field(gt=0)
+    """A load above it starts replicas."""
+    down_at: float = Field(ge=0)
+    """A load below it stops them, one after another."""
+    start_s: float = Field(default=60.0, ge=0)
+    """From the start of a replica until it takes requests: its process, its weights."""
+    down_after_s: float = Field(default=900.0, ge=0)
+    """How long the load has to be low before the first one stops."""
+
+    @model_validator(mode="after")
+    def _is_band(self) -> Self:
+        if self.down_at >= self.up_at:
+            raise ValueError(f"down_at {self.down_at:g} is not below up_at {self.up_at:g}")
+        return self
+
+
 class Pool(Frozen):
     """Replicas of one role."""
 
     instance: str
     replicas: int = Field(gt=0, le=100_000)
+    scale: Scale | None = None
+    """Starts and stops replicas, of which `replicas` are the most; None runs all of them all the time."""
     tp: int = Field(default=1, gt=0)
     """GPUs that share each layer."""
     pp: int = Field(default=1, gt=0)

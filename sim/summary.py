@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from hackkv.timing import Stage, SubStage
 from measure.serve.summary import PERCENTILES
-from sim.cluster import Record
 from sim.decode import gap_of
-from sim.results import SUB_STAGES, Floats, Rows
+from sim.results import SUB_STAGES, Floats, Record, Rows
 from sim.spec import Objective
 
 WARM_UP: Final = 0.1
@@ -122,13 +121,13 @@ def summarize(record: Record, label: str = "") -> dict[str, Any]:
 
 def _fleet(record: Record, span: float) -> dict[str, Any]:
     """What the replicas did, and what they cost."""
-    rows, spec = record.rows, record.spec
-    usd = spec.usd_per_hour() * span / 3600
+    rows = record.rows
+    usd = _usd(record, span)
     tokens = float(rows["output_length"][rows.ok].sum())
     served = int(rows.ok.sum())
     prefills, decodes = record.prefills, record.decodes
     return {
-        "usd_per_hour": spec.usd_per_hour(),
+        "usd_per_hour": usd / span * 3600,
         "usd_per_request": usd / served if served else None,
         "usd_per_1m_output_tokens": 1e6 * usd / tokens if tokens else None,
         "prefill_busy": _mean([each.busy_s / span for each in prefills]),
@@ -141,6 +140,13 @@ def _fleet(record: Record, span: float) -> dict[str, Any]:
         "failovers": int(np.nansum(rows["failovers"])),
         "cached_tokens": int(np.nansum(rows["cached_tokens"])),
     }
+
+
+def _usd(record: Record, span: float) -> float:
+    """Of all replicas while they ran."""
+    pools = {"prefill": record.spec.prefill, "decode": record.spec.decode}
+    paid = ((pool, record.paid_s.get(role, pool.replicas * span)) for role, pool in pools.items() if pool is not None)
+    return sum(seconds / 3600 * record.spec.usd_of(pool) for pool, seconds in paid)
 
 
 def _mean(values: list[float]) -> float:

@@ -40,6 +40,11 @@ class World:
         self._count += 1
         heappush(self._due, (self.now + seconds if seconds > 0 else self.now, self._count, call))
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is due any more."""
+        return not self._due
+
     def run(self) -> None:
         """Let happen what is due, in the order of time and then of asking, until nothing is left."""
         due = self._due

@@ -3,7 +3,8 @@
 Times passes and steps (`bench.durations`), what surrounds them in an idle cluster of one prefill and one decode node
 (`bench.gate.around`), then sends the cluster three loads, each several times, and simulates the same requests. Stages
 are compared by mean (15%) and 90th percentile (25%); of the repeats the median counts. `--out` writes the tables into
-plan.md. The exit code is 1 if a stage is farther off. Run it on a machine that does nothing else.
+plan.md. The exit code is 1 if a stage is farther off. Run it on a machine that does nothing else; on one that does,
+`--naps` replaces passes and steps by naps of the same length (`sim.nodes`), and all else stays real.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import numpy as np
 
 from bench.cluster import load_note
 from bench.gate.agreement import JCT, Compared, Runs, compare, spread
-from bench.gate.around import measure, spec_of
-from bench.gate.live import Cluster, Subject, stages_of, started
+from bench.gate.around import Around, measure, spec_of
+from bench.gate.live import Cluster, Subject, napping, stages_of, started
 from bench.sections import write_section
 from hackkv.defaults import DEFAULT_CODEC
 from hackkv.timing import Stage
+from hackkv.types import Role
 from measure.accuracy.machine import this_machine
 from measure.serve.arrivals import arrival_times
 from measure.serve.calls import Call
@@ -44,7 +46,9 @@ SHARES: Final = (0.25, 0.45, 0.65)
 """Loads, of what the slower role serves."""
 BATCH: Final = 8
 """Sequences of a step, in that account."""
-TYPICAL: Final = 5.0
+LEAST_MS: Final = 5.0
+"""Stages of less are not in the table."""
+NAP_PAGES: Final = 2000
 HEAD = ("load", "stage", "mean live, ms", "simulated", "error", "p90 live, ms", "simulated", "error")
 
 
@@ -71,22 +75,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--codec", default=DEFAULT_CODEC, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each load; default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="of each load; default: %(default)s")
+    parser.add_argument("--naps", action="store_true", help="nodes without weights, which nap")
     parser.add_argument("--out", type=Path, help="folder of plan.md, whose section is written")
     args = parser.parse_args(arguments)
     subject, before = Subject(args.model, args.codec), load_note()
-    loads = asyncio.run(_hold(subject, args.seconds, args.repeats))
+    loads = asyncio.run(_hold(subject, args.seconds, args.repeats, naps=args.naps))
     lines = table(loads)
     print("\n".join(lines))
     if args.out:
         name = args.model or "hackkv-small"
         where = f"{this_machine('', 1).cpu}, {before}"
-        command = " ".join(filter(None, ("python -m bench.gate", args.model, f"--codec {args.codec} --out docs")))
+        naps = "--naps" if args.naps else ""
+        words = ("python -m bench.gate", args.model, f"--codec {args.codec}", naps, "--out docs")
+        command = " ".join(filter(None, words))
         text = "\n".join((f"`{command}` · {where}", "", *lines))
-        write_section(args.out, f"gate-{name}-{args.codec}", text, record(loads, where), page="plan")
+        write_section(args.out, f"gate-{name}-{args.codec}{naps}", text, record(loads, where), page="plan")
     return 0 if all(each.agrees for load in loads for each in load.compared) else 1
 
 
-async def _hold(subject: Subject, seconds: float, repeats: int) -> list[Load]:
+async def _hold(subject: Subject, seconds: float, repeats: int, *, naps: bool) -> list[Load]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"
         own = ["--model", subject.model, "--codec", subject.codec, "--dtype", subject.dtype, "--threads", "1"]
@@ -96,12 +103,19 @@ async def _hold(subject: Subject, seconds: float, repeats: int) -> list[Load]:
         if await process.wait():
             raise SystemExit(1)
         alone = read_profile(file)
-        async with started(subject) as cluster:
+        if naps:
+            pages = dict.fromkeys((Role.PREFILL, Role.DECODE), NAP_PAGES)
+            plain = spec_of(subject, pages, file, Around.nothing(alone))
+            opened = napping(subject, plain, Path(folder))
+        else:
+            opened = started(subject)
+        async with opened as cluster:
             around = await measure(cluster, alone)
             print(around)
             profile = around.profile(alone)
-            file.write_text(profile.model_dump_json(), encoding="utf-8")
-            spec = spec_of(subject, cluster.pages, file, around)
+            in_node = file.with_name("in_node.json")
+            in_node.write_text(profile.model_dump_json(), encoding="utf-8")
+            spec = spec_of(subject, cluster.pages, in_node, around)
             shape = SHAPES[subject.model]
             most = capacity(profile, shape, around.prefill_beside, around.decode_beside)
             return [await _load(cluster, spec, shape, (share, share * most), seconds, repeats) for share in SHARES]
@@ -146,7 +160,7 @@ def table(loads: Sequence[Load]) -> list[str]:
         of = f"{load.share:.0%}: {load.requests} at {load.rate:.2f}/s, repeats within {spread(load.live):.0%}"
         half = len(compared) // 2
         for mean, p90 in zip(compared[:half], compared[half:], strict=True):
-            if max(mean.live, mean.simulated) * 1e3 < TYPICAL:
+            if max(mean.live, mean.simulated) * 1e3 < LEAST_MS:
                 continue
             lines.append(f"| {of} | {mean.stage} | {_cells(mean)} | {_cells(p90)} |")
             of = ""

@@ -47,6 +47,12 @@ class Around(Frozen):
     """How many times longer a pass takes beside steps."""
     decode_beside: float
 
+    @classmethod
+    def nothing(cls, alone: Profile) -> Around:
+        """A node of nothing but passes and steps."""
+        passes, steps = ((1.0,) * len(grid.rows) for grid in (alone.prefill, alone.decode))
+        return cls(request_s=0, call_s=0, setup_s=0, passes=passes, steps=steps, prefill_beside=1.0, decode_beside=1.0)
+
     def profile(self, alone: Profile) -> Profile:
         """Durations in a node."""
         return alone.model_copy(
