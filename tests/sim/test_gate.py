@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from bench.gate.__main__ import Load, capacity, record, table
+from bench.gate.__main__ import Load, capacity, record, simulate, table
 from bench.gate.agreement import JCT, compare, spread
-from bench.gate.around import Around
+from bench.gate.around import Around, measure, spec_of
+from bench.gate.live import Subject, napping, stages_of
+from hackkv.types import Role
 from measure.serve.shapes import fixed
 from sim.costs import Grid, Profile
 
@@ -77,3 +81,27 @@ def test_capacity_is_that_of_the_slower_role() -> None:
     assert capacity(profile, fixed(64, 10), 1.0, 1.0) == pytest.approx(10)
     assert capacity(profile, fixed(64, 10), 2.0, 1.0) == pytest.approx(5)
     assert capacity(profile, fixed(64, 100), 1.0, 1.0) == pytest.approx(8 / (0.02 * 100))
+
+
+@pytest.mark.slow  # starts a cluster of processes
+async def test_real_processes_take_no_less_than_the_simulator_says(tmp_path: Path) -> None:
+    """Naps never end early. So single requests spend at least the simulated time in both roles, however busy the
+    machine is; and all their stages are there."""
+    steps = Grid(rows=(1, 4), columns=(64, 512), seconds=((0.004, 0.006), (0.005, 0.007)))
+    passes = Grid(rows=(64, 512), columns=(0, 512), seconds=((0.02, 0.03), (0.1, 0.15)))
+    alone = Profile(prefill=passes, decode=steps)
+    file = tmp_path / "profile.json"
+    file.write_text(alone.model_dump_json())
+    subject, around = Subject("", "rot-k4v4"), Around.nothing(alone)
+    spec = spec_of(subject, dict.fromkeys((Role.PREFILL, Role.DECODE), 200), file, around)
+    async with napping(subject, spec, tmp_path) as cluster:
+        calls = [cluster.call(0.0, 50 + 200 * number, 6) for number in range(4)]
+        live = [stages_of(await cluster.send([call])) for call in calls]
+        beside = await measure(cluster, alone)
+    for call, stages in zip(calls, live, strict=True):
+        simulated = simulate(spec, [call])
+        assert stages[JCT][0] >= simulated[JCT][0]
+        for stage in ("prefill", "decode"):
+            assert stages[stage][0] >= simulated[stage][0] - 1e-3
+    assert min(beside.passes) >= 1
+    assert len(beside.passes) == len(beside.steps) == 2
