@@ -149,7 +149,7 @@ def test_routers_share_the_fleet() -> None:
     assert all(replica.tally.tokens for replica in outcome.decodes)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_routers_one_by_one_give_what_they_give_together(processes: int) -> None:
     """A router shares nothing with others, so its requests fare alike."""
     spec = small(prefills=3, decodes=4, policy={"shards": 3}, noise=0.2, load=Load(shape="humaneval", requests=61))
