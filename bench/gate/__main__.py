@@ -4,7 +4,7 @@ Times passes and steps (`bench.durations`), what surrounds them in an idle clust
 (`bench.gate.around`), then sends the cluster three loads, each several times, and simulates the same requests. Stages
 are compared by mean (15%) and 90th percentile (25%); of the repeats the median counts. `--out` writes the tables into
 plan.md. The exit code is 1 if a stage is farther off. Run it on a machine that does nothing else; on one that does,
-`--naps` replaces passes and steps by naps of the same length (`sim.nodes`), and all else stays real.
+with `--naps` nodes sleep as long as Mistral-7B would take on A10G and A100 (`sim.nodes`), and all else stays real.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import numpy as np
 
 from bench.cluster import load_note
 from bench.gate.agreement import JCT, Compared, Runs, compare, spread
-from bench.gate.around import Around, measure, spec_of
+from bench.gate.around import Around, gpus, measure, spec_of
 from bench.gate.live import Cluster, Subject, napping, stages_of, started
 from bench.sections import write_section
 from hackkv.defaults import DEFAULT_CODEC
+from hackkv.errors import HackkvError
 from hackkv.timing import Stage
 from hackkv.types import Role
 from measure.accuracy.machine import this_machine
@@ -96,18 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _hold(subject: Subject, seconds: float, repeats: int, *, naps: bool) -> list[Load]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"
-        own = ["--model", subject.model, "--codec", subject.codec, "--dtype", subject.dtype, "--threads", "1"]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "bench.durations", *own, "--out", str(file), stdout=asyncio.subprocess.DEVNULL
-        )
-        if await process.wait():
-            raise SystemExit(1)
-        alone = read_profile(file)
         if naps:
+            alone = gpus(subject.codec)
+            file.write_text(alone.model_dump_json(), encoding="utf-8")
             pages = dict.fromkeys((Role.PREFILL, Role.DECODE), NAP_PAGES)
-            plain = spec_of(subject, pages, file, Around.nothing(alone))
-            opened = napping(subject, plain, Path(folder))
+            opened = napping(subject, spec_of(subject, pages, file, Around.nothing(alone)), Path(folder))
         else:
+            alone = await _time_alone(subject, file)
             opened = started(subject)
         async with opened as cluster:
             around = await measure(cluster, alone)
@@ -119,6 +115,17 @@ async def _hold(subject: Subject, seconds: float, repeats: int, *, naps: bool) -
             shape = SHAPES[subject.model]
             most = capacity(profile, shape, around.prefill_beside, around.decode_beside)
             return [await _load(cluster, spec, shape, (share, share * most), seconds, repeats) for share in SHARES]
+
+
+async def _time_alone(subject: Subject, file: Path) -> Profile:
+    """What `bench.durations` measures, in a process of its own."""
+    own = ["--model", subject.model, "--codec", subject.codec, "--dtype", subject.dtype, "--threads", "1"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.durations", *own, "--out", str(file), stdout=asyncio.subprocess.DEVNULL
+    )
+    if await process.wait():
+        raise HackkvError("bench.durations failed; its message is above")
+    return read_profile(file)
 
 
 def capacity(profile: Profile, shape: Shape, prefill_beside: float, decode_beside: float) -> float:

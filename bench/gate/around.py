@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from bench import durations
 from bench.gate.live import Cluster, Subject
 from decode_node.config import DecodeSettings
 from hackkv.config import Frozen
@@ -22,7 +23,9 @@ from hackkv.types import Role
 from measure.serve.client import Outcome
 from prefill_node.config import PrefillSettings
 from sim.catalogue import Catalogue, Gpu, Instance, Model
+from sim.cluster import cost_of
 from sim.costs import Grid, Profile
+from sim.sizes import sizes_of
 from sim.spec import Codec, Efficiency, Network, Pool, Spec
 
 REPEATS = 3
@@ -64,6 +67,23 @@ def _times(grid: Grid, by_row: Sequence[float]) -> Grid:
     """Each row of a grid times a number of its own."""
     rows = zip(grid.seconds, by_row, strict=True)
     return grid.model_copy(update={"seconds": tuple(tuple(old * factor for old in row) for row, factor in rows)})
+
+
+def gpus(codec: str) -> Profile:
+    """Mistral-7B by roofline, prompts on four A10G and steps on an A100, on the grid of `bench.durations`."""
+    tokens, batches, contexts = durations.TOKENS, durations.BATCHES, durations.CONTEXTS
+    pool = Pool(instance="g5.12xlarge", replicas=1, tp=4)
+    spec = Spec(
+        model="mistral-7b", prefill=pool, decode=Pool(instance="p4de.24xlarge", replicas=1), codec=Codec(name=codec)
+    )
+    sizes = sizes_of(spec.codec, spec.shape.kv_shape)
+    prefill, decode = cost_of(spec, pool, sizes), cost_of(spec, spec.decode, sizes)
+    passes = tuple(tuple(prefill.prefill([(start, count)]).seconds for start in contexts) for count in tokens)
+    steps = tuple(tuple(decode.decode(batch).seconds(batch * rows, 1) for rows in contexts) for batch in batches)
+    return Profile(
+        prefill=Grid(rows=tokens, columns=contexts, seconds=passes),
+        decode=Grid(rows=batches, columns=contexts, seconds=steps),
+    )
 
 
 async def measure(cluster: Cluster, alone: Profile) -> Around:
