@@ -11,21 +11,14 @@ import yaml
 
 from hackkv.errors import ConfigError
 from hackkv.model.tiny import Tiny, write_tiny
-from hackkv.model.worker import Worker
 from node.process import Shutdown
 from sim.nodes import FleetConfig, serve
-from sim.spec import Codec, Pool, Spec
-from sim.weightless import Weightless, weightless_worker
+from sim.weightless import Weightless
 from tests.e2e.in_process import in_process_router
 from tests.pair import PI, TIMEOUT_S, greedy, paired, prompt
+from tests.sim.clusters import weightless
 
 NODES = 6
-
-
-def weightless(folder: Path, codec: str) -> Worker:
-    pool = Pool(instance="p4de.24xlarge", replicas=1)
-    spec = Spec(model="mistral-7b", prefill=pool, decode=pool, codec=Codec(name=codec, settings={"page_tokens": PI}))
-    return weightless_worker(spec, pool, write_tiny(folder, Tiny(max_context=1024)))
 
 
 @pytest.mark.parametrize("codec", ["fp16", "hack", "rot-k4v4", "kivi-2"])
