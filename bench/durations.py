@@ -115,9 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="folder, GGUF file or hub name; default: the shipped model")
     parser.add_argument("--codec", default=DEFAULT_CODEC, help="default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=0, help="compute threads; default: as torch chooses")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     args = parser.parse_args(arguments)
-    worker = load_worker(ModelConfig(path=args.model, dtype=args.dtype), CodecConfig(name=args.codec))
+    worker = load_worker(
+        ModelConfig(path=args.model, dtype=args.dtype, threads=args.threads), CodecConfig(name=args.codec)
+    )
     profile = measure(worker, TOKENS, BATCHES, CONTEXTS)
     args.out.write_text(profile.model_dump_json(indent=1), encoding="utf-8")
     print(f"wrote {args.out}: {profile.model}, {profile.codec}, {profile.machine}")

@@ -127,7 +127,7 @@ class PrefixPool:
     def has_room(self, num_tokens: int, names: Sequence[PageName] = ()) -> bool:
         """Whether `take` would succeed."""
         num_pages = self.pages_for(num_tokens)
-        found = self._resumable(self._match(names[: num_pages - 1]))
+        found = self._resumable(self.match(names[: num_pages - 1]))
         here = sum(shared.page is not None for shared in found)
         idle = sum(shared in self._idle for shared in found)
         return num_pages - here <= self.free_pages - idle and bool(self._slots)
@@ -141,7 +141,7 @@ class PrefixPool:
         wanted = names[: num_pages - 1] if hit else ()
         if not self.has_room(num_tokens, wanted):
             return None
-        known = self._match(wanted)
+        known = self.match(wanted)
         found = self._resumable(known)
         for shared in found:
             shared.users += 1
@@ -225,7 +225,7 @@ class PrefixPool:
         moves = self.places.take_moves()
         return moves if self._points is None else replace(moves, slots=self._points.take_moves())
 
-    def _match(self, names: Sequence[PageName]) -> list[SharedPage]:
+    def match(self, names: Sequence[PageName]) -> list[SharedPage]:
         """The pages of the longest known prefix of `names`."""
         found: list[SharedPage] = []
         for name in names:

@@ -83,7 +83,7 @@ class PrefillScheduler(Generic[Owner]):
         """`starts_over`: a pass overwrites what it reads (`KvCodec.attend`), so its prompts cannot repeat it alone."""
         if chunk_tokens < pool.page_tokens:
             raise ConfigError(f"chunk_tokens: {chunk_tokens} is less than a page of {pool.page_tokens} tokens")
-        self._pool = pool
+        self.pool = pool
         self._starts_over = starts_over
         self._budget = chunk_tokens // pool.page_tokens * pool.page_tokens
         self._waiting: list[Prompt[Owner]] = []
@@ -143,7 +143,7 @@ class PrefillScheduler(Generic[Owner]):
         """End a pass that succeeded: its tokens are done, and complete or departed prompts give their pages back."""
         for chunk in self._in_pass:
             chunk.prompt.done = chunk.start + chunk.count
-            self._pool.publish(chunk.grant, chunk.prompt.done // self._pool.page_tokens)
+            self.pool.publish(chunk.grant, chunk.prompt.done // self.pool.page_tokens)
         self._end_pass()
 
     def abandon(self) -> None:
@@ -169,7 +169,7 @@ class PrefillScheduler(Generic[Owner]):
 
     def _reserve(self, oldest: Prompt[Owner]) -> int:
         """The oldest prompt's share of the budget, in tokens."""
-        page = self._pool.page_tokens
+        page = self.pool.page_tokens
         if self._budget > page:
             return self._budget // page // 2 * page
         return 0 if oldest.last_pass == self._pass - 1 else page
@@ -192,7 +192,7 @@ class PrefillScheduler(Generic[Owner]):
 
     def _cut(self, remaining: int, limit: int) -> int:
         """All `remaining` tokens if `limit` allows, else as many whole pages as fit."""
-        return remaining if remaining <= limit else limit // self._pool.page_tokens * self._pool.page_tokens
+        return remaining if remaining <= limit else limit // self.pool.page_tokens * self.pool.page_tokens
 
     def _start(self, prompt: Prompt[Owner], admit: Callable[[Owner], bool]) -> bool:
         first = self._waiting[0]
@@ -200,11 +200,11 @@ class PrefillScheduler(Generic[Owner]):
         if self._in_vain >= MAX_SKIPS or (overtakes and first.overtaken >= MAX_SKIPS):
             return False
         names = prompt.names if prompt.hit else ()
-        prompt.blocked = not (self._pool.has_room(prompt.num_tokens, names) and admit(prompt.owner))
+        prompt.blocked = not (self.pool.has_room(prompt.num_tokens, names) and admit(prompt.owner))
         if prompt.blocked:
             self._in_vain += 1
             return False
-        prompt.grant = self._pool.take(prompt.num_tokens, prompt.names, hit=prompt.hit)
+        prompt.grant = self.pool.take(prompt.num_tokens, prompt.names, hit=prompt.hit)
         assert prompt.grant is not None
         prompt.done = prompt.cached_tokens = prompt.grant.cached_tokens
         self._waiting.remove(prompt)
@@ -220,6 +220,6 @@ class PrefillScheduler(Generic[Owner]):
 
     def _release(self, prompt: Prompt[Owner]) -> None:
         if prompt.grant is not None:
-            self._pool.give_back(prompt.grant)
+            self.pool.give_back(prompt.grant)
             prompt.grant = None
             self._running.remove(prompt)

@@ -83,9 +83,6 @@ class CountedPrefixes(PrefixPool):
         self._free -= num_pages
         return PrefixGrant([0] * num_pages, self._slots.pop(), (), [], 0, 0, publishes=False)
 
-    def publish(self, grant: PrefixGrant, num_pages: int) -> None:
-        """Nothing is shared."""
-
     def give_back(self, grant: PrefixGrant) -> None:
         """See `PrefixPool`."""
         if not grant.held:

@@ -23,16 +23,21 @@ from sim.eventlog import EventLog
 from sim.faults import Faults
 from sim.jobs import Arrival, Job, Times
 from sim.network import Link, Network
-from sim.noise import Noisy
 from sim.prefill import PrefillReplica, Sender
-from sim.results import Rows
+from sim.results import Record, Rows
 from sim.rooms import DecodeSite, Rooms
 from sim.router import Router
+from sim.scaled import Scaled, noisy
+from sim.scaling import TICK_S, Staff, staff_of
 from sim.sizes import CodecSizes, sizes_of
 from sim.spec import GIB, Pool, Spec
 from sim.world import World
 
 GBIT = 1e9 / 8
+
+
+def _heard(_: int) -> None:
+    """Nobody wants to know. A function, since options travel to other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,13 @@ class Options:
     seed: int = 0
     macro: bool = True
     keep_spans: bool = False
-    on_over: Callable[[int], None] = lambda _: None
+    on_over: Callable[[int], None] = _heard
     """Called with the number of requests that are over."""
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What a simulation gives."""
+    """What a simulation gives, with its replicas as they are in the end."""
 
     spec: Spec
     rows: Rows
@@ -58,8 +63,26 @@ class Outcome:
     decodes: list[DecodeReplica]
     network: Network
     links: list[Link]
+    paid_s: dict[str, float]
+    """See `Record`."""
     jobs: list[Job] = field(default_factory=list)
     """Every job with its stages; only if spans are kept."""
+
+    @property
+    def record(self) -> Record:
+        """What is left when the replicas are gone."""
+        return Record(
+            self.spec,
+            self.rows,
+            self.log.hexdigest,
+            self.log.counts,
+            [replica.tally for replica in self.prefills],
+            [replica.tally for replica in self.decodes],
+            [link.carried / link.rate for link in self.links],
+            self.paid_s,
+            self.log.spans,
+            self.jobs,
+        )
 
 
 def pages_of(spec: Spec, pool: Pool, sizes: CodecSizes) -> int:
@@ -128,9 +151,10 @@ class Cluster:
         self.spec, self._options, self._costs = spec, options or Options(), costs
         self.sizes = sizes_of(spec.codec, spec.shape.kv_shape)
         faults = Faults(spec.faults)
-        if spec.prefill is None and spec.faults.rules:
-            raise ConfigError("faults: an aggregated cluster is simulated without them")
-        macro = self._options.macro and not faults.at_tokens
+        scaled = any(pool is not None and pool.scale for pool in (spec.prefill, spec.decode))
+        if spec.faults.rules and (spec.prefill is None or scaled):
+            raise ConfigError("faults: an aggregated cluster, and one that scales, are simulated without them")
+        macro = self._options.macro and not faults.at_tokens and not self._crowded
         log = EventLog(self._options.keep_spans)
         self.world = World(self.sizes.footprint, spec.shape.layers, macro, log)
         self._network = Network(self.world, spec.network.sharing)
@@ -138,14 +162,22 @@ class Cluster:
         self._reuse = False
         self._faults = faults
         self.routers: list[Router] = []
+        self._staff: list[dict[str, Staff]] = []
+        """Of each router."""
 
-    def run(self, arrivals: Sequence[Arrival]) -> Outcome:
-        """Serve all requests. Those that cannot end, because nobody is left to serve them, count as failed."""
-        self._reuse = any(arrival.blocks for arrival in arrivals)
-        self._build()
-        rows, jobs = Rows(len(arrivals)), list[Job]()
+    def run(self, arrivals: Sequence[Arrival], shard: int | None = None) -> Outcome:
+        """Serve requests. Those that cannot end, because nobody is left to serve them, count as failed.
+
+        With `shard`, the cluster is one router with its replicas, and `arrivals` are that router's: every n-th of all.
+        """
+        shards = self.spec.policy.shards
+        mine = range(shards) if shard is None else range(shard, shard + 1)
+        numbers = range(mine[0], mine[0] + len(arrivals) * (shards // len(mine)), shards // len(mine))
+        self._reuse = self.spec.prefill is not None and any(arrival.blocks for arrival in arrivals)
+        self._build(mine)
+        rows, jobs = Rows(numbers), list[Job]()
         concurrency = self.spec.load.concurrency
-        todo = iter(enumerate(arrivals))
+        todo = iter(zip(numbers, arrivals, strict=True))
         over_count = 0
 
         def begin(number: int, arrival: Arrival) -> None:
@@ -181,7 +213,8 @@ class Cluster:
             router.on_over = over
         for _ in range(min(concurrency, len(arrivals)) or 1):
             begin_next()
-        self.world.env.run()
+        self._tick()
+        self.world.run()
         return Outcome(
             self.spec,
             rows,
@@ -191,22 +224,34 @@ class Cluster:
             [site.replica for router in self.routers for site in router.rooms.sites],
             self._network,
             self._links,
+            {role: sum(staff[role].paid_s for staff in self._staff) for role in self._staff[0]},
             jobs,
         )
 
+    def _tick(self) -> None:
+        """Let every controller act, again and again while something happens."""
+        if not any(self._staff):
+            return
+        for staff in self._staff:
+            for one in staff.values():
+                one.tick()
+        if not self.world.is_over:
+            self.world.after(TICK_S, self._tick)
+
     # Parts ---------------------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
+    def _build(self, mine: range) -> None:
         spec, shards = self.spec, self.spec.policy.shards
         ageing = Ageing(spec.policy.ageing_s, spec.policy.max_passed)
         largest = largest_request(spec, self.sizes)
-        for shard in range(shards):
+        for shard in mine:
             prefills = [self._prefill(number) for number in _share(spec.prefill, shard, shards)]
             decodes = [self._site(number) for number in _share(spec.decode, shard, shards)]
             rooms = Rooms(self.world, decodes, ageing)
-            router = Router(self.world, prefills, rooms, spec.policy.max_failovers, largest)
+            router = Router(self.world, prefills, rooms, spec, largest)
             self.routers.append(router)
             self._faults.watch(router, self._prefill, self._decode, self.world)
+            self._staff.append(staff_of(self.world, spec, router))
 
     def _prefill(self, number: int) -> PrefillReplica:
         spec, pool, footprint = self.spec, self.spec.prefill, self.sizes.footprint
@@ -240,15 +285,28 @@ class Cluster:
     def _decode(self, number: int, beside: Prompts | None = None) -> DecodeReplica:
         spec, pool = self.spec, self.spec.decode
         pages = pages_of(spec, pool, self.sizes)
-        book: PagePool = CountedPages(pages, pool.max_sequences)
+        book = (PagePool if self._reuse else CountedPages)(pages, pool.max_sequences)
         limits = Limits(host_bytes_of(spec, pool), pool.max_batch, pool.replay_tokens)
         scheduler: DecodeScheduler[Job] = DecodeScheduler(book, self.sizes.footprint, limits)
         setting = Setting(self.world, self._cost(pool, number, "decode"), pool.max_batch, beside)
         return DecodeReplica(number, setting, scheduler, book)
 
     def _cost(self, pool: Pool, number: int, role: str) -> CostModel:
-        cost = self._costs(self.spec, pool, self.sizes)
-        return Noisy(cost, self.spec.noise, f"{self._options.seed}/{role}-{number}") if self.spec.noise else cost
+        cost, beside = self._costs(self.spec, pool, self.sizes), self.spec.efficiency_of(pool).beside
+        if beside > 1:
+            cost = Scaled(cost, lambda: beside if self._others_compute(role) else 1.0)
+        return noisy(cost, self.spec.noise, f"{self._options.seed}/{role}-{number}") if self.spec.noise else cost
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether replicas slow each other down: then a step takes what is true when it begins."""
+        return any(self.spec.efficiency_of(pool).beside > 1 for pool in (self.spec.prefill, self.spec.decode) if pool)
+
+    def _others_compute(self, role: str) -> bool:
+        """Whether a replica of the other role computes now."""
+        if role == "decode":
+            return any(replica.busy for router in self.routers for replica in router.prefills)
+        return any(site.replica.busy for router in self.routers for site in router.rooms.sites)
 
     def _receiving(self, number: int) -> tuple[Link, ...]:
         spec = self.spec
@@ -263,7 +321,7 @@ class Cluster:
         return link
 
     def _names(self, arrival: Arrival) -> Sequence[PageName]:
-        if not arrival.blocks:
+        if not self._reuse:
             return ()
         page = self.sizes.footprint.page_tokens
         full = arrival.prompt_tokens // page

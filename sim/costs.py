@@ -114,7 +114,7 @@ class Roofline:
     """
 
     def __init__(self, model: Model, gpu: Gpu, efficiency: Efficiency, codec: CodecSizes, tp: int, pp: int) -> None:
-        self._model, self._pp = model, pp
+        self._pp = pp
         self._efficiency = efficiency
         flops = tp * gpu.fp16_tflops * 1e12 * efficiency.compute
         self._token_s = 2 * model.parameters / flops
@@ -137,6 +137,8 @@ class Roofline:
             self._correct_s = 0.0
         self._row_s = read_s + self._correct_s
         self._host_b_s = gpu.host_gb_s * 1e9 * tp * pp
+        self._steps: dict[int, LinearStep] = {}
+        """By batch."""
 
     def prefill(self, chunks: Sequence[tuple[int, int]]) -> PassCost:
         """See `CostModel`."""
@@ -147,8 +149,12 @@ class Roofline:
 
     def decode(self, batch: int) -> LinearStep:
         """See `CostModel`."""
-        work_s = max(self._weights_s, batch * self._token_s) + batch * self._collective_s + self._latency_s
-        return LinearStep(batch, self._efficiency.step_s + work_s, self._row_s, self._correct_s)
+        step = self._steps.get(batch)
+        if step is None:
+            work_s = max(self._weights_s, batch * self._token_s) + batch * self._collective_s + self._latency_s
+            step = LinearStep(batch, self._efficiency.step_s + work_s, self._row_s, self._correct_s)
+            self._steps[batch] = step
+        return step
 
     def replay(self, chunks: Sequence[tuple[int, int]]) -> float:
         """See `CostModel`."""

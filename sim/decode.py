@@ -16,7 +16,7 @@ from typing import Protocol
 
 from decode_node.pages import PagePool
 from decode_node.scheduler import LOW_PAGES, DecodeScheduler
-from decode_node.seats import Place, Plan, Seat, Turn
+from decode_node.seats import Place, Plan, Seat, Turn, publish
 from hackkv.timing import Stage
 from sim.costs import CostModel, StepCost, whole_steps
 from sim.eventlog import Kind
@@ -54,6 +54,8 @@ class Tally:
     steps: int = 0
     busy_s: float = 0.0
     swaps: int = 0
+    pages: int = 0
+    """Size of its pool."""
     peak_pages: int = 0
     page_seconds: float = 0.0
     gaps: Counter[int] = field(default_factory=Counter)
@@ -99,7 +101,7 @@ class DecodeReplica:
         self.number, self.of = number, of
         self.pool, self.scheduler = pool, scheduler
         self.on_ended: Callable[[Job], None] = lambda _: None
-        self.tally = Tally()
+        self.tally = Tally(pages=pool.num_pages)
         self._run: Run | None = None
         self._version = 0
         self._copies_until = 0.0
@@ -111,7 +113,7 @@ class DecodeReplica:
         """Room for a job. Raises `RequestError` or `Overloaded`."""
         self._catch_up()
         rows = job.prompt_tokens
-        seat = self.scheduler.admit(job, rows, rows + job.max_tokens - 1)
+        seat = self.scheduler.admit(job, rows, rows + job.max_tokens - 1, job.names)
         self._note_pages()
         run = self._run
         if run is not None and run.steps - run.counted > 1:
@@ -126,6 +128,8 @@ class DecodeReplica:
         job.times.enter(Stage.DECODE_QUEUE, self.of.world.now)
         self.of.world.log.add(self.of.world.now, Kind.LANDED, self.number, job.number)
         self._catch_up()
+        if job.names:
+            publish(self.pool, seat, job.names)
         self.scheduler.land(seat, max(1, job.emitted))
         self.wake()
 
@@ -143,6 +147,15 @@ class DecodeReplica:
         for seat in self.scheduler.seats:
             self.scheduler.leave(seat)
         return jobs
+
+    def held_tokens(self, job: Job) -> int:
+        """Tokens of a prompt whose pages are here."""
+        return len(self.pool.kept.match(job.names)) * self.scheduler.footprint.page_tokens
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way."""
+        return self._run is not None
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -260,6 +273,8 @@ class DecodeReplica:
             return True
         footprint = self.scheduler.footprint
         sealed, ahead = footprint.sealed, steps + max(1, round(LOW_PAGES * footprint.page_tokens))
+        if len(turns) * (1 + ahead // footprint.page_tokens) <= self.pool.free_pages:
+            return True  # whatever each of them has
         wanted = sum(
             max(0, sealed(min(seat.limit, seat.rows + ahead)) - seat.pages) for seat in (turn.seat for turn in turns)
         )

@@ -15,31 +15,30 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from hackkv.timing import Stage
 from router.watch.metrics import SECONDS, TOKENS
-from sim.cluster import Outcome
-from sim.results import COLUMNS, SUB_STAGES, Floats
+from sim.results import COLUMNS, SUB_STAGES, Floats, Record
 
 
-def write_csv(outcome: Outcome, path: Path) -> None:
+def write_csv(record: Record, path: Path) -> None:
     """One line for each request, in the order of the trace."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("request", *COLUMNS))
-        for number, row in enumerate(outcome.rows.table):
+        for number, row in enumerate(record.rows.table):
             writer.writerow((number, *("" if np.isnan(value) else f"{value:.9g}" for value in row)))
 
 
-def write_chrome_trace(outcome: Outcome, path: Path) -> None:
+def write_chrome_trace(record: Record, path: Path) -> None:
     """For chrome://tracing and Perfetto: a line for each replica's passes and steps, one for each request's stages."""
     events: list[dict[str, Any]] = []
-    rows = {name: index for index, name in enumerate(dict.fromkeys(span.node for span in outcome.log.spans))}
-    for span in outcome.log.spans:
+    rows = {name: index for index, name in enumerate(dict.fromkeys(span.node for span in record.spans))}
+    for span in record.spans:
         detail = {"tokens" if span.what == "pass" else "batch": span.detail}
         events.append(_event("replicas", rows[span.node], span.what, (span.began, span.ended), detail))
     events += [
         {"ph": "M", "pid": "replicas", "tid": index, "name": "thread_name", "args": {"name": name}}
         for name, index in rows.items()
     ]
-    for job in outcome.jobs:
+    for job in record.jobs:
         for stage, began, ended in job.times.marks or ():
             events.append(_event("requests", job.number, str(stage), (began, ended), {}))
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
@@ -53,12 +52,12 @@ def _event(process: str, thread: int, name: str, when: tuple[float, float], args
 class Series:
     """A run under the names of the router's metrics (`router.watch.metrics`), so that its dashboards show it."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        self._outcome = outcome
+    def __init__(self, record: Record) -> None:
+        self._record = record
 
     def collect(self) -> Iterator[Metric]:
         """See `prometheus_client`."""
-        rows, spec = self._outcome.rows, self._outcome.spec
+        rows, spec = self._record.rows, self._record.spec
         ok, codec = rows.ok, spec.codec.name
         model = spec.model if isinstance(spec.model, str) else "custom"
         stages = HistogramMetricFamily(
@@ -105,10 +104,10 @@ def _buckets(values: Floats, bounds: tuple[float, ...]) -> tuple[list[tuple[str,
     return [*counts, ("+Inf", float(len(ordered)))], float(ordered.sum())
 
 
-def write_prometheus(outcome: Outcome, path: Path) -> None:
+def write_prometheus(record: Record, path: Path) -> None:
     """Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(Series(outcome))
+    registry.register(Series(record))
     path.write_bytes(generate_latest(registry))
 
 

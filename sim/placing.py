@@ -1,14 +1,14 @@
 """Which replica gets a job: the router's own policy over the loads of a fleet.
 
 `router.fleet.policy` looks at every node for each request, which is right for the fleet of one router and slow for
-thousands of replicas. `Shelf` keeps loads in arrays and gives the same answer; it asks the policy itself
-where nodes are few or to be avoided. `tests/sim/test_placing.py` holds both against each other.
+thousands of replicas. `Shelf` keeps loads in arrays and gives the same answer; it asks the policy itself where nodes
+are to be avoided or hold a part of the prompt. `tests/sim/test_placing.py` holds both against each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Iterable, Sequence
+from itertools import count, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,7 @@ from router.fleet.policy import DecodeLoad, Need, PrefillLoad, pages_for, pick_d
 
 _AGE_BITS = 26
 """Choices that keys can tell apart; loads take the bits above."""
-_NEVER = np.iinfo(np.int64).max
-_FEW = 12
-"""So few nodes are faster looked at one by one."""
+_NEVER = int(np.iinfo(np.int64).max)
 
 
 class Shelf:
@@ -31,58 +29,83 @@ class Shelf:
         self.names = list(names)
         self._total_pages, self._page_tokens = total_pages, page_tokens
         size = len(self.names)
-        self.tokens = np.zeros(size, dtype=np.int64)
+        self.tokens = [0] * size
         """Queued or outstanding tokens of what was booked."""
         self.free = np.full(size, total_pages, dtype=np.int64)
         """Free pages as the router believes."""
-        self.up = np.ones(size, dtype=np.bool_)
+        self.up = [True] * size
         """Takes requests."""
-        self._chosen = np.zeros(size, dtype=np.int64)
+        self._chosen = [0] * size
         self._choices = count(1)
+        self._keys = np.zeros(size, dtype=np.int64)
+        """By tokens, then by the last choice; `_NEVER` for who is away. The least one is chosen."""
 
-    def pick_prefill(self, avoid: frozenset[int] = frozenset()) -> int | None:
-        """The replica with the fewest queued tokens; None if all are away."""
-        if len(self.names) <= _FEW or avoid:
+    def pick_prefill(self, avoid: frozenset[int] = frozenset(), held: Sequence[int] = ()) -> int | None:
+        """The replica with the fewest tokens to compute; None if all are away. `held` are the prompt's tokens that each
+        replica has; empty if none has any."""
+        if avoid or held:
             loads = [
-                PrefillLoad(name, int(self.tokens[index]), int(self._chosen[index]), draining=not self.up[index])
-                for index, name in enumerate(self.names)
+                PrefillLoad(name, self.tokens[index], self._chosen[index], draining=not self.up[index], held_tokens=has)
+                for index, (name, has) in enumerate(zip(self.names, held or repeat(0), strict=False))
             ]
             return self._named(pick_prefill(loads, avoid={self.names[index] for index in avoid}))
-        return self._least(self.up)
+        return self._least(self._keys)
 
-    def pick_decode(self, need: Need, avoid: frozenset[int] = frozenset()) -> int | None:
-        """The replica with the fewest outstanding tokens among those with room; None if none has."""
-        if len(self.names) <= _FEW or avoid:
-            return self._named(pick_decode(self._decode_loads(), need, avoid={self.names[index] for index in avoid}))
+    def pick_decode(self, need: Need, avoid: frozenset[int] = frozenset(), held: Sequence[int] = ()) -> int | None:
+        """The replica with the fewest outstanding tokens among those with room; None if none has. `held` as for
+        prefill."""
+        if avoid or held:
+            away = {self.names[index] for index in avoid}
+            return self._named(pick_decode(self._decode_loads(held or repeat(0)), need, avoid=away))
         landing, whole = pages_for(need.landing, self._page_tokens), pages_for(need.whole, self._page_tokens)
         if whole > self._total_pages:
             return None
-        return self._least(self.up & (self.free >= landing))
+        best = self._least(self._keys)
+        if best is None or self.free[best] >= landing:
+            return best
+        return self._least(np.where(self.free >= landing, self._keys, _NEVER))
 
     def could_hold(self, need: Need) -> bool:
         """Whether a replica that is here has room once others have ended."""
-        return bool(self.up.any()) and pages_for(need.whole, self._page_tokens) <= self._total_pages
+        return any(self.up) and pages_for(need.whole, self._page_tokens) <= self._total_pages
 
     def choose(self, index: int) -> None:
         """Note that a replica was chosen."""
         self._chosen[index] = next(self._choices)
+        self._renew(index)
 
-    def _decode_loads(self) -> list[DecodeLoad]:
+    def book(self, index: int, tokens: int) -> None:
+        """Add tokens to a replica's account; a negative number takes them off."""
+        self.tokens[index] += tokens
+        self._renew(index)
+
+    def mark(self, index: int, *, up: bool) -> None:
+        """Say whether a replica takes requests."""
+        self.up[index] = up
+        self._renew(index)
+
+    def _renew(self, index: int) -> None:
+        key = self.tokens[index] << _AGE_BITS | self._chosen[index]
+        self._keys[index] = key if self.up[index] else _NEVER
+
+    def _decode_loads(self, held: Iterable[int]) -> list[DecodeLoad]:
         return [
             DecodeLoad(
                 name,
-                int(self.tokens[index]),
+                self.tokens[index],
                 int(self.free[index]),
                 self._total_pages,
                 self._page_tokens,
-                int(self._chosen[index]),
+                self._chosen[index],
                 draining=not self.up[index],
+                held_tokens=has,
             )
-            for index, name in enumerate(self.names)
+            for index, (name, has) in enumerate(zip(self.names, held, strict=False))
         ]
 
-    def _least(self, among: npt.NDArray[np.bool_]) -> int | None:
-        keys = np.where(among, (self.tokens << _AGE_BITS) | self._chosen, _NEVER)
+    def _least(self, keys: npt.NDArray[np.int64]) -> int | None:
+        if not self.names:
+            return None
         best = int(keys.argmin())
         return None if keys[best] == _NEVER else best
 

@@ -50,10 +50,10 @@ class Shipment:
     flow: Flow | None = None
     epoch: int = 0
 
-    def assign(self, receiver: Receiver) -> None:
-        """Send everything to `receiver`, from the beginning."""
+    def assign(self, receiver: Receiver, held_pages: int = 0) -> None:
+        """Send everything to `receiver`, from the beginning, but for the first pages, which it has."""
         self.give_up()
-        self.receiver, self.sent = receiver, 0
+        self.receiver, self.sent = receiver, held_pages * self.sender.world.footprint.wire_page_bytes
         self.epoch += 1
         if self.complete:
             self.job.times.enter(Stage.TRANSFER, self.sender.world.now)
@@ -186,8 +186,19 @@ class PrefillReplica:
 
     def wake(self) -> None:
         """There may be something to compute."""
-        if self._pass is None and not self._dead and not self._sends:
+        idle = self._pass is None and not self._dead
+        if idle and (self.scheduler.waiting or self.scheduler.running) and not self._sends:
             self._start()
+
+    def held_tokens(self, job: Job) -> int:
+        """Tokens of a prompt that need not be computed here: all but the last at most."""
+        pages = len(self.scheduler.pool.match(job.names))
+        return min(pages * self._world.footprint.page_tokens, job.prompt_tokens - 1)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a pass is under way."""
+        return self._pass is not None
 
     @property
     def queued_tokens(self) -> int:

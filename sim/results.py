@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+import sim.decode
+import sim.prefill
 from hackkv.timing import Stage, SubStage
+from sim.eventlog import Kind, Span
 from sim.jobs import Fate, Job
+from sim.spec import Spec
 
 Floats = npt.NDArray[np.float64]
 
@@ -32,10 +38,12 @@ COLUMNS: Final = (
 
 
 class Rows:
-    """A growing table of finished requests, by number of the request."""
+    """A growing table of finished requests, in the order of their numbers."""
 
-    def __init__(self, count: int) -> None:
-        self._table: Floats = np.full((count, len(COLUMNS)), np.nan)
+    def __init__(self, numbers: range) -> None:
+        """`numbers` are those of all requests that may come."""
+        self._numbers = numbers
+        self._table: Floats = np.full((len(numbers), len(COLUMNS)), np.nan)
         self._place = {name: index for index, name in enumerate(COLUMNS)}
         self.errors: dict[int, str] = {}
         self.filled = 0
@@ -43,7 +51,7 @@ class Rows:
     def add(self, job: Job) -> None:
         """Keep a job that is over."""
         spent, account, tpot_s = job.times.spent, job.account, job.tpot_s
-        self._table[job.number] = (
+        self._table[self._numbers.index(job.number)] = (
             job.arrived,
             job.prompt_tokens,
             job.arrival.output_tokens,
@@ -64,6 +72,13 @@ class Rows:
         if job.error:
             self.errors[job.number] = job.error
 
+    def take(self, part: Rows) -> None:
+        """Take over the rows of a part of the requests."""
+        first, step = (self._numbers.index(part._numbers[0]), part._numbers.step) if len(part._numbers) else (0, 1)
+        self._table[first::step][: len(part._numbers)] = part._table
+        self.errors |= part.errors
+        self.filled += part.filled
+
     def __getitem__(self, column: str) -> Floats:
         """A column over all requests; not a number where one never ended."""
         return self._table[:, self._place[column]]
@@ -77,3 +92,23 @@ class Rows:
     def table(self) -> Floats:
         """[requests, columns]"""
         return self._table
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A simulation in numbers."""
+
+    spec: Spec
+    rows: Rows
+    events: str
+    """Digest of all that happened; equal runs have equal ones."""
+    counts: Counter[Kind]
+    """Events by kind."""
+    prefills: list[sim.prefill.Tally]
+    decodes: list[sim.decode.Tally]
+    links_s: list[float]
+    """Seconds that each link would have taken for its bytes at full rate."""
+    paid_s: dict[str, float]
+    """Role -> seconds of replicas that ran; only of a role that scales."""
+    spans: list[Span] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)

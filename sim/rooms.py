@@ -91,21 +91,31 @@ class Rooms:
 
     def serve(self) -> None:
         """Give out the room that there is now, as `router.fleet.line.Line.serve`."""
+        place: int | None = None
+
+        def fits(demand: Demand) -> bool:
+            nonlocal place
+            held = self._held(rides[demand.serial].job)
+            place = self.shelf.pick_decode(demand.need, frozenset(map(int, demand.avoid)), held)
+            return place is not None
+
         while self._line:
             tickets = [ticket for ticket, _ in self._line]
-            index = next_in_line(tickets, self._fits, self._could_fit, self._world.now, self._ageing)
+            rides = {ticket.demand.serial: ride for ticket, ride in self._line}
+            index = next_in_line(tickets, fits, self._could_fit, self._world.now, self._ageing)
             if index is None:
                 return
             for passed in tickets[:index]:
                 passed.passed += 1
             ticket, ride = self._line.pop(index)
             ride.waits = False
-            self._open(ticket, ride)
+            assert place is not None
+            self._open(ticket, ride, place)
 
     def release(self, ride: Ride) -> None:
         """Give a ride's room back, if it has some."""
         if ride.decode is not None and ride.seat is not None:
-            self.shelf.tokens[ride.decode] -= ride.tokens
+            self.shelf.book(ride.decode, -ride.tokens)
             self.sites[ride.decode].replica.leave(ride.seat)
             self._report(ride.decode)
             ride.decode, ride.seat = None, None
@@ -114,8 +124,8 @@ class Rooms:
         """A replica dies. Returns whether it was up."""
         if not self.shelf.up[index]:
             return False
-        self.shelf.up[index] = False
-        self.shelf.tokens[index] = 0
+        self.shelf.mark(index, up=False)
+        self.shelf.book(index, -self.shelf.tokens[index])
         self._world.log.add(self._world.now, Kind.DOWN, self.sites[index].replica.number)
         self.sites[index].replica.stop()
         return True
@@ -123,24 +133,20 @@ class Rooms:
     def up(self, index: int, replica: DecodeReplica) -> None:
         """A replica is back, empty."""
         self.sites[index].replica = replica
-        self.shelf.up[index] = True
+        self.shelf.mark(index, up=True)
         self._report(index)
         self._world.log.add(self._world.now, Kind.UP, replica.number)
         self.serve()
 
-    def _fits(self, demand: Demand) -> bool:
-        return self._choose(demand) is not None
+    def _held(self, job: Job) -> list[int]:
+        """Tokens of the prompt that each replica has; empty for a prompt that shares nothing."""
+        return [site.replica.held_tokens(job) for site in self.sites] if job.names else []
 
     def _could_fit(self, demand: Demand) -> bool:
         return self.shelf.could_hold(demand.need)
 
-    def _choose(self, demand: Demand) -> int | None:
-        return self.shelf.pick_decode(demand.need, frozenset(map(int, demand.avoid)))
-
-    def _open(self, ticket: Ticket, ride: Ride) -> None:
-        """Book the chosen replica and ask it for room. If it has none it counts as full, and the ride stays in line."""
-        index = self._choose(ticket.demand)
-        assert index is not None, "the line serves only who fits"
+    def _open(self, ticket: Ticket, ride: Ride, index: int) -> None:
+        """Book a replica and ask it for room. If it has none it counts as full, and the ride stays in line."""
         job, replica, shelf = ride.job, self.sites[index].replica, self.shelf
         shelf.choose(index)
         try:
@@ -153,8 +159,9 @@ class Rooms:
         except RequestError as error:
             self.on_refused(ride, str(error))
             return
-        ride.decode, ride.seat, ride.tokens = index, seat, ticket.demand.need.whole
-        shelf.tokens[index] += ride.tokens
+        held = seat.held_grant.held * self._world.footprint.page_tokens
+        ride.decode, ride.seat, ride.tokens = index, seat, ticket.demand.need.whole - held
+        shelf.book(index, ride.tokens)
         self._report(index)
         self._world.log.add(self._world.now, Kind.PLACED_DECODE, replica.number, job.number)
         self.on_room(ride)

@@ -16,19 +16,19 @@ from sim.jobs import Fate, Job
 from sim.placing import Shelf
 from sim.prefill import PrefillReplica, Shipment
 from sim.rooms import Ride, Rooms, names
+from sim.spec import Spec
 from sim.world import World
 
 
 class Router:
     """One router with its part of the fleet. `on_over` is called with every job that is done or has failed."""
 
-    def __init__(
-        self, world: World, prefills: list[PrefillReplica], rooms: Rooms, max_failovers: int, largest: int
-    ) -> None:
+    def __init__(self, world: World, prefills: list[PrefillReplica], rooms: Rooms, spec: Spec, largest: int) -> None:
         """`largest` is how many tokens of one request fit on every replica of the fleet."""
-        self._world, self._max_failovers, self._largest = world, max_failovers, largest
+        self._world, self._largest = world, largest
+        self._max_failovers, self._network = spec.policy.max_failovers, spec.network
         self.prefills, self.rooms = prefills, rooms
-        self._shelf = Shelf(names(len(prefills)), 0, world.footprint.page_tokens)
+        self.shelf = Shelf(names(len(prefills)), 0, world.footprint.page_tokens)
         self.on_over: Callable[[Job], None] = lambda _: None
         self._rides: dict[Job, Ride] = {}
         self._homeless: list[Ride] = []
@@ -50,22 +50,29 @@ class Router:
         tokens = ride.need.whole
         if tokens > self._largest:
             self._fail(ride, f"{tokens} tokens need more pages or host memory than a replica has for {self._largest}")
-        elif self.prefills:
-            self._dispatch(ride)
         else:
+            self._world.then(self._network.request_s, lambda: self._accepted(ride))
+
+    def _accepted(self, ride: Ride) -> None:
+        if not self.prefills:
             self.rooms.stand(ride)
+            return
+        ride.job.times.enter(Stage.STREAM, self._world.now)
+        self._world.then(self._network.call_s, lambda: self._dispatch(ride))
 
     # If all goes well --------------------------------------------------------------------------------------------
 
     def _dispatch(self, ride: Ride) -> None:
-        job, index = ride.job, self._shelf.pick_prefill()
+        job = ride.job
+        held = [replica.held_tokens(job) for replica in self.prefills] if job.names else []
+        index = self.shelf.pick_prefill(held=held)
         if index is None:
             job.times.enter(Stage.ROUTER_QUEUE, self._world.now)
             self._homeless.append(ride)
             return
-        self._shelf.choose(index)
-        self._shelf.tokens[index] += job.prompt_tokens
-        ride.prefill, ride.queued = index, job.prompt_tokens
+        self.shelf.choose(index)
+        ride.prefill, ride.queued = index, job.prompt_tokens - (held[index] if held else 0)
+        self.shelf.book(index, ride.queued)
         self._world.log.add(self._world.now, Kind.PLACED_PREFILL, self.prefills[index].number, job.number)
         if job.arrival.output_tokens > 1:
             self.rooms.stand(ride)
@@ -79,7 +86,7 @@ class Router:
         assert ride.decode is not None
         site = self.rooms.sites[ride.decode]
         if ride.shipment is not None:
-            ride.shipment.assign(site)
+            ride.shipment.assign(site, 0 if ride.seat is None else ride.seat.held_grant.held)
         elif site.prompts is not None:
             site.prompts.join(ride.job)
             site.replica.wake()
@@ -115,7 +122,7 @@ class Router:
 
     def _unqueue(self, ride: Ride) -> None:
         if ride.prefill is not None:
-            self._shelf.tokens[ride.prefill] -= ride.queued
+            self.shelf.book(ride.prefill, -ride.queued)
         ride.queued = 0
 
     # The end -----------------------------------------------------------------------------------------------------
@@ -173,9 +180,9 @@ class Router:
 
     def prefill_down(self, index: int) -> None:
         """A prefill replica dies. Requests whose KV has landed do not notice; the others begin again."""
-        if not self._shelf.up[index]:
+        if not self.shelf.up[index]:
             return
-        self._shelf.up[index] = False
+        self.shelf.mark(index, up=False)
         self._world.log.add(self._world.now, Kind.DOWN, self.prefills[index].number)
         self.prefills[index].stop()
         for ride in [ride for ride in self._rides.values() if ride.prefill == index]:
@@ -189,7 +196,7 @@ class Router:
         """A prefill replica is back, empty."""
         self.prefills[index] = replica
         replica.on_first = self._first
-        self._shelf.up[index] = True
+        self.shelf.mark(index, up=True)
         self._world.log.add(self._world.now, Kind.UP, replica.number)
         homeless, self._homeless = self._homeless, []
         for ride in homeless:

@@ -22,8 +22,10 @@ from rich.table import Table
 
 from hackkv.errors import HackkvError
 from hackkv.timing import Stage
-from sim.cluster import Cluster, Options, Outcome
+from sim.cluster import Options
 from sim.exports import can_draw, write_chrome_trace, write_csv, write_prometheus
+from sim.results import Record
+from sim.shards import simulate
 from sim.spec import read_spec
 from sim.summary import summarize
 from sim.workload import read_trace, synthetic
@@ -54,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and noise")
     parser.add_argument("--out", type=Path, default=Path("simulated"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--label", default="", help="name of the run in tables and plots; default: the codec")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="routers (policy.shards) simulated at once; default: 1"
+    )
     parser.add_argument("--chrome-trace", action="store_true", help="also write trace.json, for chrome://tracing")
     return parser
 
@@ -73,27 +78,27 @@ def _run(args: argparse.Namespace, notes: Console) -> dict[str, Any]:
 
         began = perf_counter()
         options = Options(seed=args.seed, keep_spans=args.chrome_trace, on_over=on_over)
-        outcome = Cluster(spec, options).run(arrivals)
-    result = summarize(outcome, args.label) | {
+        record = simulate(spec, arrivals, options, args.processes)
+    result = summarize(record, args.label) | {
         "seed": args.seed,
         "requests": str(args.trace or spec.load.shape),
         "wall_s": perf_counter() - began,
     }
-    write(outcome, result, args.out, chrome_trace=args.chrome_trace)
+    write(record, result, args.out, chrome_trace=args.chrome_trace)
     return result
 
 
-def write(outcome: Outcome, result: dict[str, Any], folder: Path, *, chrome_trace: bool = False) -> None:
+def write(record: Record, result: dict[str, Any], folder: Path, *, chrome_trace: bool = False) -> None:
     """Write everything that a run gives into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "result.json"
     path.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    write_csv(outcome, folder / "requests.csv")
-    write_prometheus(outcome, folder / "metrics.prom")
+    write_csv(record, folder / "requests.csv")
+    write_prometheus(record, folder / "metrics.prom")
     if chrome_trace:
-        write_chrome_trace(outcome, folder / "trace.json")
+        write_chrome_trace(record, folder / "trace.json")
     if can_draw() and result["completed"]:
-        import_module("sim.pictures").draw_run(outcome.rows, path, folder)
+        import_module("sim.pictures").draw_run(record.rows, path, folder)
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:

@@ -57,6 +57,31 @@ class Efficiency(Frozen):
     """Latency of one all-reduce; a layer has two."""
     setup_s: float = Field(default=0.005, ge=0)
     """Fixed seconds of a handoff: handshake and receipt."""
+    beside: float = Field(default=1.0, ge=1)
+    """How many times longer work takes that begins while a replica of the other role computes: for replicas that share
+    the cores of one machine. Every step is an event then."""
+
+
+class Scale(Frozen):
+    """How a pool follows its load (`sim.scaling`): that of prefill replicas is seconds of queued work, that of decode
+    replicas the share of their pages in use, and 1 while requests wait for room."""
+
+    least: int = Field(default=1, gt=0)
+    """Replicas of each router that always run."""
+    up_at: float = Field(gt=0)
+    """A load above it starts replicas."""
+    down_at: float = Field(ge=0)
+    """A load below it stops them, one after another."""
+    start_s: float = Field(default=60.0, ge=0)
+    """From the start of a replica until it takes requests: its process, its weights."""
+    down_after_s: float = Field(default=900.0, ge=0)
+    """How long the load has to be low before the first one stops."""
+
+    @model_validator(mode="after")
+    def _is_band(self) -> Self:
+        if self.down_at >= self.up_at:
+            raise ValueError(f"down_at {self.down_at:g} is not below up_at {self.up_at:g}")
+        return self
 
 
 class Pool(Frozen):
@@ -64,6 +89,8 @@ class Pool(Frozen):
 
     instance: str
     replicas: int = Field(gt=0, le=100_000)
+    scale: Scale | None = None
+    """Starts and stops replicas, of which `replicas` are the most; None runs all of them all the time."""
     tp: int = Field(default=1, gt=0)
     """GPUs that share each layer."""
     pp: int = Field(default=1, gt=0)
@@ -101,6 +128,10 @@ class Network(Frozen):
     """Caps every replica's line; 0 leaves the instance's."""
     receiver_gbit_s: float = Field(default=0.0, ge=0)
     """What a decode replica can verify and write; 0 is no limit."""
+    request_s: float = Field(default=0.0, ge=0)
+    """Fixed seconds of a request in the router, before it has a node: HTTP, tokens."""
+    call_s: float = Field(default=0.0, ge=0)
+    """Fixed seconds between router and prefill replica, there and back."""
 
 
 class Policy(Frozen):

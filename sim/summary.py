@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from hackkv.timing import Stage, SubStage
 from measure.serve.summary import PERCENTILES
-from sim.cluster import Outcome
 from sim.decode import gap_of
-from sim.results import SUB_STAGES, Floats, Rows
+from sim.results import SUB_STAGES, Floats, Record, Rows
 from sim.spec import Objective
 
 WARM_UP: Final = 0.1
@@ -76,9 +75,9 @@ def good(rows: Rows, slo: Objective) -> npt.NDArray[np.bool_]:
     return kept
 
 
-def summarize(outcome: Outcome, label: str = "") -> dict[str, Any]:
+def summarize(record: Record, label: str = "") -> dict[str, Any]:
     """Everything that `result.json` holds."""
-    rows, spec = outcome.rows, outcome.spec
+    rows, spec = record.rows, record.spec
     ok = rows.ok
     inputs, outputs = rows["input_length"][ok].sum(), rows["output_length"][ok].sum()
     ends = rows["at_s"] + rows["e2el_s"]
@@ -107,7 +106,7 @@ def summarize(outcome: Outcome, label: str = "") -> dict[str, Any]:
         summary |= {f"{name}_{metric}_ms": value for name, value in statistics(values[~np.isnan(values)]).items()}
         within = interval(values[~np.isnan(values)])
         summary[f"mean_{metric}_ms_95"] = [within.mean - within.half, within.mean + within.half]
-    summary |= {f"{name}_itl_ms": value for name, value in _gaps(outcome).items()}
+    summary |= {f"{name}_itl_ms": value for name, value in _gaps(record).items()}
     summary["stages"] = {str(stage): statistics(1e3 * rows[f"{stage}_s"][ok]) for stage in Stage}
     summary["sub_stages"] = {
         str(part): statistics(1e3 * rows[f"{part}_s"][ok] if part in SUB_STAGES else np.zeros(0)) for part in SubStage
@@ -117,30 +116,37 @@ def summarize(outcome: Outcome, label: str = "") -> dict[str, Any]:
     summary["errors"] = [
         {"error": error, "count": count} for error, count in Counter(rows.errors.values()).most_common()
     ]
-    return {**summary, **_fleet(outcome, span), "unstable": is_unstable(rows), "events": outcome.log.hexdigest}
+    return {**summary, **_fleet(record, span), "unstable": is_unstable(rows), "events": record.events}
 
 
-def _fleet(outcome: Outcome, span: float) -> dict[str, Any]:
+def _fleet(record: Record, span: float) -> dict[str, Any]:
     """What the replicas did, and what they cost."""
-    rows, spec = outcome.rows, outcome.spec
-    usd = spec.usd_per_hour() * span / 3600
+    rows = record.rows
+    usd = _usd(record, span)
     tokens = float(rows["output_length"][rows.ok].sum())
     served = int(rows.ok.sum())
-    prefills, decodes = outcome.prefills, outcome.decodes
+    prefills, decodes = record.prefills, record.decodes
     return {
-        "usd_per_hour": spec.usd_per_hour(),
+        "usd_per_hour": usd / span * 3600,
         "usd_per_request": usd / served if served else None,
         "usd_per_1m_output_tokens": 1e6 * usd / tokens if tokens else None,
-        "prefill_busy": _mean([each.tally.busy_s / span for each in prefills]),
-        "decode_busy": _mean([each.tally.busy_s / span for each in decodes]),
-        "decode_batch": _ratio(sum(each.tally.tokens for each in decodes), sum(each.tally.steps for each in decodes)),
-        "pages_used": _mean([each.tally.page_seconds / span / each.pool.num_pages for each in decodes]),
-        "pages_peak": max((each.tally.peak_pages / each.pool.num_pages for each in decodes), default=0.0),
-        "link_used": max((link.carried / link.rate / span for link in outcome.links), default=0.0),
-        "swaps": int(sum(each.tally.swaps for each in decodes)),
+        "prefill_busy": _mean([each.busy_s / span for each in prefills]),
+        "decode_busy": _mean([each.busy_s / span for each in decodes]),
+        "decode_batch": _ratio(sum(each.tokens for each in decodes), sum(each.steps for each in decodes)),
+        "pages_used": _mean([each.page_seconds / span / each.pages for each in decodes]),
+        "pages_peak": max((each.peak_pages / each.pages for each in decodes), default=0.0),
+        "link_used": max(record.links_s, default=0.0) / span,
+        "swaps": int(sum(each.swaps for each in decodes)),
         "failovers": int(np.nansum(rows["failovers"])),
         "cached_tokens": int(np.nansum(rows["cached_tokens"])),
     }
+
+
+def _usd(record: Record, span: float) -> float:
+    """Of all replicas while they ran."""
+    pools = {"prefill": record.spec.prefill, "decode": record.spec.decode}
+    paid = ((pool, record.paid_s.get(role, pool.replicas * span)) for role, pool in pools.items() if pool is not None)
+    return sum(seconds / 3600 * record.spec.usd_of(pool) for pool, seconds in paid)
 
 
 def _mean(values: list[float]) -> float:
@@ -164,11 +170,11 @@ def statistics(values: Floats) -> dict[str, float]:
     }
 
 
-def _gaps(outcome: Outcome) -> dict[str, float]:
+def _gaps(record: Record) -> dict[str, float]:
     """Statistics of the time between two tokens, in milliseconds."""
     gaps: Counter[int] = Counter()
-    for replica in outcome.decodes:
-        gaps.update(replica.tally.gaps)
+    for tally in record.decodes:
+        gaps.update(tally.gaps)
     steps = sorted(gaps)
     values = 1e3 * np.array([gap_of(step) for step in steps])
     weights = np.array([gaps[step] for step in steps], dtype=np.float64)

@@ -15,6 +15,9 @@ from hackkv.errors import ConfigError
 from measure.serve.calls import Call
 
 _LONGEST_MESSAGE = 300
+_IDLE_S = 1.0
+"""How long a connection is kept for the next request. Servers close idle ones after 5 s (uvicorn): a request that is
+sent at that moment would fail."""
 
 
 class Api(StrEnum):
@@ -94,7 +97,7 @@ class Client:
             base_url=url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout_s),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S),
         )
 
     async def close(self) -> None:

@@ -8,9 +8,10 @@ from math import ceil
 from typing import Any, Final
 
 from hackkv.errors import ConfigError
-from sim.cluster import Cluster, Options
+from sim.cluster import Options
 from sim.plan.objective import Limit
 from sim.plan.screen import Candidate, Demand, candidates
+from sim.shards import simulate
 from sim.spec import Spec
 from sim.summary import summarize
 from sim.workload import synthetic
@@ -70,9 +71,9 @@ def try_out(spec: Spec, candidate: Candidate, demand: Demand, requests: int, see
     """Simulate a candidate; all see the same requests."""
     replicas = sum(part.count for part in candidate.parts)
     whole = spec_of(spec, candidate, demand.rate, max(requests, _PER_REPLICA * replicas))
-    outcome = Cluster(whole, Options(seed=seed)).run(synthetic(whole.load, seed))
-    found = {str(limit): limit.found(outcome.rows) for limit in demand.limits}
-    result = summarize(outcome, candidate.kind)
+    record = simulate(whole, synthetic(whole.load, seed), Options(seed=seed))
+    found = {str(limit): limit.found(record.rows) for limit in demand.limits}
+    result = summarize(record, candidate.kind)
     keeps = all(found[str(limit)] <= limit.seconds for limit in demand.limits) and not result["unstable"]
     return Trial(candidate, demand.rate, found, keeps, result)
 

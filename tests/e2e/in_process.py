@@ -45,14 +45,8 @@ async def in_process_cluster(
     Control calls always go over gRPC; `wire` says how KV travels. Nodes register once; the lease outlives a test.
     `decode_nodes` gets the decode nodes, for tests that disturb them.
     """
-    stop = asyncio.Event()
-    announced = _Announcements()
-    config = RouterConfig(listen=ListenConfig(), control=ListenConfig(), model=folder, lease_ttl_s=3600.0)
     async with contextlib.AsyncExitStack() as stack:
-        with contextlib.redirect_stdout(announced):
-            router = asyncio.create_task(serve(config, stop))
-            ready = await announced.first(router)
-        stack.push_async_callback(_finish, router, stop)
+        ready = await stack.enter_async_context(in_process_router(folder))
         channels = ChannelPool()
         stack.push_async_callback(channels.close)
         registry = RegistryClient(ready["control"], channels)
@@ -65,6 +59,22 @@ async def in_process_cluster(
         for i in range(num_prefill):
             await registry.register(await _prefill_node(stack, f"prefill-{i}", worker, wire, network, chunk_pages))
         yield await stack.enter_async_context(httpx.AsyncClient(base_url=ready["http"], timeout=START_S))
+
+
+@contextlib.asynccontextmanager
+async def in_process_router(folder: Path) -> AsyncIterator[dict[str, str]]:
+    """Run a router on this event loop; yields what it announces: the addresses `http` and `control`."""
+    stop = asyncio.Event()
+    announced = _Announcements()
+    config = RouterConfig(listen=ListenConfig(), control=ListenConfig(), model=folder, lease_ttl_s=3600.0)
+    with contextlib.redirect_stdout(announced):
+        router = asyncio.create_task(serve(config, stop))
+        ready = await announced.first(router)
+    try:
+        yield ready
+    finally:
+        stop.set()
+        await router
 
 
 async def _prefill_node(
@@ -97,11 +107,6 @@ async def _decode_node(
     stack.push_async_callback(server.close)
     stack.push_async_callback(listeners.close)
     return node
-
-
-async def _finish(router: asyncio.Task[None], stop: asyncio.Event) -> None:
-    stop.set()
-    await router
 
 
 class _Announcements:

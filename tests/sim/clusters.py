@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hackkv.model.tiny import Tiny, write_tiny
+from hackkv.model.worker import Worker
 from hackkv.timing import Stage
 from sim.cluster import Cluster, Options, Outcome
 from sim.costs import LinearStep, PassCost
 from sim.jobs import Arrival
 from sim.results import Floats, Rows
 from sim.spec import Codec, Load, Pool, Spec
+from sim.weightless import weightless_worker
+from tests.pair import PI
 
 SMALL = {"model": "mistral-7b", "codec": Codec(name="rot-k4v4")}
 
@@ -31,6 +36,13 @@ def tight(pages: int, **fields: Any) -> Spec:
     decode = Pool(instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=16, host_gib=64)
     load = Load(input_len=256, output_len=200, rate=40.0, requests=150)
     return small(decode=decode, load=load, **fields)
+
+
+def weightless(folder: Path, codec: str) -> Worker:
+    """Mistral-7B on an A100, which naps; with the tokenizer of a tiny checkpoint, which is written to `folder`."""
+    pool = Pool(instance="p4de.24xlarge", replicas=1)
+    spec = Spec(model="mistral-7b", prefill=pool, decode=pool, codec=Codec(name=codec, settings={"page_tokens": PI}))
+    return weightless_worker(spec, pool, write_tiny(folder, Tiny(max_context=1024)))
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from faults.plan import FaultPlan
 from hackkv.codecs import CODECS
 from hackkv.errors import ConfigError
-from sim.cluster import Cluster, Outcome
+from sim.cluster import Cluster, Options, Outcome
 from sim.eventlog import Kind
 from sim.jobs import Arrival
-from sim.spec import Codec, Load, Network, Pool, Sending, Sharing, Spec
+from sim.shards import simulate as simulate_shards
+from sim.spec import Codec, Efficiency, Load, Network, Pool, Sending, Sharing, Spec
+from sim.summary import summarize
 from sim.workload import synthetic
 from tests.sim.clusters import run, small, stages, tight
 
@@ -64,6 +66,33 @@ def test_the_wire_carries_what_the_codec_says() -> None:
     outcome = simulate(small(load=Load(input_len=640, output_len=4, requests=5)))
     size = Cluster(outcome.spec).sizes.footprint.wire_bytes(640)
     assert list(outcome.rows["wire_bytes"]) == [size] * 5
+
+
+def test_the_router_and_its_calls_take_their_time() -> None:
+    load = Load(input_len=640, output_len=4, requests=5, rate=0.01)
+    slow, fast = (
+        simulate(small(load=load, network=Network(request_s=request_s, call_s=call_s)))
+        for request_s, call_s in ((0.5, 0.25), (0.0, 0.0))
+    )
+    check_books(slow)
+    assert list(slow.rows["router_queue_s"]) == pytest.approx([0.5] * 5)
+    assert list(slow.rows["stream_s"]) == pytest.approx([0.25] * 5)
+    np.testing.assert_allclose(slow.rows["ttft_s"] - fast.rows["ttft_s"], 0.75)
+
+
+def test_replicas_on_one_machine_slow_each_other_down_only_while_both_compute() -> None:
+    crowded, free = Efficiency(beside=2.0), Efficiency()
+    alone = [Arrival(100.0 * number, 640, 20) for number in range(5)]
+    together = [Arrival(0.5 * number, 6000, 200) for number in range(60)]
+    slow_alone, fast_alone, slow, fast = (
+        run(small(1, 1, efficiency=efficiency), arrivals)
+        for arrivals in (alone, together)
+        for efficiency in (crowded, free)
+    )
+    np.testing.assert_allclose(slow_alone.rows["e2el_s"], fast_alone.rows["e2el_s"])
+    for stage in ("prefill_s", "decode_s"):
+        assert fast.rows[stage].sum() < slow.rows[stage].sum() < 2.5 * fast.rows[stage].sum()
+    check_books(slow)
 
 
 def test_short_pages_swap_and_everybody_ends() -> None:
@@ -120,13 +149,51 @@ def test_routers_share_the_fleet() -> None:
     assert all(replica.tally.tokens for replica in outcome.decodes)
 
 
-def test_equal_blocks_are_computed_once() -> None:
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_routers_one_by_one_give_what_they_give_together(processes: int) -> None:
+    """A router shares nothing with others, so its requests fare alike."""
+    spec = small(prefills=3, decodes=4, policy={"shards": 3}, noise=0.2, load=Load(shape="humaneval", requests=61))
+    arrivals = synthetic(spec.load, 0)
+    together, apart = run(spec, arrivals), simulate_shards(spec, arrivals, Options(), processes)
+    np.testing.assert_array_equal(apart.rows.table, together.rows.table)
+    assert apart.rows.filled == 61
+    assert apart.counts == together.log.counts
+    assert apart.events == simulate_shards(spec, arrivals, Options()).events
+    ours, theirs = summarize(apart), summarize(together.record)
+    assert {**ours, "events": ""} == {**theirs, "events": ""}
+
+
+def test_equal_blocks_are_computed_and_sent_once() -> None:
+    """A second turn goes where the first one's pages are, unless others have that much less to do."""
     blocks = tuple(range(8))
     arrivals = [Arrival(100.0 * number, 4096 + 100, 4, 0, blocks) for number in range(3)]
-    outcome = run(small(prefills=1), arrivals)
+    outcome = run(small(), arrivals)
     assert list(outcome.rows["cached_tokens"]) == [0, 4096, 4096]
     assert outcome.rows["ttft_s"][1] < outcome.rows["ttft_s"][0]
+    first, second, third = outcome.rows["wire_bytes"]
+    footprint = Cluster(outcome.spec).sizes.footprint
+    assert second == third == first - 4096 // footprint.page_tokens * footprint.wire_page_bytes
     check_books(outcome)
+
+
+@given(
+    pages=st.integers(80, 200),
+    turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 80), st.floats(0, 4)), max_size=25),
+)
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_macro_steps_equal_single_steps_for_any_conversations(
+    pages: int, turns: list[tuple[int, int, int, float]]
+) -> None:
+    """Each of some talks repeats its first blocks; pages run short, so that known ones are given up and swapped."""
+    decode = Pool(instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=6, max_sequences=24, host_gib=16)
+    arrivals = [
+        Arrival(at_s, 512 * blocks + 70, output, 0, tuple(100 * talk + index for index in range(blocks)))
+        for talk, blocks, output, at_s in sorted(turns, key=lambda turn: turn[3])
+    ]
+    spec = small(decode=decode)
+    whole, single = run(spec, arrivals, macro=True), run(spec, arrivals, macro=False)
+    np.testing.assert_allclose(whole.rows.table, single.rows.table, rtol=1e-9, atol=1e-9)
+    check_books(whole)
 
 
 def test_a_request_that_fits_nowhere_fails_alone() -> None:

@@ -61,7 +61,7 @@ def test_every_byte_arrives(sharing: Sharing, plan: list[tuple[int, int, float, 
     for number, (a, b, limit, size, at) in enumerate(plan):
         flow = Flow((links[a], links[4 + b]), limit, lambda: None)
         world.after(at, lambda number=number, flow=flow, size=size: begin(number, flow, size))  # type: ignore[misc]
-    world.env.run()
+    world.run()
     assert sorted(done) == list(range(len(plan)))
     assert network.bytes == pytest.approx(sum(size for *_, size, _ in plan))
     assert not any(link.flows for link in links)
@@ -72,7 +72,7 @@ def test_two_flows_halve_a_line_and_the_rest_speeds_up() -> None:
     network, line = Network(world, Sharing.FAIR), Link("line", 10.0)
     for size in (10.0, 30.0):
         network.start(Flow((line,), 100.0, lambda: ends.append(world.now)), size)
-    world.env.run()
+    world.run()
     assert ends == pytest.approx([2.0, 4.0])
 
 
@@ -81,7 +81,7 @@ def test_first_in_first_out_serves_one_after_another() -> None:
     network, line = Network(world, Sharing.FIFO), Link("line", 10.0)
     for size in (10.0, 30.0):
         network.start(Flow((line,), 100.0, lambda: ends.append(world.now)), size)
-    world.env.run()
+    world.run()
     assert ends == pytest.approx([1.0, 4.0])
 
 
@@ -92,7 +92,7 @@ def test_the_slower_of_receivers_line_and_processing_decides() -> None:
     for number in range(2):
         flow = Flow((Link(f"sender {number}", 10.0), receiver, processing), 100.0, lambda: ends.append(world.now))
         network.start(flow, 8.0)
-    world.env.run()
+    world.run()
     assert ends == pytest.approx([4.0, 4.0])
 
 
@@ -103,5 +103,5 @@ def test_a_cancelled_flow_leaves_its_share() -> None:
     network.start(gone, 100.0)
     network.start(Flow((line,), 100.0, lambda: ends.append(world.now)), 10.0)
     world.after(1.0, lambda: network.cancel(gone))
-    world.env.run()
+    world.run()
     assert ends == pytest.approx([1.5])

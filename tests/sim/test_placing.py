@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,25 +23,29 @@ def test_choices(nodes: list[tuple[int, int, bool]], needs: list[tuple[int, int]
     shelf = Shelf(names, 6, 64)
     chosen = dict.fromkeys(names, 0)
     for index, (tokens, free, up) in enumerate(nodes):
-        shelf.tokens[index], shelf.free[index], shelf.up[index] = tokens, free, up
+        shelf.free[index] = free
+        shelf.book(index, tokens)
+        shelf.mark(index, up=up)
     kept = frozenset(index for index in avoid if index < len(nodes))
     away = {names[index] for index in kept}
     for number, (landing, more) in enumerate(needs, 1):
         need = Need(landing, landing + more)
         prefill = [
-            PrefillLoad(name, int(shelf.tokens[i]), chosen[name], draining=not nodes[i][2])
-            for i, name in enumerate(names)
+            PrefillLoad(name, shelf.tokens[i], chosen[name], draining=not nodes[i][2]) for i, name in enumerate(names)
         ]
         decode = [
-            DecodeLoad(name, int(shelf.tokens[i]), nodes[i][1], 6, 64, chosen[name], draining=not nodes[i][2])
+            DecodeLoad(name, shelf.tokens[i], nodes[i][1], 6, 64, chosen[name], draining=not nodes[i][2])
             for i, name in enumerate(names)
         ]
-        found = shelf.pick_prefill(kept)
+        held = [(7 * index) % 200 for index in range(len(names))] if number % 2 else []
+        prefill = [replace(load, held_tokens=has) for load, has in zip(prefill, held or [0] * len(names), strict=True)]
+        decode = [replace(load, held_tokens=has) for load, has in zip(decode, held or [0] * len(names), strict=True)]
+        found = shelf.pick_prefill(kept, held)
         assert (None if found is None else names[found]) == pick_prefill(prefill, avoid=away)
-        found = shelf.pick_decode(need, kept)
+        found = shelf.pick_decode(need, kept, held)
         assert (None if found is None else names[found]) == pick_decode(decode, need, avoid=away)
         assert shelf.could_hold(need) == any(load.could_hold(need) for load in decode)
         if found is not None:
             shelf.choose(found)
-            shelf.tokens[found] += landing
+            shelf.book(found, landing)
             chosen[names[found]] = number

@@ -20,14 +20,18 @@ from sim.placing import Shelf
 from sim.replay import Call, Tape, read_tape, record_decode, record_prefill, replay_decode, replay_prefill
 from tests.e2e.in_process import in_process_cluster
 from tests.pair import DECODING, PI, greedy, paired, prompt, tiny_worker
+from tests.sim.clusters import weightless
+
+WEIGHTLESS = "nodes without weights"
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", [*sorted(CODECS), WEIGHTLESS])
 async def test_batches_chunks_and_swaps(codec: str, tmp_path: Path) -> None:
     """Sequences that want more pages than there are, on real nodes; then the same calls on the simulator's books."""
     pages, requests = 9, [greedy(f"r{i}", prompt(i, PI + 8 + 7 * i), 2 * PI - 10) for i in range(7)]
     decoding, passes = Tape(), Tape()
-    async with paired(tiny_worker(codec), num_pages=pages) as nodes:
+    worker = weightless(tmp_path / "model", "hack") if codec == WEIGHTLESS else tiny_worker(codec)
+    async with paired(worker, num_pages=pages) as nodes:
         decoder, prefiller = nodes.decode._scheduler, nodes.prefill._scheduler
         record_decode(decoder, decoding)
         record_prefill(prefiller, passes)
@@ -107,10 +111,11 @@ def _by_shelf(loads: list[Any], need: Need | None) -> str | None:
         if load.chosen_at:
             shelf.choose(names.index(load.node_id))
     for index, load in enumerate(loads):
-        shelf.up[index] = not load.draining
+        shelf.mark(index, up=not load.draining)
         if need is None:
-            shelf.tokens[index] = load.queued_tokens
+            shelf.book(index, load.queued_tokens)
         else:
-            shelf.tokens[index], shelf.free[index] = load.outstanding_tokens, load.free_pages
+            shelf.book(index, load.outstanding_tokens)
+            shelf.free[index] = load.free_pages
     found = shelf.pick_prefill() if need is None else shelf.pick_decode(need)
     return None if found is None else names[found]

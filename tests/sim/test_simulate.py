@@ -114,7 +114,7 @@ def test_too_much_load_is_flagged(rate: float, unstable: bool) -> None:
     spec = small(load={"shape": "arxiv", "rate": rate, "requests": 400})
     outcome = run(spec, synthetic(spec.load, 0))
     assert is_unstable(outcome.rows) is unstable
-    assert summarize(outcome)["unstable"] is unstable
+    assert summarize(outcome.record)["unstable"] is unstable
 
 
 def test_an_interval_covers_the_mean_of_noise() -> None:
@@ -126,4 +126,4 @@ def test_an_interval_covers_the_mean_of_noise() -> None:
 
 def test_no_rows_give_no_interval() -> None:
     assert np.isnan(interval(np.zeros(0)).mean)
-    assert Rows(0).filled == 0
+    assert Rows(range(0)).filled == 0

@@ -91,7 +91,7 @@ def test_a_shared_link_is_m_g_1_with_processor_sharing() -> None:
             world.after(float(times[number + 1]) - world.now, lambda: send(number + 1))
 
     world.after(float(times[0]), lambda: send(0))
-    world.env.run()
+    world.run()
     assert len(took) == count
     assert np.mean(took[count // 20 :]) == pytest.approx(1 / (1 - load), rel=TOLERANCE)
     assert network.bytes == pytest.approx(sizes.sum())

@@ -1,16 +1,17 @@
-"""Durations that vary: a lognormal factor of median 1 on each, from a generator of its own."""
+"""Durations that are multiplied by a factor each: noise, and replicas that share a machine's cores."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sim.costs import CostModel, PassCost, StepCost
 
 
 @dataclass(frozen=True, slots=True)
-class _NoisyStep:
+class _ScaledStep:
     """Steps of one run share a factor."""
 
     cost: StepCost
@@ -26,11 +27,11 @@ class _NoisyStep:
         return self.factor * attend_s, self.factor * approximation_s
 
 
-class Noisy:
-    """A cost model with noise. Equal seeds give equal noise."""
+class Scaled:
+    """A cost model whose durations are multiplied by what `factor` says when the work begins."""
 
-    def __init__(self, cost: CostModel, sigma: float, seed: str) -> None:
-        self._cost, self._sigma, self._random = cost, sigma, random.Random(seed)
+    def __init__(self, cost: CostModel, factor: Callable[[], float]) -> None:
+        self._cost, self._factor = cost, factor
 
     def prefill(self, chunks: Sequence[tuple[int, int]]) -> PassCost:
         """See `CostModel`."""
@@ -39,7 +40,7 @@ class Noisy:
 
     def decode(self, batch: int) -> StepCost:
         """See `CostModel`."""
-        return _NoisyStep(self._cost.decode(batch), self._factor())
+        return _ScaledStep(self._cost.decode(batch), self._factor())
 
     def replay(self, chunks: Sequence[tuple[int, int]]) -> float:
         """See `CostModel`."""
@@ -49,5 +50,7 @@ class Noisy:
         """See `CostModel`."""
         return self._cost.swap(num_bytes) * self._factor()
 
-    def _factor(self) -> float:
-        return self._random.lognormvariate(0.0, self._sigma)
+
+def noisy(cost: CostModel, sigma: float, seed: str) -> Scaled:
+    """Lognormal factors of median 1 from a generator of its own. Equal seeds give equal noise."""
+    return Scaled(cost, partial(random.Random(seed).lognormvariate, 0.0, sigma))

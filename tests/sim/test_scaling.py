@@ -1,0 +1,109 @@
+"""Replicas follow the load: the rules alone, and in a whole cluster."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from faults.plan import FaultPlan
+from hackkv.errors import ConfigError
+from sim.cluster import Cluster, Outcome
+from sim.eventlog import Kind
+from sim.jobs import Arrival
+from sim.scaling import STEP_DOWN_S, TICK_S, Scaler
+from sim.spec import Pool, Scale, Spec
+from sim.summary import summarize
+from tests.sim.clusters import run, small
+from tests.sim.test_cluster import check_books
+
+SCALE = Scale(up_at=10.0, down_at=2.0, start_s=30.0, down_after_s=300.0)
+
+
+@pytest.mark.parametrize(
+    ("running", "load", "wanted"), [(1, 10.0, 1), (1, 10.1, 2), (2, 25.0, 5), (4, 100.0, 8), (3, 5.0, 3), (3, 2.0, 3)]
+)
+def test_up_at_once_by_as_many_as_it_takes(running: int, load: float, wanted: int) -> None:
+    assert Scaler(SCALE, 8).wanted(running, load, 0.0) == wanted
+
+
+def test_down_one_by_one_after_a_long_quiet() -> None:
+    scaler, running, left = Scaler(SCALE, 8), 3, []
+    for second in range(0, 600, 15):
+        wanted = scaler.wanted(running, 0.0, float(second))
+        if wanted < running:
+            left.append(second)
+        running = wanted
+    assert left == [300, 300 + STEP_DOWN_S]
+    assert running == SCALE.least
+
+
+def test_a_busy_moment_starts_the_quiet_anew() -> None:
+    scaler = Scaler(SCALE, 8)
+    assert [scaler.wanted(3, load, at) for at, load in ((0.0, 0.0), (299.0, 5.0), (301.0, 0.0), (600.0, 0.0))] == [
+        3
+    ] * 4
+    assert scaler.wanted(3, 0.0, 601.0) == 2
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 400)), max_size=60), st.integers(1, 20))
+def test_never_less_than_the_least_nor_more_than_the_most(steps: list[tuple[float, float]], most: int) -> None:
+    scaler, running, now = Scaler(SCALE, most), 1, 0.0
+    for load, later in steps:
+        now += later
+        running = scaler.wanted(running, load, now)
+        assert SCALE.least <= running <= most
+
+
+def scaled() -> Spec:
+    prefill = Pool(
+        instance="g5.12xlarge", replicas=6, tp=4, chunk_tokens=2048, scale=SCALE.model_copy(update={"up_at": 3.0})
+    )
+    decode = Pool(
+        instance="p4de.24xlarge", replicas=5, pages=800, scale=Scale(up_at=0.5, down_at=0.1, down_after_s=300.0)
+    )
+    return small(prefill=prefill, decode=decode)
+
+
+def waves() -> list[Arrival]:
+    """A burst, a long quiet with a request now and then, and another burst."""
+    burst = [Arrival(0.5 * number, 6000, 150) for number in range(150)]
+    quiet = [Arrival(200.0 + 60 * number, 500, 10) for number in range(25)]
+    return [*burst, *quiet, *(Arrival(1800.0 + each.at_s, 6000, 150) for each in burst)]
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    return run(scaled(), waves())
+
+
+def test_everybody_is_served_and_books_are_even(outcome: Outcome) -> None:
+    assert outcome.rows.ok.all()
+    check_books(outcome)
+    assert outcome.log.counts[Kind.SCALED] >= 4
+
+
+def test_it_costs_less_than_all_and_more_than_the_least(outcome: Outcome) -> None:
+    span = outcome.duration_s
+    for role, most in (("prefill", 6), ("decode", 5)):
+        assert span - TICK_S <= outcome.paid_s[role] < 0.8 * most * span
+    all_the_time = Cluster(small(prefill=without(outcome.spec.prefill), decode=without(outcome.spec.decode)))
+    fixed = all_the_time.run(waves())
+    assert summarize(outcome.record)["usd_per_request"] < summarize(fixed.record)["usd_per_request"]
+    assert outcome.rows["ttft_s"].mean() > fixed.rows["ttft_s"].mean()
+
+
+def without(pool: Pool | None) -> Pool:
+    assert pool is not None
+    return pool.model_copy(update={"scale": None})
+
+
+def test_faults_beside_it_are_refused() -> None:
+    plan = FaultPlan.model_validate({"rules": [{"at": "decode.landed", "do": "kill", "node": "decode-0"}]})
+    with pytest.raises(ConfigError, match="one that scales"):
+        Cluster(scaled().model_copy(update={"faults": plan}))
+
+
+def test_a_band_that_is_none_is_named() -> None:
+    with pytest.raises(ValueError, match="down_at 2 is not below up_at 1"):
+        Scale(up_at=1, down_at=2)
