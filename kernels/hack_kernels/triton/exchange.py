@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import Planes
+from hack_kernels.base import PageFormat, Planes
 from hack_kernels.hack_format import SUM_PLANES, HackFormat
-from hack_kernels.triton.code_tiles import padded
+from hack_kernels.triton.code_tiles import CodeTiles, padded
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import page_layout
 from hack_kernels.triton.tiles import sums_pointer, unit_place
@@ -49,6 +49,13 @@ def wire_place(field, TILE, OF_K: tl.constexpr):
         row_tile = down // (8 * TILE.across_pad * LINES) * TILE.row_fields + field % TILE.row_fields
         place = (row_tile * LINES + line) * (TILE.columns // 4) + column_tile * 8 + down % 8
         there = column_tile < TILE.columns // 32
+        if TILE.columns % 32 != 0:
+            there = column_tile * 8 + down % 8 < TILE.columns // 4
+    elif TILE.column_fields > 1:
+        row_tile = down // (16 * TILE.across_pad) * TILE.row_fields + field % TILE.row_fields
+        column_tile = down % TILE.across_pad * TILE.column_fields + field // TILE.row_fields
+        place = (row_tile * 16 + down // TILE.across_pad % 16) * TILE.column_tiles + column_tile
+        there = (row_tile < TILE.rows // 16) & (column_tile < TILE.column_tiles)
     else:
         WORDS: tl.constexpr = 4 * TILE.columns // TILE.fields  # of a row tile
         row_tile = down // WORDS * TILE.row_fields + field
@@ -58,19 +65,36 @@ def wire_place(field, TILE, OF_K: tl.constexpr):
 
 
 @triton.jit
+def quads_of(TILE, OF_K: tl.constexpr):
+    """Words of a row of one part, in a half of the columns of a tile."""
+    return tl.constexpr(4 if OF_K or TILE.fields == 1 else 2 if TILE.fields == 2 else 1)
+
+
+@triton.jit
+def halves_of(TILE, OF_K: tl.constexpr):
+    """Halves of columns that one part has: 32 codes of V of one bit are a word, and so each part is in one half."""
+    return tl.constexpr(1 if TILE.fields == 8 and not OF_K else 2)
+
+
+@triton.jit
 def rest_place(part, TILE, OF_K: tl.constexpr):
     """Where a record has the words of one part, [1, WORDS], and which of them exist."""
     ROWS: tl.constexpr = 8 // TILE.fields if OF_K else 8
-    QUADS: tl.constexpr = 4 if OF_K else 4 // TILE.fields
+    QUADS: tl.constexpr = quads_of(TILE, OF_K)
+    HALVES: tl.constexpr = 2 * halves_of(TILE, OF_K)
     at = tl.arange(0, TILE.exchange_words)[None, :]
-    quad, row = at // 4 % QUADS, at // (4 * QUADS) % ROWS
+    quad, row = at // HALVES % QUADS, at // (HALVES * QUADS) % ROWS
     if OF_K:
         row = row * TILE.fields + part
-    else:
+    elif HALVES == 4:
         quad = quad * TILE.fields + part
-    across = at // (4 * QUADS * ROWS) % TILE.across_pad
-    down = at // (4 * QUADS * ROWS * TILE.across_pad)
-    place = (down * TILE.across + across) * 128 + row * 16 + quad * 4 + at % 4
+    else:
+        quad = quad + part % 4
+    across = at // (HALVES * QUADS * ROWS) % TILE.across_pad
+    down = at // (HALVES * QUADS * ROWS * TILE.across_pad)
+    place = (down * TILE.across + across) * 128 + row * 16 + quad * 4 + at % HALVES
+    if HALVES == 2:
+        place += part // 4 * 2
     return place, (down < TILE.down) & (across < TILE.across)
 
 
@@ -78,8 +102,9 @@ def rest_place(part, TILE, OF_K: tl.constexpr):
 def to_rest_order(words, TILE, OF_K: tl.constexpr):
     """[PAGES, WORDS] in wire order to the order of a record."""
     ROWS: tl.constexpr = 8 // TILE.fields if OF_K else 8
-    QUADS: tl.constexpr = 4 if OF_K else 4 // TILE.fields
-    split = tl.reshape(words, (words.shape[0] * TILE.down_pad, 2, ROWS, TILE.across_pad, 2, QUADS))
+    QUADS: tl.constexpr = quads_of(TILE, OF_K)
+    HALVES: tl.constexpr = halves_of(TILE, OF_K)
+    split = tl.reshape(words, (words.shape[0] * TILE.down_pad, 2, ROWS, TILE.across_pad, HALVES, QUADS))
     return tl.reshape(tl.permute(split, (0, 3, 2, 5, 4, 1)), words.shape)
 
 
@@ -87,8 +112,9 @@ def to_rest_order(words, TILE, OF_K: tl.constexpr):
 def to_wire_order(words, TILE, OF_K: tl.constexpr):
     """Inverse of `to_rest_order`."""
     ROWS: tl.constexpr = 8 // TILE.fields if OF_K else 8
-    QUADS: tl.constexpr = 4 if OF_K else 4 // TILE.fields
-    split = tl.reshape(words, (words.shape[0] * TILE.down_pad, TILE.across_pad, ROWS, QUADS, 2, 2))
+    QUADS: tl.constexpr = quads_of(TILE, OF_K)
+    HALVES: tl.constexpr = halves_of(TILE, OF_K)
+    split = tl.reshape(words, (words.shape[0] * TILE.down_pad, TILE.across_pad, ROWS, QUADS, HALVES, 2))
     return tl.reshape(tl.permute(split, (0, 5, 2, 1, 4, 3)), words.shape)
 
 
@@ -289,26 +315,33 @@ def install(fmt: HackFormat, pages: Planes, page_ids: Tensor, planes: Planes) ->
 
 def export(fmt: HackFormat, pages: Planes, page_ids: Tensor) -> Planes:
     """The records of `page_ids` as planes [Hkv, P, *plane shape] in wire order."""
-    records = pages["k_codes"]
-    lead = (records.shape[1], page_ids.numel())
-    wire = {
-        plane.name: torch.empty((*lead, *plane.shape), dtype=plane.dtype, device=records.device) for plane in fmt.planes
-    }
+    wire = empty_wire(fmt, pages, page_ids)
     if page_ids.numel():
         exchange_launch(fmt, pages, page_ids, wire, installing=False).run()
     return wire
 
 
-def exchange_launch(fmt: HackFormat, pages: Planes, page_ids: Tensor, wire: Planes, *, installing: bool) -> Launch:
-    """The launch of `install` or `export`; `wire` is contiguous. Absent sums are passed as the codes, never accessed.
+def empty_wire(fmt: PageFormat, pages: Planes, page_ids: Tensor) -> Planes:
+    """Room for planes in wire order."""
+    records = pages["k_codes"]
+    lead = (records.shape[1], page_ids.numel())
+    return {
+        plane.name: torch.empty((*lead, *plane.shape), dtype=plane.dtype, device=records.device) for plane in fmt.planes
+    }
 
-    A program takes as many pages as it needs for every lane to load 16 bytes.
-    """
+
+def pages_together(*tiles: CodeTiles) -> tuple[int, int]:
+    """As many pages as a program needs for every lane to load 16 bytes, and its warps."""
+    words = min(tile.exchange_words for tile in tiles)
+    least = words // (32 * LANE_WORDS)
+    return 1 if least else padded(32 * LANE_WORDS // words), min(max(least, 1), MOST_WARPS)
+
+
+def exchange_launch(fmt: HackFormat, pages: Planes, page_ids: Tensor, wire: Planes, *, installing: bool) -> Launch:
+    """The launch of `install` or `export`; `wire` is contiguous. Absent sums are passed as the codes, never accessed."""
     records, layout, count = pages["k_codes"], page_layout(fmt), page_ids.numel()
     came = all(name in wire for name in SUM_PLANES)
-    words = min(layout.k_tiles.exchange_words, layout.v_tiles.exchange_words)
-    least = words // (32 * LANE_WORDS)
-    together = 1 if least else padded(32 * LANE_WORDS // words)
+    together, warps = pages_together(layout.k_tiles, layout.v_tiles)
     arguments = {
         **{name: wire[name] for name in ("k_codes", "k_min", "k_scale", "v_codes", "v_min", "v_scale")},
         "k_sums": wire["k_sums"] if came else wire["k_codes"],
@@ -324,4 +357,4 @@ def exchange_launch(fmt: HackFormat, pages: Planes, page_ids: Tensor, wire: Plan
     }
     grid = (-(-count // together), records.shape[1])
     registers = COUNTING_REGISTERS if arguments["COUNT"] else None
-    return Launch(exchange_kernel, grid, arguments, min(max(least, 1), MOST_WARPS), registers=registers)
+    return Launch(exchange_kernel, grid, arguments, warps, registers=registers)
