@@ -204,7 +204,7 @@ EXCHANGE: Final = tuple(
     for installing in (True, False)
 )
 
-PRESETS: Final = ((4, 4, Window(1, 1)), (3, 3, Window(1, 2)), (3, 2, Window(1, 2)), (2, 2, Window(1, 2)))
+PRESETS: Final = ((4, 4, Window()), (3, 3, Window(1, 2)), (3, 2, Window(1, 2)), (2, 2, Window(1, 2)))
 """Bits of K and V of `rot-*`, and what their queries see exactly."""
 LEVELS: Final = tuple(
     example

@@ -69,6 +69,11 @@ class CodeTiles:
         return -(-self.columns // TILE_COLUMNS)
 
     @property
+    def sharing(self) -> int:
+        """Column tiles that share a stored tile, padded."""
+        return min(self.column_fields, padded(self.column_tiles))
+
+    @property
     def levels(self) -> int:
         """The largest code."""
         return (1 << self.bits) - 1

@@ -102,8 +102,8 @@ def pair_in_token_order(first, second, W: tl.constexpr, N: tl.constexpr):
 def in_token_order(x, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """A tuple of token tiles [W, 16, N] -> [W, Π, N]."""
     if len(x) == 2:
-        return pair_in_token_order(x[0], x[1], W, N)
-    if len(x) == 4:
+        joined = pair_in_token_order(x[0], x[1], W, N)
+    elif len(x) == 4:
         joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))  # [W, 16, N, 2 of 32 tokens, 2 of 16]
         joined = tl.permute(joined, (0, 3, 4, 1, 2))
     else:

@@ -35,9 +35,7 @@ def total_of(sums):
 def last_sum(sums, TILE: tl.constexpr):
     """Σ of those of `sums`, a tuple over 32 columns, whose columns may lie in the last bit field."""
     STEP: tl.constexpr = TILE.column_fields
-    if len(sums) < STEP:
-        return sums[0]  # no columns do, and nobody asks
-    total = sums[STEP - 1]
+    total = sums[0] if len(sums) < STEP else sums[STEP - 1]  # in the first case no columns do, and nobody asks
     for i in tl.static_range(2 * STEP - 1, tl.constexpr(len(sums)), STEP):
         total += sums[i]
     return total
@@ -65,29 +63,28 @@ def load_tiles(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr)
 
 
 @triton.jit
-def plane_product(
-    total,
-    tiles,
-    operand,
-    flips,
-    TILE: tl.constexpr,
-    m: tl.constexpr,
-    SHIFT: tl.constexpr,
-    W: tl.constexpr,
-    N: tl.constexpr,
+def field_product(
+    tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, c: tl.constexpr, UNIT: tl.constexpr
 ):
-    """`total` INT32 [W, 16, N] and the codes of row tile `m` times `operand`, a tuple over 32 columns of INT8 [W, 32, N],
-    times 2^SHIFT. `tiles` are the stored tiles of the row of them in which `m` lies; `flips` is 128 Σ of the operand
-    over columns that may lie in the last bit field."""
+    """What `plane_product` adds for columns that lie in the fields c·Fr .. of stored tiles."""
     STEP: tl.constexpr = TILE.column_fields
     STEPS: tl.constexpr = TILE.column_tiles
-    for c in tl.static_range(STEP):
-        if c < STEPS:
-            f: tl.constexpr = c * TILE.row_fields + m % TILE.row_fields
-            dot = flips if f == TILE.fields - 1 else flips * 0
-            for step in tl.static_range(c, STEPS, STEP):
-                dot = tl.dot(masked(tiles[step // STEP], f, TILE), operand[step], dot, out_dtype=tl.int32)
-            total += dot << (SHIFT - TILE.bits * f)
+    f: tl.constexpr = c * TILE.row_fields + m % TILE.row_fields
+    dot = flips if f == TILE.fields - 1 else flips * 0
+    for step in tl.static_range(c, STEPS, STEP):
+        dot = tl.dot(masked(tiles[step // STEP], f, TILE), operand[step], dot, out_dtype=tl.int32)
+    return dot << (UNIT - TILE.bits * f)
+
+
+@triton.jit
+def plane_product(tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, UNIT: tl.constexpr):
+    """The codes of row tile `m` times `operand`, a tuple over 32 columns of INT8 [W, 32, N], times 2^UNIT: INT32
+    [W, 16, N]. `tiles` are the stored tiles of the row of them in which `m` lies; `flips` [W, 16, N] is 128 Σ of the
+    operand over columns that may lie in the last bit field."""
+    total = field_product(tiles, operand, flips, TILE, m, 0, UNIT)
+    for c in tl.static_range(1, tl.constexpr(TILE.column_fields)):
+        if c < TILE.column_tiles:
+            total += field_product(tiles, operand, flips, TILE, m, c, UNIT)
     return total
 
 
@@ -100,14 +97,12 @@ def unit_of(SIDE: tl.constexpr, m: tl.constexpr):
 
 
 @triton.jit
-def code_product(
-    low, top, operand, low_flips, top_flips, SIDE: tl.constexpr, m: tl.constexpr, W: tl.constexpr, N: tl.constexpr
-):
+def code_product(low, top, operand, low_flips, top_flips, SIDE: tl.constexpr, m: tl.constexpr):
     """Codes of row tile `m` times `operand`, exact in FP32 [W, 16, N]."""
     unit: tl.constexpr = unit_of(SIDE, m)
-    total = plane_product(tl.zeros((W, 16, N), tl.int32), low, operand, low_flips, SIDE.low, m, unit, W, N)
+    total = plane_product(low, operand, low_flips, SIDE.low, m, unit)
     if SIDE.split:
-        total = plane_product(total, top, operand, top_flips, SIDE.top, m, unit + 2, W, N)
+        total += plane_product(top, operand, top_flips, SIDE.top, m, unit + 2)
     return total.to(tl.float32) * (2.0**-unit)
 
 
@@ -115,7 +110,7 @@ def code_product(
 def row_of_tiles(tiles, m: tl.constexpr, TILE: tl.constexpr):
     """Of all stored tiles, those in whose row the row tile `m` lies."""
     row = ()
-    for i in tl.static_range(TILE.across):
+    for i in tl.static_range(tl.constexpr(TILE.across)):
         row = row + (tiles[m // TILE.row_fields * TILE.across + i],)
     return row
 
@@ -131,10 +126,10 @@ def level_scores(record, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.con
     low_flips = tl.broadcast_to(flips[0][:, None, :] * 128, (W, 16, N))
     top_flips = tl.broadcast_to(flips[1][:, None, :] * 128, (W, 16, N))
     scores = ()
-    for m in tl.static_range(LAYOUT.page_tokens // 16):
+    for m in tl.static_range(tl.constexpr(LAYOUT.page_tokens // 16)):
         low_row = row_of_tiles(low, m, SIDE.low)
         top_row = row_of_tiles(top, m, SIDE.top) if SIDE.split else low_row
-        dots = code_product(low_row, top_row, codes, low_flips, top_flips, SIDE, m, W, N)
+        dots = code_product(low_row, top_row, codes, low_flips, top_flips, SIDE, m)
         x = (dots - correction[:, None, :]) * q_scale[None, None, :]
         scores = scores + (x * scales[m][:, :, None],)
     return scores
@@ -180,7 +175,7 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
     top_flips = doubled(last_sum(sums, SIDE.top) * 128, W, N)
     p_scale = p_scale * share
     added = ()
-    for m in tl.static_range(LAYOUT.head_dim // 16):
+    for m in tl.static_range(tl.constexpr(LAYOUT.head_dim // 16)):
         if m % SIDE.low.row_fields == 0:
             low = load_tiles(record + SIDE.codes, m // SIDE.low.row_fields * SIDE.low.across, SIDE.low.across, W)
         if m == 0:
@@ -188,7 +183,7 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
         if SIDE.split:
             if m % SIDE.top.row_fields == 0:
                 top_row = load_tiles(record + SIDE.high, m // SIDE.top.row_fields * SIDE.top.across, SIDE.top.across, W)
-        dots = code_product(low, top_row, codes, low_flips, top_flips, SIDE, m, W, N)
+        dots = code_product(low, top_row, codes, low_flips, top_flips, SIDE, m)
         x = dots - doubled(correction, W, N)
         added = added + (out[m] * kept[:, None, :] + x * p_scale[:, None, :],)
     return new_top, weight * kept[:, None, :] + (p_total * share)[:, None, :], added

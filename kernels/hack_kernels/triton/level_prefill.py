@@ -26,7 +26,7 @@ def level_query_rows(q_rows, seen_rows, LAYOUT: tl.constexpr):
     """Rows of Q at `q_rows` [M]: codes, a tuple over 128 channels of INT8 [M, 128], or fewer; and of [M] FP32 their
     scale and z times their sum."""
     D: tl.constexpr = LAYOUT.head_dim
-    WIDTH: tl.constexpr = min(triton.next_power_of_2(D), CHANNELS_AT_ONCE)
+    WIDTH: tl.constexpr = CHANNELS_AT_ONCE if D > CHANNELS_AT_ONCE else triton.next_power_of_2(D)
     PIECES: tl.constexpr = triton.cdiv(D, WIDTH)
     ROWS: tl.constexpr = q_rows.shape[0]
     size = tl.zeros((ROWS,), tl.float32)
@@ -49,16 +49,18 @@ def level_query_rows(q_rows, seen_rows, LAYOUT: tl.constexpr):
 @triton.jit
 def columns_of(x, c: tl.constexpr, TILE: tl.constexpr):
     """Of x [M, C], those columns whose codes lie in the fields c·Fr .. of stored tiles: [M, C / Fc], 32 together."""
-    SHARING: tl.constexpr = min(TILE.column_fields, triton.next_power_of_2(TILE.column_tiles))
+    SHARING: tl.constexpr = TILE.sharing
     M: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     if SHARING == 1:
-        return x
-    if SHARING == 2:
+        part = x
+    elif SHARING == 2:
         split = tl.permute(tl.reshape(x, (M, C // 64, 2, 32)), (0, 1, 3, 2))
-        return tl.reshape(tl.split(split)[c], (M, C // 2))
-    split = tl.permute(tl.reshape(x, (M, C // 128, 2, 2, 32)), (0, 1, 4, 2, 3))
-    return tl.reshape(tl.split(tl.split(split)[c % 2])[c // 2], (M, C // 4))
+        part = tl.reshape(tl.split(split)[c], (M, C // 2))
+    else:
+        split = tl.permute(tl.reshape(x, (M, C // 128, 2, 2, 32)), (0, 1, 4, 2, 3))
+        part = tl.reshape(tl.split(tl.split(split)[c % 2])[c // 2], (M, C // 4))
+    return part
 
 
 @triton.jit
@@ -69,7 +71,7 @@ def add_product(
     """`total` FP32 [M, R] and UP times `operand` INT8 [M, C] times code rows 16·`first`.., FIELDS fields of DOWN rows of
     stored tiles, and columns from tile `first_across` on; exact."""
     row = tl.arange(0, DOWN * FIELDS * 16)
-    for c in tl.static_range(TILE.column_fields):
+    for c in tl.static_range(tl.constexpr(TILE.column_fields)):
         if c < TILE.column_tiles:
             first_field = c * TILE.row_fields + first % TILE.row_fields
             part = columns_of(operand, c, TILE)
@@ -105,8 +107,8 @@ def add_side(dots, operand, record, SIDE: tl.constexpr, first, TILES: tl.constex
     `piece`-th part of PIECES."""
     LOW: tl.constexpr = SIDE.low
     TOP: tl.constexpr = SIDE.top
-    LOW_FIELDS: tl.constexpr = min(LOW.row_fields, TILES)
-    TOP_FIELDS: tl.constexpr = min(TOP.row_fields, TILES)
+    LOW_FIELDS: tl.constexpr = LOW.row_fields if LOW.row_fields < TILES else TILES
+    TOP_FIELDS: tl.constexpr = TOP.row_fields if TOP.row_fields < TILES else TILES
     LOW_ACROSS: tl.constexpr = LOW.across // PIECES
     TOP_ACROSS: tl.constexpr = TOP.across // PIECES
     dots = add_product(

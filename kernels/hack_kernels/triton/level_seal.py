@@ -133,7 +133,7 @@ def pack_plane(codes, rest, SHIFT: tl.constexpr, TILE: tl.constexpr, ROW: tl.con
     local = tl.arange(0, TILE.field_rows)[:, None]
     for across in range(TILE.across):
         packed = tl.zeros((TILE.field_rows, 32), tl.int32)
-        for field in tl.static_range(TILE.fields):
+        for field in tl.static_range(tl.constexpr(TILE.fields)):
             row = (local // 16 * TILE.row_fields + field % TILE.row_fields) * 16 + local % 16
             column = (across * TILE.column_fields + field // TILE.row_fields) * 32 + tl.arange(0, 32)[None, :]
             seen = (row < TILE.rows) & (column < TILE.columns)
@@ -157,10 +157,10 @@ def seal_side(
         tl.store(scales + unit_place(token, 0), stored(scale * SIDE.stretch))
         tl.debug_barrier()
         for first in range(0, PI, TOKENS_AT_ONCE):
-            token = first + tl.arange(0, TOKENS_AT_ONCE)
-            at = scales + unit_place(token, 0)
+            some = first + tl.arange(0, TOKENS_AT_ONCE)
+            at = scales + unit_place(some, 0)
             begin = tl.load(at).to(tl.float32)
-            tl.store(at, fed_codes(rows + token * token_stride, codes + token * D, begin, gains, weights, SIDE, D))
+            tl.store(at, fed_codes(rows + some * token_stride, codes + some * D, begin, gains, weights, SIDE, D))
     else:
         half = stored(scale)
         tl.store(scales + unit_place(token, 0), half)
