@@ -31,6 +31,7 @@ from hack_kernels.triton.prefill import prefill_launch, prompt_launch
 from hack_kernels.triton.rows import ROWS_AT_ONCE, rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
+from hack_kernels.triton.turn import turn_launch
 from hack_kernels.window import Window
 from torch import Tensor
 
@@ -136,6 +137,13 @@ def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
     )
 
 
+def turn(head_dim: int, group: int) -> Example:
+    """Query heads of 32 sequences."""
+    x = _empty(32, KV_HEADS * group, head_dim, dtype=torch.float32)
+    matrices = _empty(KV_HEADS, head_dim, head_dim, dtype=torch.float32)
+    return Example(f"turn D={head_dim} G={group}", turn_launch(x, matrices, None, torch.empty_like(x)))
+
+
 def _pool(fmt: HackFormat | LevelFormat, tokens: int) -> Pool:
     """A pool of one slot, with pages for `tokens` tokens."""
     shape = (1, KV_HEADS, fmt.window.pages * fmt.page_tokens, fmt.head_dim)
@@ -212,8 +220,9 @@ LEVELS: Final = tuple(
     for k_bits, v_bits, window in PRESETS
     for example in levels(LevelFormat(d, 64, k_bits, v_bits, window), group)
 )
+TURN: Final = (turn(128, 4), turn(64, 3))
 
-EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL, *EXCHANGE, *LEVELS)
+EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL, *EXCHANGE, *LEVELS, *TURN)
 """What the tool prints unless told otherwise; add a kernel's examples here."""
 
 

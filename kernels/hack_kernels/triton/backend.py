@@ -46,6 +46,7 @@ from hack_kernels.triton.levels import LevelTriton
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace
 from hack_kernels.triton.support import missing
+from hack_kernels.triton.turn import TurnedHeads
 
 PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"
 """Environment variable that says how prompts are attended to: homomorphic (default) or exact."""
@@ -138,6 +139,10 @@ class _OnReference:
         self.spans = Spans(starts, counts, offsets, places.view_as(spans.table).cpu(), slots)
 
 
+class TritonRows(TurnedHeads, Rowwise):
+    """Implements `RowKernels`: heads turn in one launch, the rest is torch's."""
+
+
 class TritonBackend:
     """Implements `Backend`; all arguments lie on `device`. Formats without kernels run in torch on that device."""
 
@@ -146,7 +151,7 @@ class TritonBackend:
 
     def __init__(self, device: torch.device, prefill: Prefill = Prefill.HOMOMORPHIC) -> None:
         self.device = device
-        self.rows: RowKernels = Rowwise()
+        self.rows: RowKernels = TritonRows()
         self.prefill = prefill
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self.workspace = Workspace(device, PROGRAMS_PER_PROCESSOR * processors)
