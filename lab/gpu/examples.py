@@ -127,13 +127,15 @@ def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
     wire = {p.name: _empty(KV_HEADS, count, *p.shape, dtype=p.dtype) for p in fmt.planes}
     moves = [level_exchange_launch(fmt, pool.planes, ids, wire, installing=installing) for installing in (True, False)]
     code_bytes = _code_bytes(fmt)
+    # Highest bits of V: 32 tokens of a channel are one word, so lanes move words and pairs of words.
+    narrow = (fmt.v_bits == 3) * fmt.page_tokens * fmt.head_dim // 8
     return (
         Example(f"decode {name} G={group}", decoding, fmt.page_tokens, decoding.warps * code_bytes, int8=True),
         Example(f"prefill {name} G={group}", prompt, 0, code_bytes, int8=True),
         Example(f"seal {name}", seals[0]),
         Example(f"seal {name} feedback", seals[1]),
-        Example(f"install {name}", moves[0], 0, moves[0].arguments["PAGES"] * code_bytes),
-        Example(f"export {name}", moves[1], 0, moves[1].arguments["PAGES"] * code_bytes),
+        Example(f"install {name}", moves[0], 0, moves[0].arguments["PAGES"] * (code_bytes - narrow)),
+        Example(f"export {name}", moves[1], 0, moves[1].arguments["PAGES"] * (code_bytes - narrow)),
     )
 
 

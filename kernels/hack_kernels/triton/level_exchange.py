@@ -83,7 +83,7 @@ def level_exchange_launch(
     """The launch of `install_levels` or `export_levels`; `wire` is contiguous. Planes that a format lacks are passed as
     the codes, never accessed."""
     records, layout, count = pages["k_codes"], level_layout(fmt), page_ids.numel()
-    together, warps = pages_together(layout.k.low, layout.v.low)
+    together, warps = pages_together(layout.k.low, layout.v.low, *([layout.k.top] if layout.k.split else []))
     arguments = {
         **{name: wire[name] for name in ("k_codes", "k_scale", "v_codes", "v_scale")},
         "k_high": wire.get("k_high", wire["k_codes"]),

@@ -9,7 +9,7 @@ import torch
 from hack_kernels.base import Rows
 from hack_kernels.level_format import HEAD_DIMS, LEVEL_BITS, PAGE_TOKENS, LevelFormat
 from hack_kernels.window import Window
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.hack_kernels.level_pairs import (
@@ -47,7 +47,7 @@ def test_bytes_equal_the_definition(fmt: LevelFormat, fed: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.0, 2.0**-24, 1e-3, 300.0, 60000.0, torch.inf])
+@pytest.mark.parametrize("scale", [0.0, 2.0**-24, 300.0, torch.inf])
 @pytest.mark.parametrize("bits", LEVEL_BITS)
 def test_bytes_equal_the_definition_at_extreme_scales(bits: int, scale: float) -> None:
     for fed in (None, feedback_of(metrics(5, HEADS, 64))):
@@ -65,8 +65,7 @@ def test_pages_move_between_the_definition_and_triton(fmt: LevelFormat) -> None:
     assert_pages_move(kernels_of(BACKEND, fmt), fmt)
 
 
-@pytest.mark.parametrize("group", [3, 1, 8])
-@pytest.mark.parametrize("fmt", [*FORMATS, *WINDOWED], ids=str)
+@pytest.mark.parametrize(("fmt", "group"), list(zip([*WINDOWED, *FORMATS], itertools.cycle((3, 1, 8)))), ids=str)
 def test_attention_agrees_with_the_definition(fmt: LevelFormat, group: int) -> None:
     assert_attention_agrees(kernels_of(BACKEND, fmt), fmt, group, (-7, -fmt.page_tokens - 7), heads=1)
 
@@ -85,6 +84,8 @@ def test_queries_and_outputs_have_the_models_type(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
+@example(window=Window(1, 1), pairs=[(0, 1), (33, 1), (100, 1), (140, 1)], decodes=True)
+@example(window=Window(2, 1), pairs=[(33, 70), (0, 40)], decodes=False)
 @given(
     window=st.sampled_from(WINDOWS),
     pairs=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=3),
@@ -95,11 +96,6 @@ def test_windows_agree_with_the_definition_for_any_batch(
 ) -> None:
     fmt = LevelFormat(64, 32, 3, 2, window)
     assert_batch_agrees(kernels_of(BACKEND, fmt), fmt, pairs, decodes=decodes)
-
-
-def test_a_window_for_sequences_shorter_and_longer_than_it() -> None:
-    fmt = LevelFormat(64, 32, 2, 2, Window(1, 1))
-    assert_batch_agrees(kernels_of(BACKEND, fmt), fmt, [(0, 1), (33, 1), (100, 1), (140, 1)], decodes=True)
 
 
 def test_any_bytes_survive_the_way_there_and_back() -> None:
