@@ -123,7 +123,7 @@ def mixed(c: Moments) -> list[Kv]:
 
 
 def sealed(c: Moments) -> list[Kv]:
-    """K as the codecs `rot-*` seal it, the same with scales in FP8 (`fp8-`), and as before scales were refitted (`unfit-`)."""
+    """K as the codecs `rot-*` seal it; with scales in FP8 (`fp8-`); as before scales were refitted (`unfit-`)."""
     b, d = basis(c.kk, c.qq, c.k_mean), c.kk.shape[-1]
     out = []
     for k_bits, v_bits in PAIRS:

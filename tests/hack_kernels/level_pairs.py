@@ -61,9 +61,11 @@ def assert_extremes_agree(backend: Backend, fmt: LevelFormat, scale: float, feed
     assert_bytes_agree(kernels_of(backend, fmt, feedback), fmt, k, v)
 
 
-def assert_attention_agrees(both: Pair, fmt: LevelFormat, group: int, begins: Sequence[int], heads: int = HEADS) -> None:
-    """Prompts of which rows begins[i].. are new, some relative to the end, and decode of the last row; weights near a tie
-    may turn either way."""
+def assert_attention_agrees(
+    both: Pair, fmt: LevelFormat, group: int, begins: Sequence[int], heads: int = HEADS
+) -> None:
+    """Prompts of which rows begins[i].. are new, counted from the end if negative, and decode of the last row; weights
+    near a tie may turn either way."""
     pages = fmt.window.pages + 1
     n = pages * fmt.page_tokens + 5
     k, v = (random_rows(seed, n, heads, fmt.head_dim).half() for seed in (1, 2))

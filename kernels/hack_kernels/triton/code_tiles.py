@@ -6,8 +6,8 @@ have 512 bytes, and a byte holds one code of F = 8/bits code tiles, each in its 
 
     stored tile (j, t), field f = c·Fr + r   is   code tile (row j·Fr + r, column t·Fc + c)
 
-with Fr = min(F, rows/16 as a power of two) and Fc = F/Fr. Code tiles past the matrix are empty: their codes are 0. Within a stored tile,
-lane l of a warp owns bytes 16·l .. 16·l+15, and byte b of lane l is
+with Fr = min(F, rows/16 as a power of two) and Fc = F/Fr. Code tiles past the matrix are empty: their codes are 0.
+Within a stored tile, lane l of a warp owns bytes 16·l .. 16·l+15, and byte b of lane l is
 
     row l//4 + 8·(b//4 % 2), column 4·(l % 4) + b % 4 + 16·(b//8)
 

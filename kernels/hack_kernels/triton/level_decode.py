@@ -50,7 +50,12 @@ def level_query_columns(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.c
     for step in tl.static_range(tl.constexpr(len(codes))):
         sums = sums + (tl.sum(codes[step].to(tl.int32), 1),)
     zero: tl.constexpr = LAYOUT.k.zero
-    return codes, scale, zero * total_of(sums).to(tl.float32), (last_sum(sums, LAYOUT.k.low), last_sum(sums, LAYOUT.k.top))
+    return (
+        codes,
+        scale,
+        zero * total_of(sums).to(tl.float32),
+        (last_sum(sums, LAYOUT.k.low), last_sum(sums, LAYOUT.k.top)),
+    )
 
 
 @triton.jit
@@ -63,9 +68,7 @@ def load_tiles(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr)
 
 
 @triton.jit
-def field_product(
-    tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, c: tl.constexpr, UNIT: tl.constexpr
-):
+def field_product(tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, c: tl.constexpr, UNIT: tl.constexpr):
     """What `plane_product` adds for columns that lie in the fields c·Fr .. of stored tiles."""
     STEP: tl.constexpr = TILE.column_fields
     STEPS: tl.constexpr = TILE.column_tiles
@@ -180,9 +183,8 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
             low = load_tiles(record + SIDE.codes, m // SIDE.low.row_fields * SIDE.low.across, SIDE.low.across, W)
         if m == 0:
             top_row = low
-        if SIDE.split:
-            if m % SIDE.top.row_fields == 0:
-                top_row = load_tiles(record + SIDE.high, m // SIDE.top.row_fields * SIDE.top.across, SIDE.top.across, W)
+        if SIDE.split and m % SIDE.top.row_fields == 0:
+            top_row = load_tiles(record + SIDE.high, m // SIDE.top.row_fields * SIDE.top.across, SIDE.top.across, W)
         dots = code_product(low, top_row, codes, low_flips, top_flips, SIDE, m)
         x = dots - doubled(correction, W, N)
         added = added + (out[m] * kept[:, None, :] + x * p_scale[:, None, :],)

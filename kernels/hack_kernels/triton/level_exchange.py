@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hack_kernels.base import Planes
 from hack_kernels.level_format import LevelFormat
-from hack_kernels.triton.exchange import empty_wire, export_codes, install_codes, load_wire, move, pages_together
+from hack_kernels.triton.exchange import empty_wire, move, pages_together
+from hack_kernels.triton.exchange_codes import export_codes, install_codes, load_wire
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.level_layout import level_layout
 

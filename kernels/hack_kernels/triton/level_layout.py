@@ -118,7 +118,7 @@ class LevelLayout:
         return found
 
     def pages(self, records: Tensor) -> Planes:
-        """Planes as views into records uint8 [N, Hkv, nbytes]: codes [N, Hkv, bytes], scales [N, Hkv, Π/32, 8, 2, 2]."""
+        """Planes as views into records uint8 [N, Hkv, nbytes]: codes [N, Hkv, bytes], others as `unit_plane`."""
         planes = Planes()
         for name, side in (("k", self.k), ("v", self.v)):
             planes[f"{name}_codes"] = records[..., side.codes : side.high]
@@ -169,5 +169,3 @@ def _coded(fmt: LevelFormat) -> list[tuple[str, CodeTiles, int, int]]:
         for (plane, width), tiles in zip(code_planes(name, bits), (side.low, side.top), strict=False):
             found.append((plane, tiles, width, axis))
     return found
-
-

@@ -1,21 +1,18 @@
-"""Prefill on pages of levels: what `prefill.py` asks of a kind of page, for codes around zero with a scale per token."""
+"""Prefill on pages of levels: what `prefill.py` asks of a kind of page, for codes around zero."""
 
 from __future__ import annotations
-
-from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
 from hack_kernels.level_format import LevelFormat
-from hack_kernels.triton.code_tiles import padded
 from hack_kernels.triton.level_layout import level_layout
 from hack_kernels.triton.prefill import PromptReader
-from hack_kernels.triton.prefill_tiling import OWN_ROWS, QUERY_ROWS, TILES_AT_ONCE, Tiling, channels_of
+from hack_kernels.triton.prefill_tiling import OWN_ROWS, QUERY_ROWS, TILES_AT_ONCE, Tiling
 from hack_kernels.triton.quantize import divided
 from hack_kernels.triton.query import query_levels, query_scale
-from hack_kernels.triton.tiles import field_of, linear, load_codes, unit_place
+from hack_kernels.triton.tiles import linear, load_codes, unit_place
 
 CHANNELS_AT_ONCE = tl.constexpr(128)
 """Channels of K that are multiplied at once: tiles that a load of codes takes."""
@@ -68,8 +65,8 @@ def add_product(
     total, operand, codes, UP: tl.constexpr, TILE: tl.constexpr, first, FIELDS: tl.constexpr, DOWN: tl.constexpr,
     first_across, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """`total` FP32 [M, R] and UP times `operand` INT8 [M, C] times code rows 16·`first`.., FIELDS fields of DOWN rows of
-    stored tiles, and columns from tile `first_across` on; exact."""
+    """`total` FP32 [M, R] and UP times `operand` INT8 [M, C] times codes: of rows from row tile `first` on, FIELDS
+    fields of DOWN rows of stored tiles; of columns, ACROSS stored tiles from `first_across` on. It is exact."""
     row = tl.arange(0, DOWN * FIELDS * 16)
     for c in tl.static_range(tl.constexpr(TILE.column_fields)):
         if c < TILE.column_tiles:

@@ -190,7 +190,7 @@ def level_seal_kernel(
     FED: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Grid (pages, KV heads, 2): K or V of one page of one head. `codes` is room for their bytes [pages, heads, 2, Π, D];
+    """Grid (pages, KV heads, 2): K or V of one page of one head. `codes` is room for bytes [pages, heads, 2, Π, D];
     feedback is that of the model's head `head_start` on."""
     D: tl.constexpr = LAYOUT.head_dim
     page, head, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)

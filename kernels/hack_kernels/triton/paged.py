@@ -157,8 +157,8 @@ def decode_kernel(
 
     keys, values: pools [pages, HEADS, ...] with strides `page_stride` and HEAD_STRIDE; table int64 [batch, ...],
     or [batch, HEADS, ...] with BY_HEAD, contiguous;
-    starts, slots int64 [batch]; open_k, open_v [slots, HEADS, WINDOW.pages·PI, D]; q, out [batch, HEADS·GROUP, D], with Q_GAP
-    elements between the queries of one sequence and of the next; partials FP32
+    starts, slots int64 [batch]; open_k, open_v [slots, HEADS, WINDOW.pages·PI, D]; q, out [batch, HEADS·GROUP, D],
+    with Q_GAP elements between the queries of one sequence and of the next; partials FP32
     [parts, grid[0], 2, (D + 32)·N]; tickets int32 [batch, grid[0]], zero before and after.
     """
     BLOCKS: tl.constexpr = (GROUP + N - 1) // N

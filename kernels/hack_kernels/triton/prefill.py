@@ -143,9 +143,7 @@ def prefill_kernel(
             model_head = head_start + head
             scores = code_scores(query, early_k, k, token, start, end, row_stride, model_head, layer, seed, LAYOUT)
         else:
-            scores = exact_scores(
-                q + tile + at, seen_rows, early_k, k, token, start, end, row_stride, EXACT_QK, LAYOUT
-            )
+            scores = exact_scores(q + tile + at, seen_rows, early_k, k, token, start, end, row_stride, EXACT_QK, LAYOUT)
         scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
         state = add_rows(state, scores, early_v, v, token, start, end, row_stride, first_block, TILING, LAYOUT)
 
@@ -174,9 +172,7 @@ def attn_prefill(fmt: HackFormat, layer: int, pool: Pool, spans: Spans, q: Tenso
     return attn_prompt(reader_of(fmt, q.dtype), layer, pool, spans, q, k, v)
 
 
-def attn_prompt(
-    reader: PromptReader, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
+def attn_prompt(reader: PromptReader, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`attn_prefill` of any kind of page."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)

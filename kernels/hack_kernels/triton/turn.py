@@ -1,4 +1,4 @@
-"""Rotation of heads, `RowKernels.turn_heads`, in one launch: what codecs `rot-*` do to Q and K before they are quantized.
+"""Rotation of heads, `RowKernels.turn_heads`, in one launch: codecs `rot-*` do it to Q and K.
 
 In FP32 with sums in one order, so that a row does not depend on the rows beside it.
 """

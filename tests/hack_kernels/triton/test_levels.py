@@ -39,7 +39,9 @@ SHAPES = [(d, pi, 3, 3) for d, pi in itertools.product(HEAD_DIMS, PAGE_TOKENS)]
 FORMATS = [LevelFormat(64, 32, 3, 2), *(LevelFormat(*s) for s in (*SHAPES, *WIDTHS, (80, 64, 4, 4), (128, 64, 4, 4)))]
 
 
-@pytest.mark.parametrize(("fmt", "fed"), [(LevelFormat(64, 32, 2, 3), True), *((fmt, False) for fmt in FORMATS)], ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "fed"), [(LevelFormat(64, 32, 2, 3), True), *((fmt, False) for fmt in FORMATS)], ids=str
+)
 def test_bytes_equal_the_definition(fmt: LevelFormat, fed: bool) -> None:
     feedback = feedback_of(metrics(4, 1, fmt.head_dim)) if fed else None
     k, v = (random_rows(seed, fmt.page_tokens, 1, fmt.head_dim).half() for seed in (1, 2))
