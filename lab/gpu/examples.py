@@ -120,10 +120,10 @@ def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
     spans = _one_sequence(TOKENS // fmt.page_tokens)
     reader = level_prompt_reader(fmt, q.dtype)
     prompt = prompt_launch(reader, 0, pool, spans, q, k, v, torch.empty_like(q))
-    pages = [_empty(count, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2)]
+    page_k, page_v = (_empty(count, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
     square = _empty(KV_HEADS, fmt.head_dim, fmt.head_dim, dtype=torch.float32)
     fed = Feedback(square, square[:, 0])
-    seals = [level_seal_launch(fmt, pool, ids, *pages, feedback) for feedback in (None, fed)]
+    seals = [level_seal_launch(fmt, pool, ids, page_k, page_v, feedback) for feedback in (None, fed)]
     wire = {p.name: _empty(KV_HEADS, count, *p.shape, dtype=p.dtype) for p in fmt.planes}
     moves = [level_exchange_launch(fmt, pool.planes, ids, wire, installing=installing) for installing in (True, False)]
     code_bytes = _code_bytes(fmt)
@@ -150,9 +150,9 @@ def _pool(fmt: HackFormat | LevelFormat, tokens: int) -> Pool:
     """A pool of one slot, with pages for `tokens` tokens."""
     shape = (1, KV_HEADS, fmt.window.pages * fmt.page_tokens, fmt.head_dim)
     open_k, open_v = (_empty(*shape, dtype=torch.float16) for _ in range(2))
-    count = tokens // fmt.page_tokens
-    new = new_pages if isinstance(fmt, HackFormat) else new_level_pages
-    return Pool(new(fmt, count, KV_HEADS, "meta"), open_k, open_v, 0, fmt.window)
+    size = (tokens // fmt.page_tokens, KV_HEADS, "meta")
+    planes = new_pages(fmt, *size) if isinstance(fmt, HackFormat) else new_level_pages(fmt, *size)
+    return Pool(planes, open_k, open_v, 0, fmt.window)
 
 
 def _one_step(fmt: HackFormat | LevelFormat, group: int) -> tuple[Spans, Tensor, Tensor, Workspace]:

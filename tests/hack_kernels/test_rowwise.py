@@ -36,7 +36,8 @@ def kernels(request: pytest.FixtureRequest) -> RowKernels:
 def turning(request: pytest.FixtureRequest) -> RowKernels:
     """Of backends that turn heads themselves."""
     if request.param == "triton":
-        return pytest.importorskip("hack_kernels.triton.backend").TritonBackend(torch.device("cpu")).rows
+        found: RowKernels = pytest.importorskip("hack_kernels.triton.backend").TritonBackend(torch.device("cpu")).rows
+        return found
     return cpu.CpuBackend(request.param, threads=2).rows
 
 

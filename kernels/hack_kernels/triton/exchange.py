@@ -96,6 +96,17 @@ def move(wire, rest, present, INSTALL: tl.constexpr, STEP: tl.constexpr, LAYOUT:
         tl.store(wire[:, None] + at, tl.load(rest[:, None] + STEP * place, mask=seen), mask=seen)
 
 
+@triton.jit
+def block_of_pages(page_ids, records, count, page_stride, PAGES: tl.constexpr, LAYOUT: tl.constexpr):
+    """PAGES pages of a program of a grid (blocks of pages, KV heads): which exist [PAGES, 1], their records, and their
+    numbers in planes [heads, count, ...] in wire order."""
+    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    present = (page < count)[:, None]
+    ids = tl.load(page_ids + page, mask=page < count, other=0)
+    record = records + ids * page_stride + tl.program_id(1) * LAYOUT.nbytes
+    return present, record, tl.program_id(1).to(tl.int64) * count + page
+
+
 @triton.jit(do_not_specialize=["count"])
 def exchange_kernel(
     k_codes,
@@ -117,11 +128,7 @@ def exchange_kernel(
 ):
     """Grid (blocks of PAGES pages, KV heads); wire planes are contiguous [heads, count, ...]. COUNT: install sums that
     did not travel."""
-    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    present = (page < count)[:, None]
-    ids = tl.load(page_ids + page, mask=page < count, other=0)
-    record = records + ids * page_stride + tl.program_id(1) * LAYOUT.nbytes
-    index = tl.program_id(1).to(tl.int64) * count + page
+    present, record, index = block_of_pages(page_ids, records, count, page_stride, PAGES, LAYOUT)
     K: tl.constexpr = LAYOUT.k_tiles
     V: tl.constexpr = LAYOUT.v_tiles
     k_rows: tl.constexpr = LAYOUT.page_tokens * LAYOUT.groups

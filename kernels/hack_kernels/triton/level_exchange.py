@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hack_kernels.base import Planes
 from hack_kernels.level_format import LevelFormat
-from hack_kernels.triton.exchange import empty_wire, move, pages_together
+from hack_kernels.triton.exchange import block_of_pages, empty_wire, move, pages_together
 from hack_kernels.triton.exchange_codes import export_codes, install_codes, load_wire
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.level_layout import level_layout
@@ -55,11 +55,7 @@ def level_exchange_kernel(
     LAYOUT: tl.constexpr,
 ):
     """Grid (blocks of PAGES pages, KV heads); wire planes are contiguous [heads, count, ...]."""
-    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    present = (page < count)[:, None]
-    ids = tl.load(page_ids + page, mask=page < count, other=0)
-    record = records + ids * page_stride + tl.program_id(1) * LAYOUT.nbytes
-    index = tl.program_id(1).to(tl.int64) * count + page
+    present, record, index = block_of_pages(page_ids, records, count, page_stride, PAGES, LAYOUT)
     move_side(k_codes, k_high, k_scale, record, index, present, INSTALL, LAYOUT.k, True, LAYOUT)
     move_side(v_codes, v_high, v_scale, record, index, present, INSTALL, LAYOUT.v, False, LAYOUT)
 

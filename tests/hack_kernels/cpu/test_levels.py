@@ -14,19 +14,7 @@ from hack_kernels.window import Window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.hack_kernels.level_pairs import (
-    HEADS,
-    WINDOWED,
-    WINDOWS,
-    assert_attention_agrees,
-    assert_batch_agrees,
-    assert_bytes_agree,
-    assert_extremes_agree,
-    assert_feedback_goes_by_layer_and_head,
-    assert_pages_move,
-    kernels_of,
-    relative,
-)
+from tests.hack_kernels import level_pairs as pairs
 from tests.hack_kernels.pools import random_rows
 from tests.hack_kernels.test_levels import add_row, feedback_of, filled, metrics, one_span
 
@@ -37,62 +25,62 @@ FORMATS = [LevelFormat(*s) for s in (*SHAPES, *((64, 32, k, v) for k, v in itert
 @pytest.mark.parametrize("fed", [False, True])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_bytes_equal_the_definition(backend: cpu.CpuBackend, fmt: LevelFormat, fed: bool) -> None:
-    feedback = feedback_of(metrics(4, HEADS, fmt.head_dim)) if fed else None
-    k, v = (random_rows(seed, 3 * fmt.page_tokens, HEADS, fmt.head_dim).half() for seed in (1, 2))
-    assert_bytes_agree(kernels_of(backend, fmt, feedback), fmt, k, v)
+    feedback = feedback_of(metrics(4, pairs.HEADS, fmt.head_dim)) if fed else None
+    k, v = (random_rows(seed, 3 * fmt.page_tokens, pairs.HEADS, fmt.head_dim).half() for seed in (1, 2))
+    pairs.assert_bytes_agree(pairs.kernels_of(backend, fmt, feedback), fmt, k, v)
 
 
 @pytest.mark.parametrize("scale", [0.0, 2.0**-24, 2.0**-14, 1e-3, 300.0, 15000.0, 60000.0, torch.inf])
 def test_bytes_equal_the_definition_at_extreme_scales(backend: cpu.CpuBackend, scale: float) -> None:
-    for bits, fed in itertools.product(LEVEL_BITS, (None, feedback_of(metrics(5, HEADS, 64)))):
-        assert_extremes_agree(backend, LevelFormat(64, 32, bits, bits), scale, fed)
+    for bits, fed in itertools.product(LEVEL_BITS, (None, feedback_of(metrics(5, pairs.HEADS, 64)))):
+        pairs.assert_extremes_agree(backend, LevelFormat(64, 32, bits, bits), scale, fed)
 
 
 @pytest.mark.parametrize("group", [1, 3, 7])
-@pytest.mark.parametrize("fmt", [*FORMATS[:: len(PAGE_TOKENS) - 1], *WINDOWED], ids=str)
+@pytest.mark.parametrize("fmt", [*FORMATS[:: len(PAGE_TOKENS) - 1], *pairs.WINDOWED], ids=str)
 def test_attention_agrees_with_the_definition(backend: cpu.CpuBackend, fmt: LevelFormat, group: int) -> None:
     """Prompts that begin inside pages and at their edges, and decode."""
     pi, pages = fmt.page_tokens, fmt.window.pages + 1
     begins = (0, 3, pi - 1, pi, pi + 2, pages * pi - 1, -1)
-    assert_attention_agrees(kernels_of(backend, fmt), fmt, group, begins)
+    pairs.assert_attention_agrees(pairs.kernels_of(backend, fmt), fmt, group, begins)
 
 
 def test_feedback_goes_by_the_layer_and_the_heads_of_the_model(backend: cpu.CpuBackend) -> None:
     fmt = LevelFormat(64, 32, 2, 2)
-    assert_feedback_goes_by_layer_and_head(kernels_of(backend, fmt), fmt)
+    pairs.assert_feedback_goes_by_layer_and_head(pairs.kernels_of(backend, fmt), fmt)
 
 
 @pytest.mark.parametrize("bits", LEVEL_BITS)
 def test_pages_move_between_the_definition_and_cpp(backend: cpu.CpuBackend, bits: int) -> None:
     fmt = LevelFormat(96, 64, bits, bits)
-    assert_pages_move(kernels_of(backend, fmt), fmt)
+    pairs.assert_pages_move(pairs.kernels_of(backend, fmt), fmt)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    window=st.sampled_from(WINDOWS),
-    pairs=st.lists(st.tuples(st.integers(0, 250), st.integers(1, 80)), min_size=1, max_size=3),
+    window=st.sampled_from(pairs.WINDOWS),
+    spans=st.lists(st.tuples(st.integers(0, 250), st.integers(1, 80)), min_size=1, max_size=3),
     decodes=st.booleans(),
 )
 def test_windows_agree_with_the_definition_for_any_batch(
-    window: Window, pairs: list[tuple[int, int]], decodes: bool
+    window: Window, spans: list[tuple[int, int]], decodes: bool
 ) -> None:
     fmt = LevelFormat(64, 32, 3, 2, window)
-    assert_batch_agrees(kernels_of(cpu.create(), fmt), fmt, pairs, decodes=decodes)
+    pairs.assert_batch_agrees(pairs.kernels_of(cpu.create(), fmt), fmt, spans, decodes=decodes)
 
 
 @pytest.mark.parametrize("window", [Window(), Window(1, 2)], ids=str)
 def test_a_result_does_not_depend_on_threads(backend: cpu.CpuBackend, window: Window) -> None:
     fmt = LevelFormat(64, 32, 3, 2, window)
-    ours, _ = kernels_of(backend, fmt)
-    k, v = (random_rows(seed, 999, HEADS, 64).half() for seed in (1, 2))
+    ours, _ = pairs.kernels_of(backend, fmt)
+    k, v = (random_rows(seed, 999, pairs.HEADS, 64).half() for seed in (1, 2))
     pool, q = filled(ours, fmt, k[:998], v[:998]), random_rows(3, 1, 8, 64)
     add_row(pool, 998, k[998], v[998])
     backend.threads = 1
     alone = ours.attend(0, pool, one_span(998, 1, 31), Rows(q))
     for threads in (2, 7):
         backend.threads = threads
-        assert relative(ours.attend(0, pool, one_span(998, 1, 31), Rows(q)), alone) < 1e-6
+        assert pairs.relative(ours.attend(0, pool, one_span(998, 1, 31), Rows(q)), alone) < 1e-6
 
 
 def test_rows_of_80_channels_are_the_definition_s(backend: cpu.CpuBackend) -> None:

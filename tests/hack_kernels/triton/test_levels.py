@@ -12,19 +12,7 @@ from hack_kernels.window import Window
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.hack_kernels.level_pairs import (
-    HEADS,
-    WINDOWED,
-    WINDOWS,
-    assert_attention_agrees,
-    assert_batch_agrees,
-    assert_bytes_agree,
-    assert_extremes_agree,
-    assert_feedback_goes_by_layer_and_head,
-    assert_pages_move,
-    kernels_of,
-    relative,
-)
+from tests.hack_kernels import level_pairs as pairs
 from tests.hack_kernels.pools import CPU, random_rows
 from tests.hack_kernels.test_levels import feedback_of, filled, metrics, one_span
 
@@ -45,31 +33,31 @@ FORMATS = [LevelFormat(64, 32, 3, 2), *(LevelFormat(*s) for s in (*SHAPES, *WIDT
 def test_bytes_equal_the_definition(fmt: LevelFormat, fed: bool) -> None:
     feedback = feedback_of(metrics(4, 1, fmt.head_dim)) if fed else None
     k, v = (random_rows(seed, fmt.page_tokens, 1, fmt.head_dim).half() for seed in (1, 2))
-    assert_bytes_agree(kernels_of(BACKEND, fmt, feedback), fmt, k, v)
+    pairs.assert_bytes_agree(pairs.kernels_of(BACKEND, fmt, feedback), fmt, k, v)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, 2.0**-24, 300.0, torch.inf])
 @pytest.mark.parametrize("bits", LEVEL_BITS)
 def test_bytes_equal_the_definition_at_extreme_scales(bits: int, scale: float) -> None:
-    for fed in (None, feedback_of(metrics(5, HEADS, 64))):
-        assert_extremes_agree(BACKEND, LevelFormat(64, 32, bits, bits), scale, fed)
+    for fed in (None, feedback_of(metrics(5, pairs.HEADS, 64))):
+        pairs.assert_extremes_agree(BACKEND, LevelFormat(64, 32, bits, bits), scale, fed)
 
 
 @pytest.mark.slow
 def test_feedback_goes_by_the_layer_and_the_heads_of_the_model() -> None:
     fmt = LevelFormat(64, 32, 2, 2)
-    assert_feedback_goes_by_layer_and_head(kernels_of(BACKEND, fmt), fmt)
+    pairs.assert_feedback_goes_by_layer_and_head(pairs.kernels_of(BACKEND, fmt), fmt)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_pages_move_between_the_definition_and_triton(fmt: LevelFormat) -> None:
-    assert_pages_move(kernels_of(BACKEND, fmt), fmt)
+    pairs.assert_pages_move(pairs.kernels_of(BACKEND, fmt), fmt)
 
 
-@pytest.mark.parametrize(("fmt", "group"), list(zip([*WINDOWED, *FORMATS], itertools.cycle((3, 1, 8)))), ids=str)
+@pytest.mark.parametrize(("fmt", "group"), list(zip([*pairs.WINDOWED, *FORMATS], itertools.cycle((3, 1, 8)))), ids=str)
 def test_attention_agrees_with_the_definition(fmt: LevelFormat, group: int) -> None:
-    assert_attention_agrees(kernels_of(BACKEND, fmt), fmt, group, (-7, -fmt.page_tokens - 7), heads=1)
+    pairs.assert_attention_agrees(pairs.kernels_of(BACKEND, fmt), fmt, group, (-7, -fmt.page_tokens - 7), heads=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -77,27 +65,27 @@ def test_queries_and_outputs_have_the_models_type(dtype: torch.dtype) -> None:
     fmt = LevelFormat(64, 32)
     k, v = (random_rows(seed, 70, 1, 64).half() for seed in (1, 2))
     q, outs = random_rows(3, 1, 2, 64).to(dtype), []
-    for each in kernels_of(BACKEND, fmt):
+    for each in pairs.kernels_of(BACKEND, fmt):
         pool = filled(each, fmt, k, v)
         outs.append(each.attend(0, pool, one_span(69, 1, 2), Rows(q)))
     assert outs[0].dtype is dtype
-    assert relative(*outs) < 2 * torch.finfo(dtype).eps
+    assert pairs.relative(*outs) < 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
-@example(window=Window(1, 1), pairs=[(0, 1), (33, 1), (100, 1), (140, 1)], decodes=True)
-@example(window=Window(2, 1), pairs=[(33, 70), (0, 40)], decodes=False)
+@example(window=Window(1, 1), spans=[(0, 1), (33, 1), (100, 1), (140, 1)], decodes=True)
+@example(window=Window(2, 1), spans=[(33, 70), (0, 40)], decodes=False)
 @given(
-    window=st.sampled_from(WINDOWS),
-    pairs=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=3),
+    window=st.sampled_from(pairs.WINDOWS),
+    spans=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=3),
     decodes=st.booleans(),
 )
 def test_windows_agree_with_the_definition_for_any_batch(
-    window: Window, pairs: list[tuple[int, int]], decodes: bool
+    window: Window, spans: list[tuple[int, int]], decodes: bool
 ) -> None:
     fmt = LevelFormat(64, 32, 3, 2, window)
-    assert_batch_agrees(kernels_of(BACKEND, fmt), fmt, pairs, decodes=decodes)
+    pairs.assert_batch_agrees(pairs.kernels_of(BACKEND, fmt), fmt, spans, decodes=decodes)
 
 
 def test_any_bytes_survive_the_way_there_and_back() -> None:
