@@ -27,7 +27,7 @@ from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import KvShape
 from tests.codecs.calibrations import calibration_file, calibration_tensors, save_calibration
-from tests.codecs.cases import CODED, HEADS, LAYER, Case, Growing, run
+from tests.codecs.cases import CODED, HEADS, LAYER, Case, Growing, assert_same, run
 from tests.pair import PI, greedy, prompt
 
 LAYERS, HEAD_DIM = 2, 64
@@ -44,6 +44,15 @@ def test_hadamard_matrices_are_orthonormal_and_flat(order: int) -> None:
 def test_other_orders_are_refused(order: int) -> None:
     with pytest.raises(ValueError, match=f"order {order} "):
         hadamard(order)
+
+
+@pytest.mark.slow
+def test_a_cache_on_triton_does_not_depend_on_chunking() -> None:
+    """Turned, sealed with feedback and read with a window by kernels that Triton interprets here."""
+    pytest.importorskip("triton")
+    case = Case("rot-k3v2", backend="triton", settings={"sink": 1, "recent": 1}, calibrated=True)
+    assert case.codec.served_by == "triton"
+    assert_same(run(case, 101, [40, 24, 1, 36]), run(case, 101, [101]))
 
 
 WINDOWS = [(0, 0), (1, 0), (2, 1), (1, 2)]
