@@ -269,4 +269,5 @@ def in_units(rows: Tensor) -> Tensor:
 
 def out_of_units(units: Tensor) -> Tensor:
     """Inverse of `in_units`."""
-    return units.movedim(-3, -1).flatten(-4)
+    rows: Tensor = units.movedim(-3, -1).flatten(-4)
+    return rows
