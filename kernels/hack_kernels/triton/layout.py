@@ -264,10 +264,10 @@ def to_wire(fmt: HackFormat, pages: Planes) -> Planes:
 
 def in_units(rows: Tensor) -> Tensor:
     """A number for each row [..., R] in the order of units, [..., R/32, 8, 2, 2]."""
-    return rows.unflatten(-1, (-1, 2, 2, 8)).movedim(-1, -3).contiguous()
+    units: Tensor = rows.unflatten(-1, (-1, 2, 2, 8)).movedim(-1, -3)
+    return units.contiguous()
 
 
 def out_of_units(units: Tensor) -> Tensor:
     """Inverse of `in_units`."""
-    rows: Tensor = units.movedim(-3, -1).flatten(-4)
-    return rows
+    return units.movedim(-3, -1).flatten(-4)
