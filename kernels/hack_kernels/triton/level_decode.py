@@ -16,7 +16,7 @@ from hack_kernels.level_format import LevelFormat
 from hack_kernels.triton.decode import ROUND, new_top_of, pair_in_token_order, top_of
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.level_layout import level_layout
-from hack_kernels.triton.paged import ALL_REGISTERS, REGISTERS, PageReader, paged_launch, rows_of_heads
+from hack_kernels.triton.paged import SPARING, PageReader, paged_launch, rows_of_heads
 from hack_kernels.triton.query import query_columns
 from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.tiles import doubled, equal_halves, load_scales, load_tile, masked
@@ -203,9 +203,6 @@ def level_decode_launch(
     fmt: LevelFormat, pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace
 ) -> Launch:
     """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
-    layout = level_layout(fmt)
-    # Pages above 8 KiB spill within `REGISTERS` on sm_80; two programs read as much of them as three of pages `hack`.
-    registers = ALL_REGISTERS if layout.nbytes > 2**13 else REGISTERS
-    reader = PageReader(level_query_columns, add_level_pages, layout, registers)
+    reader = PageReader(level_query_columns, add_level_pages, level_layout(fmt), assembler=SPARING)
     records = pool.planes["k_codes"]
     return paged_launch(reader, records, records, pool, spans, q, out, workspace)

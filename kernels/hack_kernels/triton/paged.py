@@ -259,6 +259,8 @@ class PageReader:
     """Its state per query head leaves no registers for outputs beyond `REGISTERS_FOR_OUTPUTS`."""
     sparing: bool = True
     """Assemble it with `SPARING` where it has all registers."""
+    assembler: str | None = None
+    """Options of ptxas wherever it has none for that reason."""
 
 
 def paged_launch(
@@ -313,7 +315,7 @@ def paged_launch(
         "BY_HEAD": table.dim() == 3,
         "WINDOW": pool.window,
     }
-    assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else None
+    assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else reader.assembler
     return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)
 
 
