@@ -161,8 +161,8 @@ def level_prompt_reader(fmt: LevelFormat, dtype: torch.dtype) -> PromptReader:
 def _tiling(fmt: LevelFormat, dtype: torch.dtype) -> Tiling:
     """Blocks of consecutive channels, which both planes of codes of 3 bits have side by side."""
     fields = level_layout(fmt).v.low.row_fields
-    # Two products of codes for every 64 channels take registers: with 32 rows, D = 128 spills on sm_90 and sm_100.
-    split = 3 in (fmt.k_bits, fmt.v_bits)
+    # With two products for K and for V, 32 rows spill on sm_90 and sm_100 at D = 128.
+    split = fmt.k_bits == fmt.v_bits == 3
     half = fmt.head_dim > (64 if split else 128) or fmt.page_tokens == 32 or dtype is torch.float32
     return Tiling(
         rows=QUERY_ROWS // 2 if half else QUERY_ROWS,
