@@ -123,13 +123,18 @@ def mixed(c: Moments) -> list[Kv]:
 
 
 def sealed(c: Moments) -> list[Kv]:
-    """K as the codecs `rot-*` seal it, and (`unfit-`) as they did before scales were refitted."""
+    """K as the codecs `rot-*` seal it; with scales in FP8 (`fp8-`); as before scales were refitted (`unfit-`)."""
     b, d = basis(c.kk, c.qq, c.k_mean), c.kk.shape[-1]
     out = []
     for k_bits, v_bits in PAIRS:
         tok, v = b.tok(k_bits, passes=REFITS), rotated(v_bits, d)
-        for prefix, k in (("rot-", replace(tok, stretch=STRETCH[k_bits])), ("unfit-", replace(tok, passes=0))):
-            out.append(Kv(f"{prefix}K{k_bits}V{v_bits}-r2", k, v, recent=2))
+        stretched = replace(tok, stretch=STRETCH[k_bits])
+        for prefix, k, values in (
+            ("rot-", stretched, v),
+            ("fp8-", replace(stretched, fp8_scale=True), replace(v, fp8_scale=True)),
+            ("unfit-", replace(tok, passes=0), v),
+        ):
+            out.append(Kv(f"{prefix}K{k_bits}V{v_bits}-r2", k, values, recent=2))
     return out
 
 

@@ -16,15 +16,23 @@ from hack_kernels.hack_format import (
     OpenPage,
     Rounding,
 )
+from hack_kernels.level_format import Feedback, LevelFormat
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.exchange import exchange_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import new_pages
-from hack_kernels.triton.prefill import prefill_launch
+from hack_kernels.triton.level_decode import level_decode_launch
+from hack_kernels.triton.level_exchange import level_exchange_launch
+from hack_kernels.triton.level_layout import new_level_pages
+from hack_kernels.triton.level_prefill import level_prompt_reader
+from hack_kernels.triton.level_seal import level_seal_launch
+from hack_kernels.triton.prefill import prefill_launch, prompt_launch
 from hack_kernels.triton.rows import ROWS_AT_ONCE, rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
+from hack_kernels.triton.turn import turn_launch
+from hack_kernels.window import Window
 from torch import Tensor
 
 from lab.gpu.dequantize import dequantize_launch
@@ -102,13 +110,52 @@ def exchange(fmt: HackFormat, *, installing: bool) -> Example:
     return Example(name, launch, 0, launch.arguments["PAGES"] * _code_bytes(fmt))
 
 
-def _pool(fmt: HackFormat, tokens: int) -> Pool:
+def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
+    """Every kernel for pages of levels; shapes are those of the others."""
+    name, tokens, count = _name(fmt), 2**14, 2**14 // fmt.page_tokens
+    ids, pool = _empty(count, dtype=torch.int64), _pool(fmt, TOKENS)
+    decoding = level_decode_launch(fmt, pool, *_one_step(fmt, group))
+    k, v = (_empty(tokens, KV_HEADS, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    q = _empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
+    spans = _one_sequence(TOKENS // fmt.page_tokens)
+    reader = level_prompt_reader(fmt, q.dtype)
+    prompt = prompt_launch(reader, 0, pool, spans, q, k, v, torch.empty_like(q))
+    page_k, page_v = (_empty(count, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    square = _empty(KV_HEADS, fmt.head_dim, fmt.head_dim, dtype=torch.float32)
+    fed = Feedback(square, square[:, 0])
+    seals = [level_seal_launch(fmt, pool, ids, page_k, page_v, feedback) for feedback in (None, fed)]
+    wire = {p.name: _empty(KV_HEADS, count, *p.shape, dtype=p.dtype) for p in fmt.planes}
+    moves = [level_exchange_launch(fmt, pool.planes, ids, wire, installing=installing) for installing in (True, False)]
+    code_bytes = _code_bytes(fmt)
+    # Highest bits of V: 32 tokens of a channel are one word, so lanes move words and pairs of words.
+    narrow = (fmt.v_bits == 3) * fmt.page_tokens * fmt.head_dim // 8
+    return (
+        Example(f"decode {name} G={group}", decoding, fmt.page_tokens, decoding.warps * code_bytes, int8=True),
+        Example(f"prefill {name} G={group}", prompt, 0, code_bytes, int8=True),
+        Example(f"seal {name}", seals[0]),
+        Example(f"seal {name} feedback", seals[1]),
+        Example(f"install {name}", moves[0], 0, moves[0].arguments["PAGES"] * (code_bytes - narrow)),
+        Example(f"export {name}", moves[1], 0, moves[1].arguments["PAGES"] * (code_bytes - narrow)),
+    )
+
+
+def turn(head_dim: int, group: int) -> Example:
+    """Query heads of 32 sequences."""
+    x = _empty(32, KV_HEADS * group, head_dim, dtype=torch.float32)
+    matrices = _empty(KV_HEADS, head_dim, head_dim, dtype=torch.float32)
+    return Example(f"turn D={head_dim} G={group}", turn_launch(x, matrices, None, torch.empty_like(x)))
+
+
+def _pool(fmt: HackFormat | LevelFormat, tokens: int) -> Pool:
     """A pool of one slot, with pages for `tokens` tokens."""
-    open_k, open_v = (_empty(1, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
-    return Pool(new_pages(fmt, tokens // fmt.page_tokens, KV_HEADS, "meta"), open_k, open_v)
+    shape = (1, KV_HEADS, fmt.window.pages * fmt.page_tokens, fmt.head_dim)
+    open_k, open_v = (_empty(*shape, dtype=torch.float16) for _ in range(2))
+    size = (tokens // fmt.page_tokens, KV_HEADS, "meta")
+    planes = new_pages(fmt, *size) if isinstance(fmt, HackFormat) else new_level_pages(fmt, *size)
+    return Pool(planes, open_k, open_v, 0, fmt.window)
 
 
-def _one_step(fmt: HackFormat, group: int) -> tuple[Spans, Tensor, Tensor, Workspace]:
+def _one_step(fmt: HackFormat | LevelFormat, group: int) -> tuple[Spans, Tensor, Tensor, Workspace]:
     """Spans, queries, room for outputs and a workspace."""
     q = _empty(1, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
     spans = _one_sequence(TOKENS // fmt.page_tokens)
@@ -124,12 +171,15 @@ def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _code_bytes(fmt: HackFormat) -> int:
+def _code_bytes(fmt: HackFormat | LevelFormat) -> int:
     """Bytes of the codes in a page of one KV head."""
     return fmt.page_tokens * fmt.head_dim * (fmt.k_bits + fmt.v_bits) // 8
 
 
-def _name(fmt: HackFormat) -> str:
+def _name(fmt: HackFormat | LevelFormat) -> str:
+    if isinstance(fmt, LevelFormat):
+        window = f" window {fmt.window.sink}+{fmt.window.recent}" if fmt.window.pages > 1 else ""
+        return f"levels D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits}{window}"
     form = "" if fmt.arithmetic is Arithmetic.SYMMETRIC else " asymmetric" if fmt.stored_sums else " no-sums"
     return f"D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits}{form}"
 
@@ -164,7 +214,17 @@ EXCHANGE: Final = tuple(
     for installing in (True, False)
 )
 
-EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL, *EXCHANGE)
+PRESETS: Final = ((4, 4, Window()), (3, 3, Window(1, 2)), (3, 2, Window(1, 2)), (2, 2, Window(1, 2)))
+"""Bits of K and V of `rot-*`, and what their queries see exactly."""
+LEVELS: Final = tuple(
+    example
+    for d, group in ((128, 4), (64, 3))
+    for k_bits, v_bits, window in PRESETS
+    for example in levels(LevelFormat(d, 64, k_bits, v_bits, window), group)
+)
+TURN: Final = (turn(128, 4), turn(64, 3))
+
+EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL, *EXCHANGE, *LEVELS, *TURN)
 """What the tool prints unless told otherwise; add a kernel's examples here."""
 
 

@@ -71,7 +71,7 @@ VARIANTS = [
     Case("hack-paper", settings={"k_bits": 4, "v_bits": 4}),
     *(
         Case("rot-k3v2", page_tokens=pi, head_dim=d, group=g, settings=CODED)
-        for pi, d, g in [(64, 96, 1), (128, 128, 7), (32, 256, 3)]
+        for pi, d, g in [(64, 96, 1), (128, 128, 7), (32, 256, 3), (64, 80, 2)]
     ),
     *(Case("rot-k3v2", backend=backend, settings=CODED, calibrated=True) for backend in AUTO),
     Case("rot-k4v4", 64, 96, group=3, calibrated=True),

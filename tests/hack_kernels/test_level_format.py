@@ -50,7 +50,7 @@ def test_gains_are_brought_onto_the_grid_and_no_further() -> None:
 
 def test_wrong_settings_and_feedback_are_named() -> None:
     for wrong, said in (
-        ({"head_dim": 80}, "head_dim is 80"),
+        ({"head_dim": 72}, "head_dim is 72"),
         ({"page_tokens": 48}, "page_tokens is 48"),
         ({"k_bits": 5}, "k_bits is 5"),
         ({"v_bits": 1}, "v_bits is 1"),

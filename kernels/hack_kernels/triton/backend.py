@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from hack_kernels.base import (
     BackendUnavailable,
     FormatT,
     KernelsT,
+    PageFormat,
+    PageKernels,
     Planes,
     Pool,
     RowKernels,
@@ -28,6 +30,7 @@ from hack_kernels.base import (
 )
 from hack_kernels.check import check_attention, check_install, check_requantize, check_seal
 from hack_kernels.hack_format import HackFormat, OpenPage
+from hack_kernels.level_format import LevelFormat
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.stopwatch import HostStopwatch
@@ -39,9 +42,11 @@ except ModuleNotFoundError as error:
 
 from hack_kernels.triton import decode, exact, exchange, layout, prefill
 from hack_kernels.triton.code_tiles import CODE_BITS
+from hack_kernels.triton.levels import LevelTriton
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace
 from hack_kernels.triton.support import missing
+from hack_kernels.triton.turn import TurnedHeads
 
 PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"
 """Environment variable that says how prompts are attended to: homomorphic (default) or exact."""
@@ -134,6 +139,10 @@ class _OnReference:
         self.spans = Spans(starts, counts, offsets, places.view_as(spans.table).cpu(), slots)
 
 
+class TritonRows(TurnedHeads, Rowwise):
+    """Implements `RowKernels`: heads turn in one launch, the rest is torch's."""
+
+
 class TritonBackend:
     """Implements `Backend`; all arguments lie on `device`. Formats without kernels run in torch on that device."""
 
@@ -142,20 +151,38 @@ class TritonBackend:
 
     def __init__(self, device: torch.device, prefill: Prefill = Prefill.HOMOMORPHIC) -> None:
         self.device = device
-        self.rows: RowKernels = Rowwise()
-        self._prefill = prefill
+        self.rows: RowKernels = TritonRows()
+        self.prefill = prefill
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self.workspace = Workspace(device, PROGRAMS_PER_PROCESSOR * processors)
 
     def kernels_for(self, fmt: FormatT, definition: Callable[[FormatT, torch.device], KernelsT]) -> KernelsT:
-        """Triton for codes of the widths that its tiles have."""
-        if isinstance(fmt, HackFormat) and {fmt.k_bits, fmt.v_bits} <= set(CODE_BITS):
-            return cast(KernelsT, HackTriton(fmt, self.device, self.workspace, self._prefill))
-        return definition(fmt, self.device)
+        """Triton, if it has kernels for the format and its widths."""
+        found = FORMATS[type(fmt)](fmt, self) if type(fmt) in FORMATS else None
+        return definition(fmt, self.device) if found is None else cast(KernelsT, found)
 
     def stopwatch(self) -> Stopwatch:
         """The host's clock: on a GPU it measures the calls, not the work that they start."""
         return HostStopwatch()
+
+
+def _for_codes(fmt: HackFormat, backend: TritonBackend) -> PageKernels | None:
+    """For the widths of codes that divide a byte into fields."""
+    if not {fmt.k_bits, fmt.v_bits} <= set(CODE_BITS):
+        return None
+    return HackTriton(fmt, backend.device, backend.workspace, backend.prefill)
+
+
+def _for_levels(fmt: LevelFormat, backend: TritonBackend) -> PageKernels:
+    """For all widths; prompts are attended to on codes whatever `Prefill` says."""
+    return LevelTriton(fmt, backend.device, backend.workspace)
+
+
+FORMATS: Final[dict[type[PageFormat], Callable[[Any, TritonBackend], PageKernels | None]]] = {
+    HackFormat: _for_codes,
+    LevelFormat: _for_levels,
+}
+"""Class of page format -> function of a format and the backend; it returns None for a format without kernels."""
 
 
 def create(device: torch.device | None = None) -> Backend:

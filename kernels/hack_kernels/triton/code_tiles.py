@@ -6,8 +6,8 @@ have 512 bytes, and a byte holds one code of F = 8/bits code tiles, each in its 
 
     stored tile (j, t), field f = c·Fr + r   is   code tile (row j·Fr + r, column t·Fc + c)
 
-with Fr = min(F, rows/16) and Fc = F/Fr. Code tiles past the matrix are empty: their codes are 0. Within a stored tile,
-lane l of a warp owns bytes 16·l .. 16·l+15, and byte b of lane l is
+with Fr = min(F, rows/16 as a power of two) and Fc = F/Fr. Code tiles past the matrix are empty: their codes are 0.
+Within a stored tile, lane l of a warp owns bytes 16·l .. 16·l+15, and byte b of lane l is
 
     row l//4 + 8·(b//4 % 2), column 4·(l % 4) + b % 4 + 16·(b//8)
 
@@ -32,7 +32,7 @@ TILE_COLUMNS: Final = 32
 TILE_BYTES: Final = TILE_ROWS * TILE_COLUMNS
 TOP_BIT: Final = 0x80
 CODE_BITS: Final = (2, 4)
-"""Widths of codes that tiles have."""
+"""Widths of codes of pages `hack`; tiles take every width that divides a byte."""
 
 
 def padded(size: int) -> int:
@@ -56,12 +56,22 @@ class CodeTiles:
     @property
     def row_fields(self) -> int:
         """Fr: row tiles that share a stored tile."""
-        return min(self.fields, self.rows // TILE_ROWS)
+        return min(self.fields, padded(self.rows // TILE_ROWS))
 
     @property
     def column_fields(self) -> int:
         """Fc: column tiles that share a stored tile."""
         return self.fields // self.row_fields
+
+    @property
+    def column_tiles(self) -> int:
+        """Code tiles across, the last of which may be filled in part."""
+        return -(-self.columns // TILE_COLUMNS)
+
+    @property
+    def sharing(self) -> int:
+        """Column tiles that share a stored tile, padded."""
+        return min(self.column_fields, padded(self.column_tiles))
 
     @property
     def levels(self) -> int:

@@ -93,10 +93,16 @@ def top_of(scores):
 
 
 @triton.jit
+def pair_in_token_order(first, second, W: tl.constexpr, N: tl.constexpr):
+    """Two token tiles [W, 16, N] -> [W, 32, N]."""
+    return tl.reshape(tl.permute(tl.join(first, second), (0, 3, 1, 2)), (W, 32, N))
+
+
+@triton.jit
 def in_token_order(x, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """A tuple of token tiles [W, 16, N] -> [W, Π, N]."""
     if len(x) == 2:
-        joined = tl.permute(tl.join(x[0], x[1]), (0, 3, 1, 2))
+        joined = pair_in_token_order(x[0], x[1], W, N)
     elif len(x) == 4:
         joined = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))  # [W, 16, N, 2 of 32 tokens, 2 of 16]
         joined = tl.permute(joined, (0, 3, 4, 1, 2))
@@ -166,6 +172,15 @@ def add_channels(
 
 
 @triton.jit
+def new_top_of(top, page_top, valid):
+    """Of the running softmax with W pages whose tops are `page_top` [W, N]; what that leaves of its weights, and the
+    pages' share, which is 0 for pages that are not `valid` [W]."""
+    counted = tl.where(valid[:, None], page_top, 2 * LOWEST)  # below any `top`
+    new_top = tl.maximum(top, counted)
+    return new_top, tl.exp2(top - new_top), tl.exp2(counted - new_top)
+
+
+@triton.jit
 def add_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """W pages at `record` [W] added to the running softmax: (largest score [W, N], weight [W, 8, N], outputs)."""
     top, weight, out = state
@@ -173,11 +188,7 @@ def add_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.conste
     fields: tl.constexpr = LAYOUT.v_tiles.fields
     scores = page_scores(record, query, LAYOUT, W, N)
     page_top = top_of(scores)
-    counted_top = tl.where(valid[:, None], page_top, 2 * LOWEST)  # below any `top`, so the share of such a page is 0
-    new_top = tl.maximum(top, counted_top)
-    kept = tl.exp2(top - new_top)
-    share = tl.exp2(counted_top - new_top)
-
+    new_top, kept, share = new_top_of(top, page_top, valid)
     weights, p_scale, p_minimum = quantized_weights(scores, page_top, LAYOUT, W, N)
     p_scale, p_minimum = p_scale * share, p_minimum * share
     # A product with ones sums the weights in the place and layout in which they are wanted.

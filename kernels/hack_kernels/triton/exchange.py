@@ -1,13 +1,6 @@
 """Records to planes in wire order and back, bit for bit, each in one pass; sums that did not travel are counted.
 
-Both orders are 32-bit words of codes, and both have the same six axes, the wire in the order (tile down, row half, row,
-tile across, column half, quad), a record in the order (tile down, tile across, row, quad, column half, row half). What
-differs besides is which codes share a byte. A byte at rest holds one code of each of F code tiles, its *fields*; on the
-wire it holds F consecutive tokens. So of F words on one side, taken F apart, all codes are found in F words on the
-other, and this *turn* of a square of codes is all the arithmetic:
-
-    K: word b of the wire has tokens b·F .. b·F+F-1 of 4 channels; at rest each of them is in a word of its own.
-    V: word b of the wire has 4·F tokens of a channel; at rest each 4 of them are in a word of their own.
+`exchange_codes.py` has the two orders of codes.
 """
 
 from __future__ import annotations
@@ -17,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import Planes
+from hack_kernels.base import PageFormat, Planes
 from hack_kernels.hack_format import SUM_PLANES, HackFormat
-from hack_kernels.triton.code_tiles import padded
+from hack_kernels.triton.code_tiles import CodeTiles, padded
+from hack_kernels.triton.exchange_codes import export_codes, install_codes, load_wire, part_of_word
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import page_layout
 from hack_kernels.triton.tiles import sums_pointer, unit_place
@@ -30,129 +24,6 @@ MOST_WARPS = 4
 COUNTING_REGISTERS = 128
 """Register limit of a thread that counts sums: without a limit the assembler spills on sm_80, although registers are
 free."""
-
-
-@triton.jit
-def words_at(pages):
-    """Pointers to bytes as pointers to 32-bit words, along axis 1."""
-    return pages.to(tl.pointer_type(tl.uint32), bitcast=True)[:, None]
-
-
-@triton.jit
-def wire_place(field, TILE, OF_K: tl.constexpr):
-    """Where a plane in wire order has the words of one field, [1, WORDS], and which of them exist."""
-    down = tl.arange(0, TILE.exchange_words)[None, :]
-    if OF_K:
-        LINES: tl.constexpr = 16 // TILE.fields  # of the wire, to a row tile
-        column_tile = down // 8 % TILE.across_pad * TILE.column_fields + field // TILE.row_fields
-        line = down // (8 * TILE.across_pad) % LINES
-        row_tile = down // (8 * TILE.across_pad * LINES) * TILE.row_fields + field % TILE.row_fields
-        place = (row_tile * LINES + line) * (TILE.columns // 4) + column_tile * 8 + down % 8
-        there = column_tile < TILE.columns // 32
-    else:
-        WORDS: tl.constexpr = 4 * TILE.columns // TILE.fields  # of a row tile
-        row_tile = down // WORDS * TILE.row_fields + field
-        place = row_tile * WORDS + down % WORDS
-        there = row_tile < TILE.rows // 16
-    return place, there
-
-
-@triton.jit
-def rest_place(part, TILE, OF_K: tl.constexpr):
-    """Where a record has the words of one part, [1, WORDS], and which of them exist."""
-    ROWS: tl.constexpr = 8 // TILE.fields if OF_K else 8
-    QUADS: tl.constexpr = 4 if OF_K else 4 // TILE.fields
-    at = tl.arange(0, TILE.exchange_words)[None, :]
-    quad, row = at // 4 % QUADS, at // (4 * QUADS) % ROWS
-    if OF_K:
-        row = row * TILE.fields + part
-    else:
-        quad = quad * TILE.fields + part
-    across = at // (4 * QUADS * ROWS) % TILE.across_pad
-    down = at // (4 * QUADS * ROWS * TILE.across_pad)
-    place = (down * TILE.across + across) * 128 + row * 16 + quad * 4 + at % 4
-    return place, (down < TILE.down) & (across < TILE.across)
-
-
-@triton.jit
-def to_rest_order(words, TILE, OF_K: tl.constexpr):
-    """[PAGES, WORDS] in wire order to the order of a record."""
-    ROWS: tl.constexpr = 8 // TILE.fields if OF_K else 8
-    QUADS: tl.constexpr = 4 if OF_K else 4 // TILE.fields
-    split = tl.reshape(words, (words.shape[0] * TILE.down_pad, 2, ROWS, TILE.across_pad, 2, QUADS))
-    return tl.reshape(tl.permute(split, (0, 3, 2, 5, 4, 1)), words.shape)
-
-
-@triton.jit
-def to_wire_order(words, TILE, OF_K: tl.constexpr):
-    """Inverse of `to_rest_order`."""
-    ROWS: tl.constexpr = 8 // TILE.fields if OF_K else 8
-    QUADS: tl.constexpr = 4 if OF_K else 4 // TILE.fields
-    split = tl.reshape(words, (words.shape[0] * TILE.down_pad, TILE.across_pad, ROWS, QUADS, 2, 2))
-    return tl.reshape(tl.permute(split, (0, 5, 2, 1, 4, 3)), words.shape)
-
-
-@triton.jit
-def part_of_word(word, part, TILE, OF_K: tl.constexpr):
-    """Four codes of a wire's word, one in the low bits of each byte."""
-    if OF_K:
-        return (word >> (TILE.bits * part)) & (TILE.levels * 0x01010101)
-    four = word >> (4 * TILE.bits * part)
-    spread = four & TILE.levels
-    for i in tl.static_range(1, 4):
-        spread |= (four & (TILE.levels << (TILE.bits * i))) << ((8 - TILE.bits) * i)
-    return spread
-
-
-@triton.jit
-def word_of_part(spread, part, TILE, OF_K: tl.constexpr):
-    """Inverse of `part_of_word`, all other codes 0."""
-    if OF_K:
-        return spread << (TILE.bits * part)
-    four = spread & TILE.levels
-    for i in tl.static_range(1, 4):
-        four |= (spread >> ((8 - TILE.bits) * i)) & (TILE.levels << (TILE.bits * i))
-    return four << (4 * TILE.bits * part)
-
-
-@triton.jit
-def load_wire(wire, present, TILE, OF_K: tl.constexpr):
-    """Every word of a plane in wire order: a tuple over fields of [PAGES, WORDS]."""
-    FIELDS: tl.constexpr = TILE.fields
-    words = ()
-    for field in tl.static_range(FIELDS):
-        place, there = wire_place(field, TILE, OF_K)
-        words = words + (tl.load(words_at(wire) + place, mask=present & there, other=0),)
-    return words
-
-
-@triton.jit
-def install_codes(words, rest, present, TILE, OF_K: tl.constexpr):
-    """Words in wire order to records."""
-    FIELDS: tl.constexpr = TILE.fields
-    for part in tl.static_range(FIELDS):
-        packed = tl.full(words[0].shape, 0x80808080, tl.uint32)
-        for field in tl.static_range(FIELDS):
-            packed ^= part_of_word(words[field], part, TILE, OF_K) << (TILE.bits * field)
-        place, there = rest_place(part, TILE, OF_K)
-        tl.store(words_at(rest) + place, to_rest_order(packed, TILE, OF_K), mask=present & there)
-
-
-@triton.jit
-def export_codes(rest, wire, present, TILE, OF_K: tl.constexpr):
-    """Records to a plane in wire order."""
-    FIELDS: tl.constexpr = TILE.fields
-    words = ()
-    for part in tl.static_range(FIELDS):
-        place, there = rest_place(part, TILE, OF_K)
-        words = words + (tl.load(words_at(rest) + place, mask=present & there, other=0) ^ 0x80808080,)
-    for field in tl.static_range(FIELDS):
-        packed = tl.zeros(words[0].shape, tl.uint32)
-        for part in tl.static_range(FIELDS):
-            spread = (words[part] >> (TILE.bits * field)) & (TILE.levels * 0x01010101)
-            packed |= word_of_part(spread, part, TILE, OF_K)
-        place, there = wire_place(field, TILE, OF_K)
-        tl.store(words_at(wire) + place, to_wire_order(packed, TILE, OF_K), mask=present & there)
 
 
 @triton.jit
@@ -225,6 +96,17 @@ def move(wire, rest, present, INSTALL: tl.constexpr, STEP: tl.constexpr, LAYOUT:
         tl.store(wire[:, None] + at, tl.load(rest[:, None] + STEP * place, mask=seen), mask=seen)
 
 
+@triton.jit
+def block_of_pages(page_ids, records, count, page_stride, PAGES: tl.constexpr, LAYOUT: tl.constexpr):
+    """PAGES pages of a program of a grid (blocks of pages, KV heads): which exist [PAGES, 1], their records, and their
+    numbers in planes [heads, count, ...] in wire order."""
+    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    present = (page < count)[:, None]
+    ids = tl.load(page_ids + page, mask=page < count, other=0)
+    record = records + ids * page_stride + tl.program_id(1) * LAYOUT.nbytes
+    return present, record, tl.program_id(1).to(tl.int64) * count + page
+
+
 @triton.jit(do_not_specialize=["count"])
 def exchange_kernel(
     k_codes,
@@ -246,11 +128,7 @@ def exchange_kernel(
 ):
     """Grid (blocks of PAGES pages, KV heads); wire planes are contiguous [heads, count, ...]. COUNT: install sums that
     did not travel."""
-    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    present = (page < count)[:, None]
-    ids = tl.load(page_ids + page, mask=page < count, other=0)
-    record = records + ids * page_stride + tl.program_id(1) * LAYOUT.nbytes
-    index = tl.program_id(1).to(tl.int64) * count + page
+    present, record, index = block_of_pages(page_ids, records, count, page_stride, PAGES, LAYOUT)
     K: tl.constexpr = LAYOUT.k_tiles
     V: tl.constexpr = LAYOUT.v_tiles
     k_rows: tl.constexpr = LAYOUT.page_tokens * LAYOUT.groups
@@ -289,26 +167,33 @@ def install(fmt: HackFormat, pages: Planes, page_ids: Tensor, planes: Planes) ->
 
 def export(fmt: HackFormat, pages: Planes, page_ids: Tensor) -> Planes:
     """The records of `page_ids` as planes [Hkv, P, *plane shape] in wire order."""
-    records = pages["k_codes"]
-    lead = (records.shape[1], page_ids.numel())
-    wire = {
-        plane.name: torch.empty((*lead, *plane.shape), dtype=plane.dtype, device=records.device) for plane in fmt.planes
-    }
+    wire = empty_wire(fmt, pages, page_ids)
     if page_ids.numel():
         exchange_launch(fmt, pages, page_ids, wire, installing=False).run()
     return wire
 
 
-def exchange_launch(fmt: HackFormat, pages: Planes, page_ids: Tensor, wire: Planes, *, installing: bool) -> Launch:
-    """The launch of `install` or `export`; `wire` is contiguous. Absent sums are passed as the codes, never accessed.
+def empty_wire(fmt: PageFormat, pages: Planes, page_ids: Tensor) -> Planes:
+    """Room for planes in wire order."""
+    records = pages["k_codes"]
+    lead = (records.shape[1], page_ids.numel())
+    return {
+        plane.name: torch.empty((*lead, *plane.shape), dtype=plane.dtype, device=records.device) for plane in fmt.planes
+    }
 
-    A program takes as many pages as it needs for every lane to load 16 bytes.
-    """
+
+def pages_together(*tiles: CodeTiles) -> tuple[int, int]:
+    """As many pages as a program needs for every lane to load 16 bytes, and its warps."""
+    words = min(tile.exchange_words for tile in tiles)
+    least = words // (32 * LANE_WORDS)
+    return 1 if least else padded(32 * LANE_WORDS // words), min(max(least, 1), MOST_WARPS)
+
+
+def exchange_launch(fmt: HackFormat, pages: Planes, page_ids: Tensor, wire: Planes, *, installing: bool) -> Launch:
+    """The launch of `install` or `export`; `wire` is contiguous. Absent sums are passed as codes, never accessed."""
     records, layout, count = pages["k_codes"], page_layout(fmt), page_ids.numel()
     came = all(name in wire for name in SUM_PLANES)
-    words = min(layout.k_tiles.exchange_words, layout.v_tiles.exchange_words)
-    least = words // (32 * LANE_WORDS)
-    together = 1 if least else padded(32 * LANE_WORDS // words)
+    together, warps = pages_together(layout.k_tiles, layout.v_tiles)
     arguments = {
         **{name: wire[name] for name in ("k_codes", "k_min", "k_scale", "v_codes", "v_min", "v_scale")},
         "k_sums": wire["k_sums"] if came else wire["k_codes"],
@@ -324,4 +209,4 @@ def exchange_launch(fmt: HackFormat, pages: Planes, page_ids: Tensor, wire: Plan
     }
     grid = (-(-count // together), records.shape[1])
     registers = COUNTING_REGISTERS if arguments["COUNT"] else None
-    return Launch(exchange_kernel, grid, arguments, min(max(least, 1), MOST_WARPS), registers=registers)
+    return Launch(exchange_kernel, grid, arguments, warps, registers=registers)

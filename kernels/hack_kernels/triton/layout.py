@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,26 @@ from hack_kernels.quantize import pack, unpack
 from hack_kernels.triton.code_tiles import TILE_COLUMNS, TILE_ROWS, TOP_BIT, CodeTiles, padded
 
 RECORD_ALIGNMENT: Final = 128
+
+
+def aligned(end: int) -> int:
+    """Bytes of a record whose last plane ends there."""
+    return -(-end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+
+class RecordLayout(Protocol):
+    """What the host asks of the record of one page of one KV head."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a record."""
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where in a record each plane begins; `k_codes` is at 0."""
+
+    def pages(self, records: Tensor) -> Planes:
+        """Planes as views into records uint8 [N, Hkv, nbytes]; planes of codes have three axes and no others do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +127,14 @@ class PageLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of a record."""
-        end = self.v_sums + self.sums * self.v_units * TILE_ROWS * self.v_sum_dtype.itemsize
-        return -(-end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+        return aligned(self.v_sums + self.sums * self.v_units * TILE_ROWS * self.v_sum_dtype.itemsize)
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """See `RecordLayout`."""
+        found = {"k_codes": 0, "k_min": self.k_meta + 2, "k_scale": self.k_meta}
+        found |= {"v_codes": self.v_codes, "v_min": self.v_meta + 2, "v_scale": self.v_meta}
+        return found | ({"k_sums": self.k_sums, "v_sums": self.v_sums} if self.sums else {})
 
     @property
     def wide_k_sums(self) -> bool:
@@ -132,10 +158,6 @@ class PageLayout:
             plane = records[..., begin : begin + units * TILE_ROWS * 4].view(torch.float16)
             return plane.view(*plane.shape[:2], units // 2, 8, 2, 2, 2)
 
-        def sums(begin: int, units: int, dtype: torch.dtype) -> Tensor:
-            plane = records[..., begin : begin + units * TILE_ROWS * dtype.itemsize].view(dtype)
-            return plane.view(*plane.shape[:2], units // 2, 8, 2, 2)
-
         k_meta, v_meta = metadata(self.k_meta, self.k_units), metadata(self.v_meta, self.v_units)
         planes = {
             "k_codes": records[..., : self.k_meta],
@@ -146,8 +168,8 @@ class PageLayout:
             "v_scale": v_meta[..., 0],
         }
         if self.sums:
-            planes["k_sums"] = sums(self.k_sums, self.k_units, self.k_sum_dtype)
-            planes["v_sums"] = sums(self.v_sums, self.v_units, self.v_sum_dtype)
+            planes["k_sums"] = unit_plane(records, self.k_sums, self.k_units, self.k_sum_dtype)
+            planes["v_sums"] = unit_plane(records, self.v_sums, self.v_units, self.v_sum_dtype)
         return planes
 
 
@@ -173,28 +195,38 @@ def page_layout(fmt: HackFormat) -> PageLayout:
     )
 
 
+def unit_plane(records: Tensor, begin: int, units: int, dtype: torch.dtype) -> Tensor:
+    """A number for each row of `units` units from byte `begin` of records on: [N, Hkv, U/2, 8, 2, 2]."""
+    plane = records[..., begin : begin + units * TILE_ROWS * dtype.itemsize].view(dtype)
+    return plane.view(*plane.shape[:2], units // 2, 8, 2, 2)
+
+
 def new_pages(fmt: HackFormat, num_pages: int, num_kv_heads: int, device: torch.device | str) -> Planes:
     """A pool for one layer whose codes, sums, scales and minima are all zero."""
-    layout = page_layout(fmt)
-    records = torch.zeros((num_pages, num_kv_heads, layout.nbytes), dtype=torch.uint8, device=device)
-    pages = layout.pages(records)
-    pages["k_codes"].fill_(TOP_BIT)
-    pages["v_codes"].fill_(TOP_BIT)
+    return new_records(page_layout(fmt), num_pages, num_kv_heads, device)
+
+
+def new_records(layout: RecordLayout, num_pages: int, num_kv_heads: int, device: torch.device | str) -> Planes:
+    """Planes of records in which everything is zero."""
+    pages = layout.pages(torch.zeros((num_pages, num_kv_heads, layout.nbytes), dtype=torch.uint8, device=device))
+    for plane in pages.values():
+        if plane.dim() == 3:
+            plane.fill_(TOP_BIT)
     return pages
 
 
 def check_records(fmt: HackFormat, pages: Planes) -> None:
+    """`check_layout` of a format's pages."""
+    check_layout(page_layout(fmt), pages)
+
+
+def check_layout(layout: RecordLayout, pages: Planes) -> None:
     """Raise `ValueError` unless `pages` are views into one pool's records (a whole pool or some of its KV heads):
     kernels compute the address of every plane from the first plane."""
-    layout = page_layout(fmt)
     codes = pages["k_codes"]
     if codes.stride(2) != 1 or codes.stride(1) != layout.nbytes:
         raise ValueError(f"k_codes has strides {codes.stride()}; pages must be views into records of {layout.nbytes} B")
-    offsets = {"k_min": layout.k_meta + 2, "k_scale": layout.k_meta, "v_codes": layout.v_codes}
-    offsets |= {"v_min": layout.v_meta + 2, "v_scale": layout.v_meta}
-    if fmt.sums:
-        offsets |= {"k_sums": layout.k_sums, "v_sums": layout.v_sums}
-    for name, offset in offsets.items():
+    for name, offset in layout.offsets.items():
         plane = pages[name]
         same_pool = plane.shape[:2] == codes.shape[:2] and plane.data_ptr() == codes.data_ptr() + offset
         of_one_page = plane.shape[0] == 1  # whose stride says nothing
@@ -211,8 +243,7 @@ def from_wire(fmt: HackFormat, planes: Planes) -> Planes:
         "v_codes": layout.v_tiles.pack(unpack(planes["v_codes"], fmt.v_bits, axis=-1)),
     }
     for name in planes.keys() - resting.keys():
-        rows = planes[name].transpose(-1, -2).flatten(-2) if name.startswith("k_") else planes[name]
-        resting[name] = rows.unflatten(-1, (-1, 2, 2, 8)).movedim(-1, -3).contiguous()
+        resting[name] = in_units(planes[name].transpose(-1, -2).flatten(-2) if name.startswith("k_") else planes[name])
     return {name: resting[name] for name in planes}
 
 
@@ -224,8 +255,19 @@ def to_wire(fmt: HackFormat, pages: Planes) -> Planes:
         "v_codes": pack(layout.v_tiles.unpack(pages["v_codes"]), fmt.v_bits, axis=-1),
     }
     for name in pages.keys() - wire.keys():
-        rows = pages[name].movedim(-3, -1).flatten(-4)
+        rows = out_of_units(pages[name])
         if name.startswith("k_"):
             rows = rows.unflatten(-1, (fmt.k_groups, fmt.page_tokens)).transpose(-1, -2)
         wire[name] = rows.contiguous()
     return {name: wire[name] for name in pages}
+
+
+def in_units(rows: Tensor) -> Tensor:
+    """A number for each row [..., R] in the order of units, [..., R/32, 8, 2, 2]."""
+    units: Tensor = rows.unflatten(-1, (-1, 2, 2, 8)).movedim(-1, -3)
+    return units.contiguous()
+
+
+def out_of_units(units: Tensor) -> Tensor:
+    """Inverse of `in_units`."""
+    return units.movedim(-3, -1).flatten(-4)

@@ -23,9 +23,14 @@ def two_halves(x):
 
 @triton.jit
 def load_rows(rows, row, first, columns: tl.constexpr, D: tl.constexpr):
-    """Rows `row` [W, 16] of FP16 [Π, D], channels `first`.. of them: [W, 16, columns]."""
+    """Rows `row` [W, 16] of FP16 [Π, D], channels `first`.. of them: [W, 16, columns], zero past D."""
     channel = first + tl.arange(0, columns)
-    return tl.load(rows + row[:, :, None] * D + channel[None, None, :])
+    place = rows + row[:, :, None] * D + channel[None, None, :]
+    if D % columns == 0:
+        x = tl.load(place)
+    else:
+        x = tl.load(place, mask=(row >= 0)[:, :, None] & (channel < D)[None, None, :], other=0.0)
+    return x
 
 
 @triton.jit

@@ -47,20 +47,46 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
+def place_of(page, WINDOW: tl.constexpr):
+    """`Window.place`."""
+    return tl.where(page < WINDOW.sink, page, WINDOW.sink + (page - WINDOW.sink) % (WINDOW.recent + 1))
+
+
+@triton.jit
 def own_page(
-    state, q, open_k, open_v, start, heads, D: tl.constexpr, PI: tl.constexpr, W: tl.constexpr, N: tl.constexpr
+    state,
+    q,
+    open_k,
+    open_v,
+    start,
+    heads,
+    D: tl.constexpr,
+    PI: tl.constexpr,
+    W: tl.constexpr,
+    N: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """The rows of the open page up to position `start` added to the running softmax, 16·W rows at a time.
+    """The exact rows up to position `start` added to the running softmax, 16·W rows at a time: those of the open page,
+    and those of the pages before it that `WINDOW` keeps, in the order in which they lie in their slot.
 
     Past the last row, that one is read again: offsets of lanes then depend on the sequence, so LLVM cannot work them
     out ahead of the loop over sequences, and keep them in registers through the loop over pages. Nor does it know that
     the loop over channels begins at 0: unrolled, it would take more registers than the pages do.
     """
     own_rows, origin = start % PI + 1, 32 * tl.minimum(start, 0)
-    for begin in range(0, own_rows, 16 * W):
+    rows = own_rows
+    if WINDOW.pages > 1:
+        page = start // PI
+        own, full = place_of(page, WINDOW) * PI, tl.where(page < WINDOW.pages, page, WINDOW.pages - 1) * PI
+        rows = tl.where(page < WINDOW.pages, full + own_rows, full + PI)
+    for begin in range(0, rows, 16 * W):
         row = begin + tl.arange(0, W)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        seen = row < own_rows
-        row = tl.minimum(row, own_rows - 1)
+        if WINDOW.pages == 1:
+            seen = row < own_rows
+            row = tl.minimum(row, own_rows - 1)
+        else:
+            seen = (row < rows) & ((row < own) | (row >= own + PI) | (row < own + own_rows))
+            row = tl.where(seen, row, own)
         scores = exact_scores(q, heads, open_k, row, origin, D, W, N)
         state = add_rows(state, scores, open_v, row, seen, D, W, N)
     return state
@@ -122,6 +148,7 @@ def decode_kernel(
     BATCH: tl.constexpr,
     W: tl.constexpr,
     BY_HEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Grid (HEADS · ceil(GROUP / N), parts), W warps: N query heads of a KV head, an equal share of all pages.
 
@@ -130,8 +157,8 @@ def decode_kernel(
 
     keys, values: pools [pages, HEADS, ...] with strides `page_stride` and HEAD_STRIDE; table int64 [batch, ...],
     or [batch, HEADS, ...] with BY_HEAD, contiguous;
-    starts, slots int64 [batch]; open_k, open_v [slots, HEADS, PI, D]; q, out [batch, HEADS·GROUP, D], with Q_GAP
-    elements between the queries of one sequence and of the next; partials FP32
+    starts, slots int64 [batch]; open_k, open_v [slots, HEADS, WINDOW.pages·PI, D]; q, out [batch, HEADS·GROUP, D],
+    with Q_GAP elements between the queries of one sequence and of the next; partials FP32
     [parts, grid[0], 2, (D + 32)·N]; tickets int32 [batch, grid[0]], zero before and after.
     """
     BLOCKS: tl.constexpr = (GROUP + N - 1) // N
@@ -144,7 +171,8 @@ def decode_kernel(
     keys += head.to(tl.int64) * HEAD_STRIDE
     values += head.to(tl.int64) * HEAD_STRIDE
 
-    ends = page_ends(starts, batch, PI, BATCH)
+    EXACT: tl.constexpr = WINDOW.pages
+    ends = page_ends(starts, batch, PI, BATCH, EXACT)
     total = tl.max(ends, 0)
     parts = tl.minimum(tl.num_programs(1), total)  # no stretch is empty; the programs left over have nothing to do
     mine, stop = opening_of(part, parts, total), opening_of(part + 1, parts, total)
@@ -153,8 +181,10 @@ def decode_kernel(
     for b in tl.range(sequence_of(mine, ends), past, disable_licm=True):
         start = tl.load(starts + b).to(tl.int32)
         pages = start // PI
+        if EXACT > 1:
+            pages = tl.maximum(pages - (EXACT - 1), 0)
         end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
-        begin = end - pages - OWN_UNITS
+        begin = end - pages - EXACT * OWN_UNITS
         at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
         rows = b * (HEADS * GROUP) + first_query
         queries = q + (rows * D + b * Q_GAP)
@@ -168,6 +198,8 @@ def decode_kernel(
         entry = table + b * table_stride
         if BY_HEAD:
             entry += head * (table_stride // HEADS)
+        if WINDOW.sink > 0:
+            entry += WINDOW.sink
         index = tl.minimum(at - begin + warp, last - 1)
         page = tl.load(entry + index, mask=index >= 0, other=0)
         for i in range(at - begin, last, W):
@@ -176,8 +208,8 @@ def decode_kernel(
             page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
             state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
         if until == end:
-            own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (PI * D)
-            state = own_page(state, queries, open_k + own, open_v + own, start, heads_here, D, PI, W, N)
+            own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (EXACT * PI * D)
+            state = own_page(state, queries, open_k + own, open_v + own, start, heads_here, D, PI, W, N, WINDOW)
 
         if (mine <= begin) & (end <= stop):
             store_outputs(out + rows * D, state, heads_here, D, W, N)
@@ -227,6 +259,8 @@ class PageReader:
     """Its state per query head leaves no registers for outputs beyond `REGISTERS_FOR_OUTPUTS`."""
     sparing: bool = True
     """Assemble it with `SPARING` where it has all registers."""
+    assembler: str | None = None
+    """Options of ptxas wherever it has none for that reason."""
 
 
 def paged_launch(
@@ -279,8 +313,9 @@ def paged_launch(
         "BATCH": 1 << (batch - 1).bit_length(),
         "W": WARPS,
         "BY_HEAD": table.dim() == 3,
+        "WINDOW": pool.window,
     }
-    assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else None
+    assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else reader.assembler
     return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)
 
 

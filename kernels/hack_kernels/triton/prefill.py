@@ -7,6 +7,9 @@ neither lengths nor order of the batch are read on the host; the grid is an uppe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +20,10 @@ from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.code_tiles import padded
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import page_layout
-from hack_kernels.triton.paged import ALL_REGISTERS
+from hack_kernels.triton.paged import ALL_REGISTERS, PoolLayout, place_of
 from hack_kernels.triton.prefill_own import add_rows, code_scores, exact_scores
 from hack_kernels.triton.prefill_sealed import add_page
-from hack_kernels.triton.prefill_tiling import channels_of, tiling_of
+from hack_kernels.triton.prefill_tiling import Tiling, channels_of, tiling_of
 from hack_kernels.triton.query import query_rows
 
 
@@ -71,8 +74,14 @@ def prefill_kernel(
     TILING: tl.constexpr,
     LAYOUT: tl.constexpr,
     BY_HEAD: tl.constexpr,
+    PREPARE: tl.constexpr,
+    ADD: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Grid (tiles, KV heads, parts of V). Rows of a tile are (token, query head), heads padded to GROUP_PAD.
+
+    PREPARE(q_rows, seen_rows, LAYOUT) makes of rows of queries what ADD(state, query, record, first_block, TILING,
+    LAYOUT) wants, which adds a sealed page to the running softmax.
 
     table int64 [batch, ...], or [batch, KV heads, ...] with BY_HEAD, contiguous.
     """
@@ -95,7 +104,7 @@ def prefill_kernel(
     seen_rows = (position >= start) & (position < end) & (member < GROUP)
     tile = (shift + first) * q_stride + head * (GROUP * LAYOUT.head_dim)
     at = row // GROUP_PAD * q_stride + member * LAYOUT.head_dim  # from the tile's first row, so 32 bits are enough
-    query = query_rows(q + tile + at, seen_rows, LAYOUT)
+    query = PREPARE(q + tile + at, seen_rows, LAYOUT)
     outputs = ()
     for _ in tl.static_range(BLOCKS):
         outputs = outputs + (tl.zeros((ROWS, CHANNELS), tl.float32),)
@@ -104,25 +113,39 @@ def prefill_kernel(
     entry = table + sequence.to(tl.int64) * table_stride
     if BY_HEAD:
         entry += head * (table_stride // tl.num_programs(1))
-    for page in range(own_page):
+    coded = own_page
+    if WINDOW.pages > 1:
+        coded = tl.maximum(own_page - (WINDOW.pages - 1), 0)
+        entry += WINDOW.sink
+    for page in range(coded):
         page_id = tl.load(entry + page)
         record = records + page_id * page_stride + head * LAYOUT.nbytes
-        state = add_page(state, query, record, first_block, TILING, LAYOUT)
+        state = ADD(state, query, record, first_block, TILING, LAYOUT)
 
     open_at = tl.load(slots + sequence) * slot_stride + head * open_head_stride
-    open_at -= (start // PI * PI).to(tl.int64) * LAYOUT.head_dim
+    if WINDOW.pages == 1:
+        open_at -= (start // PI * PI).to(tl.int64) * LAYOUT.head_dim
     batch_at = shift * row_stride + head * LAYOUT.head_dim
     open_k, open_v, k, v = open_k + open_at, open_v + open_at, k + batch_at, v + batch_at
     last = tl.minimum(first + TOKENS, end)
-    for begin in tl.range(own_page * PI, last, TILING.own_rows, num_stages=1):
-        token = begin + tl.arange(0, TILING.own_rows)
+    for place in tl.range(coded * PI, last, TILING.own_rows, num_stages=1):
+        token = place + tl.arange(0, TILING.own_rows)
+        if WINDOW.pages > 1:
+            # Sinks come first; the pages between them and the others were read as codes.
+            page = place // PI
+            page = tl.where(page < coded + tl.minimum(WINDOW.sink, own_page), page - coded, page)
+            token = page * PI + place % PI + tl.arange(0, TILING.own_rows)
+            moved = (place_of(page, WINDOW) - page) * (PI * LAYOUT.head_dim)
+            early_k, early_v = open_k + moved, open_v + moved
+        else:
+            early_k, early_v = open_k, open_v
         if LAYOUT.own_codes:
             model_head = head_start + head
-            scores = code_scores(query, open_k, k, token, start, end, row_stride, model_head, layer, seed, LAYOUT)
+            scores = code_scores(query, early_k, k, token, start, end, row_stride, model_head, layer, seed, LAYOUT)
         else:
-            scores = exact_scores(q + tile + at, seen_rows, open_k, k, token, start, end, row_stride, EXACT_QK, LAYOUT)
+            scores = exact_scores(q + tile + at, seen_rows, early_k, k, token, start, end, row_stride, EXACT_QK, LAYOUT)
         scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
-        state = add_rows(state, scores, open_v, v, token, start, end, row_stride, first_block, TILING, LAYOUT)
+        state = add_rows(state, scores, early_v, v, token, start, end, row_stride, first_block, TILING, LAYOUT)
 
     _, total, outputs = state
     V: tl.constexpr = LAYOUT.v_tiles
@@ -133,23 +156,51 @@ def prefill_kernel(
         tl.store(out + tile + at[:, None] + channel[None, :], x, mask=seen)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """What a kind of page adds to the frame: two device functions (see `prefill_kernel`), its layout, the tiling."""
+
+    prepare: Any
+    add: Any
+    layout: PoolLayout
+    tiling: Tiling
+    seed: int = 0
+
+
 def attn_prefill(fmt: HackFormat, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`PageKernels.attend` of a batch with rows k, v. Checks are the caller's; nothing is read on the host."""
+    return attn_prompt(reader_of(fmt, q.dtype), layer, pool, spans, q, k, v)
+
+
+def attn_prompt(reader: PromptReader, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`attn_prefill` of any kind of page."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
-    prefill_launch(fmt, layer, pool, spans, q, k, v, out).run()
+    prompt_launch(reader, layer, pool, spans, q, k, v, out).run()
     return out
+
+
+def reader_of(fmt: HackFormat, dtype: torch.dtype) -> PromptReader:
+    """For pages of codes with minima, and queries of `dtype`."""
+    return PromptReader(query_rows, add_page, page_layout(fmt), tiling_of(fmt, dtype), fmt.seed)
 
 
 def prefill_launch(
     fmt: HackFormat, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> Launch:
+    """`prompt_launch` for pages of codes with minima."""
+    return prompt_launch(reader_of(fmt, q.dtype), layer, pool, spans, q, k, v, out)
+
+
+def prompt_launch(
+    reader: PromptReader, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> Launch:
     """The launch that writes `out`; q, k, v and out are contiguous."""
     records, batch = pool.planes["k_codes"], spans.starts.numel()
     group = q.shape[1] // k.shape[1]
-    tiling = tiling_of(fmt, q.dtype)
+    tiling = reader.tiling
     table = spans.table.contiguous()
-    tokens = min(fmt.page_tokens, max(1, tiling.rows // padded(group)))
+    tokens = min(pool.page_tokens, max(1, tiling.rows // padded(group)))
     arguments = {
         "q": q,
         "k": k,
@@ -172,15 +223,18 @@ def prefill_launch(
         "table_stride": table.stride(0),
         "layer": layer,
         "head_start": pool.head_start,
-        "seed": fmt.seed,
+        "seed": reader.seed,
         "GROUP": group,
         "GROUP_PAD": padded(group),
         "TOKENS": tokens,
         "BATCH": padded(batch),
         "EXACT_QK": "tf32x3" if q.dtype is torch.float32 else "tf32",  # TF32 holds FP16 and BF16 exactly
         "TILING": tiling,
-        "LAYOUT": page_layout(fmt),
+        "LAYOUT": reader.layout,
         "BY_HEAD": table.dim() == 3,
+        "PREPARE": reader.prepare,
+        "ADD": reader.add,
+        "WINDOW": pool.window,
     }
     # A span touches at most two tiles that it does not fill.
     tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)

@@ -36,9 +36,12 @@ def query_levels(x, scale, ASYMMETRIC: tl.constexpr):
 
 @triton.jit
 def load_query(q, first, heads, D: tl.constexpr, N: tl.constexpr):
-    """Channels `first`.. `first`+31 of query heads [heads, D]: FP32 [32, N], zero past `heads`."""
+    """Channels `first`.. `first`+31 of query heads [heads, D]: FP32 [32, N], zero past `heads` and D."""
     channel, head = first + tl.arange(0, 32)[:, None], tl.arange(0, N)[None, :]
-    return tl.load(q + head * D + channel, mask=head < heads, other=0.0).to(tl.float32)
+    seen = head < heads
+    if D % 32 != 0:
+        seen = seen & (channel < D)
+    return tl.load(q + head * D + channel, mask=seen, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -48,14 +51,14 @@ def column_partition(q, p: tl.constexpr, LAYOUT: tl.constexpr, heads, W: tl.cons
     Z: tl.constexpr = LAYOUT.partition
     low = tl.full((N,), float("inf"), tl.float32)
     high = tl.full((N,), float("-inf"), tl.float32)
-    for step in tl.static_range(Z // 32):
+    for step in tl.static_range((Z + 31) // 32):
         x = divided(load_query(q, p * Z + step * 32, heads, D, N), LAYOUT.root)
         low = tl.minimum(low, tl.min(x, 0))
         high = tl.maximum(high, tl.max(x, 0))
     scale = query_scale(high - low if LAYOUT.asymmetric else tl.maximum(high, -low), LAYOUT.asymmetric)
     codes = ()
     sums = tl.zeros((N,), tl.int32)
-    for step in tl.static_range(Z // 32):
+    for step in tl.static_range((Z + 31) // 32):
         x = divided(load_query(q, p * Z + step * 32, heads, D, N), LAYOUT.root)
         divisor = tl.broadcast_to(scale[None, :], (32, N))
         levels = query_levels(x - low[None, :] if LAYOUT.asymmetric else x, divisor, LAYOUT.asymmetric)

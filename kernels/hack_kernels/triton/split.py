@@ -25,13 +25,17 @@ OWN_UNITS = tl.constexpr(8)
 
 
 @triton.jit
-def page_ends(starts, batch, PI: tl.constexpr, BATCH: tl.constexpr):
-    """Where the stretch of each sequence ends, int32 [BATCH]; sequences past `batch` take no room.
+def page_ends(starts, batch, PI: tl.constexpr, BATCH: tl.constexpr, EXACT: tl.constexpr):
+    """Where the stretch of each sequence ends, int32 [BATCH]; sequences past `batch` take no room. EXACT pages, the own
+    one among them, are not read as codes.
 
     32 bits are enough for units, and take half the registers through the loop over pages."""
     row = tl.arange(0, BATCH)
     cached = tl.load(starts + row, mask=row < batch, other=0)
-    return tl.cumsum(tl.where(row < batch, (cached // PI).to(tl.int32) + OWN_UNITS, 0), 0)
+    coded = (cached // PI).to(tl.int32)
+    if EXACT > 1:
+        coded = tl.maximum(coded - (EXACT - 1), 0)
+    return tl.cumsum(tl.where(row < batch, coded + EXACT * OWN_UNITS, 0), 0)
 
 
 @triton.jit

@@ -36,6 +36,14 @@ WITH_CODES = {
 }
 """Kernels whose main loop is known, on every architecture: products of 16x8 with 32 codes or 16 values, decode's last
 ones sums of P, and 2 KiB of codes in 16 bytes a lane; in prefill 4 KiB by 128 lanes, K once per partition."""
+OF_LEVELS = {
+    "decode levels D=64 Π=64 K4V4 G=3": {"int8_mma": 16 + 2, "float_mma": 0, "loads_128": 8, "loads_narrower": 0},
+    "decode levels D=64 Π=64 K3V3 window 1+2 G=3": {"int8_mma": 32 + 2, "float_mma": 0, "loads_narrower": 0},
+    "prefill levels D=64 Π=64 K3V3 window 1+2 G=3": {"int8_mma": 32, "float_mma": 0},
+    "seal levels D=128 Π=64 K3V3 window 1+2": {"int8_mma": 0, "float_mma": 0},
+    "install levels D=64 Π=64 K3V3 window 1+2": {"int8_mma": 0, "float_mma": 0},
+}
+"""Pages of levels, on sm_90: 3 bits are two products, of 2 and of 1."""
 OF_ROWS = ("rows D=64 Π=64 G=8", "seal D=64 Π=64 K2V2 nearest")
 """Kernels that read FP16 rows, on every architecture."""
 ROWS = "rows D=128 Π=64 G=8"
@@ -63,7 +71,7 @@ Reports = dict[tuple[str, int], dict[str, Any]]
 def reports() -> Reports:
     """By kernel and architecture, from a process whose Triton compiles instead of interpreting."""
     lines = inspected([*WITH_CODES, *OF_ROWS], list(ARCHITECTURES))
-    lines += inspected([DECODE, ROWS], [90]) + inspected(SAMPLED, [SAMPLED_ON])
+    lines += inspected([DECODE, ROWS, *OF_LEVELS], [90]) + inspected(SAMPLED, [SAMPLED_ON])
     for kernel, (arch, _) in TIGHTEST.items():
         lines += inspected([kernel], [arch])
     return {(report["name"], report["arch"]): report for report in lines}
@@ -114,6 +122,14 @@ def test_other_sizes_and_widths_pass_the_gates_too(reports: Reports, kernel: str
     assert report["local_accesses"] == 0
     assert report["loads_128"] >= report["code_loads"] > 0
     assert (report["int8_mma"] > 0) == kernel.startswith("prefill")
+
+
+@pytest.mark.parametrize("kernel", OF_LEVELS)
+def test_pages_of_levels_pass_the_gates_too(reports: Reports, kernel: str) -> None:
+    report = reports[kernel, 90]
+    assert report["local_accesses"] == 0
+    assert {name: report[name] for name in OF_LEVELS[kernel]} == OF_LEVELS[kernel]
+    assert report["loads_128"] >= report["code_loads"]
 
 
 def test_a_page_stays_below_its_budget_on_hopper(reports: Reports) -> None:

@@ -1,0 +1,208 @@
+"""Decode on pages of levels: packed codes against 8-bit Q and P, as `decode.py` has it for pages with minima.
+
+A warp takes one page of one KV head. A code c stands for s·(c - z): z takes one correction per query and none per key,
+and V's scales go into the weights before these are rounded. Codes of 3 bits are two products, added in integers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hack_kernels.base import Pool, Spans
+from hack_kernels.level_format import LevelFormat
+from hack_kernels.triton.decode import ROUND, new_top_of, pair_in_token_order, top_of
+from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.level_layout import level_layout
+from hack_kernels.triton.paged import SPARING, PageReader, paged_launch, rows_of_heads
+from hack_kernels.triton.query import query_columns
+from hack_kernels.triton.split import Workspace
+from hack_kernels.triton.tiles import doubled, equal_halves, load_scales, load_tile, masked
+
+
+@triton.jit
+def total_of(sums):
+    """Σ of a tuple."""
+    total = sums[0]
+    for i in tl.static_range(1, tl.constexpr(len(sums))):
+        total += sums[i]
+    return total
+
+
+@triton.jit
+def last_sum(sums, TILE: tl.constexpr):
+    """Σ of those of `sums`, a tuple over 32 columns, whose columns may lie in the last bit field."""
+    STEP: tl.constexpr = TILE.column_fields
+    total = sums[0] if len(sums) < STEP else sums[STEP - 1]  # in the first case no columns do, and nobody asks
+    for i in tl.static_range(2 * STEP - 1, tl.constexpr(len(sums)), STEP):
+        total += sums[i]
+    return total
+
+
+@triton.jit
+def level_query_columns(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
+    """Query heads at `q`: codes, a tuple over 32 channels of INT8 [W, 32, N]; their scale, for scores in log2, and z
+    times their sum, FP32 [N] and [W, N]; and the sums INT32 [W, N] that flipped bits need, of both planes of codes."""
+    codes, scale, _, _, _ = query_columns(q, LAYOUT, heads, W, N)[0]
+    sums = ()
+    for step in tl.static_range(tl.constexpr(len(codes))):
+        sums = sums + (tl.sum(codes[step].to(tl.int32), 1),)
+    zero: tl.constexpr = LAYOUT.k.zero
+    return (
+        codes,
+        scale,
+        zero * total_of(sums).to(tl.float32),
+        (last_sum(sums, LAYOUT.k.low), last_sum(sums, LAYOUT.k.top)),
+    )
+
+
+@triton.jit
+def load_tiles(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr):
+    """Stored tiles FIRST.. of W pages: a tuple."""
+    tiles = ()
+    for i in tl.static_range(COUNT):
+        tiles = tiles + (load_tile(codes, FIRST + i, W),)
+    return tiles
+
+
+@triton.jit
+def field_product(tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, c: tl.constexpr, UNIT: tl.constexpr):
+    """What `plane_product` adds for columns that lie in the fields c·Fr .. of stored tiles."""
+    STEP: tl.constexpr = TILE.column_fields
+    STEPS: tl.constexpr = TILE.column_tiles
+    f: tl.constexpr = c * TILE.row_fields + m % TILE.row_fields
+    dot = flips if f == TILE.fields - 1 else flips * 0
+    for step in tl.static_range(c, STEPS, STEP):
+        dot = tl.dot(masked(tiles[step // STEP], f, TILE), operand[step], dot, out_dtype=tl.int32)
+    return dot << (UNIT - TILE.bits * f)
+
+
+@triton.jit
+def plane_product(tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, UNIT: tl.constexpr):
+    """The codes of row tile `m` times `operand`, a tuple over 32 columns of INT8 [W, 32, N], times 2^UNIT: INT32
+    [W, 16, N]. `tiles` are the stored tiles of the row of them in which `m` lies; `flips` [W, 16, N] is 128 Σ of the
+    operand over columns that may lie in the last bit field."""
+    total = field_product(tiles, operand, flips, TILE, m, 0, UNIT)
+    for c in tl.static_range(1, tl.constexpr(TILE.column_fields)):
+        if c < TILE.column_tiles:
+            total += field_product(tiles, operand, flips, TILE, m, c, UNIT)
+    return total
+
+
+@triton.jit
+def unit_of(SIDE: tl.constexpr, m: tl.constexpr):
+    """What products of row tile `m` are worth 2^-unit of: no code is worth less than its place."""
+    low: tl.constexpr = SIDE.low.bits * ((SIDE.low.column_fields - 1) * SIDE.low.row_fields + m % SIDE.low.row_fields)
+    top: tl.constexpr = (SIDE.top.column_fields - 1) * SIDE.top.row_fields + m % SIDE.top.row_fields - 2
+    return tl.constexpr(top if SIDE.split and top > low else low)
+
+
+@triton.jit
+def code_product(low, top, operand, low_flips, top_flips, SIDE: tl.constexpr, m: tl.constexpr):
+    """Codes of row tile `m` times `operand`, exact in FP32 [W, 16, N]."""
+    unit: tl.constexpr = unit_of(SIDE, m)
+    total = plane_product(low, operand, low_flips, SIDE.low, m, unit)
+    if SIDE.split:
+        total += plane_product(top, operand, top_flips, SIDE.top, m, unit + 2)
+    return total.to(tl.float32) * (2.0**-unit)
+
+
+@triton.jit
+def row_of_tiles(tiles, m: tl.constexpr, TILE: tl.constexpr):
+    """Of all stored tiles, those in whose row the row tile `m` lies."""
+    row = ()
+    for i in tl.static_range(tl.constexpr(TILE.across)):
+        row = row + (tiles[m // TILE.row_fields * TILE.across + i],)
+    return row
+
+
+@triton.jit
+def level_scores(record, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """Scores of W pages at `record` [W], in units of log2: a tuple over token tiles of FP32 [W, 16, N]."""
+    codes, q_scale, correction, flips = query
+    SIDE: tl.constexpr = LAYOUT.k
+    low = load_tiles(record + SIDE.codes, 0, SIDE.low.stored, W)
+    top = load_tiles(record + SIDE.high, 0, SIDE.top.stored, W) if SIDE.split else low
+    scales = load_scales(record + SIDE.scale, LAYOUT.page_tokens // 16, W)
+    low_flips = tl.broadcast_to(flips[0][:, None, :] * 128, (W, 16, N))
+    top_flips = tl.broadcast_to(flips[1][:, None, :] * 128, (W, 16, N))
+    scores = ()
+    for m in tl.static_range(tl.constexpr(LAYOUT.page_tokens // 16)):
+        low_row = row_of_tiles(low, m, SIDE.low)
+        top_row = row_of_tiles(top, m, SIDE.top) if SIDE.split else low_row
+        dots = code_product(low_row, top_row, codes, low_flips, top_flips, SIDE, m)
+        x = (dots - correction[:, None, :]) * q_scale[None, None, :]
+        scores = scores + (x * scales[m][:, :, None],)
+    return scores
+
+
+@triton.jit
+def level_weights(scores, page_top, scales, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """Weights times the scales of V in 7 bits: codes, a tuple over 32 tokens of INT8 [W, 32, N]; their scale and Σ of
+    the weights as they were, both FP32 [W, N]."""
+    scaled, total = (), tl.zeros((W, 16, N), tl.float32)
+    for m in tl.static_range(tl.constexpr(len(scores))):
+        p = tl.exp2(scores[m] - page_top[:, None, :])
+        total += p
+        scaled = scaled + (p * scales[m][:, :, None],)
+    largest = top_of(scaled)
+    factor = tl.div_rn(tl.full((W, N), 127.0, tl.float32), largest)
+    codes = ()
+    for m in tl.static_range(tl.constexpr(len(scores)) // 2):
+        low = (scaled[2 * m] * factor[:, None, :] + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+        high = (scaled[2 * m + 1] * factor[:, None, :] + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+        codes = codes + (pair_in_token_order(low, high, W, N),)
+    return codes, largest * (1.0 / 127), tl.sum(total, 1)
+
+
+@triton.jit
+def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    """W pages at `record` [W] added to the running softmax, as `decode.add_pages`."""
+    top, weight, out = state
+    SIDE: tl.constexpr = LAYOUT.v
+    scores = level_scores(record, query, LAYOUT, W, N)
+    page_top = top_of(scores)
+    new_top, kept, share = new_top_of(top, page_top, valid)
+    scales = load_scales(record + SIDE.scale, LAYOUT.page_tokens // 16, W)
+    codes, p_scale, p_total = level_weights(scores, page_top, scales, LAYOUT, W, N)
+    sums = ()
+    for step in tl.static_range(tl.constexpr(len(codes))):
+        ones = tl.full((W, 16, 32), 1, tl.int8)
+        found = tl.dot(ones, codes[step], tl.zeros((W, 16, N), tl.int32), out_dtype=tl.int32)
+        sums = sums + (equal_halves(found, W, N),)
+    zero: tl.constexpr = SIDE.zero
+    correction = zero * total_of(sums).to(tl.float32)
+    low_flips = doubled(last_sum(sums, SIDE.low) * 128, W, N)
+    top_flips = doubled(last_sum(sums, SIDE.top) * 128, W, N)
+    p_scale = p_scale * share
+    added = ()
+    for m in tl.static_range(tl.constexpr(LAYOUT.head_dim // 16)):
+        if m % SIDE.low.row_fields == 0:
+            low = load_tiles(record + SIDE.codes, m // SIDE.low.row_fields * SIDE.low.across, SIDE.low.across, W)
+        if m == 0:
+            top_row = low
+        if SIDE.split and m % SIDE.top.row_fields == 0:
+            top_row = load_tiles(record + SIDE.high, m // SIDE.top.row_fields * SIDE.top.across, SIDE.top.across, W)
+        dots = code_product(low, top_row, codes, low_flips, top_flips, SIDE, m)
+        x = dots - doubled(correction, W, N)
+        added = added + (out[m] * kept[:, None, :] + x * p_scale[:, None, :],)
+    return new_top, weight * kept[:, None, :] + (p_total * share)[:, None, :], added
+
+
+def attn_level_decode(fmt: LevelFormat, pool: Pool, spans: Spans, q: Tensor, workspace: Workspace) -> Tensor:
+    """`PageKernels.attend` of a decode batch, in one launch and without waiting for the device."""
+    q = rows_of_heads(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    level_decode_launch(fmt, pool, spans, q, out, workspace).run()
+    return out
+
+
+def level_decode_launch(
+    fmt: LevelFormat, pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace
+) -> Launch:
+    """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
+    reader = PageReader(level_query_columns, add_level_pages, level_layout(fmt), assembler=SPARING)
+    records = pool.planes["k_codes"]
+    return paged_launch(reader, records, records, pool, spans, q, out, workspace)

@@ -1,0 +1,71 @@
+"""Kernels for pages of levels: checks, then launches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hack_kernels.base import Planes, Pool, Rows, Spans
+from hack_kernels.check import check_attention, check_install, check_seal
+from hack_kernels.level_format import Feedback, LevelFormat
+from hack_kernels.triton.layout import check_layout
+from hack_kernels.triton.level_decode import attn_level_decode
+from hack_kernels.triton.level_exchange import export_levels, install_levels
+from hack_kernels.triton.level_layout import level_layout, new_level_pages
+from hack_kernels.triton.level_prefill import level_prompt_reader
+from hack_kernels.triton.level_seal import columns_first, seal_levels
+from hack_kernels.triton.prefill import attn_prompt
+from hack_kernels.triton.split import Workspace
+
+
+class LevelTriton:
+    """Implements `LevelKernels`. A page is one record, whose planes are views (`level_layout.py`)."""
+
+    served_by = "triton"
+
+    def __init__(self, fmt: LevelFormat, device: torch.device, workspace: Workspace) -> None:
+        self.fmt, self.device = fmt, device
+        self.approximation_s = 0.0  # the corrections are one subtraction in each product
+        self._workspace = workspace
+        self._feedback = dict[int, Feedback]()
+
+    def set_feedback(self, layer: int, feedback: Feedback) -> None:
+        """Keep it for the seals of `layer`, in the order in which the kernel reads it."""
+        feedback.check(self.fmt.head_dim)
+        self._feedback[layer] = columns_first(feedback.to(self.device))
+
+    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+        """Views into one record per page and KV head."""
+        return new_level_pages(self.fmt, num_pages, num_kv_heads, self.device)
+
+    def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
+        """Quantize full pages into the pool in one launch."""
+        check_seal(self.fmt, pool, page_ids, starts, k, v)
+        self._check(pool)
+        if page_ids.numel():
+            seal_levels(self.fmt, pool, page_ids, k, v, self._feedback.get(layer))
+
+    def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
+        """Wire order to records."""
+        check_install(self.fmt, pool, page_ids, planes)
+        self._check(pool)
+        if page_ids.numel():
+            install_levels(self.fmt, pool.planes, page_ids, planes)
+
+    def export(self, pool: Pool, page_ids: Tensor) -> Planes:
+        """Records to wire order."""
+        self._check(pool)
+        return export_levels(self.fmt, pool.planes, page_ids)
+
+    def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
+        """INT8 products. Decode divides pages among programs. A prompt takes tiles of queries against one page after
+        another."""
+        check_attention(self.fmt, pool, spans, rows)
+        self._check(pool)
+        if rows.k is None or rows.v is None:
+            return attn_level_decode(self.fmt, pool, spans, rows.q, self._workspace)
+        reader = level_prompt_reader(self.fmt, rows.q.dtype)
+        return attn_prompt(reader, layer, pool, spans, rows.q, rows.k, rows.v)
+
+    def _check(self, pool: Pool) -> None:
+        check_layout(level_layout(self.fmt), pool.planes)
