@@ -39,6 +39,10 @@ Codec = Annotated[
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
+Device = Annotated[
+    str,
+    typer.Option(help="cpu, cuda, cuda:N, or auto: a GPU if one can be used. With several GPUs, nodes take turns."),
+]
 Host = Annotated[str, typer.Option(help="Address of the HTTP API.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 takes any free one.")]
 Context = Annotated[int, typer.Option(min=0, help="Longest prompt plus output in tokens; 0 is the model's own limit.")]
@@ -71,6 +75,7 @@ def serve(
     decode: Decode = 2,
     codec: Codec = DEFAULT_CODEC,
     dtype: Dtype = "bfloat16",
+    device: Device = "auto",
     host: Host = "127.0.0.1",
     port: Port = 8000,
     max_context: Context = 0,
@@ -81,7 +86,7 @@ def serve(
     router: dict[str, Any] = {"listen": {"host": host, "port": port}, "served_model_name": served_model_name}
     if api_key_file:
         router["api_key_file"] = str(api_key_file)
-    settings = {"path": model, "dtype": dtype, "max_context": max_context}
+    settings = {"path": model, "dtype": dtype, "device": device, "max_context": max_context}
     code = import_module(SERVING).serve(settings, codec, (prefill, decode), router)
     raise typer.Exit(code)
 

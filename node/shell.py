@@ -17,6 +17,7 @@ import torch
 
 from hackkv.canary import check_codec
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model.device import AUTO, memory_of
 from hackkv.model.worker import Worker, load_worker
 from hackkv.nodes import NodeIdentity
 from hackkv.types import Role
@@ -93,7 +94,7 @@ async def serve_node(
     check_wires(config.wire)
     trust = load_trust(config.internal, config.listen.host)
     worker = await _worker(config, loaded)
-    num_pages = worker.pages_in(config.kv_bytes)
+    num_pages = worker.pages_in(_kv_bytes(config, worker))
     listen = config.listen
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:
         address = await server.start()
@@ -108,6 +109,12 @@ async def serve_node(
                     await stay_member(config.router, describe, shutdown.stop, trust, news=service.draining)
         finally:
             await spans.close()
+
+
+def _kv_bytes(config: NodeConfig, worker: Worker) -> int:
+    if config.kv_bytes != AUTO:
+        return config.kv_bytes
+    return worker.auto_kv_bytes(config.busiest, config.nodes_on_device, memory_of(worker.model.device))
 
 
 async def _worker(config: NodeConfig, loaded: Loaded | None) -> Worker:

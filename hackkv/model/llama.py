@@ -18,7 +18,7 @@ Rejected: padding the rows to whole groups, which held on AMD's processors and n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,13 @@ class Weights:
     """[hidden]"""
     lm_head: Tensor
     """[vocab, hidden]"""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tensors; one that serves twice counts once."""
+        layers = [getattr(layer, each.name) for layer in self.layers for each in fields(layer)]
+        all_of_them = (x for x in (self.embed, self.final_norm, self.lm_head, *layers) if x is not None)
+        return sum({x.data_ptr(): x.nbytes for x in all_of_them}.values())
 
 
 class Llama:

@@ -31,17 +31,17 @@ from hack_kernels.hack_format import HackFormat, OpenPage
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.stopwatch import HostStopwatch
+from hack_kernels.triton.support import NO_TRITON, missing
 
 try:
     import triton
 except ModuleNotFoundError as error:
-    raise BackendUnavailable("Triton is not installed: pip install 'hackkv[gpu]'") from error
+    raise BackendUnavailable(NO_TRITON) from error
 
 from hack_kernels.triton import decode, exact, exchange, layout, prefill
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace
-from hack_kernels.triton.support import missing
 
 PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"
 """Environment variable that says how prompts are attended to: homomorphic (default) or exact."""
