@@ -17,6 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from decode_node.engine import Sequence, StepPart
+from hackkv.codec import Span
+from hackkv.model.sampler import SamplerState
+from tests.pair import PI, greedy, prompt
+
 META = torch.device("meta")
 ARRIVING = (torch.ops.aten.to, torch.ops.aten._to_copy, torch.ops.aten.lift_fresh, torch.ops.aten.detach)
 """What brings numbers of the host to the device."""
@@ -30,11 +35,11 @@ class MetaRows(Rowwise):
     ) -> list[int]:
         assert faulty is not None
         assert faulty.shape == logits.shape[:1] == (len(choosers),)
-        _on_device(logits, faulty)
+        on_device(logits, faulty)
         return [7] * len(choosers)
 
     def score(self, logits: Tensor, ids: Series[int], tops: Series[int]) -> list[Scores]:
-        _on_device(logits)
+        on_device(logits)
         return [(-1.0, [(token_id, -1.0)] * top) for token_id, top in zip(ids, tops, strict=True)]
 
     def set_in(self, flags: Tensor) -> list[int]:
@@ -58,26 +63,26 @@ class MetaKernels:
         }
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        _on_device(page_ids, starts, k, v)
+        on_device(page_ids, starts, k, v)
         self.sealed += page_ids.numel()
 
     def requantize(self, layer: int, pool: Pool, spans: Spans, k: Tensor, v: Tensor) -> None:
-        _on_device(*(getattr(spans, each.name) for each in fields(spans)), k, v)
+        on_device(*(getattr(spans, each.name) for each in fields(spans)), k, v)
         self.sealed += 1
 
     def set_feedback(self, layer: int, feedback: Feedback) -> None:
-        _on_device(feedback.gains, feedback.weights)
+        on_device(feedback.gains, feedback.weights)
 
     def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
-        _on_device(page_ids, *planes.values())
+        on_device(page_ids, *planes.values())
 
     def export(self, pool: Pool, page_ids: Tensor) -> Planes:
-        _on_device(page_ids)
+        on_device(page_ids)
         return {name: plane[page_ids].transpose(0, 1).contiguous() for name, plane in pool.planes.items()}
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        _on_device(pool.open_k, pool.open_v, *(getattr(spans, each.name) for each in fields(spans)))
-        _on_device(*(x for x in (rows.q, rows.k, rows.v) if x is not None))
+        on_device(pool.open_k, pool.open_v, *(getattr(spans, each.name) for each in fields(spans)))
+        on_device(*(x for x in (rows.q, rows.k, rows.v) if x is not None))
         return torch.empty_like(rows.q, memory_format=torch.contiguous_format)
 
 
@@ -99,7 +104,7 @@ class MetaBackend:
         return HostStopwatch()
 
 
-def _on_device(*tensors: Tensor) -> None:
+def on_device(*tensors: Tensor) -> None:
     assert {tensor.device for tensor in tensors} == {META}
 
 
@@ -134,3 +139,21 @@ def on_meta(value: Any, dtype: torch.dtype | None = None) -> Any:
     if value is None:
         return None
     return replace(value, **{each.name: on_meta(getattr(value, each.name), dtype) for each in fields(value)})
+
+
+def two_sequences() -> list[StepPart]:
+    """One that fills a page with its second row, and one in the middle of a page. One is greedy, the other asks for all
+    that sampling has."""
+    parts = list[StepPart]()
+    sampled = {"temperature": 0.7, "top_p": 0.9, "top_k": 9, "presence_penalty": 1.0, "logprobs": 2}
+    cases: list[tuple[int, dict[str, object]]] = [(PI - 2, {}), (5, {**sampled, "repetition_penalty": 1.1})]
+    for slot, (held, settings) in enumerate(cases):
+        request = greedy("r", prompt(1, held), 9, **settings)
+        sequence = Sequence([5], SamplerState(request.sampling, request.prompt_ids, ()), 0.0)
+        parts.append(StepPart(sequence, Span(slot, held, 1, (2 * slot, 2 * slot + 1)), replay=False))
+    return parts
+
+
+def later(parts: Series[StepPart]) -> list[StepPart]:
+    """The same sequences in the next step."""
+    return [part._replace(span=replace(part.span, held=part.span.held + 1)) for part in parts]

@@ -68,9 +68,7 @@ class ModelRunner:
 
     def _lay_out(self, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int] | None = None) -> Batch:
         """A batch that brings along what the model reads: tokens, positions, and which rows are wanted if not all."""
-        more = [ids]
-        if len(ids) > len(spans) or any(span.evicted for span in spans):
-            more.append([at for span in spans for at in range(span.position, span.position + span.count)])
+        more = [ids, _positions(spans)]
         if wanted is not None:
             more.append(_last_rows(spans, wanted))
         self._last = Batch.of(spans, self.layout.page_tokens, self.model.device, self._last, more)
@@ -98,7 +96,16 @@ class ModelRunner:
 
     def _run(self, batch: Batch, attend: Attend) -> Tensor:
         ids, positions, *rows = batch.more
-        return self.model.forward(ids, positions, attend, rows[0] if rows else None)
+        return self.model.forward(
+            ids, positions if positions.numel() else batch.where.starts, attend, rows[0] if rows else None
+        )
+
+
+def _positions(spans: Sequence[Span]) -> list[int]:
+    """Of all rows, or nothing if a span has one row, whose number is its position."""
+    if all(span.count == 1 and not span.evicted for span in spans):
+        return []
+    return [at for span in spans for at in range(span.position, span.position + span.count)]
 
 
 def _last_rows(spans: Sequence[Span], wanted: Sequence[int]) -> list[int]:

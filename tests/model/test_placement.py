@@ -7,22 +7,20 @@ dispatch mode refuses the rest: copies to the host, and operators that take a te
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from decode_node.engine import DecodeEngine, Sequence, StepPart
+from decode_node.engine import DecodeEngine
 from hackkv.codec import Span
 from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
 from hackkv.model.llama import Llama, Weights
 from hackkv.model.runner import ModelRunner
-from hackkv.model.sampler import SamplerState
 from tests.codecs.calibrations import calibration_file
-from tests.meta import META, MetaBackend, MetaRows, NothingComesBack, on_meta
-from tests.pair import PI, greedy, prompt, tiny_worker
+from tests.meta import META, MetaBackend, MetaRows, NothingComesBack, later, on_meta, two_sequences
+from tests.pair import PI, prompt, tiny_worker
 
 
 @pytest.fixture
@@ -51,20 +49,13 @@ every_codec = pytest.mark.parametrize("runner", EVERY, ids=str, indirect=True)
 
 @every_codec
 def test_a_decode_step_waits_for_nothing_but_its_tokens(runner: ModelRunner) -> None:
-    """One sequence fills a page, one is in the middle of one; the second step shares what the first had made. One is
-    greedy, the other asks for all that sampling has."""
-    engine, parts = DecodeEngine(runner), list[StepPart]()
-    sampled = {"temperature": 0.7, "top_p": 0.9, "top_k": 9, "presence_penalty": 1.0, "logprobs": 2}
-    cases: list[tuple[int, dict[str, object]]] = [(PI - 2, {}), (5, {**sampled, "repetition_penalty": 1.1})]
-    for slot, (held, settings) in enumerate(cases):
-        request = greedy("r", prompt(1, held), 9, **settings)
-        sequence = Sequence([5], SamplerState(request.sampling, request.prompt_ids, ()), 0.0)
-        parts.append(StepPart(sequence, Span(slot, held, 1, (2 * slot, 2 * slot + 1)), replay=False))
+    """The second step shares what the first had made."""
+    engine, parts = DecodeEngine(runner), two_sequences()
     for _ in range(3):
         with NothingComesBack(), torch.inference_mode():
             tokens = engine.step(parts)
         assert [token.token_id for token in tokens if token is not None] == [7, 7]
-        parts = [part._replace(span=replace(part.span, held=part.span.held + 1)) for part in parts]
+        parts = later(parts)
 
 
 @every_codec

@@ -1,0 +1,116 @@
+"""A whole step on the Triton backend without a GPU: what it would launch, on what, and that nothing comes back.
+
+The device is `meta` (`tests/meta.py`), and each launch is looked at in place of running.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from hack_kernels.triton.backend import TritonBackend
+from hack_kernels.triton.launch import Launch
+from torch import Tensor
+
+from decode_node.engine import DecodeEngine
+from hackkv.codec import KvCodec, Span
+from hackkv.codecs import CODECS, make_codec
+from hackkv.config import CodecConfig
+from hackkv.model.llama import Llama
+from hackkv.model.runner import ModelRunner
+from hackkv.types import KvShape
+from tests.meta import META, MetaRows, NothingComesBack, later, on_device, on_meta, two_sequences
+from tests.pair import PI, prompt, tiny_worker
+
+
+@contextmanager
+def checked_launches() -> Iterator[list[Launch]]:
+    """Collects launches. Every tensor lies on the device and begins at a multiple of 16 bytes: for any other place
+    Triton compiles another kernel, which takes seconds."""
+    launched = list[Launch]()
+
+    def look(launch: Launch) -> None:
+        tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
+        on_device(*tensors)
+        assert all(tensor.storage_offset() * tensor.itemsize % 16 == 0 for tensor in tensors)
+        assert all(side > 0 for side in launch.grid)
+        launched.append(launch)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Launch, "run", look)
+        yield launched
+
+
+def codec_on(backend: TritonBackend, name: str) -> KvCodec:
+    """For the tiny model."""
+    return make_codec(CodecConfig(name=name, settings={"page_tokens": PI}), KvShape(2, 2, 64), backend)
+
+
+SERVED = [name for name in sorted(CODECS) if codec_on(TritonBackend(META), name).served_by == TritonBackend.name]
+"""The codecs for whose pages Triton has kernels."""
+
+
+def runner_on_triton(name: str) -> ModelRunner:
+    """A tiny model."""
+    backend, model = TritonBackend(META), tiny_worker("fp16").model
+    backend.rows = MetaRows()
+    codec = codec_on(backend, name)
+    return ModelRunner(Llama(model.spec, on_meta(model.weights), kernels=backend.rows), codec, 8, 3)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_decode_step_launches_on_its_device_and_reads_nothing_back(name: str) -> None:
+    """In the second of three steps one sequence fills a page. All steps call the same kernels the same way, and what
+    Triton compiles for does not change with lengths and pages."""
+    runner, parts, steps = runner_on_triton(name), two_sequences(), list[Counter[object]]()
+    engine = DecodeEngine(runner)
+    for _ in range(3):
+        with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
+            engine.step(parts)
+        steps.append(Counter(map(compiled_for, launched)))
+        parts = later(parts)
+    attending = steps[0]
+    assert len(attending) == len(set(runner.codec.formats)), "layers of one format are alike"
+    assert steps[2] == attending
+    assert steps[1] > attending, "a step that fills a page seals it"
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_no_kernel_is_compiled_anew_because_a_sequence_has_grown(name: str) -> None:
+    """Triton takes seconds for it, in which nobody gets a token. It looks at whether a table's rows are whole 16 entries
+    apart."""
+    runner, kernels = runner_on_triton(name), set[object]()
+    for pages in (1, 15, 16, 17, 32, 40):
+        spans = [Span(slot, 3 + slot, 1, tuple(range(pages))) for slot in range(3)]
+        states = [part.sequence.sampler for part in (*two_sequences(), *two_sequences()[:1])]
+        with checked_launches() as launched, torch.inference_mode():
+            runner.choose(spans, [5] * len(spans), states)
+        kernels |= set(map(compiled_for, launched))
+    assert len(kernels) == len(set(runner.codec.formats))
+
+
+def compiled_for(launch: Launch) -> object:
+    """What Triton compiles a kernel for: its compile-time values, and whether a number is 1 or divisible by 16."""
+    given = getattr(launch.kernel, "kwargs", None) or vars(launch.kernel)  # interpreted, or compiled
+    free = given.get("do_not_specialize") or ()
+    known = {
+        name: value if name.isupper() else (value == 1, value % 16 == 0)
+        for name, value in launch.arguments.items()
+        if not isinstance(value, Tensor) and name not in free
+    }
+    return launch.kernel, tuple(known.items())
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_prefill_pass_launches_on_its_device(name: str) -> None:
+    runner = runner_on_triton(name)
+    spans, ids = [Span(0, 0, 2 * PI + 3, (0, 1, 2)), Span(1, 5, PI, (3, 4))], prompt(2, 3 * PI + 3)
+    with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
+        runner.forward(spans, ids, wanted=[1, 0])
+    assert launched
