@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+import numpy as np
 import torch
+from hack_kernels.device_choosing import DeviceRows
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.launch import Launch
 from torch import Tensor
@@ -25,8 +28,17 @@ from hackkv.config import CodecConfig
 from hackkv.model.llama import Llama
 from hackkv.model.runner import ModelRunner
 from hackkv.types import KvShape
-from tests.meta import META, MetaRows, NothingComesBack, later, on_device, on_meta, two_sequences
+from tests.meta import META, NothingComesBack, later, on_device, on_meta, two_sequences
 from tests.pair import PI, prompt, tiny_worker
+
+
+class MetaDeviceRows(DeviceRows):
+    """Chooses token 7, after all that a device does for it."""
+
+    def back(self, found: Tensor) -> list[Any]:
+        on_device(found)
+        values: list[Any] = np.full(found.shape, 7).tolist()
+        return values
 
 
 @contextmanager
@@ -59,7 +71,7 @@ SERVED = [name for name in sorted(CODECS) if codec_on(TritonBackend(META), name)
 def runner_on_triton(name: str) -> ModelRunner:
     """A tiny model."""
     backend, model = TritonBackend(META), tiny_worker("fp16").model
-    backend.rows = MetaRows()
+    backend.rows = MetaDeviceRows()
     codec = codec_on(backend, name)
     return ModelRunner(Llama(model.spec, on_meta(model.weights), kernels=backend.rows), codec, 8, 3)
 
@@ -83,8 +95,8 @@ def test_a_decode_step_launches_on_its_device_and_reads_nothing_back(name: str) 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_no_kernel_is_compiled_anew_because_a_sequence_has_grown(name: str) -> None:
-    """Triton takes seconds for it, in which nobody gets a token. It looks at whether a table's rows are whole 16 entries
-    apart."""
+    """Triton takes seconds for it, in which nobody gets a token, and looks at whether rows of a table are 16 entries
+    apart, or twice as many, and so on."""
     runner, kernels = runner_on_triton(name), set[object]()
     for pages in (1, 15, 16, 17, 32, 40):
         spans = [Span(slot, 3 + slot, 1, tuple(range(pages))) for slot in range(3)]
@@ -108,9 +120,10 @@ def compiled_for(launch: Launch) -> object:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_prefill_pass_launches_on_its_device(name: str) -> None:
+def test_a_prefill_pass_launches_on_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_on_triton(name)
     spans, ids = [Span(0, 0, 2 * PI + 3, (0, 1, 2)), Span(1, 5, PI, (3, 4))], prompt(2, 3 * PI + 3)
+    monkeypatch.setattr(MetaDeviceRows, "set_in", lambda rows, flags: [])
     with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
         runner.forward(spans, ids, wanted=[1, 0])
     assert launched

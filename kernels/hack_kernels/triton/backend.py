@@ -27,9 +27,9 @@ from hack_kernels.base import (
     Stopwatch,
 )
 from hack_kernels.check import check_attention, check_install, check_requantize, check_seal
+from hack_kernels.device_choosing import DeviceRows
 from hack_kernels.hack_format import HackFormat, OpenPage
 from hack_kernels.reference.hack import HackReference
-from hack_kernels.rowwise import Rowwise
 from hack_kernels.stopwatch import HostStopwatch
 from hack_kernels.triton.support import NO_TRITON, missing
 
@@ -142,7 +142,7 @@ class TritonBackend:
 
     def __init__(self, device: torch.device, prefill: Prefill = Prefill.HOMOMORPHIC) -> None:
         self.device = device
-        self.rows: RowKernels = Rowwise()
+        self.rows: RowKernels = DeviceRows()
         self._prefill = prefill
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self.workspace = Workspace(device, PROGRAMS_PER_PROCESSOR * processors)
