@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import Final, cast
 
 import torch
@@ -40,6 +41,7 @@ except ModuleNotFoundError as error:
 
 from hack_kernels.triton import decode, exact, exchange, layout, prefill
 from hack_kernels.triton.code_tiles import CODE_BITS
+from hack_kernels.triton.events import EventStopwatch, mark
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace
 
@@ -154,8 +156,10 @@ class TritonBackend:
         return definition(fmt, self.device)
 
     def stopwatch(self) -> Stopwatch:
-        """The host's clock: on a GPU it measures the calls, not the work that they start."""
-        return HostStopwatch()
+        """By events on a GPU; interpreted, calls return when the work is done."""
+        if self.device.type != "cuda":
+            return HostStopwatch()
+        return EventStopwatch(partial(mark, self.device))
 
 
 def create(device: torch.device | None = None) -> Backend:
