@@ -73,7 +73,7 @@ def runner_on_triton(name: str) -> ModelRunner:
     backend, model = TritonBackend(META), tiny_worker("fp16").model
     backend.rows = MetaDeviceRows()
     codec = codec_on(backend, name)
-    return ModelRunner(Llama(model.spec, on_meta(model.weights), kernels=backend.rows), codec, 8, 3)
+    return ModelRunner(Llama(model.spec, on_meta(model.weights, torch.bfloat16), kernels=backend.rows), codec, 8, 3)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -90,7 +90,8 @@ def test_a_decode_step_launches_on_its_device_and_reads_nothing_back(name: str) 
     attending = steps[0]
     assert len(attending) == len(set(runner.codec.formats)), "layers of one format are alike"
     assert steps[2] == attending
-    assert steps[1] > attending, "a step that fills a page seals it"
+    assert steps[1] >= attending
+    assert runner.codec.lossless or steps[1] > attending, "a step that fills a page seals it"
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -119,8 +120,9 @@ def compiled_for(launch: Launch) -> object:
     return launch.kernel, tuple(known.items())
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [name for name in SERVED if name != "fp16"])
 def test_a_prefill_pass_launches_on_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for codec fp16, whose prompts torch attends to sequence by sequence: the host has to know their lengths."""
     runner = runner_on_triton(name)
     spans, ids = [Span(0, 0, 2 * PI + 3, (0, 1, 2)), Span(1, 5, PI, (3, 4))], prompt(2, 3 * PI + 3)
     monkeypatch.setattr(MetaDeviceRows, "set_in", lambda rows, flags: [])

@@ -29,8 +29,9 @@ from hack_kernels.base import (
 )
 from hack_kernels.check import check_attention, check_install, check_requantize, check_seal
 from hack_kernels.device_choosing import DeviceRows
-from hack_kernels.hack_format import HackFormat, OpenPage
+from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, HackFormat, OpenPage
 from hack_kernels.reference.hack import HackReference
+from hack_kernels.row_format import RowFormat
 from hack_kernels.stopwatch import HostStopwatch
 from hack_kernels.triton.support import NO_TRITON, missing
 
@@ -42,6 +43,7 @@ except ModuleNotFoundError as error:
 from hack_kernels.triton import decode, exact, exchange, layout, prefill
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.events import EventStopwatch, mark
+from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace
 
@@ -150,9 +152,11 @@ class TritonBackend:
         self.workspace = Workspace(device, PROGRAMS_PER_PROCESSOR * processors)
 
     def kernels_for(self, fmt: FormatT, definition: Callable[[FormatT, torch.device], KernelsT]) -> KernelsT:
-        """Triton for codes of the widths that its tiles have."""
+        """Triton for codes of the widths that its tiles have, and for rows."""
         if isinstance(fmt, HackFormat) and {fmt.k_bits, fmt.v_bits} <= set(CODE_BITS):
             return cast(KernelsT, HackTriton(fmt, self.device, self.workspace, self._prefill))
+        if isinstance(fmt, RowFormat) and fmt.head_dim in HEAD_DIMS and fmt.page_tokens in PAGE_TOKENS:
+            return cast(KernelsT, RowTriton(fmt, self.device, self.workspace))
         return definition(fmt, self.device)
 
     def stopwatch(self) -> Stopwatch:
