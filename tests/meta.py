@@ -113,9 +113,12 @@ class NothingComesBack(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[str] = []
+        """All that ran, in order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.operators.append(str(func))
         given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         name = func.overloadpacket
         assert name is not torch.ops.aten._local_scalar_dense, f"{func} asks for a value"
