@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
         found = find_model(config.model.path, config.model.dtype)
         devices = places(config.model)
         _tell(found={"folder": str(found.path), "name": found.name, "devices": devices})
-        model = config.model.model_copy(update={"path": str(found.path), "device": devices[0]})
-        check_worker(model, config.codec)
+        model = config.model.model_copy(update={"device": devices[0]})
+        check_worker(model.model_copy(update={"path": str(found.path)}), config.codec)
         loss = check_codec(model, config.codec, lambda line: _tell(say=line))
         _tell(passed=asdict(loss) if loss else None)
     except HackkvError as error:
