@@ -22,13 +22,11 @@ from hack_kernels.triton.launch import Launch
 from torch import Tensor
 
 from decode_node.engine import DecodeEngine
-from hackkv.codec import KvCodec, Span
-from hackkv.codecs import CODECS, make_codec
-from hackkv.config import CodecConfig
+from hackkv.codec import Span
 from hackkv.model.llama import Llama
 from hackkv.model.runner import ModelRunner
-from hackkv.types import KvShape
 from tests.meta import META, NothingComesBack, later, on_device, on_meta, two_sequences
+from tests.on_triton import codec_on, served
 from tests.pair import PI, prompt, tiny_worker
 
 
@@ -59,13 +57,7 @@ def checked_launches() -> Iterator[list[Launch]]:
         yield launched
 
 
-def codec_on(backend: TritonBackend, name: str) -> KvCodec:
-    """For the tiny model."""
-    return make_codec(CodecConfig(name=name, settings={"page_tokens": PI}), KvShape(2, 2, 64), backend)
-
-
-SERVED = [name for name in sorted(CODECS) if codec_on(TritonBackend(META), name).served_by == TritonBackend.name]
-"""The codecs for whose pages Triton has kernels."""
+SERVED = served()
 
 
 def runner_on_triton(name: str) -> ModelRunner:
