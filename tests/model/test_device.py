@@ -82,6 +82,24 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus() == Gpus(f"torch {torch.__version__} is built without CUDA")
 
 
+def test_what_torch_says_of_a_driver_is_passed_on_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 1).\nPlease update it.")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert gpus() == Gpus("The NVIDIA driver on your system is too old (found version 1).")
+
+
+def test_every_visible_gpu_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: (T4, A100)[index][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (T4, A100)[index][1])
+    assert gpus().found == (T4, A100)
+
+
 def test_on_a_gpu_auto_takes_triton_or_says_what_it_lacks() -> None:
     with pytest.raises(ConfigError, match=r"model\.backend: triton: .*cuda:99"):
         device.backend_on("auto", "cuda:99")
