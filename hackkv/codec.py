@@ -24,7 +24,7 @@ from hack_kernels.window import Window
 from torch import Tensor
 
 from hackkv.errors import NonFiniteError
-from hackkv.packing import Numbers, packed, table_of
+from hackkv.packing import Numbers, on_device, table_of
 from hackkv.wire_form import WireForm
 
 FP16_BYTES = 2
@@ -130,7 +130,7 @@ class Batch:
         if stays is None:
             lists += [[span.count for span in spans], offsets, [span.slot for span in spans]]
             lists.append(table_of([span.pages for span in spans]))
-        starts, *rest = packed(lists, device)
+        starts, *rest = on_device(lists, device)
         along, rest = tuple(rest[: len(more)]), rest[len(more) :]
         fills = Fills(rest.pop(0), rest.pop(0)) if filled else None
         if stays is None:

@@ -17,8 +17,17 @@ gives. So pointers and strides of every batch are divisible alike, and Triton co
 Numbers = Sequence[int] | npt.NDArray[np.int64]
 
 
-def packed(lists: Sequence[Numbers], device: torch.device) -> list[Tensor]:
-    """Each list as an int64 tensor [its length] on `device`: views of one buffer."""
+def on_device(lists: Sequence[Numbers], device: torch.device) -> list[Tensor]:
+    """Each list as an int64 tensor [its length] on `device`; in one copy, but for the processor, which needs none."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.array(each, dtype=np.int64)) for each in lists]
+    buffer, places = packed(lists)
+    there = torch.from_numpy(buffer).to(device)
+    return [there[place] for place in places]
+
+
+def packed(lists: Sequence[Numbers]) -> tuple[npt.NDArray[np.int64], list[slice]]:
+    """All lists in one buffer, and where each of them lies."""
     places, end = list[slice](), 0
     for each in lists:
         stop = end + len(each)
@@ -27,10 +36,7 @@ def packed(lists: Sequence[Numbers], device: torch.device) -> list[Tensor]:
     buffer = np.zeros(end, dtype=np.int64)
     for place, each in zip(places, lists, strict=True):
         buffer[place] = each
-    there = torch.from_numpy(buffer)
-    if device.type != "cpu":
-        there = there.to(device)
-    return [there[place] for place in places]
+    return buffer, places
 
 
 def table_of(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:

@@ -68,7 +68,9 @@ class ModelRunner:
 
     def _lay_out(self, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int] | None = None) -> Batch:
         """A batch that brings along what the model reads: tokens, positions, and which rows are wanted if not all."""
-        more = [ids, _positions(spans)]
+        more, positions = [ids], _positions(spans)
+        if positions or wanted is not None:
+            more.append(positions)
         if wanted is not None:
             more.append(_last_rows(spans, wanted))
         self._last = Batch.of(spans, self.layout.page_tokens, self.model.device, self._last, more)
@@ -95,10 +97,9 @@ class ModelRunner:
         return NonFiniteError("K or V is not finite", first)
 
     def _run(self, batch: Batch, attend: Attend) -> Tensor:
-        ids, positions, *rows = batch.more
-        return self.model.forward(
-            ids, positions if positions.numel() else batch.where.starts, attend, rows[0] if rows else None
-        )
+        ids, *rest = batch.more
+        positions = rest[0] if rest and rest[0].numel() else batch.where.starts
+        return self.model.forward(ids, positions, attend, rest[1] if len(rest) > 1 else None)
 
 
 def _positions(spans: Sequence[Span]) -> list[int]:
