@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,8 +16,8 @@ class Event(Protocol):
         """Whether the device has come to the mark."""
         ...
 
-    def elapsed_time(self, end_event: Event, /) -> float:
-        """Milliseconds from here to a later mark; the device has come to both."""
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds from here to a later mark of its kind; the device has come to both."""
         ...
 
 
