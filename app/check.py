@@ -2,12 +2,13 @@
 
 The process writes what it finds to standard output, a JSON object a line:
 
-    {"found": {"folder": ..., "name": ...}}     where the checkpoint lies, and what to call it
+    {"found": {"folder": ..., "name": ..., "devices": [...]}}
+                                                where the checkpoint lies, what to call it, and the devices of nodes
     {"say": ...}                                for the operator
     {"passed": {...} or null}                   the end: what the codec costs (`CodecLoss`), null if nothing
     {"failed": ..., "setting": true or false}   the end: why not, and whether a setting or file is to blame
 
-It computes on all cores, so it must not be the fork server itself.
+It computes on all cores and may open a context of CUDA, so it must not be the fork server itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from hackkv.canary import check_codec
 from hackkv.config import CodecConfig, Frozen, ModelConfig, load
 from hackkv.errors import ConfigError, HackkvError
+from hackkv.model.device import places
 from hackkv.model.shipped import find_model
 from hackkv.model.worker import check_worker
 
@@ -40,9 +42,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load(CheckConfig, Path(argv[0]))
         found = find_model(config.model.path, config.model.dtype, config.model.weights)
-        _tell(found={"folder": str(found.path), "name": found.name})
-        check_worker(config.model.model_copy(update={"path": str(found.path)}), config.codec)
-        loss = check_codec(config.model, config.codec, lambda line: _tell(say=line))
+        devices = places(config.model)
+        _tell(found={"folder": str(found.path), "name": found.name, "devices": devices})
+        model = config.model.model_copy(update={"device": devices[0]})
+        check_worker(model.model_copy(update={"path": str(found.path)}), config.codec)
+        loss = check_codec(model, config.codec, lambda line: _tell(say=line))
         _tell(passed=asdict(loss) if loss else None)
     except HackkvError as error:
         _tell(failed=str(error), setting=isinstance(error, ConfigError))

@@ -16,7 +16,7 @@ import http.client
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -63,6 +63,13 @@ class Checked:
     """What to call it."""
     loss: dict[str, Any] | None
     """A `CodecLoss`; None for a lossless codec."""
+    devices: tuple[str, ...] = ()
+    """The devices on which nodes compute; they take turns."""
+
+    def placed(self, node: int, nodes: int) -> tuple[str, int]:
+        """The device of node number `node` of `nodes`, and how many of them are on it."""
+        turn = node % len(self.devices)
+        return self.devices[turn], len(range(turn, nodes, len(self.devices)))
 
 
 @dataclass(eq=False, slots=True)
@@ -116,8 +123,11 @@ class LocalCluster:
         nodes = [("prefill", i, plan.prefill) for i in range(plan.num_prefill)]
         nodes += [("decode", i, plan.decode) for i in range(plan.num_decode)]
         children = [(await self._fork(role, f"{role}-{index}"), settings) for role, index, settings in nodes]
-        shared = {**plan.worker, "model": self._model, "router": router.ready["control"]}
-        orders = (self._order(child, {**shared, **own, "node_id": child.name}, deadline) for child, own in children)
+        shared = {**plan.worker, "router": router.ready["control"]}
+        orders = (
+            self._order(child, {**shared, **self._place(number), **own, "node_id": child.name}, deadline)
+            for number, (child, own) in enumerate(children)
+        )
         await asyncio.gather(*orders)
         await self._until_registered(deadline)
 
@@ -166,10 +176,11 @@ class LocalCluster:
         for child in self.children:
             await child.process.end()
 
-    @property
-    def _model(self) -> dict[str, Any]:
-        """The nodes' section `model`. They need not look for the files again."""
-        return {**self._plan.worker.get("model", {}), "path": self.model.folder}
+    def _place(self, node: int) -> dict[str, Any]:
+        """A node's section `model`, and who shares its device. It need not look for files and devices again."""
+        device, nodes = self.model.placed(node, self._plan.num_prefill + self._plan.num_decode)
+        model = {**self._plan.worker.get("model", {}), "path": self.model.folder, "device": device}
+        return {"model": model, "nodes_on_device": nodes}
 
     async def _check(self, deadline: float) -> Checked:
         """Find and check what is to be served, while the fork server loads it. Raises `ConfigError` or `NodeLost`."""
@@ -181,8 +192,8 @@ class LocalCluster:
                 settings = {key: value for key, value in worker.items() if key in ("model", "codec")}
                 process.order([self._write("check", settings)])
                 found = (await self._heard(process, "found"))["found"]
-                self.model = Checked(found["folder"], found["name"], None)
-                loading = asyncio.create_task(server.load(self._model, self._plan.worker.get("codec", {})))
+                self.model = Checked(found["folder"], found["name"], None, tuple(found["devices"]))
+                loading = asyncio.create_task(self._load(server))
                 try:
                     passed = (await self._heard(process, "passed"))["passed"]
                     await loading
@@ -192,7 +203,7 @@ class LocalCluster:
             raise NodeLost("the model was not checked in time") from error
         finally:
             await process.end()
-        return Checked(found["folder"], found["name"], passed)
+        return replace(self.model, loss=passed)
 
     async def _heard(self, process: Forked, wanted: str) -> dict[str, Any]:
         """The next message of `app.check` with `wanted`. Raises the error that it reports."""
@@ -211,8 +222,12 @@ class LocalCluster:
             if self._server is None or not self._server.alive:
                 self._server = await ForkServerClient.start()
                 if self.model.folder:
-                    await self._server.load(self._model, self._plan.worker.get("codec", {}))
+                    await self._load(self._server)
             return self._server
+
+    async def _load(self, server: ForkServerClient) -> None:
+        """Let the fork server load what its forks share."""
+        await server.load(self._place(0)["model"], self._plan.worker.get("codec", {}))
 
     async def _fork(self, role: str, name: str) -> Child:
         process = await (await self._forks()).fork(role, name, self.model.loss)

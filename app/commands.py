@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +47,10 @@ Dtype = Annotated[
         "codes of so many bits (model.weights)."
     ),
 ]
+Device = Annotated[
+    str,
+    typer.Option(help="cpu, cuda, cuda:N, or auto: a GPU if one can be used. With several GPUs, nodes take turns."),
+]
 Host = Annotated[str, typer.Option(help="Address of the HTTP API.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 takes any free one.")]
 Context = Annotated[int, typer.Option(min=0, help="Longest prompt plus output in tokens; 0 is the model's own limit.")]
@@ -70,27 +76,43 @@ def options(
     """What stands before a command."""
 
 
-@app.command()
-def serve(
-    model: Model = "",
-    prefill: Prefill = 2,
-    decode: Decode = 2,
-    codec: Codec = DEFAULT_CODEC,
-    dtype: Dtype = "bfloat16",
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    max_context: Context = 0,
-    api_key_file: ApiKeyFile = None,
-    served_model_name: Name = "",
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What `hackkv serve` is told."""
+
+    model: Model = ""
+    prefill: Prefill = 2
+    decode: Decode = 2
+    codec: Codec = DEFAULT_CODEC
+    dtype: Dtype = "bfloat16"
+    device: Device = "auto"
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    max_context: Context = 0
+    api_key_file: ApiKeyFile = None
+    served_model_name: Name = ""
+
+
+def serve(**told: Any) -> None:
     """Run a whole cluster on this machine until Ctrl-C."""
-    router: dict[str, Any] = {"listen": {"host": host, "port": port}, "served_model_name": served_model_name}
-    if api_key_file:
-        router["api_key_file"] = str(api_key_file)
-    computed, _, weights = dtype.partition(",")
-    settings = {"path": model, "dtype": computed, "weights": weights or "auto", "max_context": max_context}
-    code = import_module(SERVING).serve(settings, codec, (prefill, decode), router)
-    raise typer.Exit(code)
+    given = Serving(**told)
+    listen = {"host": given.host, "port": given.port}
+    router: dict[str, Any] = {"listen": listen, "served_model_name": given.served_model_name}
+    if given.api_key_file:
+        router["api_key_file"] = str(given.api_key_file)
+    dtype, _, weights = given.dtype.partition(",")
+    model = {
+        "path": given.model,
+        "dtype": dtype,
+        "weights": weights or "auto",
+        "device": given.device,
+        "max_context": given.max_context,
+    }
+    raise typer.Exit(import_module(SERVING).serve(model, given.codec, (given.prefill, given.decode), router))
+
+
+serve.__signature__ = signature(Serving, eval_str=True)  # type: ignore[attr-defined]  # typer makes options of it
+app.command()(serve)
 
 
 @app.command()

@@ -32,8 +32,13 @@ class Stock:
         self._loaded: Loaded | None = None
 
     def load(self, settings: dict[str, Any]) -> None:
-        """Load the model that nodes will find. Raises what `load_worker` raises."""
+        """Load the model that nodes will find. Raises what `load_worker` raises.
+
+        Not on a GPU: CUDA does not survive a fork, so each node loads its own.
+        """
         model, codec = ModelConfig(**settings["model"]), CodecConfig(**settings["codec"])
+        if model.device != "cpu":
+            return
         worker = load_worker(model.model_copy(update={"threads": 1}), codec)
         self._loaded = Loaded(model, codec, worker)
 

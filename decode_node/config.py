@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from hackkv.config import Frozen
+from hackkv.nodes import Busiest
 from node.config import NodeConfig
 from transport.delivery import FRAME_TIMEOUT_S
 
@@ -29,8 +30,13 @@ class DecodeSettings(Frozen):
     landing_s: float = Field(default=600.0, gt=0)
     """How long a reservation waits for its KV, the prompt's computation included."""
 
+    @property
+    def busiest(self) -> Busiest:
+        """A step of the whole batch, or of replays."""
+        return Busiest(self.max_sequences, max(self.max_batch, self.replay_tokens), self.max_batch)
 
-class DecodeConfig(NodeConfig, DecodeSettings):
+
+class DecodeConfig(DecodeSettings, NodeConfig):
     """Everything a decode node process needs to know."""
 
     frame_timeout_s: float = Field(default=FRAME_TIMEOUT_S, gt=0)

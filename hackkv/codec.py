@@ -16,15 +16,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from hack_kernels.base import PageFormat, Plane, Planes, Pool, Spans
 from hack_kernels.window import Window
 from torch import Tensor
 
 from hackkv.errors import NonFiniteError
+from hackkv.packing import Numbers, on_device, table_of
 from hackkv.wire_form import WireForm
 
 FP16_BYTES = 2
@@ -88,7 +88,9 @@ class Batch:
     the host reads it once, when all layers are done."""
     filled: tuple[Filled, ...] = field(default=())
     fills: Fills | None = None
-    """`filled` as kernels take it; `KvCodec.prepare` sets it unless `filled` is empty."""
+    """`filled` as kernels take it; None if that is empty."""
+    more: tuple[Tensor, ...] = ()
+    """The lists that came along, int64 on the device."""
 
     @property
     def device(self) -> torch.device:
@@ -97,9 +99,14 @@ class Batch:
 
     @classmethod
     def of(
-        cls, spans: Sequence[Span], page_tokens: int, device: torch.device = CPU, last: Batch | None = None
+        cls,
+        spans: Sequence[Span],
+        page_tokens: int,
+        device: torch.device = CPU,
+        last: Batch | None = None,
+        more: Sequence[Sequence[int]] = (),
     ) -> Batch:
-        """Lay out `spans` in the given order, with tensors on `device`.
+        """Lay out `spans` in the given order, and lists `more` with them; one copy brings all to `device`.
 
         `last` is an earlier batch of the same page size. If its spans have the same slots, pages and counts, its
         tensors are reused, all but `starts` and `faulty`. In decode this is the usual case.
@@ -116,17 +123,23 @@ class Batch:
                     kept = old if page * page_tokens < span.held else 0
                     filled.append(Filled(span.pages[page], page * page_tokens, index, row + begin - span.held, kept))
             row += span.count
-        starts = int64([span.held for span in spans], device)
-        if last is not None and _same_places(spans, last.spans):
-            where = Spans(starts, last.where.counts, last.where.offsets, last.where.table, last.where.slots)
+        stays = last.where if last is not None and _same_places(spans, last.spans) else None
+        lists: list[Numbers] = [[span.held for span in spans], *more]
+        if filled:
+            lists += [[page.page_id for page in filled], [page.start for page in filled]]
+        if stays is None:
+            lists += [[span.count for span in spans], offsets, [span.slot for span in spans]]
+            lists.append(table_of([span.pages for span in spans]))
+        starts, *rest = on_device(lists, device)
+        along, rest = tuple(rest[: len(more)]), rest[len(more) :]
+        fills = Fills(rest.pop(0), rest.pop(0)) if filled else None
+        if stays is None:
+            counts, offset, slots, table = rest
+            where = Spans(starts, counts, offset, table.view(len(spans), -1), slots)
         else:
-            counts, slots = (
-                int64([span.count for span in spans], device),
-                int64([span.slot for span in spans], device),
-            )
-            where = Spans(starts, counts, int64(offsets, device), _table(spans, device), slots)
+            where = Spans(starts, stays.counts, stays.offsets, stays.table, stays.slots)
         faulty = torch.zeros(len(spans), dtype=torch.bool, device=device)
-        return cls(tuple(spans), page_tokens, where, row == len(spans), faulty, tuple(filled))
+        return cls(tuple(spans), page_tokens, where, row == len(spans), faulty, tuple(filled), fills, along)
 
 
 def _same_places(spans: Sequence[Span], others: Sequence[Span]) -> bool:
@@ -137,19 +150,6 @@ def _same_places(spans: Sequence[Span], others: Sequence[Span]) -> bool:
         and (span.pages is other.pages or span.pages == other.pages)  # a tuple compares all its pages, even to itself
         for span, other in zip(spans, others, strict=True)
     )
-
-
-def _table(spans: Sequence[Span], device: torch.device) -> Tensor:
-    """int64 [B, Pmax]: the pages of every span, zeros past the last."""
-    width = max(len(span.pages) for span in spans)
-    pages = [page for span in spans for page in (*span.pages, *((0,) * (width - len(span.pages))))]
-    return int64(pages, device).view(len(spans), width)
-
-
-def int64(values: Sequence[Any], device: torch.device = CPU) -> Tensor:
-    """An int64 tensor, made in a third of the time of `torch.tensor`: every step makes several."""
-    made = torch.from_numpy(np.array(values, dtype=np.int64))
-    return made if device.type == "cpu" else made.to(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,9 @@ class ModelConfig(Frozen):
     """Whether a row of a result never depends on the rows beside it, bit for bit: greedy answers are the same in any
     batch. It costs the library's faster products of many rows; null means only in float32."""
     backend: str = "auto"
-    device: str = ""
-    """Where the model and its KV live: cpu, cuda or cuda:N; empty takes what the backend computes on."""
+    device: str = "auto"
+    """Where the model and its KV live: cpu, cuda (a GPU), cuda:N or auto, which takes a GPU that can run the backend if
+    there is one. Of a machine with several GPUs, `hackkv serve` gives each node one."""
 
 
 class ListenConfig(Frozen):

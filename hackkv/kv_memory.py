@@ -45,21 +45,23 @@ class KvMemory:
         self._codec = codec
 
     def export(self, layer: int, pages: Sequence[int]) -> Planes:
-        """Sealed pages as planes that travel: name -> [Hkv, P, *plane shape], contiguous."""
+        """Sealed pages as planes that travel: name -> [Hkv, P, *plane shape], contiguous, in host memory."""
         pool = self.pools[layer]
-        return self._codec.to_wire(layer, pool, _index(pool, pages))
+        planes = self._codec.to_wire(layer, pool, _index(pool, pages))
+        return {name: plane.cpu() for name, plane in planes.items()}
 
     def export_rows(self, layer: int, slot: int, rows: int) -> Planes:
         """The exact rows of a sequence that holds `rows` rows, page after page, as planes `open_k` and `open_v`
-        [Hkv, 1, exact rows, D]."""
+        [Hkv, 1, exact rows, D], in host memory."""
         pool = self.pools[layer]
         exact = zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True)
-        return {name: self._read(slots[slot], rows)[:, None] for name, slots in exact}
+        return {name: self._read(slots[slot], rows)[:, None].cpu() for name, slots in exact}
 
     def install(self, layer: int, heads: range, pages: Sequence[int], planes: Planes) -> None:
         """Write what `export` of an equal codec gave, for some of the KV heads, bit-exact."""
         pool = self.pools[layer].heads(heads.start, len(heads))
-        self._codec.from_wire(layer, pool, _index(pool, pages), planes)
+        here = {name: plane.to(pool.device) for name, plane in planes.items()}
+        self._codec.from_wire(layer, pool, _index(pool, pages), here)
 
     def install_rows(self, layer: int, heads: range, slot: int, rows: int, planes: Planes) -> None:
         """Write what `export_rows` gave, for some of the KV heads."""

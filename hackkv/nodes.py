@@ -93,3 +93,15 @@ class Lease:
     """The router's answer to a registration: renew within `ttl_s` or be taken out of the fleet."""
 
     ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Busiest:
+    """The most that a node does at a time."""
+
+    slots: int
+    """Sequences in flight, resume points among them."""
+    rows: int
+    """Rows of one forward pass."""
+    choices: int
+    """Rows of a pass whose logits are computed."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from hackkv.config import CodecConfig, ListenConfig, ModelConfig, RoleConfig
+from hackkv.nodes import Busiest
 from transport.wires import DEFAULT_WIRE
 
 
@@ -28,7 +30,14 @@ class NodeConfig(RoleConfig):
     node that the decode node has too. Nodes that share none do not join one fleet."""
     faults: Path | None = None
     """For tests: a plan of what goes wrong on this node (`faults/plan.py`)."""
-    kv_bytes: int = Field(default=256 << 20, gt=0)
-    """Memory for sealed pages, in bytes."""
+    kv_bytes: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Memory for sealed pages, in bytes. `auto` takes what a GPU has left, and 256 MiB on the processor."""
+    nodes_on_device: int = Field(default=1, gt=0)
+    """Nodes that share the node's GPU, this one among them, of whose memory `auto` takes its part."""
     drain_s: float = Field(default=30.0, ge=0)
     """How long a node goes on with its requests after SIGTERM, in seconds. Then the rest goes on at other nodes."""
+
+    @property
+    @abstractmethod
+    def busiest(self) -> Busiest:
+        """The most that these settings let the node do at a time."""

@@ -17,6 +17,7 @@ import torch
 
 from hackkv.canary import check_codec
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model.device import AUTO, memory_of
 from hackkv.model.worker import Worker, load_worker
 from hackkv.nodes import NodeIdentity
 from hackkv.types import Role
@@ -94,7 +95,7 @@ async def serve_node(
     trust = load_trust(config.internal, config.listen.host)
     check_machine(config.wire, config.listen.host, config.internal)
     worker = await _worker(config, loaded)
-    num_pages = worker.pages_in(config.kv_bytes)
+    num_pages = worker.pages_in(_kv_bytes(config, worker))
     listen = config.listen
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:
         address = await server.start()
@@ -109,6 +110,12 @@ async def serve_node(
                     await stay_member(config.router, describe, shutdown.stop, trust, news=service.draining)
         finally:
             await spans.close()
+
+
+def _kv_bytes(config: NodeConfig, worker: Worker) -> int:
+    if config.kv_bytes != AUTO:
+        return config.kv_bytes
+    return worker.auto_kv_bytes(config.busiest, config.nodes_on_device, memory_of(worker.model.device))
 
 
 async def _worker(config: NodeConfig, loaded: Loaded | None) -> Worker:

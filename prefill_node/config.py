@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from hackkv.config import Frozen
+from hackkv.nodes import Busiest
 from node.config import NodeConfig
 
 
@@ -27,6 +28,11 @@ class PrefillSettings(Frozen):
     queue_tokens: int = Field(default=1 << 20, gt=0)
     """Prompt tokens that may wait to be computed; a prompt beyond that is turned away, unless it is the only one."""
 
+    @property
+    def busiest(self) -> Busiest:
+        """A pass of whose rows all are scored, and as many resume points as prompts."""
+        return Busiest(2 * self.max_prompts, self.chunk_tokens, self.chunk_tokens)
 
-class PrefillConfig(NodeConfig, PrefillSettings):
+
+class PrefillConfig(PrefillSettings, NodeConfig):
     """Everything a prefill node process needs to know."""

@@ -54,12 +54,17 @@ DECODING = DecodeSettings(max_sequences=8, max_batch=8, landing_s=TIMEOUT_S)
 
 
 @cache
-def tiny_worker(codec: str = "hack", page_tokens: int = PI, layers: int = 2, **settings: int | str | bool) -> Worker:
-    """A two-layer FP32 model with 4 query and 2 KV heads of 64 channels."""
+def tiny_worker(
+    codec: str = "hack", page_tokens: int = PI, layers: int = 2, backend: str = "auto", **settings: int | str | bool
+) -> Worker:
+    """A two-layer FP32 model with 4 query and 2 KV heads of 64 channels. With `backend` triton it lies on the GPU, if
+    there is one."""
     with TemporaryDirectory() as folder:
         path = write_tiny(Path(folder), Tiny(layers=layers, max_context=1024))
         return load_worker(
-            ModelConfig(path=str(path), dtype="float32"),
+            ModelConfig(
+                path=str(path), dtype="float32", backend=backend, device="auto" if backend == "triton" else "cpu"
+            ),
             CodecConfig(name=codec, settings={"page_tokens": page_tokens, **settings}),
         )
 
@@ -203,12 +208,13 @@ async def paired(
     host_bytes: int = 1 << 30,
     queue_tokens: int = 1 << 20,
     decoding: DecodeSettings = DECODING,
+    timeout_s: float = TIMEOUT_S,
 ) -> AsyncIterator[Pair]:
     """Start both nodes; close them at the end. By default the decode node differs from the other in its timers only."""
     if decode is None:
         gated = isinstance(prefill.codec, GatedCodec)
         decode = prefill if gated else replace(prefill, codec=twin(prefill.codec))
-    wire = Loopback("inproc", TIMEOUT_S)
+    wire = Loopback("inproc", timeout_s)
     sender, listener = wire.sender(), wire.listener()
     prefill_service = PrefillService(
         NodeIdentity("p", "p", "1"),

@@ -7,13 +7,13 @@ so sealing and attention find it in the slot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pool
 from torch import Tensor
 
-from hackkv.codec import AttentionWeights, Batch, Eviction, Fills, Origin, int64
+from hackkv.codec import AttentionWeights, Batch, Eviction, Origin
 from hackkv.wire_form import RAW, WireForm
 
 Settings = tuple[tuple[str, str], ...]
@@ -110,11 +110,8 @@ class PagedCodec:
         return new_pool(self.formats[layer], self._kernels[layer], self._backend.device, num_pages, num_slots, heads)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add the pages that the batch fills, as tensors."""
-        if not batch.filled:
-            return batch
-        page_ids, starts = ([page.page_id for page in batch.filled], [page.start for page in batch.filled])
-        return replace(batch, fills=Fills(int64(page_ids, batch.device), int64(starts, batch.device)))
+        """As it is."""
+        return batch
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append rows and attend; see `KvCodec.attend`."""
@@ -149,8 +146,8 @@ class PagedCodec:
 
     def seal(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Seal the pages that `batch` fills, in one kernel call; k, v [T, Hkv, D] float16 are all rows of the batch."""
-        assert batch.fills is not None, "`prepare` comes first"
         fills = batch.fills
+        assert fills is not None, "the caller asks `seals` first"
         self._kernels[layer].seal(layer, pool, fills.page_ids, fills.starts, *filled_pages(pool, batch, k, v))
 
     def to_wire(self, layer: int, pool: Pool, page_ids: Tensor) -> Planes:

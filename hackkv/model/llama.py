@@ -17,8 +17,8 @@ Rejected: padding the rows to whole groups, which held on AMD's processors and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -73,9 +73,16 @@ class Weights:
     @property
     def packed_bits(self) -> frozenset[int]:
         """Bits of the codes of packed matrices."""
-        of_layers = (each for layer in self.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down))
-        matrices = (self.embed, self.lm_head, *of_layers)
-        return frozenset(each.bits for each in matrices if isinstance(each, BlockWeight))
+        return frozenset(each.bits for each in self._all() if isinstance(each, BlockWeight))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tensors; one that serves twice counts once."""
+        return sum({each.data.data_ptr(): each.nbytes for each in self._all()}.values())
+
+    def _all(self) -> Iterator[Weight]:
+        layers = (getattr(layer, each.name) for layer in self.layers for each in fields(layer))
+        return (each for each in (self.embed, self.final_norm, self.lm_head, *layers) if each is not None)
 
 
 class Llama:

@@ -8,10 +8,10 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from hackkv.codec import Batch, KvCodec, Span, int64, non_finite
+from hackkv.codec import Batch, KvCodec, Span, non_finite
 from hackkv.errors import NonFiniteError
 from hackkv.kv_memory import KvMemory
-from hackkv.model.llama import Attend, Llama, flat_positions
+from hackkv.model.llama import Attend, Llama
 from hackkv.model.sampler import FaultyRow, SamplerState, sample
 from hackkv.types import KvLayout, Token
 
@@ -40,7 +40,7 @@ class ModelRunner:
         rows of span i are returned, which is cheaper. Raises `NonFiniteError` naming the span. The host asks once, when
         all layers are done: what `on_layer` has seen of a span at fault is undefined, of other spans it is right.
         """
-        batch = self._lay_out(spans)
+        batch = self._lay_out(spans, ids, wanted)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = self.codec.attend(layer, self.memory.pools[layer], batch, q, k, v)
@@ -48,9 +48,9 @@ class ModelRunner:
                 on_layer(layer)
             return out
 
-        hidden = self._run(batch, ids, attend, wanted)
+        hidden = self._run(batch, attend)
         if self.model.kernels.set_in(batch.faulty):
-            raise self._named(batch, ids)
+            raise self._named(batch)
         return hidden
 
     def choose(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> list[Token]:
@@ -58,22 +58,28 @@ class ModelRunner:
 
         Raises `NonFiniteError` or `GuideError` naming the span; no state has advanced then.
         """
-        batch = self._lay_out(spans)
-        hidden = self._run(batch, ids, partial(self._attend, batch))
+        batch = self._lay_out(spans, ids)
+        hidden = self._run(batch, partial(self._attend, batch))
         kernels = self.model.kernels
         try:
             return sample(self.model.logits(hidden), states, kernels, batch.faulty)
         except FaultyRow as error:
-            raise self._named(batch, ids) from error
+            raise self._named(batch) from error
 
-    def _lay_out(self, spans: Sequence[Span]) -> Batch:
-        self._last = Batch.of(spans, self.layout.page_tokens, self.model.device, self._last)
+    def _lay_out(self, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int] | None = None) -> Batch:
+        """A batch that brings along what the model reads: tokens, positions, and which rows are wanted if not all."""
+        more, positions = [ids], _positions(spans)
+        if positions or wanted is not None:
+            more.append(positions)
+        if wanted is not None:
+            more.append(_last_rows(spans, wanted))
+        self._last = Batch.of(spans, self.layout.page_tokens, self.model.device, self._last, more)
         return self.codec.prepare(self._last)
 
     def _attend(self, batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.codec.attend(layer, self.memory.pools[layer], batch, q, k, v)
 
-    def _named(self, batch: Batch, ids: Sequence[int]) -> NonFiniteError:
+    def _named(self, batch: Batch) -> NonFiniteError:
         """The error of a batch with a faulty sequence; repeats the pass up to the layer at fault."""
         first = self.model.kernels.set_in(batch.faulty)[0]
         batch.faulty.zero_()
@@ -85,20 +91,22 @@ class ModelRunner:
             return out
 
         try:
-            self._run(batch, ids, attend)
+            self._run(batch, attend)
         except NonFiniteError as error:
             return error
         return NonFiniteError("K or V is not finite", first)
 
-    def _run(self, batch: Batch, ids: Sequence[int], attend: Attend, wanted: Sequence[int] | None = None) -> Tensor:
-        spans, device = batch.spans, self.model.device
-        if batch.is_decode and not any(span.evicted for span in spans):
-            positions = batch.where.starts
-        else:
-            positions = flat_positions([(span.position, span.position + span.count) for span in spans], device)
-        tokens = int64(ids, device)
-        rows = None if wanted is None else int64(_last_rows(spans, wanted), device)
-        return self.model.forward(tokens, positions, attend, rows)
+    def _run(self, batch: Batch, attend: Attend) -> Tensor:
+        ids, *rest = batch.more
+        positions = rest[0] if rest and rest[0].numel() else batch.where.starts
+        return self.model.forward(ids, positions, attend, rest[1] if len(rest) > 1 else None)
+
+
+def _positions(spans: Sequence[Span]) -> list[int]:
+    """Of all rows, or nothing if a span has one row, whose number is its position."""
+    if all(span.count == 1 and not span.evicted for span in spans):
+        return []
+    return [at for span in spans for at in range(span.position, span.position + span.count)]
 
 
 def _last_rows(spans: Sequence[Span], wanted: Sequence[int]) -> list[int]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import torch
-from hack_kernels import load
-from hack_kernels.base import Backend, BackendUnavailable
+from hack_kernels.base import Backend
 from tokenizers import Tokenizer
 
 from hackkv.codec import KvCodec, Origin
@@ -23,6 +20,7 @@ from hackkv.footprint import Footprint, footprint_of
 from hackkv.guide import Guides
 from hackkv.model import check_dtype, load_model
 from hackkv.model.config import ModelSpec, read_spec
+from hackkv.model.device import ON_PROCESSOR_BYTES, Memory, auto_kv_bytes, backend_on, memory_of, pass_bytes, places
 from hackkv.model.dtypes import DTYPES
 from hackkv.model.identity import model_hash, source_hash
 from hackkv.model.llama import Llama
@@ -30,7 +28,7 @@ from hackkv.model.packing import computed_in, packing_of
 from hackkv.model.products import ALWAYS, NEVER, library_rows, unpack_rows
 from hackkv.model.shipped import ModelFolder, find_model
 from hackkv.model.weights import PrepareWeights, check_weights, progress_bar
-from hackkv.nodes import CodecLoss
+from hackkv.nodes import Busiest, CodecLoss
 from hackkv.packaged import CALIBRATIONS
 from hackkv.types import WIRE_FORM, Fingerprint, KvLayout
 
@@ -75,16 +73,33 @@ class Worker:
     def pages_in(self, kv_bytes: int) -> int:
         """How many pages, each of all layers and KV heads, fit in `kv_bytes`.
 
-        Raises `ConfigError` when not even one page fits, or when the machine has less memory: the system would grant
+        Raises `ConfigError` when not even one page fits, or when the device has less memory: the system would grant
         the allocation and kill the process when it is used.
         """
         page_bytes = self.footprint.page_bytes
         if kv_bytes < page_bytes:
             raise ConfigError(f"kv_bytes: {kv_bytes} is less than one page of {page_bytes} bytes")
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if kv_bytes > memory_bytes:
-            raise ConfigError(f"kv_bytes: {kv_bytes} is more than this machine's memory of {memory_bytes} bytes")
+        memory = memory_of(self.model.device)
+        if kv_bytes > memory.free:
+            raise ConfigError(f"kv_bytes: {kv_bytes} is more than {memory.owner}'s memory of {memory.free} bytes")
         return kv_bytes // page_bytes
+
+    def auto_kv_bytes(self, busiest: Busiest, nodes: int, memory: Memory) -> int:
+        """What `kv_bytes: auto` takes of the memory of the model's device, which `nodes` nodes share.
+
+        Raises `ConfigError` with the sums if that is less than a page.
+        """
+        model = self.model
+        if memory.swaps:
+            return ON_PROCESSOR_BYTES
+        work = pass_bytes(model.spec, model.dtype, busiest) + busiest.slots * self.footprint.slot_bytes
+        found = auto_kv_bytes(memory, model.weights.nbytes, work, nodes)
+        if found < self.footprint.page_bytes:
+            raise ConfigError(
+                f"kv_bytes: auto finds no room for a page: {memory.owner} has {memory.total} bytes for {nodes} nodes, "
+                f"{memory.free} of them are free, this node's weights take {model.weights.nbytes} and its work {work}"
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +199,13 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
         torch.set_num_threads(model.threads)
     planned = plan_worker(model, codec)
     log.info("model %s, codec %s on backend %s", planned.folder.name, planned.codec.name, planned.kernels)
+    if planned.backend.device.type != "cpu" and planned.codec.served_by != planned.backend.name:
+        # No refusal: answers are right, and a codec serves on a GPU on the day it is written.
+        log.warning(
+            "codec %s: backend %s has no kernels for its pages; their definition in torch serves them, slowly",
+            planned.codec.name,
+            planned.backend.name,
+        )
     llama = planned.load()
     guides = Guides(planned.folder.path, sorted(planned.spec.eos_ids))
     kernels = f"{planned.kernels}, {_products(llama)}"
@@ -232,18 +254,8 @@ def check_origin(origin: Origin, folder: ModelFolder) -> None:
 
 def plan_worker(model: ModelConfig, codec: CodecConfig) -> Unloaded:
     """Check settings, files and headers, but for those of the weights. Raises `ConfigError` or `CheckpointError`."""
-    if model.device and not re.fullmatch(r"cpu|cuda(:\d+)?", model.device):
-        raise ConfigError(f"model.device: {model.device!r} is not a device; known: cpu, cuda, cuda:N")
-    try:
-        backend = load(model.backend, torch.device(model.device) if model.device else None)
-    except (BackendUnavailable, ImportError) as error:
-        raise ConfigError(f"model.backend: {error}") from error
+    backend = backend_on(model.backend, places(model)[0])
     check_dtype(model.dtype, backend.device)
-    if backend.device.type != "cpu":
-        raise ConfigError(
-            f"model.backend: {model.backend!r} computes on {backend.device}, but the engine of this version on the "
-            "processor: use cpu or reference"
-        )
     packing_of(model.weights, model.dtype)
     folder = find_model(model.path, model.dtype, model.weights)
     spec = read_spec(folder.path, model.max_context)

@@ -1,13 +1,13 @@
 """Attention kernels on compressed pages: one boundary (`base.py`), several backends, loaded by name.
 
-`load("auto")` takes the fastest CPU backend that this machine can run, because hackkv's engine computes on the CPU.
-Kernels for a GPU are loaded by name. Asking for a backend that the machine cannot run is an error, never a fallback.
+`load("auto", device)` takes the fastest backend of that kind of device that this machine can run; without a device, of
+the processor. Asking for a backend that the machine cannot run is an error, never a fallback.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 import torch
@@ -23,7 +23,9 @@ BACKENDS: Final = {
 the backend cannot run. Without a device the backend takes its own."""
 
 AUTO: Final = ("cpu", "reference")
-"""What `auto` tries, fastest first."""
+"""What `auto` tries on the processor, fastest first."""
+AUTO_ON_GPU: Final = ("triton",)
+"""The same on a GPU. The definitions alone are so slow there that they have to be asked for."""
 
 
 def load(name: str = "auto", device: torch.device | None = None) -> Backend:
@@ -32,15 +34,15 @@ def load(name: str = "auto", device: torch.device | None = None) -> Backend:
     Raises `BackendUnavailable` naming what is missing.
     """
     if name == "auto":
-        return _first_available(device)
+        return _first_available(AUTO_ON_GPU if device is not None and device.type == "cuda" else AUTO, device)
     if name not in BACKENDS:
         raise BackendUnavailable(f"backend {name!r} is unknown; known: {', '.join(BACKENDS)}")
     return _create(name, device)
 
 
-def _first_available(device: torch.device | None) -> Backend:
+def _first_available(names: Sequence[str], device: torch.device | None) -> Backend:
     missing: list[str] = []
-    for name in AUTO:
+    for name in names:
         try:
             return _create(name, device)
         except BackendUnavailable as error:

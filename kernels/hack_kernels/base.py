@@ -287,8 +287,10 @@ KernelsT = TypeVar("KernelsT", bound=PageKernels)
 class Stopwatch(Protocol):
     """Sums the time that a device spends on calls inside `with`. One thread at a time."""
 
-    seconds: float
-    """Seconds so far; work that the device has not finished may be missing."""
+    @property
+    def seconds(self) -> float:
+        """Seconds so far; work that the device has not finished may be missing."""
+        ...
 
     def __enter__(self) -> None:
         """Start a measurement."""

@@ -64,13 +64,13 @@ async def drain(nodes: Pair, job: PrefillJob) -> None:
                 return
 
 
-def held_up(worker: Worker) -> tuple[Worker, threading.Event]:
+def held_up(worker: Worker, timeout_s: float = TIMEOUT_S) -> tuple[Worker, threading.Event]:
     """The same with a codec of its own, whose passes wait for the event."""
     codec, begin = twin(worker.codec), threading.Event()
     attend = codec.attend
 
     def wait_and_attend(layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert begin.wait(TIMEOUT_S)
+        assert begin.wait(timeout_s)
         return attend(layer, pool, batch, q, k, v)
 
     codec.attend = wait_and_attend  # type: ignore[method-assign]

@@ -133,6 +133,19 @@ def test_a_bad_checkpoint_is_one_clear_line_before_any_port_opens(
         socket.create_connection(("127.0.0.1", refused.port))
 
 
+def test_a_gpu_that_is_not_there_is_one_clear_line(
+    checkpoint: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for all GPUs where there is none; of a torch with CUDA none may be visible."""
+    monkeypatch.setitem(ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setitem(ENVIRONMENT, "TRITON_INTERPRET", "0")
+    child = start("serve", str(checkpoint), *SMALL, "--port", "0", "--device", "cuda")
+    assert child.wait(START_S) == 2
+    assert child.out == ""
+    (line,) = child.err.strip().splitlines()
+    assert line.startswith("hackkv: model.backend: triton: torch sees no CUDA device: ")
+
+
 def test_a_port_in_use_is_a_clear_error(checkpoint: Path, start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,4 +1,5 @@
-"""The definition of a choice against plain arithmetic, and C++ against the definition: the same id, always."""
+"""The definition of a choice against plain arithmetic, and C++ and torch on a device against the definition: the same
+id, always."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from hack_kernels.choosing import (
     unpacked,
 )
 from hack_kernels.cpu.extension import supported_isas
+from hack_kernels.device_choosing import DeviceRows
 from hack_kernels.rowwise import Rowwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +38,8 @@ except BackendUnavailable as error:
 
 NUMPY = Rowwise()
 COMPILED = {isa: cpu.CpuBackend(isa, threads=2).rows for isa in ISAS}
-EVERY = {"numpy": NUMPY, **COMPILED}
+OTHERS = {**COMPILED, "device": DeviceRows()}
+EVERY = {"numpy": NUMPY, **OTHERS}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [1, 2, 31, 32, 33, 64, 100, 1000]
 
@@ -100,13 +103,13 @@ def chosen(
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_every_instruction_set_chooses_as_defined(data: st.DataObject) -> None:
+def test_every_instruction_set_and_device_chooses_as_defined(data: st.DataObject) -> None:
     x, allowed = data.draw(batches())
     each = data.draw(st.lists(rules(), min_size=len(x), max_size=len(x)))
     ids = st.lists(st.integers(0, 120), max_size=6)
     prompt, output = data.draw(ids), data.draw(ids)
     expected = chosen(NUMPY, x, each, allowed, prompt=prompt, output=output)
-    for kernels in COMPILED.values():
+    for kernels in OTHERS.values():
         assert chosen(kernels, x, each, allowed, prompt=prompt, output=output) == expected
 
 
@@ -119,7 +122,7 @@ def test_large_vocabularies(size: int, spread: float) -> None:
     for index, cut in enumerate(cuts):
         each = [ChoiceRules(seed=row + 8 * index, temperature=0.8, **cut) for row in range(8)]  # type: ignore[arg-type]
         expected = chosen(NUMPY, x, each)
-        assert all(chosen(kernels, x, each) == expected for kernels in COMPILED.values())
+        assert all(chosen(kernels, x, each) == expected for kernels in OTHERS.values())
 
 
 @every

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -29,23 +30,27 @@ from hack_kernels.base import (
     Stopwatch,
 )
 from hack_kernels.check import check_attention, check_install, check_requantize, check_seal
-from hack_kernels.hack_format import HackFormat, OpenPage
+from hack_kernels.device_choosing import DeviceRows
+from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, HackFormat, OpenPage
 from hack_kernels.level_format import LevelFormat
 from hack_kernels.reference.hack import HackReference
-from hack_kernels.rowwise import Rowwise
+from hack_kernels.row_format import RowFormat
 from hack_kernels.stopwatch import HostStopwatch
+from hack_kernels.triton.support import NO_TRITON, missing
 
 try:
     import triton
 except ModuleNotFoundError as error:
-    raise BackendUnavailable("Triton is not installed: pip install 'hackkv[gpu]'") from error
+    raise BackendUnavailable(NO_TRITON) from error
 
 from hack_kernels.triton import decode, exact, exchange, layout, prefill
 from hack_kernels.triton.code_tiles import CODE_BITS
+from hack_kernels.triton.events import EventStopwatch, mark
 from hack_kernels.triton.levels import LevelTriton
+from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace
-from hack_kernels.triton.support import missing
+from hack_kernels.triton.support import NO_TRITON
 from hack_kernels.triton.turn import TurnedHeads
 
 PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"
@@ -139,8 +144,8 @@ class _OnReference:
         self.spans = Spans(starts, counts, offsets, places.view_as(spans.table).cpu(), slots)
 
 
-class TritonRows(TurnedHeads, Rowwise):
-    """Implements `RowKernels`: heads turn in one launch, the rest is torch's."""
+class TritonRows(TurnedHeads, DeviceRows):
+    """Implements `RowKernels`: heads turn in one launch, tokens are chosen on the device, the rest is torch's."""
 
 
 class TritonBackend:
@@ -162,8 +167,10 @@ class TritonBackend:
         return definition(fmt, self.device) if found is None else cast(KernelsT, found)
 
     def stopwatch(self) -> Stopwatch:
-        """The host's clock: on a GPU it measures the calls, not the work that they start."""
-        return HostStopwatch()
+        """By events on a GPU; interpreted, calls return when the work is done."""
+        if self.device.type != "cuda":
+            return HostStopwatch()
+        return EventStopwatch(partial(mark, self.device))
 
 
 def _for_codes(fmt: HackFormat, backend: TritonBackend) -> PageKernels | None:
@@ -178,9 +185,17 @@ def _for_levels(fmt: LevelFormat, backend: TritonBackend) -> PageKernels:
     return LevelTriton(fmt, backend.device, backend.workspace)
 
 
+def _for_rows(fmt: RowFormat, backend: TritonBackend) -> PageKernels | None:
+    """For the shapes of codes."""
+    if fmt.head_dim not in HEAD_DIMS or fmt.page_tokens not in PAGE_TOKENS:
+        return None
+    return RowTriton(fmt, backend.device, backend.workspace)
+
+
 FORMATS: Final[dict[type[PageFormat], Callable[[Any, TritonBackend], PageKernels | None]]] = {
     HackFormat: _for_codes,
     LevelFormat: _for_levels,
+    RowFormat: _for_rows,
 }
 """Class of page format -> function of a format and the backend; it returns None for a format without kernels."""
 

@@ -1,10 +1,8 @@
-"""Decode over uncompressed pages: the codec `fp16` on a GPU, and what compression is measured against.
+"""Decode over uncompressed pages: codec `fp16` on a GPU, and what compression is measured against.
 
 Pages are FP16 or BF16 rows [N, Hkv, Π, D]. A warp reads 16 rows at a time, which is as much as registers hold while
 three programs run on a multiprocessor; K goes from memory to the matrix unit as it is, V once through shared memory to
 be transposed.
-
-`bench.gpu` and `lab.gpu` run it. `TritonBackend` does not yet: it leaves codec `fp16` to torch, prompts and decode.
 """
 
 from __future__ import annotations
@@ -16,8 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import Pool, Spans
+from hack_kernels.base import Pool, Rows, Spans
+from hack_kernels.check import check_attention
 from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS
+from hack_kernels.reference.rows import RowReference
+from hack_kernels.row_format import RowFormat
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.paged import LOWEST, PageReader, paged_launch, rows_of_heads
 from hack_kernels.triton.query import LOG2_E
@@ -107,6 +108,27 @@ def add_row_pages(state, keys, values, valid, query, LAYOUT: tl.constexpr, W: tl
             added = added + (product(v, p, out[m] * kept[:, None, :]),)
         state = (new_top, weight, added)
     return state
+
+
+class RowTriton(RowReference):
+    """Implements `PageKernels` for `RowFormat`. Decode of 16-bit queries is the kernel of this file.
+
+    The rest is the definition's: there is nothing to quantize, prompts go through torch's fused attention sequence by
+    sequence, and FP32 queries, which this kernel would round to FP16, keep their precision.
+    """
+
+    served_by = "triton"
+
+    def __init__(self, fmt: RowFormat, device: torch.device, workspace: Workspace) -> None:
+        super().__init__(fmt, device)
+        self._workspace = workspace
+
+    def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
+        """In one launch and without waiting for the device, if the kernel takes it."""
+        if rows.k is not None or rows.q.dtype.itemsize != 2:
+            return super().attend(layer, pool, spans, rows)
+        check_attention(self.fmt, pool, spans, rows)
+        return attn_decode_rows(pool, spans, rows.q, self._workspace)
 
 
 def attn_decode_rows(pool: Pool, spans: Spans, q: Tensor, workspace: Workspace) -> Tensor:

@@ -1,0 +1,107 @@
+"""Where a node computes: which devices a setting means, what a node needs of one, and how much KV fits beside that.
+
+On a GPU nothing is swapped and nothing is given before it is asked for, so every byte that a node will ever need is
+counted before it takes its pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from hack_kernels import load
+from hack_kernels.base import Backend, BackendUnavailable
+from hack_kernels.triton.support import gpus
+
+from hackkv.config import ModelConfig
+from hackkv.errors import ConfigError
+from hackkv.model.config import ModelSpec
+from hackkv.nodes import Busiest
+
+log = logging.getLogger(__name__)
+
+AUTO: Final = "auto"
+ON_PROCESSOR_BYTES: Final = 256 << 20
+"""What `auto` takes for KV where the memory is everybody's."""
+RESERVE: Final = 0.1
+"""The share of a GPU's memory that stays free: CUDA's context, compiled kernels, the libraries' workspaces, gaps that
+torch's allocator leaves."""
+
+
+def places(model: ModelConfig) -> tuple[str, ...]:
+    """The devices that `model.device` means, by torch's names, at least one: nodes of one machine take turns.
+
+    Looks at GPUs unless the setting names the processor or one device, and so may open a context of CUDA, which does
+    not survive a fork. Raises `ConfigError`.
+    """
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", model.device):
+        raise ConfigError(f"model.device: {model.device!r} is not a device; known: cpu, cuda, cuda:N, auto")
+    if model.device == "cuda":
+        return gpus().usable or ("cuda:0",)  # which the backend refuses, and says why
+    if model.device != AUTO:
+        return (model.device,)
+    if model.backend != AUTO:
+        return (str(backend_on(model.backend).device),)
+    seen = gpus()
+    if seen.found and not seen.usable:
+        log.warning("model.device: auto takes the processor: %s", seen.missing(0))
+    return seen.usable or ("cpu",)
+
+
+def backend_on(name: str, device: str | None = None) -> Backend:
+    """The kernels that `model.backend` names, for a device or for their own. Raises `ConfigError`."""
+    try:
+        return load(name, None if device is None else torch.device(device))
+    except (BackendUnavailable, ImportError) as error:
+        raise ConfigError(f"model.backend: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of a device, in bytes."""
+
+    owner: str
+    """Whose it is, for messages."""
+    total: int
+    free: int
+    swaps: bool = False
+    """Whether memory is taken when it is used, not when it is asked for: then all of it is called free."""
+
+
+def memory_of(device: torch.device) -> Memory:
+    """As it is now."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(str(device), total, free)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Memory("this machine", total, total, swaps=True)
+
+
+def auto_kv_bytes(memory: Memory, weights: int, work: int, nodes: int) -> int:
+    """Bytes for sealed pages on a GPU that `nodes` nodes share, each with as much, when the weights are loaded.
+
+    `weights` bytes lie there already, `work` (`pass_bytes` and slots) are still to come. Nodes that start at the same
+    moment see each other's memory as free, so each keeps to its part of the whole. May be negative.
+    """
+    part = int(memory.total * (1 - RESERVE)) // nodes
+    return min(part - weights, memory.free - int(memory.total * RESERVE)) - work
+
+
+def pass_bytes(spec: ModelSpec, dtype: torch.dtype, busiest: Busiest) -> int:
+    """An upper bound of what a forward pass and the choice of its tokens take beside weights and pools.
+
+    Counted as if nothing were freed within a layer: rows of the hidden size that live through it (x, its norm, both
+    branches), Q, K and V as the product gives them, in FP16 and, for codecs that turn rows, in FP32 and FP64, and the
+    feed-forward. Choosing computes on FP64 logits: those given, adjusted, ordered and weighed. Invariant products of
+    FP32 make copies of their operands in FP64, the matrix among them.
+    """
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    copied = 8 if dtype == torch.float32 else 0
+    row = (8 * spec.hidden + 3 * spec.ffn) * (dtype.itemsize + copied) + heads * (dtype.itemsize + copied + 32)
+    choice = spec.vocab * (dtype.itemsize + copied + 8 * 8)
+    matrix = spec.hidden * max(heads, 2 * spec.ffn, spec.vocab)
+    return busiest.rows * row + busiest.choices * choice + copied * matrix

@@ -1,0 +1,193 @@
+"""Choosing tokens where the logits lie: `choosing` in torch, for any device, to the bit. The host waits once a call.
+
+Rows are computed together. What differs from row to row is a number in a column, or an entry of a list (row, id, value)
+that the host makes of rules and tokens; so the operators of a call depend on which rules occur, not on lengths.
+
+Every product and every sum is an operator of its own: no device can fuse them into another rounding. Sums of weights
+are sums of integers. Ties: `sort` is stable and `argmax` takes the first; -0 becomes 0 beforehand, for sorts that look
+at bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from hack_kernels.choosing import (
+    FAULTY,
+    LN2_HIGH,
+    LN2_LOW,
+    LOG2_E,
+    LOWEST,
+    NONE_ALLOWED,
+    NOT_FINITE,
+    TERMS,
+    WEIGHT_BITS,
+    Chooser,
+    NumpyChooser,
+    Scores,
+    check_vocabulary,
+    uniform,
+)
+from hack_kernels.rowwise import Rowwise
+
+FP64_BIAS, FP64_MANTISSA_BITS = 1023, 52
+VALUE: Final = 2
+Entry = tuple[int, int, float]
+"""Row, id, and the value with which something is done there."""
+
+_Of = Callable[[NumpyChooser], Iterable[tuple[int, float]]]
+
+
+class DeviceRows(Rowwise):
+    """`Rowwise` whose choices and scores are computed where the logits lie. Choosers stay in host memory."""
+
+    def choose(
+        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
+    ) -> list[int]:
+        """In torch; the ids are all that comes back."""
+        check_vocabulary(logits)
+        mine = cast(Sequence[NumpyChooser], choosers)
+        x = logits.double() + 0.0
+        broken = ~torch.isfinite(x.amax(dim=1))
+        x = adjusted(x, mine, allowed)
+        chosen = x.argmax(dim=1)
+        drawn = [row for row, chooser in enumerate(mine) if chooser.rules.temperature]
+        if drawn:
+            rows = torch.tensor(drawn, device=x.device)
+            chosen = chosen.index_put((rows,), drawn_ids(x[rows], [mine[row] for row in drawn]))
+        chosen = chosen.masked_fill(x.amax(dim=1) == -torch.inf, NONE_ALLOWED).masked_fill(broken, NOT_FINITE)
+        if faulty is not None:
+            chosen = chosen.masked_fill(faulty, FAULTY)
+        return self.back(chosen)
+
+    def back(self, found: Tensor) -> list[Any]:
+        """`found` in host memory, as lists: nothing else waits for the device."""
+        values: list[Any] = found.tolist()
+        return values
+
+    def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
+        """In torch, but for the logarithm of a row's sum, which is the host's."""
+        check_vocabulary(logits)
+        x, most = logits.double() + 0.0, min(max(tops, default=0), logits.shape[1])
+        top = x.amax(dim=1, keepdim=True)
+        best, order = x.sort(dim=1, descending=True, stable=True)
+        columns = (top, weights(x - top).sum(dim=1, keepdim=True), x.gather(1, _column(ids, x)), best[:, :most])
+        found = self.back(torch.cat((*columns, order[:, :most]), dim=1))
+        return [_scores(row, most, asked) for row, asked in zip(found, tops, strict=True)]
+
+
+def adjusted(x: Tensor, choosers: Sequence[NumpyChooser], allowed: Tensor | None) -> Tensor:
+    """Logits [B, n] FP64 after the mask, bias, barred ids and penalties."""
+    size = x.shape[1]
+    if allowed is not None:
+        ids = torch.arange(size, device=x.device)
+        bits = allowed.index_select(1, ids // 32) >> (ids % 32) & 1
+        x = x.masked_fill(bits == 0, -torch.inf)
+    left = entries(choosers, size, lambda each: each.rules.bias)
+    while left:  # once, unless a request names an id twice: its values are added in their order
+        first = {entry[:2]: entry for entry in reversed(left)}
+        x = _at(x, list(first.values()), torch.add)
+        left = [entry for entry in left if first[entry[:2]] is not entry]
+    barred = entries(choosers, size, _barred)
+    if barred:
+        without = _at(x, barred, lambda before, never: never)
+        x = torch.where((without.amax(dim=1) == -torch.inf)[:, None], x, without)
+    x = _at(x, entries(choosers, size, _repeated), lambda before, by: torch.where(before > 0, before / by, before * by))
+    return _at(x, entries(choosers, size, _counted), torch.sub)
+
+
+def _barred(chooser: NumpyChooser) -> Iterable[tuple[int, float]]:
+    rules = chooser.rules
+    return ((token_id, -math.inf) for token_id in rules.barred if chooser.emitted < rules.barred_until)
+
+
+def _repeated(chooser: NumpyChooser) -> Iterable[tuple[int, float]]:
+    by = chooser.rules.repetition
+    return ((token_id, by) for token_id in chooser.known if by != 1.0)
+
+
+def _counted(chooser: NumpyChooser) -> Iterable[tuple[int, float]]:
+    rules = chooser.rules
+    if not (rules.frequency or rules.presence):
+        return ()
+    return ((token_id, rules.frequency * times + rules.presence) for token_id, times in chooser.counts.items())
+
+
+def entries(choosers: Sequence[NumpyChooser], size: int, of: _Of) -> list[Entry]:
+    """What `of` says of each row, for ids of the vocabulary."""
+    return [
+        (row, token_id, value)
+        for row, chooser in enumerate(choosers)
+        for token_id, value in of(chooser)
+        if token_id < size
+    ]
+
+
+def _at(x: Tensor, places: Sequence[Entry], then: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`x` with then(what is there, value) at each of `places`."""
+    if not places:
+        return x
+    rows, ids = torch.tensor([entry[:VALUE] for entry in places], device=x.device).unbind(1)
+    values = torch.tensor([entry[VALUE] for entry in places], dtype=torch.float64, device=x.device)
+    return x.index_put((rows, ids), then(x[rows, ids], values))
+
+
+def drawn_ids(x: Tensor, choosers: Sequence[NumpyChooser]) -> Tensor:
+    """The ids [B] that the rows' uniform numbers select from adjusted logits [B, n]."""
+    each = [(chooser.rules, uniform(chooser.rules.seed, chooser.emitted)) for chooser in choosers]
+    columns = [
+        (
+            rules.temperature,
+            max(1.0, rules.min_p * 2.0**WEIGHT_BITS),
+            rules.top_k or x.shape[1],
+            rules.top_p if rules.top_p < 1 else math.inf,
+            u,
+        )
+        for rules, u in each
+    ]
+    temperature, least, most, share, u = torch.tensor(columns, dtype=torch.float64, device=x.device).T[..., None]
+    values, order = x.sort(dim=1, descending=True, stable=True)
+    weight = weights((values - values[:, :1]) / temperature)
+    kept = (weight >= least) & (torch.arange(x.shape[1], device=x.device) < most)
+    sums = weight.masked_fill(~kept, 0).cumsum(dim=1)
+    total = sums[:, -1:]
+    # Of a share of 1 and more, all: a product with infinity would be no number that integers hold.
+    part = torch.where(share.isinf(), total, (share.nan_to_num(posinf=0.0) * total).ceil().long())
+    limit = sums.gather(1, _reach(sums, torch.minimum(part, total)))
+    target = torch.minimum((u * limit).floor().long() + 1, limit)
+    return order.gather(1, _reach(sums, target))[:, 0]
+
+
+def _reach(sums: Tensor, target: Tensor) -> Tensor:
+    """[B, 1]: the first index of each row whose sum is at least its target; the last one if there is none."""
+    return torch.searchsorted(sums, target).clamp(max=sums.shape[1] - 1)
+
+
+def weights(x: Tensor) -> Tensor:
+    """`choosing.weights` of exponents <= 0, int64. NaN, as in rows that have no choice, weighs nothing."""
+    x = x.nan_to_num(nan=LOWEST).clamp(min=LOWEST)
+    k = (x * LOG2_E).round()
+    r = (x - k * LN2_HIGH) - k * LN2_LOW
+    y = torch.full_like(x, 1 / math.factorial(TERMS))
+    for term in range(TERMS - 1, -1, -1):
+        y = y * r + 1 / math.factorial(term)
+    power = (k.long() + (WEIGHT_BITS + FP64_BIAS)) << FP64_MANTISSA_BITS
+    return (y * power.view(torch.float64)).round().long()
+
+
+def _column(ids: Sequence[int], x: Tensor) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64, device=x.device)[:, None]
+
+
+def _scores(row: list[float], most: int, asked: int) -> Scores:
+    """Of a row: its largest, the sum of its weights, the value of the id, the best values and their ids."""
+    top, weight, value, best, order = row[0], row[1], row[2], row[3 : 3 + most], row[3 + most :]
+    if not math.isfinite(top):
+        return math.nan, []
+    total = top + math.log(math.ldexp(weight, -WEIGHT_BITS))
+    return value - total, [(int(at), each - total) for at, each in zip(order[:asked], best[:asked], strict=True)]

@@ -1,0 +1,124 @@
+"""A whole step on the Triton backend without a GPU: what it would launch, on what, and that nothing comes back.
+
+The device is `meta` (`tests/meta.py`), and each launch is looked at in place of running.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import numpy as np
+import torch
+from hack_kernels.device_choosing import DeviceRows
+from hack_kernels.triton.backend import TritonBackend
+from hack_kernels.triton.launch import Launch
+from torch import Tensor
+
+from decode_node.engine import DecodeEngine
+from hackkv.codec import Span
+from hackkv.model.llama import Llama
+from hackkv.model.runner import ModelRunner
+from tests.meta import META, NothingComesBack, later, on_device, on_meta, two_sequences
+from tests.on_triton import codec_on, served
+from tests.pair import PI, prompt, tiny_worker
+
+
+class MetaDeviceRows(DeviceRows):
+    """Chooses token 7, after all that a device does for it."""
+
+    def back(self, found: Tensor) -> list[Any]:
+        on_device(found)
+        values: list[Any] = np.full(found.shape, 7).tolist()
+        return values
+
+
+@contextmanager
+def checked_launches() -> Iterator[list[Launch]]:
+    """Collects launches. Every tensor lies on the device and begins at a multiple of 16 bytes: for any other place
+    Triton compiles another kernel, which takes seconds."""
+    launched = list[Launch]()
+
+    def look(launch: Launch) -> None:
+        tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
+        on_device(*tensors)
+        assert all(tensor.storage_offset() * tensor.itemsize % 16 == 0 for tensor in tensors)
+        assert all(side > 0 for side in launch.grid)
+        launched.append(launch)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Launch, "run", look)
+        yield launched
+
+
+SERVED = served()
+
+
+def runner_on_triton(name: str) -> ModelRunner:
+    """A tiny model."""
+    backend, model = TritonBackend(META), tiny_worker("fp16").model
+    backend.rows = MetaDeviceRows()
+    codec = codec_on(backend, name)
+    return ModelRunner(Llama(model.spec, on_meta(model.weights, torch.bfloat16), kernels=backend.rows), codec, 8, 3)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_decode_step_launches_on_its_device_and_reads_nothing_back(name: str) -> None:
+    """In the second of three steps one sequence fills a page. All steps call the same kernels the same way, and what
+    Triton compiles for does not change with lengths and pages."""
+    runner, parts, steps = runner_on_triton(name), two_sequences(), list[Counter[object]]()
+    engine = DecodeEngine(runner)
+    for _ in range(3):
+        with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
+            engine.step(parts)
+        steps.append(Counter(map(compiled_for, launched)))
+        parts = later(parts)
+    attending = steps[0]
+    assert len(attending) == len(set(runner.codec.formats)), "layers of one format are alike"
+    assert steps[2] == attending
+    assert steps[1] >= attending
+    assert runner.codec.lossless or steps[1] > attending, "a step that fills a page seals it"
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_a_step_does_follows_from_its_size_and_the_pages_that_it_fills(name: str) -> None:
+    """Neither lengths nor tables change an operator or a kernel. So a graph can be captured, and no sequence that grows
+    makes Triton compile, which takes seconds: it looks at whether rows of a table are 16 entries apart, or 32."""
+    runner, done = runner_on_triton(name), list[tuple[object, ...]]()
+    states = [part.sequence.sampler for part in (*two_sequences(), *two_sequences()[:1])]
+    for pages in (9, 1, 16, 33):
+        spans = [Span(slot, 3 + slot + pages // 2 * PI, 1, tuple(range(pages))) for slot in range(3)]
+        with checked_launches() as launched, NothingComesBack() as watch, torch.inference_mode():
+            runner.choose(spans, [5] * len(spans), states)
+        done.append((*watch.operators, *map(compiled_for, launched)))
+        assert len(set(map(compiled_for, launched))) == len(set(runner.codec.formats))
+    assert len(set(done[1:])) == 1, "the first step takes the memory that all of them share"
+
+
+def compiled_for(launch: Launch) -> object:
+    """What Triton compiles a kernel for: its compile-time values, and whether a number is 1 or divisible by 16."""
+    given = getattr(launch.kernel, "kwargs", None) or vars(launch.kernel)  # interpreted, or compiled
+    free = given.get("do_not_specialize") or ()
+    known = {
+        name: value if name.isupper() else (value == 1, value % 16 == 0)
+        for name, value in launch.arguments.items()
+        if not isinstance(value, Tensor) and name not in free
+    }
+    return launch.kernel, tuple(known.items())
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if name != "fp16"])
+def test_a_prefill_pass_launches_on_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for codec fp16, whose prompts torch attends to sequence by sequence: the host has to know their lengths."""
+    runner = runner_on_triton(name)
+    spans, ids = [Span(0, 0, 2 * PI + 3, (0, 1, 2)), Span(1, 5, PI, (3, 4))], prompt(2, 3 * PI + 3)
+    monkeypatch.setattr(MetaDeviceRows, "set_in", lambda rows, flags: [])
+    with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
+        runner.forward(spans, ids, wanted=[1, 0])
+    assert launched
