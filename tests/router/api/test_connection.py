@@ -15,7 +15,7 @@ import pytest
 from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.connection import FREE_CHUNKS, BoundedHttp, Census, Waits
-from router.service import make_server
+from router.front import make_server
 from tests.router.conftest import make_served
 from tests.router.runs import until
 from tests.router.scripted import Cluster, Point
