@@ -87,10 +87,9 @@ async def test_every_worker_shows_the_whole(checkpoint: Path) -> None:
         gate = decode.script.gates[Point.TOKEN] = asyncio.Event()
         sent = [asyncio.create_task(client.post(COMPLETIONS, json=BODY)) for client in clients]
         async with httpx.AsyncClient(base_url=address["http"], timeout=PATIENCE_S) as another:
-            live = await until_served(another, "live", 2)
-            assert {one["decode_node"] for one in live} == {"d0"}
             held = 'hackkv_node_tokens{node="d0",role="decode"}'
             await until_metric(another, held, 2 * (3 + 8))
+            assert len({one["id"] for one in await until_served(another, "live", 2)}) == 2
             assert await metric(another, "hackkv_router_inflight") == 2
         gate.set()
         for answer in sent:
@@ -142,7 +141,9 @@ async def test_a_worker_that_dies_takes_only_its_own_requests_with_it(checkpoint
             await until_metric(newcomer, 'hackkv_requests_total{outcome="length"}', 3)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["terminated", "Ctrl-C"]
+)
 async def test_a_signal_to_all_ends_all_and_tells_who_is_being_served(checkpoint: Path, signum: signal.Signals) -> None:
     """As a terminal or a service manager sends it: to every process of the group."""
     async with (
@@ -163,6 +164,7 @@ async def test_a_signal_to_all_ends_all_and_tells_who_is_being_served(checkpoint
         assert not any(worker.is_running() for worker in workers)
 
 
+@pytest.mark.slow
 async def test_workers_do_not_outlive_their_leader(checkpoint: Path) -> None:
     async with router(checkpoint, "workers=2") as (process, _):
         family = psutil.Process(process.pid).children(recursive=True)
