@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 from time import monotonic
@@ -50,6 +51,7 @@ async def main() -> None:
     announce(http=f"http://{host}:{port}")
     async with server:
         await over.wait()
+    os._exit(0)  # whoever still streams is not waited for
 
 
 if __name__ == "__main__":

@@ -63,12 +63,12 @@ def build_app(
 
 
 def _route_of(scope: Scope) -> str:
-    """The template of the route that answers a request; empty if there is none."""
+    """The template of the route that a path belongs to; empty if there is none."""
     found = (
         route.path
         for routes in ROUTES
         for route in routes.routes
-        if isinstance(route, Route | APIRoute) and route.matches(scope)[0] is Match.FULL
+        if isinstance(route, Route | APIRoute) and route.matches(scope)[0] is not Match.NONE
     )
     return next(found, "")
 
