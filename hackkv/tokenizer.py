@@ -171,7 +171,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def _decode_bytes(self, token_id: int) -> bytes:
-        """What the decoder `ByteLevel` makes of a token: its characters are bytes, unless one of them stands for none."""
+        """What the decoder `ByteLevel` makes of a token: its characters are bytes, unless one stands for none."""
         piece = str(self._core.id_to_token(token_id) or "")
         if all(char in BYTE_OF_CHAR for char in piece):
             return bytes(BYTE_OF_CHAR[char] for char in piece)

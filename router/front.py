@@ -83,7 +83,8 @@ class Front:
         )
 
     async def open(self, http: socket.socket) -> None:
-        """Nothing has to be ready before the first connection."""
+        """Listen. Connections wait until `serve` takes them."""
+        http.listen(_BACKLOG)
 
     async def serve(self, http: socket.socket, stop: asyncio.Event) -> None:
         """Serve until `stop`, and then what is in flight. In between, probes and new requests hear that it stops."""
@@ -137,21 +138,33 @@ def allow_many_sockets() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """A socket at an address that nobody else has. It does not listen yet.
 
     The protocol is named because asyncio switches Nagle's algorithm off only for sockets that name TCP, and those of
     `socket.create_server` do not. Otherwise the end of every response would wait 40 ms for the client's delayed ACK.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    one = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind((host, port))
     except OSError as error:
-        listener.close()
+        one.close()
         raise ConfigError(f"listen: cannot bind {host}:{port}: {error.strerror or error}") from error
-    return listener
+    return one
+
+
+def beside(one: socket.socket) -> socket.socket:
+    """Another socket at the address of `one`, which shares connections with those that listen there.
+
+    Only this user's processes can open one, and only because `one` allows it from now on: it was bound alone.
+    """
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    other = socket.socket(one.family, one.type, one.proto)
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    other.bind(one.getsockname())
+    return other
 
 
 def url_of(http: socket.socket, advertise_host: str | None) -> str:

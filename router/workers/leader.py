@@ -1,9 +1,9 @@
 """The leader of the router's workers: it listens, starts them, starts them again when they die, and knows the nodes.
 
 Nodes register with the leader, which passes every report on, so that each worker has a fleet of its own. What a worker
-books it tells the leader, which passes that on too. The leader keeps the journal of all. It accepts no connection
-itself: the workers share its socket, so whoever is free takes the next one, and a worker that dies takes none with it
-but those that it has.
+books it tells the leader, which passes that on too. The leader keeps the journal of all. It holds the port and takes
+no connection. Each worker listens there on a socket of its own (SO_REUSEPORT): the system gives connections to all of
+them in equal shares, and none to a worker that has died.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hackkv.nodes import NodeInfo
 from node.pauses import Pauses
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
+from router.front import beside
 from router.scopes import unwrapped
 from router.watch.journal import Journal, UnderWay
 from router.watch.metrics import SHARED
@@ -111,12 +112,12 @@ class Leader:
     async def _start(self, name: str, http: socket.socket) -> Worker:
         """Start a worker and wait until it serves. Raises what it says, or `NodeLost`."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, beside(http) as listener:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "router.workers.process", str(http.fileno())),
+                *(sys.executable, "-P", "-m", "router.workers.process", str(listener.fileno())),
                 stdin=theirs.fileno(),
                 stdout=DEVNULL,
-                pass_fds=[http.fileno()],
+                pass_fds=[listener.fileno()],
                 env={**os.environ, SHARED: self._folder.name},
             )
         worker = self._workers[name] = Worker(name, process, await Link.over(ours))

@@ -1,6 +1,6 @@
 """A worker of the router: `python -m router.workers.process FD`, started by `router.workers.leader`.
 
-FD is the listening socket, which all workers share; standard input is the link to the leader, which gives the worker
+FD is a socket at the router's port; standard input is the link to the leader, which gives the worker
 its configuration and tells it of nodes and of what other workers book. A worker whose leader is gone ends at once.
 SIGTERM ends it in good order; a terminal's Ctrl-C is for the leader.
 """
@@ -79,6 +79,7 @@ class WorkerProcess:
                     tasks.create_task(work)
                     for work in (self._listen(), self._fleet.nodes.run(), self._report(), self._front.journal.run())
                 ]
+                await self._front.open(http)
                 await self._front.serve(http, self.stop)
                 for other in others:
                     other.cancel()

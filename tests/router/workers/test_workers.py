@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +30,25 @@ def workers_of(process: Process) -> list[psutil.Process]:
     return sorted(found, key=lambda child: child.create_time())
 
 
-@contextmanager
-def alone(chosen: psutil.Process, workers: list[psutil.Process]) -> Iterator[None]:
-    """Only one worker runs, so that it takes every connection that is made in the block."""
-    others = [worker for worker in workers if worker != chosen]
-    for other in others:
-        other.suspend()
-    try:
-        yield
-    finally:
-        for other in others:
-            other.resume()
+def serves(worker: psutil.Process, client: socket.socket) -> bool:
+    """Whether a connection is that worker's."""
+    port = client.getsockname()[1]
+    return any(one.raddr and one.raddr.port == port for one in worker.net_connections("tcp"))
 
 
 @asynccontextmanager
 async def clients_of(url: str, workers: list[psutil.Process]) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """A client of each worker, whose one connection is open."""
-    async with AsyncExitStack() as stack:
-        clients = []
-        for worker in workers:
-            limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
+    """A client of each worker, whose one connection is open. The system chooses workers by clients' ports."""
+    limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
+    async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+        clients: dict[psutil.Process, httpx.AsyncClient] = {}
+        while len(clients) < len(workers):
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits))
-            with alone(worker, workers):
-                assert (await client.get("/live")).status_code == 200
-            clients.append(client)
-        yield clients
+            with suppress(httpx.TransportError):  # a worker that is about to be ready
+                stream = (await client.get("/live")).extensions["network_stream"]
+                taker = [one for one in workers if serves(one, stream.get_extra_info("socket"))]
+                clients.update({one: client for one in taker if one not in clients})
+        yield [clients[worker] for worker in workers]
 
 
 async def metric(client: httpx.AsyncClient, name: str) -> float:
