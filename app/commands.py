@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,28 +66,34 @@ def options(
     """What stands before a command."""
 
 
-@app.command()
-def serve(
-    model: Model = "",
-    prefill: Prefill = 2,
-    decode: Decode = 2,
-    codec: Codec = DEFAULT_CODEC,
-    dtype: Dtype = "bfloat16",
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    max_context: Context = 0,
-    api_key_file: ApiKeyFile = None,
-    served_model_name: Name = "",
-    router_workers: RouterWorkers = 1,
-) -> None:
+@app.command("serve")
+@dataclass(frozen=True, slots=True)
+class Serve:
     """Run a whole cluster on this machine until Ctrl-C."""
-    router: dict[str, Any] = {"listen": {"host": host, "port": port}, "served_model_name": served_model_name}
-    router["workers"] = router_workers
-    if api_key_file:
-        router["api_key_file"] = str(api_key_file)
-    settings = {"path": model, "dtype": dtype, "max_context": max_context}
-    code = import_module(SERVING).serve(settings, codec, (prefill, decode), router)
-    raise typer.Exit(code)
+
+    model: Model = ""
+    prefill: Prefill = 2
+    decode: Decode = 2
+    codec: Codec = DEFAULT_CODEC
+    dtype: Dtype = "bfloat16"
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    max_context: Context = 0
+    api_key_file: ApiKeyFile = None
+    served_model_name: Name = ""
+    router_workers: RouterWorkers = 1
+
+    def __post_init__(self) -> None:
+        """A command with more options than a function should have parameters; to make one is to run it."""
+        router: dict[str, Any] = {
+            "listen": {"host": self.host, "port": self.port},
+            "served_model_name": self.served_model_name,
+            "workers": self.router_workers,
+        }
+        if self.api_key_file:
+            router["api_key_file"] = str(self.api_key_file)
+        settings = {"path": self.model, "dtype": self.dtype, "max_context": self.max_context}
+        raise typer.Exit(import_module(SERVING).serve(settings, self.codec, (self.prefill, self.decode), router))
 
 
 @app.command()

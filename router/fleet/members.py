@@ -32,9 +32,11 @@ class Booked:
 
 
 @dataclass(slots=True)
-class News:
-    """What this process learned of a node, until it is told to the router's other processes."""
+class Shared:
+    """What the router's other processes told of a node, and what they are to hear (`router.fleet.sharing`)."""
 
+    booked: Booked = field(default_factory=Booked)
+    """What their requests hold."""
     spoke: bool = False
     """The node sent something to a request."""
     marks: deque[bytes] = field(default_factory=lambda: deque(maxlen=MOST_MARKS))
@@ -53,16 +55,15 @@ class Member(Generic[NodeT]):
         """Done when the node has left the fleet. The result is the error that its requests get."""
         self.booked = Booked()
         """What requests of this process hold."""
-        self.elsewhere = Booked()
-        """What requests of the router's other processes hold (`router.fleet.sharing`)."""
-        self.news = News()
+        self.shared = Shared()
         self.chosen_at = 0
         """Number of the choice that last fell on this node."""
         self.breaker = Breaker()
         # Three reports come in the time of a lease.
         self.holdings = Holdings(settled_s=ttl_s)
         self.holdings.report(info.marks, now)
-        self._free_at_report, self._booked_at_report = info.free_pages, 0
+        self._room = info.free_pages
+        """Pages that were free at the last report, and those that were booked then."""
         self._let_go = False
 
     @property
@@ -88,7 +89,7 @@ class Member(Generic[NodeT]):
     @property
     def load(self) -> Booked:
         """What all requests hold of the node."""
-        return self.booked + self.elsewhere
+        return self.booked + self.shared.booked
 
     @property
     def free_pages(self) -> int:
@@ -96,9 +97,7 @@ class Member(Generic[NodeT]):
 
         Never more than all pages of the node less those that are booked.
         """
-        booked = self.load.pages
-        reported = self._free_at_report - (booked - self._booked_at_report)
-        return max(0, min(reported, self.info.total_pages - booked))
+        return max(0, min(self._room, self.info.total_pages) - self.load.pages)
 
     def held_tokens(self, marks: Marks) -> int:
         """How many of a prompt's first tokens the node holds, by the marks of its pages."""
@@ -126,7 +125,7 @@ class Member(Generic[NodeT]):
 
     def heard(self, now: float) -> None:
         """The node sent something, so it is alive. One that is too busy to report in time must not lose its lease."""
-        self.news.spoke = True
+        self.shared.spoke = True
         self.alive(now)
 
     def alive(self, now: float) -> None:
@@ -135,7 +134,7 @@ class Member(Generic[NodeT]):
 
     def expect(self, marks: Marks, now: float) -> None:
         """A request is about to bring the node to hold these pages."""
-        self.news.marks.extend(marks)
+        self.shared.marks.extend(marks)
         self.holdings.expect(marks, now)
 
     def renew(self, info: NodeInfo, now: float) -> None:
@@ -144,11 +143,11 @@ class Member(Generic[NodeT]):
         self.info = info
         self.breaker.reported()
         self.holdings.report(info.marks, now)
-        self._free_at_report, self._booked_at_report = info.free_pages, self.load.pages
+        self._room = info.free_pages + self.load.pages
 
     def full(self) -> None:
         """The node refused for lack of room: it counts as full until it reports again or a booking on it ends."""
-        self._free_at_report, self._booked_at_report = 0, self.load.pages
+        self._room = self.load.pages
 
     def drain(self) -> None:
         """The node let go of a request because it is about to stop."""

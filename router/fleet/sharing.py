@@ -51,14 +51,14 @@ class Sharing:
         """What others should hear now; None if it would be what they know."""
         members, now = self._nodes.members(), self._now()
         booked = {one.key: [one.booked.tokens, one.booked.pages, one.booked.requests] for one in members}
-        marks = {one.key: b"".join(one.news.marks).hex() for one in members if one.news.marks}
+        marks = {one.key: b"".join(one.shared.marks).hex() for one in members if one.shared.marks}
         told = {"booked": booked, "waiting": self._in_line()}
         if told == self._last and not marks and now < self._due:
             return None
-        spoke = [one.key for one in members if one.news.spoke]
+        spoke = [one.key for one in members if one.shared.spoke]
         for one in members:
-            one.news.spoke = False
-            one.news.marks.clear()
+            one.shared.spoke = False
+            one.shared.marks.clear()
         self._last, self._due = told, now + self._period_s
         return told | {"marks": marks, "spoke": spoke}
 
@@ -82,5 +82,5 @@ class Sharing:
     def _add_up(self) -> None:
         for member in self._nodes.members():
             shares = (report["booked"].get(member.key) for report in self._theirs.values())
-            member.elsewhere = reduce(add, (Booked(*share) for share in shares if share), Booked())
+            member.shared.booked = reduce(add, (Booked(*share) for share in shares if share), Booked())
         self._changed()
