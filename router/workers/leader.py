@@ -28,7 +28,6 @@ from node.pauses import Pauses
 from router.config import RouterConfig
 from router.fleet.fleet import Fleet
 from router.front import beside
-from router.scopes import unwrapped
 from router.watch.journal import Journal, UnderWay
 from router.watch.metrics import SHARED
 from router.workers.link import Link
@@ -79,10 +78,12 @@ class Leader:
     async def open(self, http: socket.socket) -> None:
         """Start all workers. Raises `ConfigError` or `NodeLost` if one of them cannot start."""
         names = [str(number) for number in range(self._config.workers)]
-        with unwrapped():
-            async with asyncio.TaskGroup() as tasks:
-                started = [tasks.create_task(self._start(name, http)) for name in names]
-        self._keepers = [asyncio.create_task(self._keep(task.result(), http)) for task in started]
+        starting = [asyncio.create_task(self._start(name, http)) for name in names]
+        try:
+            workers = await asyncio.gather(*starting)
+        finally:
+            await reap(*starting)
+        self._keepers = [asyncio.create_task(self._keep(worker, http)) for worker in workers]
 
     async def serve(self, http: socket.socket, stop: asyncio.Event) -> None:
         """Start workers that die again until `stop`, then let them end. Those that do not end in time are killed."""
