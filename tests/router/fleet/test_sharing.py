@@ -73,13 +73,13 @@ def test_when_all_has_been_told_everybody_sees_what_all_have_booked(actions: lis
                 crew.relay(who)
         crew.relay_all()
         expected = dict.fromkeys(crew.loads(0), Booked())
-        for _, booking, share in held:
-            expected[booking.member.node_id] += share
+        for _, share_of, share in held:
+            expected[share_of.member.node_id] += share
         assert [crew.loads(index) for index in range(3)] == [expected] * 3
         crew.clusters[0].fleet.sharing.lost("1")
-        for who, booking, _ in held:
+        for who, share_of, _ in held:
             if who != 1:
-                booking.release()
+                share_of.release()
         crew.relay(0)
         crew.relay(2)
         assert crew.loads(0) == dict.fromkeys(expected, Booked())

@@ -150,13 +150,14 @@ async def test_a_signal_to_all_ends_all_and_tells_who_is_being_served(checkpoint
         sent = [asyncio.create_task(client.post(COMPLETIONS, json=BODY)) for client in clients]
         async with httpx.AsyncClient(base_url=address["http"], timeout=PATIENCE_S) as third:
             await until_served(third, "live", 2)
-        for one in (*workers, process):
-            one.send_signal(signum)
+        for worker in workers:
+            worker.send_signal(signum)
+        process.send_signal(signum)
         for answer in sent:
             told = [json.loads(line[6:]) for line in (await answer).text.splitlines() if line.startswith("data: {")]
             assert told[-1]["error"]["message"] == "the router stopped before the request was complete"
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
-        assert not any(worker.is_running() for worker in workers)
+        assert not any(one.is_running() for one in workers)
 
 
 @pytest.mark.slow
