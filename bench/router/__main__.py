@@ -144,7 +144,9 @@ async def storm(cluster: Cluster, seconds: float, streams: int, pause_ms: int) -
     """Streams alone, then beside attackers; and beside attackers without the router."""
     async with streaming(cluster.url, streams, pause_ms, 2 * seconds) as times:
         clear(times)
+        used = sum(cluster.processor_s())
         await asyncio.sleep(seconds)
+        token_us = 1e6 * (sum(cluster.processor_s()) - used) / max(1, len(times.ages))
         quiet, before = summary(times), cluster.memory_mib()
         clear(times)
         answers, most = await _attack(cluster, seconds)
@@ -155,7 +157,10 @@ async def storm(cluster: Cluster, seconds: float, streams: int, pause_ms: int) -
         clear(times)
         await _attack(cluster, seconds)
         plain = summary(times)
-    return {"quiet": quiet, "attacked": attacked, "plain": plain, "answers": answers, "memory": memory}
+    return {
+        "quiet": quiet, "attacked": attacked, "plain": plain, "answers": answers, "memory": memory,
+        "token_us": token_us,
+    }  # fmt: skip
 
 
 async def _attack(cluster: Cluster, seconds: float) -> tuple[dict[str, int], float]:
@@ -221,7 +226,8 @@ def storm_table(result: dict[str, Any], streams: int, pause_ms: int) -> str:
             *rows,
             "",
             f"Router memory: {memory['before_mib']:.0f} MiB before, {memory['most_mib']:.0f} at most, "
-            f"{memory['after_mib']:.0f} after.",
+            f"{memory['after_mib']:.0f} after. Processor time of the router while quiet: {result['token_us']:.0f} us a "
+            "token.",
             "",
             "Answers to the attackers: "
             + ", ".join(f"{name} ({n})" for name, n in sorted(result["answers"].items()))
