@@ -16,6 +16,8 @@ import httpx
 import psutil
 import pytest
 
+from hackkv.errors import ConfigError
+from router.front import bind
 from tests.router.processes import PATIENCE_S, nodes, router
 from tests.router.scripted import Point
 
@@ -97,6 +99,8 @@ async def test_every_worker_shows_the_whole(checkpoint: Path) -> None:
             await until_metric(client, 'hackkv_requests_total{outcome="length"}', 2)
             await until_metric(client, 'hackkv_dispatched_tokens_total{role="decode"}', 2 * 3)
             await until_metric(client, held, 0)
+        with pytest.raises(ConfigError, match="Address already in use"):
+            bind("127.0.0.1", httpx.URL(address["http"]).port or 0)  # another router
         told = [(await client.get("/api/cluster")).json() for client in clients]
         assert told[0]["started"] == told[1]["started"]
 
