@@ -109,7 +109,7 @@ def test_prompts_that_were_there_already_are_shown(fleet: Fleet, open_page: Open
     for node in ("prefill-0", "decode-0"):
         kept = page.locator("#nodes > li", has_text=node).locator(".kept")
         expect(kept).to_have_text(
-            re.compile(r"^[1-9]\d* pages kept.*; [1-9][\d.]*% of what prompts asked for was here already$")
+            re.compile(r"^[1-9]\d* pages? kept.*; [1-9][\d.]*\s% of what prompts asked for was here")
         )
 
 

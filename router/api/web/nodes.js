@@ -62,7 +62,8 @@ function kept(stats) {
   const [asked, hit] = [stats[`${name}_queries_total`], stats[`${name}_hits_total`]];
   if (!asked) return [];
   const where = host ? `, ${count(host)} in host memory` : "";
-  const text = `${count(here + host)} pages kept${where}; ${percent(hit / asked)} of what prompts asked for was here already`;
+  const noun = here + host === 1 ? "page" : "pages";
+  const text = `${count(here + host)} ${noun} kept${where}; ${percent(hit / asked)} of what prompts asked for was here already`;
   return [el("p", { class: "work kept" }, text)];
 }
 
