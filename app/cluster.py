@@ -25,6 +25,7 @@ from typing import Any
 from app.forking import Forked, ForkServerClient, adopting, failure
 from hackkv.errors import ConfigError, HackkvError, NodeLost
 from node.announcement import read_announcement
+from node.pauses import Pauses
 from transport.closing import reap
 
 STOP_S = 3.0
@@ -34,9 +35,6 @@ ROUTER_GRACE_S = 1.0
 POLL_S = 0.02
 START_S = 120.0
 """Time that a process gets until it is ready."""
-RESTART_S, LONGEST_RESTART_S = 1.0, 30.0
-"""First and longest pause before a node is started again. It doubles each time the node lived for less than the
-longest pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +147,13 @@ class LocalCluster:
         await self._begin(child, monotonic() + START_S)
 
     async def _keep(self, node: Child) -> None:
-        pause = RESTART_S
+        pauses = Pauses()
         while True:
             began = monotonic()
             code = await node.process.wait()
-            if monotonic() - began > LONGEST_RESTART_S:
-                pause = RESTART_S
+            pause = pauses.after(monotonic() - began)
             self._progress(f"{node.name} ended with exit code {code}; starting it again in {pause:g} s")
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_RESTART_S)
             try:
                 await self.restart(node.name)
             except HackkvError as error:

@@ -55,6 +55,7 @@ Host = Annotated[str, typer.Option(help="Address of the HTTP API.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the HTTP API; 0 takes any free one.")]
 Context = Annotated[int, typer.Option(min=0, help="Longest prompt plus output in tokens; 0 is the model's own limit.")]
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File with API keys, one a line.")]
+RouterWorkers = Annotated[int, typer.Option(min=1, help="Processes that serve the HTTP API.")]
 Name = Annotated[str, typer.Option("--served-model-name", help="Name that clients use; default: the folder's name.")]
 
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -91,13 +92,17 @@ class Serving:
     max_context: Context = 0
     api_key_file: ApiKeyFile = None
     served_model_name: Name = ""
+    router_workers: RouterWorkers = 1
 
 
 def serve(**told: Any) -> None:
     """Run a whole cluster on this machine until Ctrl-C."""
     given = Serving(**told)
-    listen = {"host": given.host, "port": given.port}
-    router: dict[str, Any] = {"listen": listen, "served_model_name": given.served_model_name}
+    router: dict[str, Any] = {
+        "listen": {"host": given.host, "port": given.port},
+        "served_model_name": given.served_model_name,
+        "workers": given.router_workers,
+    }
     if given.api_key_file:
         router["api_key_file"] = str(given.api_key_file)
     dtype, _, weights = given.dtype.partition(",")

@@ -66,9 +66,12 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in self._core.get_added_tokens_decoder().items() if token.special
         )
-        self._byte_level = "ByteLevel" in _decoder_types(self._core.decoder)
+        decoders = _decoder_types(self._core.decoder)
+        self._byte_level = "ByteLevel" in decoders
+        self._only_bytes = decoders == {"ByteLevel"}
         self._text_per_token = text_per_token(json.loads(self._core.to_str()))
         self._token_bytes = lru_cache(maxsize=65536)(self._compute_bytes)
+        self._decoded_bytes = lru_cache(maxsize=65536)(self._decode_bytes)
 
     @property
     def has_chat_template(self) -> bool:
@@ -149,6 +152,12 @@ class Tokenizer:
         """Text of `ids`; bytes that are not UTF-8 show as U+FFFD."""
         return str(self._core.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def decode_few(self, ids: Sequence[int]) -> str:
+        """Like `decode` with special tokens, and ten times as fast for a few ids where tokens are bytes and no more."""
+        if not self._only_bytes:
+            return self.decode(ids, skip_special_tokens=False)
+        return b"".join(map(self._decoded_bytes, ids)).decode("utf-8", "replace")
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, as OpenAI's `logprobs` report them."""
         return self._token_bytes(token_id)
@@ -160,6 +169,13 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token by itself as text; a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def _decode_bytes(self, token_id: int) -> bytes:
+        """What the decoder `ByteLevel` makes of a token: its characters are bytes, unless one stands for none."""
+        piece = str(self._core.id_to_token(token_id) or "")
+        if all(char in BYTE_OF_CHAR for char in piece):
+            return bytes(BYTE_OF_CHAR[char] for char in piece)
+        return piece.encode()
 
     def _compute_bytes(self, token_id: int) -> bytes:
         piece = self._core.id_to_token(token_id)
@@ -212,7 +228,7 @@ class Detokenizer:
         return self._show(text, len(text))
 
     def _text(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=False)
+        return self._tokenizer.decode_few(self._window)
 
     def _show(self, text: str, until: int) -> str:
         delta = text[self._shown : until]

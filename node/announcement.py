@@ -6,15 +6,19 @@ import gc
 import json
 
 
-def announce(**fields: str) -> None:
-    """Say on standard output that the role is ready, as one JSON line.
+def settle() -> None:
+    """Freeze the objects made until now, which live as long as the process.
 
-    The objects made until now live as long as the process. They are frozen, so that the garbage collector does not scan
-    them again: each scan would stop the event loop for 100 ms. Cycles, which every cancelled task group leaves, are
-    then collected before there are many of them.
+    The garbage collector does not scan them again: each scan would stop the event loop for 100 ms. Cycles, which every
+    cancelled task group leaves, are then collected before there are many of them.
     """
     gc.collect()
     gc.freeze()
+
+
+def announce(**fields: str) -> None:
+    """Say on standard output that the role is ready, as one JSON line."""
+    settle()
     print(json.dumps({"ready": fields}), flush=True)
 
 

@@ -10,11 +10,13 @@ from pydantic import Field, IPvAnyNetwork
 
 from hackkv.config import Frozen, ListenConfig, RoleConfig
 from hackkv.errors import ConfigError
+from hackkv.types import Role
 
 LEASE_TTL_S: Final = 3.0
 """How long a node stays in the fleet without a report."""
 
 
+MAX_WORKERS: Final = 64
 TRACE_ID: Final = "{trace_id}"
 TRACE_LINK: Final = r"^(https?://.*\{trace_id\}.*)?$"
 
@@ -75,7 +77,8 @@ class LimitsConfig(Frozen):
     max_connections: int = Field(default=8192, gt=0)
     """HTTP connections; one more is closed at once."""
     max_connections_per_address: int = Field(default=256, gt=0)
-    """Of one client's address (IPv6: of one /64 network); one more is a 429. Does not hold for `proxies`."""
+    """Of one client's address (IPv6: of one /64 network) to one process; one more is a 429. Does not hold for
+    `proxies`."""
     max_prompt_tokens: int = Field(default=1 << 20, gt=0)
     """The fleet's own context length applies as well."""
     default_chat_tokens: int = Field(default=1024, gt=0)
@@ -92,6 +95,16 @@ class LimitsConfig(Frozen):
     """How many requests may pass it."""
     max_failovers: int = Field(default=3, ge=0)
     """Lost nodes, failed transfers and missed deadlines that one request survives. Nodes that drain do not count."""
+
+    def shared_by(self, processes: int) -> LimitsConfig:
+        """What each of so many processes allows, so that all of them together allow as much as this says.
+
+        What holds for one request, or for one address, stays as it is. One process reads two large bodies at least,
+        so that a small one need not wait until a large one is read.
+        """
+        shared = ("max_buffered_bytes", "max_parsing", "max_connections", "max_inflight", "max_waiting")
+        shares = {name: -(-getattr(self, name) // processes) for name in shared}
+        return self.model_copy(update={**shares, "parsers": max(min(2, self.parsers), -(-self.parsers // processes))})
 
 
 class ChatConfig(Frozen):
@@ -110,6 +123,8 @@ class RouterConfig(RoleConfig):
     """The public HTTP API."""
     control: ListenConfig = ListenConfig(port=8001)
     """gRPC: nodes register and renew their leases here."""
+    workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
+    """Processes that serve the HTTP API. With several, one more process leads them."""
     model: Path
     """Checkpoint folder; the router reads only its tokenizer, chat template and config.json."""
     served_model_name: str = ""
@@ -140,6 +155,12 @@ class RouterConfig(RoleConfig):
     def model_name(self) -> str:
         """The name under which the model is served."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def static_nodes(self) -> tuple[tuple[Role, str], ...]:
+        """Role and address of every node that the router polls."""
+        listed = ((Role.PREFILL, self.nodes.prefill), (Role.DECODE, self.nodes.decode))
+        return tuple((role, address) for role, addresses in listed for address in addresses)
 
     def keys(self) -> tuple[str, ...]:
         """All API keys. Raises `ConfigError` if the key file cannot be read or holds none."""

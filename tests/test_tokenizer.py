@@ -76,6 +76,21 @@ def test_streamed_text_is_the_decoded_whole_for_any_ids(data: st.DataObject, byt
     assert "".join(stream(bytes_tokenizer, ids, skip)) == bytes_tokenizer.decode(ids, skip)
 
 
+@pytest.fixture(scope="module")
+def adorned_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Has added tokens of characters that are bytes, that are none, and both."""
+    core = byte_level()
+    core.add_special_tokens([AddedToken("<｜a▁b｜>", special=True), AddedToken("é", special=True)])
+    core.add_tokens(["two words", "<0x41>", "日x", "Ġ!"])
+    return Tokenizer(save(tmp_path_factory.mktemp("tok"), core))
+
+
+@given(data=st.data())
+def test_few_ids_are_decoded_as_the_library_does(data: st.DataObject, adorned_tokenizer: Tokenizer) -> None:
+    ids = data.draw(st.lists(st.integers(280, adorned_tokenizer.vocab_size) | st.integers(0, 300), max_size=12))
+    assert adorned_tokenizer.decode_few(ids) == adorned_tokenizer.decode(ids, skip_special_tokens=False)
+
+
 @given(text=st.text(max_size=60))
 def test_streamed_text_is_the_decoded_whole_for_any_text(text: str, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(text)

@@ -2,8 +2,9 @@
 
 `storm`: 200 clients stream from scripted nodes while others send bodies of 16 MiB, lists of 100,000 ids, deep JSON and
 connections that say nothing. `scale`: 2,000 open streams and 300 short requests a second. The router, the nodes, these
-clients and the attackers are four processes that share the machine; the lag of the clients' own event loop is printed
-beside what they measured, since nothing can be measured better than that.
+clients and the attackers are processes that share the machine. So all is measured once more with a server in the
+router's place that only sends the tokens (`bench.router.plain`), while the attackers still attack the router: what
+clients see of that one is the machine's doing and their own.
 """
 
 from __future__ import annotations
@@ -37,40 +38,51 @@ TARGET_GAP_MS, TARGET_ADDED_MS = 100.0, 10.0
 STREAMS, PAUSE_MS = 200, 50
 OPEN, SLOW_MS, REQUESTS_PER_S = 2000, 4000, 300
 WARM_S = 3.0
+WORKER = "router.workers.process"
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A router over scripted nodes."""
+    """A router over scripted nodes, and a server without any."""
 
     url: str
+    plain: str
     router: Process
 
-    def memory_mib(self) -> float:
-        """Resident memory of the router's own process."""
-        return float(psutil.Process(self.router.pid).memory_info().rss) / 2**20
+    def processes(self) -> list[psutil.Process]:
+        """Those of the router that serve HTTP: its own, or its leader and the workers."""
+        router = psutil.Process(self.router.pid)
+        return [router, *(child for child in router.children() if WORKER in child.cmdline())]
 
-    def processor_s(self) -> float:
-        """Processor time of the router's own process."""
-        times = psutil.Process(self.router.pid).cpu_times()
-        return float(times.user + times.system)
+    def memory_mib(self) -> float:
+        """Resident memory of these processes."""
+        return sum(float(one.memory_info().rss) for one in self.processes()) / 2**20
+
+    def processor_s(self) -> list[float]:
+        """Processor time of each of them."""
+        times = [one.cpu_times() for one in self.processes()]
+        return [float(one.user + one.system) for one in times]
 
 
 @contextlib.asynccontextmanager
-async def running(model: Path) -> AsyncIterator[Cluster]:
-    """Start the router and its nodes; both end on exit."""
-    settings = (f"model={model}", "listen.port=0", "control.port=0", "served_model_name=bench")
-    router, address = await _start(
-        "router", "--supervised", *(word for setting in settings for word in ("--set", setting))
-    )
-    try:
-        nodes, _ = await _start("bench.router.nodes", "--control", address["control"])
-        try:
-            yield Cluster(address["http"], router)
-        finally:
-            await _end(nodes)
-    finally:
-        await _end(router)
+async def running(model: Path, workers: int) -> AsyncIterator[Cluster]:
+    """Start the router, its nodes and the plain server; all end on exit."""
+    settings = (
+        f"model={model}", "listen.port=0", "control.port=0", "served_model_name=bench", f"workers={workers}",
+        "lease_ttl_s=60",  # the nodes share the cores, and are not what is measured
+    )  # fmt: skip
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*command: str) -> tuple[Process, dict[str, str]]:
+            process, ready = await _start(*command)
+            stack.push_async_callback(_end, process)
+            return process, ready
+
+        overrides = (word for setting in settings for word in ("--set", setting))
+        router, address = await start("router", "--supervised", *overrides)
+        await start("bench.router.nodes", "--control", address["control"])
+        _, plain = await start("bench.router.plain")
+        yield Cluster(address["http"], plain["http"], router)
 
 
 async def _start(*command: str) -> tuple[Process, dict[str, str]]:
@@ -129,55 +141,77 @@ def clear(times: Times) -> None:
 
 
 async def storm(cluster: Cluster, seconds: float, streams: int, pause_ms: int) -> dict[str, Any]:
-    """Streams alone, then beside attackers."""
+    """Streams alone, then beside attackers; and beside attackers without the router."""
     async with streaming(cluster.url, streams, pause_ms, 2 * seconds) as times:
         clear(times)
+        used = sum(cluster.processor_s())
         await asyncio.sleep(seconds)
+        token_us = 1e6 * (sum(cluster.processor_s()) - used) / max(1, len(times.ages))
         quiet, before = summary(times), cluster.memory_mib()
         clear(times)
-        attackers = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "bench.router.attackers", cluster.url, str(seconds), stdout=PIPE
-        )
-        assert attackers.stdout is not None
-        most, reading = before, asyncio.create_task(attackers.stdout.read())
-        while not reading.done():
-            most = max(most, cluster.memory_mib())
-            await asyncio.sleep(0.1)
-        attacked, answers = summary(times), json.loads(reading.result())
-        await attackers.wait()
+        answers, most = await _attack(cluster, seconds)
+        attacked = summary(times)
         await asyncio.sleep(WARM_S)
         memory = {"before_mib": before, "most_mib": most, "after_mib": cluster.memory_mib()}
-    return {"quiet": quiet, "attacked": attacked, "answers": answers, "memory": memory}
+    async with streaming(cluster.plain, streams, pause_ms, 2 * seconds) as times:
+        clear(times)
+        await _attack(cluster, seconds)
+        plain = summary(times)
+    return {
+        "quiet": quiet, "attacked": attacked, "plain": plain, "answers": answers, "memory": memory,
+        "token_us": token_us,
+    }  # fmt: skip
+
+
+async def _attack(cluster: Cluster, seconds: float) -> tuple[dict[str, int], float]:
+    """Attack the router: what was answered, and the most memory that it had meanwhile, in MiB."""
+    attackers = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.router.attackers", cluster.url, str(seconds), stdout=PIPE
+    )
+    assert attackers.stdout is not None
+    most, reading = 0.0, asyncio.create_task(attackers.stdout.read())
+    while not reading.done():
+        most = max(most, cluster.memory_mib())
+        await asyncio.sleep(0.1)
+    await attackers.wait()
+    return json.loads(reading.result()), most
 
 
 async def scale(cluster: Cluster, seconds: float, streams: int, rate: float) -> dict[str, Any]:
-    """Many slow streams, and short requests that come as a Poisson process beside them."""
-    async with streaming(cluster.url, streams, SLOW_MS, seconds) as times:
+    """Many slow streams, and short requests that come as a Poisson process beside them; and all without the router."""
+    routed = await _crowd(cluster, cluster.url, seconds, streams, rate)
+    plain = await _crowd(cluster, cluster.plain, seconds, streams, rate)
+    return {**routed, "plain": plain}
+
+
+async def _crowd(cluster: Cluster, url: str, seconds: float, streams: int, rate: float) -> dict[str, Any]:
+    async with streaming(url, streams, SLOW_MS, seconds) as times:
         clear(times)
-        short, rng, tasks = Times(), random.Random(1), set[asyncio.Task[None]]()
-        began, used = monotonic(), cluster.processor_s()
+        short, rng, tasks = Times(lags=times.lags), random.Random(1), set[asyncio.Task[None]]()
+        used, began = cluster.processor_s(), monotonic()
         due = began
         while due - began < seconds:
             due += rng.expovariate(rate)
             await asyncio.sleep(due - monotonic())
-            task = asyncio.create_task(stream(cluster.url, 2, 0, short))
+            task = asyncio.create_task(stream(url, 2, 0, short))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         if tasks:
             await asyncio.wait(tasks)
         took_s = monotonic() - began
-        share = (cluster.processor_s() - used) / took_s
+        cores = [(after - before) / took_s for before, after in zip(used, cluster.processor_s(), strict=True)]
         return {
             "open": summary(times), "short": summary(short), "short_requests_per_s": len(short.gaps) / took_s,
-            "router_cores": share, "memory_mib": cluster.memory_mib(),
+            "router_cores": cores, "memory_mib": cluster.memory_mib(),
         }  # fmt: skip
 
 
 def storm_table(result: dict[str, Any], streams: int, pause_ms: int) -> str:
     """As Markdown."""
     memory, rows = result["memory"], []
-    for name in ("quiet", "attacked"):
-        one = result[name]
+    for name, one in (
+        ("quiet", result["quiet"]), ("attacked", result["attacked"]), ("attacked, without router", result["plain"]),
+    ):  # fmt: skip
         rows.append(
             f"| {name} | {one['gap_p50_ms']:.0f} | {one['gap_p99_ms']:.0f} | {one['gap_max_ms']:.0f} | "
             f"{one['added_p99_ms']:.0f} | {one['client_lag_p99_ms']:.0f} | {one['failures']} |"
@@ -192,7 +226,8 @@ def storm_table(result: dict[str, Any], streams: int, pause_ms: int) -> str:
             *rows,
             "",
             f"Router memory: {memory['before_mib']:.0f} MiB before, {memory['most_mib']:.0f} at most, "
-            f"{memory['after_mib']:.0f} after.",
+            f"{memory['after_mib']:.0f} after. Processor time of the router while quiet: {result['token_us']:.0f} us a "
+            "token.",
             "",
             "Answers to the attackers: "
             + ", ".join(f"{name} ({n})" for name, n in sorted(result["answers"].items()))
@@ -204,9 +239,10 @@ def storm_table(result: dict[str, Any], streams: int, pause_ms: int) -> str:
 def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
     """As Markdown."""
     rows = [
-        f"| {name} | {one['tokens']} | {one['added_p50_ms']:.1f} | {one['added_p99_ms']:.1f} | "
+        f"| {name}{where} | {one['tokens']} | {one['added_p50_ms']:.1f} | {one['added_p99_ms']:.1f} | "
         f"{one['client_lag_p99_ms']:.1f} | {one['failures']} |"
-        for name, one in ((f"{streams} open streams", result["open"]), (f"{rate:g} requests/s", result["short"]))
+        for where, what in (("", result), (", without router", result["plain"]))
+        for name, one in ((f"{streams} open streams", what["open"]), (f"{rate:g} requests/s", what["short"]))
     ]
     return "\n".join(
         (
@@ -217,7 +253,8 @@ def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
             "|---|---|---|---|---|---|",
             *rows,
             "",
-            f"Served: {result['short_requests_per_s']:.0f} requests/s. Router: {result['router_cores']:.2f} of a core, "
+            f"Served: {result['short_requests_per_s']:.0f} requests/s. Processor time of the router's processes: "
+            f"{' + '.join(f'{share:.2f}' for share in result['router_cores'])} cores; memory "
             f"{result['memory_mib']:.0f} MiB.",
         )
     )
@@ -225,7 +262,7 @@ def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
 
 async def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], bool]:
     """Run one part: its table, its numbers, and whether the target was met."""
-    async with running(arguments.model) as cluster:
+    async with running(arguments.model, arguments.workers) as cluster:
         if arguments.what == "storm":
             streams = arguments.streams or STREAMS
             result = await storm(cluster, arguments.seconds, streams, arguments.pause)
@@ -247,6 +284,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=0, help=f"default: {STREAMS} for storm, {OPEN} for scale")
     parser.add_argument("--pause", type=int, default=PAUSE_MS, help="milliseconds between tokens (storm)")
     parser.add_argument("--rate", type=float, default=REQUESTS_PER_S, help="short requests a second (scale)")
+    parser.add_argument("--workers", type=int, default=1, help="router.workers")
     parser.add_argument("--model", type=Path, default=SHIPPED, help="folder with a tokenizer")
     parser.add_argument("--dry", action="store_true", help="do not write docs/router.md")
     arguments = parser.parse_args()

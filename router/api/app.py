@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Scope
 
 from hackkv import __version__
 from hackkv.errors import HackkvError
@@ -45,7 +47,7 @@ def build_app(
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(Exception, handle)
     app.openapi = lambda: describe(app, bool(api_keys))  # type: ignore[method-assign]
-    gate = Gate(app, served.metrics.refused, api_keys, spans)
+    gate = Gate(app, served.metrics.refused, api_keys, spans, _route_of)
     if not cors_origins:
         return gate
     # Outside the gate: a browser asks for permission without the key.
@@ -58,6 +60,17 @@ def build_app(
         allow_headers=[*headers, TRACEPARENT, TRACESTATE],
         expose_headers=shown,
     )
+
+
+def _route_of(scope: Scope) -> str:
+    """The template of the route that a path belongs to; empty if there is none."""
+    found = (
+        route.path
+        for routes in ROUTES
+        for route in routes.routes
+        if isinstance(route, Route | APIRoute) and route.matches(scope)[0] is not Match.NONE
+    )
+    return next(found, "")
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

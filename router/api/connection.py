@@ -23,7 +23,7 @@ from typing import Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from router.api.errors import HTTPError, envelope
+from router.api.errors import HTTPError, told
 
 READ_BYTES: Final = 1 << 16
 MAX_HEAD_BYTES: Final = 64 << 10
@@ -221,7 +221,8 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         self._refused(error.status)
         if self._has_request and self.cycle.response_started:
             return
-        body = json.dumps(envelope(error)).encode("ascii")
+        path = self.cycle.scope["path"] if self._has_request else None
+        body = json.dumps(told(error, path)).encode("ascii")
         head = f"HTTP/1.1 {error.status} {_REASONS[error.status]}\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)

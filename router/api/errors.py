@@ -99,8 +99,8 @@ def anthropic_envelope(error: BaseException, request_id: str = "") -> dict[str, 
     """What `envelope` says, in Anthropic's shape. Its messages name the field at fault, as ours do."""
     status = status_of(error)
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = {"type": "error", "error": {"type": kind, "message": envelope(error)["error"]["message"]}}
-    return {**told, "request_id": request_id} if request_id else told
+    body = {"type": "error", "error": {"type": kind, "message": envelope(error)["error"]["message"]}}
+    return {**body, "request_id": request_id} if request_id else body
 
 
 def envelope(error: BaseException) -> dict[str, dict[str, str | None]]:
@@ -113,6 +113,16 @@ def envelope(error: BaseException) -> dict[str, dict[str, str | None]]:
         param = error.param if isinstance(error, RequestError) else None
         return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
     return {"error": {"message": "internal error", "type": kind, "param": None, "code": "internal"}}
+
+
+def told(error: BaseException, path: str | None, request_id: str = "") -> dict[str, Any]:
+    """The body that goes with an error, in the shape of the path's API.
+
+    A connection may be refused before it has named a path (None). Clients of either API can read what it is told.
+    """
+    if path is None:
+        return {"type": "error", **envelope(error)}
+    return anthropic_envelope(error, request_id) if is_anthropic(path) else envelope(error)
 
 
 def shortened(message: str) -> str:
@@ -128,8 +138,7 @@ def error_response(error: BaseException, path: str = "", request_id: str = "") -
     elif isinstance(error, Unavailable):
         headers["Retry-After"] = "1"
     # ASCII, because the message may quote the client's text, which may hold characters that UTF-8 cannot encode.
-    told = anthropic_envelope(error, request_id) if is_anthropic(path) else envelope(error)
-    body = json.dumps(told).encode("ascii")
+    body = json.dumps(told(error, path, request_id)).encode("ascii")
     return Response(body, status_of(error), headers, media_type="application/json")
 
 

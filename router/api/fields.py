@@ -13,9 +13,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn, TypeVar
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+    ValidationInfo,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -36,6 +44,32 @@ def fault(message: str, *where: str | int) -> NoReturn:
 def is_tag(name: str | int) -> bool:
     """Whether a step of an error's place names a kind of value, and no field: all such names are in angles."""
     return isinstance(name, str) and name.startswith("<") and name.endswith(">")
+
+
+def of_kind(*kinds: str, told: str) -> BeforeValidator:
+    """For a field `type`: only these kinds. `told` says what there is, where a client names another kind."""
+
+    def check(kind: object) -> object:
+        if isinstance(kind, str) and kind not in kinds:
+            fault(f"{told}, and no {kind[:40]!r}")
+        return kind
+
+    return BeforeValidator(check)
+
+
+MAX_PARTS: Final = 1 << 12
+PartT = TypeVar("PartT")
+Text = Annotated[str, Tag(TEXT)]
+Parts = Annotated[tuple[PartT, ...], Field(max_length=MAX_PARTS, fail_fast=True), Tag(PARTS)]
+
+
+def text_or_parts(message: str, name: str = "content") -> Discriminator:
+    """For a field that is `Text` or `Parts`; with anything else the error is `message`."""
+
+    def kind(content: object) -> str | None:
+        return TEXT if isinstance(content, str) else PARTS if isinstance(content, list | tuple) else None
+
+    return Discriminator(kind, custom_error_type=name, custom_error_message=message)
 
 
 class _Unsupported:

@@ -45,10 +45,15 @@ class Gate:
     """Outermost ASGI layer: notes the time of arrival, names the request and its client, and asks for the API key."""
 
     def __init__(
-        self, app: ASGIApp, refused: Callable[[int], None], api_keys: tuple[str, ...] = (), spans: Spans | None = None
+        self,
+        app: ASGIApp,
+        refused: Callable[[int], None],
+        api_keys: tuple[str, ...] = (),
+        spans: Spans | None = None,
+        route_of: Callable[[Scope], str] = lambda scope: "",
     ) -> None:
-        """`refused` is called with the status of every refusal, 401."""
-        self._app, self._refused = app, refused
+        """`refused` is called with the status of every refusal, 401; `route_of` tells the template of a path."""
+        self._app, self._refused, self._route_of = app, refused, route_of
         self._spans = spans or NoSpans()
         self._expected = tuple(key.encode() for key in api_keys)
 
@@ -65,7 +70,7 @@ class Gate:
         state = scope.setdefault("state", {})
         arrived = perf_counter()
         state.update(arrived=arrived, request_id=request_id, client_id=self._client_of(scope, key))
-        with answering(scope, request_id, arrived, self._spans) as call:
+        with answering(scope, self._route_of(scope), request_id, arrived, self._spans) as call:
 
             async def send_named(message: Message) -> None:
                 if message["type"] == "http.response.start":

@@ -63,22 +63,17 @@ async def file(name: str) -> Response:
 async def cluster(request: Request) -> Response:
     """The fleet now, and samples with a number above `?after=`."""
     served = served_by(request)
-    fleet, journal = served.dispatcher.fleet, served.journal
+    fleet = served.dispatcher.fleet
     return JSONResponse(
         {
-            "started": journal.started,
-            "at_s": journal.at_s,
+            **await served.journal.cluster(_after(request)),
             "version": __version__,
             "model": served.name,
             "chat": served.tokenizer.has_chat_template,
             "codec": fleet.nodes.codec,
             "max_context": None if fleet.nodes.missing else fleet.capacity.max_context,
             "missing": fleet.nodes.missing,
-            "live": journal.live,
-            "waiting": fleet.waiting,
             "nodes": [_node(member) for member in fleet.nodes.members()],
-            "gone": journal.gone(),
-            "samples": journal.samples(_after(request)),
         }
     )
 
@@ -86,7 +81,7 @@ async def cluster(request: Request) -> Response:
 @routes.get("/api/requests", responses=_ERRORS, openapi_extra=_PARAMETERS)
 async def requests(request: Request) -> Response:
     """Sequences on their way, and the last that ended with a number above `?after=`. Lengths only, no text."""
-    return JSONResponse(served_by(request).journal.requests(_after(request)))
+    return JSONResponse(await served_by(request).journal.requests(_after(request)))
 
 
 def _after(request: Request) -> int:
@@ -114,8 +109,8 @@ def _node(member: AnyMember) -> dict[str, Any]:
         "address": info.address,
         "suspended": member.health.suspended_until > 0,
         "draining": member.draining,
-        "requests": member.booked.requests,
-        "tokens": member.booked.tokens,
+        "requests": member.load.requests,
+        "tokens": member.load.tokens,
         "running": info.running,
         "waiting": info.waiting,
         "total_pages": info.total_pages,

@@ -5,7 +5,7 @@ child for the job. The child gives its memory back by ending, can be ended in th
 tokenizer with its parent without a copy. When the router closes a job's socket (its client left, or a deadline passed)
 the child ends at once. When the router closes standard input, this process ends.
 
-A message is a length, a JSON object and bytes (`pack`). A job is a `Job` and the body; the answer is
+Messages are those of `router.packets`. A job is a `Job` and the body; the answer is
 `{"rest": ..., "lengths": [...]}` and the token ids of all prompts as 32-bit numbers, `{}` and the JSON that answers a
 question (`router.api.texts`), or `{"error": {...}}`.
 """
@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 from array import array
@@ -39,9 +38,8 @@ from router.api.strict import Body, Prompted
 from router.api.texts import QUESTIONS, Question, answer_question
 from router.api.tokenize import Bounds, tokenize, validate
 from router.config import ChatConfig
+from router.packets import LENGTH, pack
 
-LENGTH: Final = struct.Struct("<II")
-"""Before a message: lengths of its JSON object and of its bytes."""
 IDS: Final = "I"
 MAX_REST: Final = 1 << 20
 """The most bytes of a body beside its prompts. The router reads them on its event loop."""
@@ -63,12 +61,6 @@ class Job:
     bounds: Bounds
     chat: ChatConfig
     strict: bool
-
-
-def pack(head: dict[str, Any], data: bytes = b"") -> bytes:
-    """A message, but for `data`, which follows it."""
-    text = json.dumps(head).encode()
-    return LENGTH.pack(len(text), len(data)) + text
 
 
 def answer(tokenizer: Tokenizer, job: Job, data: bytes) -> tuple[dict[str, Any], bytes]:

@@ -6,7 +6,6 @@ A job is over when its answer is here or its caller is cancelled. Its child ends
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 import sys
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from hackkv.errors import Unavailable
-from router.api.parser import IDS, LENGTH, Job, error_of, job_head, pack
+from router.api.parser import IDS, Job, error_of, job_head
 from router.api.strict import Prompted
 from router.api.tokenize import Parsed
+from router.packets import pack, read_packet
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +128,7 @@ async def _ask(
     for start in range(0, len(view), _SLICE):
         writer.write(view[start : start + _SLICE])
         await writer.drain()
-    head, size = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    told: dict[str, Any] = json.loads(await reader.readexactly(head))
-    return told, await reader.readexactly(size)
+    return await read_packet(reader)
 
 
 def _parsed(kind: type[BodyT], told: dict[str, Any], ids: bytes) -> Parsed[BodyT]:

@@ -63,7 +63,7 @@ async def version(request: Request) -> Response:
 @routes.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
-    return Response(served_by(request).metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await served_by(request).metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @routes.get("/v1/models", responses={200: {"model": Models}})

@@ -14,7 +14,20 @@ from pydantic.json_schema import JsonSchemaValue
 
 from hackkv.errors import RequestError
 from router.api.extras import ChatExtras, LlamaExtras, VllmExtras
-from router.api.fields import PARTS, REFUSAL, TEXT, Ignored, NullIs, Refused, Whole, fault, whole
+from router.api.fields import (
+    REFUSAL,
+    TEXT,
+    Ignored,
+    NullIs,
+    Parts,
+    Refused,
+    Text,
+    Whole,
+    fault,
+    of_kind,
+    text_or_parts,
+    whole,
+)
 from router.api.sampled import Sampled
 from router.api.strict import Strict
 from router.api.structured import Form, Structured
@@ -26,7 +39,6 @@ MAX_N = 128
 MAX_DIGITS = 9
 """Of a token id in `logit_bias`."""
 MAX_MESSAGES = 1 << 14
-MAX_PARTS = 1 << 12
 """Of one message."""
 MAX_BIASES = MAX_STOP_TOKENS = 1 << 12
 """Longer lists of these would hold up the router and the nodes, which read them with every sequence."""
@@ -171,16 +183,10 @@ class CompletionRequest(Generate):
         return self
 
 
-def _text_only(kind: object) -> object:
-    if isinstance(kind, str) and kind != "text":
-        fault(f"this model takes text only, and no {kind[:40]!r}")
-    return kind
-
-
 class TextPart(Strict):
     """A piece of a message's content."""
 
-    type: Annotated[Literal["text"], BeforeValidator(_text_only)]
+    type: Annotated[Literal["text"], of_kind("text", told="this model takes text only")]
     text: str
     cache_control: Annotated[Any, Ignored("KV of common prefixes is kept without it")] = None
     prompt_cache_breakpoint: Annotated[Any, Ignored("KV of common prefixes is kept without it")] = None
@@ -199,21 +205,12 @@ class RefusalPart(Strict):
         return self.refusal
 
 
-def _content_kind(content: object) -> str | None:
-    return TEXT if isinstance(content, str) else PARTS if isinstance(content, list | tuple) else None
-
-
 def _part_kind(part: object) -> str:
     return REFUSAL if isinstance(part, dict) and part.get("type") == "refusal" else TEXT
 
 
 Part = Annotated[Annotated[TextPart, Tag(TEXT)] | Annotated[RefusalPart, Tag(REFUSAL)], Discriminator(_part_kind)]
-Content = Annotated[
-    Annotated[str, Tag(TEXT)] | Annotated[tuple[Part, ...], Field(max_length=MAX_PARTS, fail_fast=True), Tag(PARTS)],
-    Discriminator(
-        _content_kind, custom_error_type="content", custom_error_message="must be a text or a list of text parts"
-    ),
-]
+Content = Annotated[Text | Parts[Part], text_or_parts("must be a text or a list of text parts")]
 
 
 class Message(Strict):

@@ -50,9 +50,9 @@ def serve_model(
     limits: LimitsConfig,
     chat: ChatConfig = _CHAT,
     strict: bool = False,
-    trace_link: str = "",
+    journal: Journal | None = None,
 ) -> ServedModel:
-    """A model over a fleet. If `strict`, hints that would be ignored are refused. See `Journal` for `trace_link`."""
+    """A model over a fleet. If `strict`, hints that would be ignored are refused."""
     metrics, conversations = Metrics(name, fleet), Conversations(tokenizer, chat)
     return ServedModel(
         name,
@@ -63,6 +63,6 @@ def serve_model(
         defaults,
         Dispatcher(fleet, metrics, deadlines, limits),
         metrics,
-        Journal(fleet, trace_link=trace_link),
+        journal or Journal(fleet),
         limits.default_chat_tokens,
     )

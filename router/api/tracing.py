@@ -39,15 +39,20 @@ class HttpCall:
 
 
 @contextmanager
-def answering(scope: Scope, request_id: str, arrived: float, spans: Spans) -> Iterator[HttpCall]:
-    """Trace and log what is done in the block for a request, and in the tasks that it starts."""
+def answering(scope: Scope, route: str, request_id: str, arrived: float, spans: Spans) -> Iterator[HttpCall]:
+    """Trace and log what is done in the block for a request, and in the tasks that it starts.
+
+    The span has the name of its `route`, and none of its path, which may be whatever a client comes up with.
+    """
     if scope["method"] != TRACED:
         yield HttpCall()
         return
-    name = f"{scope['method']} {scope['path']}"
+    name = f"{scope['method']} {route}".rstrip()
     attributes: dict[str, Value] = {
         "http.request.method": scope["method"], "url.path": scope["path"], "hackkv.request_id": request_id,
     }  # fmt: skip
+    if route:
+        attributes["http.route"] = route
     span = spans.begin(name, arrived, _parent(scope), attributes)
     token = TRAIL.set(Trail(request_id, span))
     call = HttpCall(span.context.traceparent if span.context else "")
@@ -67,7 +72,7 @@ def answering(scope: Scope, request_id: str, arrived: float, spans: Spans) -> It
                 "method": scope["method"], "path": scope["path"], "status": call.status,
                 "seconds": round(now - arrived, 6),
             }  # fmt: skip
-            log.info("%s: %s", name, call.status, extra={FIELDS: fields})
+            log.info("%s %s: %s", scope["method"], scope["path"], call.status, extra={FIELDS: fields})
         TRAIL.reset(token)
 
 

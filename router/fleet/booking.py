@@ -70,7 +70,7 @@ class Booking(Generic[NodeT]):
 
     def will_hold(self, marks: Marks) -> None:
         """The node is about to hold these pages."""
-        self.member.holdings.expect(marks, self._now())
+        self.member.expect(marks, self._now())
 
     def worked(self) -> None:
         """The node did its part. Past failures are forgotten, unless the node was suspended after this booking: what

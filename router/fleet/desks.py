@@ -33,6 +33,8 @@ class PrefixAccount:
     tokens: int = 0
     """Of all prompts."""
     held_tokens: int = 0
+    told: Callable[[int, int], None] = lambda tokens, held: None
+    """Called with both numbers of each choice."""
 
     def take(self, demand: Demand, member: Member[Any]) -> int:
         """Count a choice; returns how many tokens of the prompt the node is expected to hold."""
@@ -40,6 +42,7 @@ class PrefixAccount:
         held = min(member.held_tokens(demand.marks), tokens - 1)
         self.tokens += tokens
         self.held_tokens += held
+        self.told(tokens, held)
         return held
 
 

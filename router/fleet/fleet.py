@@ -15,6 +15,7 @@ from router.fleet.holdings import Marker, Marks
 from router.fleet.line import Ageing
 from router.fleet.membership import Membership
 from router.fleet.roster import Roster
+from router.fleet.sharing import Sharing
 from transport.base import DecodeNode, PrefillNode
 
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()
@@ -43,6 +44,7 @@ class Fleet:
         decode = Roster(Role.DECODE, dial_decode, lease_ttl_s, remember_s, now)
         ageing = Ageing(limits.ageing_s, limits.max_passed)
         self.nodes = Membership(prefill, decode, lease_ttl_s, self._serve_lines, now)
+        self.sharing = Sharing(self.nodes, lambda: self._in_line, self._serve_lines, lease_ttl_s, now)
         self.capacity = Capacity(prefill, decode)
         self.prefill = PrefillDesk(prefill, ageing, now)
         self.decode = DecodeDesk(decode, limits.max_waiting, ageing, now)
@@ -51,8 +53,8 @@ class Fleet:
 
     @property
     def waiting(self) -> int:
-        """Sequences in line for a node."""
-        return len(self.prefill) + len(self.decode)
+        """Sequences in line for a node, those of the router's other processes included."""
+        return self._in_line + self.sharing.waiting
 
     def next_serial(self) -> int:
         """A request's place in the order of arrival."""
@@ -61,6 +63,10 @@ class Fleet:
     def marks(self, ids: Sequence[int], salt: str) -> Marks:
         """The marks of the first pages of `ids`, for requests with this `cache_salt`."""
         return self._marker.marks(ids, salt)
+
+    @property
+    def _in_line(self) -> int:
+        return len(self.prefill) + len(self.decode)
 
     def _reports(self) -> Iterator[NodeInfo]:
         return (member.info for member in self.nodes.members())

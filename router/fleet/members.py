@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from hackkv.errors import HackkvError, NodeDraining, NodeLost
 from hackkv.nodes import NodeInfo
+from hackkv.page_names import MOST_MARKS
 from router.fleet.health import Breaker, Health
 from router.fleet.holdings import Holdings, Marks
 from router.fleet.policy import DecodeLoad, PrefillLoad
@@ -18,12 +20,27 @@ NodeT = TypeVar("NodeT", bound=PrefillNode | DecodeNode)
 
 @dataclass(slots=True)
 class Booked:
-    """What our requests hold of one node."""
+    """What requests hold of one node."""
 
     tokens: int = 0
-    """Queued (prefill) or outstanding (decode) tokens of requests that we sent there."""
+    """Queued (prefill) or outstanding (decode) tokens of requests that were sent there."""
     pages: int = 0
     requests: int = 0
+
+    def __add__(self, other: Booked) -> Booked:
+        return Booked(self.tokens + other.tokens, self.pages + other.pages, self.requests + other.requests)
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the router's other processes told of a node, and what they are to hear (`router.fleet.sharing`)."""
+
+    booked: Booked = field(default_factory=Booked)
+    """What their requests hold."""
+    spoke: bool = False
+    """The node sent something to a request."""
+    marks: deque[bytes] = field(default_factory=lambda: deque(maxlen=MOST_MARKS))
+    """Pages that requests of this process bring it to hold."""
 
 
 class Member(Generic[NodeT]):
@@ -37,19 +54,27 @@ class Member(Generic[NodeT]):
         self.gone: asyncio.Future[HackkvError] = asyncio.get_running_loop().create_future()
         """Done when the node has left the fleet. The result is the error that its requests get."""
         self.booked = Booked()
+        """What requests of this process hold."""
+        self.shared = Shared()
         self.chosen_at = 0
         """Number of the choice that last fell on this node."""
         self.breaker = Breaker()
         # Three reports come in the time of a lease.
         self.holdings = Holdings(settled_s=ttl_s)
         self.holdings.report(info.marks, now)
-        self._free_at_report, self._booked_at_report = info.free_pages, 0
+        self._room = info.free_pages
+        """Pages that were free at the last report, and those that were booked then."""
         self._let_go = False
 
     @property
     def node_id(self) -> str:
         """The name under which the node registered."""
         return self.info.node_id
+
+    @property
+    def key(self) -> str:
+        """Its name among the nodes of both roles."""
+        return f"{self.info.role} {self.info.node_id}"
 
     @property
     def health(self) -> Health:
@@ -62,13 +87,17 @@ class Member(Generic[NodeT]):
         return self.info.draining or self._let_go
 
     @property
+    def load(self) -> Booked:
+        """What all requests hold of the node."""
+        return self.booked + self.shared.booked
+
+    @property
     def free_pages(self) -> int:
         """Free pages of the last report, corrected by what was booked and released since.
 
         Never more than all pages of the node less those that are booked.
         """
-        reported = self._free_at_report - (self.booked.pages - self._booked_at_report)
-        return max(0, min(reported, self.info.total_pages - self.booked.pages))
+        return max(0, min(self._room, self.info.total_pages) - self.load.pages)
 
     def held_tokens(self, marks: Marks) -> int:
         """How many of a prompt's first tokens the node holds, by the marks of its pages."""
@@ -77,14 +106,14 @@ class Member(Generic[NodeT]):
     def prefill_load(self, marks: Marks = ()) -> PrefillLoad:
         """Snapshot for the policy, and for a prompt."""
         held = self.held_tokens(marks)
-        return PrefillLoad(self.node_id, self.booked.tokens, self.chosen_at, self.health, self.draining, held)
+        return PrefillLoad(self.node_id, self.load.tokens, self.chosen_at, self.health, self.draining, held)
 
     def decode_load(self, marks: Marks = ()) -> DecodeLoad:
         """Snapshot for the policy, and for a prompt."""
         info = self.info
         return DecodeLoad(
             info.node_id,
-            self.booked.tokens,
+            self.load.tokens,
             self.free_pages,
             info.total_pages,
             info.page_tokens,
@@ -96,19 +125,29 @@ class Member(Generic[NodeT]):
 
     def heard(self, now: float) -> None:
         """The node sent something, so it is alive. One that is too busy to report in time must not lose its lease."""
+        self.shared.spoke = True
+        self.alive(now)
+
+    def alive(self, now: float) -> None:
+        """The lease begins anew."""
         self.expires_at = max(self.expires_at, now + self._ttl_s)
+
+    def expect(self, marks: Marks, now: float) -> None:
+        """A request is about to bring the node to hold these pages."""
+        self.shared.marks.extend(marks)
+        self.holdings.expect(marks, now)
 
     def renew(self, info: NodeInfo, now: float) -> None:
         """Take in a new report."""
-        self.heard(now)
+        self.alive(now)
         self.info = info
         self.breaker.reported()
         self.holdings.report(info.marks, now)
-        self._free_at_report, self._booked_at_report = info.free_pages, self.booked.pages
+        self._room = info.free_pages + self.load.pages
 
     def full(self) -> None:
         """The node refused for lack of room: it counts as full until it reports again or a booking on it ends."""
-        self._free_at_report, self._booked_at_report = 0, self.booked.pages
+        self._room = self.load.pages
 
     def drain(self) -> None:
         """The node let go of a request because it is about to stop."""

@@ -40,6 +40,8 @@ class Membership:
         self._ttl_s, self._changed, self._now = ttl_s, changed, now
         self.codec = "unknown"
         """Name of the fleet's codec, as its fingerprint has it; a label of metrics."""
+        self.followers: list[Callable[[NodeInfo], None]] = []
+        """Called with every report that is accepted."""
 
     def members(self, role: Role | None = None) -> tuple[AnyMember, ...]:
         """Every live node, or those of one role."""
@@ -61,6 +63,8 @@ class Membership:
             self._decode.admit(info)
         self.codec = dict(info.fingerprint.fields).get("codec", self.codec)
         self._changed()
+        for follower in self.followers:
+            follower(info)
         return Lease(self._ttl_s)
 
     def expire(self) -> None:

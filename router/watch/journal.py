@@ -41,6 +41,18 @@ FIELDS: Final = ("seq", "at_s", "live", "waiting", *TOTALS)
 
 
 @dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Sequences on their way."""
+
+    sequences: int = 0
+    tokens: int = 0
+    """That they have by now."""
+
+    def __add__(self, other: UnderWay) -> UnderWay:
+        return UnderWay(self.sequences + other.sequences, self.tokens + other.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class _Seen:
     """A node, and when it was last in the fleet."""
 
@@ -56,10 +68,11 @@ class Journal:
         self._fleet, self._now, self._began, self._trace_link = fleet, now, now(), trace_link
         self.started = time()
         """Start in Unix time, which tells this process of the router from an earlier one."""
+        self.elsewhere = UnderWay()
+        """In other processes of the router."""
         self._live: dict[int, Flight] = {}
         self._totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
         self._ended: deque[dict[str, Any]] = deque(maxlen=ENDED)
-        self._num_ended = 0
         self._samples: deque[list[float]] = deque(maxlen=SAMPLES)
         self._num_samples = 0
         self._seen: dict[str, _Seen] = {}
@@ -70,9 +83,9 @@ class Journal:
         return self._now() - self._began
 
     @property
-    def live(self) -> int:
-        """Sequences on their way."""
-        return len(self._live)
+    def under_way(self) -> UnderWay:
+        """In this process."""
+        return UnderWay(len(self._live), sum(len(flight.output.token_ids) for flight in self._live.values()))
 
     async def run(self) -> None:
         """Take samples until cancelled."""
@@ -87,13 +100,17 @@ class Journal:
     def ended(self, flight: Flight, outcome: Outcome) -> None:
         """A sequence is over."""
         self._live.pop(id(flight), None)
-        self._num_ended += 1
-        account = _account(flight, self._fleet.nodes.codec)
-        account |= {"seq": self._num_ended, "outcome": outcome, "arrived_s": self.at_s - account["total_s"]}
+        account = _account(flight, self._fleet.nodes.codec) | {"outcome": outcome}
         if self._trace_link and account["trace_id"]:
             account["trace_link"] = self._trace_link.replace(TRACE_ID, account["trace_id"])
+        self.take(account, prefilled=flight.route.prefilled is not None)
+
+    def take(self, account: dict[str, Any], *, prefilled: bool) -> None:
+        """Note the account of a sequence that is over; `prefilled` says whether its prompt was computed."""
+        ended = int(self._totals["finished"] + self._totals["failed"])
+        account |= {"seq": ended + 1, "arrived_s": self.at_s - account["total_s"]}
         self._ended.append(account)
-        self._count(flight, outcome, account)
+        self._count(account, prefilled)
 
     def sample(self) -> None:
         """Take one sample, and note which nodes are in the fleet."""
@@ -102,15 +119,21 @@ class Journal:
             self._seen[member.node_id] = _Seen(member, now_s)
         self._seen = {node_id: seen for node_id, seen in self._seen.items() if now_s - seen.at_s <= GONE_S}
         self._num_samples += 1
-        under_way = sum(len(flight.output.token_ids) for flight in self._live.values())
-        totals = {**self._totals, "output_tokens": self._totals["output_tokens"] + under_way}
-        self._samples.append(
-            [self._num_samples, round(now_s, 3), self.live, self._fleet.waiting, *(totals[name] for name in TOTALS)]
-        )
+        live = self.under_way + self.elsewhere
+        totals = {**self._totals, "output_tokens": self._totals["output_tokens"] + live.tokens}
+        counts = (live.sequences, self._fleet.waiting, *(totals[name] for name in TOTALS))
+        self._samples.append([self._num_samples, round(now_s, 3), *counts])
 
-    def samples(self, after: int) -> dict[str, Any]:
-        """Samples with a number above `after`."""
-        return {"fields": FIELDS, "rows": [row for row in self._samples if row[0] > after]}
+    async def cluster(self, after: int) -> dict[str, Any]:
+        """The last minutes: samples with a number above `after`, and nodes that are gone."""
+        return {
+            "started": self.started,
+            "at_s": self.at_s,
+            "live": (self.under_way + self.elsewhere).sequences,
+            "waiting": self._fleet.waiting,
+            "gone": self.gone(),
+            "samples": {"fields": FIELDS, "rows": [row for row in self._samples if row[0] > after]},
+        }
 
     def gone(self) -> list[dict[str, Any]]:
         """Nodes that were in the fleet and no longer are: lost, or stopped in good order."""
@@ -126,23 +149,26 @@ class Journal:
             if node_id not in alive
         ]
 
-    def requests(self, after: int) -> dict[str, Any]:
+    def live(self) -> list[dict[str, Any]]:
+        """Sequences on their way in this process, oldest first."""
+        return [_progress(flight) for flight in self._live.values()]
+
+    async def requests(self, after: int) -> dict[str, Any]:
         """Sequences on their way, and those that ended with a number above `after`; oldest first."""
         return {
             "at_s": self.at_s,
-            "live": [_progress(flight) for flight in self._live.values()],
+            "live": self.live(),
             "ended": [account for account in self._ended if account["seq"] > after],
         }
 
-    def _count(self, flight: Flight, outcome: Outcome, account: dict[str, Any]) -> None:
+    def _count(self, account: dict[str, Any], prefilled: bool) -> None:
         totals, kv = self._totals, account["kv"]
-        totals["output_tokens"] += len(flight.output.token_ids)
-        totals["prompt_tokens"] += len(flight.request.prompt_ids) if flight.route.prefilled else 0
-        totals["cached_tokens"] += account["cached_tokens"]
-        totals["held_tokens"] += account["held_tokens"]
+        totals["prompt_tokens"] += account["prompt_tokens"] if prefilled else 0
+        for name in ("output_tokens", "cached_tokens", "held_tokens"):
+            totals[name] += account[name]
         totals["kv_bytes"] += sum(kv["bytes_by_plane"].values()) + kv["header_bytes"]
         totals["fp16_bytes"] += kv["fp16_bytes"]
-        if outcome in FINISHED:
+        if account["outcome"] in FINISHED:
             totals["finished"] += 1
             for stage, seconds in account["stages"].items():
                 totals[f"{stage}_s"] += seconds

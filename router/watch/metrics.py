@@ -6,16 +6,25 @@ the last byte has been handed to the socket. Every HELP line names its unit.
 
 from __future__ import annotations
 
+import asyncio
+import os
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from hackkv.timing import Stage, SubStage
+from hackkv.types import Role
 from router.fleet.fleet import Fleet
 from router.life.failover import Cause, Remedy
 from router.life.flight import Flight
 from router.watch.node_metrics import FleetGauges
 
+SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
+"""prometheus_client reads it when it is imported."""
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _REFUSALS = (400, 401, 404, 408, 413, 415, 429, 503)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
@@ -37,95 +46,98 @@ class Outcome(StrEnum):
 
 
 class Metrics:
-    """All series of one router, in a registry of its own."""
+    """All series of one router, in a registry of its own.
+
+    If the environment names a folder `SHARED`, several processes of one router keep their values there, and each shows
+    the sums (prometheus_client's multiprocess mode).
+    """
 
     def __init__(self, model_name: str, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
         self._model, self._fleet = model_name, fleet
-        self._cluster_series()
+        self._sequence_series()
+        self._transfer_series()
+        self._dispatch_series()
         self._vllm_series()
-        self._inflight = Gauge("hackkv_router_inflight", "Sequences inside the router (count).", registry=self.registry)
         ours = frozenset(family.name for family in self.registry.collect())
-        self.registry.register(FleetGauges(fleet, model_name, ours))
+        self._gauges = CollectorRegistry()
+        self._gauges.register(FleetGauges(fleet, model_name, ours))
 
-    def _cluster_series(self) -> None:
-        registry = self.registry
-        self._stage = Histogram(
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"hackkv_{name}", text, labels, registry=self.registry)
+
+    def _sequence_series(self) -> None:
+        counter, histogram = self._counter, partial(Histogram, buckets=SECONDS, registry=self.registry)
+        self._inflight = Gauge(
+            "hackkv_router_inflight",
+            "Sequences inside the router (count).",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self._stage = histogram(
             "hackkv_request_stage_seconds",
             "Time of one sequence in each stage of its life, in seconds; the stages sum to its total.",
             ["codec", "stage"],
-            buckets=SECONDS,
-            registry=registry,
         )
-        self._sub_stage = Histogram(
-            "hackkv_request_substage_seconds",
-            "Parts of stages, in seconds; never added to the total.",
-            ["stage"],
-            buckets=SECONDS,
-            registry=registry,
+        self._sub_stage = histogram(
+            "hackkv_request_substage_seconds", "Parts of stages, in seconds; never added to the total.", ["stage"]
         )
-        self._requests = Counter(
-            "hackkv_requests", "Sequences that ended, by outcome (count).", ["outcome"], registry=registry
-        )
+        self._requests = counter("requests", "Sequences that ended, by outcome (count).", "outcome")
         for outcome in Outcome:
             self._requests.labels(outcome)  # begin at 0: rate() misses the event that creates a series
-        self._refused = Counter(
-            "hackkv_http_refused",
-            "HTTP requests that were refused before they had a sequence, by status (count).",
-            ["status"],
-            registry=registry,
+        self._refused = counter(
+            "http_refused", "HTTP requests that were refused before they had a sequence, by status (count).", "status"
         )
         for status in _REFUSALS:
             self._refused.labels(status)
-        self._failovers = Counter(
-            "hackkv_failovers",
+        self._failovers = counter(
+            "failovers",
             "Times that a sequence went on with other nodes: how (redispatched before its first token, reassigned with "
             "its KV, prefilled again), and why (count).",
-            ["kind", "cause"],
-            registry=registry,
+            "kind",
+            "cause",
         )
         for remedy in Remedy:
             for cause in Cause:
                 self._failovers.labels(remedy, cause)
-        self._replayed = Counter(
-            "hackkv_replayed_tokens",
-            "Tokens computed again after a failover because the client had them already (count).",
-            registry=registry,
+        self._replayed = counter(
+            "replayed_tokens", "Tokens computed again after a failover because the client had them already (count)."
         )
-        self._strays = Counter(
-            "hackkv_stray_events",
-            "Events of nodes that came twice, too late or out of turn, and changed nothing (count).",
-            ["event"],
-            registry=registry,
+        self._strays = counter(
+            "stray_events", "Events of nodes that came twice, too late or out of turn, and changed nothing (count).",
+            "event",
+        )  # fmt: skip
+        self._diverged = counter("replayed_tokens_diverged", "Replayed tokens that differ from those sent (count).")
+
+    def _transfer_series(self) -> None:
+        counter = self._counter
+        self._bytes = counter(
+            "kv_transfer_bytes", "KV bytes on the wire, by codec and plane; plane 'header' is framing (bytes).",
+            "codec", "plane",
+        )  # fmt: skip
+        self._fp16_bytes = counter(
+            "kv_transfer_fp16_bytes", "What the transferred KV would weigh as FP16 (bytes).", "codec"
         )
-        self._diverged = Counter(
-            "hackkv_replayed_tokens_diverged", "Replayed tokens that differ from those sent (count).", registry=registry
+        self._tokens = counter("kv_transfer_tokens", "Prompt tokens whose KV was verified and committed (count).")
+        self._held = counter(
+            "kv_held_tokens", "Prompt tokens whose KV did not travel because the decode node held it (count)."
         )
-        self._bytes = Counter(
-            "hackkv_kv_transfer_bytes",
-            "KV bytes on the wire, by codec and plane; plane 'header' is framing (bytes).",
-            ["codec", "plane"],
-            registry=registry,
-        )
-        self._fp16_bytes = Counter(
-            "hackkv_kv_transfer_fp16_bytes",
-            "What the transferred KV would weigh as FP16 (bytes).",
-            ["codec"],
-            registry=registry,
-        )
-        self._tokens = Counter(
-            "hackkv_kv_transfer_tokens", "Prompt tokens whose KV was verified and committed (count).", registry=registry
-        )
-        self._held = Counter(
-            "hackkv_kv_held_tokens",
-            "Prompt tokens whose KV did not travel because the decode node held it (count).",
-            registry=registry,
-        )
-        self._recomputed = Counter(
-            "hackkv_prompt_tokens_recomputed",
+        self._recomputed = counter(
+            "prompt_tokens_recomputed",
             "Prompt tokens that a decode node served without receiving their KV (count); must stay 0.",
-            registry=registry,
         )
+
+    def _dispatch_series(self) -> None:
+        tokens = self._counter(
+            "dispatched_tokens", "Tokens of prompts that were given to nodes, by role (count).", "role"
+        )
+        held = self._counter(
+            "dispatched_held_tokens",
+            "Those of them that the router expected the chosen node to hold, by role (count).",
+            "role",
+        )
+        for role, desk in ((Role.PREFILL, self._fleet.prefill), (Role.DECODE, self._fleet.decode)):
+            desk.account.told = _counting(tokens.labels(role), held.labels(role))
 
     def _vllm_series(self) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
@@ -214,5 +226,23 @@ class Metrics:
             self._tpot.observe((flight.output.at_s[-1] - flight.output.at_s[0]) / (len(flight.output.at_s) - 1))
 
     def render(self) -> bytes:
-        """The page, in Prometheus' text format."""
-        return generate_latest(self.registry)
+        """What this process knows, in Prometheus' text format."""
+        return generate_latest(self.registry) + generate_latest(self._gauges)
+
+    async def page(self) -> bytes:
+        """What all processes of the router know, in Prometheus' text format."""
+        folder = os.environ.get(SHARED)
+        if not folder:
+            return self.render()
+        shared = CollectorRegistry()
+        MultiProcessCollector(shared, folder)  # type: ignore[no-untyped-call]
+        # In a thread: there may be many files. The fleet belongs to this loop.
+        return await asyncio.to_thread(generate_latest, shared) + generate_latest(self._gauges)
+
+
+def _counting(tokens: Counter, held: Counter) -> Callable[[int, int], None]:
+    def count(of_prompt: int, expected: int) -> None:
+        tokens.inc(of_prompt)
+        held.inc(expected)
+
+    return count

@@ -34,7 +34,6 @@ class FleetGauges(Collector):
         yield draining
         yield from self._pages()
         yield from self._queues()
-        yield from self._prefixes()
         yield from self._losses()
         yield from self._node_stats()
 
@@ -49,7 +48,7 @@ class FleetGauges(Collector):
             info = member.info
             pages.add_metric([info.node_id, info.role, "free"], info.free_pages)
             pages.add_metric([info.node_id, info.role, "used"], info.total_pages - info.free_pages)
-            pages.add_metric([info.node_id, info.role, "reserved"], member.booked.pages)
+            pages.add_metric([info.node_id, info.role, "reserved"], member.load.pages)
             if info.role is Role.DECODE:
                 used, total = used + info.total_pages - info.free_pages, total + info.total_pages
         yield pages
@@ -67,7 +66,7 @@ class FleetGauges(Collector):
         )
         running, waiting = 0, self._fleet.waiting
         for member in self._fleet.nodes.members():
-            loads.add_metric([member.node_id, member.info.role], member.booked.tokens)
+            loads.add_metric([member.node_id, member.info.role], member.load.tokens)
             running += member.info.running
             waiting += member.info.waiting
         yield loads
@@ -78,21 +77,6 @@ class FleetGauges(Collector):
             family = GaugeMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
-
-    def _prefixes(self) -> Iterator[CounterMetricFamily]:
-        tokens = CounterMetricFamily(
-            "hackkv_dispatched_tokens", "Tokens of prompts that were given to nodes, by role (count).", labels=["role"]
-        )
-        held = CounterMetricFamily(
-            "hackkv_dispatched_held_tokens",
-            "Those of them that the router expected the chosen node to hold, by role (count).",
-            labels=["role"],
-        )
-        for role, desk in ((Role.PREFILL, self._fleet.prefill), (Role.DECODE, self._fleet.decode)):
-            tokens.add_metric([role], desk.account.tokens)
-            held.add_metric([role], desk.account.held_tokens)
-        yield tokens
-        yield held
 
     def _losses(self) -> Iterator[GaugeMetricFamily]:
         """What the codec costs, of nodes that measured it when they started."""

@@ -16,6 +16,15 @@ CASES = int(os.environ.get("SCHEMATHESIS_CASES", "5000"))
 ROUTES = 7
 """Routes with bodies."""
 
+GUIDED = r"^(?:guided_|structured_outputs\.)"
+SCHEMA = r"^(?:response_format\.json_schema|text\.format|output_config\.format)\.schema: "
+UNCOMPILED = (
+    r"(?:cannot be compiled: |the grammar cannot go on: |the grammar leaves no token that this model has$"
+    r"|is too large or too deeply nested to compile$|takes more than [\d.]+ s to compile$"
+    r"|\d+ characters; at most \d+ are compiled$)"
+)
+"""What the compiler of grammars says of a schema, a regular expression or a grammar that is well formed as a field."""
+
 CROSS_FIELD = re.compile(
     r"is not a token id"
     r"|serves at most"
@@ -26,9 +35,9 @@ CROSS_FIELD = re.compile(
     r"|top_logprobs: is only allowed"
     r"|continue_final_message"
     r"|chat_template_kwargs"
-    r"|^(guided_|structured_outputs\.)(json|regex|grammar|choice): "
-    r"|^(response_format\.json_schema|text\.format|output_config\.format)\.schema: "
-    r"|is not a grammar|cannot be compiled"
+    rf"|{GUIDED}(?:json|regex|grammar): {UNCOMPILED}|{SCHEMA}{UNCOMPILED}|^tools: {UNCOMPILED}"
+    rf"|{GUIDED}json: (?:is not JSON: |a JSON schema is an object$)"
+    rf"|{GUIDED}grammar: is not a grammar: "
     r"|the chat template refused|the chat template made an empty prompt"
     r"|exclude each other|tool_choice|tool_calls|two functions have one name|how this model calls them"
     r"|tools: needs messages"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,16 @@ def test_turns_are_sent_whole_and_shown_as_text(fleet: Fleet, open_page: Open) -
     say(page, "anew", 2)
     expect(page.locator("#chat-status")).to_contain_text("out in")
     assert [message["content"] for message in sent[-1]] == ["anew"]
+
+
+def test_a_turn_says_what_was_known_from_earlier_ones(fleet: Fleet, open_page: Open) -> None:
+    page = chat(open_page(fleet.api.url))
+    for turn in range(2):
+        say(page, "tell me more of it " * 20, 12)
+        expect(page.locator("#chat-status")).to_contain_text("out in")
+        expect(page.locator(".turn")).to_have_count(2 * turn + 2)
+        expect(page.locator("#chat-log")).to_have_attribute("aria-busy", "false")
+    expect(page.locator("#chat-status")).to_have_text(re.compile(r"tokens in \([1-9]\d* known from earlier turns\)"))
 
 
 def test_stop_keeps_what_was_said_and_an_error_gives_the_message_back(fleet: Fleet, open_page: Open) -> None:

@@ -106,6 +106,11 @@ def test_prompts_that_were_there_already_are_shown(fleet: Fleet, open_page: Open
     page = ready(open_page(fleet.api.url))
     expect(page.locator("#found")).to_contain_text(re.compile(r"not computed[1-9].*not sent[1-9]"))
     expect(page.locator("#found-note")).to_contain_text("prompt tokens since the router started")
+    for node in ("prefill-0", "decode-0"):
+        kept = page.locator("#nodes > li", has_text=node).locator(".kept")
+        expect(kept).to_have_text(
+            re.compile(r"^[1-9]\d* pages? kept.*; [1-9][\d.]*\s% of what prompts asked for was here")
+        )
 
 
 def test_stop_stops_and_an_error_is_shown(fleet: Fleet, open_page: Open) -> None:

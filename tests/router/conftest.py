@@ -21,6 +21,7 @@ from router.api.app import build_app
 from router.api.defaults import SamplingDefaults
 from router.api.served import ServedModel, serve_model
 from router.config import DeadlinesConfig, LimitsConfig
+from router.watch.journal import Journal
 from tests.router.scripted import Cluster
 
 TEMPLATE = (
@@ -91,7 +92,7 @@ def make_served(
         deadlines or DeadlinesConfig(),
         limits,
         strict=strict,
-        trace_link=trace_link,
+        journal=Journal(cluster.fleet, trace_link=trace_link),
     )
 
 

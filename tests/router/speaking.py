@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
+import httpx2
 from starlette.types import ASGIApp
 
 from hackkv.tokenizer import Tokenizer
@@ -22,6 +27,27 @@ def speaking_app(checkpoint: Path, folder: Path, cluster: Cluster, answer: str, 
     tokenizer = Tokenizer(path)
     cluster.script.answer = lambda request: [*tokenizer.encode(answer), tokenizer.encode("</s>")[0]]
     return build_app(make_served(cluster, tokenizer))
+
+
+@asynccontextmanager
+async def speaking_http(
+    checkpoint: Path, folder: Path, cluster: Cluster, answer: str, template: str
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """What official clients speak, to `speaking_app`."""
+    app = speaking_app(checkpoint, folder, cluster, answer, template)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http:
+        yield http
+
+
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The data of a stream's events, each of which has its type as its name."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for text in response.text.split("\n\n")[:-1]:
+        name, data = text.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
 
 
 def shown(cluster: Cluster, checkpoint: Path) -> str:

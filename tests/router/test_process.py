@@ -9,61 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from hackkv.types import Role
 from router.config import RouterConfig
-from tests.router.scripted import Point, Script, ScriptedDecode, ScriptedPrefill, info
-from transport.channels import ChannelPool
-from transport.rpc_client import RegistryClient
-from transport.rpc_server import RpcServer
-
-PATIENCE_S = 60.0
-
-
-@asynccontextmanager
-async def router(checkpoint: Path, *settings: str) -> AsyncIterator[tuple[Process, dict[str, str]]]:
-    """A running router and the addresses it announced."""
-    base = (f"model={checkpoint}", "listen.port=0", "control.port=0", "served_model_name=tiny", *settings)
-    arguments = [argument for setting in base for argument in ("--set", setting)]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "router", *arguments, stdout=PIPE)
-    try:
-        assert process.stdout is not None
-        yield process, json.loads(await process.stdout.readline())["ready"]
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.wait(), PATIENCE_S)
-
-
-@asynccontextmanager
-async def nodes(control: str) -> AsyncIterator[tuple[ScriptedPrefill, ScriptedDecode]]:
-    """One prefill and one decode node behind real gRPC servers, registered with the router."""
-    script = Script()
-    decode = ScriptedDecode("d0", script)
-    server, other = RpcServer("127.0.0.1", 0), RpcServer("127.0.0.1", 0)
-    other.add_decode(decode)
-    decode_address = await other.start()
-    prefill = ScriptedPrefill("p0", script, {decode_address: decode})
-    server.add_prefill(prefill)
-    prefill_address = await server.start()
-    channels = ChannelPool()
-    try:
-        registry = RegistryClient(control, channels)
-        await registry.register(info(Role.PREFILL, "p0", address=prefill_address))
-        await registry.register(info(Role.DECODE, "d0", address=decode_address))
-        yield prefill, decode
-    finally:
-        await server.close()
-        await other.close()
-        await channels.close()
+from tests.router.processes import PATIENCE_S, WORKERS, nodes, router
+from tests.router.scripted import Point, Script
 
 
 async def held_inside(script: Script) -> float:
@@ -80,9 +34,12 @@ async def held_inside(script: Script) -> float:
     return inside_s
 
 
-async def test_requests_go_through_real_sockets_and_the_stages_sum_to_the_clients_time(checkpoint: Path) -> None:
+@WORKERS
+async def test_requests_go_through_real_sockets_and_the_stages_sum_to_the_clients_time(
+    checkpoint: Path, workers: int
+) -> None:
     async with (
-        router(checkpoint, "lease_ttl_s=60") as (process, address),
+        router(checkpoint, "lease_ttl_s=60", f"workers={workers}") as (process, address),
         nodes(address["control"]) as (prefill, _),
         httpx.AsyncClient(base_url=address["http"], timeout=PATIENCE_S) as client,
     ):
@@ -106,9 +63,12 @@ async def test_requests_go_through_real_sockets_and_the_stages_sum_to_the_client
         assert await process.wait() == 0
 
 
-async def test_a_client_that_hangs_up_frees_the_nodes_and_a_signal_ends_what_is_left(checkpoint: Path) -> None:
+@WORKERS
+async def test_a_client_that_hangs_up_frees_the_nodes_and_a_signal_ends_what_is_left(
+    checkpoint: Path, workers: int
+) -> None:
     async with (
-        router(checkpoint, "lease_ttl_s=60", "shutdown_grace_s=1") as (process, address),
+        router(checkpoint, "lease_ttl_s=60", "shutdown_grace_s=1", f"workers={workers}") as (process, address),
         nodes(address["control"]) as (prefill, decode),
         httpx.AsyncClient(base_url=address["http"], timeout=PATIENCE_S) as client,
     ):
@@ -139,6 +99,9 @@ async def test_a_client_that_hangs_up_frees_the_nodes_and_a_signal_ends_what_is_
         (["listen.port={taken}"], "listen"),
         (["control.port={taken}"], "cannot listen"),
         (["nonsense"], "KEY=VALUE"),
+        (["workers=0"], "workers"),
+        (["workers=2", "model=/nowhere"], "/nowhere"),
+        (["workers=2", "listen.port={taken}"], "listen"),
     ],
 )
 def test_a_bad_configuration_is_one_line_and_exit_code_2(checkpoint: Path, settings: list[str], named: str) -> None:

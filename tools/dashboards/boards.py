@@ -25,6 +25,11 @@ def mean_by(label: str, histogram: str, window: str = RATE) -> str:
     return f"sum by ({label}) (rate({histogram}_sum[{window}])) / sum by ({label}) (rate({histogram}_count[{window}]))"
 
 
+def hit_rate(kind: str) -> str:
+    """Share of prompt tokens that nodes of one kind had already: `prefix` of prefill nodes, `held` of decode nodes."""
+    return f"rate(hackkv_{kind}_hits_total[{RATE}]) / rate(hackkv_{kind}_queries_total[{RATE}])"
+
+
 JCT = Board(
     "jct",
     "hackkv: JCT breakdown",
@@ -160,13 +165,32 @@ CLUSTER = Board(
             ),
         ),
         Chart(
-            "Prefix reuse",
-            "Share of prompt tokens that a prefill node had in its pages already.",
+            "Prompt tokens that were there already",
+            "Share of prompt tokens that a prefill node had in its pages, and that a decode node held.",
+            "percentunit",
+            (
+                Query(hit_rate("prefix"), "{{node}}"),
+                Query(hit_rate("held"), "{{node}}"),
+            ),
+        ),
+        Chart(
+            "Kept pages",
+            "Sealed pages that nodes keep for later prompts, in pages and in host memory.",
+            "none",
+            tuple(
+                Query(f"hackkv_{kind}_{where}pages", f"{{{{node}}}}{', host memory' if where else ''}")
+                for kind in ("prefix", "held")
+                for where in ("", "host_")
+            ),
+        ),
+        Chart(
+            "Prompts placed where they are held",
+            "Share of prompt tokens that the router expected the chosen node to hold.",
             "percentunit",
             (
                 Query(
-                    f"rate(hackkv_prefix_hits_total[{RATE}]) / rate(hackkv_prefix_queries_total[{RATE}])",
-                    "{{node}}",
+                    f"rate(hackkv_dispatched_held_tokens_total[{RATE}]) / rate(hackkv_dispatched_tokens_total[{RATE}])",
+                    "{{role}}",
                 ),
             ),
         ),

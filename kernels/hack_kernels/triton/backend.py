@@ -50,7 +50,6 @@ from hack_kernels.triton.levels import LevelTriton
 from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace
-from hack_kernels.triton.support import NO_TRITON
 from hack_kernels.triton.turn import TurnedHeads
 
 PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"

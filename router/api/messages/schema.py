@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from hackkv.errors import RequestError
 from router.api.conversation import Conversations
-from router.api.fields import Ignored, Refused, Whole, fault
+from router.api.fields import Ignored, Parts, Refused, Text, Whole, fault, of_kind, text_or_parts
 from router.api.retold import Retold, Turns
-from router.api.schema import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, ChatRequest, StopString
+from router.api.schema import MAX_MESSAGES, MAX_STOPS, ChatRequest, StopString
 from router.api.strict import Strict
 from router.api.structured import JsonSchema, ResponseFormat
 from router.api.texts import Question
@@ -22,39 +22,21 @@ from router.api.tools.fields import MAX_TOOLS, Function, FunctionName, Name, Too
 _SHARED: Final = "KV of common prefixes is kept without it"
 _UNSEEN: Final = "earlier thoughts are not shown to the model"
 _ALONE: Final = "the model itself is the only caller"
-
-
-def _block_type(kind: object) -> object:
-    if isinstance(kind, str) and kind != "text":
-        fault(f"this model takes text, tool_use and tool_result, and no {kind[:40]!r}")
-    return kind
-
-
-def _tool_type(kind: object) -> object:
-    if isinstance(kind, str) and kind != "custom":
-        fault(f"tools are functions that the client runs (custom), and no {kind[:40]!r}")
-    return kind
+_BLOCK: Final = of_kind("text", told="this model takes text, tool_use and tool_result")
+_TOOL: Final = of_kind("custom", told="tools are functions that the client runs (custom)")
 
 
 class TextBlock(Strict):
     """A text."""
 
-    type: Annotated[Literal["text"], BeforeValidator(_block_type)]
+    type: Annotated[Literal["text"], _BLOCK]
     text: str
     cache_control: Annotated[Any, Ignored(_SHARED)] = None
     citations: Annotated[Any, Ignored("chat templates have no place for them")] = None
     parsed_output: Annotated[Any, Ignored("the text says the same")] = None
 
 
-def _text_kind(content: object) -> str | None:
-    return "<text>" if isinstance(content, str) else "<blocks>" if isinstance(content, list | tuple) else None
-
-
-Texts = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[tuple[TextBlock, ...], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<blocks>")],
-    Discriminator(_text_kind, custom_error_type="text", custom_error_message="must be a text or a list of text blocks"),
-]
+Texts = Annotated[Text | Parts[TextBlock], text_or_parts("must be a text or a list of text blocks", "text")]
 
 
 class CallBlock(Strict):
@@ -106,11 +88,7 @@ Block = Annotated[
     | Annotated[ThoughtBlock, Tag("<thought>")],
     Discriminator(_block_kind),
 ]
-Content = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[tuple[Block, ...], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<blocks>")],
-    Discriminator(_text_kind, custom_error_type="content", custom_error_message="must be a text or a list of blocks"),
-]
+Content = Annotated[Text | Parts[Block], text_or_parts("must be a text or a list of blocks")]
 
 
 class Turn(Strict):
@@ -132,7 +110,7 @@ class Turn(Strict):
 class CustomTool(Strict):
     """A function that the model may call and the client runs."""
 
-    type: Annotated[Literal["custom"] | None, BeforeValidator(_tool_type)] = None
+    type: Annotated[Literal["custom"] | None, _TOOL] = None
     name: Name
     input_schema: dict[str, Any]
     description: str | None = None

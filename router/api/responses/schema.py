@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, model_validator
 
-from router.api.fields import STRICT, Ignored, Refused, Whole, fault
+from router.api.fields import STRICT, Ignored, Parts, Refused, Text, Whole, fault, of_kind, text_or_parts
 from router.api.retold import Retold, Turns
-from router.api.schema import MAX_LOGPROBS, MAX_MESSAGES, MAX_PARTS, ChatRequest, RefusalPart
+from router.api.schema import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, RefusalPart
 from router.api.strict import Strict
 from router.api.structured import JsonSchema, ResponseFormat
 from router.api.tools.fields import MAX_TOOLS, Function, FunctionName, Name, Tool, ToolChoice, json_object
@@ -17,6 +17,8 @@ from router.api.tools.fields import MAX_TOOLS, Function, FunctionName, Name, Too
 _KEPT: Final = "answers are not kept"
 _ALL_ALIKE: Final = "requests are all treated alike"
 _CACHED: Final = "common prefixes are found without it"
+_PART: Final = of_kind("input_text", "output_text", told="this model takes text only")
+_TOOL: Final = of_kind("function", told="tools are functions that the client calls")
 LOGPROBS: Final = "message.output_text.logprobs"
 _ENCRYPTED: Final = "reasoning.encrypted_content"
 
@@ -36,12 +38,6 @@ def _parse_includes(value: object, info: ValidationInfo) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _part_type(kind: object) -> object:
-    if isinstance(kind, str) and kind not in ("input_text", "output_text"):
-        fault(f"this model takes text only, and no {kind[:40]!r}")
-    return kind
-
-
 def _item_type(kind: object) -> object:
     if kind == "item_reference":
         fault(f"{_KEPT}: send the item itself")
@@ -50,25 +46,15 @@ def _item_type(kind: object) -> object:
     return kind
 
 
-def _tool_type(kind: object) -> object:
-    if isinstance(kind, str) and kind != "function":
-        fault(f"tools are functions that the client calls, and no {kind[:40]!r}")
-    return kind
-
-
 class ItemPart(Strict):
     """A piece of an item's content."""
 
-    type: Annotated[Literal["input_text", "output_text"], BeforeValidator(_part_type)]
+    type: Annotated[Literal["input_text", "output_text"], _PART]
     text: str
     annotations: Annotated[Any, Ignored("chat templates have no place for them")] = None
     logprobs: Annotated[Any, Ignored("the text says the same")] = None
     parsed: Annotated[Any, Ignored("the text says the same")] = None
     prompt_cache_breakpoint: Annotated[Any, Ignored(_CACHED)] = None
-
-
-def _is_text(content: object) -> str | None:
-    return "<text>" if isinstance(content, str) else "<parts>" if isinstance(content, list | tuple) else None
 
 
 def _part_kind(part: object) -> str:
@@ -79,11 +65,7 @@ def _part_kind(part: object) -> str:
 Part = Annotated[
     Annotated[ItemPart, Tag("<part>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_kind)
 ]
-Content = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[tuple[Part, ...], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-    Discriminator(_is_text, custom_error_type="content", custom_error_message="must be a text or a list of text parts"),
-]
+Content = Annotated[Text | Parts[Part], text_or_parts("must be a text or a list of text parts")]
 
 
 class MessageItem(Strict):
@@ -164,7 +146,7 @@ Input = Annotated[
 class FunctionTool(Strict):
     """A function that the model may call and the client runs."""
 
-    type: Annotated[Literal["function"], BeforeValidator(_tool_type)]
+    type: Annotated[Literal["function"], _TOOL]
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -177,7 +159,7 @@ class FunctionTool(Strict):
 class FunctionChoice(Strict):
     """The function that has to be called."""
 
-    type: Annotated[Literal["function"], BeforeValidator(_tool_type)]
+    type: Annotated[Literal["function"], _TOOL]
     name: str
 
 

@@ -81,7 +81,9 @@ export class Chat {
     }
     const cut = finish === "length" ? " Cut at its limit of tokens." : "";
     const spent = seconds((performance.now() - began) / 1e3);
-    return `${count(usage.prompt_tokens)} tokens in, ${count(usage.completion_tokens)} out in ${spent}.${cut}`;
+    const known = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    const were = known ? ` (${count(known)} known from earlier turns)` : "";
+    return `${count(usage.prompt_tokens)} tokens in${were}, ${count(usage.completion_tokens)} out in ${spent}.${cut}`;
   }
 
   // A turn with its text, which is text and never markup.

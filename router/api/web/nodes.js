@@ -19,7 +19,7 @@ function item(state, name, what, ...more) {
 function node(node) {
   const work = node.role === "decode" ? pages(node) : queue(node);
   const [state, what] = condition(node);
-  return item(state, node.id, `${node.role}, ${what}`, ...work, ...gauges(node.stats), ...loss(node.codec_loss));
+  return item(state, node.id, `${node.role}, ${what}`, ...work, ...kept(node.stats), ...gauges(node.stats), ...loss(node.codec_loss));
 }
 
 function condition(node) {
@@ -52,13 +52,19 @@ function gauges(stats) {
   const capacity = stats.hackkv_host_pool_capacity_bytes;
   if (pool) says.push(`host pool ${bytes(pool)}${capacity ? ` of ${bytes(capacity)}` : ""}`);
   if (stats.hackkv_swapped_sequences) says.push(`${count(stats.hackkv_swapped_sequences)} swapped out`);
-  if (stats.hackkv_prefix_hits_total) {
-    says.push(`${percent(stats.hackkv_prefix_hits_total / stats.hackkv_prefix_queries_total)} of prompt tokens from the prefix cache`);
-  }
-  if (stats.hackkv_held_hits_total) {
-    says.push(`${percent(stats.hackkv_held_hits_total / stats.hackkv_held_queries_total)} of full pages were here already`);
-  }
   return says.length ? [el("p", { class: "work" }, says.join("; "))] : [];
+}
+
+// Pages that a node keeps for later prompts, and how much of the prompts so far was there.
+function kept(stats) {
+  const name = "hackkv_prefix_pages" in stats ? "hackkv_prefix" : "hackkv_held";
+  const [here, host] = [stats[`${name}_pages`], stats[`${name}_host_pages`]];
+  const [asked, hit] = [stats[`${name}_queries_total`], stats[`${name}_hits_total`]];
+  if (!asked) return [];
+  const where = host ? `, ${count(host)} in host memory` : "";
+  const noun = here + host === 1 ? "page" : "pages";
+  const text = `${count(here + host)} ${noun} kept${where}; ${percent(hit / asked)} of what prompts asked for was here already`;
+  return [el("p", { class: "work kept" }, text)];
 }
 
 // What the node's codec costs its model, as it measured when it started; lossless codecs are not measured.

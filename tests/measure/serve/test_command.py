@@ -39,7 +39,7 @@ async def serving(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[tuple
     """The API of a scripted cluster; yields the arguments that name it."""
     app = build_app(make_served(cluster, tokenizer), (KEY,))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
-    # The protocol is named for the reason that `router.service` gives.
+    # The protocol is named for the reason that `router.front` gives.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -11,11 +11,12 @@ from functools import partial
 from ipaddress import ip_network
 
 import pytest
+from anthropic.types.shared import ErrorResponse
 
 from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.connection import FREE_CHUNKS, BoundedHttp, Census, Waits
-from router.service import make_server
+from router.front import make_server
 from tests.router.conftest import make_served
 from tests.router.runs import until
 from tests.router.scripted import Cluster, Point
@@ -87,7 +88,12 @@ async def test_connections_are_counted_by_address_but_not_those_of_proxies(
     async with listening(cluster, tokenizer, Census(100, 1, ())) as (port, refused):
         first = await asyncio.open_connection("127.0.0.1", port)
         second = await asyncio.open_connection("127.0.0.1", port)
-        assert (await finish(*second)).startswith(b"HTTP/1.1 429 ")
+        answer = await finish(*second)
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        body = answer.partition(b"\r\n\r\n")[2]
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        # It has not said which API it speaks. Both can read this.
+        assert ErrorResponse.model_validate_json(body).error.type == "rate_limit_error"
         first[1].write(REQUEST)
         assert (await first[0].readuntil(b"}}}")).startswith(b"HTTP/1.1 200")
         assert refused == [429]
@@ -154,14 +160,21 @@ async def test_a_client_can_read_why_its_body_was_refused(cluster: Cluster, toke
         assert b"HTTP/1.1 200 OK" in answer  # the body was dropped, and the connection goes on
 
 
-async def test_a_body_in_crumbs_is_refused(cluster: Cluster, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages"])
+async def test_a_body_in_crumbs_is_refused(cluster: Cluster, tokenizer: Tokenizer, path: bytes) -> None:
     async with listening(cluster, tokenizer) as (port, refused):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"POST " + path + b" HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         writer.write(b"1\r\n \r\n" * (FREE_CHUNKS + 1))
         writer.write_eof()
-        assert (await finish(reader, writer)).startswith(b"HTTP/1.1 400 ")
+        answer = await finish(reader, writer)
+        assert answer.startswith(b"HTTP/1.1 400 ")
         assert refused == [400]
+        if path == b"/v1/messages":
+            told = ErrorResponse.model_validate_json(answer.partition(b"\r\n\r\n")[2], extra="forbid")
+            assert told.error.type == "invalid_request_error"
+        else:
+            assert set(json.loads(answer.partition(b"\r\n\r\n")[2])) == {"error"}
 
 
 async def test_what_is_not_http_is_a_400_in_our_envelope(cluster: Cluster, tokenizer: Tokenizer) -> None:

@@ -23,7 +23,7 @@ from router.config import DeadlinesConfig
 from tests.router.api.test_tools import CALL, NATIVE, THINKS
 from tests.router.conftest import TEMPLATE, Api, make_served
 from tests.router.scripted import Cluster, Point
-from tests.router.speaking import longest_shown, shown, speaking_app
+from tests.router.speaking import longest_shown, named_events, shown, speaking_http
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 CLOCK: Any = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
@@ -35,20 +35,8 @@ async def speaking(
     checkpoint: Path, folder: Path, cluster: Cluster, answer: str, template: str = TEMPLATE
 ) -> AsyncIterator[AsyncAnthropic]:
     """Anthropic's client of a model that says `answer` to everything."""
-    app = speaking_app(checkpoint, folder, cluster, answer, template)
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http:
+    async with speaking_http(checkpoint, folder, cluster, answer, template) as http:
         yield AsyncAnthropic(api_key="none", base_url="http://router", http_client=http, max_retries=0)
-
-
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The data of a stream's events, each of which has its type as its name."""
-    assert response.headers["content-type"].startswith("text/event-stream")
-    found = []
-    for text in response.text.split("\n\n")[:-1]:
-        name, data = text.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
 
 
 def check_anthropic(response: httpx.Response, status: int) -> str:
@@ -139,7 +127,7 @@ async def test_answers_and_events_have_the_described_fields_and_no_other(api: Ap
     count = Counted.model_validate((await api.http.post(COUNT, json={"messages": [USER], "tools": [CLOCK]})).json())
     usage = whole["usage"]
     assert (usage["cache_read_input_tokens"], usage["input_tokens"]) == (1, count.input_tokens - 1)
-    seen = events(await api.http.post(MESSAGES, json={**asked, "stream": True}))
+    seen = named_events(await api.http.post(MESSAGES, json={**asked, "stream": True}))
     for event in seen:
         MessageEvent.model_validate(event)
     assert [event["type"] for event in seen[:2]] == ["message_start", "content_block_start"]
@@ -204,7 +192,7 @@ async def test_large_bodies_are_read_elsewhere_and_answered_alike(cluster: Clust
 async def test_a_stream_that_breaks_off_says_so(api: Api) -> None:
     for node in ("d0", "d1"):
         api.cluster.script.faults[node, Point.TOKEN] = [NodeLost("gone")] * 4
-    seen = events(await api.http.post(MESSAGES, json={"messages": [USER], "max_tokens": 9, "stream": True}))
+    seen = named_events(await api.http.post(MESSAGES, json={"messages": [USER], "max_tokens": 9, "stream": True}))
     assert seen[-1] == {"type": "error", "error": {"type": "api_error", "message": seen[-1]["error"]["message"]}}
     MessageEvent.model_validate(seen[-1])
     api.cluster.assert_idle()

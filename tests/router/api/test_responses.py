@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import httpx2
 import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseInputItem
@@ -23,7 +22,7 @@ from router.api.responses.answers import ResponseEvent, ResponseObject
 from tests.router.api.test_tools import CALL, NATIVE, THINKS
 from tests.router.conftest import TEMPLATE, Api, check_error, make_served
 from tests.router.scripted import Cluster, Point
-from tests.router.speaking import longest_shown, shown, speaking_app
+from tests.router.speaking import longest_shown, named_events, shown, speaking_http
 
 RESPONSES = "/v1/responses"
 CLOCK: Any = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}, "strict": True}
@@ -36,19 +35,13 @@ async def speaking(
     checkpoint: Path, folder: Path, cluster: Cluster, answer: str, template: str = TEMPLATE
 ) -> AsyncIterator[AsyncOpenAI]:
     """The official client of a model that says `answer` to everything."""
-    app = speaking_app(checkpoint, folder, cluster, answer, template)
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http:
+    async with speaking_http(checkpoint, folder, cluster, answer, template) as http:
         yield AsyncOpenAI(api_key="none", base_url="http://router/v1", http_client=http, max_retries=0)
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The data of a stream's events, each of which has its type as its name."""
-    assert response.headers["content-type"].startswith("text/event-stream")
-    found = []
-    for text in response.text.split("\n\n")[:-1]:
-        name, data = text.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
+    """The data of a stream's events, which are numbered."""
+    found = named_events(response)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 

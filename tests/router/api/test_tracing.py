@@ -88,6 +88,24 @@ async def test_a_request_is_a_tree_of_spans(
     assert collector.span("intake").parent_id == root.span_id
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/v1/models/whatever/it/is", "POST /v1/models/{model:path}"),
+        ("/v1/whatever", "POST"),
+        (COMPLETIONS, f"POST {COMPLETIONS}"),
+    ],
+)
+async def test_a_span_has_the_name_of_its_route_whatever_clients_write(
+    collector: Collector, traced: Traced, path: str, name: str
+) -> None:
+    await traced.http.post(path, json={})
+    await traced.spans.close()
+    span = collector.span(name)
+    assert span.attributes["url.path"] == path
+    assert span.attributes.get("http.route", "") == name.removeprefix("POST").lstrip()
+
+
 async def test_what_goes_wrong_is_seen(collector: Collector, traced: Traced, cluster: Cluster) -> None:
     assert (await traced.http.post(COMPLETIONS, json={**BODY, "max_tokens": -1})).status_code == 400
     for node in ("d0", "d1"):
