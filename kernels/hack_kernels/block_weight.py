@@ -151,6 +151,7 @@ def rounded_rows(x: Tensor) -> Tensor:
     blocks = x.float().unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     faults = (blocks - blocks).sum(-1, keepdim=True)
-    inverse = (LARGEST / largest).masked_fill(largest <= SMALLEST, 0)
+    # Not LARGEST / largest, which torch computes as a reciprocal and a product: that rounds twice.
+    inverse = torch.full_like(largest, LARGEST).div(largest).masked_fill(largest <= SMALLEST, 0)
     rounded: Tensor = (blocks * inverse).round() * (largest / LARGEST + faults)
     return rounded.flatten(1)

@@ -74,7 +74,7 @@ _DESCRIBED: Final = (
 """Rows that are described here; the presets that are missing follow with what their settings say."""
 
 
-_PLAIN: Final = "rot, plain"
+PLAIN: Final = "rot, plain"
 """The family of rows without the calibration that ships for a model."""
 
 
@@ -90,7 +90,7 @@ VARIANTS: Final = (
         if name not in {row.name for row in _DESCRIBED}
     ),
     *(
-        _row(f"{name}-plain", name, _PLAIN, f"{_says(name)}; never calibrated", calibration=UNCALIBRATED)
+        _row(f"{name}-plain", name, PLAIN, f"{_says(name)}; never calibrated", calibration=UNCALIBRATED)
         for name in CALIBRATED
     ),
 )
@@ -142,5 +142,5 @@ def choose(names: Sequence[str], calibration: Path | None = None, *, ablations: 
             raise ConfigError(f"--variants: {name!r} is unknown; known: {', '.join(v.name for v in rows)}")
     if names:
         return tuple(v for v in rows if v is EXACT or v.name in names)
-    families = {"rot, calibrated"} | ({v.family for v in rows} - {_PLAIN} if ablations else set())
+    families = {"rot, calibrated"} | ({v.family for v in rows} - {PLAIN} if ablations else set())
     return tuple(v for v in rows if v.name in CODECS or v.family in families)

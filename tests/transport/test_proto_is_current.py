@@ -29,7 +29,7 @@ def test_method_paths_are_those_of_the_proto() -> None:
     assert set(methods.ALL) == {f"/{service.full_name}/{m.name}" for service in services for m in service.methods}
 
 
-LOCAL_NOUNS = {"KvShape", "NodeIdentity"}
+LOCAL_NOUNS = {"Busiest", "KvShape", "NodeIdentity"}
 """Nouns that never leave a process by themselves."""
 LOCAL_FIELDS = {("KvFrame", "header_bytes")}
 """Fields that an end fills in for itself."""
