@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from jsonschema import validate
 
 from tests.e2e.processes import START_S, Api, Fleet, check_weight, role, until
 
@@ -24,14 +25,17 @@ PROMPT = list(range(3, 103))
 ANSWER_TOKENS, FEW_TOKENS = 200, 8
 
 
-@pytest.fixture(scope="module")
-def paper(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["alone", "2 workers"])
+def paper(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     """Router, one prefill and two decode processes. Equal prompts go to all nodes, not only to those that hold them."""
     router = {
         "lease_ttl_s": LEASE_S,
         "served_model_name": "tiny",
         "shutdown_grace_s": 0.5,
         "prefix_dispatch": False,
+        "workers": request.param,
     }
     running = Fleet(tmp_path_factory.mktemp("paper"), checkpoint, CODEC, router, num_decode=2)
     yield running
@@ -47,13 +51,22 @@ def test_sums_on_the_wire_stay_below_0165_of_fp16(paper: Fleet) -> None:
     check_weight(paper.api, most=0.165)
 
 
-def test_a_killed_decode_node_costs_no_token_and_comes_back(paper: Fleet) -> None:
-    expected = paper.api.complete(PROMPT, ANSWER_TOKENS)["choices"][0]["token_ids"]
-    victim = paper.decode[1]
+SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 70, "maxItems": 70}
+GUIDED = {"guided_json": SCHEMA, "ignore_eos": False}
+"""An answer of some two hundred tokens."""
+
+
+@pytest.mark.parametrize("more", [{}, GUIDED], ids=["free", "guided"])
+def test_a_killed_decode_node_costs_no_token_and_comes_back(paper: Fleet, more: dict[str, Any]) -> None:
+    most = 2 * ANSWER_TOKENS if more else ANSWER_TOKENS
+    calm = paper.api.complete(PROMPT, most, **more)["choices"][0]
+    if more:
+        validate(json.loads(calm["text"]), SCHEMA)
+    expected, victim = calm["token_ids"], paper.decode[1]
 
     answers: list[dict[str, Any]] = []
     clients = [
-        threading.Thread(target=lambda: answers.append(paper.api.complete(PROMPT, ANSWER_TOKENS))) for _ in range(4)
+        threading.Thread(target=lambda: answers.append(paper.api.complete(PROMPT, most, **more))) for _ in range(4)
     ]
     for client in clients:
         client.start()
