@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from hackkv.model.generate import generate
 from hackkv.model.runner import ModelRunner
 from hackkv.types import HandedOff
 from tests.codecs.examples import EvictingCodec, SinksAndWindow, worker_of
+from tests.decode_node.calls import begun_together, held_up
 from tests.pair import PI, greedy, paired, prompt, tiny_worker
 
 LENGTHS = (5, PI, 3 * PI, 4 * PI, 7 * PI + 11)
@@ -55,13 +54,13 @@ async def test_it_goes_on_after_a_failover_and_through_swaps() -> None:
     worker = worker_of(EvictingCodec())
     requests = [greedy(f"r{i}", prompt(i, 5 * PI + 7 * i), 2 * PI, ignore_eos=True) for i in range(5)]
     whole = [generate(worker, request) for request in requests]
-    async with paired(worker, num_pages=16, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
-        served = await asyncio.gather(
-            *(
-                nodes.serve(request, emitted=tuple(token.token_id for token in tokens[: PI + 3]))
-                for request, tokens in zip(requests, whole, strict=True)
-            )
+    decode, begin = held_up(worker)
+    async with paired(worker, decode, num_pages=16, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
+        serving = (
+            nodes.serve(request, emitted=tuple(token.token_id for token in tokens[: PI + 3]))
+            for request, tokens in zip(requests, whole, strict=True)
         )
+        served = await begun_together(nodes, begin, sum(len(each.prompt_ids) for each in requests), serving)
         await nodes.assert_idle()
     assert sum(result.swaps for result in served) > 0
     assert [result.tokens for result in served] == [tokens[PI + 3 :] for tokens in whole]

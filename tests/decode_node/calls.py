@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import replace
+from typing import Any
 
 from hack_kernels.base import Pool
 from torch import Tensor
@@ -25,7 +27,7 @@ from hackkv.types import (
     Request,
     Reserved,
 )
-from tests.pair import TIMEOUT_S, Pair, greedy, twin
+from tests.pair import TIMEOUT_S, Pair, Served, greedy, twin
 from transport.closing import closing
 
 
@@ -75,3 +77,16 @@ def held_up(worker: Worker, timeout_s: float = TIMEOUT_S) -> tuple[Worker, threa
 
     codec.attend = wait_and_attend  # type: ignore[method-assign]
     return replace(worker, codec=codec), begin
+
+
+async def begun_together(
+    nodes: Pair, begin: threading.Event, prompts: int, serving: Iterable[Coroutine[Any, Any, Served]]
+) -> list[Served]:
+    """Let the decode node of `held_up` begin when `prompts` tokens of prompts have landed. So sequences want pages at
+    the same time, however slow the machine is."""
+    served = asyncio.gather(*serving)
+    async with asyncio.timeout(TIMEOUT_S):
+        while dict((await nodes.decode.describe()).stats)["hackkv_received_tokens_total"] < prompts:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    begin.set()
+    return await served

@@ -21,6 +21,7 @@ from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import MAX_GRAMMAR_CHARS, Finish, Request, Sampling, Token
+from tests.decode_node.calls import begun_together, held_up
 from tests.pair import PI, greedy, paired, prompt
 from transport.convert_request import pack_request, unpack_request
 
@@ -88,13 +89,12 @@ async def test_a_replay_goes_on_where_its_grammar_was(cut: int) -> None:
 
 async def test_swaps_and_replays_together_change_nothing() -> None:
     requests = [guided(f"s{seed}", seed, 10 + seed, max_tokens=3 * PI) for seed in range(5)]
-    async with paired(worker(), num_pages=8, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
-        served = await asyncio.gather(
-            *(
-                nodes.serve(request, emitted=tuple(token.token_id for token in whole(request)[:PI]))
-                for request in requests
-            )
+    decode, begin = held_up(worker())
+    async with paired(worker(), decode, num_pages=8, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
+        serving = (
+            nodes.serve(request, emitted=tuple(token.token_id for token in whole(request)[:PI])) for request in requests
         )
+        served = await begun_together(nodes, begin, sum(len(each.prompt_ids) for each in requests), serving)
         await nodes.assert_idle()
     assert sum(result.swaps for result in served) > 0
     assert [tuple(result.tokens) for result in served] == [whole(request)[PI:] for request in requests]
