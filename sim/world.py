@@ -1,7 +1,7 @@
 """What all parts of one simulation share: its clock, its log, and the sizes of KV.
 
-The queue of events is a heap of its own: what is simulated are calls at moments, not processes that wait, and with
-simpy, which this was built on first, a tenth of all time went into its events.
+The queue of events is a heap of its own: what is simulated are calls at moments, not processes that wait, so nothing of
+simpy is needed but its queue.
 """
 
 from __future__ import annotations
