@@ -1,7 +1,8 @@
 // Products with weights that rest as codes (block_weight.py): blocks of 32 columns, 16 rows of a weight side by side.
 //
-// Rows of x are rounded to two bytes with a scale for each block: with one, answers would change. Sums within a block are
-// integers; blocks are added in one order, a multiplication and an addition apart. So every instruction set gives the same bits, for any rows beside.
+// Rows of x are rounded to two bytes, with a scale for each block. Sums within a block are integers. Blocks are added in
+// one order, with the product rounded before it is added. So every instruction set gives the same bits, whatever rows
+// stand beside.
 #pragma once
 
 #include "rowwise.h"

@@ -6,8 +6,8 @@ exactly. In memory 16 rows are side by side, as processors multiply them: for ev
 16 minima.
 
 A product rounds rows of x to 15 bits, each block of 32 with a scale of its own, multiplies integers and adds blocks in
-FP32. So a value of x is wrong by at most 2^-16 of the largest of its block; with 8 bits, as llama.cpp has them, it would
-be 2^-8.
+FP32. So a value of x is wrong by at most 2^-16 of the largest of its block. Rejected: 8 bits, as llama.cpp has them,
+with 2^-8.
 """
 
 from __future__ import annotations
