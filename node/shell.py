@@ -95,6 +95,8 @@ async def serve_node(
     trust = load_trust(config.internal, config.listen.host)
     check_machine(config.wire, config.listen.host, config.internal)
     worker = await _worker(config, loaded)
+    if worker.model.device.type == "cuda":
+        torch.cuda.set_device(worker.model.device)  # of this thread, whose wires ask for it
     num_pages = worker.pages_in(_kv_bytes(config, worker))
     listen = config.listen
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:

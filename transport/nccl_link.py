@@ -58,10 +58,10 @@ class Memory(Protocol):
 
 
 class CudaMemory:
-    """Memory of the process's first GPU (`CUDA_VISIBLE_DEVICES` chooses)."""
+    """Memory of the GPU on which the node computes."""
 
     def __init__(self) -> None:
-        self._device = torch.device("cuda", 0)
+        self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
 
     @property
