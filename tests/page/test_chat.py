@@ -103,9 +103,16 @@ def test_a_turn_says_what_was_known_from_earlier_ones(fleet: Fleet, open_page: O
 
 def test_stop_keeps_what_was_said_and_an_error_gives_the_message_back(fleet: Fleet, open_page: Open) -> None:
     page = chat(open_page(fleet.api.url, may_complain=True))  # a browser notes a refused request as an error
+
+    def endless(route: Route) -> None:
+        body = json.loads(route.request.post_data or "")
+        route.continue_(post_data=json.dumps(body | {"ignore_eos": True}))
+
+    page.route("**/v1/chat/completions", endless)  # a random model may otherwise say its last word at any token
     page.evaluate(STOP_EARLY)
     say(page, "go on", 900)
     expect(page.locator("#chat-status")).to_have_text("Stopped.")
+    page.unroute("**/v1/chat/completions")
     expect(page.locator(".turn.assistant .said")).not_to_be_empty()
     expect(page.locator("#chat-send")).to_be_enabled()
     say(page, "more", 5000)
