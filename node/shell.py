@@ -94,7 +94,7 @@ async def serve_node(
     check_wires(config.wire)
     trust = load_trust(config.internal, config.listen.host)
     check_machine(config.wire, config.listen.host, config.internal)
-    worker = await _worker(config, loaded)
+    worker = await worker_for(config, loaded)
     if worker.model.device.type == "cuda":
         torch.cuda.set_device(worker.model.device)  # of this thread, whose wires ask for it
     num_pages = worker.pages_in(_kv_bytes(config, worker))
@@ -120,11 +120,10 @@ def _kv_bytes(config: NodeConfig, worker: Worker) -> int:
     return worker.auto_kv_bytes(config.busiest, config.nodes_on_device, memory_of(worker.model.device))
 
 
-async def _worker(config: NodeConfig, loaded: Loaded | None) -> Worker:
+async def worker_for(config: NodeConfig, loaded: Loaded | None) -> Worker:
     """The worker that was loaded for these settings; else one of the process's own."""
     if loaded and (loaded.model, loaded.codec) == (config.model, config.codec):
-        if config.model.threads:
-            torch.set_num_threads(config.model.threads)
+        loaded.worker.backend.use_threads(config.model.threads or torch.get_num_threads())
         return loaded.worker
     # In a thread: it may take a minute, in which signals have to be heard. Refused before memory is taken.
     loss = await asyncio.to_thread(check_codec, config.model, config.codec)

@@ -108,4 +108,4 @@ def weightless_worker(spec: Spec, pool: Pool, folder: Path) -> Worker:
     )
     model = Weightless(thin, cost_of(spec, pool, sizes_of(spec.codec, spec.shape.kv_shape)), backend.rows)
     guides = Guides(folder, sorted(known.eos_ids))
-    return Worker(folder.name, model, codec, Fingerprint(fields), "simulated", guides)
+    return Worker(folder.name, model, codec, backend, Fingerprint(fields), "simulated", guides)

@@ -103,6 +103,9 @@ class MetaBackend:
     def stopwatch(self) -> Stopwatch:
         return HostStopwatch()
 
+    def use_threads(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+
 
 def on_device(*tensors: Tensor) -> None:
     assert {tensor.device for tensor in tensors} == {META}

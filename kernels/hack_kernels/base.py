@@ -322,6 +322,10 @@ class Backend(Protocol):
         """A new stopwatch, at 0."""
         ...
 
+    def use_threads(self, threads: int) -> None:
+        """Compute on so many threads of the processor from now on, in torch too; the caller's counts."""
+        ...
+
 
 def new_pool(
     fmt: PageFormat, kernels: PageKernels, device: torch.device, num_pages: int, num_slots: int, heads: range

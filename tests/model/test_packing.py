@@ -117,7 +117,9 @@ def test_packed_rows_in_several_blocks_of_reading(tmp_path: Path, monkeypatch: p
         (KINDS.Q8_0, "int4", {4, 8}),
         (KINDS.F16, "int8", {8}),
         (KINDS.Q4_0, "bf16", set[int]()),
-        (KINDS.Q4_0, "auto", set[int]()),
+        (KINDS.Q4_0, "auto", {4}),
+        (KINDS.Q8_0, "auto", {8}),
+        (KINDS.F16, "auto", set[int]()),
     ],
 )
 def test_what_has_more_bits_than_asked_for_is_packed_anew(
@@ -126,6 +128,12 @@ def test_what_has_more_bits_than_asked_for_is_packed_anew(
     path = write_gguf(tmp_path / "model.gguf", TINY, kind)
     found = load_model(find_model(str(path), "bfloat16", weights).path).weights
     assert found.packed_bits == bits
+
+
+@pytest.mark.parametrize(("dtype", "device"), [("float32", "cpu"), ("bfloat16", "cuda")])
+def test_auto_takes_numbers_where_codes_cost_something(dtype: str, device: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", TINY, KINDS.Q4_0)
+    assert not load_model(find_model(str(path), dtype, device=device).path, dtype).weights.packed_bits
 
 
 def test_matrices_whose_rows_are_no_whole_blocks_stay_numbers(make_tiny: MakeTiny) -> None:

@@ -72,6 +72,11 @@ class CpuBackend:
         """The host's clock: calls return when the work is done."""
         return HostStopwatch()
 
+    def use_threads(self, threads: int) -> None:
+        """Torch's and those of the C++ kernels."""
+        torch.set_num_threads(threads)
+        self.threads = threads
+
     @property
     def threads(self) -> int:
         """Threads of one call, the caller's included."""

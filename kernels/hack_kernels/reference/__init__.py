@@ -32,6 +32,10 @@ class ReferenceBackend:
         """The host's clock: calls return when the work is done."""
         return HostStopwatch()
 
+    def use_threads(self, threads: int) -> None:
+        """Torch's are all there are."""
+        torch.set_num_threads(threads)
+
 
 def create(device: torch.device | None = None) -> Backend:
     """The reference runs wherever torch does; by default on the processor."""

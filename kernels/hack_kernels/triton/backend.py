@@ -171,6 +171,10 @@ class TritonBackend:
             return HostStopwatch()
         return EventStopwatch(partial(mark, self.device))
 
+    def use_threads(self, threads: int) -> None:
+        """Torch's are all there are."""
+        torch.set_num_threads(threads)
+
 
 def _for_codes(fmt: HackFormat, backend: TritonBackend) -> PageKernels | None:
     """For the widths of codes that divide a byte into fields."""
