@@ -155,7 +155,7 @@ def smollm2(
         prompts = Path(folder) / "prompts.json"
         prompts.write_text(json.dumps([prompt_ids(length) for length in lengths]), encoding="utf-8")
         for _ in range(rounds):
-            for weights in ("int8", "bf16"):
+            for weights in ("auto", "bf16"):
                 checkpoint = find_model(str(file), "bfloat16", weights).path
                 for name in ("fp16", DEFAULT_CODEC):
                     done = partial(_ours, heard, f"hackkv {__version__}, weights {weights}, KV {name}", tokens)
