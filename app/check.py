@@ -25,8 +25,7 @@ from hackkv.canary import check_codec
 from hackkv.config import CodecConfig, Frozen, ModelConfig, load
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.model.device import places
-from hackkv.model.shipped import find_model
-from hackkv.model.worker import check_worker
+from hackkv.model.worker import check_worker, model_folder
 
 
 class CheckConfig(Frozen):
@@ -41,8 +40,7 @@ def main(argv: Sequence[str]) -> int:
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         config = load(CheckConfig, Path(argv[0]))
-        found = find_model(config.model.path, config.model.dtype, config.model.weights)
-        devices = places(config.model)
+        found, devices = model_folder(config.model), places(config.model)
         _tell(found={"folder": str(found.path), "name": found.name, "devices": devices})
         model = config.model.model_copy(update={"device": devices[0]})
         check_worker(model.model_copy(update={"path": str(found.path)}), config.codec)

@@ -88,7 +88,8 @@ class ModelConfig(Frozen):
     """What products are computed in: bfloat16 or float32."""
     weights: str = "auto"
     """How matrices rest: auto, fp32, bf16 (numbers), int8 or int4 (codes). int8 and int4 keep what a GGUF file has as
-    Q8_0, Q4_0 or Q4_1 of no more bits, and pack every other matrix. auto packs nothing."""
+    Q8_0, Q4_0 or Q4_1 of no more bits, and pack every other matrix. auto keeps that too and packs nothing else; in
+    FP32, and on a GPU, it takes numbers."""
     max_context: int = Field(default=0, ge=0)
     """Longest prompt plus output in tokens; 0 takes the checkpoint's own limit."""
     threads: int = Field(default=0, ge=0)

@@ -16,8 +16,7 @@ from hackkv.canary.text import TEXT, TOKENS
 from hackkv.codecs import CALIBRATED
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
-from hackkv.model.shipped import find_model
-from hackkv.model.worker import SHARE_TOKENS, Unloaded
+from hackkv.model.worker import SHARE_TOKENS, Unloaded, model_folder
 from hackkv.nodes import CodecLoss
 from hackkv.store import Key, Store
 from hackkv.types import WIRE_FORM
@@ -38,7 +37,7 @@ def check_codec(model: ModelConfig, codec: CodecConfig, say: Callable[[str], Non
     """
     if model.threads:
         torch.set_num_threads(model.threads)
-    folder = find_model(model.path, model.dtype, model.weights)
+    folder = model_folder(model)
     # Nothing else looks for the files again: the checksum of a GGUF file takes longer than the answer from the cache.
     meter = Meter(model.model_copy(update={"path": str(folder.path)}), canary_ids)
     planned = meter.plan(codec)

@@ -11,7 +11,7 @@ from pathlib import Path
 from hackkv.errors import CheckpointError
 from hackkv.model.dtypes import DTYPES, check_dtype
 from hackkv.model.gguf.cache import converted, file_digest
-from hackkv.model.packing import AUTO, packing_of
+from hackkv.model.packing import AUTO, CPU, packing_of
 from hackkv.model.weights import progress_bar
 from hackkv.packaged import SHIPPED, SHIPPED_NAME, SMOLLM2, SMOLLM2_MODULE, SMOLLM2_PACKAGE
 
@@ -32,13 +32,13 @@ class ModelFolder:
     name: str
 
 
-def find_model(name: str, dtype: str = "bfloat16", weights: str = AUTO) -> ModelFolder:
+def find_model(name: str, dtype: str = "bfloat16", weights: str = AUTO, device: str = CPU) -> ModelFolder:
     """Resolve `name`: empty, a folder, a GGUF file, `smollm2`, or `org/model` on the hub (cached or downloaded).
 
-    A GGUF file is converted into the user's cache, with weights in `dtype` or packed as `weights` says
-    (`ModelConfig.weights`), unless it has been before. Raises `CheckpointError` if there is no such folder, the file is
-    at fault or the hub cannot deliver; `ConfigError` for a dtype that we do not compute in, or weights that it rules
-    out.
+    A GGUF file is converted into the user's cache, with weights in `dtype` or packed as `weights` says for a device of
+    this type (`hackkv/model/packing.py`), unless it has been before. Raises `CheckpointError` if there is no such
+    folder, the file is at fault or the hub cannot deliver; `ConfigError` for a dtype that we do not compute in, or
+    weights that it rules out.
     """
     if not name:
         return ModelFolder(SHIPPED, SHIPPED_NAME)
@@ -46,9 +46,9 @@ def find_model(name: str, dtype: str = "bfloat16", weights: str = AUTO) -> Model
     if path.is_dir():
         return ModelFolder(path, path.resolve().name)
     if path.is_file():
-        return ModelFolder(_converted(path, dtype, weights), path.stem)
+        return ModelFolder(_converted(path, dtype, weights, device), path.stem)
     if name == SMOLLM2:
-        return ModelFolder(_converted(smollm2(), dtype, weights), SMOLLM2_NAME)
+        return ModelFolder(_converted(smollm2(), dtype, weights, device), SMOLLM2_NAME)
     if not HUB_NAME.fullmatch(name):
         raise CheckpointError(f"{name}: no such folder or file")
     folder: Path = import_module(HUB).download(name)
@@ -71,8 +71,8 @@ def smollm2() -> Path:
     return path
 
 
-def _converted(path: Path, dtype: str, weights: str) -> Path:
+def _converted(path: Path, dtype: str, weights: str, device: str) -> Path:
     if dtype not in DTYPES:
         check_dtype(dtype)
     with progress_bar(f"converting {path.name}") as on_bytes:
-        return converted(path, DTYPES[dtype], on_bytes, packing_of(weights, dtype))
+        return converted(path, DTYPES[dtype], on_bytes, packing_of(weights, dtype, device))

@@ -167,7 +167,7 @@ class Unloaded:
                 config.dtype,
                 device=self.backend.device,
                 max_context=config.max_context,
-                packing=packing_of(config.weights, config.dtype),
+                packing=packing_of(config.weights, config.dtype, self.backend.device.type),
                 kernels=rows,
                 on_bytes=on_bytes,
                 prepare=prepare,
@@ -252,12 +252,16 @@ def check_origin(origin: Origin, folder: ModelFolder) -> None:
         )
 
 
+def model_folder(model: ModelConfig) -> ModelFolder:
+    """The checkpoint as the first device of `model` takes it. Raises what `find_model` and `places` raise."""
+    return find_model(model.path, model.dtype, model.weights, torch.device(places(model)[0]).type)
+
+
 def plan_worker(model: ModelConfig, codec: CodecConfig) -> Unloaded:
     """Check settings, files and headers, but for those of the weights. Raises `ConfigError` or `CheckpointError`."""
     backend = backend_on(model.backend, places(model)[0])
     check_dtype(model.dtype, backend.device)
-    packing_of(model.weights, model.dtype)
-    folder = find_model(model.path, model.dtype, model.weights)
+    folder = model_folder(model)
     spec = read_spec(folder.path, model.max_context)
     kv_codec = make_codec(with_calibration(codec, folder), spec.kv_shape, backend)
     if kv_codec.origin is not None:

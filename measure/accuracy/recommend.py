@@ -17,8 +17,7 @@ from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import DEFAULT_MAX_KL
 from hackkv.errors import ConfigError
 from hackkv.footprint import footprint_of
-from hackkv.model.shipped import find_model
-from hackkv.model.worker import Unloaded
+from hackkv.model.worker import Unloaded, model_folder
 from hackkv.nodes import CodecLoss
 from measure.accuracy.text import held_out
 
@@ -57,7 +56,7 @@ def recommend(model: ModelConfig, console: Console) -> Recommendation:
     """Measure every preset on held-out text, under a progress bar. Raises `ConfigError`, `CheckpointError`."""
     if model.threads:
         torch.set_num_threads(model.threads)
-    folder = find_model(model.path, model.dtype, model.weights)
+    folder = model_folder(model)
     text = held_out(folder.path)
     written = "\n\n".join(document.text for document in text.documents)[: TOKENS * TOKEN_CHARS]
 

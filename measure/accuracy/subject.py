@@ -9,8 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.model.shipped import find_model
-from hackkv.model.worker import Unloaded, Worker, load_worker, plan_worker
+from hackkv.model.worker import Unloaded, Worker, load_worker, model_folder, plan_worker
 from hackkv.tokenizer import BROKEN, Tokenizer
 from measure.accuracy.data import Record
 from measure.accuracy.text import Document, held_out
@@ -70,7 +69,7 @@ class Subject:
 
 def load_subject(model: ModelConfig, records: Sequence[Record] = ()) -> Subject:
     """Load the checkpoint, once for all rows. Raises `ConfigError` or `CheckpointError`."""
-    folder = find_model(model.path, model.dtype, model.weights)
+    folder = model_folder(model)
     model = model.model_copy(update={"path": str(folder.path)})
     worker = load_worker(model, CodecConfig(name="fp16"))
     tokenizer = Tokenizer(folder.path)
