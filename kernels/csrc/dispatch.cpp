@@ -1,5 +1,10 @@
 #include "dispatch.h"
 
+#if defined(__linux__) && defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <stdexcept>
 
 namespace hack {
@@ -21,6 +26,17 @@ bool runs_bf16() {
   return runs_avx512() && __builtin_cpu_supports("avx512bf16");
 }
 
+// Linux gives a process the tiles' state on request.
+bool runs_amx() {
+#if defined(__linux__)
+  constexpr int request_permission = 0x1023, tile_data = 18;
+  return runs_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+         syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+
 bool runs_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
@@ -28,6 +44,7 @@ bool runs_avx2() {
 
 constexpr Candidate kCandidates[] = {
 #if defined(__x86_64__)
+    {amx_operations, runs_amx},
     {avx512_bf16_operations, runs_bf16},
     {avx512_operations, runs_avx512},
     {avx2_operations, runs_avx2},
@@ -42,7 +59,7 @@ std::vector<std::string> supported_isas() {
   for (const Candidate& candidate : kCandidates) {
     if (!candidate.runs()) continue;
     const std::string name(candidate.operations().name);
-    if (names.empty() || names.back() != name) names.push_back(name);  // two candidates may serve one name
+    if (names.empty() || names.back() != name) names.push_back(name);  // several candidates may serve one name
   }
   return names;
 }

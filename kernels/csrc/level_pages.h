@@ -95,8 +95,8 @@ void attend_levels(const PageFormat& format, const Pool& pool, const AttendItem&
 template <class S>
 constexpr std::size_t level_scratch_bytes(const PageFormat& format, int rows) {
   const std::size_t padded = padded_rows(rows), d = format.head_dim, pi = format.page_tokens;
-  const std::size_t query = padded * (d + 8), pages = 3 * format.elements(), scales = 2 * 4 * pi;
-  const std::size_t sealing = 3 * 4 * kSealedRows * d, weighing = 5 * kLanes * pi;
+  const std::size_t query = (padded + kLanes) * (d + 8), pages = 3 * format.elements(), scales = 2 * 4 * pi;
+  const std::size_t sealing = 3 * 4 * kSealedRows * d, weighing = 5 * kLanes * pi + 4 * kLanes * (pi > d ? pi : d);
   return query_scratch_bytes(format, rows) + query + pages + scales + sealing + weighing + 64 * 16;
 }
 

@@ -55,35 +55,66 @@ void widen_level_page(const LevelFormat& fmt, const ConstLevelPage& page, const 
   widen_halves<S>(page.v.scale, std::size_t(pi), wide.v_scale);
 }
 
-// Scores of NR rows from r0 with NB blocks of tokens from t0; `scores` is [kTile, Π] and starts at row r0.
+// Integer products [rows, lanes] of bytes with a page's wide codes, tile by tile or, if the matrix unit takes their
+// shape, at once.
+template <class S>
+class LevelDots {
+ public:
+  using Matrix = typename S::Matrix;
+
+  LevelDots(const std::uint8_t* codes, int blocks, int quads, const std::uint8_t* rows, std::int32_t* all)
+      : codes_(codes), rows_(rows), all_(all), blocks_(blocks), quads_(quads) {
+    if (Matrix::takes(quads)) Matrix::dots(rows, kQuad * quads, codes, blocks, quads, all);
+  }
+
+  // Those of NR rows from r0 with NB blocks from block `b0` on.
+  template <int bits, int NR, int NB>
+  [[gnu::always_inline]] void read(int r0, int b0, typename S::I (&dots)[NR][NB]) const {
+    if (Matrix::takes(quads_)) {
+      unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
+        dots[i / NB][i % NB] = S::load_int(all_ + ((r0 + i / NB) * blocks_ + b0 + i % NB) * kLanes);
+      });
+    } else {
+      wide_dots<S, bits, NR, NB, false>(codes_ + b0 * kVectorBytes, blocks_, quads_, rows_ + r0 * kQuad * quads_,
+                                        kQuad * quads_, dots);
+    }
+  }
+
+ private:
+  const std::uint8_t *codes_, *rows_;
+  std::int32_t* all_;
+  int blocks_, quads_;
+};
+
+// Scores of NR rows from r0 with NB blocks of tokens from t0.
 template <class S, int bits, int NR, int NB>
-void level_score_tile(const LevelFormat& fmt, const WideLevels& wide, const LevelQuery& query, int r0, int t0,
-                      float* scores) {
-  const int pi = fmt.page_tokens, d = fmt.head_dim;
+void level_score_tile(const LevelFormat& fmt, const WideLevels& wide, const LevelQuery& query,
+                      const LevelDots<S>& products, int r0, int t0, float* scores) {
   typename S::I dots[NR][NB];
-  wide_dots<S, bits, NR, NB, false>(wide.k + t0 / kLanes * kVectorBytes, pi / kLanes, d / kQuad,
-                                    reinterpret_cast<const std::uint8_t*>(query.codes + std::size_t(r0) * d), d, dots);
+  products.template read<bits>(r0, t0 / kLanes, dots);
   const float zero = zero_point(fmt.k_bits);
   unrolled<NB>([&](auto b) __attribute__((always_inline)) {
     const auto scale = S::load(wide.k_scale + t0 + b * kLanes);
-    unrolled<NR>([&](auto r) __attribute__((always_inline)) {
-      const auto exact = S::sub(S::to_float(dots[r][b]), S::splat(zero * query.sums[r0 + r]));
-      S::store(scores + r * pi + t0 + b * kLanes, S::mul(S::mul(exact, scale), S::splat(query.scale[r0 + r])));
+    unrolled<NR>([&](auto i) __attribute__((always_inline)) {
+      const int r = r0 + i;
+      const auto exact = S::sub(S::to_float(dots[i][b]), S::splat(zero * query.sums[r]));
+      const auto score = S::mul(S::mul(exact, scale), S::splat(query.scale[r]));
+      S::store(scores + r * fmt.page_tokens + t0 + b * kLanes, score);
     });
   });
 }
 
+// P·V of NR rows from r0 with NB blocks of channels from d0, added to `out`.
 template <class S, int bits, int NR, int NB>
-void level_value_tile(const LevelFormat& fmt, const WideLevels& wide, const std::uint8_t* p, const LevelMerge* merges,
-                      int d0, float* out) {
-  const int pi = fmt.page_tokens;
+void level_value_tile(const LevelFormat& fmt, const LevelDots<S>& products, const LevelMerge* merges, int r0, int d0,
+                      float* out) {
   typename S::I dots[NR][NB];
-  wide_dots<S, bits, NR, NB, false>(wide.v + d0 / kLanes * kVectorBytes, fmt.head_dim / kLanes, pi / kQuad, p, pi,
-                                    dots);
+  products.template read<bits>(r0, d0 / kLanes, dots);
   unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
-    constexpr int r = i / NB, b = i % NB;
+    constexpr int b = i % NB;
+    const int r = r0 + i / NB;
     float* at = out + r * fmt.head_dim + d0 + b * kLanes;
-    const auto exact = S::sub(S::to_float(dots[r][b]), S::splat(merges[r].correction));
+    const auto exact = S::sub(S::to_float(dots[i / NB][b]), S::splat(merges[r].correction));
     S::store(at, S::fma(S::splat(merges[r].take), exact, S::load(at)));
   });
 }
@@ -94,33 +125,42 @@ void attend_wide_levels(const LevelFormat& fmt, const WideLevels& wide, const Le
                         Arena<S> arena) {
   constexpr int NR = S::kTileRows;
   const int pi = fmt.page_tokens, d = fmt.head_dim;
-  float* scores = arena.template take<float>(std::size_t(kTile) * pi);
-  auto* codes = arena.template take<std::uint8_t>(std::size_t(kTile) * pi);
+  float* scores = arena.template take<float>(std::size_t(kLanes) * pi);
+  auto* codes = arena.template take<std::uint8_t>(std::size_t(kLanes) * pi);
+  auto* dots = arena.template take<std::int32_t>(std::size_t(kLanes) * (pi > d ? pi : d));
+  [[maybe_unused]] const typename LevelDots<S>::Matrix matrix;
   const float zero = zero_point(fmt.v_bits);
-  alignas(64) float tops[kTile], takes[kLanes];
-  LevelWeights weights[kTile];
-  LevelMerge merges[kTile];
-  for (int r0 = 0; r0 < query.rows; r0 += kTile) {
+  alignas(64) float tops[kLanes], takes[kLanes];
+  LevelWeights weights[kLanes];
+  LevelMerge merges[kLanes];
+  for (int r0 = 0; r0 < query.padded; r0 += kLanes) {
+    const int rows = query.padded - r0 < kLanes ? query.padded - r0 : kLanes;
+    for (float& top : tops) top = kUnseen;
+    const LevelQuery tile = query.from(r0, d);
+    const LevelDots<S> of_keys(wide.k, pi / kLanes, d / kQuad, reinterpret_cast<const std::uint8_t*>(tile.codes), dots);
     with_level_bits(fmt.k_bits, [&](auto bits) {
       constexpr int width = dot_bits<S>(bits, false);
-      for (int r = 0; r < kTile; r += NR) {
+      for (int r = 0; r < rows; r += NR) {
         each_block<S>(pi, [&](int t, auto blocks) {
           constexpr int NB = decltype(blocks)::value;
-          level_score_tile<S, width, NR, NB>(fmt, wide, query, r0 + r, t, scores + r * pi);
+          level_score_tile<S, width, NR, NB>(fmt, wide, tile, of_keys, r, t, scores);
         });
       }
     });
-    row_maxima<S>(scores, pi, tops);
-    take_maxima<S, kTile>(fmt, state, r0, 1, tops, takes);
-    weigh_levels<S>(scores, pi, tops, wide.v_scale, codes, weights);
-    merge_levels<S, kTile>(state, r0, zero, takes, weights, merges);
+    for (int r = 0; r < rows; r += kTile) row_maxima<S>(scores + r * pi, pi, tops + r);
+    take_tile_maxima<S>(fmt, state, r0, rows, tops, takes);
+    for (int r = 0; r < rows; r += kTile) {
+      weigh_levels<S>(scores + r * pi, pi, tops + r, wide.v_scale, codes + r * pi, weights + r);
+      merge_levels<S, kTile>(state, r0 + r, zero, takes + r, weights + r, merges + r);
+    }
     float* out = state.out + std::size_t(r0) * d;
+    const LevelDots<S> of_values(wide.v, d / kLanes, pi / kQuad, codes, dots);
     with_level_bits(fmt.v_bits, [&](auto bits) {
       constexpr int width = dot_bits<S>(bits, false);
-      for (int r = 0; r < kTile; r += NR) {
+      for (int r = 0; r < rows; r += NR) {
         each_block<S>(d, [&](int channel, auto blocks) {
           constexpr int NB = decltype(blocks)::value;
-          level_value_tile<S, width, NR, NB>(fmt, wide, codes + r * pi, merges + r, channel, out + r * d);
+          level_value_tile<S, width, NR, NB>(fmt, of_values, merges, r, channel, out);
         });
       }
     });

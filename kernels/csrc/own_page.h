@@ -12,6 +12,11 @@ struct RowPointers {
   const std::uint16_t* v[kMaxPageTokens];
 };
 
+// Lanes of whole blocks (`each_block`) for so many keys.
+constexpr int exact_lanes(int keys) {
+  return (keys + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
+}
+
 template <class S>
 RowPointers row_pointers(const PageFormat& fmt, const ExactRows& exact) {
   RowPointers rows;
@@ -24,18 +29,40 @@ RowPointers row_pointers(const PageFormat& fmt, const ExactRows& exact) {
   return rows;
 }
 
-// Scores of kTile exact rows with one key.
+// The first `total` keys of a page as FP32 [D, Π], a key in each lane; up to `exact_lanes` they are filled up with 0.
 template <class S>
-void exact_scores(const float* q, const std::uint16_t* key, int d, float* scores, int stride) {
-  typename S::F dots[kTile];
-  for (auto& lanes : dots) lanes = S::zero();
-  for (int i = 0; i < d; i += kLanes) {
-    const auto k = S::load_half(key + i);
-    for (int r = 0; r < kTile; ++r) dots[r] = S::fma(S::load(q + r * d + i), k, dots[r]);
+void transpose_keys(const PageFormat& fmt, const RowPointers& rows, int total, float* keys) {
+  for (int t = 0; t < exact_lanes(total); t += kLanes) {
+    for (int d = 0; d < fmt.head_dim; d += kLanes) {
+      typename S::F block[kLanes];
+      for (int j = 0; j < kLanes; ++j) block[j] = t + j < total ? S::load_half(rows.k[t + j] + d) : S::zero();
+      S::transpose(block);
+      for (int i = 0; i < kLanes; ++i) S::store(keys + (d + i) * fmt.page_tokens + t, block[i]);
+    }
   }
-  float sums[kTile];
-  S::fold_add(dots, sums);
-  for (int r = 0; r < kTile; ++r) scores[r * stride] = sums[r];
+}
+
+// Scores [kTile, Π] of kTile exact rows with `total` keys; every sum goes over the channels in order.
+template <class S>
+void exact_scores(const PageFormat& fmt, const float* q, const float* keys, int total, float* scores) {
+  constexpr int NR = S::kTileRows;
+  const int d = fmt.head_dim, pi = fmt.page_tokens;
+  for (int r0 = 0; r0 < kTile; r0 += NR, q += NR * d, scores += NR * pi) {
+    each_block<S>(exact_lanes(total), [&](int t, auto blocks) __attribute__((always_inline)) {
+      constexpr int NB = blocks;
+      typename S::F sums[NR][NB];
+      unrolled<NR * NB>([&](auto i) { sums[i / NB][i % NB] = S::zero(); });
+      for (int channel = 0; channel < d; ++channel) {
+        typename S::F key[NB];
+        unrolled<NB>([&](auto b) { key[b] = S::load(keys + channel * pi + t + b * kLanes); });
+        unrolled<NR>([&](auto r) __attribute__((always_inline)) {
+          const auto value = S::splat(q[r * d + channel]);
+          unrolled<NB>([&](auto b) { sums[r][b] = S::fma(value, key[b], sums[r][b]); });
+        });
+      }
+      unrolled<NR * NB>([&](auto i) { S::store(scores + i / NB * pi + t + i % NB * kLanes, sums[i / NB][i % NB]); });
+    });
+  }
 }
 
 // Turns the scores of one row into weights, in place, and adds them to the state. Keys past `visible` weigh 0.
@@ -103,10 +130,11 @@ template <class S, class Seen>
 void attend_exactly(const PageFormat& fmt, const ExactRows& exact, const Query& query, State& state, Arena<S> arena,
                     Seen seen) {
   const RowPointers rows = row_pointers<S>(fmt, exact);
-  const int d = fmt.head_dim;
   float* page_scores = arena.template take<float>(kTile * fmt.page_tokens);
+  float* keys = arena.template take<float>(fmt.elements());
+  transpose_keys<S>(fmt, rows, exact.total, keys);
   attend_page_rows<S>(fmt, query, rows, exact.total, state, page_scores, seen, [&](int r0, int total, float* scores) {
-    for (int j = 0; j < total; ++j) exact_scores<S>(query.exact + r0 * d, rows.k[j], d, scores + j, fmt.page_tokens);
+    exact_scores<S>(fmt, query.exact + r0 * fmt.head_dim, keys, total, scores);
   });
 }
 

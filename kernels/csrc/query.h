@@ -42,11 +42,8 @@ void load_row(const std::byte* row, Dtype dtype, int n, float* out) {
     return;
   }
   const auto* half = reinterpret_cast<const std::uint16_t*>(row);
-  if (dtype == Dtype::kHalf) {
-    for (int i = 0; i < n; i += kLanes) S::store(out + i, S::load_half(half + i));
-  } else {
-    for (int i = 0; i < n; ++i) out[i] = bfloat_to_float(half[i]);
-  }
+  for (int i = 0; i < n; i += kLanes)
+    S::store(out + i, dtype == Dtype::kHalf ? S::load_half(half + i) : S::load_bfloat(half + i));
 }
 
 template <class S>
@@ -56,11 +53,8 @@ void store_row(std::byte* row, Dtype dtype, int n, const float* values) {
     return;
   }
   auto* half = reinterpret_cast<std::uint16_t*>(row);
-  if (dtype == Dtype::kHalf) {
-    for (int i = 0; i < n; i += kLanes) S::store_half(half + i, S::load(values + i));
-  } else {
-    for (int i = 0; i < n; ++i) half[i] = float_to_bfloat(values[i]);
-  }
+  for (int i = 0; i < n; i += kLanes)
+    dtype == Dtype::kHalf ? S::store_half(half + i, S::load(values + i)) : S::store_bfloat(half + i, S::load(values + i));
 }
 
 // take(r, row) is called with each scaled row, padding included, before the row is multiplied by log2(e).
@@ -94,7 +88,7 @@ State make_state(const PageFormat& fmt, int rows, Arena<S>& arena) {
   const int padded = padded_rows(rows);
   State state{arena.template take<float>(padded + kLanes), arena.template take<float>(padded + kLanes),
               arena.template take<float>(std::size_t(padded) * fmt.head_dim)};
-  for (int r = 0; r < padded; ++r) {
+  for (int r = 0; r < padded + kLanes; ++r) {
     state.top[r] = kUnseen;
     state.weight[r] = 0.0f;
   }
@@ -109,6 +103,17 @@ typename S::F lane_maxima(const float* scores, int n) {
   return top;
 }
 
+// Scales weights and outputs of the state's rows from `row` on by `keep`.
+template <class S>
+void scale_down(const PageFormat& fmt, State& state, int row, int rows, const float* keep) {
+  for (int r = 0; r < rows; ++r) {
+    if (keep[r] == 1.0f) continue;
+    state.weight[row + r] *= keep[r];
+    float* out = state.out + std::size_t(row + r) * fmt.head_dim;
+    for (int d = 0; d < fmt.head_dim; d += kLanes) S::store(out + d, S::mul(S::splat(keep[r]), S::load(out + d)));
+  }
+}
+
 // Raises the state's maxima at `row`.. to `tops` and scales its weights and outputs down accordingly.
 template <class S>
 void raise_tops(const PageFormat& fmt, State& state, int row, int rows, const float* tops) {
@@ -119,12 +124,7 @@ void raise_tops(const PageFormat& fmt, State& state, int row, int rows, const fl
     keep[r] = before - state.top[row + r];
   }
   S::store(keep, exp2<S>(S::load(keep)));
-  for (int r = 0; r < rows; ++r) {
-    if (keep[r] == 1.0f) continue;
-    state.weight[row + r] *= keep[r];
-    float* out = state.out + std::size_t(row + r) * fmt.head_dim;
-    for (int d = 0; d < fmt.head_dim; d += kLanes) S::store(out + d, S::mul(S::splat(keep[r]), S::load(out + d)));
-  }
+  scale_down<S>(fmt, state, row, rows, keep);
 }
 
 // Row r of the item's output = values / weight, in the dtype of the queries.

@@ -47,9 +47,8 @@ void store_lanes(std::byte* row, int at, int n, typename S::F lanes) {
     if constexpr (dtype == Dtype::kHalf) {
       if (count >= kLanes) return S::store_half(values, lanes);
       for (int i = 0; i < count; ++i) values[i] = float_to_half(x[i]);
-    } else if (count >= kLanes) {
-      for (int i = 0; i < kLanes; ++i) values[i] = float_to_bfloat(x[i]);
     } else {
+      if (count >= kLanes) return S::store_bfloat(values, lanes);
       for (int i = 0; i < count; ++i) values[i] = float_to_bfloat(x[i]);
     }
   }

@@ -218,13 +218,15 @@ const Operations& avx2_operations();
 const Operations& avx512_operations();
 // AVX-512 with BF16 products for pages of FP16 rows and queries in bfloat16.
 const Operations& avx512_bf16_operations();
+// The same with AMX for prompts on pages of levels.
+const Operations& amx_operations();
 
 // Bytes of scratch memory that every kind needs: queries, their state, scores of a tile.
 [[gnu::always_inline]] constexpr std::size_t query_scratch_bytes(const PageFormat& fmt, int rows) {
   const std::size_t padded = std::size_t(rows + 3) / 4 * 4, d = fmt.head_dim;
   const std::size_t queries = padded * 4 * d, state = padded * (4 * d + 8);
-  const std::size_t tile = 4 * kLanes * std::size_t(fmt.page_tokens);
-  return queries + state + tile + 64 * 64;
+  const std::size_t tile = 4 * kLanes * std::size_t(fmt.page_tokens), keys = 4 * fmt.elements();
+  return queries + state + tile + keys + 64 * 64;
 }
 
 }  // namespace hack

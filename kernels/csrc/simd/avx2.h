@@ -28,6 +28,7 @@ struct Avx2 {
   };
   using W = I;
   using B = __m128i;
+  using Matrix = NoMatrix;
   static constexpr bool kDotTakesBytes = false;  // codes of more than kNarrow bits need a `dot` of their own
 
   static F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -48,6 +49,18 @@ struct Avx2 {
   }
   static void store_half(std::uint16_t* p, F x) { store_half_rounded<_MM_FROUND_TO_NEAREST_INT>(p, x); }
   static void store_half_up(std::uint16_t* p, F x) { store_half_rounded<_MM_FROUND_TO_POS_INF>(p, x); }
+  static void store_bfloat(std::uint16_t* p, F x) {
+    const auto rounded = [](__m256 lanes) {
+      const __m256i bits = _mm256_castps_si256(lanes), one = _mm256_set1_epi32(1);
+      const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+      const __m256i nearest = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7FFF));
+      const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+      const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(lanes, lanes, _CMP_UNORD_Q));
+      return _mm256_srli_epi32(_mm256_blendv_epi8(nearest, quiet, nan), 16);
+    };
+    const __m256i words = _mm256_packus_epi32(rounded(x.a), rounded(x.b));  // in turns of 4
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(words, 0xD8));
+  }
   static F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
   static F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
   static F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }

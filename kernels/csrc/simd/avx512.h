@@ -24,6 +24,7 @@ struct Avx512 {
   using I = __m512i;
   using W = __m512i;
   using B = __m128i;
+  using Matrix = NoMatrix;
   static constexpr bool kDotTakesBytes = true;  // one `dot` serves codes of every width
 
   static F zero() { return _mm512_setzero_ps(); }
@@ -39,6 +40,12 @@ struct Avx512 {
   }
   static void store_half_up(std::uint16_t* p, F x) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
+  }
+  static void store_bfloat(std::uint16_t* p, F x) {
+    const I bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), splat_int(1));
+    const I nearest = _mm512_add_epi32(_mm512_add_epi32(bits, odd), splat_int(0x7FFF));
+    const I rounded = _mm512_mask_or_epi32(nearest, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), bits, splat_int(0x400000));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
   }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }

@@ -1,11 +1,11 @@
-// 16 lanes as plain arrays: any C++20 compiler, any processor; loops are left to the compiler's vectorizer.
+// 16 lanes as the vectors that GCC and Clang have for every processor: they cut them into those that it has.
 #pragma once
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <utility>
+#include <type_traits>
 
 #include "../half.h"
 #include "../widths.h"
@@ -22,28 +22,17 @@ struct Portable {
   static constexpr int kBlockRows = 1;   // accumulators of a product with codes of a weight: rows of x
   static constexpr int kBlockTiles = 1;  // times tiles of 16 rows of a weight
   static constexpr int kBlockTilesOfOneRow = 1;
-  struct F {
-    float v[16];
-  };
-  struct I {
-    std::uint32_t v[16];
-  };
-  struct W {
-    std::uint64_t v[8];
-  };
-  struct B {
-    std::uint8_t v[16];
-  };
+  using F = float __attribute__((vector_size(64)));
+  using I = std::uint32_t __attribute__((vector_size(64)));
+  using W = std::uint64_t __attribute__((vector_size(64)));
+  using B = std::uint8_t __attribute__((vector_size(16)));
+  using Matrix = NoMatrix;
   static constexpr bool kDotTakesBytes = true;  // one `dot` serves codes of every width
 
   static F zero() { return splat(0.0f); }
-  static F splat(float x) {
-    return lanes<F>([=](int) { return x; });
-  }
-  static F load(const float* p) {
-    return lanes<F>([=](int i) { return p[i]; });
-  }
-  static void store(float* p, F x) { std::memcpy(p, x.v, sizeof x.v); }
+  static F splat(float x) { return x - F{}; }  // -0 stays -0
+  static F load(const float* p) { return read<F>(p); }
+  static void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
   static F load_half(const std::uint16_t* p) {
     return lanes<F>([=](int i) { return half_to_float(p[i]); });
   }
@@ -51,62 +40,39 @@ struct Portable {
     return lanes<F>([=](int i) { return bfloat_to_float(p[i]); });
   }
   static void store_half(std::uint16_t* p, F x) {
-    for (int i = 0; i < 16; ++i) p[i] = float_to_half(x.v[i]);
+    for (int i = 0; i < 16; ++i) p[i] = float_to_half(x[i]);
   }
   static void store_half_up(std::uint16_t* p, F x) {
-    for (int i = 0; i < 16; ++i) p[i] = float_to_half_up(x.v[i]);
+    for (int i = 0; i < 16; ++i) p[i] = float_to_half_up(x[i]);
   }
-  static F add(F x, F y) {
-    return lanes<F>([&](int i) { return x.v[i] + y.v[i]; });
+  static void store_bfloat(std::uint16_t* p, F x) {
+    for (int i = 0; i < 16; ++i) p[i] = float_to_bfloat(x[i]);
   }
-  static F sub(F x, F y) {
-    return lanes<F>([&](int i) { return x.v[i] - y.v[i]; });
-  }
-  static F mul(F x, F y) {
-    return lanes<F>([&](int i) { return x.v[i] * y.v[i]; });
-  }
-  static F div(F x, F y) {
-    return lanes<F>([&](int i) { return x.v[i] / y.v[i]; });
-  }
-  static F fma(F x, F y, F z) {  // two roundings: a true fma is a library call where the processor has none
-    return lanes<F>([&](int i) { return x.v[i] * y.v[i] + z.v[i]; });
-  }
-  static F min(F x, F y) {
-    return lanes<F>([&](int i) { return x.v[i] < y.v[i] ? x.v[i] : y.v[i]; });
-  }
-  static F max(F x, F y) {
-    return lanes<F>([&](int i) { return x.v[i] > y.v[i] ? x.v[i] : y.v[i]; });
-  }
-  static F round(F x) {  // |x| < 2^22
-    return lanes<F>([&](int i) { return (x.v[i] + 0x1.8p23f) - 0x1.8p23f; });
-  }
+  static F add(F x, F y) { return x + y; }
+  static F sub(F x, F y) { return x - y; }
+  static F mul(F x, F y) { return x * y; }
+  static F div(F x, F y) { return x / y; }
+  static F fma(F x, F y, F z) { return x * y + z; }  // two roundings: a true fma is a library call on old processors
+  static F min(F x, F y) { return x < y ? x : y; }
+  static F max(F x, F y) { return x > y ? x : y; }
+  static F round(F x) { return (x + 0x1.8p23f) - 0x1.8p23f; }  // |x| < 2^22
   static F floor(F x) {
-    return lanes<F>([&](int i) { return std::floor(x.v[i]); });
+    return lanes<F>([&](int i) { return std::floor(x[i]); });
   }
-  static F above_floor(F x) {
-    return lanes<F>([&](int i) { return x.v[i] - whole_below(x.v[i]); });
-  }
+  static F above_floor(F x) { return x - whole_below(x); }
   static F scale_by_floor(F x, F n) {  // 0 below the normal range
-    return lanes<F>([&](int i) {
-      const float whole = whole_below(n.v[i]);
-      const std::uint32_t exponent = whole > -127.0f ? std::uint32_t(int(whole) + 127) : 0;
-      return x.v[i] * std::bit_cast<float>(exponent << 23);
-    });
+    const F whole = whole_below(n);
+    const I exponent = __builtin_convertvector(__builtin_convertvector(max(whole, splat(-127.0f)), Signed) + 127, I);
+    return x * std::bit_cast<F>(exponent << 23);
   }
   static float reduce_max(F x) {
-    float best = x.v[0];
-    for (int i = 1; i < 16; ++i) best = x.v[i] > best ? x.v[i] : best;
-    return best;
+    return folded<float>(x, [](float a, float b) { return a > b ? a : b; });
   }
   static float reduce_min(F x) {
-    float best = x.v[0];
-    for (int i = 1; i < 16; ++i) best = x.v[i] < best ? x.v[i] : best;
-    return best;
+    return folded<float>(x, [](float a, float b) { return a < b ? a : b; });
   }
   static float reduce_add(F x) {
-    for (int width = 8; width > 0; width /= 2)
-      for (int i = 0; i < width; ++i) x.v[i] += x.v[i + width];
-    return x.v[0];
+    return folded<float>(x, [](float a, float b) { return a + b; });
   }
   // out[i] = maximum or sum of the lanes of rows[i].
   static void fold_max(const F (&rows)[4], float* out) {
@@ -118,80 +84,61 @@ struct Portable {
   // 16 vectors of 16 lanes: lane i of vector j goes to lane j of vector i.
   static void transpose(F (&x)[16]) {
     for (int i = 0; i < 16; ++i)
-      for (int j = 0; j < i; ++j) std::swap(x[i].v[j], x[j].v[i]);
+      for (int j = 0; j < i; ++j) {
+        const float kept = x[i][j];
+        x[i][j] = x[j][i];
+        x[j][i] = kept;
+      }
   }
 
   static I zero_int() { return splat_int(0); }
-  static I splat_int(std::int32_t x) {
-    return lanes<I>([=](int) { return std::uint32_t(x); });
-  }
-  static I load_int(const void* p) {
-    I x;
-    std::memcpy(x.v, p, sizeof x.v);
-    return x;
-  }
-  static void store_int(void* p, I x) { std::memcpy(p, x.v, sizeof x.v); }
+  static I splat_int(std::int32_t x) { return std::uint32_t(x) + I{}; }
+  static I load_int(const void* p) { return read<I>(p); }
+  static void store_int(void* p, I x) { std::memcpy(p, &x, sizeof x); }
   static I broadcast_quad(const void* p) {
     std::int32_t x;
     std::memcpy(&x, p, sizeof x);
     return splat_int(x);
   }
-  static I add_int(I x, I y) {
-    return lanes<I>([&](int i) { return x.v[i] + y.v[i]; });
-  }
-  static F to_float(I x) {
-    return lanes<F>([&](int i) { return float(std::int32_t(x.v[i])); });
-  }
-  static I shift_left(I x, int n) {
-    return lanes<I>([&](int i) { return x.v[i] << n; });
-  }
-  static I truncate(F x) {
-    return lanes<I>([&](int i) { return std::uint32_t(std::int32_t(x.v[i])); });
-  }
+  static I add_int(I x, I y) { return x + y; }
+  static F to_float(I x) { return __builtin_convertvector(std::bit_cast<Signed>(x), F); }
+  static I shift_left(I x, int n) { return x << n; }
+  static I truncate(F x) { return std::bit_cast<I>(__builtin_convertvector(x, Signed)); }
   static I nearest(F x) { return truncate(round(x)); }
   static int reduce_add_int(I x) {
-    std::uint32_t sum = 0;
-    for (std::uint32_t lane : x.v) sum += lane;
-    return int(sum);
+    return int(folded<std::uint32_t>(x, [](std::uint32_t a, std::uint32_t b) { return a + b; }));
   }
   static void store_low_bytes(std::uint8_t* p, I x) {
-    for (int i = 0; i < 16; ++i) p[i] = std::uint8_t(x.v[i]);
+    const B bytes = __builtin_convertvector(x, B);
+    std::memcpy(p, &bytes, sizeof bytes);
   }
   // B is 16 bytes, a code of up to 8 bits in each.
-  static B load_bytes(const std::uint8_t* p) {
-    B x;
-    std::memcpy(x.v, p, sizeof x.v);
-    return x;
-  }
+  static B load_bytes(const std::uint8_t* p) { return read<B>(p); }
   // The field of `width` bits that begins `shift` bits up in every byte.
   template <int width>
   static B byte_field(B x, int shift) {
-    return lanes<B>([&](int i) { return std::uint8_t((x.v[i] >> shift) & ((1 << width) - 1)); });
+    return (x >> shift) & std::uint8_t((1 << width) - 1);
   }
-  static B with_upper_nibble(B low, B high) {
-    return lanes<B>([&](int i) { return std::uint8_t(low.v[i] | (high.v[i] << 4)); });
-  }
-  static F bytes_to_float(B x) {
-    return lanes<F>([&](int i) { return float(x.v[i]); });
-  }
+  static B with_upper_nibble(B low, B high) { return low | (high << 4); }
+  static F bytes_to_float(B x) { return __builtin_convertvector(x, F); }
   // Codes of a sign, an exponent and a mantissa, read as FP16 whose exponent has the same lowest bit.
   template <int exponent, int mantissa>
   static F small_floats(B x) {
     constexpr int top = exponent + mantissa;
     return lanes<F>([&](int i) {
-      const std::uint32_t sign = (x.v[i] >> top) & 1u, size = x.v[i] & ((1u << top) - 1);
+      const std::uint32_t sign = (x[i] >> top) & 1u, size = x[i] & ((1u << top) - 1);
       return half_to_float(std::uint16_t((sign << 15) | (size << (10 - mantissa))));
     });
   }
   template <int bits, int f>
   static I plane(I x) {
     constexpr std::uint32_t mask = 0x01010101u * ((1u << bits) - 1);
-    return lanes<I>([&](int i) { return (x.v[i] >> (bits * f)) & mask; });
+    return (x >> (bits * f)) & mask;
   }
   // `low` plus 4 times bit f of every byte of x: a code's lower two bits and its highest.
   template <int f>
   static I with_high(I low, I x) {
-    return lanes<I>([&](int i) { return low.v[i] | (((x.v[i] >> f) & 0x01010101u) << 2); });
+    return low | (((x >> f) & 0x01010101u) << 2);
   }
   // acc + Σ of 4 products per lane, unsigned codes times signed bytes, or unsigned ones.
   template <int bits = kNarrow>
@@ -203,58 +150,55 @@ struct Portable {
     return sum_products<std::uint8_t>(acc, codes, bytes);
   }
   // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
-  static W splat_word(std::uint32_t x) {
-    return words([=](int) { return x; });
-  }
-  static W multiply(W x, std::uint32_t y) {
-    return words([&](int i) { return (x.v[i] & 0xFFFFFFFFu) * y; });
-  }
-  static W upper(W x) {
-    return words([&](int i) { return x.v[i] >> 32; });
-  }
-  static W bit_xor(W x, W y) {
-    return words([&](int i) { return x.v[i] ^ y.v[i]; });
-  }
+  static W splat_word(std::uint32_t x) { return std::uint64_t(x) + W{}; }
+  static W multiply(W x, std::uint32_t y) { return (x & 0xFFFFFFFFu) * std::uint64_t(y); }
+  static W upper(W x) { return x >> 32; }
+  static W bit_xor(W x, W y) { return x ^ y; }
   // The numbers 0..7 in the order that `shorts` wants.
-  static W block_numbers() {
-    return words([](int i) { return 2 * (i % 4) + i / 4; });
-  }
+  static W block_numbers() { return W{0, 2, 4, 6, 1, 3, 5, 7}; }
   // Four words of each of 8 blocks -> 16-bit halves in order, those of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
   static void shorts(const W (&words)[4], I (&out)[4]) {
     for (int i = 0; i < 4; ++i)
       out[i] =
-          lanes<I>([&](int j) { return std::uint32_t(words[j % 8 / 2].v[2 * i + j / 8]) >> (16 * (j % 2)) & 0xFFFFu; });
+          lanes<I>([&](int j) { return std::uint32_t(words[j % 8 / 2][2 * i + j / 8]) >> (16 * (j % 2)) & 0xFFFFu; });
   }
 
  private:
+  using Signed = std::int32_t __attribute__((vector_size(64)));
+
+  template <class V>
+  static V read(const void* p) {
+    V x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+  }
   // floor(x) for |x| < 2^22 or whole x; std::floor is a library call on old processors.
-  static float whole_below(float x) {
-    const float nearest = (x + 0x1.8p23f) - 0x1.8p23f;
+  static F whole_below(F x) {
+    const F nearest = round(x);
     return nearest > x ? nearest - 1.0f : nearest;
   }
+  // Each of 4 sums goes over bytes that are as far apart as lanes are.
   template <class Byte>
   static I sum_products(I acc, I codes, I bytes) {
-    std::uint8_t u[64];
-    Byte s[64];
-    std::memcpy(u, codes.v, sizeof u);
-    std::memcpy(s, bytes.v, sizeof s);
-    for (int i = 0; i < 16; ++i) {
-      std::int32_t sum = 0;
-      for (int j = 4 * i; j < 4 * i + 4; ++j) sum += std::int32_t(u[j]) * s[j];
-      acc.v[i] += std::uint32_t(sum);
+    constexpr bool is_signed = std::is_signed_v<Byte>;
+    for (int j = 0; j < 4; ++j) {
+      const I code = (codes >> (8 * j)) & 0xFFu;
+      const Signed moved = std::bit_cast<Signed>(bytes << (24 - 8 * j));
+      const I byte = is_signed ? std::bit_cast<I>(moved >> 24) : std::bit_cast<I>(moved) >> 24;
+      acc += code * byte;
     }
     return acc;
+  }
+  template <class Lane, class V, class With>
+  static Lane folded(V x, With with) {
+    for (int width = 8; width > 0; width /= 2)
+      for (int i = 0; i < width; ++i) x[i] = with(x[i], x[i + width]);
+    return x[0];
   }
   template <class V, class Make>
   static V lanes(Make make) {
     V x;
-    for (int i = 0; i < 16; ++i) x.v[i] = make(i);
-    return x;
-  }
-  template <class Make>
-  static W words(Make make) {
-    W x;
-    for (int i = 0; i < 8; ++i) x.v[i] = make(i);
+    for (int i = 0; i < 16; ++i) x[i] = make(i);
     return x;
   }
 };
