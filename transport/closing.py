@@ -5,28 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-@runtime_checkable
-class Closable(Protocol):
-    """An iterator that holds something until it is closed, as a generator does."""
-
-    async def aclose(self) -> None:
-        """Give it back."""
-        ...
-
-
 @contextlib.asynccontextmanager
 async def closing(source: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]:
-    """Close `source` on the way out if it can be closed: a generator's `finally` then runs now and not at collection."""
+    """Close `source` on the way out if it can be closed: a generator's `finally` runs now, not at collection."""
     try:
         yield source
     finally:
-        if isinstance(source, Closable):
-            await source.aclose()
+        if (aclose := getattr(source, "aclose", None)) is not None:
+            await aclose()
 
 
 async def reap(*tasks: asyncio.Task[Any]) -> None:

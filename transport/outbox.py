@@ -13,6 +13,7 @@ MESSAGE_BYTES: Final = 256 << 10
 """Of a message with several items; a larger item travels alone."""
 WAITING_BYTES: Final = 4 << 20
 """More does not wait for a peer that takes nothing: `room` holds up whoever adds to it."""
+PATIENCE_S: Final = 0.01
 _ITEM_BYTES: Final = 64
 """About what an item costs beside its body."""
 
@@ -26,14 +27,21 @@ class Outbox(Generic[ItemT]):
         self._items: deque[tuple[ItemT, int]] = deque()
         self._bytes = 0
         self._ending = False
+        self._patience: asyncio.TimerHandle | None = None
         self._filled, self._has_room = asyncio.Event(), asyncio.Event()
         self._has_room.set()
 
-    def put(self, item: ItemT, size: int) -> None:
-        """Add an item with a body of `size` bytes. It leaves when the event loop comes round."""
+    def put(self, item: ItemT, size: int, *, soon: bool = True) -> None:
+        """Add an item with a body of `size` bytes. It leaves when the event loop comes round.
+
+        If it need not be `soon`, it waits up to `PATIENCE_S` for another item that leaves anyway.
+        """
         self._items.append((item, size + _ITEM_BYTES))
         self._bytes += size + _ITEM_BYTES
-        self._filled.set()
+        if soon:
+            self._filled.set()
+        elif self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._filled.set)
         if self._bytes > WAITING_BYTES:
             self._has_room.clear()
 
@@ -47,7 +55,8 @@ class Outbox(Generic[ItemT]):
         alive = True
         while alive:
             await self._filled.wait()
-            alive = not self._ending and await self._write(self._take())
+            items = self._take()
+            alive = not self._ending and (not items or await self._write(items))
         self._has_room.set()
 
     def end(self) -> None:
@@ -57,12 +66,16 @@ class Outbox(Generic[ItemT]):
 
     def _take(self) -> list[ItemT]:
         """The items of the next message."""
-        taken, size = [], 0
+        taken = list[ItemT]()
+        size = 0
         while self._items and (not taken or size + self._items[0][1] <= MESSAGE_BYTES):
             item, bytes_of_item = self._items.popleft()
             taken.append(item)
             size += bytes_of_item
         self._bytes -= size
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         if not self._items:
             self._filled.clear()
         if self._bytes <= WAITING_BYTES:

@@ -56,7 +56,7 @@ class Trunk:
     def leave(self, number: int) -> None:
         """End a call at the node, unless it is over."""
         if self._takers.pop(number, None) is not None:
-            self._asks.put(Ask(number), 0)
+            self._asks.put(Ask(number), 0, soon=False)
 
     async def close(self) -> None:
         """End the stream; calls under way fail with `NodeLost`."""

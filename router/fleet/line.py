@@ -129,6 +129,8 @@ class Line(Generic[HeldT]):
 
     def try_now(self, demand: Demand) -> HeldT | None:
         """A share, if one can be had without waiting; else None."""
+        if not self._waiters:
+            return self._at_once(demand)
         waiter = self._join(demand)
         if waiter.served.done():
             return waiter.served.result()
@@ -137,6 +139,8 @@ class Line(Generic[HeldT]):
 
     async def wait(self, demand: Demand) -> HeldT:
         """Stand in line."""
+        if not self._waiters and (held := self._at_once(demand)) is not None:
+            return held
         waiter = self._join(demand)
         try:
             return await waiter.served
@@ -162,6 +166,10 @@ class Line(Generic[HeldT]):
             waiter = self._waiters.pop(index)
             if not waiter.served.done():  # cancelled, and not yet awake
                 waiter.served.set_result(desk.take(waiter.demand))
+
+    def _at_once(self, demand: Demand) -> HeldT | None:
+        """A share where nobody is in line."""
+        return self._desk.take(demand) if self._desk.fits(demand) else None
 
     def _join(self, demand: Demand) -> _Waiter[HeldT]:
         waiter: _Waiter[HeldT] = _Waiter(demand, self._now())
