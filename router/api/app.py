@@ -72,8 +72,7 @@ def build_app(
 class Direct:
     """Calls the endpoints that take bodies, and leaves everything else to FastAPI.
 
-    Those need no more of FastAPI than to be described. Its layers would take a fifth of a short request's time, and
-    each piece of an answer would pass through them.
+    Those need no more of FastAPI than to be described. All pieces of an answer would pass through its layers.
     """
 
     def __init__(self, app: FastAPI) -> None:

@@ -1,6 +1,6 @@
 """What a request and a token cost, counted: tasks that the router starts, and pieces that it sends.
 
-A task costs some 20 us, a piece as much. `python -m bench.router cost` measures the sum."""
+`python -m bench.router cost` measures the time."""
 
 from __future__ import annotations
 
