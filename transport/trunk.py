@@ -1,7 +1,7 @@
 """Many calls on one stream of gRPC, as their caller sees them.
 
-A call of gRPC costs more processor time than all else that the router does for a short request, and a message more than
-a token. So all calls of one method to one node share a stream, a *trunk*, and what comes together travels in one message.
+Calls of gRPC cost much processor time, and so does each of their messages, however little is in it. So all calls of one
+method to one node share a stream, a *trunk*, and what comes together travels in one message.
 
 A task that is cancelled while it awaits grpc.aio's `read` leaks a message that arrives in that moment. So the memory of
 a router whose clients leave would grow (`python -m bench.soak endurance`). Here a task that nobody cancels does the
