@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
 from typing import Any, TypeVar
 
 from hackkv.errors import DeadlineExceeded, HackkvError
-from transport.closing import reap
 
 T = TypeVar("T")
 
@@ -49,15 +48,75 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-async def guarded(work: Coroutine[Any, Any, T], *alarms: asyncio.Future[HackkvError]) -> T:
-    """The result of `work`. If an alarm goes off first, `work` is cancelled and the alarm's error is raised."""
-    task = asyncio.ensure_future(work)
+class Alarm:
+    """An error that any number of tasks heed while they work (`guarded`). It goes off once."""
+
+    def __init__(self) -> None:
+        self._error: HackkvError | None = None
+        self._heeding: dict[object, Callable[[], None]] = {}
+
+    def ring(self, error: HackkvError) -> None:
+        """Go off. If it has gone off before, this changes nothing."""
+        if self._error is None:
+            self._error = error
+            for stop in tuple(self._heeding.values()):
+                stop()
+
+    def done(self) -> bool:
+        """Whether it has gone off."""
+        return self._error is not None
+
+    def result(self) -> HackkvError:
+        """The error. Call it when the alarm has gone off."""
+        assert self._error is not None
+        return self._error
+
+    def heed(self, key: object, stop: Callable[[], None]) -> None:
+        """Have `stop` called when it goes off, until `ignore` is called with the same `key`."""
+        self._heeding[key] = stop
+
+    def ignore(self, key: object) -> None:
+        """Nobody is to be told under this key any more."""
+        self._heeding.pop(key, None)
+
+
+async def guarded(work: Coroutine[Any, Any, T], *alarms: Alarm) -> T:
+    """The result of `work`. If an alarm goes off first, `work` is cancelled and the alarm's error is raised.
+
+    As with `asyncio.timeout`, the work is cancelled in the present task: one of its own would cost more than most work.
+    """
+    task, loop, key = asyncio.current_task(), asyncio.get_running_loop(), object()
+    assert task is not None
+    before, over, stopped = task.cancelling(), False, False
+
+    def stop() -> None:
+        nonlocal stopped
+        if not over and not stopped:
+            stopped = True
+            task.cancel()
+
+    def heed() -> None:
+        loop.call_soon(loop.call_soon, stop)  # what a node has sent just before it went is heard first
+
+    if any(alarm.done() for alarm in alarms):
+        work.close()
+        raise _loudest(alarms)
+    for alarm in alarms:
+        alarm.heed(key, heed)
     try:
-        waits: set[asyncio.Future[Any]] = {task, *alarms}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for alarm in alarms:
-            if alarm.done() and not task.done():
-                raise copy(alarm.result())  # many tasks hear the same alarm
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if stopped and task.cancelling() == before + 1:  # by us, and by nobody else
+            raise _loudest(alarms) from None
+        raise
     finally:
-        await reap(task)
+        over = True
+        for alarm in alarms:
+            alarm.ignore(key)
+        if stopped:
+            task.uncancel()
+
+
+def _loudest(alarms: Sequence[Alarm]) -> HackkvError:
+    """The error of the first alarm that has gone off: a copy, since many tasks heed the same alarm."""
+    return copy(next(alarm.result() for alarm in alarms if alarm.done()))

@@ -14,6 +14,8 @@ import grpc.aio
 
 from hackkv.errors import NodeLost
 from transport.coder import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+from transport.status import translating
+from transport.trunk import Stream, Trunk
 from transport.trust import EVERYBODY, Metadata, Trust
 
 MAX_METADATA_BYTES = 96 << 10
@@ -90,6 +92,7 @@ class ChannelPool:
         self._options = client_options(keepalive)
         self._trust = trust
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._trunks: dict[tuple[str, str], Trunk] = {}
         self._closed = False
 
     async def get(self, address: str) -> grpc.aio.Channel:
@@ -108,6 +111,17 @@ class ChannelPool:
             await known.close(None)
         return fresh
 
+    async def trunk(self, address: str, method: str) -> Trunk:
+        """The stream for calls of `method` at `address`; a new one if there is none. Raises `NodeLost`."""
+        channel = await self.get(address)
+        known = self._trunks.get((address, method))
+        if known is not None and not known.lost:
+            return known
+        with translating(address):
+            stream: Stream = channel.stream_stream(method, None, None)(None, metadata=self.metadata)
+        fresh = self._trunks[address, method] = Trunk(stream, address)
+        return fresh
+
     @property
     def metadata(self) -> Metadata:
         """What every call on these channels must carry."""
@@ -116,6 +130,9 @@ class ChannelPool:
     async def close(self) -> None:
         """Drop every connection; calls under way fail with `NodeLost`. Closing twice is fine."""
         self._closed = True
+        while self._trunks:
+            _, trunk = self._trunks.popitem()
+            await trunk.close()
         while self._channels:
             _, channel = self._channels.popitem()
             await channel.close(None)

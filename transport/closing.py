@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 @contextlib.asynccontextmanager
 async def closing(source: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]:
-    """Close `source` on the way out if it is a generator, so that its `finally` runs now and not at collection."""
+    """Close `source` on the way out if it can be closed: a generator's `finally` runs now, not at collection."""
     try:
         yield source
     finally:
-        if isinstance(source, AsyncGenerator):
-            await source.aclose()
+        if (aclose := getattr(source, "aclose", None)) is not None:
+            await aclose()
 
 
 async def reap(*tasks: asyncio.Task[Any]) -> None:

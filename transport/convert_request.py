@@ -110,5 +110,5 @@ def unpack_token(message: pb.Token) -> Token:
         token_id=message.token_id,
         finish=_FINISH_FROM_PB[message.finish],
         logprob=not_nan("logprob", message.logprob) if message.HasField("logprob") else None,
-        top=tuple(Logprob(item.token_id, not_nan("logprob", item.logprob)) for item in top),
+        top=tuple(Logprob(item.token_id, not_nan("logprob", item.logprob)) for item in top) if top else (),
     )

@@ -29,7 +29,7 @@ from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
 from transport.link import LinkKind
 from transport.pairs import InPairs, OutPairs
 from transport.rpc_server import PLAIN, WIRE_KEY, RpcServer
-from transport.status import Context, answer, cancelled_from_outside, outstay, read_message, translating
+from transport.status import Context, answer, outstay, read_message, translating, write_message
 from transport.trust import EVERYBODY, Trust
 
 STALL_TIMEOUT_S = 60.0
@@ -154,7 +154,7 @@ class GrpcSender:
     ) -> None:
         """Write the handoff and, once accepted, its frames. Returns early if the call is over; `_listen` raises why."""
         try:
-            if not await self._write(call, encode_push_request(handoff)):
+            if not await write_message(call, encode_push_request(handoff)):
                 return
             async with asyncio.timeout(self._stall_timeout_s):
                 await accepted.wait()
@@ -165,24 +165,12 @@ class GrpcSender:
                 check_size(item)
                 try:
                     async with asyncio.timeout(self._stall_timeout_s):
-                        alive = await self._write(call, await outlet.message(item))
+                        alive = await write_message(call, await outlet.message(item))
                 except TimeoutError as exc:
                     raise DeadlineExceeded(f"{address} stopped taking frames of {handoff.transfer_id}") from exc
                 if not alive or isinstance(item, HandoffEnd):
                     return
         raise TransferError(f"the frames of {handoff.transfer_id} ended without a HandoffEnd")
-
-    async def _write(self, call: PushCall, data: bytes) -> bool:
-        """Write one message; False if the call is over."""
-        try:
-            await call.write(data)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            return False
-        except asyncio.CancelledError:
-            if cancelled_from_outside():
-                raise
-            return False
-        return True
 
 
 class GrpcListener:

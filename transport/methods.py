@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-PREFILL_RUN = "/hackkv.v1.Prefill/Run"
+PREFILL_SERVE = "/hackkv.v1.Prefill/Serve"
 PREFILL_ASSIGN = "/hackkv.v1.Prefill/Assign"
 PREFILL_DESCRIBE = "/hackkv.v1.Prefill/Describe"
-DECODE_RUN = "/hackkv.v1.Decode/Run"
+DECODE_SERVE = "/hackkv.v1.Decode/Serve"
 DECODE_DESCRIBE = "/hackkv.v1.Decode/Describe"
 REGISTRY_REGISTER = "/hackkv.v1.Registry/Register"
 KV_PUSH = "/hackkv.v1.KvReceiver/Push"
 KV_CONNECT = "/hackkv.v1.KvReceiver/Connect"
 
 ALL = (
-    PREFILL_RUN,
+    PREFILL_SERVE,
     PREFILL_ASSIGN,
     PREFILL_DESCRIBE,
-    DECODE_RUN,
+    DECODE_SERVE,
     DECODE_DESCRIBE,
     REGISTRY_REGISTER,
     KV_PUSH,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from hackkv.nodes import Lease, NodeInfo
 from hackkv.types import DecodeEvent, DecodeJob, PrefillEvent, PrefillJob
 from transport import methods
 from transport.channels import ChannelPool
-from transport.closing import closing
 from transport.convert import (
     ASSIGNMENT,
     DECODE_EVENT,
@@ -21,9 +20,9 @@ from transport.convert import (
     Assignment,
     Empty,
 )
-from transport.replies import replies
 from transport.status import translating
 from transport.trail import outgoing
+from transport.trunk import Call, Trunk
 
 CALL_TIMEOUT_S = 5.0
 """Deadline of calls that return at once (assign, describe, register). The caller of a stream sets deadlines itself."""
@@ -47,26 +46,16 @@ class _Client:
             )
         return answer
 
-    async def _listen(self, method: str, request: bytes) -> AsyncIterator[bytes]:
-        """One request, many answers; leaving the generator in any way cancels the call at the peer."""
-        channel = await self._channels.get(self.address)
-        with translating(self.address):
-            metadata = (*self._channels.metadata, *outgoing())
-            call = channel.unary_stream(method, None, None)(request, metadata=metadata)
-        async with closing(replies(call, self.address)) as events:
-            async for event in events:
-                yield event
+    def _trunk_to(self, method: str) -> Callable[[], Awaitable[Trunk]]:
+        return lambda: self._channels.trunk(self.address, method)
 
 
 class PrefillClient(_Client):
     """A `PrefillNode` at an address."""
 
-    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
+    def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         """Run a prompt there. Raises what the node raised, or `NodeLost`."""
-        events = self._listen(methods.PREFILL_RUN, PREFILL_JOB.encode(job))
-        async with closing(events):
-            async for event in events:
-                yield PREFILL_EVENT.decode(event)
+        return Call(self._trunk_to(methods.PREFILL_SERVE), job, PREFILL_JOB, PREFILL_EVENT)
 
     async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
         """Name the decode node of a job, for the first time or again."""
@@ -81,12 +70,9 @@ class PrefillClient(_Client):
 class DecodeClient(_Client):
     """A `DecodeNode` at an address."""
 
-    async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
+    def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """Serve one request there. Raises what the node raised, or `NodeLost`."""
-        events = self._listen(methods.DECODE_RUN, DECODE_JOB.encode(job))
-        async with closing(events):
-            async for event in events:
-                yield DECODE_EVENT.decode(event)
+        return Call(self._trunk_to(methods.DECODE_SERVE), job, DECODE_JOB, DECODE_EVENT)
 
     async def describe(self) -> NodeInfo:
         """Ask for identity, capacity and load."""

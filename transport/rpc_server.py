@@ -14,7 +14,6 @@ from hackkv.nodes import NodeInfo
 from transport import health, methods
 from transport.base import DecodeNode, PrefillNode, Registry
 from transport.channels import BULK, Keepalive, server_options
-from transport.closing import closing
 from transport.coder import Coder
 from transport.convert import (
     ASSIGNMENT,
@@ -28,8 +27,9 @@ from transport.convert import (
     Assignment,
     Empty,
 )
-from transport.status import Context, abort, answer, reporting
+from transport.status import Context, abort, reporting
 from transport.trail import TRAIL, incoming
+from transport.trunk_server import Calls, Method
 from transport.trust import EVERYBODY, Trust
 
 _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]"})
@@ -108,7 +108,7 @@ class RpcServer:
         async def describe(_: Empty) -> NodeInfo:
             return await node.describe()
 
-        self._add_stream(methods.PREFILL_RUN, PREFILL_JOB, PREFILL_EVENT, node.prefill)
+        self._add_calls(Method(methods.PREFILL_SERVE, PREFILL_JOB, PREFILL_EVENT, node.prefill))
         self._add_unary(methods.PREFILL_ASSIGN, ASSIGNMENT, EMPTY, assign)
         self._add_unary(methods.PREFILL_DESCRIBE, EMPTY, NODE_INFO, describe)
 
@@ -118,7 +118,7 @@ class RpcServer:
         async def describe(_: Empty) -> NodeInfo:
             return await node.describe()
 
-        self._add_stream(methods.DECODE_RUN, DECODE_JOB, DECODE_EVENT, node.decode)
+        self._add_calls(Method(methods.DECODE_SERVE, DECODE_JOB, DECODE_EVENT, node.decode))
         self._add_unary(methods.DECODE_DESCRIBE, EMPTY, NODE_INFO, describe)
 
     def add_registry(self, registry: Registry) -> None:
@@ -187,23 +187,11 @@ class RpcServer:
 
         self._table.handlers[method] = grpc.unary_unary_rpc_method_handler(handler)
 
-    def _add_stream(
-        self,
-        method: str,
-        request: Coder[Asked, Any],
-        response: Coder[Answered, Any],
-        call: Callable[[Asked], AsyncIterator[Answered]],
-    ) -> None:
-        # A coroutine that writes, not a generator: cancelling it while gRPC sends still closes the service's generator.
-        async def handler(data: bytes, context: Context) -> None:
-            async def work() -> None:
-                async with closing(call(request.decode(data))) as events:
-                    async for event in events:
-                        await answer(context, response.encode(event))
+    def _add_calls(self, method: Method[Any, Any]) -> None:
+        async def serve(_: AsyncIterator[bytes], context: Context) -> None:
+            await self._run(context, method.path, Calls(method, context).run())
 
-            await self._run(context, method, work())
-
-        self._table.handlers[method] = grpc.unary_stream_rpc_method_handler(handler)
+        self._table.handlers[method.path] = grpc.stream_stream_rpc_method_handler(serve)
 
     async def _of_wire(self, method: str, context: Context) -> None:
         wire = next((value for key, value in context.invocation_metadata() or () if key == WIRE_KEY), PLAIN)
@@ -214,7 +202,7 @@ class RpcServer:
 
     async def _run(self, context: Context, method: str, work: Awaitable[T]) -> T:
         """Do the work of one call: errors go to the peer, and `close` waits for its end."""
-        TRAIL.set(incoming(context.invocation_metadata() or ()))  # each call has a task of its own
+        TRAIL.set(incoming(context.invocation_metadata() or ()))  # each call of gRPC has a task of its own
         task = asyncio.current_task()
         if task is not None:
             self._calls.add(task)

@@ -62,6 +62,19 @@ async def answer(context: Context, data: bytes) -> None:
         raise NodeLost("the caller went away") from exc
 
 
+async def write_message(call: grpc.aio.StreamStreamCall[bytes, bytes], data: bytes) -> bool:
+    """Write one message to the peer of a call; False if the call is over."""
+    try:
+        await call.write(data)
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        return False
+    except asyncio.CancelledError:
+        if cancelled_from_outside():
+            raise
+        return False
+    return True
+
+
 async def read_message(context: Context) -> bytes:
     """The caller's next message. Raises `NodeLost` when it has gone or sends no more."""
     try:

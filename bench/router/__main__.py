@@ -1,5 +1,6 @@
-"""Does the router stand still? `python -m bench.router [storm|scale]`.
+"""Does the router stand still? `python -m bench.router [cost|storm|scale]`.
 
+`cost`: processor time of a short request and of a token, by process, which says something on a busy machine too.
 `storm`: 200 clients stream from scripted nodes while others send bodies of 16 MiB, lists of 100,000 ids, deep JSON and
 connections that say nothing. `scale`: 2,000 open streams and 300 short requests a second. The router, the nodes, these
 clients and the attackers are processes that share the machine. So all is measured once more with a server in the
@@ -14,21 +15,20 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import resource
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import psutil
 from rich.console import Console
 
 from bench.cluster import load_note
-from bench.router.streams import Times, percentile, stream, watch_loop
+from bench.router.cluster import Cluster, listed, running, since
+from bench.router.cost import cost, cost_table, costs_little
+from bench.router.streams import Times, percentile, short_requests, stream, watch_loop
 from bench.sections import write_section
 from hackkv.packaged import SHIPPED
 from measure.accuracy.machine import commit, this_machine
@@ -38,64 +38,6 @@ TARGET_GAP_MS, TARGET_ADDED_MS = 100.0, 10.0
 STREAMS, PAUSE_MS = 200, 50
 OPEN, SLOW_MS, REQUESTS_PER_S = 2000, 4000, 300
 WARM_S = 3.0
-WORKER = "router.workers.process"
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A router over scripted nodes, and a server without any."""
-
-    url: str
-    plain: str
-    router: Process
-
-    def processes(self) -> list[psutil.Process]:
-        """Those of the router that serve HTTP: its own, or its leader and the workers."""
-        router = psutil.Process(self.router.pid)
-        return [router, *(child for child in router.children() if WORKER in child.cmdline())]
-
-    def memory_mib(self) -> float:
-        """Resident memory of these processes."""
-        return sum(float(one.memory_info().rss) for one in self.processes()) / 2**20
-
-    def processor_s(self) -> list[float]:
-        """Processor time of each of them."""
-        times = [one.cpu_times() for one in self.processes()]
-        return [float(one.user + one.system) for one in times]
-
-
-@contextlib.asynccontextmanager
-async def running(model: Path, workers: int) -> AsyncIterator[Cluster]:
-    """Start the router, its nodes and the plain server; all end on exit."""
-    settings = (
-        f"model={model}", "listen.port=0", "control.port=0", "served_model_name=bench", f"workers={workers}",
-        "lease_ttl_s=60",  # the nodes share the cores, and are not what is measured
-    )  # fmt: skip
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def start(*command: str) -> tuple[Process, dict[str, str]]:
-            process, ready = await _start(*command)
-            stack.push_async_callback(_end, process)
-            return process, ready
-
-        overrides = (word for setting in settings for word in ("--set", setting))
-        router, address = await start("router", "--supervised", *overrides)
-        await start("bench.router.nodes", "--control", address["control"])
-        _, plain = await start("bench.router.plain")
-        yield Cluster(address["http"], plain["http"], router)
-
-
-async def _start(*command: str) -> tuple[Process, dict[str, str]]:
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdin=PIPE, stdout=PIPE)
-    assert process.stdout is not None
-    ready: dict[str, str] = json.loads(await process.stdout.readline())["ready"]
-    return process, ready
-
-
-async def _end(process: Process) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    await process.wait()
 
 
 @contextlib.asynccontextmanager
@@ -144,9 +86,9 @@ async def storm(cluster: Cluster, seconds: float, streams: int, pause_ms: int) -
     """Streams alone, then beside attackers; and beside attackers without the router."""
     async with streaming(cluster.url, streams, pause_ms, 2 * seconds) as times:
         clear(times)
-        used = sum(cluster.processor_s())
+        used = cluster.processor_s()
         await asyncio.sleep(seconds)
-        token_us = 1e6 * (sum(cluster.processor_s()) - used) / max(1, len(times.ages))
+        token_us = since(used, cluster.processor_s(), max(1, len(times.ages)) / 1e6)
         quiet, before = summary(times), cluster.memory_mib()
         clear(times)
         answers, most = await _attack(cluster, seconds)
@@ -187,22 +129,14 @@ async def scale(cluster: Cluster, seconds: float, streams: int, rate: float) -> 
 async def _crowd(cluster: Cluster, url: str, seconds: float, streams: int, rate: float) -> dict[str, Any]:
     async with streaming(url, streams, SLOW_MS, seconds) as times:
         clear(times)
-        short, rng, tasks = Times(lags=times.lags), random.Random(1), set[asyncio.Task[None]]()
+        short = Times(lags=times.lags)
         used, began = cluster.processor_s(), monotonic()
-        due = began
-        while due - began < seconds:
-            due += rng.expovariate(rate)
-            await asyncio.sleep(due - monotonic())
-            task = asyncio.create_task(stream(url, 2, 0, short))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-        if tasks:
-            await asyncio.wait(tasks)
+        await short_requests(url, rate, seconds, short)
         took_s = monotonic() - began
-        cores = [(after - before) / took_s for before, after in zip(used, cluster.processor_s(), strict=True)]
+        cores = since(used, cluster.processor_s(), took_s)
         return {
             "open": summary(times), "short": summary(short), "short_requests_per_s": len(short.gaps) / took_s,
-            "router_cores": cores, "memory_mib": cluster.memory_mib(),
+            "cores": cores, "memory_mib": cluster.memory_mib(),
         }  # fmt: skip
 
 
@@ -226,8 +160,8 @@ def storm_table(result: dict[str, Any], streams: int, pause_ms: int) -> str:
             *rows,
             "",
             f"Router memory: {memory['before_mib']:.0f} MiB before, {memory['most_mib']:.0f} at most, "
-            f"{memory['after_mib']:.0f} after. Processor time of the router while quiet: {result['token_us']:.0f} us a "
-            "token.",
+            f"{memory['after_mib']:.0f} after. Processor time while quiet, us a token: "
+            f"{listed(result['token_us'], '.0f')}.",
             "",
             "Answers to the attackers: "
             + ", ".join(f"{name} ({n})" for name, n in sorted(result["answers"].items()))
@@ -253,9 +187,8 @@ def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
             "|---|---|---|---|---|---|",
             *rows,
             "",
-            f"Served: {result['short_requests_per_s']:.0f} requests/s. Processor time of the router's processes: "
-            f"{' + '.join(f'{share:.2f}' for share in result['router_cores'])} cores; memory "
-            f"{result['memory_mib']:.0f} MiB.",
+            f"Served: {result['short_requests_per_s']:.0f} requests/s. Processor time, cores: "
+            f"{listed(result['cores'], '.2f')}; the router's memory: {result['memory_mib']:.0f} MiB.",
         )
     )
 
@@ -263,7 +196,12 @@ def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
 async def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], bool]:
     """Run one part: its table, its numbers, and whether the target was met."""
     async with running(arguments.model, arguments.workers) as cluster:
-        if arguments.what == "storm":
+        if arguments.what == "cost":
+            result = await cost(
+                cluster, arguments.seconds, arguments.streams or STREAMS, arguments.pause, arguments.rate
+            )
+            text, holds = cost_table(result), costs_little(result)
+        elif arguments.what == "storm":
             streams = arguments.streams or STREAMS
             result = await storm(cluster, arguments.seconds, streams, arguments.pause)
             text = storm_table(result, streams, arguments.pause)
@@ -279,7 +217,7 @@ async def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], b
 def main() -> int:
     """Run one part; the exit code says whether its target was met."""
     parser = argparse.ArgumentParser("python -m bench.router", description=__doc__)
-    parser.add_argument("what", choices=("storm", "scale"))
+    parser.add_argument("what", choices=("cost", "storm", "scale"))
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--streams", type=int, default=0, help=f"default: {STREAMS} for storm, {OPEN} for scale")
     parser.add_argument("--pause", type=int, default=PAUSE_MS, help="milliseconds between tokens (storm)")
@@ -296,7 +234,11 @@ def main() -> int:
     if not arguments.dry:
         machine = this_machine("", 0)
         where = f"{machine.cpu}, {os.cpu_count()} cores, {machine.system}, {load_note()}; commit {commit()}"
-        title = {"storm": "While others send the worst", "scale": "Many streams"}[arguments.what]
+        title = {
+            "cost": "What a request and a token cost",
+            "storm": "While others send the worst",
+            "scale": "Many streams",
+        }[arguments.what]
         section = f"## {title}\n\n`python -m bench.router {' '.join(sys.argv[1:])}` · {where}\n\n{text}"
         write_section(DOCS, f"bench.router {arguments.what}", section, numbers, "router")
     console.print("[green]holds[/]" if holds else "[red]does not hold[/]")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 from collections.abc import AsyncIterator
 from time import monotonic
@@ -40,6 +41,10 @@ from transport.rpc_client import RegistryClient
 from transport.rpc_server import RpcServer
 
 PAGE_TOKENS, PAGES = 16, 1 << 22
+LETTERS, LETTER_A = 26, 38
+"""Ids of letters in the vocabulary of the model that ships along."""
+STEP_S = 0.01
+"""Between two steps. As on a real decode node, tokens of one step leave together."""
 RENEW_S = 1.0
 
 Landings = dict[str, asyncio.Future[Receipt]]
@@ -61,7 +66,7 @@ class PacedDecode:
             yield Landed(await landing)
             began, pause_s = monotonic(), job.request.sampling.seed / 1000
             for index in range(1, job.request.sampling.max_tokens):
-                await asyncio.sleep(began + index * pause_s - monotonic())
+                await asyncio.sleep(next_step(began + index * pause_s) - monotonic())
                 yield token(job.request, index)
             yield Decoded(0.0, 0.0, 0.0, 0.0)
         finally:
@@ -105,11 +110,16 @@ class PacedPrefill:
         return info(Role.PREFILL, self.node_id, self.address, self._max_context)
 
 
+def next_step(due: float) -> float:
+    """When the step ends that makes what is due then."""
+    return math.ceil(due / STEP_S) * STEP_S
+
+
 def token(request: Request, index: int) -> Token:
     """A token that carries the time."""
     finish = Finish.LENGTH if index + 1 >= request.sampling.max_tokens else None
     asked = request.sampling.logprobs is not None
-    return Token(index, 100 + index % 26, finish, -monotonic() if asked else None)
+    return Token(index, LETTER_A + index % LETTERS, finish, -monotonic() if asked else None)
 
 
 def info(role: Role, node_id: str, address: str, max_context: int) -> NodeInfo:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -24,6 +25,7 @@ class Times:
     lags: list[float] = field(default_factory=list)
     """How late the clients' own event loop was. Their measurements are no better than that."""
     failures: list[str] = field(default_factory=list)
+    tokens: int = 0
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -31,9 +33,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
-async def stream(url: str, tokens: int, pause_ms: int, times: Times, begun: asyncio.Event | None = None) -> None:
-    """Read one stream to its end."""
-    body = {"prompt": "the quick", "max_tokens": tokens, "seed": pause_ms, "stream": True, "logprobs": 0}
+async def stream(
+    url: str, tokens: int, pause_ms: int, times: Times, begun: asyncio.Event | None = None, *, timed: bool = True
+) -> None:
+    """Read one stream to its end. Only if it is `timed`, it is known how old tokens are and what lies between them."""
+    body: dict[str, object] = {"prompt": "the quick", "max_tokens": tokens, "seed": pause_ms, "stream": True}
+    if timed:
+        body["logprobs"] = 0
     last = None
     try:
         async with Connection.to(url) as connection:
@@ -46,6 +52,7 @@ async def stream(url: str, tokens: int, pause_ms: int, times: Times, begun: asyn
                     return
                 if begun is not None:
                     begun.set()
+                times.tokens += part.startswith(b"data: {")
                 if (sent := _sent_at(part)) is None:
                     continue
                 times.ages.append(now - sent)
@@ -57,6 +64,22 @@ async def stream(url: str, tokens: int, pause_ms: int, times: Times, begun: asyn
     finally:
         if begun is not None:
             begun.set()
+
+
+async def short_requests(url: str, rate: float, seconds: float, times: Times) -> int:
+    """Requests of two tokens that come as a Poisson process; returns their number when all are over."""
+    rng, tasks, began, count = random.Random(1), set[asyncio.Task[None]](), monotonic(), 0
+    due = began
+    while due - began < seconds:
+        due += rng.expovariate(rate)
+        await asyncio.sleep(due - monotonic())
+        task = asyncio.create_task(stream(url, 2, 0, times))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        count += 1
+    if tasks:
+        await asyncio.wait(tasks)
+    return count
 
 
 def _sent_at(part: bytes) -> float | None:

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hackkv import __version__
 from hackkv.errors import HackkvError
@@ -26,6 +26,13 @@ from transport.trail import TRACEPARENT, TRACESTATE
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()
 ROUTES = tuple(module.routes for module in (completions, chat, responses, messages, questions, probes, page))
 """Everything that is served."""
+_POSTED = {
+    route.path: route.endpoint
+    for routes in ROUTES
+    for route in routes.routes
+    if isinstance(route, APIRoute) and route.methods == {"POST"} and not route.param_convertors
+}
+"""Endpoints that take a body, by their paths."""
 _REFUSALS = {404: ("no such route", "not_found"), 405: ("method not allowed", "method_not_allowed")}
 
 
@@ -47,7 +54,7 @@ def build_app(
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(Exception, handle)
     app.openapi = lambda: describe(app, bool(api_keys))  # type: ignore[method-assign]
-    gate = Gate(app, served.metrics.refused, api_keys, spans, _route_of)
+    gate = Gate(Direct(app), served.metrics.refused, api_keys, spans, _route_of)
     if not cors_origins:
         return gate
     # Outside the gate: a browser asks for permission without the key.
@@ -62,8 +69,44 @@ def build_app(
     )
 
 
+class Direct:
+    """Calls the endpoints that take bodies, and leaves everything else to FastAPI.
+
+    Those need no more of FastAPI than to be described. All pieces of an answer would pass through its layers.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. As with FastAPI, an error is answered if nothing has been sent, and a fault goes on."""
+        endpoint = _POSTED.get(scope.get("path", ""))
+        if endpoint is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        scope["app"] = self._app
+        request, started = Request(scope, receive, send), False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            response = await endpoint(request)
+            await response(scope, receive, noting)
+        except Exception as error:
+            if started:
+                raise
+            await (await handle(request, error))(scope, receive, send)
+            if not isinstance(error, HackkvError | HTTPError):
+                raise
+
+
 def _route_of(scope: Scope) -> str:
     """The template of the route that a path belongs to; empty if there is none."""
+    if scope["path"] in _POSTED:
+        return str(scope["path"])
     found = (
         route.path
         for routes in ROUTES

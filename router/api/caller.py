@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from hackkv.errors import Cancelled, HackkvError
-from router.scopes import guarded
+from hackkv.errors import Cancelled
+from router.scopes import Alarm, guarded
 from transport.closing import reap
 
 T = TypeVar("T")
@@ -28,12 +28,13 @@ class Caller:
 
     async def unless_left(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. If the client leaves first, `work` is cancelled and `Cancelled` is raised."""
-        alarm = asyncio.ensure_future(self._error())
+        alarm = Alarm()
+        watching = asyncio.create_task(self._tell(alarm))
         try:
             return await guarded(work, alarm)
         finally:
-            await reap(alarm)
+            await reap(watching)
 
-    async def _error(self) -> HackkvError:
+    async def _tell(self, alarm: Alarm) -> None:
         await self.left()
-        return Cancelled("the client left")
+        alarm.ring(Cancelled("the client left"))

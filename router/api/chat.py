@@ -80,10 +80,10 @@ class ChatRenderer(OpenAiEvents):
     def __init__(self, served: ServedModel, body: ChatRequest, name: str, thinking: Thinking) -> None:
         self._body, self._tokenizer = body, served.tokenizer
         plain = thinking is Thinking.NEVER and not body.offered()
+        super().__init__(plain=plain and not body.logprobs and not body.continuous_usage)
         self._answers = [None if plain else served.conversations.answer(body, thinking) for _ in range(body.n)]
         """Of each choice; None where the message is plain text."""
         self._head = {"id": name, "created": int(time()), "model": served.name}
-        self._begun: set[int] = set()
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The complete answer."""

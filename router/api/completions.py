@@ -74,6 +74,7 @@ class CompletionRenderer(OpenAiEvents):
     """Writes completions as OpenAI does."""
 
     def __init__(self, served: ServedModel, body: CompletionRequest, name: str) -> None:
+        super().__init__(plain=body.logprobs is None and not body.return_token_ids and not body.continuous_usage)
         self._body, self._tokenizer = body, served.tokenizer
         self._head = {
             "id": name,
@@ -82,7 +83,6 @@ class CompletionRenderer(OpenAiEvents):
             "model": served.name,
         }
         self._prompts = [prompt if isinstance(prompt, str) else None for prompt in body.prompt]
-        self._begun: set[int] = set()
         self._offsets: dict[int, Offsets] = {}
 
     def whole(self, generation: Generation) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Any, Final
 
@@ -26,6 +27,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from router.api.errors import HTTPError, told
 
 READ_BYTES: Final = 1 << 16
+GATHERED_BYTES: Final = 1 << 16
+"""Written at most before it is sent, however much more comes in the same round."""
 MAX_HEAD_BYTES: Final = 64 << 10
 LEAST_CHUNK: Final = 64
 """Bytes of a chunk, on average, after the first `FREE_CHUNKS`."""
@@ -35,6 +38,9 @@ LINGER_S: Final = 10.0
 FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
 
 _REASONS: Final = {400: "Bad Request", 408: "Request Timeout", 429: "Too Many Requests", 503: "Service Unavailable"}
+
+_REMEMBERED: Final = 4096
+"""Addresses whose owners need not be found again."""
 
 Network = IPv4Network | IPv6Network
 
@@ -46,6 +52,7 @@ class Census:
         """See `LimitsConfig`. Connections from `proxies` count only towards `most`."""
         self._most, self._most_per_address, self._proxies = most, most_per_address, tuple(proxies)
         self._by_owner: Counter[str] = Counter()
+        self._owner = lru_cache(_REMEMBERED)(self._find_owner)
         self.total = 0
 
     def enter(self, address: str) -> HTTPError | None:
@@ -67,7 +74,7 @@ class Census:
         if not self._by_owner[owner]:
             del self._by_owner[owner]
 
-    def _owner(self, address: str) -> str:
+    def _find_owner(self, address: str) -> str:
         """Whose share a connection takes: an address, or an IPv6 network, which one client has whole. "": nobody's."""
         try:
             given = ip_address(address.partition("%")[0])
@@ -85,6 +92,57 @@ class Waits:
 
     head_s: float
     write_s: float
+
+
+class _Gathered(asyncio.Transport):
+    """A connection's transport, which sends together what is written in one round of the event loop.
+
+    Each `send` of the system costs more than an event of a stream, and makes the client wake up.
+    """
+
+    def __init__(self, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._inner, self._loop = inner, loop
+        self._parts: list[bytes] = []
+        self._bytes = 0
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._inner.get_extra_info(name, default)
+
+    def is_closing(self) -> bool:
+        return self._inner.is_closing()
+
+    def pause_reading(self) -> None:
+        self._inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._inner.resume_reading()
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+        self._bytes += len(data)
+        if self._bytes > GATHERED_BYTES:
+            self._flush()
+
+    def write_eof(self) -> None:
+        self._flush()
+        self._inner.write_eof()
+
+    def close(self) -> None:
+        self._flush()
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._parts.clear()
+        self._inner.abort()
+
+    def _flush(self) -> None:
+        if self._parts:
+            self._inner.write(b"".join(self._parts))
+            self._parts.clear()
+            self._bytes = 0
 
 
 class _Requests(h11.Connection):
@@ -117,7 +175,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         super().__init__(**given)
         self.conn = _Requests()
         self.app = self._noting_events
-        self._streams_events = False
+        self._streams_events = self._chunked = False
         self._census, self._waits, self._refused = census, waits, refused
         self._address = ""
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -127,11 +185,11 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
     # What asyncio calls ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_Gathered(transport, self.loop))
         self._address = self.client[0] if self.client else ""
         if error := self._census.enter(self._address):
             self._refuse(error)
-            transport.close()
+            self.transport.close()
         else:
             self._arm("head", self._waits.head_s, self._head_is_late)
 
@@ -202,15 +260,27 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         self._arm("probe", pause_s, lambda: self._probe(min(2 * pause_s, LAST_PROBE_S)))
 
     async def _noting_events(self, scope: Any, receive: Any, send: Any) -> None:
-        """The application; notes whether its answer is a stream of events."""
+        """The application; notes whether its answer is a stream of events, and writes the pieces of a stream itself."""
 
         async def noting(message: Any) -> None:
             if message["type"] == "http.response.start":
-                kind = dict(message.get("headers", ())).get(b"content-type", b"")
-                self._streams_events = kind.startswith(b"text/event-stream")
+                headers = dict(message.get("headers", ()))
+                self._streams_events = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+                self._chunked = self._streams_events and scope["http_version"] != "1.0"
+            elif self._chunked and message.get("more_body"):
+                await self._write_chunk(message["body"])
+                return
             await send(message)
 
         await self.config.loaded_app(scope, receive, noting)
+
+    async def _write_chunk(self, data: bytes) -> None:
+        """Do what h11 does with a piece of a chunked answer, in a tenth of the time: the states remain as they are."""
+        cycle = self.cycle
+        if self.flow.write_paused and not cycle.disconnected:
+            await self.flow.drain()
+        if not cycle.disconnected and data:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def _head_is_late(self) -> None:
         self._refuse(HTTPError(408, "the request's headers did not arrive in time", "request_timeout"))

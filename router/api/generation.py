@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextvars import Context, copy_context
 from time import perf_counter
 from typing import Any
 
@@ -59,13 +58,20 @@ class Generation:
                 choice.on_delta = on_delta
         for flight in self._flights:
             self._served.journal.began(flight)
+        if len(self._flights) == 1:
+            await self._serve(self._flights[0])
+            return
         with unwrapped():
             async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._served.dispatcher.serve(flight), context=_trail(flight))
-                    for flight in self._flights
-                ]
-                await asyncio.wait(running)
+                await asyncio.wait([tasks.create_task(self._serve(flight)) for flight in self._flights])
+
+    async def _serve(self, flight: Flight) -> None:
+        """Serve a sequence. What nodes are asked meanwhile belongs to it."""
+        token = TRAIL.set(Trail(flight.request.request_id, flight.span))
+        try:
+            await self._served.dispatcher.serve(flight)
+        finally:
+            TRAIL.reset(token)
 
     def settle(self, error: BaseException | None) -> None:
         """Count every sequence. Called when the last byte has been sent, or when none will follow."""
@@ -101,10 +107,3 @@ class Generation:
             "decode_node": flight.route.decode_node,
             "attempts": flight.route.attempts,
         }
-
-
-def _trail(flight: Flight) -> Context:
-    """The context of a sequence's task: what nodes are asked in it belongs to the sequence."""
-    context = copy_context()
-    context.run(TRAIL.set, Trail(flight.request.request_id, flight.span))
-    return context

@@ -60,8 +60,8 @@ class Prompts:
         """
         if len(data) <= SMALL:
             body = validate(kind, data, self._model_name, self._strict)
-            return Parsed(body, tokenize(self._conversations, body, self._bounds()))
-        job = self._job(kind, self._bounds())
+            return Parsed(body, tokenize(self._conversations, body, self._bounds(self._room())))
+        job = self._job(kind, self._bounds(self._room()))
         return await self._in_turn(self.parsers.parse(kind, data, job), len(data), caller, client)
 
     async def answer(self, kind: type[Question], data: bytes, caller: Caller, client: str) -> bytes:
@@ -98,8 +98,8 @@ class Prompts:
 
         Raises `RequestError` with the counts if they do not fit, and `Unavailable` while no node can say how much fits.
         """
-        check_prompt(prompt_tokens, self._bounds(), param)
         room = self._room()
+        check_prompt(prompt_tokens, self._bounds(room), param)
         if max_tokens is None:
             return min(default, room - prompt_tokens)
         if prompt_tokens + max_tokens > room:
@@ -110,8 +110,8 @@ class Prompts:
             )
         return max_tokens
 
-    def _bounds(self) -> Bounds:
-        return Bounds(min(self._limits.max_prompt_tokens, self._room() - 1), self._limits.max_sequences)
+    def _bounds(self, room: int) -> Bounds:
+        return Bounds(min(self._limits.max_prompt_tokens, room - 1), self._limits.max_sequences)
 
     def _room(self) -> int:
         """Tokens of one request that the fleet can hold. Raises `Unavailable` before it is known."""

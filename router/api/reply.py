@@ -28,8 +28,8 @@ class Renderer(Protocol):
         """The complete answer."""
         ...
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events that one delta becomes."""
+    def written(self, delta: Delta) -> bytes:
+        """The events that one delta becomes, as a stream has them."""
         ...
 
     def closing(self, generation: Generation) -> list[dict[str, Any]]:
@@ -52,15 +52,14 @@ class Renderer(Protocol):
 
 def running_usage(body: Generate, delta: Delta) -> dict[str, Any] | None:
     """The `usage` of an event in a stream: null as with OpenAI, or as with vLLM the counts so far, if asked for."""
-    continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
-    return delta.usage() if continuous else None
+    return delta.usage() if body.continuous_usage else None
 
 
 # Made once: `json.dumps` with these settings would make one for every token.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
 
 
-def to_json(value: dict[str, Any]) -> bytes:
+def to_json(value: dict[str, Any] | str) -> bytes:
     """Compact UTF-8."""
     return _ENCODER.encode(value).encode("utf-8", "replace")
 

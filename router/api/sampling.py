@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from typing import Any
 
 from hackkv.types import Sampling
 from router.api.defaults import SamplingDefaults
@@ -19,19 +20,22 @@ def sampling_of(
     grammar: str = "",
 ) -> Sampling:
     """Sampling parameters of a request; draws a seed if the client gave none, so that a retry repeats the draw."""
-    given = body.model_dump(include=set(SamplingDefaults.model_fields), exclude_none=True)
-    chosen = defaults.model_copy(update=given)
+
+    def chosen(name: str) -> Any:
+        given = getattr(body, name)
+        return getattr(defaults, name) if given is None else given
+
     return Sampling(
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         max_tokens=max_tokens,
         min_tokens=min(body.min_tokens, max_tokens),
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        top_k=max(0, chosen.top_k),  # vLLM's -1 means off as well
-        min_p=chosen.min_p,
+        temperature=chosen("temperature"),
+        top_p=chosen("top_p"),
+        top_k=max(0, chosen("top_k")),  # vLLM's -1 means off as well
+        min_p=chosen("min_p"),
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        repetition_penalty=chosen.repetition_penalty,
+        repetition_penalty=chosen("repetition_penalty"),
         logit_bias=body.logit_bias,
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,

@@ -153,6 +153,11 @@ class Generate(Sampled, Structured, VllmExtras, LlamaExtras):
         """Whether a stream ends with its token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream has its token counts."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
 
 class CompletionRequest(Generate):
     """POST /v1/completions."""

@@ -7,8 +7,10 @@ one event, and the stream ends without what ends it in good order.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from starlette.types import Send
 
@@ -23,6 +25,8 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise collect the events
 ]
+_TEXT: Final = "<text>"
+"""Stands for a text that is not known yet. Nothing that comes after a text in an event is written so."""
 
 
 class StreamReply(Reply):
@@ -68,8 +72,7 @@ class StreamReply(Reply):
     async def _send_deltas(self, send: Send) -> None:
         while self._deltas or self._unsent:
             if not self._unsent:
-                events = self._renderer.chunks(self._deltas.popleft())
-                self._unsent = b"".join(map(self._renderer.framed, events))
+                self._unsent = self._renderer.written(self._deltas.popleft())
             if self._unsent:
                 await self._send_body(send, self._unsent)
                 self._unsent = b""  # only now: a failure elsewhere may have cancelled the sending
@@ -81,21 +84,56 @@ class StreamReply(Reply):
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-class OpenAiEvents:
+class Events(ABC):
+    """Events of one stream."""
+
+    @abstractmethod
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The events that one delta becomes."""
+
+    @abstractmethod
+    def framed(self, event: dict[str, Any]) -> bytes:
+        """See `Renderer`."""
+
+    def written(self, delta: Delta) -> bytes:
+        """See `Renderer`."""
+        return b"".join(map(self.framed, self.chunks(delta)))
+
+
+class OpenAiEvents(Events):
     """How OpenAI's older routes write events: as data alone, and at last `[DONE]`."""
 
     end = b"data: [DONE]\n\n"
 
+    def __init__(self, *, plain: bool) -> None:
+        """If the events are `plain`, those in the middle of a choice differ in their text only."""
+        self._plain = plain
+        self._begun: set[int] = set()
+        """Choices whose first event is out."""
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """What stands before and after the text of a choice's plain event."""
+
     def framed(self, event: dict[str, Any]) -> bytes:
         """See `Renderer`."""
         return b"data: " + to_json(event) + b"\n\n"
+
+    def written(self, delta: Delta) -> bytes:
+        """See `Renderer`. Of plain events only the text is written anew."""
+        index = delta.choice.index
+        if not self._plain or delta.finish is not None or index not in self._begun:
+            return super().written(delta)
+        if index not in self._around:
+            before, _, after = super().written(replace(delta, text=_TEXT)).rpartition(to_json(_TEXT))
+            self._around[index] = before, after
+        before, after = self._around[index]
+        return before + to_json(delta.text) + after
 
     def broken(self, error: Exception) -> dict[str, Any]:
         """OpenAI's envelope."""
         return envelope(error)
 
 
-class NamedEvents:
+class NamedEvents(Events):
     """How newer APIs write events: each with its name, which is its `type` too. The last one ends the stream."""
 
     end = b""

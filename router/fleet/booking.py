@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from hackkv.errors import HackkvError, NodeDraining, NodeLost
+from hackkv.errors import NodeDraining, NodeLost
 from hackkv.nodes import NodeInfo
 from router.fleet.holdings import Marks
 from router.fleet.members import Member, NodeT
 from router.fleet.wires import kv_address
-from router.scopes import guarded
+from router.scopes import Alarm, guarded
 
 T = TypeVar("T")
 
@@ -47,7 +46,7 @@ class Booking(Generic[NodeT]):
         """Where `prefill` sends KV for this decode node. Raises `NodeLost` if they share no wire."""
         return kv_address(prefill, self.member.info)
 
-    async def guard(self, work: Coroutine[Any, Any, T], *alarms: asyncio.Future[HackkvError]) -> T:
+    async def guard(self, work: Coroutine[Any, Any, T], *alarms: Alarm) -> T:
         """The result of `work` on the node, unless the node leaves the fleet or another alarm goes off.
 
         A node that drains is not at fault when it drops a request: `NodeLost` then becomes `NodeDraining`.

@@ -21,9 +21,10 @@ class Capacity:
     @property
     def max_context(self) -> int:
         """Longest prompt plus output, in tokens, that every node can serve. Raises `Unavailable` before it is known."""
-        if self._unknown:
+        prefill, decode = self._prefill.known(), self._decode.known()
+        if not prefill or not decode:
             raise unavailable(*self._unknown)
-        return min(info.max_context for info in (*self._prefill.known(), *self._decode.known()))
+        return min(info.max_context for info in (*prefill, *decode))
 
     @property
     def max_request_tokens(self) -> int:

@@ -79,10 +79,11 @@ class PrefillDesk:
         """Always false: no request waits for something that others hold."""
         return False
 
-    def take(self, demand: Demand) -> Booking[PrefillNode]:
-        """Book a node for a demand that `fits`. What the node holds of the prompt is no work."""
+    def take(self, demand: Demand) -> Booking[PrefillNode] | None:
+        """Book a node, if one takes requests. What it holds of the prompt is no work."""
         member = self._choose(demand, demand.marks)
-        assert member is not None, "the line serves only who fits"
+        if member is None:
+            return None
         member.chosen_at = next(self._choices)
         held = self.account.take(demand, member)
         booking = Booking(member, demand.need.whole - held, 0, self._now)
@@ -142,10 +143,11 @@ class DecodeDesk:
         """Whether a node that is here has room once other requests end."""
         return any(member.decode_load().could_hold(demand.need) for member in self._nodes.members)
 
-    def take(self, demand: Demand) -> Booking[DecodeNode]:
-        """Book room for a demand that `fits`."""
+    def take(self, demand: Demand) -> Booking[DecodeNode] | None:
+        """Book room, if a node has some."""
         member = self._choose(demand, demand.marks)
-        assert member is not None, "the line serves only who fits"
+        if member is None:
+            return None
         member.chosen_at = next(self._choices)
         self.account.take(demand, member)
         pages = pages_for(demand.need.landing, member.info.page_tokens)

@@ -106,8 +106,8 @@ class Desk(Protocol[HeldT_co]):
         """Whether a share can be had once other requests give theirs back."""
         ...
 
-    def take(self, demand: Demand) -> HeldT_co:
-        """Give a share out. Called only for a demand that `fits`."""
+    def take(self, demand: Demand) -> HeldT_co | None:
+        """Give a share out; None if the demand does not fit."""
         ...
 
 
@@ -129,6 +129,8 @@ class Line(Generic[HeldT]):
 
     def try_now(self, demand: Demand) -> HeldT | None:
         """A share, if one can be had without waiting; else None."""
+        if not self._waiters:
+            return self._desk.take(demand)
         waiter = self._join(demand)
         if waiter.served.done():
             return waiter.served.result()
@@ -137,6 +139,8 @@ class Line(Generic[HeldT]):
 
     async def wait(self, demand: Demand) -> HeldT:
         """Stand in line."""
+        if not self._waiters and (held := self._desk.take(demand)) is not None:
+            return held
         waiter = self._join(demand)
         try:
             return await waiter.served
@@ -161,7 +165,9 @@ class Line(Generic[HeldT]):
                 passed.passed += 1
             waiter = self._waiters.pop(index)
             if not waiter.served.done():  # cancelled, and not yet awake
-                waiter.served.set_result(desk.take(waiter.demand))
+                held = desk.take(waiter.demand)
+                assert held is not None, "it fits"
+                waiter.served.set_result(held)
 
     def _join(self, demand: Demand) -> _Waiter[HeldT]:
         waiter: _Waiter[HeldT] = _Waiter(demand, self._now())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from hackkv.errors import HackkvError, NodeDraining, NodeLost
+from hackkv.errors import NodeDraining, NodeLost
 from hackkv.nodes import NodeInfo
 from hackkv.page_names import MOST_MARKS
 from router.fleet.health import Breaker, Health
 from router.fleet.holdings import Holdings, Marks
 from router.fleet.policy import DecodeLoad, PrefillLoad
+from router.scopes import Alarm
 from transport.base import DecodeNode, PrefillNode
 
 NodeT = TypeVar("NodeT", bound=PrefillNode | DecodeNode)
@@ -51,8 +51,8 @@ class Member(Generic[NodeT]):
         self.info = info
         self.node = node
         self.expires_at = now + ttl_s
-        self.gone: asyncio.Future[HackkvError] = asyncio.get_running_loop().create_future()
-        """Done when the node has left the fleet. The result is the error that its requests get."""
+        self.gone = Alarm()
+        """Goes off when the node leaves the fleet, with the error that its requests get."""
         self.booked = Booked()
         """What requests of this process hold."""
         self.shared = Shared()
@@ -156,5 +156,4 @@ class Member(Generic[NodeT]):
     def leave(self, why: str) -> None:
         """The node is out of the fleet; requests on it hear of it at once."""
         kind = NodeDraining if self.draining else NodeLost
-        if not self.gone.done():
-            self.gone.set_result(kind(f"{self.info.role} node {self.node_id} {why}"))
+        self.gone.ring(kind(f"{self.info.role} node {self.node_id} {why}"))

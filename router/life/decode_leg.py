@@ -11,6 +11,7 @@ from hackkv.types import DecodeEvent, DecodeJob, HandoffFailed, Landed, Reserved
 from router.fleet.booking import Booking
 from router.fleet.holdings import Marks
 from router.life.events import expect
+from router.scopes import Alarm
 from transport.base import DecodeNode
 from transport.closing import closing
 
@@ -31,7 +32,7 @@ class DecodeLeg:
         """The prefill node says that the decode node has the KV."""
         self.push_over = asyncio.Event()
         """Set when the prefill node has nothing more to say of its push."""
-        self._alarm: asyncio.Future[HackkvError] = asyncio.get_running_loop().create_future()
+        self._alarm = Alarm()
 
     @property
     def node_id(self) -> str:
@@ -66,8 +67,7 @@ class DecodeLeg:
 
     def fail(self, error: HackkvError) -> None:
         """Give up waiting for the node."""
-        if not self._alarm.done():
-            self._alarm.set_result(error)
+        self._alarm.ring(error)
 
     def push_ended(self) -> None:
         """The prefill node says that its push ended well."""

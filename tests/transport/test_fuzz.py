@@ -23,21 +23,22 @@ from transport import methods
 from transport.channels import ChannelPool
 from transport.coder import MAX_PAYLOAD_BYTES, MAX_REQUEST_BYTES
 from transport.convert import ASSIGNMENT, DECODE_JOB, EMPTY, NODE_INFO, PREFILL_JOB, Assignment, Empty
+from transport.convert_calls import ANSWERS, ASKS, Ask
 from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, Announced
 from transport.convert_pair import PAIR_MESSAGE, Hello, Paired, PairKey, PairMessage, Ready
 from transport.grpc_wire import GrpcListener
 from transport.link import link_kind
 from transport.rpc_client import DecodeClient
 from transport.rpc_server import PLAIN, WIRE_KEY, RpcServer
-from transport.status import rebuild
+from transport.status import rebuild, write_message
 from transport.wires import WIRES, Site
 
 HELLOS: list[PairMessage] = [Hello(link_kind(name).dialect) for name in LINKS_HERE]
 SEEDS: dict[str, list[bytes]] = {
-    methods.PREFILL_RUN: [PREFILL_JOB.encode(nouns.prefill_job())],
+    methods.PREFILL_SERVE: [ASKS.encode([Ask(1, PREFILL_JOB.encode(nouns.prefill_job()))]), ASKS.encode([Ask(1)])],
     methods.PREFILL_ASSIGN: [ASSIGNMENT.encode(Assignment("t-1", 0, "a:1"))],
     methods.PREFILL_DESCRIBE: [EMPTY.encode(Empty())],
-    methods.DECODE_RUN: [DECODE_JOB.encode(nouns.decode_job())],
+    methods.DECODE_SERVE: [ASKS.encode([Ask(1, DECODE_JOB.encode(nouns.decode_job())), Ask(1, b"\xff"), Ask(2)])],
     methods.DECODE_DESCRIBE: [EMPTY.encode(Empty())],
     methods.REGISTRY_REGISTER: [NODE_INFO.encode(nouns.node_info())],
     methods.KV_PUSH: [
@@ -47,6 +48,13 @@ SEEDS: dict[str, list[bytes]] = {
     methods.KV_CONNECT: [
         PAIR_MESSAGE.encode(item) for item in (*HELLOS, PairKey("0/0", b"there"), Ready(1, 5), Paired(1))
     ],
+}
+SERVE = (methods.PREFILL_SERVE, methods.DECODE_SERVE)
+LAST = 1 << 63
+"""The number of a call that is right, after others that may be wrong."""
+LAST_CALL = {
+    methods.PREFILL_SERVE: ASKS.encode([Ask(LAST, PREFILL_JOB.encode(nouns.prefill_job()))]),
+    methods.DECODE_SERVE: ASKS.encode([Ask(LAST, DECODE_JOB.encode(nouns.decode_job()))]),
 }
 
 
@@ -71,6 +79,8 @@ async def attack(channel: grpc.aio.Channel, rng: random.Random, wire: str) -> Ha
     """Make one hostile call; return the error it ended with, None if the bytes happened to be valid."""
     method = rng.choice(methods.ALL)
     messages = [mutate(rng, seed) if rng.random() < 0.7 else seed for seed in SEEDS[method]]
+    if method in SERVE:
+        messages.append(LAST_CALL[method])
     if method in (methods.KV_PUSH, methods.KV_CONNECT):
         if rng.random() < 0.3:
             rng.shuffle(messages)
@@ -83,9 +93,20 @@ async def call_raw(
 ) -> HackkvError | None:
     """Send messages as they are; return the error that the call ended with."""
     # On the wire every method takes a stream of requests; a unary one reads the first.
-    call = channel.stream_stream(method, None, None)(iter_messages(messages), metadata=((WIRE_KEY, wire),))
+    call = channel.stream_stream(method, None, None)(None, metadata=((WIRE_KEY, wire),))
+    failures = list[HackkvError]()
     try:
+        for message in messages:
+            if not await write_message(call, message):
+                break
+        if method not in SERVE:  # these calls are over when no more is asked
+            await call.done_writing()
         while isinstance(data := await call.read(), bytes):
+            if method in SERVE:
+                answers = ANSWERS.decode(data)
+                failures += [answer.body for answer in answers if isinstance(answer.body, HackkvError)]
+                if any(answer.call == LAST and answer.body is None for answer in answers):
+                    return failures[0] if failures else None
             if method == methods.KV_PUSH and not isinstance(reply := PUSH_REPLY.decode(data), Accepted):
                 return reply if isinstance(reply, HackkvError) else None
             if method == methods.KV_CONNECT and isinstance(said := PAIR_MESSAGE.decode(data), HackkvError):
@@ -95,11 +116,6 @@ async def call_raw(
     finally:
         call.cancel()
     return None
-
-
-async def iter_messages(messages: list[bytes]) -> AsyncIterator[bytes]:
-    for message in messages:
-        yield message
 
 
 async def count_items(handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:

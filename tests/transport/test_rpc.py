@@ -202,7 +202,10 @@ async def test_generated_stubs_can_call_the_server(server: RpcServer, remote: Cl
         stub = kv_pb2_grpc.DecodeStub(channel)  # type: ignore[no-untyped-call]
         info = await stub.Describe(kv_pb2.Empty())
         assert info.node_id == "d-1"
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Run(kv_pb2.DecodeJob()).read()
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "request: missing in DecodeJob" in (caught.value.details() or "")
+        calls = stub.Serve()
+        await calls.write(kv_pb2.Asks(asks=[kv_pb2.Ask(call=7, job=kv_pb2.DecodeJob().SerializeToString())]))
+        (answer,) = (await calls.read()).answers
+        assert answer.call == 7
+        assert answer.failure.code == RequestError.code
+        assert "request: missing in DecodeJob" in answer.failure.message
+        calls.cancel()

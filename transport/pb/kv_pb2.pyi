@@ -29,6 +29,47 @@ class Empty(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Ask(_message.Message):
+    __slots__ = ("call", "job", "trail")
+    class TrailEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TRAIL_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    job: bytes
+    trail: _containers.ScalarMap[str, str]
+    def __init__(self, call: _Optional[int] = ..., job: _Optional[bytes] = ..., trail: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class Asks(_message.Message):
+    __slots__ = ("asks",)
+    ASKS_FIELD_NUMBER: _ClassVar[int]
+    asks: _containers.RepeatedCompositeFieldContainer[Ask]
+    def __init__(self, asks: _Optional[_Iterable[_Union[Ask, _Mapping]]] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("call", "event", "failure", "end")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    event: bytes
+    failure: Failure
+    end: Empty
+    def __init__(self, call: _Optional[int] = ..., event: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., end: _Optional[_Union[Empty, _Mapping]] = ...) -> None: ...
+
+class Answers(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[Answer]
+    def __init__(self, answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ...) -> None: ...
+
 class TokenBias(_message.Message):
     __slots__ = ("token_id", "bias")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -35,10 +35,10 @@ class PrefillStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Run = channel.unary_stream(
-                '/hackkv.v1.Prefill/Run',
-                request_serializer=transport_dot_pb_dot_kv__pb2.PrefillJob.SerializeToString,
-                response_deserializer=transport_dot_pb_dot_kv__pb2.PrefillEvent.FromString,
+        self.Serve = channel.stream_stream(
+                '/hackkv.v1.Prefill/Serve',
+                request_serializer=transport_dot_pb_dot_kv__pb2.Asks.SerializeToString,
+                response_deserializer=transport_dot_pb_dot_kv__pb2.Answers.FromString,
                 _registered_method=True)
         self.Assign = channel.unary_unary(
                 '/hackkv.v1.Prefill/Assign',
@@ -56,8 +56,9 @@ class PrefillServicer:
     """What the router may ask of a prefill node.
     """
 
-    def Run(self, request, context):
-        """Runs a prompt: Prefilled, then the fate of each push, HandedOff or HandoffFailed. Open while the KV is kept.
+    def Serve(self, request_iterator, context):
+        """A call runs a prompt (PrefillJob). Its events (PrefillEvent): Prefilled, then the fate of each push, HandedOff or
+        HandoffFailed. Open while the KV is kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,10 +80,10 @@ class PrefillServicer:
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Run': grpc.unary_stream_rpc_method_handler(
-                    servicer.Run,
-                    request_deserializer=transport_dot_pb_dot_kv__pb2.PrefillJob.FromString,
-                    response_serializer=transport_dot_pb_dot_kv__pb2.PrefillEvent.SerializeToString,
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=transport_dot_pb_dot_kv__pb2.Asks.FromString,
+                    response_serializer=transport_dot_pb_dot_kv__pb2.Answers.SerializeToString,
             ),
             'Assign': grpc.unary_unary_rpc_method_handler(
                     servicer.Assign,
@@ -107,7 +108,7 @@ class Prefill:
     """
 
     @staticmethod
-    def Run(request,
+    def Serve(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -117,12 +118,12 @@ class Prefill:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/hackkv.v1.Prefill/Run',
-            transport_dot_pb_dot_kv__pb2.PrefillJob.SerializeToString,
-            transport_dot_pb_dot_kv__pb2.PrefillEvent.FromString,
+            '/hackkv.v1.Prefill/Serve',
+            transport_dot_pb_dot_kv__pb2.Asks.SerializeToString,
+            transport_dot_pb_dot_kv__pb2.Answers.FromString,
             options,
             channel_credentials,
             insecure,
@@ -198,10 +199,10 @@ class DecodeStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Run = channel.unary_stream(
-                '/hackkv.v1.Decode/Run',
-                request_serializer=transport_dot_pb_dot_kv__pb2.DecodeJob.SerializeToString,
-                response_deserializer=transport_dot_pb_dot_kv__pb2.DecodeEvent.FromString,
+        self.Serve = channel.stream_stream(
+                '/hackkv.v1.Decode/Serve',
+                request_serializer=transport_dot_pb_dot_kv__pb2.Asks.SerializeToString,
+                response_deserializer=transport_dot_pb_dot_kv__pb2.Answers.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/hackkv.v1.Decode/Describe',
@@ -214,8 +215,9 @@ class DecodeServicer:
     """What the router may ask of a decode node.
     """
 
-    def Run(self, request, context):
-        """Serves one request: Reserved, Landed, tokens from index 1 on (between them Swapped), Decoded.
+    def Serve(self, request_iterator, context):
+        """A call serves one request (DecodeJob). Its events (DecodeEvent): Reserved, Landed, tokens from index 1 on (between
+        them Swapped), Decoded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -230,10 +232,10 @@ class DecodeServicer:
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Run': grpc.unary_stream_rpc_method_handler(
-                    servicer.Run,
-                    request_deserializer=transport_dot_pb_dot_kv__pb2.DecodeJob.FromString,
-                    response_serializer=transport_dot_pb_dot_kv__pb2.DecodeEvent.SerializeToString,
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=transport_dot_pb_dot_kv__pb2.Asks.FromString,
+                    response_serializer=transport_dot_pb_dot_kv__pb2.Answers.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -253,7 +255,7 @@ class Decode:
     """
 
     @staticmethod
-    def Run(request,
+    def Serve(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -263,12 +265,12 @@ class Decode:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/hackkv.v1.Decode/Run',
-            transport_dot_pb_dot_kv__pb2.DecodeJob.SerializeToString,
-            transport_dot_pb_dot_kv__pb2.DecodeEvent.FromString,
+            '/hackkv.v1.Decode/Serve',
+            transport_dot_pb_dot_kv__pb2.Asks.SerializeToString,
+            transport_dot_pb_dot_kv__pb2.Answers.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from ipaddress import ip_network
 
+import h11
 import pytest
 from anthropic.types.shared import ErrorResponse
 
@@ -145,6 +146,31 @@ async def test_a_client_that_left_frees_the_nodes(
         await until(lambda: not any(node.open for node in cluster.prefill.values()))
         await until(lambda: not any(node.open for node in cluster.decode.values()))
     cluster.assert_idle()
+
+
+async def test_a_stream_is_chunked_as_http_has_it(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    """h11 reads what was written without it, and the connection goes on."""
+    async with listening(cluster, tokenizer) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        texts = []
+        for _ in range(2):
+            client = h11.Connection(h11.CLIENT)
+            client.send(h11.Request(method="POST", target="/", headers=[("host", "x"), ("content-length", "0")]))
+            client.send(h11.EndOfMessage())
+            writer.write(head(len(STREAMED)) + STREAMED)
+            body = b""
+            while not isinstance(event := client.next_event(), h11.EndOfMessage):
+                if event is h11.NEED_DATA:
+                    client.receive_data(await reader.read(1 << 16))
+                elif isinstance(event, h11.Data):
+                    body += event.data
+            *events, end, rest = body.split(b"\n\n")
+            assert (end, rest) == (b"data: [DONE]", b"")
+            choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+            assert [choice["finish_reason"] for choice in choices] == [None, None, None, "length"]
+            texts.append("".join(choice["text"] for choice in choices))
+        assert len(texts[0]) == 4
+        writer.close()
 
 
 async def test_a_client_can_read_why_its_body_was_refused(cluster: Cluster, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,78 @@
+"""What a short request and a token cost: processor time of each process. It does not ask for a quiet machine."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+from bench.router.cluster import Cluster, since
+from bench.router.streams import Times, short_requests, stream
+
+TARGET_REQUEST_US, TARGET_TOKEN_US = 1000.0, 60.0
+WARM_S = 1.0
+
+_NAMES = {
+    "requests": "a request of two tokens",
+    "tokens": "a token",
+    "timed": "a token with its log-probability",
+}
+
+
+async def cost(cluster: Cluster, seconds: float, streams: int, pause_ms: int, rate: float) -> dict[str, Any]:
+    """Microseconds by process: of a short request of `rate` a second, and of a token of `streams` streams."""
+    await short_requests(cluster.url, rate, WARM_S, Times())
+    used, times = cluster.processor_s(), Times()
+    count = await short_requests(cluster.url, rate, seconds, times)
+    requests = since(used, cluster.processor_s(), count / 1e6)
+    tokens = await _token(cluster, seconds, streams, pause_ms, timed=False)
+    timed = await _token(cluster, seconds, streams, pause_ms, timed=True)
+    return {
+        "requests": requests, "tokens": tokens, "timed": timed, "rate": rate, "streams": streams, "pause_ms": pause_ms,
+        "failures": len(times.failures),
+    }  # fmt: skip
+
+
+async def _token(cluster: Cluster, seconds: float, streams: int, pause_ms: int, *, timed: bool) -> dict[str, float]:
+    times, begun = Times(), [asyncio.Event() for _ in range(streams)]
+    tokens = int(1000 * (seconds + 60) / pause_ms)
+    async with AsyncExitStack() as held:
+        for event in begun:
+            task = asyncio.create_task(stream(cluster.url, tokens, pause_ms, times, event, timed=timed))
+            held.callback(task.cancel)
+        for event in begun:
+            await event.wait()
+        await asyncio.sleep(WARM_S)
+        used, times.tokens = cluster.processor_s(), 0
+        await asyncio.sleep(seconds)
+        share = since(used, cluster.processor_s(), max(1, times.tokens) / 1e6)
+    await asyncio.sleep(WARM_S)  # the router hears that the clients have left
+    return share
+
+
+def costs_little(result: dict[str, Any]) -> bool:
+    """Whether the targets are met."""
+    router = {kind: sum(us for name, us in result[kind].items() if name.startswith("router")) for kind in _NAMES}
+    return bool(router["requests"] <= TARGET_REQUEST_US and router["tokens"] <= TARGET_TOKEN_US)
+
+
+def cost_table(result: dict[str, Any]) -> str:
+    """As Markdown."""
+    processes = list(result["requests"])
+    rows = [
+        f"| {name} | " + " | ".join(f"{result[kind][process]:.0f}" for process in processes) + " |"
+        for kind, name in _NAMES.items()
+    ]
+    return "\n".join(
+        (
+            f"{result['rate']:g} short requests a second, then {result['streams']} streams with a token every "
+            f"{result['pause_ms']} ms. Targets for the router: {TARGET_REQUEST_US:.0f} us a request, "
+            f"{TARGET_TOKEN_US:.0f} us a token.",
+            "",
+            "| processor time, us | " + " | ".join(processes) + " |",
+            "|---" * (1 + len(processes)) + "|",
+            *rows,
+            "",
+            f"Failures: {result['failures']}.",
+        )
+    )
