@@ -47,7 +47,7 @@ class DecodeService:
         self._identity = identity
         self._worker = worker
         self._landing_s = settings.landing_s
-        runner = ModelRunner(worker.model, worker.codec, num_pages, settings.max_sequences)
+        runner = ModelRunner(worker.model, worker.codec, num_pages, settings.max_sequences, prompts=False)
         self.inbox = Inbox(runner, worker.fingerprint)
         reuse, footprint = settings.prefix_cache and worker.codec.bytes_follow_tokens, runner.memory.footprint
         self._naming = Naming(footprint.page_tokens, worker.fingerprint) if reuse else None

@@ -43,6 +43,8 @@ class Span:
     """The sequence's pages by pool index, in order: at least up to the last page that these rows fill."""
     evicted: int = 0
     """Rows that the cache evicted earlier. The first new row stands at position `held + evicted` of the text."""
+    prompt: int = 0
+    """Tokens of the whole prompt, if these are rows of one from which `Eviction.evict` will take some."""
 
     @property
     def position(self) -> int:
@@ -177,21 +179,31 @@ def some_pages(where: Spans, page_tokens: int, table: Tensor, counts: Tensor) ->
 
 
 class Eviction(Protocol):
-    """Evicts rows of a prompt once all of them are computed, before its KV leaves the prefill node. Such a codec has no
-    window.
+    """Evicts rows of a prompt once all of them are computed, before its KV leaves the prefill node.
 
     The number of rows that stay depends on the prompt's length alone, so that a decode node can reserve room for them
     beforehand. Which rows stay may depend on anything.
     """
 
+    notes: tuple[Plane, ...]
+    """What is noted of a page of one KV head while its prompt is computed (`Pool.notes`)."""
+
     def rows_held(self, tokens: int) -> int:
         """How many rows of a prompt of `tokens` tokens stay, at least 1."""
         ...
 
-    def evict(self, pool: Pool, span: Span) -> None:
-        """Move the rows that stay to the front of the pages of `span` and of its open page, in their order.
+    def observe(self, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Note what the choice needs of a batch's rows, for spans with a `prompt`; a repeat changes nothing.
 
-        `span` covers the whole prompt: `held` is 0. Afterwards its first `rows_held(span.count)` rows count.
+        q [T, Hq, D]; k, v [T, Hkv, D] float16, all in the form in which the codec attends to them.
+        """
+        ...
+
+    def evict(self, layer: int, pools: tuple[Pool, ...], span: Span) -> None:
+        """Leave the rows of a layer that stay, in their order, at the beginning of the pages of `span` and in its slot.
+
+        `span` covers the whole prompt: `held` is 0. Afterwards its first `rows_held(span.count)` rows count. `pools`
+        are those of all layers, with the notes of this prompt. A repeat changes nothing.
         """
         ...
 
@@ -288,8 +300,8 @@ class KvCodec(Protocol):
         """
         ...
 
-    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range) -> Pool:
-        """An empty pool of KV heads `heads` of a layer."""
+    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> Pool:
+        """An empty pool of KV heads `heads` of a layer; with `prompts` one in which whole prompts are computed."""
         ...
 
     def prepare(self, batch: Batch) -> Batch:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hackkv.codec import KvCodec, Span, rows_held
+from hackkv.codec import KvCodec, Span
 from hackkv.errors import NonFiniteError
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.llama import Llama
@@ -97,12 +97,10 @@ def _run(model: Llama, codec: KvCodec, ids: Sequence[int], pace: Pace) -> Tensor
     hidden, began = list[Tensor](), perf_counter()
     for start in range(0, prompt, CHUNK_TOKENS):
         chunk = ids[start : min(start + CHUNK_TOKENS, prompt)]
-        hidden.append(runner.forward([Span(0, start, len(chunk), pages)], chunk))
+        hidden.append(runner.forward([Span(0, start, len(chunk), pages, prompt=prompt)], chunk))
     pace.prefill_s, pace.prefill_tokens = pace.prefill_s + perf_counter() - began, pace.prefill_tokens + prompt
-    held, began = rows_held(codec, prompt), perf_counter()
-    if codec.eviction is not None:
-        for pool in runner.memory.pools:
-            codec.eviction.evict(pool, Span(0, 0, prompt, pages))
+    began = perf_counter()
+    held = runner.end_prompt(Span(0, 0, prompt, pages))
     for row, token in enumerate(ids[prompt:], held):
         hidden.append(runner.forward([Span(0, row, 1, pages, evicted=prompt - held)], [token]))
     pace.decode_s, pace.decode_tokens = pace.decode_s + perf_counter() - began, pace.decode_tokens + len(ids) - prompt

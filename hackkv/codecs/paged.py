@@ -43,6 +43,7 @@ class PagedCodec:
     lossless = False
     codes_where_it_pays = False
     origin: Origin | None = None
+    eviction: Eviction | None = None
 
     def __init__(self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings) -> None:
         """`settings` are all that change bytes or results. Layers may differ in everything but page size and window."""
@@ -61,11 +62,6 @@ class PagedCodec:
     def seals_open_page(self) -> bool:
         """The open page stays in FP16."""
         return False
-
-    @property
-    def eviction(self) -> Eviction | None:
-        """All rows stay."""
-        return None
 
     @property
     def bytes_follow_tokens(self) -> bool:
@@ -105,9 +101,17 @@ class PagedCodec:
         """Nothing is folded."""
         return weights
 
-    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range) -> Pool:
+    def add_eviction(self, eviction: Eviction, settings: Settings) -> None:
+        """Let rows of prompts go, as `settings` say."""
+        self.eviction, self.lossless = eviction, False
+        self._settings = (*settings, *self._settings)
+
+    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> Pool:
         """An empty pool on the backend's device."""
-        return new_pool(self.formats[layer], self._kernels[layer], self._backend.device, num_pages, num_slots, heads)
+        notes = self.eviction.notes if prompts and self.eviction else ()
+        return new_pool(
+            self.formats[layer], self._kernels[layer], self._backend.device, num_pages, num_slots, heads, notes
+        )
 
     def prepare(self, batch: Batch) -> Batch:
         """As it is."""
@@ -122,7 +126,10 @@ class PagedCodec:
                 with self.sealing:
                     self.seal(layer, pool, batch, *decode_rows(pool, batch))
             with self.attending:
-                return kernels.attend(layer, pool, self.visible(layer, pool, batch, q), Rows(q))
+                out = kernels.attend(layer, pool, self.visible(layer, pool, batch, q), Rows(q))
+                if self.eviction and any(span.prompt for span in batch.spans):  # a chunk of one row
+                    self.eviction.observe(pool, batch, q, *decode_rows(pool, batch))
+            return out
         narrowed = rows.narrow(k, v, batch.where, batch.faulty)
         if self.seals(batch):
             with self.sealing:
@@ -130,7 +137,16 @@ class PagedCodec:
         with self.attending:
             out = kernels.attend(layer, pool, batch.where, Rows(q, *narrowed))
             write_exact_rows(pool, batch, *narrowed)
+            if self.eviction:
+                self.eviction.observe(pool, batch, q, *narrowed)
         return out
+
+    def take_over(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
+        """Let k, v [T, Hkv, D] float16 be all rows of the batch's sequences: seal pages and keep exact rows."""
+        if self.seals(batch):
+            with self.sealing:
+                self.seal(layer, pool, batch, k, v)
+        write_exact_rows(pool, batch, k, v)
 
     def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
         """Which pages the queries q [B, Hq, D] of a decode batch attend to; by default all that their sequence holds.
