@@ -56,7 +56,12 @@ class DecodeService:
         self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(
             self.pool,
             footprint,
-            Limits(settings.host_bytes, settings.max_batch, settings.replay_tokens),
+            Limits(
+                settings.host_bytes,
+                settings.max_batch,
+                settings.replay_tokens,
+                replay_by_row=not worker.codec.decodes_as_prefill,
+            ),
         )
         self._steps = Steps(runner, self._scheduler)
         self._streams: set[Stream] = set()

@@ -93,6 +93,8 @@ class Batch:
     """`filled` as kernels take it; None if that is empty."""
     more: tuple[Tensor, ...] = ()
     """The lists that came along, int64 on the device."""
+    visible: dict[int, Spans] = field(default_factory=dict)
+    """Layer -> what its queries see, if layers choose pages: a later layer may see the same."""
 
     @property
     def device(self) -> torch.device:
@@ -205,6 +207,14 @@ class Eviction(Protocol):
         `span` covers the whole prompt: `held` is 0. Afterwards its first `rows_held(span.count)` rows count. `pools`
         are those of all layers, with the notes of this prompt. A repeat changes nothing.
         """
+        ...
+
+
+class Selection(Protocol):
+    """Chooses the pages that decode reads."""
+
+    def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
+        """Which pages the queries q [B, Hq, D] of a decode batch attend to, for each KV head as many."""
         ...
 
 

@@ -25,6 +25,7 @@ from hackkv.codecs.kivi import make_kivi
 from hackkv.codecs.paged import PagedCodec
 from hackkv.codecs.retention import Retention
 from hackkv.codecs.rotated import make_rotated
+from hackkv.codecs.selecting import Selecting, SelectionSettings
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.types import KvShape
@@ -50,16 +51,20 @@ BENEATH: Final = "of"
 def make_evicting(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
     """The codec that the setting `of` names, from whose prompts rows go. `settings` are those of both."""
     of = settings[BENEATH]
-    retention = Retention.model_validate({key: value for key, value in settings.items() if key in _RETENTION})
-    beneath = {key: value for key, value in settings.items() if key not in {BENEATH, *_RETENTION}}
-    codec = CODECS[of].make(name, shape, backend, beneath)
+    ours = {key: settings.pop(key) for key in _RETENTION | _SELECTION if key in settings}
+    retention = Retention.model_validate({key: value for key, value in ours.items() if key in _RETENTION})
+    selection = SelectionSettings.model_validate({key: value for key, value in ours.items() if key in _SELECTION})
+    codec = CODECS[of].make(name, shape, backend, {key: value for key, value in settings.items() if key != BENEATH})
     assert isinstance(codec, PagedCodec), "every codec of the table is one"
-    written = ((key, str(value)) for key, value in retention)
+    written = ((key, str(value)) for key, value in (*retention, *selection))
     codec.add_eviction(Evicting(codec, retention), ((BENEATH, of), *written))
+    if not selection.select.everything:
+        codec.add_selection(Selecting(selection, retention))
     return codec
 
 
 _RETENTION: Final = frozenset(Retention.model_fields)
+_SELECTION: Final = frozenset(SelectionSettings.model_fields)
 
 _EXACT: Final = {"sink": 1, "recent": 2}
 """Exact pages are worth more than a bit where bits are few (lab/frontier/README.md)."""
@@ -92,10 +97,18 @@ CODECS: Final[dict[str, Preset]] = {
     "rot-k2v2": Preset(make_rotated, {"k_bits": 2, "v_bits": 2, **_EXACT}),
     "streamingllm": Preset(make_evicting, {BENEATH: "fp16", "first": 4, "voters": 0}),
     "snapkv": Preset(make_evicting, {BENEATH: "fp16", "pool": 5}),
-    "h2o": Preset(make_evicting, {BENEATH: "fp16", "budget": "20%", "last": "10%", "voters": "100%"}),
+    "h2o": Preset(make_evicting, {BENEATH: "fp16", "last": "12.5%", "voters": "100%"}),
     "mpcache": Preset(
         make_evicting,
-        {BENEATH: "fp16", "budget": "30%", "first": 4, "last": 64, "voters": "20%", "pairs": True},
+        {
+            BENEATH: "fp16",
+            "first": 4,
+            "last": 64,
+            "voters": "20%",
+            "pairs": True,
+            "select": "40%",
+            "page_tokens": 32,
+        },
     ),
 }
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pool
+from hack_kernels.bounded import BoundedFormat, BoundedKernels
 from torch import Tensor
 
-from hackkv.codec import AttentionWeights, Batch, Eviction, Origin
+from hackkv.codec import AttentionWeights, Batch, Eviction, Origin, Selection
 from hackkv.wire_form import RAW, WireForm
 
 Settings = tuple[tuple[str, str], ...]
@@ -35,6 +36,11 @@ class Kept:
         """The planes that travel, in wire order."""
         return self.sent or tuple(plane for plane in self.format.planes if not plane.derived)
 
+    def with_bounds(self, device: torch.device) -> Kept:
+        """The same pages with the bounds of their keys."""
+        fmt = BoundedFormat.over(self.format)
+        return Kept(fmt, BoundedKernels(fmt, self.kernels, device), (*self.wire_planes, *fmt.bounds))
+
 
 class PagedCodec:
     """Implements `KvCodec` for any page formats; a codec with more to say inherits it."""
@@ -44,6 +50,7 @@ class PagedCodec:
     codes_where_it_pays = False
     origin: Origin | None = None
     eviction: Eviction | None = None
+    selection: Selection | None = None
 
     def __init__(self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings) -> None:
         """`settings` are all that change bytes or results. Layers may differ in everything but page size and window."""
@@ -70,8 +77,8 @@ class PagedCodec:
 
     @property
     def decodes_as_prefill(self) -> bool:
-        """True unless `visible` is overridden."""
-        return type(self).visible is PagedCodec.visible
+        """True unless decode reads some of the pages only."""
+        return self.selection is None and type(self).visible is PagedCodec.visible
 
     @property
     def quantize_s(self) -> float:
@@ -105,6 +112,24 @@ class PagedCodec:
         """Let rows of prompts go, as `settings` say."""
         self.eviction, self.lossless = eviction, False
         self._settings = (*settings, *self._settings)
+
+    def add_selection(self, selection: Selection) -> None:
+        """Let decode read what `selection` chooses, of pages that have bounds from now on.
+
+        Raises `ValueError` if queries see some pages exactly.
+        """
+        if self.window.pages > 1 or self.seals_open_page:
+            raise ValueError("select: pages are chosen where all but the open one rest alike (sink 0, recent 0)")
+        layers = [
+            Kept(below, kernels, planes)
+            for below, kernels, planes in zip(self.formats, self._kernels, self.wire_planes, strict=True)
+        ]
+        made = {kept.kernels: kept.with_bounds(self._backend.device) for kept in dict.fromkeys(layers)}
+        bounded = [made[kept.kernels] for kept in layers]
+        self.formats = tuple(kept.format for kept in bounded)
+        self.wire_planes = tuple(kept.wire_planes for kept in bounded)
+        self._kernels = tuple(kept.kernels for kept in bounded)
+        self.selection = selection
 
     def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> Pool:
         """An empty pool on the backend's device."""
@@ -151,10 +176,10 @@ class PagedCodec:
     def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
         """Which pages the queries q [B, Hq, D] of a decode batch attend to; by default all that their sequence holds.
 
-        A codec that reads only some pages overrides this and lists them, per sequence or per KV head (`some_pages`).
-        Such a codec has no window: kernels tell exact pages by their numbers.
+        A codec that reads only some pages lists them, per sequence or per KV head (`some_pages`). Such a codec has no
+        window: kernels tell exact pages by their numbers.
         """
-        return batch.where
+        return batch.where if self.selection is None else self.selection.visible(layer, pool, batch, q)
 
     def seals(self, batch: Batch) -> bool:
         """Whether `seal` has anything to do."""

@@ -7,7 +7,7 @@ method        first  last  voters  pool  pairs  source
 ============  =====  ====  ======  ====  =====  =================================================================
 streamingllm  4      rest  none    1     no     arXiv 2309.17453, §3.2: sinks and a window
 snapkv        0      32    32      5     no     arXiv 2404.14469, §4: votes of a window, pooled
-h2o           0      10%   100%    1     no     arXiv 2306.14048, Algorithm 1: accumulated attention, recent rows
+h2o           0      12.5% 100%    1     no     arXiv 2306.14048, Algorithm 1: accumulated attention, recent rows
 mpcache       4      64    20%     1     yes    §4.2: votes of the last 20%; Algorithm 3 and §4.4: layers share
 ============  =====  ====  ======  ====  =====  =================================================================
 
@@ -41,6 +41,11 @@ class Amount:
     def of(self, tokens: int) -> int:
         """Of a prompt of `tokens` tokens, rounded up, at most all."""
         return min(tokens, self.rows + -int(-tokens * self.percent // 100))
+
+    @property
+    def everything(self) -> bool:
+        """Whether it is all of anything."""
+        return self.percent == 100
 
     def __str__(self) -> str:
         return f"{self.percent:g}%" if self.percent else str(self.rows)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hack_kernels import load
 from hack_kernels.base import Backend, Pool
+from hack_kernels.bounded import BOUNDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -72,6 +73,11 @@ def left_behind(codec: KvCodec, layer: int, pool: Pool, rows: int) -> list[Tenso
     return [*sealed.values(), *(opened[0, :, run] for opened in (pool.open_k, pool.open_v) for run in runs)]
 
 
+def bounds_bytes(codec: KvCodec) -> int:
+    """Of the bounds of a page, in the tiny model of two layers."""
+    return sum(4 * plane.page_bytes for plane in codec.wire_planes[0] if plane.name in BOUNDS)
+
+
 def by_the_papers(name: str, layer: int, tokens: int) -> list[list[int]]:
     """The rows that stay of each KV head, by plain sums over a softmax in FP64."""
     q, k, _ = some_rows(layer - layer % 2 if name == "mpcache" and layer >= 2 else layer, tokens)
@@ -79,7 +85,7 @@ def by_the_papers(name: str, layer: int, tokens: int) -> list[list[int]]:
     scores = torch.einsum("ihgd,thd->hgit", queries, k.half().double()) / math.sqrt(DIM)
     future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(future, -math.inf).softmax(-1).sum(1)  # [Hkv, queries, keys]
-    fifth, quarter, tenth = (math.ceil(tokens / part) for part in (5, 4, 10))
+    fifth, quarter, eighth = (math.ceil(tokens / part) for part in (5, 4, 8))
     if name == "streamingllm":
         first, last, votes, held = 4, quarter - 4, weights.sum(1), quarter
     elif name == "snapkv":
@@ -87,10 +93,10 @@ def by_the_papers(name: str, layer: int, tokens: int) -> list[list[int]]:
         window = weights[:, tokens - 32 :, : tokens - 32].sum(1)
         votes = torch.nn.functional.avg_pool1d(window, 5, stride=1, padding=2)
     elif name == "h2o":
-        first, last, votes, held = 0, tenth, weights.sum(1), fifth
+        first, last, votes, held = 0, eighth, weights.sum(1), quarter
     else:
         first, last, votes = 4, 64, weights[:, tokens - fifth :].sum(1)
-        held = max(68, math.ceil(tokens * 0.3))
+        held = max(68, quarter)
     found = list[list[int]]()
     for head in votes:
         ranked = sorted(range(first, tokens - last), key=lambda row: -float(head[row]))
@@ -102,7 +108,7 @@ def by_the_papers(name: str, layer: int, tokens: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", EVICTING)
 def test_what_stays_is_what_the_paper_keeps_sealed_as_if_nothing_else_had_been(name: str, under: str) -> None:
     """The pages of another pool into which only those rows go, through the codec below."""
-    tokens, codec, beneath = 7 * PI + 9, made(name, of=under), made(under)
+    tokens, codec, beneath = 7 * PI + 9, made(name, of=under, select="100%"), made(under)
     pools, held = computed(codec, tokens, (2 * PI, 5 * PI)), rows_held(codec, tokens)
     assert PI < held < tokens
     for layer, pool in enumerate(pools):
@@ -161,7 +167,10 @@ async def test_a_cluster_says_what_one_process_says_and_sends_what_stays(name: s
     sent = sum(count for _, count in handed_off.receipt.bytes_by_plane)
     assert sent == worker.footprint.wire_bytes(held)
     if under == "fp16":
-        assert sent == held * worker.footprint.row_bytes, "rows that went do not travel"
+        pages = worker.footprint.sealed(held)
+        assert sent == held * worker.footprint.row_bytes + pages * bounds_bytes(worker.codec), (
+            "rows that went stay here"
+        )
 
 
 @pytest.mark.parametrize(("name", "under"), [("streamingllm", "fp16"), ("snapkv", "rot-k3v2")])
