@@ -23,6 +23,7 @@ from hack_kernels.base import PageFormat, Plane, Planes, Pool, Spans
 from hack_kernels.window import Window
 from torch import Tensor
 
+from hackkv.choices import Eviction
 from hackkv.errors import NonFiniteError
 from hackkv.packing import Numbers, on_device, table_of
 from hackkv.wire_form import WireForm
@@ -170,54 +171,6 @@ class AttentionWeights:
     """[hidden, Hq * D]"""
 
 
-def some_pages(where: Spans, page_tokens: int, table: Tensor, counts: Tensor) -> Spans:
-    """`where` of a decode batch, but with the sealed pages of `table` alone; the own page stays visible.
-
-    `table` [B, P] or [B, Hkv, P] int64 lists pool indices; the first `counts` [B] int64 of each list are valid. Kernels
-    number the rows that a query sees, so to them the sequence holds these pages and its own page only.
-    """
-    starts = counts * page_tokens + where.starts % page_tokens
-    return Spans(starts, where.counts, where.offsets, table, where.slots)
-
-
-class Eviction(Protocol):
-    """Evicts rows of a prompt once all of them are computed, before its KV leaves the prefill node.
-
-    The number of rows that stay depends on the prompt's length alone, so that a decode node can reserve room for them
-    beforehand. Which rows stay may depend on anything.
-    """
-
-    notes: tuple[Plane, ...]
-    """What is noted of a page of one KV head while its prompt is computed (`Pool.notes`)."""
-
-    def rows_held(self, tokens: int) -> int:
-        """How many rows of a prompt of `tokens` tokens stay, at least 1."""
-        ...
-
-    def observe(self, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Note what the choice needs of a batch's rows, for spans with a `prompt`; a repeat changes nothing.
-
-        q [T, Hq, D]; k, v [T, Hkv, D] float16, all in the form in which the codec attends to them.
-        """
-        ...
-
-    def evict(self, layer: int, pools: tuple[Pool, ...], span: Span) -> None:
-        """Leave the rows of a layer that stay, in their order, at the beginning of the pages of `span` and in its slot.
-
-        `span` covers the whole prompt: `held` is 0. Afterwards its first `rows_held(span.count)` rows count. `pools`
-        are those of all layers, with the notes of this prompt. A repeat changes nothing.
-        """
-        ...
-
-
-class Selection(Protocol):
-    """Chooses the pages that decode reads."""
-
-    def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
-        """Which pages the queries q [B, Hq, D] of a decode batch attend to, for each KV head as many."""
-        ...
-
-
 def rows_held(codec: KvCodec, tokens: int) -> int:
     """How many rows the cache holds of a prompt of `tokens` tokens, once it is computed."""
     return tokens if codec.eviction is None else codec.eviction.rows_held(tokens)
@@ -243,10 +196,6 @@ class KvCodec(Protocol):
     """Π, the same in all layers."""
     window: Window
     """What queries see exactly, the same in all layers."""
-    formats: tuple[PageFormat, ...]
-    """The format of a sealed page, by layer."""
-    wire_planes: tuple[tuple[Plane, ...], ...]
-    """The planes of a sealed page that travel, in wire order, by layer."""
     wire_form: WireForm
     """How planes are coded on the wire. `hackkv.framing` applies it, not the codec."""
     codes_where_it_pays: bool
@@ -257,6 +206,16 @@ class KvCodec(Protocol):
     """The model that the codec's calibration was made for; None for a codec that has none, which serves any model."""
     lossless: bool
     """Whether KV rests as exactly as FP16 holds it, so that nobody has to measure what the codec costs."""
+
+    @property
+    def formats(self) -> tuple[PageFormat, ...]:
+        """The format of a sealed page, by layer."""
+        ...
+
+    @property
+    def wire_planes(self) -> tuple[tuple[Plane, ...], ...]:
+        """The planes of a sealed page that travel, in wire order, by layer."""
+        ...
 
     @property
     def quantize_s(self) -> float:

@@ -25,7 +25,7 @@ from hackkv.codecs.kivi import make_kivi
 from hackkv.codecs.paged import PagedCodec
 from hackkv.codecs.retention import Retention
 from hackkv.codecs.rotated import make_rotated
-from hackkv.codecs.selecting import Selecting, SelectionSettings
+from hackkv.codecs.selecting import Selecting, SelectionSettings, with_bounds
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.types import KvShape
@@ -57,9 +57,11 @@ def make_evicting(name: str, shape: KvShape, backend: Backend, settings: dict[st
     codec = CODECS[of].make(name, shape, backend, {key: value for key, value in settings.items() if key != BENEATH})
     assert isinstance(codec, PagedCodec), "every codec of the table is one"
     written = ((key, str(value)) for key, value in (*retention, *selection))
-    codec.add_eviction(Evicting(codec, retention), ((BENEATH, of), *written))
+    codec.settings = ((BENEATH, of), *written, *codec.settings)
+    codec.eviction, codec.lossless = Evicting(codec, retention), False
     if not selection.select.everything:
-        codec.add_selection(Selecting(selection, retention))
+        with_bounds(codec, backend.device)
+        codec.selection = Selecting(selection, retention)
     return codec
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hackkv.codec import Batch, Span
 from hackkv.codecs.attention_mass import attention_mass
-from hackkv.codecs.paged import PagedCodec
+from hackkv.codecs.paged import PagedCodec, write_exact_rows
 from hackkv.codecs.retention import Retention
 from hackkv.packing import on_device
 
@@ -64,7 +64,10 @@ class Evicting:
         heads = torch.arange(pool.num_kv_heads, device=pool.device)[:, None]
         k, v = (pool.notes[name][pages[stay // pi], heads, stay % pi].transpose(0, 1).contiguous() for name in ROWS)
         batch = codec.prepare(Batch.of([Span(span.slot, 0, held, span.pages)], pi, pool.device))
-        codec.take_over(layer, pool, batch, k, v)
+        if codec.seals(batch):
+            with codec.sealing:
+                codec.seal(layer, pool, batch, k, v)
+        write_exact_rows(pool, batch, k, v)
 
     def _note(self, pool: Pool, table: Tensor, span: Span, q: Tensor, rows: tuple[Tensor, Tensor]) -> None:
         """`table` [Pmax] are the pages of the span's sequence; q [n, Hq, D], rows [n, Hkv, D] float16."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pool
-from hack_kernels.bounded import BoundedFormat, BoundedKernels
 from torch import Tensor
 
-from hackkv.codec import AttentionWeights, Batch, Eviction, Origin, Selection
+from hackkv.choices import Eviction, Selection
+from hackkv.codec import AttentionWeights, Batch, Origin
 from hackkv.wire_form import RAW, WireForm
 
 Settings = tuple[tuple[str, str], ...]
@@ -36,11 +36,6 @@ class Kept:
         """The planes that travel, in wire order."""
         return self.sent or tuple(plane for plane in self.format.planes if not plane.derived)
 
-    def with_bounds(self, device: torch.device) -> Kept:
-        """The same pages with the bounds of their keys."""
-        fmt = BoundedFormat.over(self.format)
-        return Kept(fmt, BoundedKernels(fmt, self.kernels, device), (*self.wire_planes, *fmt.bounds))
-
 
 class PagedCodec:
     """Implements `KvCodec` for any page formats; a codec with more to say inherits it."""
@@ -57,13 +52,20 @@ class PagedCodec:
         self.name = name
         (self.page_tokens,) = {kept.format.page_tokens for kept in layers}
         (self.window,) = {kept.format.window for kept in layers}
-        self.formats = tuple(kept.format for kept in layers)
-        self.wire_planes = tuple(kept.wire_planes for kept in layers)
         self.wire_form: WireForm = RAW
         self.sealing, self.attending = backend.stopwatch(), backend.stopwatch()
-        self._settings = settings
-        self._kernels = tuple(kept.kernels for kept in layers)
+        self.layers, self.settings = layers, settings
         self._backend = backend
+
+    @property
+    def formats(self) -> tuple[PageFormat, ...]:
+        """Of pages, by layer."""
+        return tuple(kept.format for kept in self.layers)
+
+    @property
+    def wire_planes(self) -> tuple[tuple[Plane, ...], ...]:
+        """Of pages, by layer."""
+        return tuple(kept.wire_planes for kept in self.layers)
 
     @property
     def seals_open_page(self) -> bool:
@@ -93,49 +95,32 @@ class PagedCodec:
     @property
     def approximation_s(self) -> float:
         """As the kernels report it."""
-        return sum(kernels.approximation_s for kernels in dict.fromkeys(self._kernels))
+        return sum(kernels.approximation_s for kernels in dict.fromkeys(kept.kernels for kept in self.layers))
 
     @property
     def served_by(self) -> str:
         """Whose kernels compute."""
-        return ", ".join(dict.fromkeys(kernels.served_by for kernels in self._kernels))
+        return ", ".join(dict.fromkeys(kept.kernels.served_by for kept in self.layers))
 
     def fingerprint(self) -> Settings:
         """Name and settings; the backend is not among them, since backends agree bit for bit."""
-        return (("codec", self.name), *((f"codec.{name}", value) for name, value in self._settings))
+        return (("codec", self.name), *((f"codec.{name}", value) for name, value in self.settings))
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """Nothing is folded."""
         return weights
 
-    def add_eviction(self, eviction: Eviction, settings: Settings) -> None:
-        """Let rows of prompts go, as `settings` say."""
-        self.eviction, self.lossless = eviction, False
-        self._settings = (*settings, *self._settings)
-
-    def add_selection(self, selection: Selection) -> None:
-        """Let decode read what `selection` chooses, of pages that have bounds from now on.
-
-        Raises `ValueError` if queries see some pages exactly.
-        """
-        if self.window.pages > 1 or self.seals_open_page:
-            raise ValueError("select: pages are chosen where all but the open one rest alike (sink 0, recent 0)")
-        layers = [
-            Kept(below, kernels, planes)
-            for below, kernels, planes in zip(self.formats, self._kernels, self.wire_planes, strict=True)
-        ]
-        made = {kept.kernels: kept.with_bounds(self._backend.device) for kept in dict.fromkeys(layers)}
-        bounded = [made[kept.kernels] for kept in layers]
-        self.formats = tuple(kept.format for kept in bounded)
-        self.wire_planes = tuple(kept.wire_planes for kept in bounded)
-        self._kernels = tuple(kept.kernels for kept in bounded)
-        self.selection = selection
-
     def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> Pool:
         """An empty pool on the backend's device."""
         notes = self.eviction.notes if prompts and self.eviction else ()
         return new_pool(
-            self.formats[layer], self._kernels[layer], self._backend.device, num_pages, num_slots, heads, notes
+            self.layers[layer].format,
+            self.layers[layer].kernels,
+            self._backend.device,
+            num_pages,
+            num_slots,
+            heads,
+            notes,
         )
 
     def prepare(self, batch: Batch) -> Batch:
@@ -144,7 +129,7 @@ class PagedCodec:
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append rows and attend; see `KvCodec.attend`."""
-        kernels, rows = self._kernels[layer], self._backend.rows
+        kernels, rows = self.layers[layer].kernels, self._backend.rows
         if batch.is_decode:
             rows.append(pool, batch.where, k, v, batch.faulty)
             if self.seals(batch):
@@ -166,13 +151,6 @@ class PagedCodec:
                 self.eviction.observe(pool, batch, q, *narrowed)
         return out
 
-    def take_over(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
-        """Let k, v [T, Hkv, D] float16 be all rows of the batch's sequences: seal pages and keep exact rows."""
-        if self.seals(batch):
-            with self.sealing:
-                self.seal(layer, pool, batch, k, v)
-        write_exact_rows(pool, batch, k, v)
-
     def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
         """Which pages the queries q [B, Hq, D] of a decode batch attend to; by default all that their sequence holds.
 
@@ -189,16 +167,16 @@ class PagedCodec:
         """Seal the pages that `batch` fills, in one kernel call; k, v [T, Hkv, D] float16 are all rows of the batch."""
         fills = batch.fills
         assert fills is not None, "the caller asks `seals` first"
-        self._kernels[layer].seal(layer, pool, fills.page_ids, fills.starts, *filled_pages(pool, batch, k, v))
+        self.layers[layer].kernels.seal(layer, pool, fills.page_ids, fills.starts, *filled_pages(pool, batch, k, v))
 
     def to_wire(self, layer: int, pool: Pool, page_ids: Tensor) -> Planes:
         """Derived planes stay behind unless the codec sends them."""
-        planes = self._kernels[layer].export(pool, page_ids)
-        return {plane.name: planes[plane.name] for plane in self.wire_planes[layer]}
+        planes = self.layers[layer].kernels.export(pool, page_ids)
+        return {plane.name: planes[plane.name] for plane in self.layers[layer].wire_planes}
 
     def from_wire(self, layer: int, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
         """Install sealed pages; the kernels bring them into their own order."""
-        self._kernels[layer].install(pool, page_ids, planes)
+        self.layers[layer].kernels.install(pool, page_ids, planes)
 
 
 def write_exact_rows(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:

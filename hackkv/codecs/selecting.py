@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import torch
 from hack_kernels.base import Pool, Spans
-from hack_kernels.bounded import LEAST, MOST
+from hack_kernels.bounded import LEAST, MOST, BoundedFormat, BoundedKernels
 from pydantic import Field
 from torch import Tensor
 
-from hackkv.codec import Batch, some_pages
+from hackkv.choices import some_pages
+from hackkv.codec import Batch
+from hackkv.codecs.paged import Kept, PagedCodec
 from hackkv.codecs.retention import Amount, Retention, Rows
 from hackkv.config import Frozen
 
@@ -31,6 +33,18 @@ class SelectionSettings(Frozen):
     least: int = Field(default=8, ge=2)
     """A sequence of no more pages is read whole: what that saves would not pay for choosing."""
     alpha: float = Field(default=0.6, ge=0, le=1)
+
+
+def with_bounds(codec: PagedCodec, device: torch.device) -> None:
+    """Let the codec's pages have bounds. Raises `ValueError` if queries see some pages exactly."""
+    if codec.window.pages > 1 or codec.seals_open_page:
+        raise ValueError("select: pages are chosen where all but the open one rest alike (sink 0, recent 0)")
+    made = {kept: BoundedFormat.over(kept.format) for kept in codec.layers}
+    bounded = {
+        kept: Kept(fmt, BoundedKernels(fmt, kept.kernels, device), (*kept.wire_planes, *fmt.bounds))
+        for kept, fmt in made.items()
+    }
+    codec.layers = tuple(bounded[kept] for kept in codec.layers)
 
 
 class Selecting:

@@ -109,8 +109,7 @@ class Pool:
         """A view of KV heads [start, start + count) of this pool."""
         part = slice(start, start + count)
         planes, notes = ({name: plane[:, part] for name, plane in each.items()} for each in (self.planes, self.notes))
-        opened = (self.open_k[:, part], self.open_v[:, part])
-        return Pool(planes, *opened, self.head_start + start, self.window, notes)
+        return Pool(planes, self.open_k[:, part], self.open_v[:, part], self.head_start + start, self.window, notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
     if not points:
         raise ValueError(f"needs {POINTS[0] + AFTER} tokens of context, the limit is {limit}")
     windows = _windows(subject, limits.samples or WINDOWS, points[-1] + AFTER)
-    exact = reading.Exact(subject, windows)
+    exact = reading.Exact(subject, [window[:-1] for window in windows])
 
     def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
         found = dict[int, Found]()

@@ -34,7 +34,7 @@ UNDER = ("fp16", "hack", "rot-k3v2")
 """Rows; V with scales over a page; exact pages at both ends."""
 
 
-def made(name: str, backend: Backend | None = None, **given: int | str | bool) -> KvCodec:
+def made(name: str, backend: Backend | None = None, /, **given: int | str | bool) -> KvCodec:
     config = CodecConfig(name=name, settings={"page_tokens": PI, **given})
     return make_codec(config, KvShape(LAYERS, HEADS, DIM), backend or load("auto"))
 
@@ -255,7 +255,16 @@ def test_bad_settings_are_refused_by_their_names(wrong: dict[str, int | str], sa
 
 def test_every_setting_is_in_the_fingerprint() -> None:
     """Those of the codec below among them."""
-    other = {"of": "hack-k4v2", "budget": 7, "first": 1, "last": 3, "voters": 5, "pool": 3, "pairs": True, "v_bits": 4}
+    other: dict[str, int | str | bool] = {
+        "of": "hack-k4v2",
+        "budget": 7,
+        "first": 1,
+        "last": 3,
+        "voters": 5,
+        "pool": 3,
+        "pairs": True,
+        "v_bits": 4,
+    }
     plain = dict(made("snapkv", of="hack").fingerprint())
     for key, value in other.items():
         changed = dict(made("snapkv", **{"of": "hack", key: value}).fingerprint())

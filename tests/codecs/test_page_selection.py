@@ -32,7 +32,7 @@ NARROW: dict[str, int | str] = {"budget": "80%", "select": "40%", "least": 2}
 UNDER = ("fp16", "hack", "rot-k4v4")
 
 
-def made(layers: int = 6, **given: int | str) -> PagedCodec:
+def made(layers: int = 6, /, **given: int | str) -> PagedCodec:
     config = CodecConfig(name="mpcache", settings={"page_tokens": PI, **given})
     codec = make_codec(config, KvShape(layers, HEADS, DIM), load("auto"))
     assert isinstance(codec, PagedCodec)
@@ -71,7 +71,7 @@ def filled(codec: PagedCodec, seed: int) -> tuple[Pool, Tensor]:
         torch.randn(PAGES, HEADS, PI, DIM, generator=torch.Generator().manual_seed(seed + i)).half() for i in (0, 1)
     )
     tail = 8 * torch.randn(PAGES, HEADS, 1, DIM, generator=torch.Generator().manual_seed(seed + 2)).half()
-    (kernels,) = set(codec._kernels)
+    kernels = codec.layers[0].kernels
     kernels.seal(0, pool, torch.arange(PAGES), torch.zeros(PAGES, dtype=torch.int64), k + tail, v)
     return pool, k + tail
 
