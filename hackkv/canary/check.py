@@ -95,7 +95,7 @@ def _key(planned: Unloaded) -> Key:
 
 
 def _refusal(model: str, codec: CodecConfig, loss: CodecLoss, rows: Iterable[Row]) -> str:
-    passing = [row for row in rows if row.stays_below(codec.max_kl)]
+    passing = [row for row in rows if row.stays_below(codec.max_kl) and not row.evicts]
     lines = [
         f"codec.name: {codec.name!r} would spoil the answers of {model}: {in_words(loss)}; "
         f"codec.max_kl is {codec.max_kl:g}"
