@@ -185,7 +185,7 @@ def proposed(folder: Path) -> Sampling:
 
 def measure(worker: Worker, batch: int, sampling: Sampling) -> Times:
     """Decode `STEPS` tokens for each of `batch` sequences."""
-    pages: Any = worker.codec._kernels[0]  # type: ignore[attr-defined]
+    pages: Any = worker.codec.layers[0].kernels  # type: ignore[attr-defined]
     rows: Any = worker.model.kernels
     kernels = TimedKernels(pages._native)
     clock = Clock(DecodeEngine.step, kernels)

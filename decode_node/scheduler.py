@@ -56,6 +56,8 @@ class Limits:
     """Sequences in one step."""
     replay_tokens: int
     """Rows of all replays in one step; at least one page runs."""
+    replay_by_row: bool = False
+    """Whether a replay runs one row a step, since decode does not see what a prompt does."""
 
 
 class DecodeScheduler(Generic[Owner]):
@@ -260,7 +262,8 @@ class DecodeScheduler(Generic[Owner]):
         """Rows of the next chunk: within the budget, and within the pages that are there."""
         page_tokens = self.footprint.page_tokens
         by_page = self.footprint.window.recent > 0
-        rows = replay_rows(seat.rows, seat.pending - 1, budget, page_tokens, by_page=by_page)
+        rows = 1 if self._limits.replay_by_row else seat.pending - 1
+        rows = replay_rows(seat.rows, rows, budget, page_tokens, by_page=by_page)
         while rows and self.footprint.sealed(seat.rows + rows) > seat.pages + self.pool.free_pages:
             rows = max(0, (seat.rows + rows - 1) // page_tokens * page_tokens - seat.rows)
         return rows

@@ -47,7 +47,7 @@ class DecodeService:
         self._identity = identity
         self._worker = worker
         self._landing_s = settings.landing_s
-        runner = ModelRunner(worker.model, worker.codec, num_pages, settings.max_sequences)
+        runner = ModelRunner(worker.model, worker.codec, num_pages, settings.max_sequences, prompts=False)
         self.inbox = Inbox(runner, worker.fingerprint)
         reuse, footprint = settings.prefix_cache and worker.codec.bytes_follow_tokens, runner.memory.footprint
         self._naming = Naming(footprint.page_tokens, worker.fingerprint) if reuse else None
@@ -56,7 +56,12 @@ class DecodeService:
         self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(
             self.pool,
             footprint,
-            Limits(settings.host_bytes, settings.max_batch, settings.replay_tokens),
+            Limits(
+                settings.host_bytes,
+                settings.max_batch,
+                settings.replay_tokens,
+                replay_by_row=not worker.codec.decodes_as_prefill,
+            ),
         )
         self._steps = Steps(runner, self._scheduler)
         self._streams: set[Stream] = set()

@@ -23,6 +23,7 @@ from hack_kernels.base import PageFormat, Plane, Planes, Pool, Spans
 from hack_kernels.window import Window
 from torch import Tensor
 
+from hackkv.choices import Eviction
 from hackkv.errors import NonFiniteError
 from hackkv.packing import Numbers, on_device, table_of
 from hackkv.wire_form import WireForm
@@ -43,6 +44,8 @@ class Span:
     """The sequence's pages by pool index, in order: at least up to the last page that these rows fill."""
     evicted: int = 0
     """Rows that the cache evicted earlier. The first new row stands at position `held + evicted` of the text."""
+    prompt: int = 0
+    """Tokens of the whole prompt, if these are rows of one from which `Eviction.evict` will take some."""
 
     @property
     def position(self) -> int:
@@ -91,6 +94,8 @@ class Batch:
     """`filled` as kernels take it; None if that is empty."""
     more: tuple[Tensor, ...] = ()
     """The lists that came along, int64 on the device."""
+    visible: dict[int, Spans] = field(default_factory=dict)
+    """Layer -> what its queries see, if layers choose pages: a later layer may see the same."""
 
     @property
     def device(self) -> torch.device:
@@ -166,36 +171,6 @@ class AttentionWeights:
     """[hidden, Hq * D]"""
 
 
-def some_pages(where: Spans, page_tokens: int, table: Tensor, counts: Tensor) -> Spans:
-    """`where` of a decode batch, but with the sealed pages of `table` alone; the own page stays visible.
-
-    `table` [B, P] or [B, Hkv, P] int64 lists pool indices; the first `counts` [B] int64 of each list are valid. Kernels
-    number the rows that a query sees, so to them the sequence holds these pages and its own page only.
-    """
-    starts = counts * page_tokens + where.starts % page_tokens
-    return Spans(starts, where.counts, where.offsets, table, where.slots)
-
-
-class Eviction(Protocol):
-    """Evicts rows of a prompt once all of them are computed, before its KV leaves the prefill node. Such a codec has no
-    window.
-
-    The number of rows that stay depends on the prompt's length alone, so that a decode node can reserve room for them
-    beforehand. Which rows stay may depend on anything.
-    """
-
-    def rows_held(self, tokens: int) -> int:
-        """How many rows of a prompt of `tokens` tokens stay, at least 1."""
-        ...
-
-    def evict(self, pool: Pool, span: Span) -> None:
-        """Move the rows that stay to the front of the pages of `span` and of its open page, in their order.
-
-        `span` covers the whole prompt: `held` is 0. Afterwards its first `rows_held(span.count)` rows count.
-        """
-        ...
-
-
 def rows_held(codec: KvCodec, tokens: int) -> int:
     """How many rows the cache holds of a prompt of `tokens` tokens, once it is computed."""
     return tokens if codec.eviction is None else codec.eviction.rows_held(tokens)
@@ -221,10 +196,6 @@ class KvCodec(Protocol):
     """Π, the same in all layers."""
     window: Window
     """What queries see exactly, the same in all layers."""
-    formats: tuple[PageFormat, ...]
-    """The format of a sealed page, by layer."""
-    wire_planes: tuple[tuple[Plane, ...], ...]
-    """The planes of a sealed page that travel, in wire order, by layer."""
     wire_form: WireForm
     """How planes are coded on the wire. `hackkv.framing` applies it, not the codec."""
     codes_where_it_pays: bool
@@ -235,6 +206,16 @@ class KvCodec(Protocol):
     """The model that the codec's calibration was made for; None for a codec that has none, which serves any model."""
     lossless: bool
     """Whether KV rests as exactly as FP16 holds it, so that nobody has to measure what the codec costs."""
+
+    @property
+    def formats(self) -> tuple[PageFormat, ...]:
+        """The format of a sealed page, by layer."""
+        ...
+
+    @property
+    def wire_planes(self) -> tuple[tuple[Plane, ...], ...]:
+        """The planes of a sealed page that travel, in wire order, by layer."""
+        ...
 
     @property
     def quantize_s(self) -> float:
@@ -288,8 +269,8 @@ class KvCodec(Protocol):
         """
         ...
 
-    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range) -> Pool:
-        """An empty pool of KV heads `heads` of a layer."""
+    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> Pool:
+        """An empty pool of KV heads `heads` of a layer; with `prompts` one in which whole prompts are computed."""
         ...
 
     def prepare(self, batch: Batch) -> Batch:

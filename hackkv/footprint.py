@@ -29,6 +29,8 @@ class Footprint:
     seals_open_page: bool = False
     """Whether rows past the last full page rest as a sealed page too."""
     window: Window = OWN_PAGE_ONLY
+    noted_bytes: int = 0
+    """What a node that computes prompts notes of one page of all layers and KV heads (`Eviction.notes`)."""
 
     def pages(self, rows: int) -> int:
         """Pages that `rows` rows take, the open page included."""
@@ -73,6 +75,9 @@ def footprint_of(codec: KvCodec, layout: KvLayout) -> Footprint:
         row_bytes=fp16_bytes(layout, 1),
         seals_open_page=codec.seals_open_page,
         window=codec.window,
+        noted_bytes=planes_bytes(codec.eviction.notes if codec.eviction else ())
+        * layout.num_layers
+        * layout.num_kv_heads,
     )
 
 

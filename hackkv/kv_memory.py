@@ -36,10 +36,13 @@ class HostKv:
 class KvMemory:
     """All pools of a node, made by the codec's kernels on their device."""
 
-    def __init__(self, codec: KvCodec, layout: KvLayout, num_pages: int, num_slots: int) -> None:
+    def __init__(
+        self, codec: KvCodec, layout: KvLayout, num_pages: int, num_slots: int, *, prompts: bool = True
+    ) -> None:
+        """`prompts` says whether whole prompts are computed here."""
         self.footprint: Footprint = footprint_of(codec, layout)
         self.pools: tuple[Pool, ...] = tuple(
-            codec.new_pool(layer, num_pages, num_slots, range(layout.num_kv_heads))
+            codec.new_pool(layer, num_pages, num_slots, range(layout.num_kv_heads), prompts=prompts)
             for layer in range(layout.num_layers)
         )
         self._codec = codec

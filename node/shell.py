@@ -97,7 +97,7 @@ async def serve_node(
     worker = await worker_for(config, loaded)
     if worker.model.device.type == "cuda":
         torch.cuda.set_device(worker.model.device)  # of this thread, whose wires ask for it
-    num_pages = worker.pages_in(_kv_bytes(config, worker))
+    num_pages = worker.pages_in(_kv_bytes(config, worker), prompts=role is Role.PREFILL)
     listen = config.listen
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:
         address = await server.start()

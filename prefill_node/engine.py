@@ -9,7 +9,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hackkv.codec import Eviction, Span
+from hackkv.choices import Eviction
+from hackkv.codec import Span
 from hackkv.errors import SequenceError
 from hackkv.framing import FrameWriter
 from hackkv.guide import Guide
@@ -117,8 +118,9 @@ class PrefillEngine:
             if not chunk.is_last:
                 continue
             whole = Span(chunk.grant.slot, 0, chunk.prompt.num_tokens, tuple(chunk.grant.pages))
-            for layer, pool in enumerate(self._runner.memory.pools):
-                eviction.evict(pool, whole)
+            pools = self._runner.memory.pools
+            for layer in range(len(pools)):
+                eviction.evict(layer, pools, whole)
                 self._ship(layer, chunk, eviction.rows_held(chunk.prompt.num_tokens))
 
     def _ship(self, layer: int, chunk: Chunk[Work], rows: int) -> None:
@@ -188,7 +190,7 @@ class PrefillEngine:
 
 
 def _span(chunk: Chunk[Work]) -> Span:
-    return Span(chunk.grant.slot, chunk.start, chunk.count, tuple(chunk.grant.pages))
+    return Span(chunk.grant.slot, chunk.start, chunk.count, tuple(chunk.grant.pages), prompt=chunk.prompt.num_tokens)
 
 
 def _wanted(chunk: Chunk[Work]) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor
 from decode_node.config import DecodeSettings
 from decode_node.service import DecodeService
 from hackkv.codec import Batch, KvCodec
+from hackkv.codecs import CODECS, make_evicting
 from hackkv.codecs.paged import Kept, PagedCodec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.llama import Llama, Weights
@@ -50,6 +51,10 @@ from transport.wires import Loopback
 
 PI = 32
 TIMEOUT_S = 60.0
+EVICTING = tuple(name for name, preset in CODECS.items() if preset.make is make_evicting)
+"""Codecs that evict rows of prompts, and whose pages nobody shares."""
+SHARING = tuple(sorted(set(CODECS) - set(EVICTING)))
+"""All others."""
 DECODING = DecodeSettings(max_sequences=8, max_batch=8, landing_s=TIMEOUT_S)
 
 

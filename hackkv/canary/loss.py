@@ -1,7 +1,8 @@
 """How far a model with a codec is from the same model with exact KV, in three numbers.
 
 The codec's side runs as nodes run it: most of the text is prefilled in chunks, the rest decoded token by token on the
-pages that prefill left. So both kinds of kernels are measured, and an eviction between them if the codec has one.
+pages that prefill left. So both kinds of kernels are measured. Of a codec that evicts rows in between, half of the text
+is decoded, and nothing else counts: prefill has all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hackkv.codec import KvCodec, Span, rows_held
+from hackkv.codec import KvCodec, Span
 from hackkv.errors import NonFiniteError
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.llama import Llama
@@ -25,7 +26,7 @@ from hackkv.nodes import CodecLoss
 
 CHUNK_TOKENS: Final = 256
 DECODED_TOKENS: Final = 32
-"""Tokens at the end of the text that are decoded."""
+"""Tokens at the end of the text that are decoded, unless rows go before them."""
 LOGIT_ROWS: Final = 64
 """Rows whose logits are held at once: a vocabulary has some 100,000 of them."""
 
@@ -71,7 +72,8 @@ def codec_loss(model: Llama, codec: KvCodec, reference: Reference, pace: Pace | 
         return CodecLoss(math.inf, 0.0, math.inf, len(ids))
     truth = torch.tensor(ids[1:], device=hidden.device)
     kl, agreed, worse = 0.0, 0, 0.0
-    for start in range(0, len(ids), LOGIT_ROWS):
+    first = 0 if codec.eviction is None else _prompt_tokens(codec, len(ids))
+    for start in range(first, len(ids), LOGIT_ROWS):
         rows = slice(start, start + LOGIT_ROWS)
         exact, found = (F.log_softmax(model.logits(x[rows]).float(), -1) for x in (reference.hidden, hidden))
         kl += float(F.kl_div(found, exact, log_target=True, reduction="sum"))
@@ -79,7 +81,13 @@ def codec_loss(model: Llama, codec: KvCodec, reference: Reference, pace: Pace | 
         said = truth[rows, None]  # one row less than logits at the end: nothing follows the last token
         gap = exact[: len(said)].gather(1, said) - found[: len(said)].gather(1, said)
         worse += float(gap.sum())
-    return CodecLoss(kl / len(ids), agreed / len(ids), _exp(worse / max(1, len(truth))), len(ids))
+    count = len(ids) - first
+    return CodecLoss(kl / count, agreed / count, _exp(worse / max(1, len(truth) - first)), count)
+
+
+def _prompt_tokens(codec: KvCodec, tokens: int) -> int:
+    """How many tokens of a text are prefilled."""
+    return max(1, tokens - DECODED_TOKENS if codec.eviction is None else tokens // 2)
 
 
 def _exp(x: float) -> float:
@@ -93,16 +101,14 @@ def _run(model: Llama, codec: KvCodec, ids: Sequence[int], pace: Pace) -> Tensor
     """Hidden states [T, hidden] of all rows of `ids`."""
     pages = tuple(range(-(-len(ids) // codec.page_tokens)))
     runner = ModelRunner(model, codec, len(pages), 1)
-    prompt = max(1, len(ids) - DECODED_TOKENS)
+    prompt = _prompt_tokens(codec, len(ids))
     hidden, began = list[Tensor](), perf_counter()
     for start in range(0, prompt, CHUNK_TOKENS):
         chunk = ids[start : min(start + CHUNK_TOKENS, prompt)]
-        hidden.append(runner.forward([Span(0, start, len(chunk), pages)], chunk))
+        hidden.append(runner.forward([Span(0, start, len(chunk), pages, prompt=prompt)], chunk))
     pace.prefill_s, pace.prefill_tokens = pace.prefill_s + perf_counter() - began, pace.prefill_tokens + prompt
-    held, began = rows_held(codec, prompt), perf_counter()
-    if codec.eviction is not None:
-        for pool in runner.memory.pools:
-            codec.eviction.evict(pool, Span(0, 0, prompt, pages))
+    began = perf_counter()
+    held = runner.end_prompt(Span(0, 0, prompt, pages))
     for row, token in enumerate(ids[prompt:], held):
         hidden.append(runner.forward([Span(0, row, 1, pages, evicted=prompt - held)], [token]))
     pace.decode_s, pace.decode_tokens = pace.decode_s + perf_counter() - began, pace.decode_tokens + len(ids) - prompt

@@ -24,6 +24,8 @@ class Row:
     """Bytes at rest, of FP16's (`Unloaded.share`)."""
     loss: CodecLoss | None
     """None for a lossless codec, which is not measured."""
+    evicts: bool = False
+    """Whether rows of prompts go. Such a preset is never advised: no text tells who will ask for what is gone."""
 
     def stays_below(self, kl: float) -> bool:
         """Whether the codec may serve under the bound. A KL that is not a number never is below one."""
@@ -75,7 +77,12 @@ def survey(meter: Meter, measure: Measure) -> list[Row]:
             continue  # no shape for this format, or a preset that needs a file
     # Codecs that fold something into the weights come last: each takes a copy of its own.
     rows = [
-        Row(each.codec.name, each.share, None if each.codec.lossless else measure(each))
+        Row(
+            each.codec.name,
+            each.share,
+            None if each.codec.lossless else measure(each),
+            evicts=each.codec.eviction is not None,
+        )
         for each in sorted(planned, key=lambda each: each.codec.prepares_weights)
     ]
     return sorted(rows, key=lambda row: row.share)

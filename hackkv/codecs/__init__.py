@@ -17,11 +17,15 @@ from pydantic import ValidationError
 
 from hackkv.codec import KvCodec
 from hackkv.codecs.cachegen import make_cachegen
+from hackkv.codecs.evicting import Evicting
 from hackkv.codecs.floats import make_floats
 from hackkv.codecs.fp16 import make_fp16
 from hackkv.codecs.hack import make_hack
 from hackkv.codecs.kivi import make_kivi
+from hackkv.codecs.paged import PagedCodec
+from hackkv.codecs.retention import Retention
 from hackkv.codecs.rotated import make_rotated
+from hackkv.codecs.selecting import Selecting, SelectionSettings, with_bounds
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.types import KvShape
@@ -39,6 +43,30 @@ class Preset:
     make: Factory
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+
+BENEATH: Final = "of"
+"""The setting of an eviction that names the preset in whose pages rows rest."""
+
+
+def make_evicting(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
+    """The codec that the setting `of` names, from whose prompts rows go. `settings` are those of both."""
+    of = settings[BENEATH]
+    ours = {key: settings.pop(key) for key in _RETENTION | _SELECTION if key in settings}
+    retention = Retention.model_validate({key: value for key, value in ours.items() if key in _RETENTION})
+    selection = SelectionSettings.model_validate({key: value for key, value in ours.items() if key in _SELECTION})
+    codec = CODECS[of].make(name, shape, backend, {key: value for key, value in settings.items() if key != BENEATH})
+    assert isinstance(codec, PagedCodec), "every codec of the table is one"
+    written = ((key, str(value)) for key, value in (*retention, *selection))
+    codec.settings = ((BENEATH, of), *written, *codec.settings)
+    codec.eviction, codec.lossless = Evicting(codec, retention), False
+    if not selection.select.everything:
+        with_bounds(codec, backend.device)
+        codec.selection = Selecting(selection, retention)
+    return codec
+
+
+_RETENTION: Final = frozenset(Retention.model_fields)
+_SELECTION: Final = frozenset(SelectionSettings.model_fields)
 
 _EXACT: Final = {"sink": 1, "recent": 2}
 """Exact pages are worth more than a bit where bits are few (lab/frontier/README.md)."""
@@ -69,11 +97,34 @@ CODECS: Final[dict[str, Preset]] = {
     "rot-k3v3": Preset(make_rotated, {"k_bits": 3, "v_bits": 3, **_EXACT}),
     "rot-k3v2": Preset(make_rotated, {"k_bits": 3, "v_bits": 2, **_EXACT}),
     "rot-k2v2": Preset(make_rotated, {"k_bits": 2, "v_bits": 2, **_EXACT}),
+    "streamingllm": Preset(make_evicting, {BENEATH: "fp16", "first": 4, "voters": 0}),
+    "snapkv": Preset(make_evicting, {BENEATH: "fp16", "pool": 5}),
+    "h2o": Preset(make_evicting, {BENEATH: "fp16", "last": "12.5%", "voters": "100%"}),
+    "mpcache": Preset(
+        make_evicting,
+        {
+            BENEATH: "fp16",
+            "first": 4,
+            "last": 64,
+            "voters": "20%",
+            "pairs": True,
+            "select": "40%",
+            "page_tokens": 32,
+        },
+    ),
 }
 
 
 CALIBRATED: Final = tuple(name for name, preset in CODECS.items() if preset.make is make_rotated)
 """The presets with the setting `calibration`."""
+
+
+def beneath(config: CodecConfig) -> str:
+    """The preset whose pages `config` has: its own, or for an eviction that below it."""
+    preset = CODECS.get(config.name)
+    if preset is None or preset.make is not make_evicting:
+        return config.name
+    return str(config.settings.get(BENEATH, preset.settings[BENEATH]))
 
 
 def make_codec(config: CodecConfig, shape: KvShape, backend: Backend) -> KvCodec:
@@ -86,6 +137,11 @@ def make_codec(config: CodecConfig, shape: KvShape, backend: Backend) -> KvCodec
         raise ConfigError(f"codec.name: {config.name!r} is unknown; known: {', '.join(CODECS)}")
     preset = CODECS[config.name]
     settings = {**preset.settings, **config.settings}
+    if (of := beneath(config)) != config.name:
+        if of not in CODECS or CODECS[of].make is make_evicting:
+            known = ", ".join(name for name in CODECS if CODECS[name].make is not make_evicting)
+            raise ConfigError(f"codec.settings.of: {of!r} is not a codec with pages of its own; known: {known}")
+        settings = {**CODECS[of].settings, **settings}
     named = str(settings.pop("wire_form", RAW.name))
     form = _wire_form(CODER if named == AUTO else named)
     try:

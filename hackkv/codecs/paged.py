@@ -13,7 +13,8 @@ import torch
 from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pool
 from torch import Tensor
 
-from hackkv.codec import AttentionWeights, Batch, Eviction, Origin
+from hackkv.choices import Eviction, Selection
+from hackkv.codec import AttentionWeights, Batch, Origin
 from hackkv.wire_form import RAW, WireForm
 
 Settings = tuple[tuple[str, str], ...]
@@ -43,29 +44,33 @@ class PagedCodec:
     lossless = False
     codes_where_it_pays = False
     origin: Origin | None = None
+    eviction: Eviction | None = None
+    selection: Selection | None = None
 
     def __init__(self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings) -> None:
         """`settings` are all that change bytes or results. Layers may differ in everything but page size and window."""
         self.name = name
         (self.page_tokens,) = {kept.format.page_tokens for kept in layers}
         (self.window,) = {kept.format.window for kept in layers}
-        self.formats = tuple(kept.format for kept in layers)
-        self.wire_planes = tuple(kept.wire_planes for kept in layers)
         self.wire_form: WireForm = RAW
         self.sealing, self.attending = backend.stopwatch(), backend.stopwatch()
-        self._settings = settings
-        self._kernels = tuple(kept.kernels for kept in layers)
+        self.layers, self.settings = layers, settings
         self._backend = backend
+
+    @property
+    def formats(self) -> tuple[PageFormat, ...]:
+        """Of pages, by layer."""
+        return tuple(kept.format for kept in self.layers)
+
+    @property
+    def wire_planes(self) -> tuple[tuple[Plane, ...], ...]:
+        """Of pages, by layer."""
+        return tuple(kept.wire_planes for kept in self.layers)
 
     @property
     def seals_open_page(self) -> bool:
         """The open page stays in FP16."""
         return False
-
-    @property
-    def eviction(self) -> Eviction | None:
-        """All rows stay."""
-        return None
 
     @property
     def bytes_follow_tokens(self) -> bool:
@@ -74,8 +79,8 @@ class PagedCodec:
 
     @property
     def decodes_as_prefill(self) -> bool:
-        """True unless `visible` is overridden."""
-        return type(self).visible is PagedCodec.visible
+        """True unless decode reads some of the pages only."""
+        return self.selection is None and type(self).visible is PagedCodec.visible
 
     @property
     def quantize_s(self) -> float:
@@ -90,24 +95,33 @@ class PagedCodec:
     @property
     def approximation_s(self) -> float:
         """As the kernels report it."""
-        return sum(kernels.approximation_s for kernels in dict.fromkeys(self._kernels))
+        return sum(kernels.approximation_s for kernels in dict.fromkeys(kept.kernels for kept in self.layers))
 
     @property
     def served_by(self) -> str:
         """Whose kernels compute."""
-        return ", ".join(dict.fromkeys(kernels.served_by for kernels in self._kernels))
+        return ", ".join(dict.fromkeys(kept.kernels.served_by for kept in self.layers))
 
     def fingerprint(self) -> Settings:
         """Name and settings; the backend is not among them, since backends agree bit for bit."""
-        return (("codec", self.name), *((f"codec.{name}", value) for name, value in self._settings))
+        return (("codec", self.name), *((f"codec.{name}", value) for name, value in self.settings))
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """Nothing is folded."""
         return weights
 
-    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range) -> Pool:
+    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> Pool:
         """An empty pool on the backend's device."""
-        return new_pool(self.formats[layer], self._kernels[layer], self._backend.device, num_pages, num_slots, heads)
+        notes = self.eviction.notes if prompts and self.eviction else ()
+        return new_pool(
+            self.layers[layer].format,
+            self.layers[layer].kernels,
+            self._backend.device,
+            num_pages,
+            num_slots,
+            heads,
+            notes,
+        )
 
     def prepare(self, batch: Batch) -> Batch:
         """As it is."""
@@ -115,14 +129,17 @@ class PagedCodec:
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append rows and attend; see `KvCodec.attend`."""
-        kernels, rows = self._kernels[layer], self._backend.rows
+        kernels, rows = self.layers[layer].kernels, self._backend.rows
         if batch.is_decode:
             rows.append(pool, batch.where, k, v, batch.faulty)
             if self.seals(batch):
                 with self.sealing:
                     self.seal(layer, pool, batch, *decode_rows(pool, batch))
             with self.attending:
-                return kernels.attend(layer, pool, self.visible(layer, pool, batch, q), Rows(q))
+                out = kernels.attend(layer, pool, self.visible(layer, pool, batch, q), Rows(q))
+                if self.eviction and any(span.prompt for span in batch.spans):  # a chunk of one row
+                    self.eviction.observe(pool, batch, q, *decode_rows(pool, batch))
+            return out
         narrowed = rows.narrow(k, v, batch.where, batch.faulty)
         if self.seals(batch):
             with self.sealing:
@@ -130,15 +147,17 @@ class PagedCodec:
         with self.attending:
             out = kernels.attend(layer, pool, batch.where, Rows(q, *narrowed))
             write_exact_rows(pool, batch, *narrowed)
+            if self.eviction:
+                self.eviction.observe(pool, batch, q, *narrowed)
         return out
 
     def visible(self, layer: int, pool: Pool, batch: Batch, q: Tensor) -> Spans:
         """Which pages the queries q [B, Hq, D] of a decode batch attend to; by default all that their sequence holds.
 
-        A codec that reads only some pages overrides this and lists them, per sequence or per KV head (`some_pages`).
-        Such a codec has no window: kernels tell exact pages by their numbers.
+        A codec that reads only some pages lists them, per sequence or per KV head (`some_pages`). Such a codec has no
+        window: kernels tell exact pages by their numbers.
         """
-        return batch.where
+        return batch.where if self.selection is None else self.selection.visible(layer, pool, batch, q)
 
     def seals(self, batch: Batch) -> bool:
         """Whether `seal` has anything to do."""
@@ -148,16 +167,16 @@ class PagedCodec:
         """Seal the pages that `batch` fills, in one kernel call; k, v [T, Hkv, D] float16 are all rows of the batch."""
         fills = batch.fills
         assert fills is not None, "the caller asks `seals` first"
-        self._kernels[layer].seal(layer, pool, fills.page_ids, fills.starts, *filled_pages(pool, batch, k, v))
+        self.layers[layer].kernels.seal(layer, pool, fills.page_ids, fills.starts, *filled_pages(pool, batch, k, v))
 
     def to_wire(self, layer: int, pool: Pool, page_ids: Tensor) -> Planes:
         """Derived planes stay behind unless the codec sends them."""
-        planes = self._kernels[layer].export(pool, page_ids)
-        return {plane.name: planes[plane.name] for plane in self.wire_planes[layer]}
+        planes = self.layers[layer].kernels.export(pool, page_ids)
+        return {plane.name: planes[plane.name] for plane in self.layers[layer].wire_planes}
 
     def from_wire(self, layer: int, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
         """Install sealed pages; the kernels bring them into their own order."""
-        self._kernels[layer].install(pool, page_ids, planes)
+        self.layers[layer].kernels.install(pool, page_ids, planes)
 
 
 def write_exact_rows(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:

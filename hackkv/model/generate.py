@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hackkv.codec import Span, rows_held
+from hackkv.codec import Span
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, sample
 from hackkv.model.worker import Worker
@@ -25,11 +25,8 @@ def generate(worker: Worker, request: Request, *, chunk_pages: int = 4) -> list[
     chunk_tokens = chunk_pages * layout.page_tokens
     for start in range(0, len(ids), chunk_tokens):
         chunk = ids[start : start + chunk_tokens]
-        hidden = runner.forward([Span(0, start, len(chunk), pages)], chunk)
-    held = rows_held(worker.codec, len(ids))
-    if worker.codec.eviction is not None:
-        for pool in runner.memory.pools:
-            worker.codec.eviction.evict(pool, Span(0, 0, len(ids), pages))
+        hidden = runner.forward([Span(0, start, len(chunk), pages, prompt=len(ids))], chunk)
+    held = runner.end_prompt(Span(0, 0, len(ids), pages))
     tokens = sample(model.logits(hidden[-1:]), [state], model.kernels)
     while tokens[-1].finish is None:
         span = Span(0, held + len(tokens) - 1, 1, pages, evicted=len(ids) - held)

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from hackkv.codec import Batch, KvCodec, Span, non_finite
+from hackkv.codec import Batch, KvCodec, Span, non_finite, rows_held
 from hackkv.errors import NonFiniteError
 from hackkv.kv_memory import KvMemory
 from hackkv.model.llama import Attend, Llama
@@ -19,12 +19,13 @@ from hackkv.types import KvLayout, Token
 class ModelRunner:
     """A model, a codec, and the KV of all sequences on this node."""
 
-    def __init__(self, model: Llama, codec: KvCodec, num_pages: int, num_slots: int) -> None:
+    def __init__(self, model: Llama, codec: KvCodec, num_pages: int, num_slots: int, *, prompts: bool = True) -> None:
+        """`prompts` says whether whole prompts are computed here."""
         spec = model.spec
         self.model = model
         self.codec = codec
         self.layout: KvLayout = spec.kv_layout(codec.page_tokens)
-        self.memory = KvMemory(codec, self.layout, num_pages, num_slots)
+        self.memory = KvMemory(codec, self.layout, num_pages, num_slots, prompts=prompts)
         self._last: Batch | None = None
 
     def forward(
@@ -65,6 +66,13 @@ class ModelRunner:
             return sample(self.model.logits(hidden), states, kernels, batch.faulty)
         except FaultyRow as error:
             raise self._named(batch) from error
+
+    def end_prompt(self, span: Span) -> int:
+        """Evict what the codec does not keep of a whole prompt that is computed. Returns the rows that it holds."""
+        if self.codec.eviction is not None:
+            for layer in range(len(self.memory.pools)):
+                self.codec.eviction.evict(layer, self.memory.pools, span)
+        return rows_held(self.codec, span.count)
 
     def _lay_out(self, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int] | None = None) -> Batch:
         """A batch that brings along what the model reads: tokens, positions, and which rows are wanted if not all."""

@@ -12,8 +12,8 @@ import torch
 from hack_kernels.base import Backend
 from tokenizers import Tokenizer
 
-from hackkv.codec import KvCodec, Origin
-from hackkv.codecs import CALIBRATED, make_codec
+from hackkv.codec import KvCodec, Origin, rows_held
+from hackkv.codecs import CALIBRATED, beneath, make_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import CalibrationMismatch, CheckpointError, ConfigError
 from hackkv.footprint import Footprint, footprint_of
@@ -71,13 +71,13 @@ class Worker:
         """The sizes of sequences."""
         return footprint_of(self.codec, self.layout)
 
-    def pages_in(self, kv_bytes: int) -> int:
-        """How many pages, each of all layers and KV heads, fit in `kv_bytes`.
+    def pages_in(self, kv_bytes: int, *, prompts: bool = False) -> int:
+        """How many pages, each of all layers and KV heads, fit in `kv_bytes`; with `prompts` beside their notes.
 
         Raises `ConfigError` when not even one page fits, or when the device has less memory: the system would grant
         the allocation and kill the process when it is used.
         """
-        page_bytes = self.footprint.page_bytes
+        page_bytes = self.footprint.page_bytes + (self.footprint.noted_bytes if prompts else 0)
         if kv_bytes < page_bytes:
             raise ConfigError(f"kv_bytes: {kv_bytes} is less than one page of {page_bytes} bytes")
         memory = memory_of(self.model.device)
@@ -124,7 +124,7 @@ class Unloaded:
     def share(self) -> float:
         """Bytes at rest of a sequence of `SHARE_TOKENS` tokens, exact pages among them, of FP16's."""
         sizes = footprint_of(self.codec, self.spec.kv_layout(self.codec.page_tokens))
-        return sizes.resting_bytes(SHARE_TOKENS) / (SHARE_TOKENS * sizes.row_bytes)
+        return sizes.resting_bytes(rows_held(self.codec, SHARE_TOKENS)) / (SHARE_TOKENS * sizes.row_bytes)
 
     def fingerprint(self) -> Fingerprint:
         """What peers compare. Reads parts of the weights. Raises `CheckpointError`."""
@@ -232,7 +232,7 @@ def check_worker(model: ModelConfig, codec: CodecConfig) -> None:
 
 def with_calibration(codec: CodecConfig, folder: ModelFolder) -> CodecConfig:
     """`codec` with the calibration that ships for the model in `folder`, if there is one and the settings have none."""
-    if codec.name not in CALIBRATED or CALIBRATION in codec.settings:
+    if beneath(codec) not in CALIBRATED or CALIBRATION in codec.settings:
         return codec
     file = CALIBRATIONS / f"{source_hash(folder.path)}.safetensors"
     if not file.is_file():

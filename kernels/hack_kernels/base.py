@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol, TypeVar
 
@@ -82,6 +82,8 @@ class Pool:
     """The model's number of the pool's first KV head. Stochastic rounding is keyed by the model's numbers, so a process
     that holds some of the heads gives the same bytes as a process that holds all."""
     window: Window = OWN_PAGE_ONLY
+    notes: Planes = field(default_factory=dict)
+    """Name -> [N, Hkv, ...]: what a codec remembers of pages beside what rests in them. Kernels do not look at it."""
 
     @property
     def num_pages(self) -> int:
@@ -106,8 +108,8 @@ class Pool:
     def heads(self, start: int, count: int) -> Pool:
         """A view of KV heads [start, start + count) of this pool."""
         part = slice(start, start + count)
-        planes = {name: plane[:, part] for name, plane in self.planes.items()}
-        return Pool(planes, self.open_k[:, part], self.open_v[:, part], self.head_start + start, self.window)
+        planes, notes = ({name: plane[:, part] for name, plane in each.items()} for each in (self.planes, self.notes))
+        return Pool(planes, self.open_k[:, part], self.open_v[:, part], self.head_start + start, self.window, notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,18 +330,25 @@ class Backend(Protocol):
 
 
 def new_pool(
-    fmt: PageFormat, kernels: PageKernels, device: torch.device, num_pages: int, num_slots: int, heads: range
+    fmt: PageFormat,
+    kernels: PageKernels,
+    device: torch.device,
+    num_pages: int,
+    num_slots: int,
+    heads: range,
+    notes: Sequence[Plane] = (),
 ) -> Pool:
-    """An empty pool for KV heads `heads` of one layer."""
+    """An empty pool for KV heads `heads` of one layer, with room for `notes` of each page."""
     shape = (num_slots, len(heads), fmt.window.pages * fmt.page_tokens, fmt.head_dim)
-    open_k, open_v = (_zeroed(shape, device) for _ in range(2))
-    return Pool(kernels.new_planes(num_pages, len(heads)), open_k, open_v, heads.start, fmt.window)
+    open_k, open_v = (_zeroed(shape, torch.float16, device) for _ in range(2))
+    noted = {note.name: _zeroed((num_pages, len(heads), *note.shape), note.dtype, device) for note in notes}
+    return Pool(kernels.new_planes(num_pages, len(heads)), open_k, open_v, heads.start, fmt.window, noted)
 
 
-def _zeroed(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """float16 zeros. On the processor the system gives them at the first touch, so unused slots take no memory."""
-    size = prod(shape) * torch.float16.itemsize
+def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On the processor the system gives them at the first touch, so what is not used takes no memory."""
+    size = prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < mmap.PAGESIZE:
-        return torch.zeros(shape, dtype=torch.float16, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=torch.float16).view(shape)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -38,22 +38,46 @@ class Lanes:
         ends = np.cumsum(pages).tolist()
         self._runner = ModelRunner(worker.model, worker.codec, ends[-1], len(pages))
         self._pages = [tuple(range(end - count, end)) for end, count in zip(ends, pages, strict=True)]
-        self._at = [0] * len(pages)
+        self.held = [0] * len(pages)
+        """Rows of each lane's cache."""
+        self._evicted = [0] * len(pages)
 
-    def advance(self, rows: Sequence[Ids]) -> list[Tensor]:
-        """Add `rows[i]`, maybe none, to lane i; returns the hidden states [rows, hidden] of each lane."""
-        spans = [Span(i, self._at[i], len(ids), self._pages[i]) for i, ids in enumerate(rows) if len(ids)]
+    @property
+    def positions(self) -> list[int]:
+        """Tokens that each lane has read."""
+        return [held + evicted for held, evicted in zip(self.held, self._evicted, strict=True)]
+
+    def advance(self, rows: Sequence[Ids], prompts: Sequence[int] | None = None) -> list[Tensor]:
+        """Add `rows[i]`, maybe none, to lane i; returns the hidden states [rows, hidden] of each lane.
+
+        `prompts` are the lengths of whole prompts, of which these rows are parts.
+        """
+        of = prompts or [0] * len(rows)
+        spans = [
+            Span(i, self.held[i], len(ids), self._pages[i], self._evicted[i], of[i])
+            for i, ids in enumerate(rows)
+            if len(ids)
+        ]
         hidden = self._runner.forward(spans, np.concatenate(rows).tolist())
-        self._at = [at + len(ids) for at, ids in zip(self._at, rows, strict=True)]
+        self.held = [at + len(ids) for at, ids in zip(self.held, rows, strict=True)]
         return list(hidden.split([len(ids) for ids in rows]))
 
     def prefill(self, prompts: Sequence[Ids], wanted: Sequence[int]) -> list[Tensor]:
-        """Add whole prompts in chunks; returns the hidden states of the last `wanted[i]` rows of each."""
+        """Add prompts in chunks; returns the hidden states of the last `wanted[i]` rows of each.
+
+        A lane's first prompt loses the rows that the codec evicts. What comes later is read from what is left.
+        """
+        first = [0 if at else len(prompt) for at, prompt in zip(self.held, prompts, strict=True)]
         kept: list[list[Tensor]] = [[] for _ in prompts]
         for start in range(0, max(map(len, prompts)), CHUNK_TOKENS):
-            parts = self.advance([prompt[start : start + CHUNK_TOKENS] for prompt in prompts])
+            chunks = [prompt[start : start + CHUNK_TOKENS] for prompt in prompts]
+            parts = self.advance(chunks, first)
             for out, part, prompt, count in zip(kept, parts, prompts, wanted, strict=True):
                 out.append(part[max(0, len(prompt) - count - start) :])
+        for i, tokens in enumerate(first):
+            if tokens:
+                self.held[i] = self._runner.end_prompt(Span(i, 0, tokens, self._pages[i]))
+                self._evicted[i] = tokens - self.held[i]
         return [torch.cat(parts) for parts in kept]
 
 

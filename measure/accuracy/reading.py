@@ -4,6 +4,8 @@ The windows are the beginnings of the longest documents, one of them long, all t
 Attention looks back only, so the first 512 tokens of a window are what a window of 512 tokens would be: one pass
 scores every length. Scores are means over blocks of tokens, of which the bootstrap draws: neighbouring tokens are
 alike, blocks less so.
+
+Nothing is read of a codec that evicts rows of whole prompts: it would show the codec beneath. `continuing` asks those.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
     windows = _windows(subject, max(1, limits.samples), points[-1])
     if not windows:
         raise ValueError("the held-out text has no document of enough tokens")
-    exact = _Exact(subject, windows)
+    exact = Exact(subject, windows)
 
     def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
+        if worker.codec.eviction is not None:
+            return {}
         blocks = [_blocks(worker, window, exact(index), advance) for index, window in enumerate(windows)]
         return {point: _upto(point, blocks) for point in points if max(map(len, windows)) >= point}
 
@@ -70,7 +74,7 @@ def _windows(subject: Subject, long_ones: int, longest: int) -> list[Ids]:
     return found
 
 
-class _Exact:
+class Exact:
     """Hidden states of the windows with exact KV, computed once for all rows."""
 
     def __init__(self, subject: Subject, windows: Sequence[Ids]) -> None:
@@ -107,8 +111,13 @@ def _blocks(worker: Worker, window: Ids, exact: Tensor, advance: Advance) -> np.
         hidden = exact if worker.codec.lossless else _states(worker, window, advance)
     except NonFiniteError:
         return np.tile([GARBAGE, GARBAGE, 0.0], (len(window) // BLOCK, 1))
-    truth, out = torch.from_numpy(window[1:]), list[list[float]]()
-    for start in range(0, len(window), BLOCK):
+    return blocks_of(worker, hidden, exact, torch.from_numpy(window[1:]))
+
+
+def blocks_of(worker: Worker, hidden: Tensor, exact: Tensor, truth: Tensor) -> np.ndarray:
+    """As `_blocks`, of hidden states [T, hidden] and those with exact KV; `truth` are the tokens that follow them."""
+    out = list[list[float]]()
+    for start in range(0, len(hidden), BLOCK):
         rows = slice(start, start + BLOCK)
         found = F.log_softmax(worker.model.logits(hidden[rows]).float(), -1)
         wanted = found if hidden is exact else F.log_softmax(worker.model.logits(exact[rows]).float(), -1)
@@ -122,6 +131,11 @@ def _blocks(worker: Worker, window: Ids, exact: Tensor, advance: Advance) -> np.
 
 def _upto(point: int, windows: Sequence[np.ndarray]) -> Found:
     """The blocks of the first `point` tokens of every window that has them."""
-    blocks = np.concatenate([blocks[: point // BLOCK] for blocks in windows if len(blocks) * BLOCK >= point])
+    return found_in([blocks[: point // BLOCK] for blocks in windows if len(blocks) * BLOCK >= point])
+
+
+def found_in(windows: Sequence[np.ndarray]) -> Found:
+    """All blocks of some windows."""
+    blocks = np.concatenate(windows)
     columns = zip((Measure.PERPLEXITY, Measure.KL, Measure.TOP1), blocks.T.tolist(), strict=True)
     return Found(dict(columns))

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hackkv.canary import Meter, Pace, Row, survey
+from hackkv.codec import rows_held
 from hackkv.codecs import CODECS
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import DEFAULT_MAX_KL
@@ -90,7 +91,7 @@ def recommend(model: ModelConfig, console: Console) -> Recommendation:
 def _jct(planned: Unloaded, pace: Pace) -> float:
     """Seconds that the job takes: prefill and decode at their measured pace, and the bytes over the link."""
     sizes = footprint_of(planned.codec, planned.spec.kv_layout(planned.codec.page_tokens))
-    sent = JOB_PROMPT * sizes.wire_page_bytes / sizes.page_tokens
+    sent = rows_held(planned.codec, JOB_PROMPT) * sizes.wire_page_bytes / sizes.page_tokens
     prefill = JOB_PROMPT * pace.prefill_s / max(1, pace.prefill_tokens)
     return prefill + 8 * sent / JOB_LINK_BPS + JOB_ANSWER * pace.decode_s / max(1, pace.decode_tokens)
 
@@ -125,4 +126,4 @@ def _cells(loss: CodecLoss | None) -> tuple[str, str, str]:
 
 
 def _smallest(rows: Sequence[Row], kl: float) -> str:
-    return next((row.name for row in rows if row.stays_below(kl)), "none")
+    return next((row.name for row in rows if row.stays_below(kl) and not row.evicts), "none")

@@ -140,6 +140,8 @@ def _summary(results: Results) -> Iterable[str]:
     yield f"| row | of FP16's bytes | {' | '.join(heads)} |"
     yield f"|---|---|{'---|' * len(heads)}"
     for row in results.rows:
+        if not any(results.find(row.name, "reading", point, Measure.KL) for point in points):
+            continue  # nothing is read of a codec that evicts rows of whole prompts
         cells = [text for point in points for text in _read_at(results, row.name, point)]
         yield f"| `{row.name}` | {row.share:.1%} | {' | '.join(cells)} |"
     yield ""

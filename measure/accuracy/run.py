@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 
+from hackkv.codec import rows_held
 from hackkv.footprint import footprint_of
 from hackkv.model.worker import SHARE_TOKENS, Unloaded
 from hackkv.types import WIRE_FORM
@@ -130,13 +131,14 @@ def measure(
 def row_of(variant: Variant, planned: Unloaded) -> Row:
     """The table's row of a variant, with the bytes of its pages."""
     sizes = footprint_of(planned.codec, planned.spec.kv_layout(planned.codec.page_tokens))
+    rows = rows_held(planned.codec, SHARE_TOKENS)
     return Row(
         variant.name,
         variant.says,
         variant.family,
         variant.codec.name,
         {name: value for name, value in variant.codec.settings.items() if name != "calibration"},
-        sizes.resting_bytes(SHARE_TOKENS) / SHARE_TOKENS,
-        sizes.wire_bytes(SHARE_TOKENS) / SHARE_TOKENS,
+        sizes.resting_bytes(rows) / SHARE_TOKENS,
+        sizes.wire_bytes(rows) / SHARE_TOKENS,
         sizes.row_bytes,
     )

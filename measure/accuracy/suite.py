@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hackkv.errors import ConfigError
-from measure.accuracy import chat, engine, humaneval, questions, reading, synthetic
+from measure.accuracy import chat, continuing, engine, humaneval, questions, reading, synthetic
 from measure.accuracy.metrics import TAIL, Measure
 from measure.accuracy.subject import Subject
 from measure.accuracy.synthetic import COPY_CUE, COPY_SEGMENT, EVERY_RECORD, FREE_TOKENS, RESTATE_CUE, RESTATE_WORDS
@@ -37,6 +37,15 @@ SUITE: Final = (
         (Measure.PERPLEXITY, Measure.KL, Measure.TOP1),
         reading.prepare,
         anyone,
+    ),
+    Task(
+        "continuing",
+        f"the {continuing.AFTER} tokens of held-out text after a prompt, by its length, from what it left in its "
+        "cache; beside exact KV",
+        1,
+        (Measure.PERPLEXITY, Measure.KL, Measure.TOP1),
+        continuing.prepare,
+        on_request,
     ),
     Task(
         "chat",

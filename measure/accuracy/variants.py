@@ -37,6 +37,7 @@ def _row(name: str, preset: str, family: str, says: str, **settings: Setting) ->
 
 EXACT: Final = _row("fp16", "fp16", "exact", "exact: K and V in FP16, attention in FP32")
 _OPEN, _STOCHASTIC, _PAPER, _ABLATION = "open-page rule, nearest", "open-page rule, stochastic", "paper", "ablation"
+_EVICTING: Final = "evicting"
 
 _DESCRIBED: Final = (
     EXACT,
@@ -69,6 +70,10 @@ _DESCRIBED: Final = (
     _row("hack-paper-32", "hack-paper", _PAPER, "the paper at Π 32", page_tokens=32),
     _row("hack-paper", "hack-paper", _PAPER, "the paper: stochastic, asymmetric, K at once, own page's V in FP16"),
     _row("hack-paper-128", "hack-paper", _PAPER, "the paper at Π 128", page_tokens=128),
+    _row("snapkv-half", "snapkv", _EVICTING, "`snapkv`, but half of the rows stay", budget="50%"),
+    _row("snapkv-rot-k4v4", "snapkv", _EVICTING, "`snapkv` in pages of `rot-k4v4`", of="rot-k4v4"),
+    _row("mpcache-static", "mpcache", _EVICTING, "`mpcache`, but decode reads all pages", select="100%"),
+    _row("mpcache-rot-k4v4", "mpcache", _EVICTING, "`mpcache` in pages of `rot-k4v4`", of="rot-k4v4"),
     _row("hack-paper-no-rqe", "hack-paper", _PAPER, "the paper with RQE off (its Table 7)", open_page="requantize"),
 )
 """Rows that are described here; the presets that are missing follow with what their settings say."""

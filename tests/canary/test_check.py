@@ -19,6 +19,7 @@ from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Unloaded
 from hackkv.nodes import CodecLoss
 from tests.canary.conftest import CONTEXT, SPOILING
+from tests.pair import EVICTING
 
 LOSSY = CodecConfig(name="hack", settings={"page_tokens": 32})
 
@@ -34,6 +35,19 @@ def test_rows_in_fp16_cost_nothing(model: ModelConfig) -> None:
     assert loss.top1 > 0.98
     assert loss.perplexity_ratio == pytest.approx(1, abs=1e-3)
     assert loss.tokens == CONTEXT
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_an_eviction_is_judged_by_what_follows_it(model: ModelConfig, name: str) -> None:
+    """By half of the text, read from the rows that stayed. With all rows, and all of them read, nothing is lost."""
+    meter = Meter(model, canary_ids)
+    few, every = (
+        meter.measure(meter.plan(CodecConfig(name=name, settings={"page_tokens": 32, **settings})))
+        for settings in ({}, {"budget": "100%", "select": "100%"})
+    )
+    assert few.tokens == every.tokens == CONTEXT // 2
+    assert abs(every.kl) < 1e-4 < few.kl
+    assert every.perplexity_ratio == pytest.approx(1, abs=1e-3)
 
 
 def test_the_numbers_are_what_their_definitions_say(model: ModelConfig) -> None:

@@ -1,4 +1,4 @@
-"""Codecs to show what the seams carry: rows that go after prefill, pages that are not read."""
+"""A codec to show what a seam carries: pages that are not read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from torch import Tensor
 
-from hackkv.codec import Batch, Eviction, Span, some_pages
+from hackkv.choices import some_pages
+from hackkv.codec import Batch
 from hackkv.codecs.paged import Kept, PagedCodec
 from hackkv.model.worker import Worker
 from tests.pair import PI, tiny_worker
@@ -25,39 +26,6 @@ def rows_on(backend: Backend) -> tuple[Kept, ...]:
     """FP16 pages in every layer of the tiny model."""
     fmt = RowFormat(HEAD_DIM, PI)
     return (Kept(fmt, backend.kernels_for(fmt, RowReference)),) * LAYERS
-
-
-class SinksAndWindow:
-    """Implements `Eviction`: of full pages, the first one stays (attention sinks) and the last two; as StreamingLLM."""
-
-    LAST = 2
-
-    def rows_held(self, tokens: int) -> int:
-        """Whole pages go, so the open page keeps its rows."""
-        pages, rest = divmod(tokens, PI)
-        return min(pages, 1 + self.LAST) * PI + rest
-
-    def evict(self, pool: Pool, span: Span) -> None:
-        """Move the last pages behind the first one."""
-        full = span.count // PI
-        if full <= 1 + self.LAST:
-            return
-        source, target = list(span.pages[full - self.LAST : full]), list(span.pages[1 : 1 + self.LAST])
-        for plane in pool.planes.values():
-            plane[target] = plane[source]
-
-
-class EvictingCodec(PagedCodec):
-    """FP16 rows, most of which go after prefill."""
-
-    def __init__(self) -> None:
-        backend, settings = load("auto"), (("page_tokens", str(PI)), ("last", str(SinksAndWindow.LAST)))
-        super().__init__("fp16-window", rows_on(backend), backend, settings)
-
-    @property
-    def eviction(self) -> Eviction:
-        """Sinks and a window."""
-        return SinksAndWindow()
 
 
 class SelectingCodec(PagedCodec):

@@ -11,6 +11,7 @@ from hackkv.codec import KvCodec, fp16_page_bytes, planes_bytes
 from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
 from hackkv.types import KvShape
+from tests.pair import EVICTING
 
 
 def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
@@ -41,6 +42,9 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
         ("rot-k3v2", {}, 5376, 5376),
         ("rot-k2v2", {}, 4352, 4352),
         ("fp16", {}, 32768, 32768),
+        *((name, {}, 32768, 32768) for name in EVICTING if name != "mpcache"),
+        ("mpcache", {"page_tokens": 64}, 32768 + 512, 32768 + 512),
+        ("snapkv", {"of": "hack"}, 5120, 5120),
     ],
     ids=str,
 )
@@ -56,7 +60,9 @@ def test_every_codec_of_the_table_is_pinned() -> None:
     """A codec that is added must be entered above; the tests' own rows have the pages of others."""
     hack, rotated = {"hack", "hack-k4v2", "hack-paper"}, {"rot-k4v4", "rot-k3v3", "rot-k3v2", "rot-k2v2"}
     floats, kivi = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2"}
-    known = {*hack, *rotated, *floats, *kivi, "cachegen", "cachegen-eq86", "fp16"}
+    evicting = {"streamingllm", "snapkv", "h2o", "mpcache"}
+    assert evicting == set(EVICTING)
+    known = {*hack, *rotated, *floats, *kivi, *evicting, "cachegen", "cachegen-eq86", "fp16"}
     assert set(CODECS) - {"hack-zstd", "toy-layers", "rot-window"} == known
 
 

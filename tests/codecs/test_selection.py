@@ -14,7 +14,7 @@ from hack_kernels.reference.hack import HackReference
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 
-from hackkv.codec import some_pages
+from hackkv.choices import some_pages
 from hackkv.model.generate import generate
 from tests.codecs.examples import SelectingCodec, worker_of
 from tests.pair import PI, greedy, prompt, tiny_worker

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from decode_node.inbox import Inbox, Reservation
 from decode_node.pages import Grant
+from hackkv.codec import rows_held
 from hackkv.framing import FrameWriter, handoff_end
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
@@ -21,6 +23,7 @@ from transport.wires import Loopback
 
 Frames = AsyncIterator[KvFrame | HandoffEnd]
 TOKENS = 2 * PI + 5
+"""Rows that arrive."""
 GRANT = Grant((5, 2, 7), 1)
 REQUEST = greedy("r", prompt(1, TOKENS), 4)
 
@@ -35,6 +38,9 @@ class Decode:
         self.listener = wire.listener()
         self.sender: KvSender = wire.sender()
         self.address = ""
+        self.tokens = next(n for n in count(TOKENS) if rows_held(self.worker.codec, n) == TOKENS)
+        """Of the prompt."""
+        self.request = greedy("r", prompt(1, self.tokens), 4)
 
     async def __aenter__(self) -> Decode:
         self.address = await self.listener.serve(self.inbox.deliver)
@@ -46,10 +52,10 @@ class Decode:
 
     @property
     def handoff(self) -> Handoff:
-        return Handoff("t", 2, self.worker.fingerprint, TOKENS)
+        return Handoff("t", 2, self.worker.fingerprint, self.tokens)
 
     def reserve(self) -> Reservation:
-        return self.inbox.reserve(DecodeJob(REQUEST, "t", 2), GRANT)
+        return self.inbox.reserve(DecodeJob(self.request, "t", 2), GRANT)
 
     def bytes(self) -> list[Tensor]:
         """A copy of everything that the pools hold."""
@@ -73,9 +79,9 @@ def planned(
             planes[plane.name] = random_bytes((2, 2, *plane.shape), plane.dtype, generator)
         items += writer.frames(layer, 0, {name: plane[:, :1] for name, plane in planes.items()})
         items += writer.frames(layer, 1, {name: plane[:, 1:] for name, plane in planes.items()})
-        count = worker.footprint.exact_rows(TOKENS)
-        rows = {name: torch.full((2, 1, count, 64), layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}
-        items += writer.frames(layer, 2, rows, count)
+        exact = worker.footprint.exact_rows(TOKENS)
+        rows = {name: torch.full((2, 1, exact, 64), layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}
+        items += writer.frames(layer, 2, rows, exact)
     return [*items, writer.end(9)]
 
 

@@ -42,10 +42,11 @@ async def test_a_handoff_lands_bit_exact_and_is_counted_by_plane(wire: Loopback,
                 coded[span.name] += span.coded_bytes
         assert raw == due
         assert dict(receipt.bytes_by_plane) == coded
-        assert (receipt.transfer_id, receipt.tokens, receipt.fp16_bytes) == ("t", TOKENS, 2 * 2 * 2 * 2 * 64 * TOKENS)
+        fp16_bytes = 2 * 2 * 2 * 2 * 64 * node.tokens
+        assert (receipt.transfer_id, receipt.tokens, receipt.fp16_bytes) == ("t", node.tokens, fp16_bytes)
         assert 0 < receipt.wire_decode_s <= receipt.receive_s
         assert receipt.header_bytes < 64 * 5 * len(items)
-        assert node.inbox.received_tokens == TOKENS
+        assert node.inbox.received_tokens == node.tokens
         uncoded = planned(node.worker, form=RAW)
         frames = [item for item in uncoded if isinstance(item, KvFrame) and not item.rows]
         for layer, pool in enumerate(node.runner.memory.pools):
@@ -275,7 +276,7 @@ async def test_the_sender_chooses_the_wire_form(wire: Loopback, here: str, sent:
         async with Decode(wire, here) as node:
             reservation, items = node.reserve(), planned(node.worker, form=wire_form(name))
             await node.sender.push(node.address, with_field(node.handoff, WIRE_FORM, name), send(items))
-            assert (await reservation.arrival).receipt.tokens == TOKENS
+            assert (await reservation.arrival).receipt.tokens == node.tokens
             landed.append(node.bytes())
             node.inbox.close(reservation)
     assert all(torch.equal(x, y) for x, y in zip(*landed, strict=True))

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from hackkv.codecs import CODECS
 from hackkv.errors import HackkvError
 from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
@@ -19,7 +18,7 @@ from hackkv.page_names import MARK_BYTES, Naming
 from hackkv.types import DecodeJob, HandedOff, Prefilled, PrefillJob, Receipt, Request, Reserved, Token
 from tests.codecs.examples import SelectingCodec, worker_of
 from tests.decode_node.calls import close, held_up, landed
-from tests.pair import DECODING, PI, TIMEOUT_S, Pair, Served, greedy, paired, prompt, tiny_worker
+from tests.pair import DECODING, PI, SHARING, TIMEOUT_S, Pair, Served, greedy, paired, prompt, tiny_worker
 from transport.closing import closing
 
 TURNS = 4
@@ -56,7 +55,7 @@ def cold(worker: Worker, ids: tuple[int, ...], tokens: int = PI + 7) -> list[Tok
     return generate(worker, greedy("cold", ids, tokens, ignore_eos=True))
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", SHARING)
 async def test_a_conversation_sends_what_is_new_and_says_what_a_cold_run_says(codec: str) -> None:
     """What travels is the new tokens and at most a page, beside the exact rows of codecs that keep more of them."""
     worker = tiny_worker(codec)
@@ -81,7 +80,7 @@ async def test_a_conversation_sends_what_is_new_and_says_what_a_cold_run_says(co
         await nodes.assert_idle()
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", SHARING)
 async def test_pages_come_back_from_host_memory_bit_equal(codec: str) -> None:
     """A pool of eight pages, in which other requests push the conversation out; its later turn brings it back."""
     worker = tiny_worker(codec)
@@ -122,7 +121,7 @@ async def test_a_node_that_keeps_nothing_is_sent_everything() -> None:
         assert await stat(nodes, "hackkv_held_pages") == 0
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", SHARING)
 async def test_nodes_report_the_marks_of_what_they_keep(codec: str) -> None:
     """The router makes the same ones from tokens. A prefill node with exact pages reports where a prompt can go on."""
     worker, ids = tiny_worker(codec), prompt(1, 3 * PI + 5)
@@ -167,7 +166,7 @@ async def test_a_salt_separates_tenants() -> None:
     assert held == [0, 0, 0, 3 * PI, 3 * PI]
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", SHARING)
 async def test_a_prompt_that_is_held_to_its_last_token(codec: str) -> None:
     """Nothing but exact rows is left to send; where there are none, a handoff has no frames."""
     worker = tiny_worker(codec)
@@ -180,7 +179,7 @@ async def test_a_prompt_that_is_held_to_its_last_token(codec: str) -> None:
         assert sent_bytes(served) == worker.footprint.exact_rows(3 * PI) * worker.footprint.row_bytes
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", SHARING)
 async def test_requests_that_begin_alike_share_pages_while_they_are_swapped(codec: str) -> None:
     """Six requests of one system prompt come to 21 pages, of which there are 12; apart they would come to 36. They have
     all landed before any runs, so some have to leave and come back."""
@@ -213,7 +212,7 @@ async def test_equal_requests_at_once_leave_one_copy_of_each_page() -> None:
         await nodes.assert_idle()
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", SHARING)
 async def test_another_decode_node_that_holds_more_is_sent_less_of_frames_that_are_there(codec: str) -> None:
     """No node had room when the prompt was computed, so all of it is in frames. The node named later has two pages."""
     worker = tiny_worker(codec)

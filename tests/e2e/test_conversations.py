@@ -10,14 +10,13 @@ import httpx
 import pytest
 
 from decode_node.service import DecodeService
-from hackkv.codecs import CODECS
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.generate import generate
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import Request, Sampling
 from tests.e2e.in_process import in_process_cluster
-from tests.pair import prompt
+from tests.pair import SHARING, prompt
 from tests.wires import WIRES_HERE
 
 PI = 32
@@ -69,7 +68,7 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SHARING)
 @pytest.mark.parametrize("wire", WIRES_HERE)
 async def test_turns_of_many_conversations_say_what_cold_runs_say(folder: Path, wire: str, codec: str) -> None:
     """First one conversation after another: each later turn finds its pair idle, and all that the turns before it have
@@ -98,7 +97,7 @@ async def test_tenants_do_not_share(folder: Path) -> None:
         assert await metric(client, "hackkv_kv_held_tokens_total") == 3 * PI
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SHARING)
 async def test_a_conversation_outlives_the_node_that_has_it(folder: Path, codec: str) -> None:
     """Both turns say the same as a cold run: the one under way when its decode node drains, and the one after."""
     made, nodes = worker(folder, codec), list[DecodeService]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ def test_the_advice_is_the_smallest_below_each_bound() -> None:
     rows = (row("a", 0.1, float("nan")), row("b", 0.2, 0.1), row("c", 0.3, 0.01), row("exact", 1.0, None))
     advice = Recommendation("tiny", "a text", rows, {}).advice
     assert advice == "b is the smallest below KL 0.15; c is the smallest below KL 0.03"
+    few = replace(rows[2], name="few", evicts=True)
+    assert Recommendation("tiny", "a text", (few, *rows), {}).advice == advice, (
+        "who asks for what is gone, nobody knows"
+    )
     advice = Recommendation("tiny", "a text", rows[:1] + rows[3:], {}).advice
     assert advice == "exact is the smallest below KL 0.15; exact is the smallest below KL 0.03"
 

@@ -7,6 +7,7 @@ import asyncio
 
 import pytest
 
+from hackkv.codec import rows_held
 from hackkv.codecs import CODECS
 from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
@@ -18,8 +19,8 @@ PAGES = 6
 
 
 def worst_bytes(worker: Worker) -> int:
-    """Of `PAGES` full pages, uncoded."""
-    return worker.footprint.wire_bytes(PAGES * PI)
+    """Of what stays of a prompt of `PAGES` full pages, uncoded."""
+    return worker.footprint.wire_bytes(rows_held(worker.codec, PAGES * PI))
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))

@@ -12,7 +12,6 @@ from hack_kernels.base import Pool
 from torch import Tensor
 
 from hackkv.codec import Batch
-from hackkv.codecs import CODECS
 from hackkv.errors import HackkvError, NonFiniteError
 from hackkv.framing import Expected, FrameLedger
 from hackkv.model.generate import generate
@@ -20,13 +19,13 @@ from hackkv.nodes import NodeIdentity
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Prefilled, PrefillJob, Receipt, Token
 from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
-from tests.pair import PI, TIMEOUT_S, GatedCodec, greedy, paired, prompt, tiny_worker
+from tests.pair import PI, SHARING, TIMEOUT_S, GatedCodec, greedy, paired, prompt, tiny_worker
 from transport.closing import closing
 from transport.wires import Loopback
 
 HIT_LENGTHS = (PI - 1, PI, PI + 1, 2 * PI - 1, 2 * PI, 2 * PI + 1)
 SETTINGS = [
-    *((codec, {}) for codec in sorted(CODECS)),
+    *((codec, {}) for codec in SHARING),
     ("hack", {"rounding": "stochastic"}),
     ("hack", {"open_page": "k_codes"}),
     ("hack-paper", {"send_sums": True}),
@@ -147,7 +146,7 @@ async def test_the_last_token_of_a_prompt_is_always_computed(length: int) -> Non
     assert (again.token, again.planes) == (first.token, first.planes)
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", SHARING)
 async def test_pages_go_to_host_memory_and_come_back_bit_equal(codec: str) -> None:
     """A pool of four pages, whose prefix is evicted by another prompt and then asked for again."""
     ids, other = prompt(1, 3 * PI + 9), prompt(2, 4 * PI)
@@ -269,7 +268,7 @@ async def test_prompt_logprobs_need_every_token() -> None:
         assert len(prefilled.prompt_logprobs) == len(ids) - 1
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", SHARING)
 async def test_a_decode_node_goes_on_from_a_hit(codec: str) -> None:
     worker = tiny_worker(codec)
     common = prompt(1, 2 * PI)

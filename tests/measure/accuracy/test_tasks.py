@@ -9,8 +9,8 @@ import torch
 from hackkv.config import ModelConfig
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.tiny import Tiny, write_tiny
-from measure.accuracy import chat, humaneval, questions, reading, suite, variants
-from measure.accuracy.engine import forced_decode, write
+from measure.accuracy import chat, continuing, humaneval, questions, reading, suite, variants
+from measure.accuracy.engine import Lanes, forced_decode, write
 from measure.accuracy.metrics import Measure
 from measure.accuracy.sandbox import passes
 from measure.accuracy.subject import Subject, load_subject
@@ -28,13 +28,43 @@ def make_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @pytest.mark.parametrize(
-    "task", [t for t in suite.SUITE if t.name in ("reading", "chat", "questions")], ids=lambda t: t.name
+    "task", [t for t in suite.SUITE if t.name in ("reading", "continuing", "chat", "questions")], ids=lambda t: t.name
 )
 def test_progress_ends_where_it_was_said_to(subject: Subject, task: Task) -> None:
     made, counted = task.prepare(subject, Limits(samples=1)), list[int]()
     found = made.measure(subject.with_codec(HACK.codec), counted.append)
     assert sum(counted) == made.tokens
     assert all(len(scores) for point in found.values() for scores in point.scores.values())
+
+
+EVICTING = variants.choose(["snapkv", "mpcache"])[1:]
+
+
+@pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
+def test_what_follows_a_prompt_is_read_from_the_rows_that_stayed(subject: Subject, row: variants.Variant) -> None:
+    """The exact codec's own row is exact; a budget of all rows, all of them read, makes another codec so."""
+    made = continuing.prepare(subject, Limits(samples=1, longest=1024))
+    loose = row.codec.model_copy(update={"settings": {"budget": "100%", "select": "100%"}})
+    exact, all_rows, some = (
+        made.measure(subject.with_codec(codec), lambda count: None)[512].scores
+        for codec in (EXACT.codec, loose, row.codec)
+    )
+    assert exact[Measure.KL] == [0.0] * 2
+    assert all_rows[Measure.KL] == pytest.approx(exact[Measure.KL], abs=1e-4)
+    assert all_rows[Measure.PERPLEXITY] == pytest.approx(exact[Measure.PERPLEXITY], abs=1e-3)
+    assert min(some[Measure.KL]) > 1e-3
+    assert reading.prepare(subject, Limits(samples=1)).measure(subject.with_codec(row.codec), lambda count: None) == {}
+
+
+@pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
+def test_later_questions_are_asked_of_what_the_first_left(subject: Subject, row: variants.Variant) -> None:
+    """Positions go on behind the whole prompt."""
+    lanes, ids = Lanes(subject.with_codec(row.codec), [700]), subject.filler[:700]
+    lanes.prefill([ids[:600]], [1])
+    assert (lanes.held, lanes.positions) == ([150], [600])
+    lanes.prefill([ids[600:690]], [1])
+    lanes.advance([ids[690:691]])
+    assert (lanes.held, lanes.positions) == ([241], [691])
 
 
 def test_reading_gives_the_perplexity_of_exact_attention(subject: Subject) -> None:

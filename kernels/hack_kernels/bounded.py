@@ -1,0 +1,100 @@
+"""Pages of any format with the bounds of their keys beside them: the least and the largest of each channel of K.
+
+Bounds are those of the FP16 rows. They travel, rest and move with the page's other planes, in two rows of head_dim FP16
+values. With them a codec guesses which pages a query will look at, without reading one
+(`hackkv.codecs.selecting`). The kernels below do everything else and never see them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from hack_kernels.base import PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans
+from hack_kernels.window import Window
+
+LEAST, MOST = "least_k", "most_k"
+BOUNDS: Final = (LEAST, MOST)
+"""Planes [D] float16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedFormat(PageFormat):
+    """The pages of `below`, and their bounds."""
+
+    head_dim: int
+    page_tokens: int
+    window: Window
+    below: PageFormat
+
+    @classmethod
+    def over(cls, below: PageFormat) -> BoundedFormat:
+        """Pages of `below` with bounds."""
+        return cls(head_dim=below.head_dim, page_tokens=below.page_tokens, window=below.window, below=below)
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """The bounds come last."""
+        return (*self.below.planes, *self.bounds)
+
+    @property
+    def bounds(self) -> tuple[Plane, ...]:
+        """Their planes."""
+        return tuple(Plane(name, torch.float16, (self.head_dim,)) for name in BOUNDS)
+
+
+class BoundedKernels:
+    """Implements `PageKernels` over the kernels of the format below."""
+
+    def __init__(self, fmt: BoundedFormat, below: PageKernels, device: torch.device) -> None:
+        self._fmt, self._below, self._device = fmt, below, device
+
+    @property
+    def served_by(self) -> str:
+        """Who computes on the pages."""
+        return self._below.served_by
+
+    @property
+    def approximation_s(self) -> float:
+        """As the kernels below report it."""
+        return self._below.approximation_s
+
+    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+        """Those below and the bounds, zeroed."""
+        shape = (num_pages, num_kv_heads)
+        bounds = {
+            plane.name: torch.zeros((*shape, *plane.shape), dtype=plane.dtype, device=self._device)
+            for plane in self._fmt.bounds
+        }
+        return {**self._below.new_planes(*shape), **bounds}
+
+    def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
+        """Seal the pages and note their bounds."""
+        self._below.seal(layer, _below(pool), page_ids, starts, k, v)
+        pool.planes[LEAST][page_ids], pool.planes[MOST][page_ids] = k.amin(2), k.amax(2)
+
+    def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
+        """Bounds as they came. Raises `ValueError`."""
+        self._below.install(_below(pool), page_ids, _pages(planes))
+        for name in BOUNDS:
+            pool.planes[name][page_ids] = planes[name].transpose(0, 1)
+
+    def export(self, pool: Pool, page_ids: Tensor) -> Planes:
+        """Bounds as they are."""
+        bounds = {name: pool.planes[name][page_ids].transpose(0, 1).contiguous() for name in BOUNDS}
+        return {**self._below.export(_below(pool), page_ids), **bounds}
+
+    def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
+        """As the kernels below do."""
+        return self._below.attend(layer, _below(pool), spans, rows)
+
+
+def _below(pool: Pool) -> Pool:
+    return replace(pool, planes=_pages(pool.planes))
+
+
+def _pages(planes: Planes) -> Planes:
+    return {name: plane for name, plane in planes.items() if name not in BOUNDS}

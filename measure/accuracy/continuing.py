@@ -1,0 +1,75 @@
+"""Continuing: how well the model predicts what follows a prompt, from what the prompt left in its cache.
+
+The prompt goes through prefill, rows that the codec evicts go, and held-out text goes on behind it under teacher
+forcing, as a replay does: a codec that is read in decode as in prefill takes it in chunks, another token by token. So
+evictions count, and a codec without one is scored on the same tokens. What a text says next seldom needs what it said
+long ago, least of all in code: tasks that ask for it (`questions`) show what perplexity does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hackkv.model.worker import Worker
+from measure.accuracy import engine, reading
+from measure.accuracy.cells import Found
+from measure.accuracy.subject import Subject
+from measure.accuracy.task import Advance, Limits, Prepared, digest_of
+from measure.tasks import Ids, join
+
+POINTS: Final = (512, 1024, 2048)
+"""Tokens of the prompt."""
+AFTER: Final = 2 * reading.BLOCK
+WINDOWS: Final = 3
+
+
+def prepare(subject: Subject, limits: Limits) -> Prepared:
+    """Beginnings of documents, `WINDOWS` unless `limits.samples` says how many, the longest documents first."""
+    limit = limits.context(subject)
+    points = [point for point in POINTS if point + AFTER <= limit]
+    if not points:
+        raise ValueError(f"needs {POINTS[0] + AFTER} tokens of context, the limit is {limit}")
+    windows = _windows(subject, limits.samples or WINDOWS, points[-1] + AFTER)
+    exact = reading.Exact(subject, [window[:-1] for window in windows])
+
+    def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
+        found = dict[int, Found]()
+        for point in points:
+            blocks = list[np.ndarray]()
+            for index, window in enumerate(windows):
+                states = exact(index)[point : point + AFTER]
+                hidden = states if worker.codec.lossless else _after(worker, window[: point + AFTER], point)
+                blocks.append(reading.blocks_of(worker, hidden, states, torch.from_numpy(window[point + 1 :])))
+                advance(point + AFTER)
+            found[point] = reading.found_in(blocks)
+        return found
+
+    tokens = len(windows) * sum(point + AFTER for point in points)
+    return Prepared(tokens, f"{len(windows)} windows", digest_of(windows), measure)
+
+
+def _windows(subject: Subject, count: int, length: int) -> list[Ids]:
+    """Each one token longer, which is the last one's truth. Raises `ValueError`."""
+    documents = sorted(subject.documents, key=lambda document: -len(document.text))[:count]
+    found = [join(subject.prefix, subject.encode(document.text))[: length + 1] for document in documents]
+    if len(found) < count or min(map(len, found)) <= length:
+        raise ValueError(f"the held-out text has no {count} documents of {length + 1} tokens")
+    return found
+
+
+@torch.inference_mode()
+def _after(worker: Worker, window: Ids, point: int) -> Tensor:
+    """Hidden states [T - point, hidden] of the tokens behind the prompt, which ends at `point`."""
+    lanes = engine.Lanes(worker, [len(window)])
+    lanes.prefill([window[:point]], [1])
+    step = engine.CHUNK_TOKENS if worker.codec.decodes_as_prefill else 1
+    return torch.cat([lanes.advance([chunk])[0] for chunk in _cut(window[point:], step)])
+
+
+def _cut(ids: Ids, step: int) -> Sequence[Ids]:
+    return [ids[start : start + step] for start in range(0, len(ids), step)]

@@ -1,0 +1,177 @@
+"""Decode that reads some pages: those that the paper chooses, everywhere the same, and all of them changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hack_kernels import load
+from hack_kernels.base import Pool
+from hack_kernels.bounded import LEAST, MOST
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decode_node.config import DecodeSettings
+from hackkv.codec import Batch, Span
+from hackkv.codecs import make_codec
+from hackkv.codecs.paged import PagedCodec
+from hackkv.config import CodecConfig
+from hackkv.errors import ConfigError
+from hackkv.model.generate import generate
+from hackkv.types import KvShape
+from tests.decode_node.calls import begun_together, held_up
+from tests.pair import PI, greedy, paired, prompt, tiny_worker
+
+HEADS, GROUP, DIM = 2, 3, 64
+PAGES = 12
+NARROW: dict[str, int | str] = {"budget": "80%", "select": "40%", "least": 2}
+"""Pages are left out of sequences as short as those of tests."""
+UNDER = ("fp16", "hack", "rot-k4v4")
+
+
+def made(layers: int = 6, /, **given: int | str) -> PagedCodec:
+    config = CodecConfig(name="mpcache", settings={"page_tokens": PI, **given})
+    codec = make_codec(config, KvShape(layers, HEADS, DIM), load("auto"))
+    assert isinstance(codec, PagedCodec)
+    return codec
+
+
+def chosen_by_the_paper(q: Tensor, keys: Tensor, share: float, least: int, alpha: float) -> list[int]:
+    """The pages that a KV head reads: q [G, D], keys [pages, Π, D]; Eq. 2 at two levels."""
+    pages = len(keys)
+    count = min(pages, max(least, math.ceil(pages * share)))
+
+    def alike(rows: Tensor) -> float:
+        bound = alpha * rows.amax(0).double() + (1 - alpha) * rows.amin(0).double()
+        return float((q.double().sum(0) * bound).sum())
+
+    def best(candidates: Sequence[int], scores: Sequence[float], number: int) -> list[int]:
+        ends = {min(candidates, default=0), max(candidates, default=0)}
+        ranked = sorted(candidates, key=lambda i: (i not in ends, -scores[i]))
+        return sorted(ranked[:number])
+
+    left = list(range(pages))
+    if share < 0.5:
+        pairs = [keys[i : i + 2].flatten(0, 1) for i in range(0, pages, 2)]
+        kept = best(range(len(pairs)), [alike(pair) for pair in pairs], max(2, math.ceil(len(pairs) / 2)))
+        left = [page for page in left if page // 2 in kept]
+    scores = [alike(page) for page in keys]
+    few = best(left, scores, count)
+    others = sorted(set(range(pages)) - set(left), key=lambda i: -scores[i])
+    return sorted([*few, *others[: count - len(few)]])
+
+
+def filled(codec: PagedCodec, seed: int) -> tuple[Pool, Tensor]:
+    """A pool whose pages hold random keys, and the keys [pages, Hkv, Π, D] float16."""
+    pool = codec.new_pool(0, PAGES, 3, range(HEADS))
+    k, v = (
+        torch.randn(PAGES, HEADS, PI, DIM, generator=torch.Generator().manual_seed(seed + i)).half() for i in (0, 1)
+    )
+    tail = 8 * torch.randn(PAGES, HEADS, 1, DIM, generator=torch.Generator().manual_seed(seed + 2)).half()
+    kernels = codec.layers[0].kernels
+    kernels.seal(0, pool, torch.arange(PAGES), torch.zeros(PAGES, dtype=torch.int64), k + tail, v)
+    return pool, k + tail
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, PAGES * PI - 1), min_size=1, max_size=3),
+    share=st.sampled_from([5, 20, 40, 49.9, 50, 75, 99]),
+    least=st.integers(2, 5),
+    alpha=st.sampled_from([0.0, 0.6, 1.0]),
+    seed=st.integers(0, 100),
+)
+def test_pages_are_those_of_the_paper(lengths: list[int], share: float, least: int, alpha: float, seed: int) -> None:
+    codec = made(1, select=f"{share}%", least=least, alpha=str(alpha))
+    pool, keys = filled(codec, seed)
+    pages = tuple(torch.randperm(PAGES, generator=torch.Generator().manual_seed(seed)).tolist())
+    q = torch.randn(len(lengths), HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(seed + 9))
+    batch = Batch.of([Span(slot, held, 1, pages) for slot, held in enumerate(lengths)], PI)
+    seen = codec.visible(0, pool, batch, q)
+    for b, held in enumerate(lengths):
+        count = int(seen.starts[b]) // PI
+        assert int(seen.starts[b]) % PI == held % PI
+        for head in range(HEADS):
+            of_head = keys[list(pages[: held // PI]), head]
+            group = q[b, head * GROUP : (head + 1) * GROUP]
+            wanted = chosen_by_the_paper(group, of_head, share / 100, least, alpha)
+            assert seen.table[b, head, :count].tolist() == [pages[page] for page in wanted]
+
+
+@pytest.mark.parametrize("under", UNDER)
+def test_bounds_are_those_of_the_rows_and_survive_the_wire(under: str) -> None:
+    """In any page format: what the kernels below write and read is what they always did."""
+    codec = made(1, of=under)
+    pool, keys = filled(codec, 3)
+    ids = torch.tensor([4, 0, 7])
+    assert torch.equal(pool.planes[LEAST], keys.amin(2))
+    assert torch.equal(pool.planes[MOST], keys.amax(2))
+    landed = codec.new_pool(0, PAGES, 1, range(HEADS))
+    codec.from_wire(0, landed, torch.tensor([1, 2, 3]), codec.to_wire(0, pool, ids))
+    for name, plane in landed.planes.items():
+        assert torch.equal(plane[[1, 2, 3]], pool.planes[name][ids]), name
+
+
+def test_layers_after_the_second_read_in_pairs() -> None:
+    codec = made(6, **NARROW)
+    pool, _ = filled(codec, 1)
+    batch = Batch.of([Span(0, PAGES * PI - 1, 1, tuple(range(PAGES)))], PI)
+    queries = [torch.randn(1, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    seen = [codec.visible(layer, pool, batch, q).table for layer, q in enumerate(queries)]
+    assert [seen[layer] is seen[layer - 1] for layer in range(1, 6)] == [False, False, True, False, True]
+    assert not torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("under", UNDER)
+def test_a_selection_of_all_pages_changes_no_token(under: str) -> None:
+    request = greedy("r", prompt(1, 9 * PI + 3), PI, ignore_eos=True)
+    all_pages, none_left_out, some = (
+        generate(tiny_worker("mpcache", of=under, budget="80%", **settings), request)
+        for settings in ({"select": "100%"}, {"select": "99%", "least": 100}, {"select": "10%", "least": 2})
+    )
+    assert all_pages == none_left_out
+    assert some != all_pages
+
+
+@pytest.mark.parametrize("under", UNDER)
+async def test_a_cluster_reads_what_one_process_reads_through_replays_and_swaps(under: str) -> None:
+    """A replay runs row by row: what decode saw, it sees again."""
+    worker = tiny_worker("mpcache", of=under, **NARROW)
+    requests = [greedy(f"r{i}", prompt(i, 6 * PI + 7 * i), PI + 9, ignore_eos=True) for i in range(4)]
+    whole = [generate(worker, request) for request in requests]
+    cut = 5
+    decode, begin = held_up(worker)
+    async with paired(worker, decode, num_pages=22, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
+        serving = (
+            nodes.serve(request, emitted=tuple(token.token_id for token in tokens[:cut]))
+            for request, tokens in zip(requests, whole, strict=True)
+        )
+        served = await begun_together(nodes, begin, sum(len(each.prompt_ids) for each in requests), serving)
+        await nodes.assert_idle()
+    assert sum(result.swaps for result in served) > 0
+    assert [result.tokens for result in served] == [tokens[cut:] for tokens in whole]
+
+
+@pytest.mark.parametrize("chunk_pages", [1, 3])
+def test_prompts_see_all_pages_whatever_the_chunks(chunk_pages: int) -> None:
+    """A last chunk of one row too."""
+    worker, request = tiny_worker("mpcache", **NARROW), greedy("r", prompt(1, 9 * PI + 1), 9, ignore_eos=True)
+    assert generate(worker, request, chunk_pages=chunk_pages) == generate(worker, request, chunk_pages=10)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"of": "rot-k3v2"}, "select: pages are chosen where all but the open one rest alike"),
+        ({"of": "hack", "open_page": "requantize"}, "select: pages are chosen"),
+        ({"select": "x"}, "codec.settings.select: .*'x' is neither"),
+        ({"least": 1}, "codec.settings.least"),
+        ({"alpha": 2}, "codec.settings.alpha"),
+    ],
+)
+def test_bad_settings_are_refused_by_their_names(wrong: dict[str, int | str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        made(**wrong)
