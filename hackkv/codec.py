@@ -288,8 +288,8 @@ class KvCodec(Protocol):
         """
         ...
 
-    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range) -> Pool:
-        """An empty pool of KV heads `heads` of a layer."""
+    def new_pools(self, num_pages: int, num_slots: int, heads: range) -> tuple[Pool, ...]:
+        """An empty pool of KV heads `heads` of each layer."""
         ...
 
     def prepare(self, batch: Batch) -> Batch:

@@ -38,10 +38,7 @@ class KvMemory:
 
     def __init__(self, codec: KvCodec, layout: KvLayout, num_pages: int, num_slots: int) -> None:
         self.footprint: Footprint = footprint_of(codec, layout)
-        self.pools: tuple[Pool, ...] = tuple(
-            codec.new_pool(layer, num_pages, num_slots, range(layout.num_kv_heads))
-            for layer in range(layout.num_layers)
-        )
+        self.pools: tuple[Pool, ...] = codec.new_pools(num_pages, num_slots, range(layout.num_kv_heads))
         self._codec = codec
 
     def export(self, layer: int, pages: Sequence[int]) -> Planes:

@@ -7,10 +7,11 @@ so sealing and attention find it in the slot.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pool
+from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pools
 from torch import Tensor
 
 from hackkv.codec import AttentionWeights, Batch, Eviction, Origin
@@ -105,9 +106,14 @@ class PagedCodec:
         """Nothing is folded."""
         return weights
 
-    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range) -> Pool:
-        """An empty pool on the backend's device."""
-        return new_pool(self.formats[layer], self._kernels[layer], self._backend.device, num_pages, num_slots, heads)
+    def new_pools(self, num_pages: int, num_slots: int, heads: range) -> tuple[Pool, ...]:
+        """Empty pools on the backend's device. Layers of one format lie together."""
+        layers, size = Counter(zip(self.formats, self._kernels, strict=True)), (num_pages, num_slots, heads)
+        pools = {
+            kernels: iter(new_pools(fmt, kernels, self._backend.device, *size, count))
+            for (fmt, kernels), count in layers.items()
+        }
+        return tuple(next(pools[kernels]) for kernels in self._kernels)
 
     def prepare(self, batch: Batch) -> Batch:
         """As it is."""

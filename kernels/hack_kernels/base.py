@@ -250,8 +250,8 @@ class PageKernels(Protocol):
         """Seconds spent so far on correction terms or on dequantizing, where they can be told apart, else 0."""
         ...
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
-        """Zeroed planes of one layer's pages, in the resting order of these kernels."""
+    def new_planes(self, num_pages: int, num_kv_heads: int, layers: int) -> tuple[Planes, ...]:
+        """Zeroed planes of the pages of so many layers, in the resting order of these kernels."""
         ...
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
@@ -327,9 +327,25 @@ def new_pool(
     fmt: PageFormat, kernels: PageKernels, device: torch.device, num_pages: int, num_slots: int, heads: range
 ) -> Pool:
     """An empty pool for KV heads `heads` of one layer."""
+    (pool,) = new_pools(fmt, kernels, device, num_pages, num_slots, heads, 1)
+    return pool
+
+
+def new_pools(
+    fmt: PageFormat,
+    kernels: PageKernels,
+    device: torch.device,
+    num_pages: int,
+    num_slots: int,
+    heads: range,
+    layers: int,
+) -> tuple[Pool, ...]:
+    """Empty pools for KV heads `heads` of so many layers."""
     shape = (num_slots, len(heads), fmt.window.pages * fmt.page_tokens, fmt.head_dim)
-    open_k, open_v = (_zeroed(shape, device) for _ in range(2))
-    return Pool(kernels.new_planes(num_pages, len(heads)), open_k, open_v, heads.start, fmt.window)
+    return tuple(
+        Pool(planes, _zeroed(shape, device), _zeroed(shape, device), heads.start, fmt.window)
+        for planes in kernels.new_planes(num_pages, len(heads), layers)
+    )
 
 
 def _zeroed(shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -16,19 +16,23 @@ HUGE_PAGE_BYTES: Final = 2**21
 LINE_BYTES: Final = 64
 
 
-def zeroed_planes(fmt: PageFormat, num_pages: int, num_kv_heads: int) -> Planes:
-    """Zeroed planes [N, Hkv, *shape], views of one record for each page, in huge pages where the system has them.
+def zeroed_planes(fmt: PageFormat, num_pages: int, num_kv_heads: int, layers: int) -> tuple[Planes, ...]:
+    """Zeroed planes [N, Hkv, *shape] of so many layers, views of one record for each page, in huge pages where the
+    system has them.
 
-    With system pages of 4 KiB, each access to a KV page would cost a page-table walk. In records, the first pages that
-    are used touch one huge page and not one for each plane. A plane begins at a cache line.
+    With system pages of 4 KiB, each access to a KV page would cost a page-table walk. In records of all layers, the
+    first pages that are used touch one huge page and not one for each layer and plane. A plane begins at a cache line.
     """
     sizes = [num_kv_heads * math.prod(plane.shape) * plane.dtype.itemsize for plane in fmt.planes]
     ends = list(accumulate(-(-size // LINE_BYTES) * LINE_BYTES for size in sizes))
-    records = _zeros(num_pages * ends[-1]).view(num_pages, ends[-1])
-    return {
-        plane.name: records[:, begin : begin + size].view(plane.dtype).unflatten(1, (num_kv_heads, *plane.shape))
-        for plane, begin, size in zip(fmt.planes, (0, *ends), sizes, strict=False)
-    }
+    records = _zeros(num_pages * layers * ends[-1]).view(num_pages, layers, ends[-1])
+    return tuple(
+        {
+            plane.name: part[:, begin : begin + size].view(plane.dtype).unflatten(1, (num_kv_heads, *plane.shape))
+            for plane, begin, size in zip(fmt.planes, (0, *ends), sizes, strict=False)
+        }
+        for part in records.unbind(1)
+    )
 
 
 def _zeros(size: int) -> Tensor:

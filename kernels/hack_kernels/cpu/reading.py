@@ -36,9 +36,9 @@ class ReadCpu(WireOrder):
         """Seconds spent on writing FP16 rows; where the conversion is fused it has no time of its own."""
         self._fmt, self._native, self._native_format = fmt, native, native_format
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+    def new_planes(self, num_pages: int, num_kv_heads: int, layers: int) -> tuple[Planes, ...]:
         """In huge pages where the system has them."""
-        return zeroed_planes(self._fmt, num_pages, num_kv_heads)
+        return zeroed_planes(self._fmt, num_pages, num_kv_heads, layers)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize full pages into the pool."""

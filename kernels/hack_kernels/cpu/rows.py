@@ -32,9 +32,9 @@ class RowCpu(RowReference):
         takes = fmt.page_tokens % 32 == 0 and fmt.page_tokens <= 128 and fmt.head_dim % 32 == 0 and fmt.head_dim <= 256
         return cls(fmt, native) if takes else None
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+    def new_planes(self, num_pages: int, num_kv_heads: int, layers: int) -> tuple[Planes, ...]:
         """Planes `k` and `v`, in huge pages where the system has them."""
-        return zeroed_planes(self.fmt, num_pages, num_kv_heads)
+        return zeroed_planes(self.fmt, num_pages, num_kv_heads, layers)
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
         """Strips of rows against blocks of queries, without leaving the cache."""

@@ -73,9 +73,9 @@ class HackTriton:
         self.approximation_s = 0.0  # the correction terms are fused into the products; they have no time of their own
         self._workspace, self._prefill = workspace, prefill
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+    def new_planes(self, num_pages: int, num_kv_heads: int, layers: int) -> tuple[Planes, ...]:
         """Views into one record per page and KV head."""
-        return layout.new_pages(self.fmt, num_pages, num_kv_heads, self.device)
+        return tuple(layout.new_pages(self.fmt, num_pages, num_kv_heads, self.device) for _ in range(layers))
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize full pages into the pool in one pass."""

@@ -34,9 +34,9 @@ class LevelTriton:
         feedback.check(self.fmt.head_dim)
         self._feedback[layer] = columns_first(feedback.to(self.device))
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+    def new_planes(self, num_pages: int, num_kv_heads: int, layers: int) -> tuple[Planes, ...]:
         """Views into one record per page and KV head."""
-        return new_level_pages(self.fmt, num_pages, num_kv_heads, self.device)
+        return tuple(new_level_pages(self.fmt, num_pages, num_kv_heads, self.device) for _ in range(layers))
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize full pages into the pool in one launch."""

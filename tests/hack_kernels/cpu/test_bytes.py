@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hack_kernels import cpu
@@ -68,9 +70,9 @@ def test_a_minimum_of_zero_is_positive_whichever_zeros_stand_in_the_partition(ba
 def test_planes_of_a_pool_are_zero_apart_and_aligned(num_pages: int) -> None:
     """Also where all of them lie in one block of huge pages."""
     fmt = HackFormat(96, 32)
-    planes = hack_kernels(cpu.CpuBackend(), fmt).new_planes(num_pages, 3)
-    assert list(planes) == [spec.name for spec in fmt.planes]
-    for spec in fmt.planes:
+    layers = hack_kernels(cpu.CpuBackend(), fmt).new_planes(num_pages, 3, 2)
+    assert [list(planes) for planes in layers] == 2 * [[spec.name for spec in fmt.planes]]
+    for planes, spec in itertools.product(layers, fmt.planes):
         plane = planes[spec.name]
         assert (plane.shape, plane.dtype) == ((num_pages, 3, *spec.shape), spec.dtype)
         assert all(page.is_contiguous() for page in plane)
