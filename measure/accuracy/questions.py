@@ -8,6 +8,7 @@ all of them, one after another, every true answer standing behind its question b
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -21,7 +22,7 @@ from measure.accuracy import engine
 from measure.accuracy.cells import Found
 from measure.accuracy.metrics import Measure
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of
+from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
 from measure.tasks import Example, Ids, join
 
 CONTEXTS: Final = {1024: 3, 2048: 2, 4096: 1, 8192: 1}
@@ -48,16 +49,14 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
             continue
         asked[length] = [_context(subject, limits.seed + i, length) for i in range(limits.samples or count)]
 
-    def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
-        found = dict[int, Found]()
-        for length, contexts in asked.items():
+    def measure(worker: Worker, advance: Advance, done: Collection[int]) -> Iterator[tuple[int, Found]]:
+        for length in left(asked, done):
             scores: dict[Measure, list[float]] = {Measure.NEEDLE: [], Measure.RECALL: [], Measure.COPY: []}
-            for turns in contexts:
+            for turns in asked[length]:
                 for turn, right in zip(turns, _ask(worker, turns), strict=True):
                     scores[turn.measure].append(right.mean() if turn.measure is Measure.COPY else float(right.all()))
                 advance(_size(turns))
-            found[length] = Found({name: [round(float(x), 6) for x in all_] for name, all_ in scores.items()})
-        return found
+            yield length, Found({name: [round(float(x), 6) for x in all_] for name, all_ in scores.items()})
 
     every = [turn.asked for contexts in asked.values() for turns in contexts for turn in turns]
     counts = ", ".join(f"{len(contexts)} contexts of {length}" for length, contexts in asked.items())

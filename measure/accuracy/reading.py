@@ -9,7 +9,7 @@ alike, blocks less so.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -48,9 +48,9 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
         raise ValueError("the held-out text has no document of enough tokens")
     exact = _Exact(subject, windows)
 
-    def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
+    def measure(worker: Worker, advance: Advance, done: Collection[int]) -> Iterator[tuple[int, Found]]:
         blocks = [_blocks(worker, window, exact(index), advance) for index, window in enumerate(windows)]
-        return {point: _upto(point, blocks) for point in points if max(map(len, windows)) >= point}
+        yield from ((point, _upto(point, blocks)) for point in points if max(map(len, windows)) >= point)
 
     counts = ", ".join(f"{sum(len(window) >= point for window in windows)} windows of {point}" for point in points)
     left_out = [f"at {point}: the limit is {limit}" for point in POINTS if point > limit]

@@ -32,14 +32,14 @@ def make_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 )
 def test_progress_ends_where_it_was_said_to(subject: Subject, task: Task) -> None:
     made, counted = task.prepare(subject, Limits(samples=1)), list[int]()
-    found = made.measure(subject.with_codec(HACK.codec), counted.append)
+    found = dict(made.measure(subject.with_codec(HACK.codec), counted.append, ()))
     assert sum(counted) == made.tokens
     assert all(len(scores) for point in found.values() for scores in point.scores.values())
 
 
 def test_reading_gives_the_perplexity_of_exact_attention(subject: Subject) -> None:
     made = reading.prepare(subject, Limits(samples=1, longest=512))
-    found = made.measure(subject.with_codec(EXACT.codec), lambda count: None)[512]
+    found = dict(made.measure(subject.with_codec(EXACT.codec), lambda count: None, ()))[512]
     ids = subject.encode(max(subject.documents, key=lambda d: len(d.text)).text)
     ids = join(subject.prefix, ids)[:512]
     model = subject.worker.model
@@ -53,8 +53,10 @@ def test_reading_gives_the_perplexity_of_exact_attention(subject: Subject) -> No
 
 def test_a_longer_reading_begins_as_a_shorter_one(subject: Subject) -> None:
     worker = subject.with_codec(HACK.codec)
-    long = reading.prepare(subject, Limits(samples=1)).measure(worker, lambda count: None)
-    short = reading.prepare(subject, Limits(samples=1, longest=512)).measure(worker, lambda count: None)
+    long, short = (
+        dict(reading.prepare(subject, Limits(samples=1, longest=longest)).measure(worker, lambda count: None, ()))
+        for longest in (0, 512)
+    )
     assert sorted(long) == [512, 2048]
     for measure, scores in short[512].scores.items():
         assert long[512].scores[measure][:3] == pytest.approx(scores[:3], abs=1e-4), "the last block of 512 has an end"
@@ -94,7 +96,7 @@ def test_writing_ends_where_the_caller_has_seen_enough(subject: Subject) -> None
 
 def test_chat_tells_length_and_end(subject: Subject) -> None:
     made = chat.prepare(subject, Limits(samples=2))
-    found = made.measure(subject.with_codec(EXACT.codec), lambda count: None)[0]
+    found = dict(made.measure(subject.with_codec(EXACT.codec), lambda count: None, ()))[0]
     for length, unfinished, ids in zip(
         *(found.scores[m] for m in (Measure.LENGTH, Measure.UNFINISHED)), found.ids, strict=True
     ):
