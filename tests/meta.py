@@ -57,8 +57,8 @@ class MetaKernels:
         self.fmt = fmt
         self.sealed = 0
 
-    def new_planes(self, num_pages: int, num_kv_heads: int, layers: int) -> tuple[Planes, ...]:
-        return WireOrder(self.fmt, META).new_planes(num_pages, num_kv_heads, layers)
+    def new_planes(self, formats: Series[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
+        return WireOrder(self.fmt, META).new_planes(formats, num_pages, num_kv_heads)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         on_device(page_ids, starts, k, v)

@@ -7,7 +7,7 @@ so sealing and attention find it in the slot.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -107,13 +107,12 @@ class PagedCodec:
         return weights
 
     def new_pools(self, num_pages: int, num_slots: int, heads: range) -> tuple[Pool, ...]:
-        """Empty pools on the backend's device. Layers of one format lie together."""
-        layers, size = Counter(zip(self.formats, self._kernels, strict=True)), (num_pages, num_slots, heads)
-        pools = {
-            kernels: iter(new_pools(fmt, kernels, self._backend.device, *size, count))
-            for (fmt, kernels), count in layers.items()
-        }
-        return tuple(next(pools[kernels]) for kernels in self._kernels)
+        """Empty pools on the backend's device. Layers with kernels of one class lie together."""
+        pools = dict[type, Iterator[Pool]]()
+        for kind, kernels in {type(kernels): kernels for kernels in self._kernels}.items():
+            formats = [fmt for fmt, each in zip(self.formats, self._kernels, strict=True) if type(each) is kind]
+            pools[kind] = iter(new_pools(formats, kernels, self._backend.device, num_pages, num_slots, heads))
+        return tuple(next(pools[type(kernels)]) for kernels in self._kernels)
 
     def prepare(self, batch: Batch) -> Batch:
         """As it is."""

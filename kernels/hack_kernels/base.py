@@ -250,8 +250,11 @@ class PageKernels(Protocol):
         """Seconds spent so far on correction terms or on dequantizing, where they can be told apart, else 0."""
         ...
 
-    def new_planes(self, num_pages: int, num_kv_heads: int, layers: int) -> tuple[Planes, ...]:
-        """Zeroed planes of the pages of so many layers, in the resting order of these kernels."""
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
+        """Zeroed planes of the pages of layers with these formats, in the resting order of these kernels.
+
+        The kernels of each of the formats are of this object's class.
+        """
         ...
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
@@ -327,24 +330,23 @@ def new_pool(
     fmt: PageFormat, kernels: PageKernels, device: torch.device, num_pages: int, num_slots: int, heads: range
 ) -> Pool:
     """An empty pool for KV heads `heads` of one layer."""
-    (pool,) = new_pools(fmt, kernels, device, num_pages, num_slots, heads, 1)
+    (pool,) = new_pools([fmt], kernels, device, num_pages, num_slots, heads)
     return pool
 
 
 def new_pools(
-    fmt: PageFormat,
+    formats: Sequence[PageFormat],
     kernels: PageKernels,
     device: torch.device,
     num_pages: int,
     num_slots: int,
     heads: range,
-    layers: int,
 ) -> tuple[Pool, ...]:
-    """Empty pools for KV heads `heads` of so many layers."""
-    shape = (num_slots, len(heads), fmt.window.pages * fmt.page_tokens, fmt.head_dim)
+    """Empty pools for KV heads `heads` of layers with these formats, each of which has kernels of one class."""
+    shapes = [(num_slots, len(heads), fmt.window.pages * fmt.page_tokens, fmt.head_dim) for fmt in formats]
     return tuple(
         Pool(planes, _zeroed(shape, device), _zeroed(shape, device), heads.start, fmt.window)
-        for planes in kernels.new_planes(num_pages, len(heads), layers)
+        for fmt, shape, planes in zip(formats, shapes, kernels.new_planes(formats, num_pages, len(heads)), strict=True)
     )
 
 

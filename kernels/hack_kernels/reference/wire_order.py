@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,14 +19,14 @@ class WireOrder:
     def __init__(self, fmt: PageFormat, device: torch.device) -> None:
         self.format, self.device = fmt, device
 
-    def new_planes(self, num_pages: int, num_kv_heads: int, layers: int) -> tuple[Planes, ...]:
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Zeros."""
         return tuple(
             {
                 plane.name: torch.zeros((num_pages, num_kv_heads, *plane.shape), dtype=plane.dtype, device=self.device)
-                for plane in self.format.planes
+                for plane in fmt.planes
             }
-            for _ in range(layers)
+            for fmt in formats
         )
 
     def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
