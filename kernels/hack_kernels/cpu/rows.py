@@ -30,7 +30,7 @@ class RowCpu(RowReference):
     @classmethod
     def for_format(cls, fmt: RowFormat, native: Any) -> RowCpu | None:
         """None for a shape that `csrc/rows.h` does not take; it takes the shape of every model that `hack` serves."""
-        takes = fmt.page_tokens % 32 == 0 and fmt.page_tokens <= 128 and fmt.head_dim % 32 == 0 and fmt.head_dim <= 256
+        takes = fmt.page_tokens % 32 == 0 and fmt.page_tokens <= 128 and fmt.head_dim % 16 == 0 and fmt.head_dim <= 256
         return cls(fmt, native) if takes else None
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
