@@ -140,7 +140,7 @@ def test_unknown_rows_and_tasks_are_named(subject: Subject) -> None:
 def test_models_that_chat_are_asked_other_tasks(subject: Subject) -> None:
     """The tiny model has a chat template, the shipped one has none."""
     asked = {task.name for task in suite.choose([], subject)}
-    assert asked == {"reading", "chat", "questions", "humaneval"}
+    assert asked == {"reading", "chat", "questions", "far", "humaneval"}
     silent = {task.name for task in SUITE if task.suits is writes}
     assert silent & asked == set()
     assert variants.choose([], ablations=False) == tuple(v for v in VARIANTS if v.name in CODECS)
@@ -149,12 +149,12 @@ def test_models_that_chat_are_asked_other_tasks(subject: Subject) -> None:
 def test_every_task_builds_from_pythons_library_alone(subject: Subject) -> None:
     made = suite.prepared(subject, SUITE, Limits(samples=2, seed=3, longest=1024))
     empty = {task.name for task, prepared in made.items() if not prepared.tokens}
-    assert empty == {"data"}
+    assert empty == {"data", "far"}
     copy = next(prepared for task, prepared in made.items() if task.name == "copy")
     assert "at 2048: up to 2120 tokens of context needed, the limit is 1024" in copy.left_out
     others = suite.prepared(subject, SUITE, Limits(samples=2, seed=4, longest=1024))
     for task, prepared in made.items():
-        drawn = task.name not in ("data", "reading", "chat", "humaneval")
+        drawn = task.name not in ("data", "reading", "chat", "humaneval", "far")
         assert (prepared.digest != others[task].digest) is drawn, task.name
 
 
