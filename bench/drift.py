@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,20 +145,20 @@ def _plan(subject: Subject, codec: CodecConfig) -> ClusterPlan:
 
 
 def section(result: Drift, model: str, codec: str, where: str) -> tuple[str, dict[str, object]]:
-    """The section of docs/reliability.md, and the record beside it."""
+    """The section of docs/reliability.md, and the record beside it; `where` has the command, too."""
     first, last = (stats.share(np.array(scores)) for scores in (result.first, result.last))
     change = stats.change(np.array(result.last), np.array(result.first))
     edge = len(result.first)
     lines = [
-        f"### Quality over {result.requests:,} requests",
+        f"### Quality over {result.requests:,} requests: {model}",
         "",
-        f"{model} with `{codec}`, {ANSWER_TOKENS} greedy tokens after {PROMPT_TOKENS}. Agreement with exact KV of the "
+        f"`{codec}`, {ANSWER_TOKENS} greedy tokens after {PROMPT_TOKENS}. Agreement with exact KV of the "
         f"first {edge} requests: {first.value:.3f} [{first.low:.3f}, {first.high:.3f}], of the last {edge}, the same "
         f"prompts: {last.value:.3f} [{last.low:.3f}, {last.high:.3f}]; change {change.value:+.3f} "
         f"[{change.low:+.3f}, {change.high:+.3f}]. {result.equal} of {edge} answers are the same; {result.failed} "
         f"requests failed. {'It holds.' if result.holds else '**It does not hold.**'}",
         "",
-        f"`python -m bench.drift`. Machine: {where}.",
+        f"{where}.",
     ]
     record = {"where": where, "requests": result.requests, "first": result.first, "last": result.last}
     return "\n".join(lines), {**record, "equal": result.equal, "failed": result.failed}
@@ -180,13 +181,12 @@ def main() -> int:
     codec = CodecConfig(name=arguments.codec, allow_loss=True)
     sizes = (arguments.requests, arguments.edge, arguments.concurrency, arguments.seed)
     result = asyncio.run(measure(subject, codec, *sizes))
-    machine = this_machine("", 0)
-    text, record = section(
-        result, subject.worker.name, codec.name, f"{machine.cpu}, {machine.cores} cores; commit {commit()}"
-    )
+    machine, command = this_machine("", 0), shlex.join(["python", "-m", "bench.drift", *sys.argv[1:]])
+    where = f"`{command}`. Machine: {machine.cpu}, {machine.cores} cores; commit {commit()}"
+    text, record = section(result, subject.worker.name, codec.name, where)
     Console(highlight=False).print(text, markup=False)
     if not arguments.dry:
-        write_section(DOCS, "bench.drift", text, record, "reliability")
+        write_section(DOCS, f"bench.drift {subject.worker.name}", text, record, "reliability")
     return 0 if result.holds else 1
 
 

@@ -88,7 +88,7 @@ def hack_kernels(backend: CpuBackend, fmt: HackFormat) -> HackKernels:
 
 def bf16_pool(pool: Pool, num_pages: int, kv_heads: int) -> Pool:
     """The open pages of `pool`, and random rows as the BF16 rival takes them."""
-    planes = zeroed_planes(RowFormat(D, PI), num_pages, kv_heads)
+    (planes,) = zeroed_planes([RowFormat(D, PI)], num_pages, kv_heads)
     for plane in planes.values():
         plane.view(torch.bfloat16).normal_()
     return replace(pool, planes=planes)

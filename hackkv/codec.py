@@ -269,8 +269,8 @@ class KvCodec(Protocol):
         """
         ...
 
-    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> Pool:
-        """An empty pool of KV heads `heads` of a layer; with `prompts` one in which whole prompts are computed."""
+    def new_pools(self, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> tuple[Pool, ...]:
+        """An empty pool of KV heads `heads` of each layer; with `prompts` those in which whole prompts are computed."""
         ...
 
     def prepare(self, batch: Batch) -> Batch:

@@ -41,10 +41,8 @@ class KvMemory:
     ) -> None:
         """`prompts` says whether whole prompts are computed here."""
         self.footprint: Footprint = footprint_of(codec, layout)
-        self.pools: tuple[Pool, ...] = tuple(
-            codec.new_pool(layer, num_pages, num_slots, range(layout.num_kv_heads), prompts=prompts)
-            for layer in range(layout.num_layers)
-        )
+        heads = range(layout.num_kv_heads)
+        self.pools: tuple[Pool, ...] = codec.new_pools(num_pages, num_slots, heads, prompts=prompts)
         self._codec = codec
 
     def export(self, layer: int, pages: Sequence[int]) -> Planes:

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from hackkv.errors import ConfigError
+from hackkv.heap import trim
 from hackkv.tokenizer import Tokenizer
 from node.spans import open_spans
 from router.api.app import build_app
@@ -85,6 +86,7 @@ class Front:
     async def open(self, http: socket.socket) -> None:
         """Listen. Connections wait until `serve` takes them."""
         http.listen(_BACKLOG)
+        trim()
 
     async def serve(self, http: socket.socket, stop: asyncio.Event) -> None:
         """Serve until `stop`, and then what is in flight. In between, probes and new requests hear that it stops."""

@@ -11,6 +11,7 @@ import torch
 from hack_kernels.base import FormatT, KernelsT, PageFormat, Planes, Pool, RowKernels, Rows, Spans, Stopwatch
 from hack_kernels.choosing import Chooser, Scores
 from hack_kernels.level_format import Feedback
+from hack_kernels.reference.wire_order import WireOrder
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.stopwatch import HostStopwatch
 from torch import Tensor
@@ -56,11 +57,8 @@ class MetaKernels:
         self.fmt = fmt
         self.sealed = 0
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
-        return {
-            plane.name: torch.zeros((num_pages, num_kv_heads, *plane.shape), dtype=plane.dtype, device=META)
-            for plane in self.fmt.planes
-        }
+    def new_planes(self, formats: Series[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
+        return WireOrder(self.fmt, META).new_planes(formats, num_pages, num_kv_heads)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         on_device(page_ids, starts, k, v)

@@ -167,7 +167,7 @@ def best_sdpa(variants: dict[str, Callable[[], Tensor]], device: torch.device) -
 
 def random_pages(backend: TritonBackend, count: int, kv_heads: int) -> Planes:
     """Random codes under small random scales."""
-    pages = kernels_of(backend, FORMAT).new_planes(count, kv_heads)
+    (pages,) = kernels_of(backend, FORMAT).new_planes([FORMAT], count, kv_heads)
     for plane in pages.values():
         if plane.dtype is torch.uint8:
             plane.random_(0, 256)

@@ -7,10 +7,12 @@ so sealing and attention find it in the slot.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pool
+from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pools, with_notes
+from hack_kernels.bounded import BoundedKernels
 from torch import Tensor
 
 from hackkv.choices import Eviction, Selection
@@ -35,6 +37,11 @@ class Kept:
     def wire_planes(self) -> tuple[Plane, ...]:
         """The planes that travel, in wire order."""
         return self.sent or tuple(plane for plane in self.format.planes if not plane.derived)
+
+
+def laid_out_by(kernels: PageKernels) -> type:
+    """The class of the kernels that give pages their order."""
+    return kernels.laid_out_by if isinstance(kernels, BoundedKernels) else type(kernels)
 
 
 class PagedCodec:
@@ -110,18 +117,14 @@ class PagedCodec:
         """Nothing is folded."""
         return weights
 
-    def new_pool(self, layer: int, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> Pool:
-        """An empty pool on the backend's device."""
+    def new_pools(self, num_pages: int, num_slots: int, heads: range, *, prompts: bool = False) -> tuple[Pool, ...]:
+        """Empty pools on the backend's device. Layers with kernels of one class lie together."""
         notes = self.eviction.notes if prompts and self.eviction else ()
-        return new_pool(
-            self.layers[layer].format,
-            self.layers[layer].kernels,
-            self._backend.device,
-            num_pages,
-            num_slots,
-            heads,
-            notes,
-        )
+        pools = dict[type, Iterator[Pool]]()
+        for kind, kernels in {laid_out_by(kept.kernels): kept.kernels for kept in self.layers}.items():
+            formats = [kept.format for kept in self.layers if laid_out_by(kept.kernels) is kind]
+            pools[kind] = iter(new_pools(formats, kernels, self._backend.device, num_pages, num_slots, heads))
+        return tuple(with_notes(next(pools[laid_out_by(kept.kernels)]), notes) for kept in self.layers)
 
     def prepare(self, batch: Batch) -> Batch:
         """As it is."""

@@ -1,7 +1,10 @@
 // Pages of levels (Kind::kLevels), the format LevelFormat of Python: codes around zero, one FP16 scale a row.
 //
 // Codes rest as those of pages of codes do (hack_format.h). 3 bits are a plane of 2 and a plane of 1, which
-// meet in a register.
+// meet in a register. A vector of highest bits belongs to two vectors of lower bits, the bits of one in the lower half
+// of every byte: of K to those of two blocks of 16 tokens, of V to two that follow one another.
+//   k_high [Π/32][D/16][16 tokens][4], token = 32p + 16h + lane, channel = 16c + 4f + i in bit 4h + f
+//   v_high [D/16][Π/32][16 channels][4], token = 32p + 16h + 4f + i in bit 4h + f
 #pragma once
 
 #include "hack_format.h"

@@ -14,7 +14,7 @@ struct LevelStrip {
 };
 
 // dots = codes · rows over `elements` of every lane, for NB blocks of lanes from block `block` on; as packed_dots.
-template <class S, int bits, int NR, int NB>
+template <class S, int bits, bool of_k, int NR, int NB>
 [[gnu::always_inline]] inline void level_dots(const BasicLevels<const std::uint8_t, const std::uint16_t>& page,
                                               const BasicLevels<const std::uint8_t, const std::uint16_t>& next,
                                               int block, int elements, const std::uint8_t* rows, int stride,
@@ -24,19 +24,20 @@ template <class S, int bits, int NR, int NB>
     packed_dots<S, bits, NR, NB>(page.codes + block * bytes, next.codes + block * bytes, bytes, bytes / kVectorBytes,
                                  rows, stride, dots);
   } else {
-    // A vector of highest bits belongs to two vectors of lower bits.
-    const int high_bytes = bytes / 2;
-    const std::uint8_t *codes = page.codes + block * bytes, *high = page.high + block * high_bytes;
-    const std::uint8_t *next_codes = next.codes + block * bytes, *next_high = next.high + block * high_bytes;
+    // A vector of highest bits belongs to two blocks of K, and to two vectors of one block of V.
+    constexpr int kBlocks = of_k ? 2 : 1, kVectors = of_k ? 1 : 2;
+    const int high_bytes = bytes / kVectors;
+    const std::uint8_t *codes = page.codes + block * bytes, *high = page.high + block * bytes / 2;
+    const std::uint8_t *next_codes = next.codes + block * bytes, *next_high = next.high + block * bytes / 2;
     unrolled<NR * NB>([&](auto i) { dots[i / NB][i % NB] = S::zero_int(); });
     for (int c = 0; c < high_bytes; c += kVectorBytes) {
-      typename S::I tops[NB];
-      unrolled<NB>([&](auto b) __attribute__((always_inline)) {
+      typename S::I tops[NB / kBlocks];
+      unrolled<NB / kBlocks>([&](auto b) __attribute__((always_inline)) {
         tops[b] = S::load_int(high + b * high_bytes + c);
         fetch(next_high + b * high_bytes + c);
       });
-      unrolled<2>([&](auto half) __attribute__((always_inline)) {
-        const int at = 2 * c + half * kVectorBytes;
+      unrolled<kVectors>([&](auto vector) __attribute__((always_inline)) {
+        const int at = kVectors * c + vector * kVectorBytes;
         typename S::I packed[NB];
         unrolled<NB>([&](auto b) __attribute__((always_inline)) {
           packed[b] = S::load_int(codes + b * bytes + at);
@@ -45,7 +46,8 @@ template <class S, int bits, int NR, int NB>
         unrolled<4>([&](auto f) __attribute__((always_inline)) {
           typename S::I plane[NB];
           unrolled<NB>([&](auto b) __attribute__((always_inline)) {
-            plane[b] = S::template with_high<4 * half + f>(S::template plane<2, f>(packed[b]), tops[b]);
+            constexpr int half = of_k ? b % 2 : vector;
+            plane[b] = S::template with_high<4 * half + f>(S::template plane<2, f>(packed[b]), tops[b / kBlocks]);
           });
           unrolled<NR>([&](auto r) __attribute__((always_inline)) {
             const auto quad = S::broadcast_quad(rows + r * stride + at / 4 + kQuad * f);
@@ -68,7 +70,7 @@ void level_scores(const LevelFormat& fmt, const ConstLevelPage& page, const Cons
         constexpr int NB = blocks;
         typename S::I dots[NR][NB];
         typename S::F scale[NB];
-        level_dots<S, bits, NR, NB>(page.k, next.k, t / kLanes, d, rows, d, dots);
+        level_dots<S, bits, true, NR, NB>(page.k, next.k, t / kLanes, d, rows, d, dots);
         unrolled<NB>([&](auto b) __attribute__((always_inline)) {
           scale[b] = S::load_half(page.k.scale + t + b * kLanes);
           fetch(next.k.scale + t + b * kLanes);
@@ -87,11 +89,11 @@ template <class S, int bits, int NR>
 void level_values(const LevelFormat& fmt, const ConstLevelPage& page, const ConstLevelPage& next,
                   const std::uint8_t* p, const LevelMerge* merges, float* out) {
   const int pi = fmt.page_tokens;
-  each_block<S>(
+  each_block<S, 1>(
       fmt.head_dim, [&](int d, auto blocks) __attribute__((always_inline)) {
         constexpr int NB = blocks;
         typename S::I dots[NR][NB];
-        level_dots<S, bits, NR, NB>(page.v, next.v, d / kLanes, pi, p, pi, dots);
+        level_dots<S, bits, false, NR, NB>(page.v, next.v, d / kLanes, pi, p, pi, dots);
         unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
           constexpr int r = i / NB, b = i % NB;
           float* at = out + r * fmt.head_dim + d + b * kLanes;

@@ -20,15 +20,43 @@ void seal_levels(const PageFormat& format, Place place, const std::uint16_t* k, 
   with_level_bits(fmt.v_bits, [&](auto bits) { quantize_levels<S, bits, false>(fmt, v, {}, page.v, arena); });
 }
 
+// The highest bits of K between the wire's order, a byte for 8 tokens of a channel, and the order at rest.
+template <class S, bool to_wire>
+void move_k_highest(const PageFormat& fmt, const std::uint8_t* from, std::uint8_t* to) {
+  constexpr std::uint32_t ones = 0x01010101u;
+  const int chunks = fmt.head_dim / kLanes;
+  for (int t = 0; t < fmt.page_tokens; t += 8) {
+    const int half = t % kSealedRows / kLanes * 4;
+    for (int c = 0; c < chunks; ++c) {
+      const int on_wire = (t / 8 * chunks + c) * 4;
+      const int at_rest = (t / kSealedRows * chunks + c) * kLanes + t % kLanes;
+      const Word* in = words_of(from) + (to_wire ? at_rest : on_wire);
+      Word* out = words_of(to) + (to_wire ? on_wire : at_rest);
+      if constexpr (to_wire) {
+        for (int f = 0; f < 4; ++f) {
+          Word word = 0;
+          for (int i = 0; i < 8; ++i) word |= (in[i] >> (half + f) & ones) << i;
+          out[f] = word;
+        }
+      } else {
+        for (int i = 0; i < 8; ++i) {
+          Word word = half == 0 ? 0 : out[i];
+          for (int f = 0; f < 4; ++f) word |= (in[f] >> i & ones) << (half + f);
+          out[i] = word;
+        }
+      }
+    }
+  }
+}
+
 // Codes between the wire's order and the order at rest; scales are the same in both.
 template <class S, bool to_wire, class From>
 void move_levels(const LevelFormat& fmt, const From& from, const LevelPage& to) {
   with_level_bits(fmt.k_bits, [&](auto bits) {
     constexpr int low = low_bits(bits);
     constexpr auto move = to_wire ? k_to_wire<S, low> : k_from_wire<S, low>;
-    constexpr auto move_high = to_wire ? k_to_wire<S, 1> : k_from_wire<S, 1>;
     move(fmt, from.k.codes, to.k.codes);
-    if constexpr (bits == 3) move_high(fmt, from.k.high, to.k.high);
+    if constexpr (bits == 3) move_k_highest<S, to_wire>(fmt, from.k.high, to.k.high);
   });
   with_level_bits(fmt.v_bits, [&](auto bits) {
     constexpr int low = low_bits(bits);

@@ -170,8 +170,8 @@ template <class S, int bits>
   return S::truncate(S::add(level, S::splat(zero_point(bits))));
 }
 
-// Levels [D][kSealedRows] of tokens t.. of K to the native order of a plane: `field` of every code, `width` bits wide.
-template <class S, int bits, int width, int field>
+// Levels [D][kSealedRows] of tokens t.. of K to the native order of a plane: the lower `width` bits of every code.
+template <class S, int bits, int width>
 void pack_k_levels(const PageFormat& fmt, int t, const float* levels, std::uint8_t* plane) {
   constexpr int kChunk = chunk_of(width);
   for (int v = 0; v < kSealedVectors; ++v) {
@@ -181,14 +181,32 @@ void pack_k_levels(const PageFormat& fmt, int t, const float* levels, std::uint8
       for (int e = 0; e < kChunk; ++e) {
         const auto code = code_of<S, bits>(S::load(levels + (d + e) * kSealedRows + v * kLanes));
         const int shift = 8 * (e % kQuad) + width * (e / kQuad);
-        word = S::add_int(word, S::shift_left(S::template plane<width, field>(code), shift));
+        word = S::add_int(word, S::shift_left(S::template plane<width, 0>(code), shift));
       }
       S::store_int(out, word);
     }
   }
 }
 
-// The same of V; lanes become channels.
+// The highest bits of K in 3 bits: a half of every byte for each vector of rows.
+template <class S>
+void pack_k_highest(const PageFormat& fmt, int t, const float* levels, std::uint8_t* plane) {
+  static_assert(kSealedVectors == 2);
+  std::uint8_t* out = plane + t / kSealedRows * (fmt.head_dim / kLanes) * kVectorBytes;
+  for (int d = 0; d < fmt.head_dim; d += kLanes, out += kVectorBytes) {
+    auto word = S::zero_int();
+    for (int e = 0; e < kLanes; ++e) {
+      for (int v = 0; v < kSealedVectors; ++v) {
+        const auto code = code_of<S, 3>(S::load(levels + (d + e) * kSealedRows + v * kLanes));
+        const int shift = 8 * (e % kQuad) + e / kQuad + 4 * v;
+        word = S::add_int(word, S::shift_left(S::template plane<1, 2>(code), shift));
+      }
+    }
+    S::store_int(out, word);
+  }
+}
+
+// Levels of V to `field` of every code; lanes become channels.
 template <class S, int bits, int width, int field>
 void pack_v_levels(const PageFormat& fmt, int t, const float* levels, std::uint8_t* plane) {
   constexpr int kChunk = chunk_of(width), kWords = kSealedRows / kChunk;
@@ -233,9 +251,9 @@ void quantize_levels(const LevelFormat& fmt, const std::uint16_t* rows, const Fe
       feed_levels_back<S, bits>(feedback, d, x, scale, felt, levels);
     }
     for (int v = 0; v < kSealedVectors; ++v) S::store_half(to.scale + t + v * kLanes, scale.at[v]);
-    constexpr auto pack = of_k ? pack_k_levels<S, bits, low_bits(bits), 0> : pack_v_levels<S, bits, low_bits(bits), 0>;
+    constexpr auto pack = of_k ? pack_k_levels<S, bits, low_bits(bits)> : pack_v_levels<S, bits, low_bits(bits), 0>;
     pack(fmt, t, x, to.codes);
-    if constexpr (bits == 3) (of_k ? pack_k_levels<S, 3, 1, 2> : pack_v_levels<S, 3, 1, 2>)(fmt, t, x, to.high);
+    if constexpr (bits == 3) (of_k ? pack_k_highest<S> : pack_v_levels<S, 3, 1, 2>)(fmt, t, x, to.high);
   }
 }
 

@@ -24,21 +24,23 @@ WideLevels make_wide_levels(const LevelFormat& fmt, Arena<S>& arena) {
 }
 
 // Codes [lanes, elements] in packed vectors -> [elements / 4][blocks] vectors of bytes; as widen_codes.
-template <class S>
+template <class S, bool of_k>
 void widen_levels(int bits, const BasicLevels<const std::uint8_t, const std::uint16_t>& from, int lanes, int elements,
                   std::uint8_t* wide) {
   with_level_bits(bits, [&](auto constant) {
     if constexpr (constant != 3) {
       widen_codes<S, constant>(from.codes, lanes, elements, wide);
     } else {
-      const int blocks = lanes / kLanes, chunks = elements / chunk_of(1);
-      const std::uint8_t *codes = from.codes, *high = from.high;
-      for (int b = 0; b < blocks; ++b) {
-        for (int c = 0; c < chunks; ++c, codes += 2 * kVectorBytes, high += kVectorBytes) {
+      constexpr int kBlocks = of_k ? 2 : 1, kVectors = of_k ? 1 : 2;  // that share a vector of highest bits
+      const int blocks = lanes / kLanes, chunks = elements / chunk_of(2);
+      const std::uint8_t* high = from.high;
+      for (int b = 0; b < blocks; b += kBlocks) {
+        for (int c = 0; c < chunks; c += kVectors, high += kVectorBytes) {
           const auto tops = S::load_int(high);
           unrolled<8>([&](auto f) __attribute__((always_inline)) {
-            const auto low = S::template plane<2, f % 4>(S::load_int(codes + f / 4 * kVectorBytes));
-            S::store_int(wide + ((c * 8 + f) * blocks + b) * kVectorBytes, S::template with_high<f>(low, tops));
+            const int block = b + (of_k ? f / 4 : 0), chunk = c + (of_k ? 0 : f / 4);
+            const auto low = S::template plane<2, f % 4>(S::load_int(from.codes + (block * chunks + chunk) * kVectorBytes));
+            S::store_int(wide + ((chunk * 4 + f % 4) * blocks + block) * kVectorBytes, S::template with_high<f>(low, tops));
           });
         }
       }
@@ -49,8 +51,8 @@ void widen_levels(int bits, const BasicLevels<const std::uint8_t, const std::uin
 template <class S>
 void widen_level_page(const LevelFormat& fmt, const ConstLevelPage& page, const WideLevels& wide) {
   const int pi = fmt.page_tokens, d = fmt.head_dim;
-  widen_levels<S>(fmt.k_bits, page.k, pi, d, wide.k);
-  widen_levels<S>(fmt.v_bits, page.v, d, pi, wide.v);
+  widen_levels<S, true>(fmt.k_bits, page.k, pi, d, wide.k);
+  widen_levels<S, false>(fmt.v_bits, page.v, d, pi, wide.v);
   widen_halves<S>(page.k.scale, std::size_t(pi), wide.k_scale);
   widen_halves<S>(page.v.scale, std::size_t(pi), wide.v_scale);
 }
@@ -158,7 +160,7 @@ void attend_wide_levels(const LevelFormat& fmt, const WideLevels& wide, const Le
     with_level_bits(fmt.v_bits, [&](auto bits) {
       constexpr int width = dot_bits<S>(bits, false);
       for (int r = 0; r < rows; r += NR) {
-        each_block<S>(d, [&](int channel, auto blocks) {
+        each_block<S, 1>(d, [&](int channel, auto blocks) {
           constexpr int NB = decltype(blocks)::value;
           level_value_tile<S, width, NR, NB>(fmt, of_values, merges, r, channel, out);
         });

@@ -80,25 +80,29 @@ void own_weights(const PageFormat& fmt, State& state, int row, int visible, int 
   state.weight[row] += S::reduce_add(sum);
 }
 
-// out += P·V for kTile rows; p is [kTile, Π].
+// NB blocks of channels of out += P·V for kTile rows; p is [kTile, Π].
+template <class S, int NB>
+void own_values(const PageFormat& fmt, const RowPointers& rows, int total, const float* p, int d, float* out) {
+  typename S::F sums[kTile][NB];
+  for (int r = 0; r < kTile; ++r)
+    for (int b = 0; b < NB; ++b) sums[r][b] = S::load(out + r * fmt.head_dim + d + b * kLanes);
+  for (int j = 0; j < total; ++j) {
+    typename S::F values[NB];
+    for (int b = 0; b < NB; ++b) values[b] = S::load_half(rows.v[j] + d + b * kLanes);
+    for (int r = 0; r < kTile; ++r) {
+      const auto weight = S::splat(p[r * fmt.page_tokens + j]);
+      for (int b = 0; b < NB; ++b) sums[r][b] = S::fma(weight, values[b], sums[r][b]);
+    }
+  }
+  for (int r = 0; r < kTile; ++r)
+    for (int b = 0; b < NB; ++b) S::store(out + r * fmt.head_dim + d + b * kLanes, sums[r][b]);
+}
+
 template <class S>
 void own_values(const PageFormat& fmt, const RowPointers& rows, int total, const float* p, float* out) {
-  constexpr int NB = 2;
-  for (int d = 0; d < fmt.head_dim; d += NB * kLanes) {
-    typename S::F sums[kTile][NB];
-    for (int r = 0; r < kTile; ++r)
-      for (int b = 0; b < NB; ++b) sums[r][b] = S::load(out + r * fmt.head_dim + d + b * kLanes);
-    for (int j = 0; j < total; ++j) {
-      const auto first = S::load_half(rows.v[j] + d), second = S::load_half(rows.v[j] + d + kLanes);
-      for (int r = 0; r < kTile; ++r) {
-        const auto weight = S::splat(p[r * fmt.page_tokens + j]);
-        sums[r][0] = S::fma(weight, first, sums[r][0]);
-        sums[r][1] = S::fma(weight, second, sums[r][1]);
-      }
-    }
-    for (int r = 0; r < kTile; ++r)
-      for (int b = 0; b < NB; ++b) S::store(out + r * fmt.head_dim + d + b * kLanes, sums[r][b]);
-  }
+  int d = 0;
+  for (; d + 2 * kLanes <= fmt.head_dim; d += 2 * kLanes) own_values<S, 2>(fmt, rows, total, p, d, out);
+  if (d < fmt.head_dim) own_values<S, 1>(fmt, rows, total, p, d, out);
 }
 
 // Of the page's first `most` rows, row r of the query sees the first seen(r), which does not fall with r.

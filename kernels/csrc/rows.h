@@ -5,7 +5,7 @@
 // A kind of page gives a class that opens a page and hands out its K and V as *readers*: `at(t, c)` is channels
 // c .. c + 15 of row t in FP32, `fetch(t, c)` prefetches what that reads. Few query rows read a page as it rests, with
 // the conversion fused into the products; for many, a page is converted to FP32 once. page_tokens and head_dim must be
-// multiples of 32.
+// multiples of 32, head_dim of FP16 rows one of 16.
 #pragma once
 
 #include "own_page.h"
@@ -122,7 +122,7 @@ void resting_scores(const PageFormat& fmt, const Reader& k, const Reader& next, 
 template <class S, int NR, class Reader>
 void resting_values(const PageFormat& fmt, const Reader& v, const Reader& next, const float* p, float* out) {
   const int pi = fmt.page_tokens, d = fmt.head_dim;
-  each_block<S>(
+  each_block<S, std::is_same_v<Reader, HalfRows<S>> ? 1 : 2>(
       d, [&](int c, auto blocks) __attribute__((always_inline)) {
         constexpr int NB = blocks;
         typename S::F sums[NR][NB];
@@ -170,7 +170,7 @@ void widen_page(const PageFormat& fmt, const Pages& pages, const FloatPage& wide
 // out [NR, lanes] += rows [NR, n] · columns [n, lanes]; rows and out are `n` and `lanes` apart.
 template <class S, int NR>
 void add_products_of_rows(const float* rows, int n, const float* columns, int lanes, float* out) {
-  each_block<S>(
+  each_block<S, 1>(
       lanes, [&](int c, auto blocks) __attribute__((always_inline)) {
         constexpr int NB = blocks;
         typename S::F sums[NR][NB];

@@ -25,13 +25,16 @@ template <int most, class Use>
   use(std::integral_constant<int, most>{});
 }
 
-// tile(t, NB) for NB blocks of lanes from lane t on, as many at a time as registers allow.
-template <class S, class Tile>
+// tile(t, NB) for NB blocks of lanes from lane t on, as many at a time as registers allow; `least` divides all blocks.
+template <class S, int least = 2, class Tile>
 [[gnu::always_inline]] inline void each_block(int lanes, Tile tile) {
   constexpr int NB = S::kTileBlocks;
   int t = 0;
   for (; t + NB * kLanes <= lanes; t += NB * kLanes) tile(t, std::integral_constant<int, NB>{});
-  for (; t < lanes; t += 2 * kLanes) tile(t, std::integral_constant<int, 2>{});
+  for (; t + 2 * kLanes <= lanes; t += 2 * kLanes) tile(t, std::integral_constant<int, 2>{});
+  if constexpr (least == 1) {
+    if (t < lanes) tile(t, std::integral_constant<int, 1>{});
+  }
 }
 
 // Prefetches into the second-level cache.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Protocol, TypeVar
 
@@ -252,8 +252,11 @@ class PageKernels(Protocol):
         """Seconds spent so far on correction terms or on dequantizing, where they can be told apart, else 0."""
         ...
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
-        """Zeroed planes of one layer's pages, in the resting order of these kernels."""
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
+        """Zeroed planes of the pages of layers with these formats, in the resting order of these kernels.
+
+        The kernels of each of the formats are of this object's class.
+        """
         ...
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
@@ -330,19 +333,39 @@ class Backend(Protocol):
 
 
 def new_pool(
-    fmt: PageFormat,
+    fmt: PageFormat, kernels: PageKernels, device: torch.device, num_pages: int, num_slots: int, heads: range
+) -> Pool:
+    """An empty pool for KV heads `heads` of one layer."""
+    (pool,) = new_pools([fmt], kernels, device, num_pages, num_slots, heads)
+    return pool
+
+
+def new_pools(
+    formats: Sequence[PageFormat],
     kernels: PageKernels,
     device: torch.device,
     num_pages: int,
     num_slots: int,
     heads: range,
-    notes: Sequence[Plane] = (),
-) -> Pool:
-    """An empty pool for KV heads `heads` of one layer, with room for `notes` of each page."""
-    shape = (num_slots, len(heads), fmt.window.pages * fmt.page_tokens, fmt.head_dim)
-    open_k, open_v = (_zeroed(shape, torch.float16, device) for _ in range(2))
-    noted = {note.name: _zeroed((num_pages, len(heads), *note.shape), note.dtype, device) for note in notes}
-    return Pool(kernels.new_planes(num_pages, len(heads)), open_k, open_v, heads.start, fmt.window, noted)
+) -> tuple[Pool, ...]:
+    """Empty pools for KV heads `heads` of layers with these formats, each of which has kernels of one class."""
+    shapes = [(num_slots, len(heads), fmt.window.pages * fmt.page_tokens, fmt.head_dim) for fmt in formats]
+    return tuple(
+        Pool(
+            planes,
+            _zeroed(shape, torch.float16, device),
+            _zeroed(shape, torch.float16, device),
+            heads.start,
+            fmt.window,
+        )
+        for fmt, shape, planes in zip(formats, shapes, kernels.new_planes(formats, num_pages, len(heads)), strict=True)
+    )
+
+
+def with_notes(pool: Pool, notes: Sequence[Plane]) -> Pool:
+    """`pool` with room for `notes` of each page."""
+    shape = (pool.num_pages, pool.num_kv_heads)
+    return replace(pool, notes={note.name: _zeroed((*shape, *note.shape), note.dtype, pool.device) for note in notes})
 
 
 def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

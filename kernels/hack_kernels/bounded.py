@@ -7,8 +7,9 @@ values. With them a codec guesses which pages a query will look at, without read
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -62,14 +63,25 @@ class BoundedKernels:
         """As the kernels below report it."""
         return self._below.approximation_s
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
-        """Those below and the bounds, zeroed."""
-        shape = (num_pages, num_kv_heads)
-        bounds = {
+    @property
+    def laid_out_by(self) -> type:
+        """The class of the kernels below."""
+        return type(self._below)
+
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
+        """Those below and the bounds, zeroed. The kernels below of each of the formats are of one class, too."""
+        bounded = [cast(BoundedFormat, fmt) for fmt in formats]
+        below = self._below.new_planes([fmt.below for fmt in bounded], num_pages, num_kv_heads)
+        return tuple(
+            {**planes, **self._zeroed_bounds(fmt, num_pages, num_kv_heads)}
+            for fmt, planes in zip(bounded, below, strict=True)
+        )
+
+    def _zeroed_bounds(self, fmt: BoundedFormat, *shape: int) -> Planes:
+        return {
             plane.name: torch.zeros((*shape, *plane.shape), dtype=plane.dtype, device=self._device)
-            for plane in self._fmt.bounds
+            for plane in fmt.bounds
         }
-        return {**self._below.new_planes(*shape), **bounds}
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """Seal the pages and note their bounds."""

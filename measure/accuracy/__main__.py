@@ -1,8 +1,9 @@
 """`hackkv eval`: measure what every codec costs in accuracy, and write the report.
 
 Without arguments it takes the model that ships with hackkv and all rows; a model that chats is asked the tasks of such.
-Every row and task has a file of its own, OUT/MODEL/ROW/TASK.json. A file is made once: the command may be stopped and
-given again, and after a change of a codec it measures that codec alone. OUT.md tells of all models in OUT.
+Every row and task has a file of its own, OUT/MODEL/ROW/TASK.json. A file is made once, point by point: the command may
+be stopped and given again, and after a change of a codec it measures that codec alone. OUT.md tells of all models in
+OUT.
 `--recommend MODEL` prints one table instead: every preset, what it weighs and what it costs this model.
 """
 
@@ -13,6 +14,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
+from typing import Final
 
 import torch
 from hack_kernels import load
@@ -23,12 +26,17 @@ from hackkv.config import ModelConfig
 from hackkv.errors import ConfigError, HackkvError
 from measure.accuracy import cells, results, run, suite, variants
 from measure.accuracy.data import read_records
+from measure.accuracy.machine import commit, this_machine
 from measure.accuracy.plot import draw
-from measure.accuracy.recommend import recommend, show
+from measure.accuracy.recommend import as_markdown, recommend, show
 from measure.accuracy.report import markdown, terminal_tables
 from measure.accuracy.run import Pending, Place
 from measure.accuracy.subject import Subject, load_subject
 from measure.accuracy.task import Limits, Prepared, Task, writes
+
+OUT: Final = Path("accuracy")
+RECOMMENDED: Final = "recommended.md"
+"""What `--recommend` told, in the folder of a model."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.recommend is not None:
             how = {"dtype": args.dtype, "weights": args.weights, "threads": args.jobs, "backend": args.backend}
-            config = ModelConfig(path=args.recommend, **how)
-            show(recommend(config, notes), console)
+            _recommend(ModelConfig(path=args.recommend, **how), args.out, console, notes)
             return 0
+        args.out = args.out or OUT
         if not args.render:
             _measure(args, notes)
         _report(args.out, console)
@@ -73,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=_positive, default=0, help="samples per task and point; default: the task's")
     parser.add_argument("--longest", type=_positive, default=0, help="leave out points that need more context")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
-    parser.add_argument("--out", type=Path, default=Path("accuracy"), help="folder of the files; the report is OUT.md")
+    parser.add_argument("--out", type=Path, help=f"folder of the files; the report is OUT.md; default: {OUT}")
     parser.add_argument("--again", action="store_true", help="measure rows and tasks that have a current file, too")
     parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
     parser.add_argument("--weights", default="auto", help="how matrices rest: auto, fp32, bf16, int8 or int4")
@@ -84,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="MODEL",
-        help="only measure what each preset costs this model (default: the shipped one), and recommend one",
+        help="only measure what each preset costs this model (default: the shipped one), and recommend one; with --out "
+        "the report tells it too",
     )
     parser.add_argument("--render", action="store_true", help="only write the report of the files in OUT")
     return parser
@@ -119,6 +128,18 @@ def _measure(args: argparse.Namespace, console: Console) -> None:
     _run(subject, missing, tasks, Place(args.out, load(args.backend).name, args.jobs), console)
 
 
+def _recommend(model: ModelConfig, out: Path | None, console: Console, notes: Console) -> None:
+    began = perf_counter()
+    found = recommend(model, notes)
+    show(found, console)
+    if out is not None:
+        machine = this_machine("", model.threads)
+        where = f"{machine.cpu}, {model.threads} threads, {model.dtype}, commit {commit()}"
+        told = cells.place(out, found.model, "", "").with_name(RECOMMENDED)
+        told.parent.mkdir(parents=True, exist_ok=True)
+        told.write_text(as_markdown(found, where, perf_counter() - began), encoding="utf-8")
+
+
 def _run(
     subject: Subject, missing: Sequence[Pending], tasks: Mapping[Task, Prepared], place: Place, console: Console
 ) -> None:
@@ -142,15 +163,17 @@ def _report(out: Path, console: Console) -> None:
     )
     if not found:
         raise ConfigError(f"{out}: no file of `hackkv eval`")
-    pictures = dict[str, str]()
+    pictures, told = dict[str, str](), dict[str, str]()
     for each, folder in ((each, cells.place(out, each.model, "", "").parent) for each in found):
+        if (advice := folder / RECOMMENDED).is_file():
+            told[each.model] = advice.read_text(encoding="utf-8")
         for table in terminal_tables(each, console.width):
             console.print(table)
         picture = folder / "accuracy.png"
         if draw(each, picture):
             pictures[each.model] = picture.relative_to(out.parent).as_posix()
     report = out.with_suffix(".md")
-    report.write_text(markdown(found, pictures), encoding="utf-8")
+    report.write_text(markdown(found, pictures, told), encoding="utf-8")
     console.print(f"wrote {report}", soft_wrap=True)
 
 

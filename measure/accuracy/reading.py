@@ -11,7 +11,7 @@ Nothing is read of a codec that evicts rows of whole prompts: it would show the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -50,11 +50,11 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
         raise ValueError("the held-out text has no document of enough tokens")
     exact = Exact(subject, windows)
 
-    def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
+    def measure(worker: Worker, advance: Advance, done: Collection[int]) -> Iterator[tuple[int, Found]]:
         if worker.codec.eviction is not None:
-            return {}
+            return
         blocks = [_blocks(worker, window, exact(index), advance) for index, window in enumerate(windows)]
-        return {point: _upto(point, blocks) for point in points if max(map(len, windows)) >= point}
+        yield from ((point, _upto(point, blocks)) for point in points if max(map(len, windows)) >= point)
 
     counts = ", ".join(f"{sum(len(window) >= point for window in windows)} windows of {point}" for point in points)
     left_out = [f"at {point}: the limit is {limit}" for point in POINTS if point > limit]

@@ -96,23 +96,55 @@ def _jct(planned: Unloaded, pace: Pace) -> float:
     return prefill + 8 * sent / JOB_LINK_BPS + JOB_ANSWER * pace.decode_s / max(1, pace.decode_tokens)
 
 
+HEADS: Final = ("of FP16's bytes", "KL", "first choices kept", "perplexity ×", "JCT")
+JOB: Final = (
+    f"JCT: an estimate for {JOB_PROMPT:,} tokens of prompt and {JOB_ANSWER} of answer, one request alone on this "
+    f"machine, KV over {JOB_LINK_BPS / 1e9:g} Gbit/s."
+)
+
+
 def show(found: Recommendation, console: Console) -> None:
     """Print the table and the advice."""
-    tokens = max((row.loss.tokens for row in found.rows if row.loss is not None), default=0)
-    table = Table(title=f"{found.model}: {tokens} tokens of {found.source}", title_justify="left")
+    table = Table(title=f"{found.model}: {_text(found)}", title_justify="left")
     table.add_column("preset", no_wrap=True, min_width=max(len(row.name) for row in found.rows))
-    for name in ("of FP16's bytes", "KL", "first choices kept", "perplexity ×", "JCT"):
+    for name in HEADS:
         table.add_column(name, justify="right")
-    for row in found.rows:
-        jct = _seconds(found.jct_s[row.name]) if row.name in found.jct_s else ""
-        table.add_row(row.name, f"{100 * row.share:.1f}%", *_cells(row.loss), jct)
+    for line in _lines(found):
+        table.add_row(*line)
     console.print(table)
-    console.print(
-        f"JCT: an estimate for {JOB_PROMPT:,} tokens of prompt and {JOB_ANSWER} of answer, one request alone on this "
-        f"machine, KV over {JOB_LINK_BPS / 1e9:g} Gbit/s.",
-        soft_wrap=True,
-    )
+    console.print(JOB, soft_wrap=True)
     console.print(found.advice, markup=False, soft_wrap=True)
+
+
+def as_markdown(found: Recommendation, where: str, seconds: float) -> str:
+    """The same for a page; `where` it was measured, and how long that took."""
+    lines = [
+        f"{_text(found).capitalize()}; {where}; it took {seconds:.0f} seconds.",
+        "",
+        f"| preset | {' | '.join(HEADS)} |",
+        f"|---|{'---|' * len(HEADS)}",
+        *(f"| `{name}` | {' | '.join(cells)} |" for name, *cells in _lines(found)),
+        "",
+        f"{JOB} Its advice: {found.advice}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _text(found: Recommendation) -> str:
+    tokens = max((row.loss.tokens for row in found.rows if row.loss is not None), default=0)
+    return f"{tokens} tokens of {found.source}"
+
+
+def _lines(found: Recommendation) -> list[tuple[str, ...]]:
+    return [
+        (
+            row.name,
+            f"{100 * row.share:.1f}%",
+            *_cells(row.loss),
+            _seconds(found.jct_s[row.name]) if row.name in found.jct_s else "",
+        )
+        for row in found.rows
+    ]
 
 
 def _seconds(seconds: float) -> str:

@@ -82,8 +82,9 @@ def terminal_tables(results: Results, width: int) -> Iterable[Table]:
         yield table
 
 
-def markdown(found: Sequence[Results], pictures: Mapping[str, str]) -> str:
-    """The whole report: models in the order given, each with its picture, as the report should link it, if any."""
+def markdown(found: Sequence[Results], pictures: Mapping[str, str], advice: Mapping[str, str]) -> str:
+    """The whole report: models in the order given, each with its picture, as the report should link it, and with what
+    `--recommend` told of it, if any."""
     parts = ["# Accuracy of the KV codecs\n", INTRODUCTION, *_bullets(_commands(found))]
     for results in found:
         parts += [f"## {results.model}\n", *_bullets(_circumstances(results))]
@@ -94,6 +95,8 @@ def markdown(found: Sequence[Results], pictures: Mapping[str, str]) -> str:
         if results.model in pictures:
             parts.append(f"![accuracy against bytes per token]({pictures[results.model]})\n")
         parts += [*_scores(results), *_agreement(results)]
+        if results.model in advice:
+            parts += [f"### `hackkv eval --recommend {_asked_as(results.model)}`\n", advice[results.model]]
         if not results.chats:
             parts.append(PAPER)
     return "\n".join(parts)
@@ -120,6 +123,8 @@ def _circumstances(results: Results) -> Iterable[str]:
     hours = sum(cell.seconds for cell in results.files) / 3600
     yield f"Measured from {began[0][:10]} to {began[-1][:10]} at {', '.join(commits)}; {hours:.1f} hours of jobs."
     yield from dict.fromkeys(f"Left out: {note.name} {line}" for note in results.tasks for line in note.left_out)
+    if begun := [f"{cell.row.name}/{cell.task.name}" for cell in results.files if not cell.complete]:
+        yield f"Not finished, so that points are missing: {', '.join(begun)}."
     if results.stale:
         yield f"Not shown, as they were asked other questions than exact KV: {', '.join(results.stale)}."
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -37,7 +37,8 @@ class Pending:
 
     variant: Variant
     planned: Unloaded
-    tasks: dict[Task, Key]
+    tasks: dict[Task, tuple[Key, Cell | None]]
+    """With what the file would be under, and with its first points if a run was stopped amid them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,11 @@ def pending(
     for row in rows:
         planned = subject.plan(row.codec)
         keys = {task: _key(task, made, planned) for task, made in tasks.items()}
-        missing = {
-            task: key
+        begun = {
+            task: None if again else cells.current(cells.place(folder, subject.worker.name, row.name, task.name), key)
             for task, key in keys.items()
-            if again or not cells.is_current(cells.place(folder, subject.worker.name, row.name, task.name), key)
         }
+        missing = {task: (keys[task], cell) for task, cell in begun.items() if cell is None or not cell.complete}
         if missing:
             found.append(Pending(row, planned, missing))
     return found
@@ -84,15 +85,15 @@ def _key(task: Task, made: Prepared, planned: Unloaded) -> Key:
 def measure(
     subject: Subject, rows: Iterable[Pending], tasks: Mapping[Task, Prepared], place: Place, on_tokens: OnTokens
 ) -> None:
-    """Write a file for each pending row and task. Raises what the forward pass raises.
+    """Write a file for each pending row and task, point by point. Raises what the forward pass raises.
 
-    After an exception, Ctrl-C among them, jobs stop at their next batch; files that were written stay.
+    After an exception, Ctrl-C among them, jobs stop at their next batch; points that were written stay.
     """
     stop, code = threading.Event(), commit()
 
     def one(row: Pending) -> None:
         worker = None
-        for task, key in row.tasks.items():
+        for task, (key, begun) in row.tasks.items():
             label, began, clock = f"{task.name}: {row.variant.name}", datetime.now(UTC), perf_counter()
 
             def advance(tokens: int, label: str = label) -> None:
@@ -102,21 +103,25 @@ def measure(
 
             advance(0)
             worker = worker or subject.load(row.planned)
-            points = tasks[task].measure(worker, advance)
-            note = TaskNote(task.name, task.says, tasks[task].samples, tasks[task].left_out)
             cell = Cell(
                 key=key,
                 model=subject.worker.name,
                 held_out=subject.source,
                 row=row_of(row.variant, row.planned),
-                task=note,
-                points=points,
+                task=TaskNote(task.name, task.says, tasks[task].samples, tasks[task].left_out),
+                points=begun.points if begun else {},
                 machine=this_machine(place.backend, place.jobs),
                 commit=code,
                 began=began.isoformat(timespec="seconds"),
-                seconds=round(perf_counter() - clock, 1),
+                seconds=begun.seconds if begun else 0.0,
+                complete=False,
             )
-            cells.write(cells.place(place.folder, subject.worker.name, row.variant.name, task.name), cell)
+            path = cells.place(place.folder, subject.worker.name, row.variant.name, task.name)
+            for point, found in tasks[task].measure(worker, advance, cell.points.keys()):
+                cell.points[point] = found
+                cells.write(path, replace(cell, seconds=round(cell.seconds + perf_counter() - clock, 1)))
+            seconds = round(cell.seconds + perf_counter() - clock, 1)
+            cells.write(path, replace(cell, seconds=seconds, complete=True))
 
     with ThreadPoolExecutor(place.jobs) as pool:
         try:

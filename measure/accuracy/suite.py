@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from hackkv.errors import ConfigError
@@ -61,7 +62,15 @@ SUITE: Final = (
         "length; answers are decode steps",
         1,
         (Measure.NEEDLE, Measure.RECALL, Measure.COPY),
-        questions.prepare,
+        partial(questions.prepare, questions.CONTEXTS),
+        chats,
+    ),
+    Task(
+        "far",
+        "the same questions about longer contexts",
+        1,
+        (Measure.NEEDLE, Measure.RECALL, Measure.COPY),
+        partial(questions.prepare, questions.FAR),
         chats,
     ),
     Task(

@@ -6,7 +6,7 @@ A sample is a pure function of (seed, point, index). It says nothing of how it i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from measure.accuracy import engine
 from measure.accuracy.cells import Found
 from measure.accuracy.metrics import TAIL, Measure, score
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of
+from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
 from measure.tasks import Example, join
 
 COPY_SEGMENT, COPY_CUE = 40, 8
@@ -111,8 +111,9 @@ class Asked:
             if fitting:
                 asked[point] = fitting
 
-        def measure(worker: Worker, advance: Advance) -> dict[int, Found]:
-            return {point: self._found(subject, worker, examples, advance) for point, examples in asked.items()}
+        def measure(worker: Worker, advance: Advance, done: Collection[int]) -> Iterator[tuple[int, Found]]:
+            for point in left(asked, done):
+                yield point, self._found(subject, worker, asked[point], advance)
 
         parts = [part for examples in asked.values() for e in examples for part in (e.prompt, e.answer)]
         tokens = sum(map(len, parts))

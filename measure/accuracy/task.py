@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from hackkv.model.worker import Worker
@@ -42,8 +42,11 @@ class Prepared:
     """How many, in words."""
     digest: str
     """Of all material: other material is another measurement."""
-    measure: Callable[[Worker, Advance], dict[int, Found]]
-    """What a row answers, by point (distances or context lengths in tokens). Called by several threads at once."""
+    measure: Callable[[Worker, Advance, Collection[int]], Iterable[tuple[int, Found]]]
+    """What a row answers, point by point (distances or context lengths in tokens), but for the given points.
+
+    Called by several threads at once.
+    """
     left_out: list[str] = field(default_factory=list)
     """A line for each point that does not fit the model's context."""
 
@@ -62,6 +65,11 @@ class Task:
     """Raises `ValueError` if the held-out text or the model cannot give the material."""
     suits: Callable[[Subject], bool]
     """Whether the task is asked when none is named."""
+
+
+def left(points: Iterable[int], done: Collection[int]) -> list[int]:
+    """The points that are not done, in order."""
+    return [point for point in points if point not in done]
 
 
 def digest_of(parts: Iterable[Ids | str]) -> str:

@@ -22,12 +22,10 @@ from llguidance import LLMatcher
 from hackkv.errors import GuideError, RequestError
 from hackkv.guide import Guides
 from hackkv.types import MAX_GRAMMAR_CHARS
+from router.api.written_json import guidance
 
 STACK_BYTES = 1 << 20
 MEMORY_BYTES = 4 << 30
-
-ON_ONE_LINE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""JSON has at most one space after a comma or colon: a model cannot lose itself in white space."""
 
 _THINK = "think[lazy]: /(.|\\n)*<\\/think>/"
 _BREAK = "/\\n{0,2}/"
@@ -35,11 +33,6 @@ _STARTS = {
     "open": f"start: think {_BREAK} @body\n{_THINK}",
     "maybe": f'start: ("<think>" think {_BREAK})? @body\n{_THINK}',
 }
-
-
-def guidance(lenient: bool) -> dict[str, Any]:
-    """How JSON is written; `lenient` ignores keywords of JSON Schema that cannot be enforced."""
-    return {**ON_ONE_LINE, "lenient": lenient, "coerce_one_of": lenient}
 
 
 def make_grammar(kind: str, text: str, lenient: bool, thinking: str) -> str:

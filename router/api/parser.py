@@ -28,6 +28,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from hackkv.errors import HackkvError, RequestError
+from hackkv.heap import trim
 from hackkv.tokenizer import Tokenizer
 from router.api.conversation import Conversations
 from router.api.errors import HTTPError
@@ -103,6 +104,7 @@ def main(folder: Path, control: socket.socket) -> int:
     tokenizer = Tokenizer(folder)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps children
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the router, which then closes `control`
+    trim()
     gc.freeze()  # a child that collects garbage must not copy its parent's pages
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)

@@ -128,7 +128,7 @@ def run(
     """Feed a sequence alone in spans of `counts`; returns its sealed pages, exact rows and outputs."""
     assert sum(counts) == tokens
     codec = case.codec
-    pool = codec.new_pool(LAYER, 8, 2, range(HEADS))
+    pool = codec.new_pools(8, 2, range(HEADS))[LAYER]
     sequence = Growing(case, codec, tokens)
     for count in counts:
         advance(pool, [(sequence, count)], repeat)

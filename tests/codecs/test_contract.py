@@ -72,13 +72,13 @@ def test_nothing_depends_on_batch_neighbours_or_place(case: Case) -> None:
     """Three sequences through shared passes, in other pages and slots, against each one alone."""
     pi, codec = case.page_tokens, case.codec
     lengths = (pi + 3, 2 * pi, 2)
-    pool = codec.new_pool(LAYER, 8, 4, range(HEADS))
+    pool = codec.new_pools(8, 4, range(HEADS))[LAYER]
     sequences = [Growing(case, codec, n, seed=10 * i, slot=3 - i, first=2 * i + 1) for i, n in enumerate(lengths)]
     advance(pool, [(sequences[1], pi), (sequences[0], pi)])
     advance(pool, [(sequences[0], 2), (sequences[2], 1), (sequences[1], pi - 1)])
     advance(pool, [(sequence, 1) for sequence in sequences])
     for i, (sequence, tokens) in enumerate(zip(sequences, lengths, strict=True)):
-        alone_pool = codec.new_pool(LAYER, 2, 1, range(HEADS))
+        alone_pool = codec.new_pools(2, 1, range(HEADS))[LAYER]
         alone = Growing(case, codec, tokens, seed=10 * i)
         advance(alone_pool, [(alone, tokens)])
         assert_same(cache_of(codec, pool, sequence), cache_of(codec, alone_pool, alone))
@@ -88,7 +88,7 @@ def test_nothing_depends_on_batch_neighbours_or_place(case: Case) -> None:
 def test_a_process_that_holds_some_heads_seals_what_one_with_all_of_them_does(case: Case) -> None:
     """Prompt, decode and a seal in each: stochastic rounding goes by the heads of the model, not of the process."""
     pi, codec = case.page_tokens, case.codec
-    whole, part = codec.new_pool(LAYER, 4, 1, range(HEADS)), codec.new_pool(LAYER, 4, 1, range(1, HEADS))
+    whole, part = codec.new_pools(4, 1, range(HEADS))[LAYER], codec.new_pools(4, 1, range(1, HEADS))[LAYER]
     sequence, cut = (Growing(case, codec, 2 * pi) for _ in range(2))
     cut.q, cut.k, cut.v = cut.q[:, case.group :], cut.k[:, 1:], cut.v[:, 1:]
     for pool, each in ((whole, sequence), (part, cut)):
@@ -114,11 +114,11 @@ def test_the_wire_is_bit_exact(case: Case) -> None:
     """Out of one pool, into others at other page ids, whole and by KV-head ranges; attention goes on unchanged."""
     pi, codec = case.page_tokens, case.codec
     tokens = 2 * pi + 3
-    pool, sequence = codec.new_pool(LAYER, 4, 1, range(HEADS)), Growing(case, codec, tokens + 1)
+    pool, sequence = codec.new_pools(4, 1, range(HEADS))[LAYER], Growing(case, codec, tokens + 1)
     advance(pool, [(sequence, tokens)])
     source, ids = torch.tensor(sequence.pages[:2]), (6, 1)
     sent = codec.to_wire(LAYER, pool, source)
-    target, by_heads = codec.new_pool(LAYER, 8, 1, range(HEADS)), codec.new_pool(LAYER, 8, 1, range(HEADS))
+    target, by_heads = codec.new_pools(8, 1, range(HEADS))[LAYER], codec.new_pools(8, 1, range(HEADS))[LAYER]
     codec.from_wire(LAYER, target, torch.tensor(ids), sent)
     for head in range(HEADS):
         part = codec.to_wire(LAYER, pool.heads(head, 1), source)
@@ -151,7 +151,7 @@ def test_in_prefill_what_is_not_finite_is_flagged_and_the_others_are_served(
     """Neighbours get bytes and outputs as without it; zeros are written in its place, and the error names it."""
     pi, codec, runs = case.page_tokens, case.codec, []
     for broken in (False, True):
-        pool = codec.new_pool(LAYER, 8, 2, range(HEADS))
+        pool = codec.new_pools(8, 2, range(HEADS))[LAYER]
         good, bad = (Growing(case, codec, pi + 2, seed=10 * i, slot=i, first=4 * i) for i in range(2))
         parts = [good.next(pi + 1), bad.next(pi + 2)]
         batch = codec.prepare(Batch.of([span for span, _ in parts], pi))
@@ -181,7 +181,7 @@ def test_in_decode_a_row_that_is_not_finite_is_flagged_and_the_others_are_served
     what is not finite is written nowhere."""
     pi, codec, runs = case.page_tokens, case.codec, []
     for broken in (False, True):
-        pool = codec.new_pool(LAYER, 8, 2, range(HEADS))
+        pool = codec.new_pools(8, 2, range(HEADS))[LAYER]
         bad, good = (Growing(case, codec, pi + 1, seed=10 * i, slot=i, first=4 * i) for i in range(2))
         advance(pool, [(bad, pi - 1), (good, pi - 1)])
         parts = [bad.next(1), good.next(1)]
@@ -201,7 +201,7 @@ def test_in_decode_a_row_that_is_not_finite_is_flagged_and_the_others_are_served
 @table
 def test_the_largest_fp16_value_is_not_refused(case: Case) -> None:
     codec = case.codec
-    pool, sequence = codec.new_pool(LAYER, 2, 1, range(HEADS)), Growing(case, codec, case.page_tokens + 1)
+    pool, sequence = codec.new_pools(2, 1, range(HEADS))[LAYER], Growing(case, codec, case.page_tokens + 1)
     sequence.k, sequence.v = sequence.k.clone(), sequence.v.clone()
     sequence.k[3, 0, 5], sequence.v[4, 1, 6] = 65504.0, -65504.0
     advance(pool, [(sequence, case.page_tokens + 1)])
@@ -212,7 +212,7 @@ def test_the_largest_fp16_value_is_not_refused(case: Case) -> None:
 def test_outputs_have_the_dtype_of_the_query(case: Case) -> None:
     """A prompt and then a row of decode."""
     codec = case.codec
-    pool = codec.new_pool(LAYER, 2, 1, range(HEADS))
+    pool = codec.new_pools(2, 1, range(HEADS))[LAYER]
     for held, count in ((0, 5), (5, 1)):
         batch = codec.prepare(Batch.of([Span(0, held, count, (0,))], case.page_tokens))
         q, k, v = (rows(i, count, HEADS * case.group if i == 0 else HEADS, case.head_dim).bfloat16() for i in range(3))
@@ -224,7 +224,7 @@ def test_outputs_have_the_dtype_of_the_query(case: Case) -> None:
 def test_time_is_counted(case: Case) -> None:
     """Sealing and attention apart; corrections lie within attention."""
     codec = case.codec
-    pool, sequence = codec.new_pool(LAYER, 2, 1, range(HEADS)), Growing(case, codec, 2 * case.page_tokens)
+    pool, sequence = codec.new_pools(2, 1, range(HEADS))[LAYER], Growing(case, codec, 2 * case.page_tokens)
     assert (codec.quantize_s, codec.attend_s) == (0, 0)
     advance(pool, [(sequence, 2 * case.page_tokens)])
     assert codec.quantize_s > 0

@@ -47,7 +47,7 @@ def some_rows(layer: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def new_pools(codec: KvCodec) -> tuple[Pool, ...]:
-    return tuple(codec.new_pool(layer, len(PAGES), 1, range(HEADS), prompts=True) for layer in range(LAYERS))
+    return codec.new_pools(len(PAGES), 1, range(HEADS), prompts=True)
 
 
 def computed(codec: KvCodec, tokens: int, cuts: Sequence[int] = (), repeat: int = 1) -> tuple[Pool, ...]:
@@ -114,7 +114,7 @@ def test_what_stays_is_what_the_paper_keeps_sealed_as_if_nothing_else_had_been(n
     for layer, pool in enumerate(pools):
         stay = torch.tensor(by_the_papers(name, layer, tokens)).T  # [held, Hkv]
         _, k, v = (x[:, :HEADS].gather(0, stay[..., None].expand(-1, -1, DIM)) for x in some_rows(layer, tokens))
-        fresh = beneath.new_pool(layer, len(PAGES), 1, range(HEADS))
+        fresh = beneath.new_pools(len(PAGES), 1, range(HEADS))[layer]
         batch = beneath.prepare(Batch.of([Span(0, 0, held, PAGES)], PI))
         beneath.attend(layer, fresh, batch, torch.zeros(held, HEADS * GROUP, DIM), k, v)
         found, wanted = left_behind(codec, layer, pool, held), left_behind(beneath, layer, fresh, held)
@@ -208,7 +208,7 @@ async def test_a_prefix_that_lost_rows_is_nobody_elses(name: str) -> None:
 def test_a_node_that_computes_prompts_counts_what_it_notes() -> None:
     """And one that does not notes nothing."""
     codec, sizes = made("snapkv"), tiny_worker("snapkv").footprint
-    pool = codec.new_pool(0, 3, 1, range(HEADS))
+    pool = codec.new_pools(3, 1, range(HEADS))[0]
     assert pool.notes == {}
     noted = sum(note.nbytes for note in new_pools(codec)[0].notes.values())
     assert sizes.noted_bytes == noted // len(PAGES) * 2, "the tiny model has two layers"

@@ -91,7 +91,7 @@ def test_pools_and_wire_tensors_have_exactly_that_size(
     codec = make_codec(
         CodecConfig(name=name, settings={"page_tokens": page_tokens}), KvShape(1, heads, head_dim), load(backend)
     )
-    pool = codec.new_pool(0, pages, slots, range(heads))
+    pool = codec.new_pools(pages, slots, range(heads))[0]
     storages = {plane.untyped_storage().data_ptr(): plane.untyped_storage() for plane in pool.planes.values()}
     resident = sum(storage.nbytes() for storage in storages.values())
     if len(storages) > 1:

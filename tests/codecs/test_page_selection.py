@@ -66,7 +66,7 @@ def chosen_by_the_paper(q: Tensor, keys: Tensor, share: float, least: int, alpha
 
 def filled(codec: PagedCodec, seed: int) -> tuple[Pool, Tensor]:
     """A pool whose pages hold random keys, and the keys [pages, Hkv, Π, D] float16."""
-    pool = codec.new_pool(0, PAGES, 3, range(HEADS))
+    pool = codec.new_pools(PAGES, 3, range(HEADS))[0]
     k, v = (
         torch.randn(PAGES, HEADS, PI, DIM, generator=torch.Generator().manual_seed(seed + i)).half() for i in (0, 1)
     )
@@ -109,7 +109,7 @@ def test_bounds_are_those_of_the_rows_and_survive_the_wire(under: str) -> None:
     ids = torch.tensor([4, 0, 7])
     assert torch.equal(pool.planes[LEAST], keys.amin(2))
     assert torch.equal(pool.planes[MOST], keys.amax(2))
-    landed = codec.new_pool(0, PAGES, 1, range(HEADS))
+    landed = codec.new_pools(PAGES, 1, range(HEADS))[0]
     codec.from_wire(0, landed, torch.tensor([1, 2, 3]), codec.to_wire(0, pool, ids))
     for name, plane in landed.planes.items():
         assert torch.equal(plane[[1, 2, 3]], pool.planes[name][ids]), name

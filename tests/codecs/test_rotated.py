@@ -115,7 +115,7 @@ def test_a_row_that_turns_beyond_fp16_is_named_though_fp16_holds_it() -> None:
     """All channels add up in the first one. The error of a prompt says in which tokens, that of decode the token."""
     case = Case("rot-k4v4")
     codec = case.codec
-    pool = codec.new_pool(LAYER, 2, 2, range(HEADS))
+    pool = codec.new_pools(2, 2, range(HEADS))[LAYER]
     sequence = Growing(case, codec, 4)
     q, k, v = sequence.q, sequence.k.clone(), sequence.v
     k[1, 1] = 3e4

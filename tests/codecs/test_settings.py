@@ -39,11 +39,11 @@ def test_requantization_gives_every_row_to_the_codes(arithmetic: str) -> None:
     case = Case("hack", settings={"open_page": "requantize", "arithmetic": arithmetic})
     codec, pi = case.codec, case.page_tokens
     tokens = pi + 9
-    pool, sequence = codec.new_pool(LAYER, 4, 1, range(HEADS)), Growing(case, codec, tokens + 3)
+    pool, sequence = codec.new_pools(4, 1, range(HEADS))[LAYER], Growing(case, codec, tokens + 3)
     advance(pool, [(sequence, tokens)])
     footprint = footprint_of(codec, KvLayout(len(codec.formats), HEADS, case.head_dim, pi))
     assert [footprint.sealed(n) for n in (1, pi, pi + 1, tokens)] == [1, 1, 2, 2]
-    target = codec.new_pool(LAYER, 4, 1, range(HEADS))
+    target = codec.new_pools(4, 1, range(HEADS))[LAYER]
     codec.from_wire(LAYER, target, torch.tensor([3, 1]), codec.to_wire(LAYER, pool, torch.tensor(sequence.pages[:2])))
     moved = replace_place(sequence, (3, 1))
     for _ in range(3):

@@ -140,7 +140,7 @@ def test_unknown_rows_and_tasks_are_named(subject: Subject) -> None:
 def test_models_that_chat_are_asked_other_tasks(subject: Subject) -> None:
     """The tiny model has a chat template, the shipped one has none."""
     asked = {task.name for task in suite.choose([], subject)}
-    assert asked == {"reading", "chat", "questions", "humaneval"}
+    assert asked == {"reading", "chat", "questions", "far", "humaneval"}
     silent = {task.name for task in SUITE if task.suits is writes}
     assert silent & asked == set()
     assert variants.choose([], ablations=False) == tuple(v for v in VARIANTS if v.name in CODECS)
@@ -149,12 +149,12 @@ def test_models_that_chat_are_asked_other_tasks(subject: Subject) -> None:
 def test_every_task_builds_from_pythons_library_alone(subject: Subject) -> None:
     made = suite.prepared(subject, SUITE, Limits(samples=2, seed=3, longest=1024))
     empty = {task.name for task, prepared in made.items() if not prepared.tokens}
-    assert empty == {"data"}
+    assert empty == {"data", "far"}
     copy = next(prepared for task, prepared in made.items() if task.name == "copy")
     assert "at 2048: up to 2120 tokens of context needed, the limit is 1024" in copy.left_out
     others = suite.prepared(subject, SUITE, Limits(samples=2, seed=4, longest=1024))
     for task, prepared in made.items():
-        drawn = task.name not in ("data", "reading", "chat", "humaneval")
+        drawn = task.name not in ("data", "reading", "chat", "humaneval", "far")
         assert (prepared.digest != others[task].digest) is drawn, task.name
 
 
@@ -277,9 +277,9 @@ def test_the_command_measures_and_reports(checkpoint: Path, tmp_path: Path, caps
 
 
 def test_the_command_goes_on_where_it_stopped(checkpoint: Path, tmp_path: Path) -> None:
-    """What has a current file is not measured again; what was deleted, or asked otherwise, is."""
+    """What has a current file is not measured again; what was deleted, not reached, or asked otherwise, is."""
     out = tmp_path / "small"
-    arguments = ["--model", str(checkpoint), "--variants", "hack", "--tasks", "copy", "--longest", "200"]
+    arguments = ["--model", str(checkpoint), "--variants", "hack", "--tasks", "copy", "--longest", "600"]
     arguments += ["--backend", "reference", "--out", str(out), "--jobs", "1"]
     assert main([*arguments, "--samples", "1"]) == 0
     files = {path.parent.name: path for path in out.glob("*/*/copy.json")}
@@ -289,6 +289,15 @@ def test_the_command_goes_on_where_it_stopped(checkpoint: Path, tmp_path: Path) 
     after = {name: path.stat().st_mtime_ns for name, path in files.items()}
     assert before["fp16"] == after["fp16"]
     assert before["hack"] != after["hack"]
+    whole = json.loads(files["hack"].read_text())
+    first = dict(list(whole["points"].items())[:1])
+    files["hack"].write_text(json.dumps({**whole, "points": first, "complete": False, "seconds": 1e6}))
+    assert main([*arguments, "--render"]) == 0
+    assert "Not finished, so that points are missing: hack/copy." in out.with_suffix(".md").read_text()
+    assert main([*arguments, "--samples", "1"]) == 0
+    again = json.loads(files["hack"].read_text())
+    assert (again["points"], again["complete"]) == (whole["points"], True)
+    assert again["seconds"] >= 1e6, "the time of the run that was stopped counts"
     assert main([*arguments, "--samples", "2"]) == 0
     assert files["fp16"].stat().st_mtime_ns != after["fp16"]
 

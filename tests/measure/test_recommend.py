@@ -33,7 +33,7 @@ def test_the_advice_is_the_smallest_below_each_bound() -> None:
 
 def test_every_preset_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny(tmp_path / "tiny", Tiny(max_context=192))
-    assert main(["--recommend", str(model), "--jobs", "1"]) == 0
+    assert main(["--recommend", str(model), "--jobs", "1", "--out", str(tmp_path / "out")]) == 0
     told = capsys.readouterr()
     table = {line.split()[1]: line.split() for line in told.out.splitlines() if line.startswith("│")}
     assert set(table) == set(CODECS)
@@ -42,6 +42,9 @@ def test_every_preset_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     shares = [float(cells[3].rstrip("%")) for cells in table.values()]
     assert shares == sorted(shares)
     assert all(float(cells[-3]) > 0 and cells[-2] == "s" for cells in table.values()), "no preset lacks its time"
+    page = (tmp_path / "out" / "tiny" / "recommended.md").read_text()
+    assert [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")] == list(table)
+    assert told.out.splitlines()[-1] in page
 
 
 def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

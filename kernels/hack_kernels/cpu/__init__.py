@@ -39,7 +39,7 @@ FORMATS: Final[dict[type[PageFormat], Callable[[Any, Any], PageKernels | None]]]
     FloatFormat: for_floats,
     GroupFormat: for_groups,
     HackFormat: HackCpu,
-    LevelFormat: LevelCpu.for_format,
+    LevelFormat: LevelCpu,
     RowFormat: RowCpu.for_format,
 }
 """Class of page format -> function of a format and the compiled kernels; it returns None for an unsupported shape."""

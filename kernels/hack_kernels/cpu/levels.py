@@ -14,8 +14,6 @@ from hack_kernels.cpu.resting import RestingCodes
 from hack_kernels.level_format import Feedback, LevelFormat
 
 GAIN_BLOCK: Final = 8
-CHANNELS: Final = 32
-"""Of which rows must be multiples."""
 
 
 class LevelCpu(RestingCodes):
@@ -28,11 +26,6 @@ class LevelCpu(RestingCodes):
         self.fmt = fmt
         self._sealing: dict[int, Any] = {}
         """Layer -> the format with that layer's feedback."""
-
-    @classmethod
-    def for_format(cls, fmt: LevelFormat, native: Any) -> LevelCpu | None:
-        """None for rows of 80 channels, which are no pairs of vectors."""
-        return None if fmt.head_dim % CHANNELS else cls(fmt, native)
 
     def set_feedback(self, layer: int, feedback: Feedback) -> None:
         """Gains are kept in the order in which the kernel reads them: a channel's level goes to eight at once."""

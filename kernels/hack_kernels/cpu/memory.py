@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -16,19 +17,21 @@ HUGE_PAGE_BYTES: Final = 2**21
 LINE_BYTES: Final = 64
 
 
-def zeroed_planes(fmt: PageFormat, num_pages: int, num_kv_heads: int) -> Planes:
-    """Zeroed planes [N, Hkv, *shape], views of one record for each page, in huge pages where the system has them.
+def zeroed_planes(formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
+    """Zeroed planes [N, Hkv, *shape] of layers with these formats, views of one record for each page, in huge pages
+    where the system has them.
 
-    With system pages of 4 KiB, each access to a KV page would cost a page-table walk. In records, the first pages that
-    are used touch one huge page and not one for each plane. A plane begins at a cache line.
+    With system pages of 4 KiB, each access to a KV page would cost a page-table walk. In records of all layers, the
+    first pages that are used touch one huge page and not one for each layer and plane. A plane begins at a cache line.
     """
-    sizes = [num_kv_heads * math.prod(plane.shape) * plane.dtype.itemsize for plane in fmt.planes]
+    specs = [(layer, spec) for layer, fmt in enumerate(formats) for spec in fmt.planes]
+    sizes = [num_kv_heads * math.prod(spec.shape) * spec.dtype.itemsize for _, spec in specs]
     ends = list(accumulate(-(-size // LINE_BYTES) * LINE_BYTES for size in sizes))
-    records = _zeros(num_pages * ends[-1]).view(num_pages, ends[-1])
-    return {
-        plane.name: records[:, begin : begin + size].view(plane.dtype).unflatten(1, (num_kv_heads, *plane.shape))
-        for plane, begin, size in zip(fmt.planes, (0, *ends), sizes, strict=False)
-    }
+    records, planes = _zeros(num_pages * ends[-1]).view(num_pages, ends[-1]), tuple(Planes() for _ in formats)
+    for (layer, spec), begin, size in zip(specs, (0, *ends), sizes, strict=False):
+        rows = records[:, begin : begin + size].view(spec.dtype)
+        planes[layer][spec.name] = rows.unflatten(1, (num_kv_heads, *spec.shape))
+    return planes
 
 
 def _zeros(size: int) -> Tensor:

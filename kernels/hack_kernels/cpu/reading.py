@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Planes, Pool, Rows, Spans
+from hack_kernels.base import PageFormat, Planes, Pool, Rows, Spans
 from hack_kernels.check import check_attention, check_seal
 from hack_kernels.cpu.attention import attend
 from hack_kernels.cpu.extension import compiled
@@ -36,9 +37,9 @@ class ReadCpu(WireOrder):
         """Seconds spent on writing FP16 rows; where the conversion is fused it has no time of its own."""
         self._fmt, self._native, self._native_format = fmt, native, native_format
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """In huge pages where the system has them."""
-        return zeroed_planes(self._fmt, num_pages, num_kv_heads)
+        return zeroed_planes(formats, num_pages, num_kv_heads)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize full pages into the pool."""

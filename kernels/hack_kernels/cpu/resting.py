@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ class RestingCodes:
         self._native = native
         self._native_format = native_format
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """In huge pages where the system has them."""
-        return zeroed_planes(self._fmt, num_pages, num_kv_heads)
+        return zeroed_planes(formats, num_pages, num_kv_heads)
 
     def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
         """Wire order to native order."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Planes, Pool, Rows, Spans
+from hack_kernels.base import PageFormat, Planes, Pool, Rows, Spans
 from hack_kernels.check import check_attention
 from hack_kernels.cpu.attention import attend
 from hack_kernels.cpu.extension import compiled
@@ -29,12 +30,12 @@ class RowCpu(RowReference):
     @classmethod
     def for_format(cls, fmt: RowFormat, native: Any) -> RowCpu | None:
         """None for a shape that `csrc/rows.h` does not take; it takes the shape of every model that `hack` serves."""
-        takes = fmt.page_tokens % 32 == 0 and fmt.page_tokens <= 128 and fmt.head_dim % 32 == 0 and fmt.head_dim <= 256
+        takes = fmt.page_tokens % 32 == 0 and fmt.page_tokens <= 128 and fmt.head_dim % 16 == 0 and fmt.head_dim <= 256
         return cls(fmt, native) if takes else None
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Planes `k` and `v`, in huge pages where the system has them."""
-        return zeroed_planes(self.fmt, num_pages, num_kv_heads)
+        return zeroed_planes(formats, num_pages, num_kv_heads)
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
         """Strips of rows against blocks of queries, without leaving the cache."""

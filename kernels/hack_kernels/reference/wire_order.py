@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,12 +19,15 @@ class WireOrder:
     def __init__(self, fmt: PageFormat, device: torch.device) -> None:
         self.format, self.device = fmt, device
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Zeros."""
-        return {
-            plane.name: torch.zeros((num_pages, num_kv_heads, *plane.shape), dtype=plane.dtype, device=self.device)
-            for plane in self.format.planes
-        }
+        return tuple(
+            {
+                plane.name: torch.zeros((num_pages, num_kv_heads, *plane.shape), dtype=plane.dtype, device=self.device)
+                for plane in fmt.planes
+            }
+            for fmt in formats
+        )
 
     def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
         """Copy; a derived plane that did not travel stays as it was."""

@@ -7,7 +7,7 @@ host memory. Under TRITON_INTERPRET=1 all tensors lie there: the same kernels ru
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final, cast
@@ -73,9 +73,9 @@ class HackTriton:
         self.approximation_s = 0.0  # the correction terms are fused into the products; they have no time of their own
         self._workspace, self._prefill = workspace, prefill
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Views into one record per page and KV head."""
-        return layout.new_pages(self.fmt, num_pages, num_kv_heads, self.device)
+        return tuple(layout.new_pages(cast(HackFormat, fmt), num_pages, num_kv_heads, self.device) for fmt in formats)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize full pages into the pool in one pass."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Planes, Pool, Rows, Spans
+from hack_kernels.base import PageFormat, Planes, Pool, Rows, Spans
 from hack_kernels.check import check_attention, check_install, check_seal
 from hack_kernels.level_format import Feedback, LevelFormat
 from hack_kernels.triton.layout import check_layout
@@ -34,9 +37,9 @@ class LevelTriton:
         feedback.check(self.fmt.head_dim)
         self._feedback[layer] = columns_first(feedback.to(self.device))
 
-    def new_planes(self, num_pages: int, num_kv_heads: int) -> Planes:
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Views into one record per page and KV head."""
-        return new_level_pages(self.fmt, num_pages, num_kv_heads, self.device)
+        return tuple(new_level_pages(cast(LevelFormat, fmt), num_pages, num_kv_heads, self.device) for fmt in formats)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize full pages into the pool in one launch."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.api.grammar_child import guidance
 from router.api.structured import Form, Kind, Thinking
 from router.api.tools.fields import NO_PARAMETERS, Function
 from router.api.tools.machine import ToolParser
 from router.api.tools.parsers import Hermes, Llama3, Mistral, Pythonic
+from router.api.written_json import guidance
 
 Literal = Callable[[str], str]
 """Writes a marker in Lark: as the special token that it is in this vocabulary, else as its characters."""

@@ -67,11 +67,11 @@ def test_a_minimum_of_zero_is_positive_whichever_zeros_stand_in_the_partition(ba
 @pytest.mark.parametrize("num_pages", [0, 3, 700])
 def test_planes_of_a_pool_are_zero_apart_and_aligned(num_pages: int) -> None:
     """Also where all of them lie in one block of huge pages."""
-    fmt = HackFormat(96, 32)
-    planes = hack_kernels(cpu.CpuBackend(), fmt).new_planes(num_pages, 3)
-    assert list(planes) == [spec.name for spec in fmt.planes]
-    for spec in fmt.planes:
-        plane = planes[spec.name]
+    formats = [HackFormat(96, 32), HackFormat(64, 32, k_bits=4), HackFormat(96, 32)]
+    layers = hack_kernels(cpu.CpuBackend(), formats[0]).new_planes(formats, num_pages, 3)
+    assert [list(planes) for planes in layers] == [[spec.name for spec in fmt.planes] for fmt in formats]
+    specs = [(spec, layer[spec.name]) for fmt, layer in zip(formats, layers, strict=True) for spec in fmt.planes]
+    for spec, plane in specs:
         assert (plane.shape, plane.dtype) == ((num_pages, 3, *spec.shape), spec.dtype)
         assert all(page.is_contiguous() for page in plane)
         assert not plane.any()

@@ -9,7 +9,6 @@ import torch
 from hack_kernels import cpu
 from hack_kernels.base import Rows
 from hack_kernels.level_format import HEAD_DIMS, LEVEL_BITS, PAGE_TOKENS, LevelFormat
-from hack_kernels.reference.levels import LevelReference
 from hack_kernels.window import Window
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +17,9 @@ from tests.hack_kernels import level_pairs as pairs
 from tests.hack_kernels.pools import random_rows
 from tests.hack_kernels.test_levels import add_row, feedback_of, filled, metrics, one_span
 
-SHAPES = [(d, pi, 3, 2) for d, pi in itertools.product(HEAD_DIMS, PAGE_TOKENS) if d != 80]
-FORMATS = [LevelFormat(*s) for s in (*SHAPES, *((64, 32, k, v) for k, v in itertools.product(LEVEL_BITS, LEVEL_BITS)))]
+SHAPES = [(d, pi, 3, 2) for d, pi in itertools.product(HEAD_DIMS, PAGE_TOKENS)]
+WIDTHS = [(64, 32, k, v) for k, v in itertools.product(LEVEL_BITS, LEVEL_BITS)]
+FORMATS = [LevelFormat(*s) for s in (*SHAPES, *WIDTHS, *((80, 32, bits, bits) for bits in LEVEL_BITS))]
 
 
 @pytest.mark.parametrize("fed", [False, True])
@@ -50,9 +50,9 @@ def test_feedback_goes_by_the_layer_and_the_heads_of_the_model(backend: cpu.CpuB
     pairs.assert_feedback_goes_by_layer_and_head(pairs.kernels_of(backend, fmt), fmt)
 
 
-@pytest.mark.parametrize("bits", LEVEL_BITS)
-def test_pages_move_between_the_definition_and_cpp(backend: cpu.CpuBackend, bits: int) -> None:
-    fmt = LevelFormat(96, 64, bits, bits)
+@pytest.mark.parametrize(("bits", "head_dim"), itertools.product(LEVEL_BITS, [80, 96]))
+def test_pages_move_between_the_definition_and_cpp(backend: cpu.CpuBackend, bits: int, head_dim: int) -> None:
+    fmt = LevelFormat(head_dim, 64, bits, bits)
     pairs.assert_pages_move(pairs.kernels_of(backend, fmt), fmt)
 
 
@@ -81,7 +81,3 @@ def test_a_result_does_not_depend_on_threads(backend: cpu.CpuBackend, window: Wi
     for threads in (2, 7):
         backend.threads = threads
         assert pairs.relative(ours.attend(0, pool, one_span(998, 1, 31), Rows(q)), alone) < 1e-6
-
-
-def test_rows_of_80_channels_are_the_definition_s(backend: cpu.CpuBackend) -> None:
-    assert backend.kernels_for(LevelFormat(80, 32), LevelReference).served_by == "reference"

@@ -99,7 +99,7 @@ def test_pools_that_are_not_views_into_records_are_refused() -> None:
     with pytest.raises(ValueError, match="plane v_min does not lie"):
         check_records(fmt, pages | {"v_min": pages["v_min"].clone()})
     with pytest.raises(ValueError, match="k_codes has strides"):
-        check_records(fmt, reference(fmt).new_planes(3, 4))
+        check_records(fmt, *reference(fmt).new_planes([fmt], 3, 4))
 
 
 def test_an_empty_pool_exports_zeros() -> None:

@@ -32,7 +32,7 @@ def make_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 )
 def test_progress_ends_where_it_was_said_to(subject: Subject, task: Task) -> None:
     made, counted = task.prepare(subject, Limits(samples=1)), list[int]()
-    found = made.measure(subject.with_codec(HACK.codec), counted.append)
+    found = dict(made.measure(subject.with_codec(HACK.codec), counted.append, ()))
     assert sum(counted) == made.tokens
     assert all(len(scores) for point in found.values() for scores in point.scores.values())
 
@@ -46,14 +46,15 @@ def test_what_follows_a_prompt_is_read_from_the_rows_that_stayed(subject: Subjec
     made = continuing.prepare(subject, Limits(samples=1, longest=1024))
     loose = row.codec.model_copy(update={"settings": {"budget": "100%", "select": "100%"}})
     exact, all_rows, some = (
-        made.measure(subject.with_codec(codec), lambda count: None)[512].scores
+        dict(made.measure(subject.with_codec(codec), lambda count: None, ()))[512].scores
         for codec in (EXACT.codec, loose, row.codec)
     )
     assert exact[Measure.KL] == [0.0] * 2
     assert all_rows[Measure.KL] == pytest.approx(exact[Measure.KL], abs=1e-4)
     assert all_rows[Measure.PERPLEXITY] == pytest.approx(exact[Measure.PERPLEXITY], abs=1e-3)
     assert min(some[Measure.KL]) > 1e-3
-    assert reading.prepare(subject, Limits(samples=1)).measure(subject.with_codec(row.codec), lambda count: None) == {}
+    read = reading.prepare(subject, Limits(samples=1))
+    assert list(read.measure(subject.with_codec(row.codec), lambda count: None, ())) == []
 
 
 @pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
@@ -69,7 +70,7 @@ def test_later_questions_are_asked_of_what_the_first_left(subject: Subject, row:
 
 def test_reading_gives_the_perplexity_of_exact_attention(subject: Subject) -> None:
     made = reading.prepare(subject, Limits(samples=1, longest=512))
-    found = made.measure(subject.with_codec(EXACT.codec), lambda count: None)[512]
+    found = dict(made.measure(subject.with_codec(EXACT.codec), lambda count: None, ()))[512]
     ids = subject.encode(max(subject.documents, key=lambda d: len(d.text)).text)
     ids = join(subject.prefix, ids)[:512]
     model = subject.worker.model
@@ -83,8 +84,10 @@ def test_reading_gives_the_perplexity_of_exact_attention(subject: Subject) -> No
 
 def test_a_longer_reading_begins_as_a_shorter_one(subject: Subject) -> None:
     worker = subject.with_codec(HACK.codec)
-    long = reading.prepare(subject, Limits(samples=1)).measure(worker, lambda count: None)
-    short = reading.prepare(subject, Limits(samples=1, longest=512)).measure(worker, lambda count: None)
+    long, short = (
+        dict(reading.prepare(subject, Limits(samples=1, longest=longest)).measure(worker, lambda count: None, ()))
+        for longest in (0, 512)
+    )
     assert sorted(long) == [512, 2048]
     for measure, scores in short[512].scores.items():
         assert long[512].scores[measure][:3] == pytest.approx(scores[:3], abs=1e-4), "the last block of 512 has an end"
@@ -124,7 +127,7 @@ def test_writing_ends_where_the_caller_has_seen_enough(subject: Subject) -> None
 
 def test_chat_tells_length_and_end(subject: Subject) -> None:
     made = chat.prepare(subject, Limits(samples=2))
-    found = made.measure(subject.with_codec(EXACT.codec), lambda count: None)[0]
+    found = dict(made.measure(subject.with_codec(EXACT.codec), lambda count: None, ()))[0]
     for length, unfinished, ids in zip(
         *(found.scores[m] for m in (Measure.LENGTH, Measure.UNFINISHED)), found.ids, strict=True
     ):
