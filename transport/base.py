@@ -20,9 +20,14 @@ starts to read. The wire tells the sender to go on when the first frame is asked
 back-pressure. A lost sender shows as `NodeLost` at the next frame. The room then has the wire's frame timeout to
 return."""
 
+Lend = Callable[[Handoff], AsyncIterator[KvFrame | HandoffEnd]]
+"""The same room's side of a fetch: pages [held_pages, num_tokens / page_tokens) of the transfer that the handoff names,
+as frames, then their end. Planes are coded as the handoff's fingerprint says. Raises `HandshakeRefused` where they are
+not to be had, and `TransferError` when they cease to be held. Closing the iterator ends it."""
+
 
 class KvSender(Protocol):
-    """Sends handoffs to decode nodes."""
+    """Sends handoffs to decode nodes, and fetches pages that they hold."""
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Send one handoff; return when the receiver has committed it.
@@ -33,16 +38,23 @@ class KvSender(Protocol):
         """
         ...
 
+    def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        """Ask for what `Lend` gives, on whatever wire over gRPC. Raises its errors, or `NodeLost`.
+
+        Leaving the generator in any way cancels the call at the peer. The caller sets a deadline itself.
+        """
+        ...
+
     async def close(self) -> None:
-        """Drop every connection; pushes under way fail with `NodeLost`."""
+        """Drop every connection; pushes and fetches under way fail with `NodeLost`."""
         ...
 
 
 class KvListener(Protocol):
     """Receives handoffs on a decode node."""
 
-    async def serve(self, deliver: Deliver) -> str:
-        """Start to accept handoffs; return the address that senders dial."""
+    async def serve(self, deliver: Deliver, lend: Lend | None = None) -> str:
+        """Start to accept handoffs, and to lend pages; return the address that senders dial."""
         ...
 
     async def close(self) -> None:

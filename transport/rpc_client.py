@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from hackkv.errors import FrameRefused
 from hackkv.nodes import Lease, NodeInfo
-from hackkv.types import DecodeEvent, DecodeJob, PrefillEvent, PrefillJob
+from hackkv.types import DecodeEvent, DecodeJob, Handoff, HandoffEnd, KvFrame, PrefillEvent, PrefillJob
 from transport import methods
 from transport.channels import ChannelPool
 from transport.closing import closing
@@ -21,6 +22,7 @@ from transport.convert import (
     Assignment,
     Empty,
 )
+from transport.convert_kv import HANDOFF, PUSH_REQUEST
 from transport.replies import replies
 from transport.status import translating
 from transport.trail import outgoing
@@ -91,6 +93,20 @@ class DecodeClient(_Client):
     async def describe(self) -> NodeInfo:
         """Ask for identity, capacity and load."""
         return NODE_INFO.decode(await self._ask(methods.DECODE_DESCRIBE, EMPTY.encode(Empty())))
+
+
+class LenderClient(_Client):
+    """What a decode node lends (`transport.base.Lend`), at an address."""
+
+    async def fetch(self, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        """Fetch the pages that `handoff` names. Raises what the node raised, `FrameRefused` or `NodeLost`."""
+        messages = self._listen(methods.KV_FETCH, HANDOFF.encode(handoff))
+        async with closing(messages):
+            async for message in messages:
+                item = PUSH_REQUEST.decode(message)
+                if not isinstance(item, KvFrame | HandoffEnd):
+                    raise FrameRefused(f"a {type(item).__name__} among fetched frames", reason="malformed")
+                yield item
 
 
 class RegistryClient(_Client):

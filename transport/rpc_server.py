@@ -12,7 +12,7 @@ import grpc.aio
 from hackkv.errors import ConfigError, HandshakeRefused, Unauthorized
 from hackkv.nodes import NodeInfo
 from transport import health, methods
-from transport.base import DecodeNode, PrefillNode, Registry
+from transport.base import DecodeNode, Lend, PrefillNode, Registry
 from transport.channels import BULK, Keepalive, server_options
 from transport.closing import closing
 from transport.coder import Coder
@@ -28,6 +28,7 @@ from transport.convert import (
     Assignment,
     Empty,
 )
+from transport.convert_kv import HANDOFF, encode_push_request
 from transport.status import Context, abort, answer, reporting
 from transport.trail import TRAIL, incoming
 from transport.trust import EVERYBODY, Trust
@@ -108,7 +109,7 @@ class RpcServer:
         async def describe(_: Empty) -> NodeInfo:
             return await node.describe()
 
-        self._add_stream(methods.PREFILL_RUN, PREFILL_JOB, PREFILL_EVENT, node.prefill)
+        self._add_stream(methods.PREFILL_RUN, PREFILL_JOB.decode, PREFILL_EVENT.encode, node.prefill)
         self._add_unary(methods.PREFILL_ASSIGN, ASSIGNMENT, EMPTY, assign)
         self._add_unary(methods.PREFILL_DESCRIBE, EMPTY, NODE_INFO, describe)
 
@@ -118,8 +119,12 @@ class RpcServer:
         async def describe(_: Empty) -> NodeInfo:
             return await node.describe()
 
-        self._add_stream(methods.DECODE_RUN, DECODE_JOB, DECODE_EVENT, node.decode)
+        self._add_stream(methods.DECODE_RUN, DECODE_JOB.decode, DECODE_EVENT.encode, node.decode)
         self._add_unary(methods.DECODE_DESCRIBE, EMPTY, NODE_INFO, describe)
+
+    def add_lender(self, lend: Lend) -> None:
+        """Serve what a decode node lends. Its listeners call this; the last call counts."""
+        self._add_stream(methods.KV_FETCH, HANDOFF.decode, encode_push_request, lend)
 
     def add_registry(self, registry: Registry) -> None:
         """Serve the router's registry."""
@@ -190,16 +195,16 @@ class RpcServer:
     def _add_stream(
         self,
         method: str,
-        request: Coder[Asked, Any],
-        response: Coder[Answered, Any],
+        decode: Callable[[bytes], Asked],
+        encode: Callable[[Answered], bytes],
         call: Callable[[Asked], AsyncIterator[Answered]],
     ) -> None:
         # A coroutine that writes, not a generator: cancelling it while gRPC sends still closes the service's generator.
         async def handler(data: bytes, context: Context) -> None:
             async def work() -> None:
-                async with closing(call(request.decode(data))) as events:
+                async with closing(call(decode(data))) as events:
                     async for event in events:
-                        await answer(context, response.encode(event))
+                        await answer(context, encode(event))
 
             await self._run(context, method, work())
 
