@@ -28,6 +28,7 @@ from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
 from hackkv.page_names import Naming, pack_marks
 from hackkv.types import DecodeEvent, DecodeJob, Landed, Reserved, Role
+from transport.base import Lend
 from transport.closing import closing
 from transport.wires import Listeners
 
@@ -75,9 +76,13 @@ class DecodeService:
         self.draining = asyncio.Event()
         """Set when the node takes no new request."""
 
-    async def listen(self, listeners: Listeners) -> None:
-        """Take handoffs and lend pages on every listener; from now on `describe` says where. The caller closes them."""
-        self._identity = replace(self._identity, wires=await listeners.serve(self.inbox.deliver, self.inbox.lend))
+    async def listen(self, listeners: Listeners, lend: Lend | None = None) -> None:
+        """Take handoffs and lend pages on every listener; from now on `describe` says where. The caller closes them.
+
+        `lend` stands before the inbox's own.
+        """
+        wires = await listeners.serve(self.inbox.deliver, lend or self.inbox.lend)
+        self._identity = replace(self._identity, wires=wires)
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """Serve one request; see `DecodeNode`. Closing the iterator stops it within one step."""

@@ -235,7 +235,7 @@ async def paired(
         decoding,
     )
     try:
-        address = await listener.serve(decode_service.inbox.deliver)
+        address = await listener.serve(decode_service.inbox.deliver, decode_service.inbox.lend)
         yield Pair(prefill_service, decode_service, address)
     finally:
         await prefill_service.close()

@@ -26,8 +26,8 @@ as frames, then their end. Planes are coded as the handoff's fingerprint says. R
 not to be had, and `TransferError` when they cease to be held. Closing the iterator ends it."""
 
 
-class KvSender(Protocol):
-    """Sends handoffs to decode nodes, and fetches pages that they hold."""
+class KvPusher(Protocol):
+    """Sends handoffs to decode nodes."""
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Send one handoff; return when the receiver has committed it.
@@ -38,15 +38,19 @@ class KvSender(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """Drop every connection; what is under way fails with `NodeLost`."""
+        ...
+
+
+class KvSender(KvPusher, Protocol):
+    """A prefill node's end of a wire. It fetches pages from decode nodes too."""
+
     def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
         """Ask for what `Lend` gives, on whatever wire over gRPC. Raises its errors, or `NodeLost`.
 
         Leaving the generator in any way cancels the call at the peer. The caller sets a deadline itself.
         """
-        ...
-
-    async def close(self) -> None:
-        """Drop every connection; pushes and fetches under way fail with `NodeLost`."""
         ...
 
 

@@ -25,7 +25,7 @@ from hackkv.wire_choice import CODER
 from hackkv.wire_form import wire_form
 from prefill_node.links import ENOUGH_BYTES, Links
 from tests.pair import PI, greedy, paired, prompt, tiny_worker
-from transport.base import KvSender
+from transport.base import KvPusher
 from transport.closing import closing
 
 ADDRESS = "inproc://slow"
@@ -59,7 +59,7 @@ async def items(wire: Paced, num_bytes: int) -> AsyncIterator[KvFrame | HandoffE
 
 
 def links_over(wire: Paced) -> Links:
-    sender: KvSender = wire
+    sender: KvPusher = wire
     return Links(sender, wire_form(CODER), True, lambda: wire.now)
 
 
