@@ -72,7 +72,7 @@ class Inbox:
         self._runner = runner
         self._fingerprint = fingerprint
         self._strip = LandingStrip(runner.memory)
-        self.lender = Lender(runner, self._strip, rows or KeptRows(0))
+        self.lender = Lender(runner, self._strip, KeptRows(0) if rows is None else rows)
         self._reservations: dict[str, Reservation] = {}
         self.refused: Counter[str] = Counter()
         """Handoffs refused, by reason: one of `FrameRefused.reason`, or why the handshake failed."""

@@ -20,6 +20,9 @@ class KeptRows:
         self.most = most
         self._kept: dict[PageName, HostKv] = {}
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def __contains__(self, name: PageName) -> bool:
         return name in self._kept
 

@@ -36,7 +36,7 @@ class Lender:
     """Reads held pages on the thread on which frames land, and hands out exact rows."""
 
     def __init__(self, runner: ModelRunner, strip: LandingStrip, rows: KeptRows) -> None:
-        self._strip, self._rows, self._footprint = strip, rows, runner.memory.footprint
+        self._strip, self.rows, self._footprint = strip, rows, runner.memory.footprint
         heads = runner.layout.num_kv_heads
         self._at_once = [
             max(1, MAX_FRAME_BYTES // (planes_bytes(planes) * heads)) for planes in runner.codec.wire_planes
@@ -54,7 +54,7 @@ class Lender:
         if rest or not 0 < end <= len(held) or not handoff.held_pages < end + (exact_rows > 0):
             asked = f"pages {handoff.held_pages} up to {handoff.num_tokens} tokens"
             raise HandshakeRefused(f"{asked} are asked for, but {len(held)} pages are held")
-        rows = self._rows.of(held[end - 1]) if exact_rows else None
+        rows = self.rows.of(held[end - 1]) if exact_rows else None
         if exact_rows and rows is None:
             raise HandshakeRefused(f"the exact rows are not here with which a prompt goes on after page {end - 1}")
         return rows

@@ -246,6 +246,7 @@ class DecodeService:
             "hackkv_held_evictions_total": kept.counts.evicted_pages,
             "hackkv_held_pages": here,
             "hackkv_held_host_pages": in_host,
+            "hackkv_held_exact_rows": len(self.inbox.lender.rows),
             "hackkv_lent_pages_total": lent.pages,
             "hackkv_lent_bytes_total": lent.payload_bytes,
             "hackkv_lends_refused_total": lent.refused,

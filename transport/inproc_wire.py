@@ -108,6 +108,7 @@ class InprocSender:
             async for item in items:
                 if self._reach(address).lend is not lend:
                     raise NodeLost(f"{address}: the lender is closed")
+                check_size(item)
                 yield item
 
     async def close(self) -> None:

@@ -184,6 +184,21 @@ CLUSTER = Board(
             ),
         ),
         Chart(
+            "Pages fetched or computed",
+            "What prefill nodes chose for pages that a decode node held and they lacked, and fetches that failed.",
+            "ops",
+            tuple(
+                Query(f"sum(rate(hackkv_fetch_{what}_total[{RATE}]))", word)
+                for what, word in (("chosen", "fetched"), ("declined", "computed"), ("failed", "failed"))
+            ),
+        ),
+        Chart(
+            "KV fetched from decode nodes",
+            "Bytes that prefill nodes took in, coded.",
+            "Bps",
+            (Query(f"rate(hackkv_fetched_bytes_total[{RATE}])", "{{node}}"),),
+        ),
+        Chart(
             "Prompts placed where they are held",
             "Share of prompt tokens that the router expected the chosen node to hold.",
             "percentunit",
