@@ -90,7 +90,7 @@ class FaultRule(Frozen):
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         if self.do in ON_FRAMES and self.at not in (Point.FRAME, Point.LENT):
-            raise ValueError(f"{self.do} strikes at {Point.FRAME} and {Point.LENT} only")
+            raise ValueError(f"{self.do} strikes at {Point.LENT} and {Point.FRAME} only")
         if self.do is Action.FILL and not self.at.startswith("decode."):
             raise ValueError(f"{self.do} strikes decode nodes only")
         if self.do in TIMED and not self.seconds:

@@ -22,8 +22,8 @@ from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
 from hackkv.types import DecodeJob, Handoff, HandoffEnd, KvFrame, Prefilled, PrefillJob, Receipt, Reserved, Token
 from prefill_node.fetch_choice import PrefixFetch
-from tests.prefill_node.calls import close
 from tests.pair import PI, TIMEOUT_S, Pair, Served, exchanged, greedy, paired, prompt, tiny_worker
+from tests.prefill_node.calls import close
 from transport.base import Lend
 from transport.closing import closing
 
