@@ -123,7 +123,8 @@ class Metrics:
             "kv_held_tokens", "Prompt tokens whose KV did not travel because the decode node held it (count)."
         )
         self._fetched = counter(
-            "kv_fetched_tokens", "Prompt tokens that were not computed because their KV came from a decode node (count)."
+            "kv_fetched_tokens",
+            "Prompt tokens that were not computed because their KV came from a decode node (count).",
         )
         self._fetched_bytes = counter("kv_fetched_bytes", "KV that came from decode nodes, coded (bytes).")
         self._recomputed = counter(
