@@ -46,7 +46,7 @@ async def in_process_cluster(
     """Run router and nodes on this event loop; yields a client of the router's HTTP API.
 
     Control calls always go over gRPC; `wire` says how KV travels. Nodes register once; the lease outlives a test.
-    `decode_nodes` and `prefill_nodes` get the nodes, for tests that disturb them. `prefilling` are settings of the latter.
+    `decode_nodes` and `prefill_nodes` get the nodes, for tests that disturb them; `prefilling` is for the latter.
     """
     async with contextlib.AsyncExitStack() as stack:
         ready = await stack.enter_async_context(in_process_router(folder))
