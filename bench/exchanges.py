@@ -17,12 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from app.cluster import ClusterPlan, LocalCluster, running
+from app.cluster import LocalCluster, running
 from bench.cluster import load_note, metrics, total
 from bench.connection import Connection
-from bench.conversations import MODEL, SEED, Cell, draw, play
+from bench.conversations import MODEL, SEED, Cell, draw, parser_of, plan_of, play
 from bench.sections import write_section
-from hackkv.defaults import DEFAULT_CODEC
 from hackkv.model.tiny import write_tiny
 from measure.accuracy.machine import commit, this_machine
 
@@ -39,7 +38,10 @@ WARM_TOKENS: Final = 512
 async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
     """Serve everything on every cluster; returns the report."""
     async with AsyncExitStack() as stack:
-        clusters = {name: await start(stack, options, model, fetch) for name, fetch in PREFILL.items()}
+        clusters = {}
+        for name, fetch in PREFILL.items():
+            plan = plan_of(options, model, 1, {"router": {}, "prefill": {"prefix_fetch": fetch}, "decode": {}})
+            clusters[name] = await stack.enter_async_context(running(plan, lambda _: None))
         cells = {
             name: Cell(cluster.url, await stack.enter_async_context(Connection.to(cluster.url)))
             for name, cluster in clusters.items()
@@ -64,18 +66,6 @@ async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
                 }
             )
         return report(options, turns)
-
-
-async def start(stack: AsyncExitStack, options: argparse.Namespace, model: str, fetch: str) -> LocalCluster:
-    """A cluster."""
-    worker = {
-        "model": {"path": model, "dtype": "float32", "threads": 1},
-        "codec": {"name": options.codec},
-        "kv_bytes": options.kv_mib << 20,
-    }
-    router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model}
-    plan = ClusterPlan(router, worker, 1, 1, prefill={"prefix_fetch": fetch})
-    return await stack.enter_async_context(running(plan, lambda _: None))
 
 
 async def exchange(cluster: LocalCluster) -> None:
@@ -133,16 +123,7 @@ def page(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print and write docs/conversations.md."""
-    parser = argparse.ArgumentParser(prog="python -m bench.exchanges", description=__doc__)
-    parser.add_argument("--codec", default=DEFAULT_CODEC)
-    parser.add_argument("--conversations", type=int, default=20)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--first-tokens", type=int, default=1000, help="of a conversation's first message")
-    parser.add_argument("--message-tokens", type=int, default=40, help="of every later message")
-    parser.add_argument("--answer-tokens", type=int, default=24)
-    parser.add_argument("--kv-mib", type=int, default=64, help="page pool of each node, in MiB")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the page; default: docs")
-    options = parser.parse_args()
+    options = parser_of("bench.exchanges", __doc__, conversations=20, turns=4).parse_args()
     with TemporaryDirectory() as folder:
         data = asyncio.run(measure(options, str(write_tiny(Path(folder), MODEL))))
     text = page(data)

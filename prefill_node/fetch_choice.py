@@ -107,25 +107,32 @@ class FetchSpeed:
         self._peers: dict[str, _Peer] = {}
 
     def fetched(self, address: str, num_bytes: int, wait_s: float, seconds: float, now: float) -> None:
-        """`num_bytes` came in `seconds`, the first frame after `wait_s` of them. One that failed counts as far as it
-        got."""
+        """`num_bytes` came in `seconds`, the first frame after `wait_s` of them."""
+        peer = self._remembered(address, now)
+        peer.wait.add(1, wait_s)
+        if num_bytes >= ENOUGH_BYTES:
+            peer.link.add(num_bytes, seconds)
+
+    def gave_up(self, address: str, num_bytes: int, seconds: float, now: float) -> None:
+        """No more than `num_bytes` had come after `seconds`: so slow is the link, however few they are."""
+        self._remembered(address, now).link.add(max(1, num_bytes), seconds)
+
+    def seconds(self, address: str, num_bytes: int, pushes: Rate, now: float) -> float:
+        """How long `num_bytes` take. `pushes` is what handoffs to the same node measured."""
+        peer = self._known(address, now)
+        wait_s = peer.wait.seconds_per_unit if peer and peer.wait.known else ASSUMED_WAIT_S
+        measured = (rate for rate in (peer.link if peer else None, pushes) if rate is not None and rate.known)
+        link = next(measured, None)
+        return wait_s + num_bytes * (link.seconds_per_unit if link else self._assumed_s)
+
+    def _remembered(self, address: str, now: float) -> _Peer:
         peer = self._known(address, now) or _Peer(Rate(), Rate(), now)
         self._peers.pop(address, None)
         self._peers[address] = peer
         if len(self._peers) > MOST_PEERS:
             del self._peers[next(iter(self._peers))]
         peer.at = now
-        peer.wait.add(1, wait_s)
-        if num_bytes >= ENOUGH_BYTES:
-            peer.link.add(num_bytes, seconds)
-
-    def seconds(self, address: str, num_bytes: int, pushes: Rate, now: float) -> float:
-        """How long `num_bytes` take. `pushes` is what handoffs to the same node measured."""
-        peer = self._known(address, now)
-        wait_s = peer.wait.seconds_per_unit if peer else ASSUMED_WAIT_S
-        measured = (rate for rate in (peer.link if peer else None, pushes) if rate is not None and rate.known)
-        link = next(measured, None)
-        return wait_s + num_bytes * (link.seconds_per_unit if link else self._assumed_s)
+        return peer
 
     def _known(self, address: str, now: float) -> _Peer | None:
         peer = self._peers.get(address)

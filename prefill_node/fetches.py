@@ -104,7 +104,8 @@ class Fetches:
             async with asyncio.timeout(ask.estimate.patience_s(self._setting, self._most_s)):
                 await self._receive(ask, began)
         except TimeoutError:
-            self._measured(ask, self._loop.time() - began)
+            now = self._loop.time()
+            self._speed.gave_up(ask.address, fetched.received_bytes, now - began, now)
             self._failed(ask, "slow", "it took longer than computing would have")
         except HackkvError as error:
             self._failed(ask, error.code, str(error))
@@ -112,7 +113,8 @@ class Fetches:
             log.exception("a fetch from %s", ask.address)
             self._failed(ask, "internal", type(error).__name__)
         else:
-            self._measured(ask, self._loop.time() - began)
+            now = self._loop.time()
+            self._speed.fetched(ask.address, fetched.received_bytes, fetched.wait_s, now - began, now)
             self._counts["pages"] += fetched.end - fetched.first
         finally:
             self._under_way.discard(ask)
@@ -158,13 +160,9 @@ class Fetches:
         planes, footprint = worker.codec.wire_planes, worker.footprint
         return Expected(worker.layout, planes, handoff.num_tokens, footprint, form, handoff.held_pages)
 
-    def _measured(self, ask: Ask, seconds: float) -> None:
-        fetched = ask.fetched
-        self._speed.fetched(ask.address, fetched.received_bytes, fetched.wait_s or seconds, seconds, self._loop.time())
-
     def _failed(self, ask: Ask, code: str, why: str) -> None:
         self.failures[code] += 1
-        log.info("pages of %s are computed, not fetched: %s", ask.handoff.transfer_id, why)
+        log.debug("pages of %s are computed, not fetched: %s", ask.handoff.transfer_id, why)
 
 
 def _in_form(fingerprint: Fingerprint, form: str) -> Fingerprint:

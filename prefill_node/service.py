@@ -65,7 +65,7 @@ class PrefillService:
             self._pool, settings.chunk_tokens, starts_over=starts_over
         )
         patience = Patience(settings.unassigned_s, settings.kept_s)
-        links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays)
+        links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays, self._loop.time)
         self._naming = Naming(page_tokens, worker.fingerprint)
         kind = FrameKind(worker.fingerprint, worker.codec.wire_planes, worker.codec.wire_form)
         self.outbox = Outbox(links, kind, self._host, patience, self._kv_bytes)

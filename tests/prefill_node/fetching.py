@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt, Token
 from prefill_node.fetch_choice import PrefixFetch
-from tests.pair import PI, TIMEOUT_S, Pair, Served, greedy, prompt
-from transport.base import Lend
-from transport.closing import closing
+from tests.pair import PI, TIMEOUT_S, Pair, Served, exchanged, greedy, paired, prompt
+from transport.base import KvSender, Lend
 
 ANSWER = PI + 7
 FEW = ("hack", "rot-k3v2")
@@ -21,24 +22,37 @@ FETCHES: dict[str, Any] = {"prefix_fetch": PrefixFetch.ALWAYS, "fetch_s": TIMEOU
 
 
 class Between:
-    """A prefill node's way to the decode node, on which a test stands."""
+    """A prefill node's way to the decode node, on which a test stands: `lend` is what arrives."""
 
-    def __init__(self, nodes: Pair) -> None:
-        self._sender, self.nodes = nodes.sender, nodes
-        self.lend: Lend = nodes.decode.inbox.lend
-        self.asked: list[Handoff] = []
+    def __init__(self, sender: KvSender, lend: Lend) -> None:
+        self._sender, self._lend = sender, lend
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         return await self._sender.push(address, handoff, frames)
 
-    async def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
-        self.asked.append(handoff)
-        async with closing(self.lend(handoff)) as items:
-            async for item in items:
-                yield item
+    def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        return self._lend(handoff)
 
     async def close(self) -> None:
         """The sender belongs to the pair."""
+
+
+@asynccontextmanager
+async def second_turn(
+    worker: Worker, strike: Callable[[Lend], Lend] = lambda lend: lend, **settings: Any
+) -> AsyncIterator[tuple[Pair, tuple[int, ...]]]:
+    """The prompt of a conversation's second turn, its decode node, and a prefill node that has nothing of it.
+
+    `strike` changes what the decode node lends.
+    """
+    ids = prompt(1, 3 * PI + 5)
+    async with paired(worker) as nodes:
+        first = await turn(nodes, ids, "first")
+        await rows_are_kept(nodes, worker, 1)
+        way = Between(nodes.sender, strike(nodes.decode.inbox.lend))
+        async with exchanged(replace(nodes, sender=way), worker, **settings) as others:
+            yield others, longer(ids, first, 2)
+            await others.assert_idle()
 
 
 async def turn(nodes: Pair, ids: tuple[int, ...], name: str, tokens: int = ANSWER, **sampling: object) -> Served:

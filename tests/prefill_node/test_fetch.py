@@ -16,7 +16,7 @@ from hackkv.model.generate import generate
 from hackkv.types import DecodeJob, Prefilled, PrefillJob, Reserved, Token
 from tests.pair import PI, TIMEOUT_S, exchanged, greedy, paired, prompt, tiny_worker
 from tests.prefill_node.calls import close
-from tests.prefill_node.fetching import ANSWER, FETCHES, FEW, cold, longer, rows_are_kept, stat, turn
+from tests.prefill_node.fetching import ANSWER, FETCHES, FEW, cold, longer, rows_are_kept, second_turn, stat, turn
 from transport.closing import closing
 
 
@@ -82,11 +82,8 @@ async def test_pages_in_the_decode_nodes_host_memory_are_fetched_too(codec: str)
 
 
 async def test_where_pages_depend_on_more_than_tokens_nothing_is_fetched() -> None:
-    worker, ids = tiny_worker(open_page="requantize"), prompt(1, 3 * PI + 5)
-    async with paired(worker) as nodes:
-        await turn(nodes, ids, "first")
-        async with exchanged(nodes, worker, **FETCHES) as others:
-            assert (await turn(others, ids, "second")).prefilled.computed_tokens == len(ids)
+    async with second_turn(tiny_worker(open_page="requantize"), **FETCHES) as (nodes, ids):
+        assert (await turn(nodes, ids, "second")).prefilled.computed_tokens == len(ids)
 
 
 async def test_a_salt_separates_tenants() -> None:
@@ -110,25 +107,19 @@ async def test_a_salt_separates_tenants() -> None:
     ],
 )
 async def test_the_settings_decide_before_anything_is_measured(settings: dict[str, Any], chosen: bool | None) -> None:
-    worker, ids = tiny_worker(), prompt(1, 3 * PI + 5)
-    async with paired(worker) as nodes:
-        first = await turn(nodes, ids, "first")
-        ids = longer(ids, first, 2)
-        async with exchanged(nodes, worker, **settings) as others:
-            second = await turn(others, ids, "second")
-            assert second.tokens == cold(worker, ids)
-            assert (second.prefilled.fetched_tokens > 0) == bool(chosen)
-            assert await stat(others, "hackkv_fetch_chosen_total") == (chosen is True)
-            assert await stat(others, "hackkv_fetch_declined_total") == (chosen is False)
+    worker = tiny_worker()
+    async with second_turn(worker, **settings) as (nodes, ids):
+        second = await turn(nodes, ids, "second")
+        assert second.tokens == cold(worker, ids)
+        assert (second.prefilled.fetched_tokens > 0) == bool(chosen)
+        assert await stat(nodes, "hackkv_fetch_chosen_total") == (chosen is True)
+        assert await stat(nodes, "hackkv_fetch_declined_total") == (chosen is False)
 
 
 async def test_a_prompt_whose_every_token_is_scored_is_computed() -> None:
-    worker, ids = tiny_worker(), prompt(1, 3 * PI + 5)
-    async with paired(worker) as nodes:
-        await turn(nodes, ids, "first")
-        async with exchanged(nodes, worker, **FETCHES) as others:
-            served = await turn(others, ids, "second", prompt_logprobs=1)
-            assert (served.prefilled.fetched_tokens, served.prefilled.computed_tokens) == (0, len(ids))
+    async with second_turn(tiny_worker(), **FETCHES) as (nodes, ids):
+        served = await turn(nodes, ids, "second", prompt_logprobs=1)
+        assert (served.prefilled.fetched_tokens, served.prefilled.computed_tokens) == (0, len(ids))
 
 
 @pytest.mark.parametrize("codec", FEW)
@@ -184,13 +175,9 @@ async def test_many_prompts_fetch_at_once_into_few_pages() -> None:
 
 
 async def test_without_host_memory_nothing_is_fetched() -> None:
-    """What is fetched claims its bytes before the first comes; a prompt's own KV goes before it."""
-    worker, ids = tiny_worker(), prompt(1, 3 * PI + 5)
-    async with paired(worker) as nodes:
-        first = await turn(nodes, ids, "first")
-        ids = longer(ids, first, 2)
-        host_bytes = worker.footprint.wire_bytes(len(ids)) - 4 * worker.footprint.wire_page_bytes
-        async with exchanged(nodes, worker, host_bytes=host_bytes, **FETCHES) as others:
-            served = await turn(others, ids, "second")
-            assert (served.tokens, served.prefilled.fetched_tokens) == (cold(worker, ids), 0)
-            assert await stat(others, "hackkv_fetch_failed_overloaded_total") == 1
+    """What is fetched claims its bytes before the first comes; there is room for what the prompt itself sends."""
+    worker = tiny_worker("fp16")
+    async with second_turn(worker, host_bytes=2 * worker.footprint.page_bytes, **FETCHES) as (nodes, ids):
+        served = await turn(nodes, ids, "second")
+        assert (served.tokens, served.prefilled.fetched_tokens) == (cold(worker, ids), 0)
+        assert await stat(nodes, "hackkv_fetch_failed_overloaded_total") == 1

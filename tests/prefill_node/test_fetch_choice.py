@@ -98,6 +98,15 @@ def test_a_small_fetch_measures_how_far_away_its_lender_is() -> None:
     assert speed.seconds("a", 10**6, NOTHING, 0.0) == pytest.approx(0.5 + 1.0)
 
 
+def test_a_fetch_that_was_given_up_measures_its_link_however_little_came() -> None:
+    """Else a node would try a slow link again and again."""
+    speed = FetchSpeed(1e6)
+    speed.gave_up("a", 1000, 10.0, now=0.0)
+    assert speed.seconds("a", 1000, NOTHING, 0.0) == pytest.approx(ASSUMED_WAIT_S + 10.0)
+    speed.gave_up("b", 0, 10.0, now=0.0)
+    assert speed.seconds("b", 1000, NOTHING, 0.0) == pytest.approx(ASSUMED_WAIT_S + 10_000.0)
+
+
 def test_what_fetches_measured_is_believed_for_a_while() -> None:
     """Else a node that found a link slow once would never find out that it is fast again."""
     speed = FetchSpeed(1e6)
