@@ -142,14 +142,14 @@ class Fetches:
         ledger = FrameLedger(ask.handoff.transfer_id, ask.handoff.epoch, self._expected(ask.handoff))
         async with closing(self._sender.fetch(ask.address, ask.handoff)) as items:
             async for item in items:
+                if fetched.pushed_out:
+                    raise Overloaded("pages that were fetched had to leave host memory", 0.0)
                 fetched.wait_s = fetched.wait_s or self._loop.time() - began
                 if isinstance(item, HandoffEnd):
                     ledger.finish(item)
                     fetched.parts = tuple(parts)
                     return
                 planes = await asyncio.to_thread(ledger.check(item).open)
-                if fetched.pushed_out:
-                    raise Overloaded("pages that were fetched had to leave host memory", 0.0)
                 parts.append((replace(item, payload=b""), planes))
                 fetched.received_bytes += len(item.payload)
         raise FrameRefused("the stream ended before its end frame", "truncated")

@@ -14,6 +14,8 @@ from faults.process import ProcessHands
 from faults.seams import lending
 from hackkv.errors import NodeDraining
 from hackkv.types import DecodeJob, Handoff, HandoffEnd, KvFrame, Prefilled, PrefillJob, Reserved
+from prefill_node.fetched import Fetched
+from prefill_node.host_pool import HostPool, Tenant
 from tests.pair import PI, greedy, prompt, tiny_worker
 from tests.prefill_node.calls import close
 from tests.prefill_node.fetching import FETCHES, FEW, cold, longer, second_turn, stat, turn
@@ -112,3 +114,15 @@ async def test_a_prompt_that_waits_for_its_pages_holds_up_nobody() -> None:
         halt.go.set()
         served = await waiting
         assert (served.tokens, served.prefilled.fetched_tokens) == (cold(worker, ids), 4 * PI)
+
+
+def test_what_was_fetched_makes_room_for_kv_that_waits() -> None:
+    """It is a copy of what the decode node has; nobody waits for it."""
+    host = HostPool(100, lambda _: None)
+    fetched = Fetched(0, 1, 60)
+    assert fetched.claim_room(host)
+    assert not Fetched(0, 1, 101).claim_room(host)
+    assert host.claim(Tenant.WAITING, 60, lambda: None) is not None
+    assert (fetched.pushed_out, fetched.parts) == (True, ())
+    fetched.release()
+    assert host.bytes_of(Tenant.PREFIX) == 0
