@@ -100,7 +100,7 @@ def page(data: dict[str, Any]) -> str:
     settings = data["settings"]
     first, message, answer = (settings[f"{name}_tokens"] for name in ("first", "message", "answer"))
     lines = [
-        "## Another prefill node for every turn",
+        f"## Another prefill node for every turn, `{settings['codec']}`",
         "",
         f"`python -m bench.exchanges --codec {settings['codec']}` · {data['where']}",
         "",
