@@ -116,14 +116,19 @@ async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
 
 async def start(stack: AsyncExitStack, options: argparse.Namespace, model: str, settings: dict[str, Any]) -> str:
     """A cluster; returns the address of its API."""
+    plan = plan_of(options, model, 2, settings)
+    return (await stack.enter_async_context(running(plan, lambda _: None))).url
+
+
+def plan_of(options: argparse.Namespace, model: str, nodes: int, settings: dict[str, Any]) -> ClusterPlan:
+    """A cluster of so many nodes of each role; `settings` are those of each role."""
     worker = {
         "model": {"path": model, "dtype": "float32", "threads": 1},
         "codec": {"name": options.codec},
         "kv_bytes": options.kv_mib << 20,
     }
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model, **settings["router"]}
-    plan = ClusterPlan(router, worker, 2, 2, prefill=settings["prefill"], decode=settings["decode"])
-    return (await stack.enter_async_context(running(plan, lambda _: None))).url
+    return ClusterPlan(router, worker, nodes, nodes, prefill=settings["prefill"], decode=settings["decode"])
 
 
 async def play(cells: dict[str, Cell], prompts: Sequence[tuple[int, ...]], tokens: int) -> list[tuple[int, ...]]:
@@ -211,18 +216,24 @@ def page(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measure, print and write docs/conversations.md."""
-    parser = argparse.ArgumentParser(prog="python -m bench.conversations", description=__doc__)
+def parser_of(name: str, description: str | None, *, conversations: int, turns: int) -> argparse.ArgumentParser:
+    """What can be said of conversations on the command line of module `name`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument("--codec", default=DEFAULT_CODEC)
-    parser.add_argument("--conversations", type=int, default=50)
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--conversations", type=int, default=conversations)
+    parser.add_argument("--turns", type=int, default=turns)
     parser.add_argument("--first-tokens", type=int, default=1000, help="of a conversation's first message")
     parser.add_argument("--message-tokens", type=int, default=40, help="of every later message")
     parser.add_argument("--answer-tokens", type=int, default=24)
-    parser.add_argument("--system-tokens", type=int, default=2000)
     parser.add_argument("--kv-mib", type=int, default=64, help="page pool of each node, in MiB")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the page; default: docs")
+    return parser
+
+
+def main() -> None:
+    """Measure, print and write docs/conversations.md."""
+    parser = parser_of("bench.conversations", __doc__, conversations=50, turns=8)
+    parser.add_argument("--system-tokens", type=int, default=2000)
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
         data = asyncio.run(measure(options, str(write_tiny(Path(folder), MODEL))))

@@ -30,6 +30,7 @@ from torch.autograd.profiler import profile, record_function
 from bench.cluster import load_note
 from bench.sections import write_section
 from decode_node.engine import DecodeEngine, Sequence, StepPart
+from decode_node.kept_rows import KeptRows
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, Limits
 from decode_node.steps import Steps
@@ -205,7 +206,7 @@ async def _run(worker: Worker, batch: int, sampling: Sampling) -> None:
         pool, runner.memory.footprint, Limits(0, batch, worker.layout.page_tokens)
     )
     streams = [_landed(worker, runner, scheduler, sampling, nth) for nth in range(batch)]
-    steps = Steps(runner, scheduler)
+    steps = Steps(runner, scheduler, KeptRows(0))
     readers = [asyncio.create_task(_read(stream)) for stream in streams]
     for stream in streams:
         request = stream.job.request

@@ -13,7 +13,7 @@ from chaos.setup import Setup
 from decode_node.config import DecodeSettings
 from decode_node.service import DecodeService
 from faults.injector import Injector
-from faults.seams import FaultyDecode, FaultyPrefill, FaultySender
+from faults.seams import FaultyDecode, FaultyPrefill, FaultySender, lending
 from hackkv.errors import NodeLost
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
@@ -74,7 +74,7 @@ class Workshop:
         )
         stack.push_async_callback(service.close)
         listeners = Listeners([WIRE], self._site)
-        await service.listen(listeners)
+        await service.listen(listeners, lending(service.inbox.lend, faults))
         stack.push_async_callback(listeners.close)
         return Machine(identity.node_id, Role.DECODE, service, FaultyDecode(service, faults), stack)
 

@@ -11,7 +11,7 @@ from functools import partial
 from decode_node.config import DecodeConfig
 from decode_node.service import DecodeService
 from faults.process import suffer
-from faults.seams import FaultyDecode
+from faults.seams import FaultyDecode, lending
 from hackkv.types import Role
 from node.process import run_role
 from node.shell import Ground, Hosted, Loaded, serve_node
@@ -26,8 +26,8 @@ async def open_decode(ground: Ground[DecodeConfig]) -> AsyncIterator[Hosted]:
     service = DecodeService(identity, ground.worker, ground.num_pages, config)
     listeners = Listeners(config.wire, replace(ground.site, frame_timeout_s=config.frame_timeout_s))
     try:
-        await service.listen(listeners)
         faults = suffer(config.faults, identity.node_id, service.pool)
+        await service.listen(listeners, lending(service.inbox.lend, faults) if faults else None)
         face = traced_decode(FaultyDecode(service, faults) if faults else service, ground.spans)
         ground.server.add_decode(face)
         yield Hosted(service, face)

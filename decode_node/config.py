@@ -20,7 +20,8 @@ class DecodeSettings(Frozen):
     """Whether sealed pages stay when their request is over. A later prompt that begins with the same tokens is not sent
     these pages again."""
     prefix_host_bytes: int = Field(default=256 << 20, ge=0)
-    """Host memory for such pages when they have to leave the page pool, beside `host_bytes`."""
+    """Host memory for such pages when they have to leave the page pool, beside `host_bytes`. With a codec that needs
+    exact rows, a quarter of it is for those at the ends of sequences."""
     max_sequences: int = Field(default=128, gt=0)
     """Requests that may hold room; each owns an open FP16 page per layer."""
     max_batch: int = Field(default=64, gt=0)

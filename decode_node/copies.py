@@ -1,4 +1,5 @@
-"""Copies to host memory and back while steps run: sequences as a plan says, and pages that nobody holds.
+"""Copies to host memory and back while steps run: sequences as a plan says, pages that nobody holds, and the exact rows
+of sequences that end.
 
 Each copy has a task of its own.
 """
@@ -11,9 +12,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from decode_node.kept_pages import Copy
+from decode_node.kept_rows import KeptRows
 from decode_node.pages import Grant
 from decode_node.scheduler import DecodeScheduler
 from decode_node.seats import Plan, Seat
@@ -21,9 +23,12 @@ from decode_node.stream import Stream
 from decode_node.swap import Swapper
 from hackkv.errors import HackkvError, TransferError
 from hackkv.kv_memory import HostKv, KvMemory
+from hackkv.page_names import PageName
 from hackkv.types import Swapped
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EMPTY_SHARE: Final = 1 / 2
 """Of all pages: while as many are empty, pages that nobody holds need no copy in host memory. Each is copied once, so a
@@ -41,15 +46,16 @@ class Copies:
         scheduler: DecodeScheduler[Stream],
         fail: Callable[[Stream, HackkvError], None],
         on_copied: Callable[[], None],
+        rows: KeptRows,
     ) -> None:
         """`fail` ends a sequence whose copy failed; `on_copied` is called when the scheduler may plan anew."""
         self._footprint = memory.footprint
         self._swapper = Swapper(memory, scheduler.pool.kept.host_places)
-        self._scheduler = scheduler
+        self._scheduler, self._rows = scheduler, rows
         self._saving = False
         self._fail = fail
         self._on_copied = on_copied
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self.counts: Counter[str] = Counter()
         """swap_out, swap_in."""
         self.swapped_s = 0.0
@@ -72,10 +78,19 @@ class Copies:
             self._saving = True
             self._run(self._save(copies))
 
-    def load(self, seat: Seat[Stream]) -> asyncio.Task[None] | None:
-        """Bring the pages of a new sequence back that lie in host memory only; None if there are none."""
+    def load(self, seat: Seat[Stream]) -> asyncio.Task[bool] | None:
+        """Bring the pages of a new sequence back that lie in host memory only; None if there are none. The task says
+        whether it worked."""
         grant = seat.held_grant
         return self._run(self._load(seat, grant)) if grant.loads else None
+
+    def keep_rows(self, stream: Stream) -> None:
+        """Copy the exact rows of a sequence that leaves, if its last sealed page has a name. No step may use them."""
+        names = stream.names.of(stream.seat.rows) if stream.names is not None and self._rows.most else ()
+        if names and names[-1] not in self._rows:
+            grant = stream.seat.held_grant
+            self._scheduler.pool.keep_slot(grant)
+            self._run(self._keep_rows(names[-1], grant, len(names) * self._footprint.page_tokens))
 
     async def close(self) -> None:
         """Wait for the copies under way."""
@@ -83,7 +98,7 @@ class Copies:
             await asyncio.wait(self._running)
         self._swapper.close()
 
-    def _run(self, copy: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _run(self, copy: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(copy)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -102,7 +117,7 @@ class Copies:
         if worked:
             self.save_idle()
 
-    async def _load(self, seat: Seat[Stream], grant: Grant) -> None:
+    async def _load(self, seat: Seat[Stream], grant: Grant) -> bool:
         worked = False
         try:
             await self._swapper.load(grant.loads)
@@ -112,6 +127,16 @@ class Copies:
             self._fail(seat.owner, TransferError(f"pages are lost: {type(error).__name__}: {error}"))
         finally:
             self._scheduler.loaded(seat, worked=worked)
+            self._on_copied()
+        return worked
+
+    async def _keep_rows(self, name: PageName, grant: Grant, rows: int) -> None:
+        try:
+            self._rows.put(name, await self._swapper.out(grant, 0, rows))
+        except Exception:  # for example out of memory: the rows are worth less than the node
+            log.exception("exact rows could not be copied to host memory")
+        finally:
+            self._scheduler.pool.free_slot(grant.slot)
             self._on_copied()
 
     async def _swap_out(self, seat: Seat[Stream], grant: Grant) -> None:

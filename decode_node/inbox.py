@@ -1,4 +1,6 @@
-"""Receives handoffs. Each frame is verified and written to pages that no step reads yet; the end commits them all.
+"""Receives handoffs, and lends pages (`lending.py`).
+
+Each frame is verified and written to pages that no step reads yet; the end commits them all.
 
 The router's `decode` call makes a reservation and owns it. When that call ends, for whatever reason, the reservation
 is closed and its pages go back. A frame that comes later finds it closed and is refused. A handoff that is late,
@@ -12,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from decode_node.kept_rows import KeptRows
 from decode_node.landing import LandingGrant, LandingStrip
+from decode_node.lending import Lender
 from decode_node.pages import Grant
 from hackkv.codec import rows_held
 from hackkv.errors import (
@@ -31,8 +35,10 @@ from hackkv.errors import (
 from hackkv.footprint import fp16_bytes
 from hackkv.framing import Expected, FrameLedger
 from hackkv.model.runner import ModelRunner
+from hackkv.page_names import PageName
 from hackkv.types import DecodeJob, Fingerprint, Handoff, HandoffEnd, KvFrame, Receipt
 from hackkv.wire_form import wire_form
+from transport.closing import closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +57,36 @@ class Reservation:
     grant: LandingGrant
     arrival: asyncio.Future[Arrival]
     receiving: bool = False
+    names: Sequence[PageName] = ()
+    """Of the prompt's full pages."""
+    loading: asyncio.Task[bool] | None = None
+    """Brings held pages back from host memory; False if that failed."""
+    lending: bool = False
 
 
 class Inbox:
-    """Implements `Deliver` for a decode node. All methods belong to the event loop's thread; `end` ends it."""
+    """Implements `Deliver` and `Lend`. All methods belong to the event loop's thread; `end` ends it."""
 
-    def __init__(self, runner: ModelRunner, fingerprint: Fingerprint) -> None:
+    def __init__(self, runner: ModelRunner, fingerprint: Fingerprint, rows: KeptRows | None = None) -> None:
+        """`rows` may be lent too."""
         self._runner = runner
         self._fingerprint = fingerprint
         self._strip = LandingStrip(runner.memory)
+        self.lender = Lender(runner, self._strip, KeptRows(0) if rows is None else rows)
         self._reservations: dict[str, Reservation] = {}
         self.refused: Counter[str] = Counter()
         """Handoffs refused, by reason: one of `FrameRefused.reason`, or why the handshake failed."""
         self.received_tokens = 0
 
-    def reserve(self, job: DecodeJob, grant: Grant) -> Reservation:
-        """Expect the handoff of `job`; one of an earlier epoch fails with `TransferError`.
+    def reserve(
+        self,
+        job: DecodeJob,
+        grant: Grant,
+        names: Sequence[PageName] = (),
+        loading: asyncio.Task[bool] | None = None,
+    ) -> Reservation:
+        """Expect the handoff of `job`; one of an earlier epoch fails with `TransferError`. Pages that the grant holds
+        may be lent when `loading` is over.
 
         Raises `HandshakeRefused` when the transfer id is in use in this epoch or a later one.
         """
@@ -77,7 +97,9 @@ class Inbox:
             self.fail(earlier, TransferError(f"transfer {job.transfer_id} has moved on to epoch {job.epoch}"))
         arrival: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
         landing = LandingGrant(grant, rows_held(self._runner.codec, len(job.request.prompt_ids)))
-        reservation = self._reservations[job.transfer_id] = Reservation(job, landing, arrival)
+        reservation = self._reservations[job.transfer_id] = Reservation(
+            job, landing, arrival, names=names, loading=loading
+        )
         return reservation
 
     def close(self, reservation: Reservation) -> None:
@@ -117,6 +139,31 @@ class Inbox:
         self.received_tokens += arrival.receipt.tokens - arrival.receipt.held_tokens
         return arrival.receipt
 
+    async def lend(self, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        """Lend pages that a reservation holds; see `transport.base.Lend`."""
+        reservation = self._reservations.get(handoff.transfer_id)
+        try:
+            if reservation is None or reservation.job.epoch != handoff.epoch or reservation.lending:
+                raise HandshakeRefused(f"pages of {handoff.transfer_id!r} are not to be lent now")
+            flaw = self._unlike(handoff.fingerprint)
+            if flaw is not None:
+                raise HandshakeRefused(flaw)
+            rows = self.lender.check(handoff, reservation.names[: reservation.grant.held.held])
+        except HandshakeRefused:
+            self.lender.counts.refused += 1
+            raise
+        reservation.lending = True
+        try:
+            if reservation.loading is not None:
+                await asyncio.wait([reservation.loading])
+                if not reservation.loading.result():
+                    raise TransferError(f"pages of {handoff.transfer_id!r} are lost")
+            async with closing(self.lender.frames(handoff, reservation.grant, rows)) as frames:
+                async for frame in frames:
+                    yield frame
+        finally:
+            reservation.lending = False
+
     def end(self) -> None:
         """Wait until the frame that is landing has landed."""
         self._strip.close()
@@ -142,19 +189,26 @@ class Inbox:
         return reservation
 
     def _disagreement(self, reservation: Reservation, handoff: Handoff) -> HandshakeRefused | None:
-        field = self._fingerprint.mismatch(handoff.fingerprint)
-        if field is not None:
-            return self._refusal("fingerprint", f"fingerprints differ in {field}")
-        try:
-            wire_form(handoff.fingerprint.wire_form)
-        except ConfigError as error:
-            return self._refusal("fingerprint", str(error))
+        flaw = self._unlike(handoff.fingerprint)
+        if flaw is not None:
+            return self._refusal("fingerprint", flaw)
         prompt_tokens = len(reservation.job.request.prompt_ids)
         if handoff.num_tokens != prompt_tokens:
             return self._refusal("length", f"num_tokens {handoff.num_tokens}, expected {prompt_tokens}")
         held = reservation.grant.held.held
         if handoff.held_pages != held:
             return self._refusal("held", f"held_pages {handoff.held_pages}, but {held} are held")
+        return None
+
+    def _unlike(self, fingerprint: Fingerprint) -> str | None:
+        """Why this node and one of that fingerprint exchange no KV; None if they do."""
+        field = self._fingerprint.mismatch(fingerprint)
+        if field is not None:
+            return f"fingerprints differ in {field}"
+        try:
+            wire_form(fingerprint.wire_form)
+        except ConfigError as error:
+            return str(error)
         return None
 
     def _refusal(self, reason: str, message: str) -> HandshakeRefused:

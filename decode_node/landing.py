@@ -1,8 +1,10 @@
-"""Writes the frames of handoffs to pages. Large frames take a thread of their own, so the event loop stays free.
+"""Writes the frames of handoffs to pages, and reads pages that are lent.
+
+Large frames take a thread of their own, so the event loop stays free.
 
 A frame is verified and decoded into memory of its own. Only then is it written to the pages that its reservation holds,
 under a lock that `LandingGrant.close` takes as well. So pages that are given back after `close` have no writer any
-more. `close` waits for the write of one frame at most, never for a decoder.
+more, and no reader. `close` waits for one frame's copy at most, never for a coder.
 """
 
 from __future__ import annotations
@@ -13,11 +15,9 @@ from threading import Lock
 from time import perf_counter
 from typing import Final
 
-from torch import Tensor
-
 from decode_node.pages import Grant
 from hackkv.errors import TransferError
-from hackkv.framing import CheckedFrame
+from hackkv.framing import CheckedFrame, FrameWriter
 from hackkv.kv_memory import KvMemory
 from hackkv.types import KvFrame
 
@@ -26,7 +26,7 @@ AT_ONCE_BYTES: Final = 64 << 10
 
 
 class LandingGrant:
-    """A grant whose pages and slot a handoff may write to until `close`."""
+    """A grant whose pages and slot a handoff may write to, and whose held pages may be lent, until `close`."""
 
     def __init__(self, grant: Grant, rows: int) -> None:
         """`rows` are those that the handoff brings."""
@@ -36,9 +36,14 @@ class LandingGrant:
         """Changes under the lock."""
 
     def close(self) -> None:
-        """Forbid all further writes. Waits for the write that is under way."""
+        """Forbid all further copies. Waits for the one that is under way."""
         with self.lock:
             self.closed = True
+
+    def check(self, transfer_id: str) -> None:
+        """Raise `TransferError` if copies are forbidden; under the lock."""
+        if self.closed:
+            raise TransferError(f"transfer {transfer_id} was cancelled at the decode node")
 
 
 class LandingStrip:
@@ -58,6 +63,10 @@ class LandingStrip:
             return self._land(grant, frame)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._land, grant, frame)
 
+    async def lift(self, grant: LandingGrant, layer: int, pages: range, writer: FrameWriter) -> list[KvFrame]:
+        """A layer's frames of some of the pages that the grant holds. Raises `TransferError` when that is closed."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._lift, grant, layer, pages, writer)
+
     def close(self) -> None:
         """Let the thread end."""
         self._thread.shutdown(wait=True)
@@ -66,15 +75,12 @@ class LandingStrip:
         began = perf_counter()
         planes = checked.open()
         with grant.lock:
-            if grant.closed:
-                raise TransferError(f"transfer {checked.frame.transfer_id} was cancelled at the decode node")
-            self._write(grant.held, grant.rows, checked.frame, planes)
+            grant.check(checked.frame.transfer_id)
+            self._memory.install_frame(checked.frame, planes, grant.held.pages, grant.held.slot, grant.rows)
         return perf_counter() - began
 
-    def _write(self, grant: Grant, rows: int, frame: KvFrame, planes: dict[str, Tensor]) -> None:
-        heads = range(frame.head_start, frame.head_start + frame.head_count)
-        if frame.rows:
-            self._memory.install_rows(frame.layer, heads, grant.slot, rows, planes)
-        else:
-            pages = grant.pages[frame.page_start : frame.page_start + frame.page_count]
-            self._memory.install(frame.layer, heads, pages, planes)
+    def _lift(self, grant: LandingGrant, layer: int, pages: range, writer: FrameWriter) -> list[KvFrame]:
+        with grant.lock:
+            grant.check(writer.transfer_id)
+            planes = self._memory.export(layer, grant.held.pages[pages.start : pages.stop])
+        return list(writer.frames(layer, pages.start, planes))

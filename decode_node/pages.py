@@ -36,6 +36,8 @@ class PagePool:
         # Popped from the end, so low numbers first.
         self._pages = list(reversed(range(num_pages)))
         self._slots = list(reversed(range(num_slots)))
+        self._busy_slots: set[int] = set()
+        """Slots that a copy reads: they are free when it is over."""
         self._held: dict[int, Grant] = {}
         self._named: dict[int, list[KeptPage]] = {}
         """Slot of a grant -> its first pages, which have names."""
@@ -113,7 +115,19 @@ class PagePool:
         named = self._named.pop(grant.slot)
         self._pages.extend(reversed(grant.pages[len(named) :]))
         self._let_go(reversed(named))  # so that the beginning of a prefix is the last to be evicted
-        self._slots.append(grant.slot)
+        if grant.slot not in self._busy_slots:
+            self._slots.append(grant.slot)
+
+    def keep_slot(self, grant: Grant) -> None:
+        """Do not give the slot of `grant` to anybody until `free_slot`. Raises `ValueError` when it is not held."""
+        self._check_held(grant)
+        self._busy_slots.add(grant.slot)
+
+    def free_slot(self, slot: int) -> None:
+        """The slot of `keep_slot` is not needed any more, except by a grant that still holds it."""
+        self._busy_slots.remove(slot)
+        if slot not in self._held:
+            self._slots.append(slot)
 
     def freed_by(self, grants: Iterable[Grant]) -> int:
         """How many pages are free once all of `grants` are given back."""

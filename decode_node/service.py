@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from time import perf_counter
+from typing import Final
 
 from decode_node.config import DecodeSettings
 from decode_node.engine import Sequence
 from decode_node.inbox import Arrival, Inbox, Reservation
+from decode_node.kept_rows import KeptRows
 from decode_node.names import SequenceNames
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, Limits
@@ -26,11 +28,16 @@ from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
 from hackkv.page_names import Naming, pack_marks
 from hackkv.types import DecodeEvent, DecodeJob, Landed, Reserved, Role
+from transport.base import Lend
 from transport.closing import closing
 from transport.wires import Listeners
 
 FAREWELL_S = 5.0
 """How long a drained node waits until its last events have been read, in seconds."""
+
+
+ROWS_SHARE: Final = 4
+"""Of the host memory for kept pages, one part in so many is for exact rows, with codecs that need them."""
 
 
 class DecodeService:
@@ -48,10 +55,13 @@ class DecodeService:
         self._worker = worker
         self._landing_s = settings.landing_s
         runner = ModelRunner(worker.model, worker.codec, num_pages, settings.max_sequences, prompts=False)
-        self.inbox = Inbox(runner, worker.fingerprint)
         reuse, footprint = settings.prefix_cache and worker.codec.bytes_follow_tokens, runner.memory.footprint
         self._naming = Naming(footprint.page_tokens, worker.fingerprint) if reuse else None
-        host_places = settings.prefix_host_bytes // footprint.page_bytes if reuse else 0
+        host_bytes = settings.prefix_host_bytes if reuse else 0
+        row_bytes = footprint.earlier_bytes
+        rows = KeptRows(host_bytes // ROWS_SHARE // row_bytes if row_bytes else 0)
+        host_places = (host_bytes - rows.most * row_bytes) // footprint.page_bytes
+        self.inbox = Inbox(runner, worker.fingerprint, rows)
         self.pool = PagePool(num_pages, settings.max_sequences, host_places)
         self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(
             self.pool,
@@ -63,7 +73,7 @@ class DecodeService:
                 replay_by_row=not worker.codec.decodes_as_prefill,
             ),
         )
-        self._steps = Steps(runner, self._scheduler)
+        self._steps = Steps(runner, self._scheduler, rows)
         self._streams: set[Stream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -71,9 +81,13 @@ class DecodeService:
         self.draining = asyncio.Event()
         """Set when the node takes no new request."""
 
-    async def listen(self, listeners: Listeners) -> None:
-        """Take handoffs from every listener; from now on `describe` says where. The caller closes them."""
-        self._identity = replace(self._identity, wires=await listeners.serve(self.inbox.deliver))
+    async def listen(self, listeners: Listeners, lend: Lend | None = None) -> None:
+        """Take handoffs and lend pages on every listener; from now on `describe` says where. The caller closes them.
+
+        `lend` stands before the inbox's own.
+        """
+        wires = await listeners.serve(self.inbox.deliver, lend or self.inbox.lend)
+        self._identity = replace(self._identity, wires=wires)
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """Serve one request; see `DecodeNode`. Closing the iterator stops it within one step."""
@@ -81,7 +95,8 @@ class DecodeService:
         landing: asyncio.Task[None] | None = None
         try:
             assert stream.seat.grant is not None
-            stream.reservation = self.inbox.reserve(job, stream.seat.grant)
+            names = stream.names.prompt if stream.names else ()
+            stream.reservation = self.inbox.reserve(job, stream.seat.grant, names, stream.loading)
             landing = asyncio.create_task(self._land(stream, stream.reservation))
             yield Reserved(stream.seat.grant.held)
             async with closing(stream.events()) as events:
@@ -227,7 +242,7 @@ class DecodeService:
 
     def _stats(self) -> tuple[tuple[str, float], ...]:
         """Gauges, and counters (`_total`), for the metrics page."""
-        steps, inbox, kept = self._steps, self.inbox, self.pool.kept
+        steps, inbox, kept, lent = self._steps, self.inbox, self.pool.kept, self.inbox.lender.counts
         (here, in_host), page_tokens = kept.known, self._worker.layout.page_tokens
         stats = {
             "hackkv_host_pool_bytes": self._scheduler.host_bytes,
@@ -236,6 +251,10 @@ class DecodeService:
             "hackkv_held_evictions_total": kept.counts.evicted_pages,
             "hackkv_held_pages": here,
             "hackkv_held_host_pages": in_host,
+            "hackkv_held_exact_rows": len(self.inbox.lender.rows),
+            "hackkv_lent_pages_total": lent.pages,
+            "hackkv_lent_bytes_total": lent.payload_bytes,
+            "hackkv_lends_refused_total": lent.refused,
             "hackkv_swapped_sequences": self._scheduler.swapped,
             "hackkv_swap_out_total": steps.copies.counts["swap_out"],
             "hackkv_swap_in_total": steps.copies.counts["swap_in"],

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from decode_node.copies import Copies
 from decode_node.engine import DecodeEngine, Sequence, StepPart
+from decode_node.kept_rows import KeptRows
 from decode_node.scheduler import DecodeScheduler
-from decode_node.seats import Plan, Turn, publish
+from decode_node.seats import Place, Plan, Turn, publish
 from decode_node.stream import Stream
 from hackkv.codec import Span
 from hackkv.errors import HackkvError, SequenceError
@@ -28,12 +29,12 @@ log = logging.getLogger(__name__)
 class Steps:
     """Runs what the scheduler plans. `close` ends it after the current step."""
 
-    def __init__(self, runner: ModelRunner, scheduler: DecodeScheduler[Stream]) -> None:
-        self._scheduler = scheduler
+    def __init__(self, runner: ModelRunner, scheduler: DecodeScheduler[Stream], rows: KeptRows) -> None:
+        self._scheduler, self._rows = scheduler, rows
         self._engine = DecodeEngine(runner)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-engine")
         self._wake = asyncio.Event()
-        self.copies = Copies(runner.memory, scheduler, self._fail, self._wake.set)
+        self.copies = Copies(runner.memory, scheduler, self._fail, self._wake.set, rows)
         self._loop = asyncio.create_task(self._run())
         self.counts: Counter[str] = Counter()
         """generated_tokens, replayed_tokens."""
@@ -54,6 +55,8 @@ class Steps:
 
     def leave(self, stream: Stream) -> None:
         """End a stream, finished or not. A repeat has no effect."""
+        if stream.seat.place is Place.DEVICE and not stream.seat.busy:
+            self.copies.keep_rows(stream)
         self._scheduler.leave(stream.seat)
         stream.kv = None
         self._wake.set()
@@ -105,11 +108,15 @@ class Steps:
         try:
             tokens = await step
             advanced = True
+            for turn in turns:
+                if turn.seat.place is Place.GONE and not turn.replay:
+                    self.copies.keep_rows(turn.seat.owner)
         except SequenceError as error:
             self._fail(streams[error.span], error)
         except Exception as error:  # the engine's outermost loop: one bad step must not end the node
             log.exception("a decode step failed")
             self._scheduler.pool.forget()
+            self._rows.forget()
             self._fail_all(streams, HackkvError(f"decode failed: {type(error).__name__}: {error}"))
         finally:
             self._scheduler.stepped(turns, advanced=advanced)

@@ -25,7 +25,7 @@ class Stream:
     """The names of its pages; None on a node that keeps none."""
     reservation: Reservation | None = None
     """Set while its KV may come."""
-    loading: asyncio.Task[None] | None = None
+    loading: asyncio.Task[bool] | None = None
     """Brings pages of its prompt back from host memory."""
     sequence: Sequence = field(init=False)
     """Set when the KV has landed."""

@@ -79,11 +79,11 @@ class Injector:
         for armed in self._strikes(point, request):
             await self._strike(armed.rule, request)
 
-    async def reach_frame(self, frame: KvFrame) -> list[KvFrame]:
+    async def reach_frame(self, frame: KvFrame, point: Point = Point.FRAME) -> list[KvFrame]:
         """The frames that leave in place of `frame`. Raises `NodeLost` if a rule cuts the connection there."""
         request = self.requests.get(frame.transfer_id, "")
         frames = [frame]
-        for armed in self._strikes(Point.FRAME, request):
+        for armed in self._strikes(point, request):
             match armed.rule.do:
                 case Action.DROP:
                     frames = []

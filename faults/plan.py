@@ -26,6 +26,8 @@ class Point(StrEnum):
     """Before the node reports its state to the router: registration and every renewal."""
     DECODE_JOB = "decode.job"
     RESERVED = "decode.reserved"
+    LENT = "decode.lent"
+    """A frame that the decode node lends to the prefill node."""
     PREFILL_JOB = "prefill.job"
     ASSIGN = "prefill.assign"
     HANDOFF = "wire.handoff"
@@ -87,8 +89,8 @@ class FaultRule(Frozen):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        if self.do in ON_FRAMES and self.at is not Point.FRAME:
-            raise ValueError(f"{self.do} strikes at {Point.FRAME} only")
+        if self.do in ON_FRAMES and self.at not in (Point.FRAME, Point.LENT):
+            raise ValueError(f"{self.do} strikes at {Point.LENT} and {Point.FRAME} only")
         if self.do is Action.FILL and not self.at.startswith("decode."):
             raise ValueError(f"{self.do} strikes decode nodes only")
         if self.do in TIMED and not self.seconds:

@@ -25,7 +25,7 @@ from hackkv.types import (
     Swapped,
     Token,
 )
-from transport.base import DecodeNode, KvSender, PrefillNode
+from transport.base import DecodeNode, KvSender, Lend, PrefillNode
 from transport.closing import closing
 
 PREFILL_POINTS: dict[type[PrefillEvent], Point] = {
@@ -93,6 +93,18 @@ class FaultyDecode:
         return await self._node.describe()
 
 
+def lending(lend: Lend, faults: Injector) -> Lend:
+    """A `Lend` under a plan, which may strike each frame before it leaves."""
+
+    async def struck(handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        async with closing(lend(handoff)) as items:
+            async for item in items:
+                for one in await faults.reach_frame(item, Point.LENT) if isinstance(item, KvFrame) else [item]:
+                    yield one
+
+    return struck
+
+
 class FaultySender:
     """A `KvSender` under a plan."""
 
@@ -107,6 +119,10 @@ class FaultySender:
             receipt = await self._sender.push(address, handoff, struck)
         await self._faults.reach(Point.RECEIPT, request)
         return receipt
+
+    def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        """Fetch pages; rules strike at the node that lends them (`lending`)."""
+        return self._sender.fetch(address, handoff)
 
     async def close(self) -> None:
         """Drop every connection."""

@@ -53,6 +53,11 @@ class Footprint:
         """A slot of all layers and KV heads."""
         return self.window.pages * self.page_tokens * self.row_bytes
 
+    @property
+    def earlier_bytes(self) -> int:
+        """The most that a slot of all layers and KV heads holds beside the open page."""
+        return self.slot_bytes - self.page_tokens * self.row_bytes
+
     def resting_bytes(self, rows: int) -> int:
         """Sealed pages and exact rows, at rest."""
         return self.sealed(rows) * self.page_bytes + self.exact_rows(rows) * self.row_bytes

@@ -38,7 +38,7 @@ class FrameWriter:
     """Cuts the pages of one handoff into numbered frames and codes their planes with `form`."""
 
     def __init__(self, transfer_id: str, epoch: int, form: WireForm = RAW) -> None:
-        self._transfer_id = transfer_id
+        self.transfer_id = transfer_id
         self._epoch = epoch
         self._form = form
         self._seq = 0
@@ -67,7 +67,7 @@ class FrameWriter:
 
     def end(self, first_token: int) -> HandoffEnd:
         """Close the handoff."""
-        return handoff_end(self._transfer_id, self._epoch, self._seq, first_token)
+        return handoff_end(self.transfer_id, self._epoch, self._seq, first_token)
 
     def _frame(self, layer: int, head_start: int, page_start: int, planes: dict[str, Tensor], rows: int) -> KvFrame:
         began = perf_counter()
@@ -75,7 +75,7 @@ class FrameWriter:
         heads, pages = next(iter(planes.values())).shape[:2]
         place = (layer, head_start, heads, page_start, pages, rows)
         frame = KvFrame(
-            self._transfer_id,
+            self.transfer_id,
             self._epoch,
             self._seq,
             *place,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hackkv.codec import KvCodec
 from hackkv.footprint import Footprint, footprint_of
-from hackkv.types import KvLayout
+from hackkv.types import KvFrame, KvLayout
 
 OPEN_PLANES = ("open_k", "open_v")
 """Names of the planes in which the exact rows of a sequence travel, [Hkv, 1, rows, D] float16."""
@@ -69,6 +69,15 @@ class KvMemory:
         pool = self.pools[layer].heads(heads.start, len(heads))
         for name, exact in zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True):
             self._write(exact[slot], rows, planes[name][:, 0])
+
+    def install_frame(self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, rows: int) -> None:
+        """Write a frame's planes to the pages that a sequence of `rows` rows holds, or its exact rows to `slot`."""
+        heads = range(frame.head_start, frame.head_start + frame.head_count)
+        if frame.rows:
+            self.install_rows(frame.layer, heads, slot, rows, planes)
+        else:
+            due = pages[frame.page_start : frame.page_start + frame.page_count]
+            self.install(frame.layer, heads, due, planes)
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the exact rows of one slot to another."""

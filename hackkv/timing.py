@@ -29,6 +29,8 @@ class Stage(StrEnum):
 class SubStage(StrEnum):
     """Parts of stages that are reported beside them and never added to the total."""
 
+    FETCH = "fetch"
+    """Of `prefill_queue`: waiting for pages that come from a decode node."""
     QUANTIZE = "quantize"
     """Of `prefill`."""
     WIRE_ENCODE = "wire_encode"

@@ -247,7 +247,8 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The prompt is computed and token 0 chosen. `quantize_s` and `wire_encode_s` lie within `prefill_s`."""
+    """The prompt is computed and token 0 chosen. `quantize_s` and `wire_encode_s` lie within `prefill_s`, `fetch_s`
+    within `queue_s`."""
 
     token: Token
     queue_s: float
@@ -258,6 +259,10 @@ class Prefilled:
     """Position i of the prompt (i >= 1), `index` i: its own log-probability and the alternatives; only on demand."""
     wire_encode_s: float = 0.0
     """Turning sealed pages into frames: coding, checksums."""
+    fetched_tokens: int = 0
+    """Tokens not computed because their pages came from the decode node, as `fetched_bytes` in `fetch_s`."""
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from time import perf_counter
 
 from hackkv.nodes import NodeInfo
-from hackkv.timing import Stage
+from hackkv.timing import Stage, SubStage
 from hackkv.types import (
     Decoded,
     DecodeEvent,
@@ -112,7 +112,11 @@ def _tell_prefill(span: Span, event: PrefillEvent, began: float) -> None:
     now = perf_counter()
     if isinstance(event, Prefilled):
         computing = min(now, began + event.queue_s)
-        span.child(Stage.PREFILL_QUEUE, began).end(computing)
+        waiting = span.child(Stage.PREFILL_QUEUE, began)
+        if event.fetch_s:
+            fetched = {"hackkv.fetched_tokens": event.fetched_tokens, "hackkv.kv_bytes": event.fetched_bytes}
+            waiting.child(SubStage.FETCH, began, fetched).end(min(computing, began + event.fetch_s))
+        waiting.end(computing)
         done = min(now, computing + event.prefill_s)
         parts = {
             "hackkv.quantize_s": event.quantize_s, "hackkv.wire_encode_s": event.wire_encode_s,

@@ -7,6 +7,7 @@ from pydantic import Field
 from hackkv.config import Frozen
 from hackkv.nodes import Busiest
 from node.config import NodeConfig
+from prefill_node.fetch_choice import PrefixFetch
 
 
 class PrefillSettings(Frozen):
@@ -25,6 +26,14 @@ class PrefillSettings(Frozen):
     """How long KV is kept after its handoff, in seconds. It goes earlier when the request ends."""
     prefix_cache: bool = True
     """Whether prompts share the pages of a common beginning; idle ones stay in the page pool, then in host memory."""
+    prefix_fetch: PrefixFetch = PrefixFetch.AUTO
+    """Whether pages that a prompt lacks here come from the decode node that holds them."""
+    fetch_s: float = Field(default=10.0, gt=0)
+    """How long a fetch may take, in seconds; then the pages are computed. With `auto` it is given up sooner."""
+    assumed_bytes_per_s: float = Field(default=1e8, gt=0)
+    """The speed of a link on which nothing has passed yet."""
+    assumed_tokens_per_s: float = Field(default=2000.0, gt=0)
+    """The speed of this node's passes before the first one."""
     queue_tokens: int = Field(default=1 << 20, gt=0)
     """Prompt tokens that may wait to be computed; a prompt beyond that is turned away, unless it is the only one."""
 

@@ -95,13 +95,15 @@ class PrefillEngine:
         return chunk.prompt.owner.job.request.prompt_ids[chunk.start : chunk.start + chunk.count]
 
     def _move(self, moves: Moves) -> None:
-        """Copy pages between the pools and host memory, and exact rows from slot to slot."""
+        """Copy pages between the pools and host memory, exact rows from slot to slot, and write what was fetched."""
         if moves.saves:
             self._host_pages.save(pages=list(moves.saves.values()), places=list(moves.saves))
         if moves.loads:
             self._host_pages.load(places=list(moves.loads.values()), pages=list(moves.loads))
         for target, source in (*moves.slots.keeps.items(), *moves.slots.resumes.items()):
             self._runner.memory.copy_slot(source, target)
+        for install in moves.installs:
+            install.write(self._runner.memory)
 
     def _ship_layer(self, layer: int, chunks: list[Chunk[Work]]) -> None:
         """Send a layer's sealed pages that have not left, and the exact rows of prompts that this pass completes."""

@@ -1,9 +1,13 @@
-"""Numbered places for sealed pages in host memory, and the copies to and from them at the start of the next pass."""
+"""Numbered places for sealed pages in host memory, what came from decode nodes, and the copies to and from both at the
+start of the next pass."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hackkv.page_names import PageName
+from prefill_node.fetched import Fetched, Install
 from prefill_node.resume_points import SlotMoves
 
 
@@ -17,6 +21,8 @@ class Moves:
     """Page -> place in host memory to copy from."""
     slots: SlotMoves = field(default_factory=SlotMoves)
     """Exact rows, after all pages."""
+    installs: list[Install] = field(default_factory=list)
+    """What was fetched, after everything else."""
 
 
 class HostPlaces:
@@ -26,6 +32,7 @@ class HostPlaces:
         self.count = count
         self._free = list(reversed(range(count)))
         self._moves = Moves()
+        self._fetched: dict[PageName, Fetched] = {}
 
     def save(self, page: int) -> int | None:
         """A place to which `page` will be copied; None if no place is free."""
@@ -38,6 +45,26 @@ class HostPlaces:
     def load(self, place: int, page: int) -> None:
         """Plan to copy `place` to `page`. The place is free after that."""
         self._moves.loads[page] = place
+
+    def offer(self, name: PageName, fetched: Fetched) -> None:
+        """What was fetched ends with page `name`. `withdraw` must follow."""
+        self._fetched[name] = fetched
+
+    def withdraw(self, name: PageName, fetched: Fetched) -> None:
+        """It is offered no more, if it ever was."""
+        if self._fetched.get(name) is fetched:
+            del self._fetched[name]
+
+    def fetched(self, names: Sequence[PageName], known: int) -> Fetched | None:
+        """What is offered of the pages `names`, of which the first `known` are here, and reaches farthest."""
+        if not self._fetched:
+            return None
+        offers = (self._fetched.get(name) for name in reversed(names))
+        return next((one for one in offers if one is not None and one.parts and one.first <= known), None)
+
+    def install(self, install: Install) -> None:
+        """Plan to write what was fetched."""
+        self._moves.installs.append(install)
 
     def give_back(self, place: int) -> None:
         """Free a place whose page is not wanted any more."""

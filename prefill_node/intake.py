@@ -26,7 +26,7 @@ class Intake:
         queue_tokens: int,
     ):
         """`num_pages` pages of `page_tokens` tokens hold prompts; `queue_tokens` tokens may wait."""
-        self._spec, self._host, self._drain_rate = spec, host, drain_rate
+        self._spec, self._host, self.drain_rate = spec, host, drain_rate
         self._page_tokens, self._page_pool_tokens = page_tokens, num_pages * page_tokens
         self._queue_tokens = queue_tokens
         self.draining = asyncio.Event()
@@ -45,7 +45,7 @@ class Intake:
                 raise NodeDraining("this prefill node is about to stop")
             num_tokens = len(job.request.prompt_ids)
             if queued_tokens and queued_tokens + num_tokens > self._queue_tokens:
-                retry_after_s = self._drain_rate.seconds(kv_bytes)
+                retry_after_s = self.drain_rate.seconds(kv_bytes)
                 raise Overloaded(f"{queued_tokens} prompt tokens wait already", retry_after_s)
         except HackkvError as error:
             self.refused[error.code] += 1

@@ -1,4 +1,4 @@
-"""The links to decode nodes, measured by what passes them: a `KvSender` around the wire's.
+"""The links to decode nodes, measured by what passes them: a `KvPusher` around the wire's.
 
 A link's time is what a push waits for it: from each frame until the wire takes the next one, and from the end until
 the receiver has committed. The time in which no frame is ready does not count. A push of few bytes measures how far
@@ -14,8 +14,8 @@ from typing import Final
 
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from hackkv.wire_choice import ChosenForm, Coder, Rate
-from hackkv.wire_form import WireForm
-from transport.base import KvSender
+from hackkv.wire_form import RAW, WireForm
+from transport.base import KvPusher
 from transport.closing import closing
 
 ENOUGH_BYTES: Final = 256 << 10
@@ -23,10 +23,10 @@ ENOUGH_BYTES: Final = 256 << 10
 
 
 class Links:
-    """Implements `KvSender`, and says in which form the frames for an address are written."""
+    """Implements `KvPusher`, and says in which form the frames for an address are written."""
 
     def __init__(
-        self, sender: KvSender, form: WireForm, where_it_pays: bool = False, now: Callable[[], float] = perf_counter
+        self, sender: KvPusher, form: WireForm, where_it_pays: bool = False, now: Callable[[], float] = perf_counter
     ) -> None:
         """Frames are coded in `form`, always or only where that saves time."""
         self._sender, self._form, self._where_it_pays, self._now = sender, form, where_it_pays, now
@@ -48,6 +48,11 @@ class Links:
         if passage.num_bytes >= ENOUGH_BYTES:
             self.rates[address].add(passage.num_bytes, passage.seconds)
         return receipt
+
+    def fetch_form(self, address: str) -> WireForm:
+        """In which planes should come from `address`: coded where those to it would be."""
+        pays = not self._where_it_pays or self._coder.pays(self.rates[address])
+        return self._form if pays else RAW
 
     async def close(self) -> None:
         """Close the wire's sender."""

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hackkv.errors import HackkvError, SequenceError
 from prefill_node.engine import FirstToken, PrefillEngine, Work
+from prefill_node.fetch_choice import PassSpeed
 from prefill_node.prefix_pool import PrefixPool
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
 
@@ -28,24 +29,28 @@ class Passes:
         scheduler: PrefillScheduler[Work],
         pool: PrefixPool,
         admit: Callable[[Work], bool],
+        speed: PassSpeed,
     ) -> None:
-        """`admit` is asked before a prompt starts: whether host memory has room for its KV."""
+        """`admit` is asked before a prompt starts: whether host memory has room for its KV. `speed` hears of passes."""
         self._engine = engine
         self._scheduler = scheduler
         self._pool = pool
-        self._admit = admit
+        self._admit, self._speed = admit, speed
         self._wake = asyncio.Event()
         self._left = asyncio.Event()
         self._first_tokens: dict[Work, asyncio.Future[FirstToken]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefill-engine")
         self._loop = asyncio.create_task(self._run())
 
-    def join(self, prompt: Prompt[Work]) -> asyncio.Future[FirstToken]:
-        """Compute a prompt. `leave` must follow in every case."""
+    def expect(self, prompt: Prompt[Work]) -> asyncio.Future[FirstToken]:
+        """A prompt is about to `join`. `leave` must follow in every case."""
         first_token = self._first_tokens[prompt.owner] = asyncio.get_running_loop().create_future()
+        return first_token
+
+    def join(self, prompt: Prompt[Work]) -> None:
+        """Compute a prompt."""
         self._scheduler.add(prompt)
         self._wake.set()
-        return first_token
 
     def leave(self, prompt: Prompt[Work]) -> None:
         """End a prompt, complete or not. A pass that computes it goes on, and its first token is dropped."""
@@ -87,6 +92,7 @@ class Passes:
 
     async def _run_pass(self, chunks: list[Chunk[Work]]) -> None:
         loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             first_tokens = await loop.run_in_executor(self._thread, self._engine.step, chunks, self._pool.moves())
         except SequenceError as error:
@@ -99,6 +105,7 @@ class Passes:
                 self._fail(chunk, HackkvError(f"prefill failed: {type(error).__name__}: {error}"))
             self._scheduler.abandon()
         else:
+            self._speed.ran([(chunk.start, chunk.count) for chunk in chunks], loop.time() - began)
             self._scheduler.commit()
             for first in first_tokens:
                 self._answer(first.work, first)

@@ -17,8 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 from hackkv.page_names import PageName
+from prefill_node.fetched import Fetched
 from prefill_node.host_places import HostPlaces, Moves
 from prefill_node.host_pool import Claim, HostPool, Tenant
 from prefill_node.resume_points import ResumePoints
@@ -50,11 +52,22 @@ class PrefixGrant:
     shared: list[SharedPage]
     """Its first pages, those that are published or were shared from the start."""
     cached_tokens: int
-    """Tokens of the pages that were shared from the start."""
+    """Tokens that it need not compute."""
     known_tokens: int
     """Tokens of the pages that were known: those that were shared, and more where a resume point was missing."""
     publishes: bool
     held: bool = True
+
+
+class Beginning(NamedTuple):
+    """The first pages of a prompt, as far as it need not compute them."""
+
+    known: list[SharedPage]
+    """The longest known prefix."""
+    shared: list[SharedPage]
+    """As much of it as the prompt takes over."""
+    fetched: Fetched | None
+    """What came from a decode node and follows that; None if the prompt goes on after the shared pages."""
 
 
 @dataclass(slots=True)
@@ -127,7 +140,7 @@ class PrefixPool:
     def has_room(self, num_tokens: int, names: Sequence[PageName] = ()) -> bool:
         """Whether `take` would succeed."""
         num_pages = self.pages_for(num_tokens)
-        found = self._resumable(self.match(names[: num_pages - 1]))
+        found = self.beginning(names[: num_pages - 1]).shared
         here = sum(shared.page is not None for shared in found)
         idle = sum(shared in self._idle for shared in found)
         return num_pages - here <= self.free_pages - idle and bool(self._slots)
@@ -141,8 +154,7 @@ class PrefixPool:
         wanted = names[: num_pages - 1] if hit else ()
         if not self.has_room(num_tokens, wanted):
             return None
-        known = self.match(wanted)
-        found = self._resumable(known)
+        known, found, fetched = self.beginning(wanted)
         for shared in found:
             shared.users += 1
             self._idle.pop(shared, None)
@@ -157,11 +169,14 @@ class PrefixPool:
             pages.append(shared.page)
         pages += [self._new_page() for _ in range(num_pages - len(pages))]
         cached_tokens, slot = len(found) * self.page_tokens, self._slots.pop()
-        if found and self._points is not None:
-            self._points.resume(found[-1], slot)
         if hit and self.reuse:
             self.counts.queried_tokens += num_tokens
             self.counts.hit_tokens += cached_tokens
+        if fetched is not None:
+            cached_tokens = fetched.end * self.page_tokens
+            self.places.install(fetched.into(tuple(pages), slot, len(found), cached_tokens))
+        elif found and self._points is not None:
+            self._points.resume(found[-1], slot)
         known_tokens = len(known) * self.page_tokens
         return PrefixGrant(pages, slot, names, found, cached_tokens, known_tokens, publishes=self.reuse)
 
@@ -236,12 +251,16 @@ class PrefixPool:
             found.append(shared)
         return found
 
-    def _resumable(self, known: list[SharedPage]) -> list[SharedPage]:
-        """The longest part of a prefix after which a prompt can go on."""
+    def beginning(self, names: Sequence[PageName]) -> Beginning:
+        """What there is of a prompt that goes on after pages `names`, or after some of them."""
+        known = self.match(names)
         count = len(known)
         while count and self._points is not None and known[count - 1] not in self._points:
             count -= 1
-        return known[:count]
+        fetched = self.places.fetched(names, len(known))
+        if fetched is None or fetched.end <= count:
+            return Beginning(known, known[:count], None)
+        return Beginning(known, known[: fetched.end], fetched)
 
     def _new_page(self) -> int:
         """A free page; if there is none, the least recently used idle one makes room."""

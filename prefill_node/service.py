@@ -18,6 +18,7 @@ from hackkv.types import HandoffEnd, KvFrame, Prefilled, PrefillEvent, PrefillJo
 from prefill_node.config import PrefillSettings
 from prefill_node.drain_rate import DrainRate
 from prefill_node.engine import FirstToken, PrefillEngine, Work
+from prefill_node.fetches import Ask, Fetches
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.intake import Intake
 from prefill_node.links import Links
@@ -50,7 +51,6 @@ class PrefillService:
         self._identity = identity
         self._worker = worker
         self._loop = asyncio.get_running_loop()
-        self._drain_rate = DrainRate(self._loop.time)
         self._host = HostPool(settings.host_bytes, self._left)
         reuse = settings.prefix_cache and worker.codec.bytes_follow_tokens
         prompts = settings.max_prompts
@@ -65,26 +65,27 @@ class PrefillService:
             self._pool, settings.chunk_tokens, starts_over=starts_over
         )
         patience = Patience(settings.unassigned_s, settings.kept_s)
-        links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays)
+        links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays, self._loop.time)
         self._naming = Naming(page_tokens, worker.fingerprint)
         kind = FrameKind(worker.fingerprint, worker.codec.wire_planes, worker.codec.wire_form)
         self.outbox = Outbox(links, kind, self._host, patience, self._kv_bytes)
         self._intake = Intake(
             worker.model.spec,
             self._host,
-            self._drain_rate,
+            DrainRate(self._loop.time),
             page_tokens=page_tokens,
             num_pages=num_pages,
             queue_tokens=settings.queue_tokens,
         )
         self._shipments: dict[Work, Shipment] = {}
         engine = PrefillEngine(runner, HostPages(runner.memory, self._pool.places.count), self._emit)
-        self._passes = Passes(engine, self._scheduler, self._pool, self._admit)
+        self._fetches = Fetches(worker, sender, links, self._host, settings)
+        self._passes = Passes(engine, self._scheduler, self._pool, self._admit, self._fetches.passes)
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         """Run a prompt; see `PrefillNode`. Closing the iterator stops the work within one pass."""
         kv_bytes = self._kv_bytes(job) if job.handoff else 0
-        self._intake.check(job, kv_bytes, self._scheduler.queued_tokens)
+        self._intake.check(job, kv_bytes, self._queued_tokens)
         arrived = perf_counter()
         guide = await self._worker.guides.opened(job.request.sampling.grammar)
         work = Work(job, arrived, self.outbox.links.form(job.decode_address), guide)
@@ -92,21 +93,30 @@ class PrefillService:
         shipment: Shipment | None = None
         if job.handoff:
             shipment = self._shipments[work] = self.outbox.open(job)
-        first_token = self._passes.join(prompt)
+        first_token = self._passes.expect(prompt)
+        ask, fetching = self._worth_fetching(prompt), None
+        if ask is None:
+            self._passes.join(prompt)
+        else:
+            fetching = asyncio.create_task(self._fetch_and_join(ask, prompt, first_token))
         try:
             first = await first_token
             wanted = first.token.finish is None
             if shipment and not wanted:
                 shipment.let_go()
-            yield _prefilled(first, prompt.cached_tokens)
+            yield _prefilled(first, prompt.cached_tokens, ask)
             if shipment and wanted:
                 async for fate in shipment.fates():
                     yield fate
         finally:
+            if fetching is not None:
+                fetching.cancel()
             self._passes.leave(prompt)
             if shipment:
                 del self._shipments[work]
                 await self.outbox.close(shipment)
+            if fetching is not None:
+                await asyncio.wait([fetching])
 
     async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
         """Name the decode node of a job, for the first time or again; see `PrefillNode`."""
@@ -125,7 +135,7 @@ class PrefillService:
             max_context=self._worker.model.spec.max_context,
             total_pages=self._pool.num_pages,
             free_pages=self._pool.free_pages,
-            queued_tokens=self._scheduler.queued_tokens,
+            queued_tokens=self._queued_tokens,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             stats=self._stats(),
@@ -169,6 +179,29 @@ class PrefillService:
         # Log-probabilities of the prompt's own tokens need every token computed, so such a prompt shares no page.
         return Prompt(work, len(ids), names, hit=request.sampling.prompt_logprobs is None)
 
+    def _worth_fetching(self, prompt: Prompt[Work]) -> Ask | None:
+        if not (prompt.hit and prompt.names):
+            return None
+        known, shared, _ = self._pool.beginning(prompt.names[: self._pool.pages_for(prompt.num_tokens) - 1])
+        return self._fetches.wanted(prompt.owner.job, len(known), len(shared))
+
+    async def _fetch_and_join(self, ask: Ask, prompt: Prompt[Work], first_token: asyncio.Future[FirstToken]) -> None:
+        """Fetch, queue the prompt, and keep what came until the prompt is complete."""
+        fetched, places = ask.fetched, self._pool.places
+        name = prompt.names[fetched.end - 1]
+        try:
+            await self._fetches.run(ask)
+            places.offer(name, fetched)
+            self._passes.join(prompt)
+            await asyncio.wait([first_token])
+        finally:
+            places.withdraw(name, fetched)
+            fetched.release()
+
+    @property
+    def _queued_tokens(self) -> int:
+        return self._scheduler.queued_tokens + self._fetches.queued_tokens
+
     def _stats(self) -> tuple[tuple[str, float], ...]:
         """Gauges and counters for the metrics page."""
         counts, (here, in_host) = self._pool.counts, self._pool.known_pages
@@ -183,6 +216,7 @@ class PrefillService:
             ("hackkv_prefix_evictions_total", float(counts.evicted_pages)),
             ("hackkv_prefix_pages", float(here)),
             ("hackkv_prefix_host_pages", float(in_host)),
+            *self._fetches.stats(),
             *((f"hackkv_assign_refused_{why}_total", float(count)) for why, count in self.outbox.refused.items()),
             *((f"hackkv_prefill_refused_{why}_total", float(count)) for why, count in self._intake.refused.items()),
         )
@@ -210,7 +244,7 @@ class PrefillService:
 
     def _left(self, num_bytes: int) -> None:
         """`num_bytes` of KV do not wait in host memory any more, so there may be room for the next prompt."""
-        self._drain_rate.left(num_bytes)
+        self._intake.drain_rate.left(num_bytes)
         self._passes.wake()
 
     def _kv_bytes(self, job: PrefillJob) -> int:
@@ -225,7 +259,7 @@ class PrefillService:
         return shipment is None or shipment.kv.claim_room()
 
 
-def _prefilled(first: FirstToken, cached_tokens: int) -> Prefilled:
+def _prefilled(first: FirstToken, cached_tokens: int, ask: Ask | None) -> Prefilled:
     work = first.work
     started = work.started_at if work.started_at is not None else work.finished_at
     return Prefilled(
@@ -236,4 +270,7 @@ def _prefilled(first: FirstToken, cached_tokens: int) -> Prefilled:
         computed_tokens=len(work.job.request.prompt_ids) - cached_tokens,
         prompt_logprobs=tuple(work.prompt_logprobs),
         wire_encode_s=work.wire_encode_s,
+        fetched_tokens=ask.spared_tokens if ask is not None and ask.fetched.used else 0,
+        fetched_bytes=ask.fetched.received_bytes if ask is not None else 0,
+        fetch_s=ask.fetched.seconds if ask is not None else 0.0,
     )

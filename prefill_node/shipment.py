@@ -34,7 +34,7 @@ from hackkv.types import (
 from hackkv.wire_form import RAW, WireForm
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.kept_kv import KeptKv
-from transport.base import KvSender
+from transport.base import KvPusher
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Shipment:
         num_bytes: int,
         kind: FrameKind,
         pool: HostPool,
-        sender: KvSender,
+        sender: KvPusher,
         patience: Patience,
         on_pushed_out: Callable[[], None],
     ) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from hack_kernels import load
@@ -46,6 +47,7 @@ from hackkv.types import (
 )
 from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
+from transport.base import KvSender
 from transport.closing import closing
 from transport.wires import Loopback
 
@@ -148,11 +150,12 @@ def twin(codec: KvCodec) -> KvCodec:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One prefill and one decode node, and the address at which the latter takes handoffs."""
+    """One prefill and one decode node, the address of the latter, and the wire on which the former reaches it."""
 
     prefill: PrefillService
     decode: DecodeService
     address: str
+    sender: KvSender
 
     async def assert_idle(self) -> None:
         """Nothing is held any more: pages, prompts, sequences, frames. What a step still uses comes back after it."""
@@ -240,11 +243,25 @@ async def paired(
         decoding,
     )
     try:
-        address = await listener.serve(decode_service.inbox.deliver)
-        yield Pair(prefill_service, decode_service, address)
+        address = await listener.serve(decode_service.inbox.deliver, decode_service.inbox.lend)
+        yield Pair(prefill_service, decode_service, address, sender)
     finally:
         await prefill_service.close()
         await decode_service.close()
         await sender.close()
         await listener.close()
         await wire.close()
+
+
+@asynccontextmanager
+async def exchanged(nodes: Pair, worker: Worker, *, num_pages: int = 64, **settings: Any) -> AsyncIterator[Pair]:
+    """The same decode node beside a prefill node that has computed nothing yet."""
+    shared = PrefillSettings.model_validate(
+        {"max_prompts": 32, "chunk_tokens": 2 * worker.layout.page_tokens, **settings}
+    )
+    own = replace(worker, codec=twin(worker.codec))
+    fresh = PrefillService(NodeIdentity("q", "q", "1"), own, nodes.sender, num_pages, shared)
+    try:
+        yield replace(nodes, prefill=fresh)
+    finally:
+        await fresh.close()

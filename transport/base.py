@@ -20,8 +20,13 @@ starts to read. The wire tells the sender to go on when the first frame is asked
 back-pressure. A lost sender shows as `NodeLost` at the next frame. The room then has the wire's frame timeout to
 return."""
 
+Lend = Callable[[Handoff], AsyncIterator[KvFrame | HandoffEnd]]
+"""The same room's side of a fetch: pages [held_pages, num_tokens / page_tokens) of the transfer that the handoff names,
+as frames, then their end. Planes are coded as the handoff's fingerprint says. Raises `HandshakeRefused` where they are
+not to be had, and `TransferError` when they cease to be held. Closing the iterator ends it."""
 
-class KvSender(Protocol):
+
+class KvPusher(Protocol):
     """Sends handoffs to decode nodes."""
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
@@ -34,15 +39,26 @@ class KvSender(Protocol):
         ...
 
     async def close(self) -> None:
-        """Drop every connection; pushes under way fail with `NodeLost`."""
+        """Drop every connection; what is under way fails with `NodeLost`."""
+        ...
+
+
+class KvSender(KvPusher, Protocol):
+    """A prefill node's end of a wire. It fetches pages from decode nodes too."""
+
+    def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        """Ask for what `Lend` gives, on whatever wire over gRPC. Raises its errors, or `NodeLost`.
+
+        Leaving the generator in any way cancels the call at the peer. The caller sets a deadline itself.
+        """
         ...
 
 
 class KvListener(Protocol):
     """Receives handoffs on a decode node."""
 
-    async def serve(self, deliver: Deliver) -> str:
-        """Start to accept handoffs; return the address that senders dial."""
+    async def serve(self, deliver: Deliver, lend: Lend | None = None) -> str:
+        """Start to accept handoffs, and to lend pages; return the address that senders dial."""
         ...
 
     async def close(self) -> None:

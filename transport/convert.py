@@ -118,6 +118,9 @@ def _pack_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
         computed_tokens=event.computed_tokens,
         prompt_logprobs=[pack_token(token) for token in event.prompt_logprobs],
         wire_encode_s=event.wire_encode_s,
+        fetched_tokens=event.fetched_tokens,
+        fetched_bytes=event.fetched_bytes,
+        fetch_s=event.fetch_s,
     )
     return pb.PrefillEvent(prefilled=prefilled)
 
@@ -133,6 +136,9 @@ def _unpack_prefilled(message: pb.Prefilled) -> Prefilled:
         computed_tokens=message.computed_tokens,
         prompt_logprobs=tuple(unpack_token(token) for token in prompt_logprobs),
         wire_encode_s=duration("wire_encode_s", message.wire_encode_s),
+        fetched_tokens=message.fetched_tokens,
+        fetched_bytes=message.fetched_bytes,
+        fetch_s=duration("fetch_s", message.fetch_s),
     )
 
 

@@ -278,6 +278,7 @@ def encode_push_request(noun: PushRequest) -> bytes:
     return b"".join((_FRAME_TAG, _varint(len(head) + len(noun.payload)), head, bytes(noun.payload)))
 
 
+HANDOFF = Coder(pb.Handoff, _pack_handoff, _unpack_handoff)
 FINGERPRINT = Coder(pb.Fingerprint, pack_fingerprint, unpack_fingerprint)
 LAYOUT = Coder(pb.KvLayout, _pack_layout, _unpack_layout)
 RECEIPT = Coder(pb.Receipt, pack_receipt, unpack_receipt)

@@ -21,13 +21,14 @@ import grpc.aio
 from hackkv.errors import DeadlineExceeded, FrameRefused, HackkvError, HandshakeRefused, NodeLost, TransferError
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from transport import methods
-from transport.base import Deliver
+from transport.base import Deliver, Lend
 from transport.channels import BULK, ChannelPool, Keepalive
 from transport.closing import closing, reap
 from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, Announced, encode_push_request
 from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
 from transport.link import LinkKind
 from transport.pairs import InPairs, OutPairs
+from transport.rpc_client import LenderClient
 from transport.rpc_server import PLAIN, WIRE_KEY, RpcServer
 from transport.status import Context, answer, outstay, read_message, translating, write_message
 from transport.trust import EVERYBODY, Trust
@@ -102,8 +103,12 @@ class GrpcSender:
         async with self._outlets.outlet(address) as outlet:
             return await self._push(address, handoff, frames, outlet)
 
+    def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        """Fetch pages; their payloads travel in their frames, also where a link carries those of pushes."""
+        return LenderClient(address, self._channels).fetch(handoff)
+
     async def close(self) -> None:
-        """Drop every connection; pushes under way fail with `NodeLost`."""
+        """Drop every connection; pushes and fetches under way fail with `NodeLost`."""
         await self._outlets.close()
         await self._channels.close()
 
@@ -186,9 +191,11 @@ class GrpcListener:
         self._deliver: Deliver | None = None
         self._active: dict[Delivery, asyncio.Task[Any] | None] = {}
 
-    async def serve(self, deliver: Deliver) -> str:
-        """Accept handoffs; return the address that senders dial."""
+    async def serve(self, deliver: Deliver, lend: Lend | None = None) -> str:
+        """Accept handoffs and lend pages; return the address that senders dial."""
         self._deliver = deliver
+        if lend is not None:
+            self._server.add_lender(lend)
         self._server.add_stream(methods.KV_PUSH, self._wire, self._receive)
         if self._pairs is not None:
             self._server.add_stream(methods.KV_CONNECT, self._wire, self._pairs.serve)

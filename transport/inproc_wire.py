@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from itertools import count
 from typing import Any
 
-from hackkv.errors import ConfigError, NodeLost, TransferError
+from hackkv.errors import ConfigError, NodeLost, TransferError, Unavailable
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
-from transport.base import Deliver
+from transport.base import Deliver, Lend
 from transport.closing import closing
 from transport.delivery import FRAME_TIMEOUT_S, Delivery, check_size
 
@@ -38,20 +38,21 @@ class InprocListener:
         self._address = address
         self._frame_timeout_s = frame_timeout_s
         self._deliver: Deliver | None = None
+        self.lend: Lend | None = None
         self._active: dict[Delivery, asyncio.Task[Any]] = {}
 
-    async def serve(self, deliver: Deliver) -> str:
-        """Accept handoffs at the address. Raises `ConfigError` if it is taken."""
+    async def serve(self, deliver: Deliver, lend: Lend | None = None) -> str:
+        """Accept handoffs and lend pages at the address. Raises `ConfigError` if it is taken."""
         if self._network.listeners.setdefault(self._address, self) is not self:
             raise ConfigError(f"cannot listen on {self._address}: the address is taken")
-        self._deliver = deliver
+        self._deliver, self.lend = deliver, lend
         return self._address
 
     async def close(self) -> None:
         """Free the address and end handoffs under way with `NodeLost`; returns when their `deliver` has returned."""
         if self._network.listeners.get(self._address) is self:
             del self._network.listeners[self._address]
-        self._deliver = None
+        self._deliver = self.lend = None
         tasks = set(self._active.values())
         for delivery in self._active:
             delivery.lose(NodeLost(f"{self._address}: the receiver is closing"))
@@ -84,11 +85,7 @@ class InprocSender:
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Send one handoff; see `KvSender.push`. `frames` is closed at the end if it is a generator."""
-        listener = self._network.listeners.get(address)
-        if self._closed:
-            raise NodeLost(f"{address}: the client is closed")
-        if listener is None:
-            raise NodeLost(f"{address}: nobody listens")
+        listener = self._reach(address)
         source = _Source(frames, handoff.transfer_id)
         delivery = listener.open(handoff, source)
         self._active.add(delivery)
@@ -102,11 +99,31 @@ class InprocSender:
         finally:
             self._active.discard(delivery)
 
+    async def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        """Fetch pages; see `KvSender.fetch`."""
+        lend = self._reach(address).lend
+        if lend is None:
+            raise Unavailable(f"{address}: lends nothing")
+        async with closing(lend(handoff)) as items:
+            async for item in items:
+                if self._reach(address).lend is not lend:
+                    raise NodeLost(f"{address}: the lender is closed")
+                check_size(item)
+                yield item
+
     async def close(self) -> None:
-        """Refuse further pushes; those under way fail with `NodeLost`."""
+        """Refuse further calls; those under way fail with `NodeLost`."""
         self._closed = True
         for delivery in self._active:
             delivery.lose(NodeLost("the sender is closed"))
+
+    def _reach(self, address: str) -> InprocListener:
+        listener = self._network.listeners.get(address)
+        if self._closed:
+            raise NodeLost(f"{address}: the client is closed")
+        if listener is None:
+            raise NodeLost(f"{address}: nobody listens")
+        return listener
 
 
 class _Source:

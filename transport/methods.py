@@ -10,6 +10,7 @@ DECODE_DESCRIBE = "/hackkv.v1.Decode/Describe"
 REGISTRY_REGISTER = "/hackkv.v1.Registry/Register"
 KV_PUSH = "/hackkv.v1.KvReceiver/Push"
 KV_CONNECT = "/hackkv.v1.KvReceiver/Connect"
+KV_FETCH = "/hackkv.v1.KvReceiver/Fetch"
 
 ALL = (
     PREFILL_SERVE,
@@ -20,4 +21,5 @@ ALL = (
     REGISTRY_REGISTER,
     KV_PUSH,
     KV_CONNECT,
+    KV_FETCH,
 )

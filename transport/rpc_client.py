@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from hackkv.errors import FrameRefused
 from hackkv.nodes import Lease, NodeInfo
-from hackkv.types import DecodeEvent, DecodeJob, PrefillEvent, PrefillJob
+from hackkv.types import DecodeEvent, DecodeJob, Handoff, HandoffEnd, KvFrame, PrefillEvent, PrefillJob
 from transport import methods
 from transport.channels import ChannelPool
+from transport.closing import closing
 from transport.convert import (
     ASSIGNMENT,
     DECODE_EVENT,
@@ -20,6 +22,8 @@ from transport.convert import (
     Assignment,
     Empty,
 )
+from transport.convert_kv import HANDOFF, PUSH_REQUEST
+from transport.replies import replies
 from transport.status import translating
 from transport.trail import outgoing
 from transport.trunk import Call, Trunk
@@ -77,6 +81,26 @@ class DecodeClient(_Client):
     async def describe(self) -> NodeInfo:
         """Ask for identity, capacity and load."""
         return NODE_INFO.decode(await self._ask(methods.DECODE_DESCRIBE, EMPTY.encode(Empty())))
+
+
+class LenderClient(_Client):
+    """What a decode node lends (`transport.base.Lend`), at an address."""
+
+    async def fetch(self, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        """Fetch the pages that `handoff` names; leaving the generator in any way cancels the call at the peer.
+
+        Raises what the node raised, `FrameRefused` or `NodeLost`.
+        """
+        channel = await self._channels.get(self.address)
+        with translating(self.address):
+            metadata = (*self._channels.metadata, *outgoing())
+            call = channel.unary_stream(methods.KV_FETCH, None, None)(HANDOFF.encode(handoff), metadata=metadata)
+        async with closing(replies(call, self.address)) as messages:
+            async for message in messages:
+                item = PUSH_REQUEST.decode(message)
+                if not isinstance(item, KvFrame | HandoffEnd):
+                    raise FrameRefused(f"a {type(item).__name__} among fetched frames", reason="malformed")
+                yield item
 
 
 class RegistryClient(_Client):

@@ -12,8 +12,9 @@ import grpc.aio
 from hackkv.errors import ConfigError, HandshakeRefused, Unauthorized
 from hackkv.nodes import NodeInfo
 from transport import health, methods
-from transport.base import DecodeNode, PrefillNode, Registry
+from transport.base import DecodeNode, Lend, PrefillNode, Registry
 from transport.channels import BULK, Keepalive, server_options
+from transport.closing import closing
 from transport.coder import Coder
 from transport.convert import (
     ASSIGNMENT,
@@ -27,7 +28,8 @@ from transport.convert import (
     Assignment,
     Empty,
 )
-from transport.status import Context, abort, reporting
+from transport.convert_kv import HANDOFF, encode_push_request
+from transport.status import Context, abort, answer, reporting
 from transport.trail import TRAIL, incoming
 from transport.trunk_server import Calls, Method
 from transport.trust import EVERYBODY, Trust
@@ -121,6 +123,10 @@ class RpcServer:
         self._add_calls(Method(methods.DECODE_SERVE, DECODE_JOB, DECODE_EVENT, node.decode))
         self._add_unary(methods.DECODE_DESCRIBE, EMPTY, NODE_INFO, describe)
 
+    def add_lender(self, lend: Lend) -> None:
+        """Serve what a decode node lends. Its listeners call this; the last call counts."""
+        self._add_stream(methods.KV_FETCH, HANDOFF.decode, encode_push_request, lend)
+
     def add_registry(self, registry: Registry) -> None:
         """Serve the router's registry."""
         self._add_unary(methods.REGISTRY_REGISTER, NODE_INFO, LEASE, registry.register)
@@ -192,6 +198,24 @@ class RpcServer:
             await self._run(context, method.path, Calls(method, context).run())
 
         self._table.handlers[method.path] = grpc.stream_stream_rpc_method_handler(serve)
+
+    def _add_stream(
+        self,
+        method: str,
+        decode: Callable[[bytes], Asked],
+        encode: Callable[[Answered], bytes],
+        call: Callable[[Asked], AsyncIterator[Answered]],
+    ) -> None:
+        # A coroutine that writes, not a generator: cancelling it while gRPC sends still closes the service's generator.
+        async def handler(data: bytes, context: Context) -> None:
+            async def work() -> None:
+                async with closing(call(decode(data))) as events:
+                    async for event in events:
+                        await answer(context, encode(event))
+
+            await self._run(context, method, work())
+
+        self._table.handlers[method] = grpc.unary_stream_rpc_method_handler(handler)
 
     async def _of_wire(self, method: str, context: Context) -> None:
         wire = next((value for key, value in context.invocation_metadata() or () if key == WIRE_KEY), PLAIN)

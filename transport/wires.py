@@ -16,7 +16,7 @@ from hackkv.config import InternalConfig
 from hackkv.errors import ConfigError, HandshakeRefused
 from hackkv.nodes import WireAddress
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
-from transport.base import Deliver, KvListener, KvSender
+from transport.base import Deliver, KvListener, KvSender, Lend
 from transport.closing import closing
 from transport.delivery import FRAME_TIMEOUT_S
 from transport.grpc_wire import GrpcListener, GrpcSender
@@ -122,17 +122,30 @@ class Senders:
 
     async def push(self, address: str, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]) -> Receipt:
         """Send one handoff by the wire that `address` names; see `KvSender.push`."""
-        wire, _, place = address.rpartition("://")
-        sender = self._by_wire.get(wire)
-        if sender is None:
+        try:
+            sender, place = self._reaching(address)
+        except HandshakeRefused:
             async with closing(frames):
-                raise HandshakeRefused(f"wire: {address!r} is on none of this node's: {', '.join(self._by_wire)}")
+                raise
         return await sender.push(place, handoff, frames)
+
+    def fetch(self, address: str, handoff: Handoff) -> AsyncIterator[KvFrame | HandoffEnd]:
+        """Fetch pages from the node at `address`; see `KvSender.fetch`. Raises `HandshakeRefused` as `push` does."""
+        sender, place = self._reaching(address)
+        return sender.fetch(place, handoff)
 
     async def close(self) -> None:
         """Close every sender."""
         for sender in self._by_wire.values():
             await sender.close()
+
+    def _reaching(self, address: str) -> tuple[KvSender, str]:
+        """The sender of the wire that `address` names, and the address on it."""
+        wire, _, place = address.rpartition("://")
+        sender = self._by_wire.get(wire)
+        if sender is None:
+            raise HandshakeRefused(f"wire: {address!r} is on none of this node's: {', '.join(self._by_wire)}")
+        return sender, place
 
 
 class Listeners:
@@ -141,9 +154,9 @@ class Listeners:
     def __init__(self, names: Iterable[str], site: Site) -> None:
         self._by_wire = {name: WIRES[name].listener(site) for name in names}
 
-    async def serve(self, deliver: Deliver) -> tuple[WireAddress, ...]:
-        """Start to accept handoffs on every wire; return the addresses to announce."""
-        return tuple([WireAddress(name, await one.serve(deliver)) for name, one in self._by_wire.items()])
+    async def serve(self, deliver: Deliver, lend: Lend | None = None) -> tuple[WireAddress, ...]:
+        """Start to accept handoffs, and to lend pages, on every wire; return the addresses to announce."""
+        return tuple([WireAddress(name, await one.serve(deliver, lend)) for name, one in self._by_wire.items()])
 
     async def close(self) -> None:
         """Stop accepting; handoffs under way fail at their senders with `NodeLost`."""

@@ -89,7 +89,8 @@ def trace_sequence(flight: Flight, outcome: Outcome) -> None:
     attributes |= {
         "gen_ai.usage.input_tokens": len(flight.request.prompt_ids),
         "gen_ai.usage.output_tokens": len(flight.output.token_ids),
-        "hackkv.cached_tokens": flight.cached_tokens, "hackkv.outcome": str(outcome),
+        "hackkv.cached_tokens": flight.cached_tokens, "hackkv.fetched_tokens": flight.fetched_tokens,
+        "hackkv.outcome": str(outcome),
         "hackkv.prefill_node": flight.route.prefill_node, "hackkv.decode_node": flight.route.decode_node,
         "hackkv.attempts": flight.route.attempts,
     }  # fmt: skip

@@ -89,6 +89,11 @@ class Flight:
         return len(self.request.prompt_ids) - prefilled.computed_tokens if prefilled else 0
 
     @property
+    def fetched_tokens(self) -> int:
+        """How many of them it had from a decode node."""
+        return self.route.prefilled.fetched_tokens if self.route.prefilled else 0
+
+    @property
     def held_tokens(self) -> int:
         """Prompt tokens whose KV the last decode node that got it had already."""
         return self.route.receipts[-1].held_tokens if self.route.receipts else 0

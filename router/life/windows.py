@@ -40,7 +40,11 @@ class Windows:
     def prefilled(self, event: Prefilled) -> None:
         """Token 0 is here."""
         measured = {Stage.PREFILL_QUEUE: event.queue_s, Stage.PREFILL: event.prefill_s}
-        parts = {SubStage.QUANTIZE: event.quantize_s, SubStage.WIRE_ENCODE: event.wire_encode_s}
+        parts = {
+            SubStage.FETCH: event.fetch_s,
+            SubStage.QUANTIZE: event.quantize_s,
+            SubStage.WIRE_ENCODE: event.wire_encode_s,
+        }
         self._clock.enter(Stage.TRANSFER, measured, Stage.STREAM, parts)
 
     def handed_off(self, event: HandedOff) -> None:

@@ -31,7 +31,7 @@ FINISHED: Final = (Outcome.STOP, Outcome.LENGTH)
 
 TOTALS: Final = (
     *("finished", "failed", "prompt_tokens", "output_tokens", "kv_bytes", "fp16_bytes"),
-    *("cached_tokens", "held_tokens"),
+    *("cached_tokens", "fetched_tokens", "held_tokens"),
     *(f"{stage}_s" for stage in Stage),
 )
 """Counted since the router started, so that the difference of two samples is what happened between them. Stages are
@@ -164,7 +164,7 @@ class Journal:
     def _count(self, account: dict[str, Any], prefilled: bool) -> None:
         totals, kv = self._totals, account["kv"]
         totals["prompt_tokens"] += account["prompt_tokens"] if prefilled else 0
-        for name in ("output_tokens", "cached_tokens", "held_tokens"):
+        for name in ("output_tokens", "cached_tokens", "fetched_tokens", "held_tokens"):
             totals[name] += account[name]
         totals["kv_bytes"] += sum(kv["bytes_by_plane"].values()) + kv["header_bytes"]
         totals["fp16_bytes"] += kv["fp16_bytes"]
@@ -204,6 +204,7 @@ def _account(flight: Flight, codec: str) -> dict[str, Any]:
         **_progress(flight),
         **time_account(flight.clock),
         "cached_tokens": flight.cached_tokens,
+        "fetched_tokens": flight.fetched_tokens,
         "held_tokens": flight.held_tokens,
         "replayed_tokens": flight.route.replayed,
         "ttft_s": times[0] if times else None,

@@ -126,6 +126,11 @@ class Metrics:
         self._held = counter(
             "kv_held_tokens", "Prompt tokens whose KV did not travel because the decode node held it (count)."
         )
+        self._fetched = counter(
+            "kv_fetched_tokens",
+            "Prompt tokens that were not computed because their KV came from a decode node (count).",
+        )
+        self._fetched_bytes = counter("kv_fetched_bytes", "KV that came from decode nodes, coded (bytes).")
         self._recomputed = counter(
             "prompt_tokens_recomputed",
             "Prompt tokens that a decode node served without receiving their KV (count); must stay 0.",
@@ -201,6 +206,8 @@ class Metrics:
         self._generation_total.inc(len(flight.output.token_ids))
         if flight.route.prefilled is not None:
             self._prompt_total.inc(len(flight.request.prompt_ids))
+            self._fetched.inc(flight.route.prefilled.fetched_tokens)
+            self._fetched_bytes.inc(flight.route.prefilled.fetched_bytes)
             self._ttft.observe(flight.output.at_s[0] if flight.output.at_s else flight.clock.total_s)
         for earlier, later in zip(flight.output.at_s, flight.output.at_s[1:], strict=False):
             self._itl.observe(later - earlier)

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -14,7 +15,7 @@ from decode_node.config import DecodeSettings
 from decode_node.service import DecodeService
 from hackkv.config import ListenConfig
 from hackkv.model.worker import Worker
-from hackkv.nodes import NodeIdentity, NodeInfo
+from hackkv.nodes import NodeIdentity
 from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
 from router.config import RouterConfig
@@ -39,11 +40,13 @@ async def in_process_cluster(
     num_prefill: int = 2,
     num_decode: int = 2,
     decode_nodes: list[DecodeService] | None = None,
+    prefill_nodes: list[PrefillService] | None = None,
+    **prefilling: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Run router and nodes on this event loop; yields a client of the router's HTTP API.
 
     Control calls always go over gRPC; `wire` says how KV travels. Nodes register once; the lease outlives a test.
-    `decode_nodes` gets the decode nodes, for tests that disturb them.
+    `decode_nodes` and `prefill_nodes` get the nodes, for tests that disturb them; `prefilling` is for the latter.
     """
     async with contextlib.AsyncExitStack() as stack:
         ready = await stack.enter_async_context(in_process_router(folder))
@@ -57,7 +60,11 @@ async def in_process_cluster(
             if decode_nodes is not None:
                 decode_nodes.append(node)
         for i in range(num_prefill):
-            await registry.register(await _prefill_node(stack, f"prefill-{i}", worker, wire, network, chunk_pages))
+            settings = {"chunk_tokens": chunk_pages * worker.layout.page_tokens, **prefilling}
+            prefill = await _prefill_node(stack, f"prefill-{i}", worker, wire, network, settings)
+            await registry.register(await prefill.describe())
+            if prefill_nodes is not None:
+                prefill_nodes.append(prefill)
         yield await stack.enter_async_context(httpx.AsyncClient(base_url=ready["http"], timeout=START_S))
 
 
@@ -78,19 +85,24 @@ async def in_process_router(folder: Path) -> AsyncIterator[dict[str, str]]:
 
 
 async def _prefill_node(
-    stack: contextlib.AsyncExitStack, name: str, worker: Worker, wire: str, network: InprocNetwork, chunk_pages: int
-) -> NodeInfo:
+    stack: contextlib.AsyncExitStack,
+    name: str,
+    worker: Worker,
+    wire: str,
+    network: InprocNetwork,
+    settings: dict[str, Any],
+) -> PrefillService:
     server = RpcServer("127.0.0.1", 0)
     address = await server.start()
     senders = open_senders([wire], Site(server, network=network))
     stack.push_async_callback(senders.close)
     identity = NodeIdentity(name, address, "1", senders.wires)
-    settings = PrefillSettings(max_prompts=32, chunk_tokens=chunk_pages * worker.layout.page_tokens)
-    node = PrefillService(identity, worker, senders, NUM_PAGES, settings)
+    limits = PrefillSettings.model_validate({"max_prompts": 32, **settings})
+    node = PrefillService(identity, worker, senders, NUM_PAGES, limits)
     server.add_prefill(node)
     stack.push_async_callback(node.close)
     stack.push_async_callback(server.close)
-    return await node.describe()
+    return node
 
 
 async def _decode_node(

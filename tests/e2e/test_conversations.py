@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,8 +16,10 @@ from hackkv.model.generate import generate
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import Request, Sampling
+from prefill_node.fetch_choice import PrefixFetch
+from prefill_node.service import PrefillService
 from tests.e2e.in_process import in_process_cluster
-from tests.pair import SHARING, prompt
+from tests.pair import SHARING, TIMEOUT_S, prompt
 from tests.wires import WIRES_HERE
 
 PI = 32
@@ -116,3 +119,24 @@ async def test_a_conversation_outlives_the_node_that_has_it(folder: Path, codec:
         assert answer == cold(made, ids)
         ids += (*answer, 9)
         assert await say(client, ids) == cold(made, ids)
+
+
+@pytest.mark.parametrize("wire", WIRES_HERE)
+async def test_another_prefill_node_gets_a_conversation_from_its_decode_node(folder: Path, wire: str) -> None:
+    """The node that has it stops taking requests. Fetching goes over gRPC on whatever wire."""
+    made, nodes, decode = worker(folder, "rot-k3v2"), list[PrefillService](), list[DecodeService]()
+    always: dict[str, Any] = {"prefix_fetch": PrefixFetch.ALWAYS, "fetch_s": TIMEOUT_S}
+    async with in_process_cluster(
+        folder, made, wire, 2, num_decode=1, decode_nodes=decode, prefill_nodes=nodes, **always
+    ) as client:
+        ids = prompt(6, 3 * PI + 1)
+        ids += (*await say(client, ids), 7, 8)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not len(decode[0].inbox.lender.rows):  # noqa: ASYNC110
+                await asyncio.sleep(0)  # nothing tells of a copy's end
+        for node in nodes:
+            if (await node.describe()).marks:
+                await node.drain(0.0)
+        assert await say(client, ids) == cold(made, ids)
+        assert await metric(client, "hackkv_kv_fetched_tokens_total") == (3 * PI + 1 + TOKENS - 1) // PI * PI
+        assert await metric(client, "hackkv_kv_fetched_bytes_total") > 0

@@ -86,6 +86,9 @@ async def test_stages_of_both_nodes_lie_within_their_calls(collector: Collector,
         assert sorted(part.name for part in parts) == sorted(names)
         for part in parts:
             assert root.start_ns <= part.start_ns <= part.end_ns <= root.end_ns, part
+    (waiting,), (fetch,) = collector.spans("prefill_queue"), collector.spans("fetch")
+    assert (fetch.parent_id, fetch.attributes["hackkv.fetched_tokens"]) == (waiting.span_id, 64)
+    assert waiting.start_ns <= fetch.start_ns <= fetch.end_ns <= waiting.end_ns
     failures = {span.failed for span in collector.spans("transfer")}
     assert failures == {"", "node_lost"}
     assert {span.service for span in collector.spans()} == {"hackkv-prefill"}

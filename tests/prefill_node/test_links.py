@@ -22,10 +22,10 @@ from hackkv.types import (
     Token,
 )
 from hackkv.wire_choice import CODER
-from hackkv.wire_form import wire_form
+from hackkv.wire_form import RAW, wire_form
 from prefill_node.links import ENOUGH_BYTES, Links
 from tests.pair import PI, greedy, paired, prompt, tiny_worker
-from transport.base import KvSender
+from transport.base import KvPusher
 from transport.closing import closing
 
 ADDRESS = "inproc://slow"
@@ -59,7 +59,7 @@ async def items(wire: Paced, num_bytes: int) -> AsyncIterator[KvFrame | HandoffE
 
 
 def links_over(wire: Paced) -> Links:
-    sender: KvSender = wire
+    sender: KvPusher = wire
     return Links(sender, wire_form(CODER), True, lambda: wire.now)
 
 
@@ -112,3 +112,11 @@ def test_a_codec_says_whether_its_frames_are_always_coded() -> None:
     assert not tiny_worker("hack", wire_form="zstd").codec.codes_where_it_pays
     auto, zstd = (tiny_worker("hack", wire_form=name) for name in ("auto", "zstd"))
     assert auto.fingerprint == zstd.fingerprint
+
+
+async def test_pages_are_fetched_in_the_form_in_which_pushes_to_the_same_node_leave() -> None:
+    wire = Paced(1e-3, 0.25)
+    links, always = links_over(wire), Links(wire, wire_form(CODER))
+    assert (links.fetch_form(ADDRESS).name, always.fetch_form(ADDRESS).name) == (RAW.name, CODER)
+    await links.push(ADDRESS, HANDOFF, items(wire, ENOUGH_BYTES))
+    assert (links.fetch_form(ADDRESS).name, links.fetch_form("other").name) == (CODER, RAW.name)

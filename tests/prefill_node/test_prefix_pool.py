@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hackkv import page_names as naming
-from hackkv.page_names import Naming
+from hackkv.page_names import Naming, PageName
 from hackkv.types import Fingerprint
+from prefill_node.fetched import Fetched
 from prefill_node.host_pool import Claim, HostPool, Tenant
 from prefill_node.prefix_pool import PrefixGrant, PrefixPool, SharedPage
 from prefill_node.resume_points import ResumePoints
@@ -54,6 +58,7 @@ class Pages(RuleBasedStateMachine):
         self.memory: dict[int, object] = {}
         self.running: list[Running] = []
         self.others: list[Claim] = []
+        self.offers: list[tuple[PageName, Fetched]] = []
 
     @rule(
         wanted=st.lists(st.tuples(prompts, st.sampled_from(["", "salt"]), st.booleans()), max_size=2),
@@ -81,6 +86,11 @@ class Pages(RuleBasedStateMachine):
             self.device[page] = self.memory[place]
         for target, source in (*moves.slots.keeps.items(), *moves.slots.resumes.items()):
             self.slots[target] = self.slots[source]
+        for install in moves.installs:
+            content, rows = cast("tuple[Callable[[int], object], object]", install.parts)
+            for index in range(install.first, install.rows // PI):
+                self.device[install.pages[index]] = content(index)
+            self.slots[install.slot] = rows
         for each in started if self.exact else ():
             assert not each.done or self.slots[each.grant.slot] == each.content(each.done - 1)
         self.running += started
@@ -95,6 +105,26 @@ class Pages(RuleBasedStateMachine):
                 self.pool.publish(each.grant, sealed)
         if self.exact and not succeeds:  # slots are overwritten: prompts start over
             self.all_leave()
+
+    @rule(ids=prompts, salt=st.sampled_from(["", "salt"]), data=st.data())
+    def fetch(self, ids: tuple[int, ...], salt: str, data: st.DataObject) -> None:
+        """Pages of a prompt come from a decode node; they are offered until it is complete."""
+        names = NAMING.names(ids, salt)
+        if names:
+            end = data.draw(st.integers(1, len(names)))
+            first = data.draw(st.integers(0, end - (not self.exact)))
+            fetched = Fetched(first, end, 0)
+            pages = {index: (salt, ids[: (index + 1) * PI]) for index in range(first, end)}
+            fetched.parts = (pages.get, (salt, ids[: end * PI]))  # type: ignore[assignment]
+            self.pool.places.offer(names[end - 1], fetched)
+            self.offers.append((names[end - 1], fetched))
+
+    @precondition(lambda self: self.offers)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        """A prompt whose pages were fetched is over."""
+        name, fetched = self.offers.pop(data.draw(st.integers(0, len(self.offers) - 1)))
+        self.pool.places.withdraw(name, fetched)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

@@ -29,7 +29,7 @@ from tests.transport import nouns
 from transport.base import DecodeNode, PrefillNode, Registry
 
 PREFILL_EVENTS: list[PrefillEvent] = [
-    Prefilled(Token(0, 11, None, -0.5), 0.1, 0.2, 0.05, 3),
+    Prefilled(Token(0, 11, None, -0.5), 0.1, 0.2, 0.05, 3, fetched_tokens=64, fetched_bytes=640, fetch_s=0.05),
     HandoffFailed(0, "node_lost", "d-1 went away"),
     HandedOff(nouns.receipt(), 0.0, 0.3, 512, epoch=1),
 ]

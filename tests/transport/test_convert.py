@@ -92,8 +92,10 @@ pair_messages = (
     | st.builds(Ready, U32, PARCELS)
 )
 receipts = st.builds(Receipt, TEXT, U32, short_tuples(st.tuples(TEXT, U64)), U64, U64, SECONDS, SECONDS, U32)
+FETCHED = (SECONDS, U32, U64, SECONDS)
+HANDOFF_CODERS: tuple[Coder[Any, Any], ...] = (convert_kv.PUSH_REQUEST, convert_kv.HANDOFF)
 prefill_events = (
-    st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, short_tuples(tokens), SECONDS)
+    st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, short_tuples(tokens), *FETCHED)
     | st.builds(types.HandedOff, receipts, SECONDS, SECONDS, U64, U32)
     | st.builds(types.HandoffFailed, U32, TEXT, TEXT)
 )
@@ -141,7 +143,7 @@ CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [
     (convert_kv.LAYOUT, st.builds(KvLayout, U32, U32, U32, st.integers(1, 2**32 - 1))),
     (convert_kv.RECEIPT, receipts),
     (convert_kv.PUSH_REQUEST, kv_frames),
-    (convert_kv.PUSH_REQUEST, st.builds(types.Handoff, TEXT, U32, fingerprints, U32, U32)),
+    *((coder, st.builds(types.Handoff, TEXT, U32, fingerprints, U32, U32)) for coder in HANDOFF_CODERS),
     (convert_kv.PUSH_REQUEST, st.builds(HandoffEnd, TEXT, U32, U32, U32, U64)),
     (convert_kv.PUSH_REQUEST, st.builds(Announced, bare_frames, U32, U32, PARCELS)),
     (convert_kv.PUSH_REPLY, receipts | st.just(Accepted())),

@@ -24,7 +24,7 @@ from transport.channels import ChannelPool
 from transport.coder import MAX_PAYLOAD_BYTES, MAX_REQUEST_BYTES
 from transport.convert import ASSIGNMENT, DECODE_JOB, EMPTY, NODE_INFO, PREFILL_JOB, Assignment, Empty
 from transport.convert_calls import ANSWERS, ASKS, Ask
-from transport.convert_kv import PUSH_REPLY, PUSH_REQUEST, Accepted, Announced
+from transport.convert_kv import HANDOFF, PUSH_REPLY, PUSH_REQUEST, Accepted, Announced
 from transport.convert_pair import PAIR_MESSAGE, Hello, Paired, PairKey, PairMessage, Ready
 from transport.grpc_wire import GrpcListener
 from transport.link import link_kind
@@ -45,6 +45,7 @@ SEEDS: dict[str, list[bytes]] = {
         PUSH_REQUEST.encode(item)
         for item in (nouns.handoff(), nouns.frame(0), Announced(nouns.frame(1, b""), 1, 1, 5), nouns.end(2))
     ],
+    methods.KV_FETCH: [HANDOFF.encode(nouns.handoff())],
     methods.KV_CONNECT: [
         PAIR_MESSAGE.encode(item) for item in (*HELLOS, PairKey("0/0", b"there"), Ready(1, 5), Paired(1))
     ],
@@ -131,7 +132,7 @@ async def fuzz(wire: str, calls: int, seed: int) -> dict[str, int]:
     server.add_prefill(FakePrefill())
     server.add_decode(FakeDecode())
     server.add_registry(FakeRegistry())
-    address = await listener.serve(count_items)
+    address = await listener.serve(count_items, lambda handoff: nouns.frames(3, transfer_id=handoff.transfer_id))
     rng, endings = random.Random(seed), dict[str, int]()
     channel = await channels.get(address)
     for _ in range(calls):

@@ -25,9 +25,9 @@ def mean_by(label: str, histogram: str, window: str = RATE) -> str:
     return f"sum by ({label}) (rate({histogram}_sum[{window}])) / sum by ({label}) (rate({histogram}_count[{window}]))"
 
 
-def hit_rate(kind: str) -> str:
-    """Share of prompt tokens that nodes of one kind had already: `prefix` of prefill nodes, `held` of decode nodes."""
-    return f"rate(hackkv_{kind}_hits_total[{RATE}]) / rate(hackkv_{kind}_queries_total[{RATE}])"
+def rate(counter: str) -> str:
+    """How fast a counter grows; its name without `_total`."""
+    return f"rate({counter}_total[{RATE}])"
 
 
 JCT = Board(
@@ -166,11 +166,12 @@ CLUSTER = Board(
         ),
         Chart(
             "Prompt tokens that were there already",
-            "Share of prompt tokens that a prefill node had in its pages, and that a decode node held.",
+            "Share of prompt tokens that a prefill node had in its pages, fetched, and that a decode node held.",
             "percentunit",
             (
-                Query(hit_rate("prefix"), "{{node}}"),
-                Query(hit_rate("held"), "{{node}}"),
+                Query(f"{rate('hackkv_prefix_hits')} / {rate('hackkv_prefix_queries')}", "{{node}}"),
+                Query(f"{rate('hackkv_held_hits')} / {rate('hackkv_held_queries')}", "{{node}}"),
+                Query(f"sum({rate('hackkv_kv_fetched_tokens')}) / sum({rate('vllm:prompt_tokens')})", "fetched"),
             ),
         ),
         Chart(
@@ -187,12 +188,7 @@ CLUSTER = Board(
             "Prompts placed where they are held",
             "Share of prompt tokens that the router expected the chosen node to hold.",
             "percentunit",
-            (
-                Query(
-                    f"rate(hackkv_dispatched_held_tokens_total[{RATE}]) / rate(hackkv_dispatched_tokens_total[{RATE}])",
-                    "{{role}}",
-                ),
-            ),
+            (Query(f"{rate('hackkv_dispatched_held_tokens')} / {rate('hackkv_dispatched_tokens')}", "{{role}}"),),
         ),
         Chart(
             "Failovers",

@@ -379,7 +379,7 @@ class Assignment(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., epoch: _Optional[int] = ..., held_pages: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("token", "queue_s", "prefill_s", "quantize_s", "computed_tokens", "prompt_logprobs", "wire_encode_s")
+    __slots__ = ("token", "queue_s", "prefill_s", "quantize_s", "computed_tokens", "prompt_logprobs", "wire_encode_s", "fetched_tokens", "fetched_bytes", "fetch_s")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +387,9 @@ class Prefilled(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     WIRE_ENCODE_S_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
     token: Token
     queue_s: float
     prefill_s: float
@@ -394,7 +397,10 @@ class Prefilled(_message.Message):
     computed_tokens: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[Token]
     wire_encode_s: float
-    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., quantize_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., wire_encode_s: _Optional[float] = ...) -> None: ...
+    fetched_tokens: int
+    fetched_bytes: int
+    fetch_s: float
+    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., quantize_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., wire_encode_s: _Optional[float] = ..., fetched_tokens: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ...) -> None: ...
 
 class HandedOff(_message.Message):
     __slots__ = ("receipt", "swap_wait_s", "transfer_s", "overlapped_bytes", "epoch")

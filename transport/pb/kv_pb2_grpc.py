@@ -405,6 +405,11 @@ class KvReceiverStub:
                 request_serializer=transport_dot_pb_dot_kv__pb2.PairMessage.SerializeToString,
                 response_deserializer=transport_dot_pb_dot_kv__pb2.PairMessage.FromString,
                 _registered_method=True)
+        self.Fetch = channel.unary_stream(
+                '/hackkv.v1.KvReceiver/Fetch',
+                request_serializer=transport_dot_pb_dot_kv__pb2.Handoff.SerializeToString,
+                response_deserializer=transport_dot_pb_dot_kv__pb2.PushRequest.FromString,
+                _registered_method=True)
 
 
 class KvReceiverServicer:
@@ -426,6 +431,14 @@ class KvReceiverServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request, context):
+        """The other direction: a prefill node asks for pages [held_pages, num_tokens / page_tokens) of a prompt that this node
+        has room for. Frames, then HandoffEnd; a failed call carries a Failure as those of the control services do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvReceiverServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -438,6 +451,11 @@ def add_KvReceiverServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=transport_dot_pb_dot_kv__pb2.PairMessage.FromString,
                     response_serializer=transport_dot_pb_dot_kv__pb2.PairMessage.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=transport_dot_pb_dot_kv__pb2.Handoff.FromString,
+                    response_serializer=transport_dot_pb_dot_kv__pb2.PushRequest.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -496,6 +514,33 @@ class KvReceiver:
             '/hackkv.v1.KvReceiver/Connect',
             transport_dot_pb_dot_kv__pb2.PairMessage.SerializeToString,
             transport_dot_pb_dot_kv__pb2.PairMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/hackkv.v1.KvReceiver/Fetch',
+            transport_dot_pb_dot_kv__pb2.Handoff.SerializeToString,
+            transport_dot_pb_dot_kv__pb2.PushRequest.FromString,
             options,
             channel_credentials,
             insecure,

@@ -132,7 +132,7 @@ const makeTrack = (id, kind) => {
   return { name, fill, size };
 };
 const tracks = ["ours", ""].map((kind) => makeTrack("kv", kind));
-const found = ["ours", "ours"].map((kind) => makeTrack("found", kind));
+const found = ["ours", "ours", "ours"].map((kind) => makeTrack("found", kind));
 
 function showKv() {
   const { kv_bytes, fp16_bytes } = history.last;
@@ -148,10 +148,12 @@ function showKv() {
   setText("kv-note", cluster.codec === "fp16" ? ratio : `${ratio} ${open}`);
 }
 
-// Pages that nodes keep after a request: what a prefill node need not compute again, and a decode node need not get again.
+// Pages that nodes keep after a request: what a prefill node need not compute again, and a decode node need not get again. What a prefill node lacks
+// may come from a decode node.
 function showFound() {
-  const { prompt_tokens, cached_tokens, held_tokens } = history.last;
-  [["not computed", cached_tokens], ["not sent", held_tokens]].forEach(([name, tokens], index) => {
+  const { prompt_tokens, cached_tokens, fetched_tokens, held_tokens } = history.last;
+  const shown = [["not computed", cached_tokens], ["… but fetched", fetched_tokens], ["not sent", held_tokens]];
+  shown.forEach(([name, tokens], index) => {
     const share = prompt_tokens ? tokens / prompt_tokens : 0;
     found[index].name.textContent = name;
     found[index].fill.style.width = `${100 * share}%`;

@@ -111,6 +111,7 @@ function detail(one) {
     ["nodes", [one.prefill_node, one.decode_node].filter(Boolean).join(" → ") || "none"],
     ["placed on nodes", one.attempts === 1 ? "once" : `${count(one.attempts)} times`],
     ["prompt tokens not computed", count(one.cached_tokens)],
+    ["… of them fetched from the decode node", count(one.fetched_tokens)],
     ["prompt tokens not sent", count(one.held_tokens)],
     ["tokens computed again", count(one.replayed_tokens)],
     ...Object.entries(one.sub_stages).map(([name, spent]) => [`${name}, part of a stage`, seconds(spent)]),

@@ -31,6 +31,7 @@ def test_parts_stay_within_their_stages_when_token_0_comes_late() -> None:
         Stage.DECODE: 1.5,
     }
     assert clock.sub_stages == {
+        SubStage.FETCH: 0.0,
         SubStage.QUANTIZE: 2.0,
         SubStage.WIRE_ENCODE: 1.0,
         SubStage.WIRE_DECODE: 0.0,
