@@ -6,8 +6,9 @@ import gc
 import json
 from typing import Final
 
-NEW_OBJECTS: Final = 20_000
-"""The garbage collector runs when there are as many: some MiB. By default it runs several times a request."""
+NEW_OBJECTS: Final = 5_000
+"""The garbage collector runs when there are as many. By default it runs several times a request; the more there may be,
+the longer a large body may stay that belongs to a cycle."""
 
 
 def settle() -> None:

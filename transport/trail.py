@@ -1,6 +1,6 @@
 """What a call is part of: the id of a request, and its place in a trace (W3C Trace Context).
 
-Both travel in the metadata of calls, and within a process in a context variable, which tasks inherit. So logs and spans
+Both travel with calls, and within a process in a context variable, which tasks inherit. So logs and spans
 of every process name the request that they are about. Spans themselves are made by `node.spans`, if anybody wants them;
 without that the trace of a client still goes along, for logs and for whoever else traces.
 """

@@ -268,7 +268,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
                 self._streams_events = headers.get(b"content-type", b"").startswith(b"text/event-stream")
                 self._chunked = self._streams_events and scope["http_version"] != "1.0"
             elif self._chunked and message.get("more_body"):
-                await self._write_chunk(message["body"])
+                await self._write_chunk(message.get("body", b""))
                 return
             await send(message)
 
