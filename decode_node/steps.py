@@ -55,6 +55,8 @@ class Steps:
 
     def leave(self, stream: Stream) -> None:
         """End a stream, finished or not. A repeat has no effect."""
+        if stream.reservation is not None:
+            stream.reservation.grant.close()  # nothing is written to its pages, or lent of them, once others have them
         if stream.seat.place is Place.DEVICE and not stream.seat.busy:
             self.copies.keep_rows(stream)
         self._scheduler.leave(stream.seat)

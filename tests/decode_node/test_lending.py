@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from decode_node.inbox import Reservation
 from decode_node.kept_rows import KeptRows
-from decode_node.pages import PagePool
+from decode_node.pages import Grant, PagePool
 from hackkv.errors import HandshakeRefused, TransferError
 from hackkv.framing import Expected, FrameLedger
 from hackkv.kv_memory import HostKv, HostPages
@@ -126,12 +128,27 @@ async def test_pages_that_do_not_come_back_from_host_memory_are_not_lent(monkeyp
                 await asyncio.sleep(0)
         await nodes.serve(greedy("other", prompt(2, 4 * PI), 2))
         monkeypatch.setattr(HostPages, "load", broken)
+        reserve, give_back = nodes.decode.inbox.reserve, nodes.decode.pool.give_back
+        reserved: list[Reservation] = []
+        closed: list[bool] = []
+
+        def reserving(*arguments: Any) -> Reservation:
+            reserved.append(reserve(*arguments))
+            return reserved[-1]
+
+        def giving_back(grant: Grant) -> None:
+            closed.append(reserved[0].grant.closed)
+            give_back(grant)
+
+        monkeypatch.setattr(nodes.decode.inbox, "reserve", reserving)
+        monkeypatch.setattr(nodes.decode.pool, "give_back", giving_back)
         decoding = nodes.decode.decode(DecodeJob(greedy("r", IDS, 5), "r", 3))
         assert await anext(decoding) == Reserved(3)
         with pytest.raises(TransferError, match=r"pages of 'r' are lost|cancelled"):
             await anext(nodes.decode.inbox.lend(Handoff("r", 3, worker.fingerprint, 3 * PI)))
         with pytest.raises(TransferError, match="pages are lost"):
             await anext(decoding)
+        assert closed == [True]
         await nodes.assert_idle()
 
 
