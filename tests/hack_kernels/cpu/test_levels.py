@@ -50,7 +50,8 @@ def test_feedback_goes_by_the_layer_and_the_heads_of_the_model(backend: cpu.CpuB
     pairs.assert_feedback_goes_by_layer_and_head(pairs.kernels_of(backend, fmt), fmt)
 
 
-@pytest.mark.parametrize(("bits", "head_dim"), itertools.product(LEVEL_BITS, [80, 96]))
+@pytest.mark.parametrize("head_dim", [80, 96])
+@pytest.mark.parametrize("bits", LEVEL_BITS)
 def test_pages_move_between_the_definition_and_cpp(backend: cpu.CpuBackend, bits: int, head_dim: int) -> None:
     fmt = LevelFormat(head_dim, 64, bits, bits)
     pairs.assert_pages_move(pairs.kernels_of(backend, fmt), fmt)
