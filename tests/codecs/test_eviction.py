@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decode_node.config import DecodeSettings
 from hackkv.codec import Batch, KvCodec, Span, rows_held
 from hackkv.codecs import CODECS, make_codec
 from hackkv.codecs.attention_mass import WEIGHT_BITS, attention_mass
@@ -24,7 +23,7 @@ from hackkv.errors import ConfigError
 from hackkv.model.generate import generate
 from hackkv.types import HandedOff, KvShape
 from tests.codecs.cases import same_bytes
-from tests.decode_node.calls import begun_together, held_up
+from tests.decode_node.calls import go_on_in_few_pages
 from tests.meta import MetaBackend, NothingComesBack
 from tests.pair import EVICTING, PI, greedy, paired, prompt, tiny_worker
 
@@ -178,17 +177,7 @@ async def test_it_goes_on_after_a_failover_and_through_swaps(name: str, under: s
     """Replays start behind the rows that stayed; five sequences take turns in the pages of two."""
     worker = tiny_worker(name, of=under, budget="60%")
     requests = [greedy(f"r{i}", prompt(i, 5 * PI + 7 * i), 2 * PI, ignore_eos=True) for i in range(5)]
-    whole = [generate(worker, request) for request in requests]
-    decode, begin = held_up(worker)
-    async with paired(worker, decode, num_pages=16, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
-        serving = (
-            nodes.serve(request, emitted=tuple(token.token_id for token in tokens[: PI + 3]))
-            for request, tokens in zip(requests, whole, strict=True)
-        )
-        served = await begun_together(nodes, begin, sum(len(each.prompt_ids) for each in requests), serving)
-        await nodes.assert_idle()
-    assert sum(result.swaps for result in served) > 0
-    assert [result.tokens for result in served] == [tokens[PI + 3 :] for tokens in whole]
+    await go_on_in_few_pages(worker, requests, PI + 3, num_pages=16)
 
 
 @pytest.mark.parametrize("name", EVICTING)

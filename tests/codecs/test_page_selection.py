@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decode_node.config import DecodeSettings
 from hackkv.codec import Batch, Span
 from hackkv.codecs import make_codec
 from hackkv.codecs.paged import PagedCodec
@@ -22,8 +21,8 @@ from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.model.generate import generate
 from hackkv.types import KvShape
-from tests.decode_node.calls import begun_together, held_up
-from tests.pair import PI, greedy, paired, prompt, tiny_worker
+from tests.decode_node.calls import go_on_in_few_pages
+from tests.pair import PI, greedy, prompt, tiny_worker
 
 HEADS, GROUP, DIM = 2, 3, 64
 PAGES = 12
@@ -141,18 +140,7 @@ async def test_a_cluster_reads_what_one_process_reads_through_replays_and_swaps(
     """A replay runs row by row: what decode saw, it sees again."""
     worker = tiny_worker("mpcache", of=under, **NARROW)
     requests = [greedy(f"r{i}", prompt(i, 6 * PI + 7 * i), PI + 9, ignore_eos=True) for i in range(4)]
-    whole = [generate(worker, request) for request in requests]
-    cut = 5
-    decode, begin = held_up(worker)
-    async with paired(worker, decode, num_pages=22, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
-        serving = (
-            nodes.serve(request, emitted=tuple(token.token_id for token in tokens[:cut]))
-            for request, tokens in zip(requests, whole, strict=True)
-        )
-        served = await begun_together(nodes, begin, sum(len(each.prompt_ids) for each in requests), serving)
-        await nodes.assert_idle()
-    assert sum(result.swaps for result in served) > 0
-    assert [result.tokens for result in served] == [tokens[cut:] for tokens in whole]
+    await go_on_in_few_pages(worker, requests, 5, num_pages=22)
 
 
 @pytest.mark.parametrize("chunk_pages", [1, 3])

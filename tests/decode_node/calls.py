@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import Sequence as Series
 from dataclasses import replace
 from typing import Any
 
 from hack_kernels.base import Pool
 from torch import Tensor
 
+from decode_node.config import DecodeSettings
 from hackkv.codec import Batch
 from hackkv.errors import (
     by_code,
 )
+from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
 from hackkv.types import (
     DecodeEvent,
@@ -27,7 +30,7 @@ from hackkv.types import (
     Request,
     Reserved,
 )
-from tests.pair import TIMEOUT_S, Pair, Served, greedy, twin
+from tests.pair import PI, TIMEOUT_S, Pair, Served, greedy, paired, twin
 from transport.closing import closing
 
 
@@ -90,3 +93,19 @@ async def begun_together(
             await asyncio.sleep(0)
     begin.set()
     return await served
+
+
+async def go_on_in_few_pages(worker: Worker, requests: Series[Request], cut: int, num_pages: int) -> None:
+    """Requests of which another node chose the first `cut` tokens go on at once, in fewer pages than all need together.
+    They are swapped, and their tokens are those of undisturbed runs."""
+    whole = [generate(worker, request) for request in requests]
+    decode, begin = held_up(worker)
+    async with paired(worker, decode, num_pages=num_pages, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
+        serving = (
+            nodes.serve(request, emitted=tuple(token.token_id for token in tokens[:cut]))
+            for request, tokens in zip(requests, whole, strict=True)
+        )
+        served = await begun_together(nodes, begin, sum(len(each.prompt_ids) for each in requests), serving)
+        await nodes.assert_idle()
+    assert sum(result.swaps for result in served) > 0
+    assert [result.tokens for result in served] == [tokens[cut:] for tokens in whole]

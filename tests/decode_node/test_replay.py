@@ -12,7 +12,7 @@ from hackkv.codecs import CODECS
 from hackkv.errors import RequestError, TransferError
 from hackkv.model.generate import generate
 from hackkv.types import DecodeJob, Request, Reserved
-from tests.decode_node.calls import begun_together, held_up
+from tests.decode_node.calls import go_on_in_few_pages
 from tests.pair import PI, Pair, greedy, paired, prompt, tiny_worker
 
 CUTS = (1, 2, PI - 1, PI, PI + 1, 2 * PI, 3 * PI + 5)
@@ -63,17 +63,7 @@ async def test_replays_and_swaps_together_change_nothing() -> None:
     """Eight pages for what comes to 20."""
     worker = tiny_worker("hack")
     requests = [greedy(f"r{i}", prompt(i, 10 + i), 3 * PI, ignore_eos=True) for i in range(5)]
-    whole = [generate(worker, request) for request in requests]
-    decode, begin = held_up(worker)
-    async with paired(worker, decode, num_pages=8, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
-        serving = (
-            nodes.serve(request, emitted=tuple(token.token_id for token in tokens[:PI]))
-            for request, tokens in zip(requests, whole, strict=True)
-        )
-        served = await begun_together(nodes, begin, sum(len(each.prompt_ids) for each in requests), serving)
-        await nodes.assert_idle()
-    assert sum(result.swaps for result in served) > 0
-    assert [result.tokens for result in served] == [tokens[PI:] for tokens in whole]
+    await go_on_in_few_pages(worker, requests, PI, num_pages=8)
 
 
 async def test_a_replay_that_begins_with_another_token_is_refused() -> None:
