@@ -59,8 +59,8 @@ class Selecting:
         if any(span.prompt for span in batch.spans):
             return batch.where
         chooser = self._retention.chooser(layer)
-        if chooser == layer:
-            batch.visible[layer] = self._choose(pool, batch, q)
+        if chooser not in batch.visible:
+            batch.visible[chooser] = self._choose(pool, batch, q)
         return batch.visible[chooser]
 
     def _choose(self, pool: Pool, batch: Batch, q: Tensor) -> Spans:
