@@ -37,7 +37,7 @@ def wilson(mean: float, count: int) -> Interval:
     z2 = Z95 * Z95
     centre = (mean + z2 / (2 * count)) / (1 + z2 / count)
     half = Z95 / (1 + z2 / count) * math.sqrt(mean * (1 - mean) / count + z2 / (4 * count * count))
-    return Interval(mean, min(mean, centre - half), max(mean, centre + half), "wilson")
+    return Interval(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)), "wilson")
 
 
 def share(scores: Floats) -> Interval:
