@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from hack_kernels.base import Rows, Spans, new_pool
+from hack_kernels.base import Rows, Spans
 from hack_kernels.hack_format import Arithmetic, HackFormat
 from hack_kernels.philox import Coordinates
+from hack_kernels.pools import new_pool
 from hack_kernels.quantize import quantize_k, quantize_v
 from hack_kernels.reference.hack import HackReference
 from torch import Tensor

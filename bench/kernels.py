@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from hack_kernels.base import Pool, Rows, Spans, new_pool
+from hack_kernels.base import Pool, Rows, Spans
 from hack_kernels.cpu import ISA_VARIABLE, CpuBackend
 from hack_kernels.cpu.memory import zeroed_planes
 from hack_kernels.hack_format import HackFormat, HackKernels, Rounding
+from hack_kernels.pools import new_pool
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat

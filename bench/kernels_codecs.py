@@ -10,12 +10,13 @@ from functools import partial
 from typing import Final, cast
 
 import torch
-from hack_kernels.base import PageFormat, PageKernels, Pool, Rows, Spans, new_pool
+from hack_kernels.base import PageFormat, PageKernels, Pool, Rows, Spans
 from hack_kernels.cpu import CpuBackend
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HackFormat, HackKernels
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, on_grid
+from hack_kernels.pools import new_pool
 from hack_kernels.read_format import ReadFormat
 from hack_kernels.reference.floats import FloatReference
 from hack_kernels.reference.groups import GroupReference

@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from hack_kernels.base import Planes, Pool, Rows, Spans, new_pool
+from hack_kernels.base import Planes, Pool, Rows, Spans
 from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, OpenPage, Rounding
+from hack_kernels.pools import new_pool
 from hack_kernels.quantize import unpack
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.triton.backend import TritonBackend

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 import triton
 import triton.language as tl
-from hack_kernels.base import Planes, Pool, Rows, Spans, new_pool
+from hack_kernels.base import Planes, Pool, Rows, Spans
 from hack_kernels.hack_format import HackFormat, HackKernels
+from hack_kernels.pools import new_pool
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.decode import decode_launch

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans, new_pools, with_notes
+from hack_kernels.base import Backend, PageFormat, PageKernels, Plane, Planes, Pool, Rows, Spans
 from hack_kernels.bounded import BoundedKernels
+from hack_kernels.pools import new_pools, with_notes
 from torch import Tensor
 
 from hackkv.choices import Eviction, Selection

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from hack_kernels import BACKENDS, load
-from hack_kernels.base import Backend, BackendUnavailable, PageFormat, PageKernels, Pool, Rows, Spans, new_pool
+from hack_kernels.base import Backend, BackendUnavailable, PageFormat, PageKernels, Pool, Rows, Spans
 from hack_kernels.hack_format import HackFormat, OpenPage
+from hack_kernels.pools import new_pool
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from hack_kernels.base import Backend, Planes, Pool, Rows, Spans, new_pool
+from hack_kernels.base import Backend, Planes, Pool, Rows, Spans
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
+from hack_kernels.pools import new_pool
 from hack_kernels.reference.levels import LevelReference
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.window import Window

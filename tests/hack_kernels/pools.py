@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from hack_kernels.base import Backend, Pool, new_pool
+from hack_kernels.base import Backend, Pool
 from hack_kernels.hack_format import HackFormat, HackKernels
+from hack_kernels.pools import new_pool
 from hack_kernels.reference.hack import HackReference
 from torch import Tensor
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from hack_kernels.base import Backend, PageKernels, Pool, Spans, new_pool
+from hack_kernels.base import Backend, PageKernels, Pool, Spans
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.pools import new_pool
 from hack_kernels.read_format import ReadFormat
 from hack_kernels.reference.floats import FloatReference
 from hack_kernels.reference.groups import GroupReference

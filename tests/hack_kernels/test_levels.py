@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hack_kernels.base import Pool, Rows, Spans, new_pool
+from hack_kernels.base import Pool, Rows, Spans
 from hack_kernels.level_format import (
     FITS,
     HEAD_DIMS,
@@ -22,6 +22,7 @@ from hack_kernels.level_format import (
     LevelKernels,
     on_grid,
 )
+from hack_kernels.pools import new_pool
 from hack_kernels.reference.levels import (
     LevelReference,
     dequantize,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from hack_kernels import cpu, load
-from hack_kernels.base import Backend, BackendUnavailable, PageKernels, Pool, Rows, Spans, new_pool
+from hack_kernels.base import Backend, BackendUnavailable, PageKernels, Pool, Rows, Spans
 from hack_kernels.cpu.extension import supported_isas
+from hack_kernels.pools import new_pool
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from torch import Tensor

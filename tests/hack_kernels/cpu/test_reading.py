@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 from hack_kernels import cpu, load
-from hack_kernels.base import Rows, new_pool
+from hack_kernels.base import Rows
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.pools import new_pool
 from hack_kernels.read_format import ReadFormat
 from torch import Tensor
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hack_kernels.base import BackendUnavailable, Planes, Pool, Rows, Spans, new_pool
+from hack_kernels.base import BackendUnavailable, Planes, Pool, Rows, Spans
 from hack_kernels.hack_format import SUM_PLANES, Arithmetic, HackFormat, HackKernels, OpenPage, Rounding
+from hack_kernels.pools import new_pool
 from hack_kernels.reference.hack import HackReference
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention

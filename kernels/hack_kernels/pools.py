@@ -1,0 +1,58 @@
+"""Empty pools: the planes that kernels lay out, the exact rows of sequences in flight, and notes of pages."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hack_kernels.base import PageFormat, PageKernels, Plane, Pool
+
+
+def new_pool(
+    fmt: PageFormat, kernels: PageKernels, device: torch.device, num_pages: int, num_slots: int, heads: range
+) -> Pool:
+    """An empty pool for KV heads `heads` of one layer."""
+    (pool,) = new_pools([fmt], kernels, device, num_pages, num_slots, heads)
+    return pool
+
+
+def new_pools(
+    formats: Sequence[PageFormat],
+    kernels: PageKernels,
+    device: torch.device,
+    num_pages: int,
+    num_slots: int,
+    heads: range,
+) -> tuple[Pool, ...]:
+    """Empty pools for KV heads `heads` of layers with these formats, each of which has kernels of one class."""
+    shapes = [(num_slots, len(heads), fmt.window.pages * fmt.page_tokens, fmt.head_dim) for fmt in formats]
+    return tuple(
+        Pool(
+            planes,
+            _zeroed(shape, torch.float16, device),
+            _zeroed(shape, torch.float16, device),
+            heads.start,
+            fmt.window,
+        )
+        for fmt, shape, planes in zip(formats, shapes, kernels.new_planes(formats, num_pages, len(heads)), strict=True)
+    )
+
+
+def with_notes(pool: Pool, notes: Sequence[Plane]) -> Pool:
+    """`pool` with room for `notes` of each page."""
+    shape = (pool.num_pages, pool.num_kv_heads)
+    return replace(pool, notes={note.name: _zeroed((*shape, *note.shape), note.dtype, pool.device) for note in notes})
+
+
+def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On the processor the system gives them at the first touch, so what is not used takes no memory."""
+    size = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < mmap.PAGESIZE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
