@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from hackkv.codecs import CODECS
 from hackkv.model.generate import generate
 from hackkv.types import DecodeJob, Prefilled, PrefillJob, Reserved, Token
-from tests.pair import PI, TIMEOUT_S, exchanged, greedy, paired, prompt, tiny_worker
+from tests.pair import PI, SHARING, TIMEOUT_S, exchanged, greedy, paired, prompt, tiny_worker
 from tests.prefill_node.calls import close
 from tests.prefill_node.fetching import ANSWER, FETCHES, FEW, cold, longer, rows_are_kept, second_turn, stat, turn
 from transport.closing import closing
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", SHARING)
 async def test_a_fresh_prefill_node_goes_on_with_what_the_decode_node_kept(codec: str) -> None:
     """Turn after turn on another prefill node: each fetches what there is, and computes the rest."""
     worker = tiny_worker(codec)
