@@ -75,5 +75,5 @@ async def rows_are_kept(nodes: Pair, worker: Worker, sequences: int) -> None:
     """The exact rows at the ends of so many sequences are in host memory, with codecs that need them."""
     if worker.codec.window.pages > 1:
         async with asyncio.timeout(TIMEOUT_S):
-            while await stat(nodes, "hackkv_held_exact_rows") < sequences:  # noqa: ASYNC110  # nothing tells of a copy
+            while len(nodes.decode.inbox.lender.rows) < sequences:  # noqa: ASYNC110  # nothing tells of a copy
                 await asyncio.sleep(0)
