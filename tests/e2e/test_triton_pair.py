@@ -16,7 +16,7 @@ from hackkv.model.worker import Worker
 from hackkv.types import DecodeJob, HandedOff, Landed, Prefilled, PrefillJob, Request, Reserved, Token
 from tests.decode_node.calls import close, held_up
 from tests.on_triton import served
-from tests.pair import DECODING, PI, Pair, greedy, paired, prompt, tiny_worker
+from tests.pair import DECODING, EVICTING, PI, Pair, greedy, paired, prompt, tiny_worker
 from transport.closing import closing
 
 PATIENCE_S: Final = 3600.0
@@ -46,7 +46,7 @@ async def test_one_request_equals_the_reference() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", served())
+@pytest.mark.parametrize("codec", [name for name in served() if name not in EVICTING])
 async def test_swaps_and_replays_equal_the_reference(codec: str) -> None:
     """Four sequences land in a page each and want two of five; all began elsewhere, and two are sampled."""
     on_triton, reference = workers(codec)
