@@ -24,7 +24,7 @@ test: $(STAMP)  ## run the tests, but for the slow ones, on up to 4 cores
 	$(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --dist loadfile
 
 test-slow: $(STAMP)  ## run the slow ones: in a browser, Triton's kernels interpreted and compiled, soaks (tests/tiers.py)
-	$(BIN)/python -m pytest -m slow -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -m slow
 
 test-all: test test-slow  ## run every test
 
