@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Route, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -21,6 +22,12 @@ PATIENCE_MS = 60_000
 
 Open = Callable[..., Page]
 """Opens an address in a window of its own; keywords are those of a Playwright context."""
+
+
+def endless(route: Route) -> None:
+    """Ask for an answer that only ends when it is stopped: a random model may say its last word at any token."""
+    body = json.loads(route.request.post_data or "")
+    route.continue_(post_data=json.dumps(body | {"ignore_eos": True}))
 
 
 @pytest.fixture(scope="module")

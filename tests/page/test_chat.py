@@ -14,7 +14,7 @@ from playwright.sync_api import Page, Route, expect
 
 from hackkv.model.tiny import Tiny, write_tiny
 from tests.e2e.processes import Child, Fleet, role
-from tests.page.conftest import Open
+from tests.page.conftest import Open, endless
 
 PHONE = {"width": 390, "height": 844}
 STOP_EARLY = """() => new MutationObserver((_, observer) => {
@@ -103,12 +103,7 @@ def test_a_turn_says_what_was_known_from_earlier_ones(fleet: Fleet, open_page: O
 
 def test_stop_keeps_what_was_said_and_an_error_gives_the_message_back(fleet: Fleet, open_page: Open) -> None:
     page = chat(open_page(fleet.api.url, may_complain=True))  # a browser notes a refused request as an error
-
-    def endless(route: Route) -> None:
-        body = json.loads(route.request.post_data or "")
-        route.continue_(post_data=json.dumps(body | {"ignore_eos": True}))
-
-    page.route("**/v1/chat/completions", endless)  # a random model may otherwise say its last word at any token
+    page.route("**/v1/chat/completions", endless)
     page.evaluate(STOP_EARLY)
     say(page, "go on", 900)
     expect(page.locator("#chat-status")).to_have_text("Stopped.")

@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 
 from hackkv.model.tiny import Tiny, write_tiny
 from tests.e2e.processes import START_S, Child, Fleet, role
-from tests.page.conftest import Open
+from tests.page.conftest import Open, endless
 
 PHONE = {"width": 390, "height": 844}
 NARROWEST = {"width": 320, "height": 640}
@@ -118,8 +118,10 @@ def test_stop_stops_and_an_error_is_shown(fleet: Fleet, open_page: Open) -> None
     page.fill("#prompt", "hello world")
     page.fill("#max-tokens", "900")
     page.evaluate(STOP_EARLY)
+    page.route("**/v1/completions", endless)
     page.click("#run")
     expect(page.locator("#playground-status")).to_have_text("Stopped.")
+    page.unroute("**/v1/completions")
     page.fill("#max-tokens", "5000")
     page.click("#run")
     expect(page.locator("#playground-status.wrong")).to_contain_text("serves at most 1024")
