@@ -148,8 +148,8 @@ function showKv() {
   setText("kv-note", cluster.codec === "fp16" ? ratio : `${ratio} ${open}`);
 }
 
-// Pages that nodes keep after a request: what a prefill node need not compute again, and a decode node need not get again. What a prefill node lacks
-// may come from a decode node.
+// Pages that nodes keep after a request: what a prefill node need not compute again, and a decode node need not get again.
+// What a prefill node lacks may come from a decode node.
 function showFound() {
   const { prompt_tokens, cached_tokens, fetched_tokens, held_tokens } = history.last;
   const shown = [["not computed", cached_tokens], ["… but fetched", fetched_tokens], ["not sent", held_tokens]];
