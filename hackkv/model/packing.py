@@ -40,6 +40,11 @@ class Packing:
             return "held"
         return f"int{self.bits}" if self.bits else ""
 
+    @property
+    def packs(self) -> bool:
+        """Whether numbers become codes."""
+        return self.bits is not None and not self.held_only
+
     def bits_for(self, tensor: str, shape: tuple[int, ...], held: int | None) -> int | None:
         """Bits of the codes of `tensor`, which the checkpoint holds in `held` bits; None if it is not packed."""
         if self.bits is None or not fits(shape) or (self.held_only and held is None):

@@ -221,16 +221,18 @@ def _layer(spec: ModelSpec, index: int, source: _Source, how: Loading) -> LayerW
         gate_up=source.matrix(prefix, GATE_UP),
         down=source.matrix(prefix, "mlp.down_proj.weight"),
     )
-    return found if how.prepare is None else _prepared(index, found, how.prepare)
+    return found if how.prepare is None else _prepared(index, found, how.prepare, how)
 
 
-def _prepared(index: int, layer: LayerWeights, prepare: PrepareWeights) -> LayerWeights:
-    """With what a codec makes of the weights around attention; packed ones are packed again, in 8 bits."""
+def _prepared(index: int, layer: LayerWeights, prepare: PrepareWeights, how: Loading) -> LayerWeights:
+    """With what a codec makes of the weights around attention: numbers, or 8 bits where `how` packs numbers."""
     given = AttentionWeights(as_numbers(layer.qkv), layer.qkv_bias, layer.qk_norm, as_numbers(layer.out))
     around = prepare(index, given)
 
     def form(new: Tensor, was: Weight) -> Weight:
-        return quantized(new, 8) if isinstance(was, BlockWeight) else new
+        if not isinstance(was, BlockWeight):
+            return new
+        return quantized(new, 8) if how.packing.packs else new.to(how.dtype)
 
     return replace(
         layer,

@@ -83,8 +83,7 @@ def test_hack_is_refused_and_the_default_serves() -> None:
 
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_the_calibration_that_ships_is_of_this_model_and_helps(name: str) -> None:
-    """On weights as numbers: in packed ones what a codec folds in is rounded anew, calibrated or not."""
-    model, said = ModelConfig(path=SMOLLM2, weights="bf16"), list[str]()
+    model, said = ModelConfig(path=SMOLLM2), list[str]()
     plain = check_codec(model, CodecConfig(name=name, settings={"calibration": "none"}), said.append)
     assert said[-1].startswith(f"codec {name} is not calibrated for SmolLM2-135M-Instruct")
     shipped = check_codec(model, CodecConfig(name=name), said.append)
