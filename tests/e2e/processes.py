@@ -11,8 +11,9 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,28 @@ class Api:
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
+
+    @contextlib.contextmanager
+    def asked(self, clients: int, prompt: Sequence[int], max_tokens: int) -> Iterator[list[dict[str, Any]]]:
+        """So many clients ask the same again and again until the body ends: a fast cluster is as busy as a slow one.
+        Their answers are complete when the body has ended."""
+        answers: list[dict[str, Any]] = []
+        enough = threading.Event()
+
+        def ask() -> None:
+            while not enough.is_set():
+                answers.append(self.complete(prompt, max_tokens))
+
+        threads = [threading.Thread(target=ask) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield answers
+        finally:
+            enough.set()
+            for thread in threads:
+                thread.join(START_S)
+        assert not any(thread.is_alive() for thread in threads), "a client still waits for its answer"
 
     def metrics(self) -> dict[str, float]:
         """`/metrics`, by 'name{labels}'."""

@@ -94,20 +94,13 @@ def test_a_killed_prefill_node_costs_nothing(paper: Fleet) -> None:
     victim = paper.node("prefill", "prefill-1")
     until(lambda: paper.api.nodes["prefill"] == 2, START_S, "the new node is registered")
 
-    answers: list[dict[str, Any]] = []
-    clients = [
-        threading.Thread(target=lambda: answers.append(paper.api.complete(prompt, FEW_TOKENS))) for _ in range(4)
-    ]
-    for client in clients:
-        client.start()
     held = 'hackkv_node_tokens{node="prefill-1",role="prefill"}'
-    until(lambda: paper.api.metrics().get(held), START_S, "prefill-1 has work")
-    victim.kill()
-    until(lambda: paper.api.nodes["prefill"] == 1, NOTICE_S, "the router drops the dead node")
-    for client in clients:
-        client.join(START_S)
-    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 4
-    assert any(answer["hackkv"]["attempts"] > 1 for answer in answers)
+    with paper.api.asked(4, prompt, FEW_TOKENS) as answers:
+        until(lambda: paper.api.metrics().get(held), START_S, "prefill-1 has work")
+        victim.kill()
+        until(lambda: paper.api.nodes["prefill"] == 1, NOTICE_S, "the router drops the dead node")
+        until(lambda: any(answer["hackkv"]["attempts"] > 1 for answer in answers), START_S, "another does its work")
+    assert all(answer["choices"][0]["token_ids"] == expected for answer in answers)
 
 
 def test_a_restarted_router_finds_its_nodes_again(paper: Fleet) -> None:
@@ -142,19 +135,13 @@ def test_a_node_that_is_asked_to_stop_costs_nothing(
     leaver = paper.node(role, name, drain_s=drain_s)
     until(lambda: paper.api.nodes[role] == others + 1, START_S, "the new node is registered")
 
-    answers: list[dict[str, Any]] = []
-    clients = [
-        threading.Thread(target=lambda: answers.append(paper.api.complete(prompt, ANSWER_TOKENS))) for _ in range(6)
-    ]
-    for client in clients:
-        client.start()
     held = f'hackkv_node_tokens{{node="{name}",role="{role}"}}'
-    until(lambda: paper.api.metrics().get(held), START_S, f"{name} has work")
-    leaver.process.terminate()
-    until(lambda: paper.api.nodes[role] == others, NOTICE_S, "the router sends it nothing more")
-    for client in clients:
-        client.join(START_S)
-    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 6
+    with paper.api.asked(6, prompt, ANSWER_TOKENS) as answers:
+        until(lambda: paper.api.metrics().get(held), START_S, f"{name} has work")
+        leaver.process.terminate()
+        until(lambda: paper.api.nodes[role] == others, NOTICE_S, "the router sends it nothing more")
+    assert len(answers) >= 6
+    assert all(answer["choices"][0]["token_ids"] == expected for answer in answers)
     assert leaver.wait(START_S) == 0
     assert leaver.err == ""
 
