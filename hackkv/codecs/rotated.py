@@ -3,7 +3,9 @@
 Real keys have a few loud channels, which cost all others their precision. Rotated, the channels of a row look alike and
 codes without a minimum fit (QuaRot, arXiv 2404.00456; `hack_kernels.level_format`). Nothing is rotated back:
 
-V rests as v' = v H with H the orthonormal Hadamard matrix, folded into the weights when the model is loaded.
+V rests as v' = v H with H the orthonormal Hadamard matrix. H is folded into the weights when the model is loaded, at no
+cost, unless they rest as codes: numbers would take three times the bytes, which every step of decode reads. Then rows of V
+turn at run time, and what attention makes of them turns back.
 K rests as k' = (k - mean) T per KV head and meets q' = q T^-T. q'·k' is q·k less q·mean, which is the same for all keys
 of a query, so the softmax does not notice it. T turns after the rotary embedding and cannot be folded.
 
@@ -189,7 +191,7 @@ def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
 
 
 class RotatedCodec(PagedCodec):
-    """K and Q turn at run time, V by the weights; pages and open pages alike hold turned rows."""
+    """K and Q turn at run time, V by the weights if it can; pages and open pages alike hold turned rows."""
 
     prepares_weights = True
 
@@ -199,9 +201,16 @@ class RotatedCodec(PagedCodec):
         """`turns`, one for each layer, are those of all KV heads of the model."""
         super().__init__(name, layers, backend, settings)
         self._turns = turns
+        rotation = hadamard(self.formats[0].head_dim).float().to(backend.device)
+        self._turn_v, self._turn_back = rotation.mT.contiguous()[None], rotation[None]
+        self._unfolded = set[int]()
+        """Layers whose weights do not turn V."""
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """V' = H^T V, and as the heads' outputs are sums of V', W_o' = W_o H. In float64, rounded to their dtype."""
+        if weights.packed:
+            self._unfolded.add(layer)
+            return weights
         qkv, out, bias = weights.qkv, weights.out, weights.qkv_bias
         dim = self.formats[layer].head_dim
         rotation = hadamard(dim).to(qkv.device)
@@ -220,8 +229,8 @@ class RotatedCodec(PagedCodec):
         )
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """K is rounded to FP16 before it turns too: so a value that FP16 does not hold is found, in decode because
-        infinity turns into rows that are not finite."""
+        """Rows are rounded to FP16 before they turn too: so a value that FP16 does not hold is found, in decode because
+        infinity turns into rows that are not finite. V that the weights turned is not."""
         rows, turn = self._backend.rows, self._turns[layer].of(pool)
         if batch.is_decode:
             narrow_k = k.to(torch.float16)
@@ -229,4 +238,8 @@ class RotatedCodec(PagedCodec):
             narrow_k, v = rows.narrow(k, v, batch.where, batch.faulty)
         turned_q = rows.turn_heads(q.float(), turn.query)
         turned_k = rows.turn_heads(narrow_k.float(), turn.key, turn.shift)
-        return super().attend(layer, pool, batch, turned_q, turned_k, v.float()).to(q.dtype)
+        if layer not in self._unfolded:
+            return super().attend(layer, pool, batch, turned_q, turned_k, v.float()).to(q.dtype)
+        turned_v = rows.turn_heads(v.to(torch.float16).float(), self._turn_v)
+        out = super().attend(layer, pool, batch, turned_q, turned_k, turned_v)
+        return rows.turn_heads(out, self._turn_back).to(q.dtype)
