@@ -20,6 +20,9 @@ from torch import Tensor
 
 from hackkv.codec import Origin
 
+UNCALIBRATED: Final = "none"
+"""What the setting `calibration` of a codec says in place of a path."""
+
 METADATA: Final = "hackkv"
 """The one key of the file's metadata, whose value is JSON: the library writes several keys in any order, and the bytes
 of a file must follow from what was measured."""

@@ -27,15 +27,13 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from hackkv.codec import AttentionWeights, Batch, KvCodec
-from hackkv.codecs.artifact import Artifact, read_artifact
+from hackkv.codecs.artifact import UNCALIBRATED, Artifact, read_artifact
 from hackkv.codecs.hadamard import hadamard
 from hackkv.codecs.paged import Kept, PagedCodec, Settings
 from hackkv.config import Frozen
 from hackkv.types import KvShape
 
 Definition = Callable[[LevelFormat, torch.device], LevelKernels]
-
-UNCALIBRATED: Final = "none"
 
 WORST_CONDITION: Final = 1e4
 """The largest condition number of a basis: beyond it, what T^-T makes of a query loses to FP32 what codes keep."""

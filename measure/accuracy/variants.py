@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from hackkv.codecs import CALIBRATED, CODECS
-from hackkv.codecs.artifact import read_artifact
-from hackkv.codecs.rotated import UNCALIBRATED, LayerBits, written_bits
+from hackkv.codecs.artifact import UNCALIBRATED, read_artifact
+from hackkv.codecs.rotated import LayerBits, written_bits
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 
