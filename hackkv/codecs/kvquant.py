@@ -1,13 +1,14 @@
 """Codecs `kvquant-*`: codes on non-uniform levels, keys by channel, values by row, outliers aside (KVQuant, arXiv
 2401.18079).
 
-Values are not spread evenly, so neither are levels (nuq, section 3.3): all vectors of a layer share the places of theirs,
-each within its own range. A few values of each vector rest as they are, and do not stretch the range of the others
-(3.4). What a code stands for is looked up where attention reads it; `unfused` writes FP16 rows first.
+Values are not spread evenly, so neither are levels (nuq, section 3.3): all vectors of a layer share the places of
+theirs, each within its own range. A few values of each vector rest as they are, and do not stretch the range of the
+others (3.4). What a code stands for is looked up where attention reads it; `unfused` writes FP16 rows first.
 
-With a calibration file (`hackkv calibrate --codec kvquant`) keys rest as they were before the rotary embedding (3.2), in
-ranges by channel that the file knows (3.6), and levels are those of the model's own keys and values. Without one, a
-page's keys have ranges of their own, keys rest as they come, rotated, and levels are those of a normal distribution.
+With a calibration file (`hackkv calibrate --codec kvquant`) keys rest as they were before the rotary embedding (3.2),
+in ranges by channel that the file knows (3.6), and levels are those of the model's own keys and values. Without one,
+the keys of a page have ranges of their own, keys rest rotated, as they come, and levels are those of a normal
+distribution.
 
 Three things differ from the paper. Its outliers are a share of all values, ours a fixed number of each vector, so that
 pages have one size. Its first token of a sequence is exact; ours leaves its loudest value in each channel of K to that

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Final, Protocol
 
@@ -155,10 +156,10 @@ def normal_poles(bits: int) -> tuple[float, ...]:
     normal, count = NormalDist(), 2**bits
     poles = [CUT * (2 * i + 1 - count) / count for i in range(count)]
     for _ in range(500):
-        bounds = [-CUT, *((a + b) / 2 for a, b in zip(poles, poles[1:], strict=False)), CUT]
+        bounds = [-CUT, *((a + b) / 2 for a, b in pairwise(poles)), CUT]
         poles = [
             (normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low))
-            for low, high in zip(bounds, bounds[1:], strict=False)
+            for low, high in pairwise(bounds)
         ]
     return tuple(round(pole / CUT * 4096) / 4096 for pole in poles)
 
@@ -170,7 +171,7 @@ def turns_of(rows: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rows [..., D] float32 with channel pair (i, i + D/2) turned by `cos` and `sin` [..., D/2]; by -sin it is undone."""
+    """Rows [..., D] float32 whose pairs (i, i + D/2) turn by `cos` and `sin` [..., D/2]; by -sin they turn back."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
