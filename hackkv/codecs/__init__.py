@@ -82,7 +82,6 @@ CODECS: Final[dict[str, Preset]] = {
     "kivi-4": Preset(make_kivi, {"k_bits": 4, "v_bits": 4}),
     "kivi-2": Preset(make_kivi, {"k_bits": 2, "v_bits": 2}),
     "kvquant-4": Preset(make_kvquant, {"k_bits": 4, "v_bits": 4}),
-    "kvquant-3": Preset(make_kvquant, {"k_bits": 3, "v_bits": 3}),
     "kvquant-2": Preset(make_kvquant, {"k_bits": 2, "v_bits": 2}),
     "cachegen": Preset(make_cachegen, {"level": "2", "wire_form": "zstd"}),
     "cachegen-eq86": Preset(make_cachegen, {"level": "eq86", "wire_form": "zstd"}),

@@ -29,7 +29,7 @@ from hack_kernels.reference.nuq import NuqReference
 from pydantic import Field
 
 from hackkv.codec import KvCodec
-from hackkv.codecs.artifact import UNCALIBRATED, Artifact, read_artifact
+from hackkv.codecs.artifact import KVQUANT, UNCALIBRATED, Artifact, read_artifact
 from hackkv.codecs.paged import Kept, PagedCodec
 from hackkv.config import Frozen
 from hackkv.types import KvShape
@@ -71,7 +71,7 @@ def make_kvquant(name: str, shape: KvShape, backend: Backend, settings: dict[str
     if artifact is None:
         kept = Kept(fmt, backend.kernels_for(fmt, definition))
         return PagedCodec(name, (kept,) * shape.num_layers, backend, written)
-    artifact.check_version()
+    artifact.check(KVQUANT)
     layers = [backend.kernels_for(fmt, definition) for _ in range(shape.num_layers)]
     for layer, kernels in enumerate(layers):
         kernels.calibrate(tables_of(artifact, layer, shape, fmt))

@@ -32,7 +32,7 @@ from rich.progress import (
 from safetensors.torch import save
 from torch import Tensor
 
-from hackkv.codecs.artifact import METADATA, VERSION
+from hackkv.codecs.artifact import KVQUANT, METADATA, ROTATED, VERSION
 from hackkv.codecs.rotated import LayerBits
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
@@ -53,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         _check_out(args.out)
-        if args.target_bytes and args.codec != "rot":
+        if args.target_bytes and args.codec != ROTATED:
             raise ConfigError(f"--target-bytes: not with --codec {args.codec}, whose layers all have the same bits")
         worker, source, windows = _load(args)
         dim = worker.model.spec.head_dim
         bases = bases_of(args.target_bytes, dim)
         found, losses = MEASURES[args.codec](worker, windows, list(bases.values()), notes)
         chosen = [spend(bases[target], each, target, dim) for target, each in zip(bases, losses, strict=True)]
-        write_atomically(args.out, save(found, {METADATA: _about(worker, source, windows, chosen)}))
+        write_atomically(args.out, save(found, {METADATA: _about(worker, source, windows, args.codec, chosen)}))
     except HackkvError as error:
         notes.print(f"hackkv calibrate: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
@@ -80,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", nargs="?", default="", help="checkpoint folder or hub name; default: the shipped model"
     )
-    parser.add_argument("--codec", choices=MEASURES, default="rot", help="the family to fit: rot (default) or kvquant")
+    parser.add_argument(
+        "--codec", choices=MEASURES, default=ROTATED, help="the family to fit: rot (default) or kvquant"
+    )
     parser.add_argument(
         "--text",
         type=Path,
@@ -164,7 +166,7 @@ def _levels(worker: Worker, windows: Windows, bases: Sequence[LayerBits], consol
         return gather_levels(worker.model, windows.windows, _bar(progress, "tokens", windows.tokens)[1]), []
 
 
-MEASURES: Final = {"rot": _rotations, "kvquant": _levels}
+MEASURES: Final = {ROTATED: _rotations, KVQUANT: _levels}
 """Families that can be fitted to a model."""
 
 
@@ -179,9 +181,10 @@ def _bar(progress: Progress, what: str, total: int) -> tuple[TaskID, OnTokens]:
     return bar, lambda count: progress.update(bar, advance=count)
 
 
-def _about(worker: Worker, source: str, windows: Windows, bits: Sequence[LayerBits]) -> str:
+def _about(worker: Worker, source: str, windows: Windows, codec: str, bits: Sequence[LayerBits]) -> str:
     about: dict[str, object] = {
         "version": VERSION,
+        "codec": codec,
         "model": worker.name,
         "model_hash": source,
         "dtype": dict(worker.fingerprint.fields)["dtype"],

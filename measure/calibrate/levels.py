@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from hack_kernels.nuq_format import WIDTHS, NuqFormat, turned, turns_of
-from hack_kernels.reference.nuq import NuqReference, middles
+from hack_kernels.nuq_format import WIDTHS, turned, turns_of
+from hack_kernels.reference.nuq import middles, outliers_and_range
 from torch import Tensor
 
 from hackkv.errors import NonFiniteError
@@ -31,17 +31,15 @@ ROUNDS: Final = 300
 class Seen:
     """Keys and values of one layer so far."""
 
-    def __init__(self, head_dim: int, device: torch.device) -> None:
-        self._definition = NuqReference(NuqFormat(head_dim, 2, 2), device)
+    def __init__(self, device: torch.device) -> None:
         self._keys = list[Tensor]()
         self._values = torch.zeros(BINS, dtype=torch.int64, device=device)
 
     def add(self, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rows [T, Hkv, D] of keys that cos and sin [T, D/2] have rotated, and of values."""
         self._keys.append(turned(k.float(), cos[:, None], -sin[:, None]).half())
-        rows = v.half()
-        span = self._definition.quantize("v", rows)["v_range"].float()
-        self._values += histogram(rows.float(), *middles(span))
+        rows = v.half().float()
+        self._values += histogram(rows, *middles(outliers_and_range(rows)[1]))
 
     def tables(self) -> dict[str, Tensor]:
         """The tensors of the layer, float32. Raises `NonFiniteError`."""
@@ -63,7 +61,7 @@ def gather_levels(model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens) -
     """The tensors of the file, by name. All keys of the windows are held in FP16 meanwhile. Raises `NonFiniteError`."""
     spec = model.spec
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float32, device=model.device)
-    seen = [Seen(spec.head_dim, model.device) for _ in range(spec.num_layers)]
+    seen = [Seen(model.device) for _ in range(spec.num_layers)]
 
     def see(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
         seen[layer].add(k, v, *turns_of(positions, frequencies))

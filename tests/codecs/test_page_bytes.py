@@ -35,6 +35,9 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
         ("kivi-4", {}, 160 * 64, 160 * 64),
         ("kivi-2", {}, 96 * 64, 96 * 64),
         ("kivi-2", {"group": 64}, 80 * 64, 80 * 64),
+        ("kvquant-4", {}, 158 * 64, 158 * 64),
+        ("kvquant-4", {"k_bits": 3, "v_bits": 3}, 126 * 64, 126 * 64),
+        ("kvquant-2", {}, 94 * 64, 94 * 64),
         ("cachegen", {}, 164 * 64, 164 * 64),
         ("cachegen-eq86", {}, 132 * 64, 132 * 64),
         ("rot-k4v4", {}, 8448, 8448),
@@ -59,10 +62,10 @@ def test_page_bytes_of_the_design(name: str, settings: dict[str, int | str | boo
 def test_every_codec_of_the_table_is_pinned() -> None:
     """A codec that is added must be entered above; the tests' own rows have the pages of others."""
     hack, rotated = {"hack", "hack-k4v2", "hack-paper"}, {"rot-k4v4", "rot-k3v3", "rot-k3v2", "rot-k2v2"}
-    floats, kivi = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2"}
+    floats, groups = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2", "kvquant-4", "kvquant-2"}
     evicting = {"streamingllm", "snapkv", "h2o", "mpcache"}
     assert evicting == set(EVICTING)
-    known = {*hack, *rotated, *floats, *kivi, *evicting, "cachegen", "cachegen-eq86", "fp16"}
+    known = {*hack, *rotated, *floats, *groups, *evicting, "cachegen", "cachegen-eq86", "fp16"}
     assert set(CODECS) - {"hack-zstd", "toy-layers", "rot-window"} == known
 
 

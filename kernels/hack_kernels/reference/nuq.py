@@ -46,10 +46,7 @@ class NuqReference(ReadingReference):
         x = rows.float().mT if side.by_channel else rows.float()  # [..., N, values]
         planes = dict[str, Tensor]()
         if side.ranged:
-            at = torch.stack((x.argmin(-1), x.argmax(-1)), -1)
-            aside = torch.zeros_like(x, dtype=torch.bool).scatter(-1, at, torch.ones_like(at, dtype=torch.bool))
-            rest = (x.masked_fill(aside, torch.inf).amin(-1), x.masked_fill(aside, -torch.inf).amax(-1))
-            span = torch.stack(rest, -2) + 0.0  # no -0
+            at, span = outliers_and_range(x)
             planes[f"{name}_range"] = span.half()
         else:
             span = self._known_range(heads)
@@ -89,6 +86,15 @@ class NuqReference(ReadingReference):
     def _known_range(self, heads: slice) -> Tensor:
         """[heads, 2, D]"""
         return self.tables.k_range[:, heads].transpose(0, 1)
+
+
+def outliers_and_range(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the least and the largest value of vectors x [..., N, values] stand, [..., N, 2] int64, and lo and hi of
+    the others, [..., 2, N]."""
+    at = torch.stack((x.argmin(-1), x.argmax(-1)), -1)
+    aside = torch.zeros_like(x, dtype=torch.bool).scatter(-1, at, torch.ones_like(at, dtype=torch.bool))
+    rest = (x.masked_fill(aside, torch.inf).amin(-1), x.masked_fill(aside, -torch.inf).amax(-1))
+    return at, torch.stack(rest, -2) + 0.0  # no -0
 
 
 def middles(span: Tensor) -> tuple[Tensor, Tensor]:
