@@ -55,7 +55,7 @@ class NuqReference(ReadingReference):
             at = (x - middle).abs().argmax(-1, keepdim=True)
         poles = self.poles(name)
         codes = torch.zeros_like(x, dtype=torch.uint8)
-        for bound in ((poles[1:] + poles[:-1]) / 2).tolist():
+        for bound in (poles[1:] + poles[:-1]) / 2:
             codes += x > middle + reach * bound
         codes = codes.mT if side.by_channel else codes
         planes[f"{name}_at"] = at.mT.to(torch.uint8)
