@@ -77,9 +77,10 @@ def codecs(backend: CpuBackend, feedback: Feedback | None = None) -> dict[str, t
 
 def some_tables(fmt: NuqFormat) -> NuqTables:
     """Those of normal keys, as wide as they are in all channels."""
-    poles = (torch.tensor(normal_poles(bits)) for bits in (fmt.k_bits, fmt.v_bits))
+    k_poles, v_poles = (torch.tensor(normal_poles(bits)) for bits in (fmt.k_bits, fmt.v_bits))
     reach = torch.full((KV_HEADS, fmt.head_dim), 2.5)
-    return NuqTables(*poles, torch.stack((-reach, reach)), 10000.0 ** -torch.linspace(0, 1, fmt.head_dim // 2))
+    frequencies = 10000.0 ** -torch.linspace(0, 1, fmt.head_dim // 2)
+    return NuqTables(k_poles, v_poles, torch.stack((-reach, reach)), frequencies)
 
 
 def read_definition(fmt: ReadFormat, device: torch.device) -> PageKernels:
