@@ -7,6 +7,7 @@
 namespace hack {
 
 inline constexpr int kMostPoles = 16;
+inline constexpr int kOutliers = 2;  // of a vector
 
 // How K or V is kept.
 struct NuqSide {
@@ -14,8 +15,6 @@ struct NuqSide {
   bool by_channel;
   bool ranged;  // pages say the ranges of vectors
   float poles[kMostPoles];  // 2^bits, ascending, and zeros
-
-  constexpr int outliers() const { return ranged ? 2 : 1; }
 };
 
 // What a calibration knows; null: pages say the range of K, which rests as it came.
@@ -38,7 +37,7 @@ struct NuqFormat : PageFormat {
                                          {"v_codes", "v_high", "v_range", "v_at", "v_out", "v_first"}};
     for (int i = 0; i < 2; ++i) {
       const NuqSide& side = i == 0 ? k : v;
-      const std::size_t aside = std::size_t(side.outliers()) * vectors(side);
+      const std::size_t aside = std::size_t(kOutliers * vectors(side));
       add({names[i][0], Element::kByte, elements() * packed_low(side.bits) / 8});
       if (packed_high(side.bits) != 0) add({names[i][1], Element::kByte, elements() * packed_high(side.bits) / 8});
       if (side.ranged) add({names[i][2], Element::kHalf, std::size_t(2 * vectors(side))});

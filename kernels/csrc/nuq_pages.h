@@ -66,7 +66,7 @@ void look_up_rows(const NuqFormat& fmt, const NuqSide& of, const ConstNuq& side,
 template <class S>
 void put_outliers(const NuqFormat& fmt, const NuqSide& of, const ConstNuq& side, float* rows) {
   const int count = fmt.vectors(of), d = fmt.head_dim, last = (of.by_channel ? fmt.page_tokens : d) - 1;
-  for (int i = 0; i < of.outliers() * count; ++i) {
+  for (int i = 0; i < kOutliers * count; ++i) {
     const int vector = i % count, at = side.at[i] < last ? side.at[i] : last;
     rows[of.by_channel ? at * d + vector : vector * d + at] = half_to_float(side.out[i]);
   }
@@ -194,10 +194,10 @@ void find_in_row(const float* x, int d, std::int32_t* least_at, std::int32_t* mo
   *most_at = most;
 }
 
-// Where the value of each column of x [n, d] stands that is farthest from `middle`.
+// Where the value of each column of x [n, d] stands that is farthest from `middle`, that in row `left_out` aside.
 template <class S>
 void find_farthest(const float* __restrict x, int n, int d, const float* __restrict middle,
-                   std::int32_t* __restrict at) {
+                   const std::int32_t* __restrict left_out, std::int32_t* __restrict at) {
   alignas(64) float most[kMaxHeadDim];
   for (int c = 0; c < d; ++c) {
     most[c] = -1.0f;
@@ -206,7 +206,7 @@ void find_farthest(const float* __restrict x, int n, int d, const float* __restr
   for (int t = 0; t < n; ++t) {
     const float* row = x + std::size_t(t) * d;
     for (int c = 0; c < d; ++c) {
-      const float far = std::fabs(row[c] - middle[c]);
+      const float far = t == left_out[c] ? -1.0f : std::fabs(row[c] - middle[c]);
       at[c] = far > most[c] ? t : at[c];
       most[c] = far > most[c] ? far : most[c];
     }
@@ -258,10 +258,12 @@ void quantize_nuq(const NuqFormat& fmt, const NuqSide& of, Place place, const st
     read_reach<S>(fmt, of, to.range, place.head, from);
   } else {
     read_reach<S>(fmt, of, nullptr, place.head, from);
-    find_farthest<S>(x, n, d, middle, at);
+    std::fill(at + count, at + 2 * count, -1);
+    find_farthest<S>(x, n, d, middle, at + count, at);
+    find_farthest<S>(x, n, d, middle, at, at + count);
     *to.first = float(place.position);
   }
-  for (int i = 0; i < of.outliers() * count; ++i) {
+  for (int i = 0; i < kOutliers * count; ++i) {
     to.at[i] = std::uint8_t(at[i]);
     to.out[i] = rows[of.by_channel ? at[i] * d + i % count : i % count * d + at[i]];
   }

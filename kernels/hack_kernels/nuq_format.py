@@ -3,7 +3,7 @@
 A *vector* is what shares a range lo, hi: of K the rows of one channel of a page (3.1), of V the channels of one row. A
 few values of a vector, its *outliers*, are kept as they are (3.4). With z = (hi + lo) / 2 and r = (hi - lo) / 2 the
 others are x^ = pole·r + z; the *poles*, 2^b numbers from -1 to 1, are those of a layer (3.3, nuq). Planes in wire
-order, the contract of `install` and `export` (those of `v` follow; N vectors, n outliers of each):
+order, the contract of `install` and `export` (those of `v` follow; N vectors):
 
 =========  ============  =======  ========================================================================
 plane      shape         dtype    meaning
@@ -11,16 +11,16 @@ plane      shape         dtype    meaning
 k_codes    [Π·b/8, D]    uint8    numbers of poles, b bits, packed along rows (`read_format.py`); of 3 bits 2
 k_high     [Π/8, D]      uint8    only with 3 bits: the highest
 k_range    [2, N]        float16  lo and hi of each vector; not of K of a calibrated format
-k_at       [n, N]        uint8    where in its vector an outlier stands
-k_out      [n, N]        float16  the outlier
+k_at       [2, N]        uint8    where in its vector an outlier stands
+k_out      [2, N]        float16  the outlier
 k_first    [1]           float32  only of K of a calibrated format: the number of the page's first row
 =========  ============  =======  ========================================================================
 
 Without calibration a vector's outliers are its least and its largest value, the first of equals, and lo and hi are
-those of the rest. Calibrated, K has lo and hi by layer, head and channel (3.6), its one outlier is the value farthest
-from z, and K rests as it was before the rotary embedding (3.2): row t, turned back by t times the frequencies of its
-channel pairs, in FP32 and rounded to FP16. What is read is turned again. A vector's number of outliers is fixed, so
-pages have one size.
+those of the rest. Calibrated, K has lo and hi by layer, head and channel (3.6), its outliers are the value farthest
+from z and the farthest of the others, and K rests as it was before the rotary embedding (3.2): row t, turned back by t
+times the frequencies of its channel pairs, in FP32 and rounded to FP16. What is read is turned again. A vector's number
+of outliers is fixed, so pages have one size.
 
 A code is the number of bounds below x, which are z + r·(the middle of two poles), in FP32 without fused operations.
 """
@@ -38,6 +38,9 @@ from torch import Tensor
 
 from hack_kernels.base import PageKernels, Plane
 from hack_kernels.read_format import ReadFormat, packed_planes
+
+OUTLIERS: Final = 2
+"""Of a vector."""
 
 WIDTHS: Final = (2, 3, 4)
 """Bits of a code."""
@@ -59,11 +62,6 @@ class NuqSide:
     by_channel: bool
     ranged: bool
     """Whether pages say the ranges of vectors; else they are known."""
-
-    @property
-    def outliers(self) -> int:
-        """n."""
-        return 2 if self.ranged else 1
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,8 @@ class NuqFormat(ReadFormat):
         return (
             *packed_planes(name, side.bits, self.page_tokens, self.head_dim, "_codes"),
             *((Plane(f"{name}_range", torch.float16, (2, vectors)),) if side.ranged else ()),
-            Plane(f"{name}_at", torch.uint8, (side.outliers, vectors)),
-            Plane(f"{name}_out", torch.float16, (side.outliers, vectors)),
+            Plane(f"{name}_at", torch.uint8, (OUTLIERS, vectors)),
+            Plane(f"{name}_out", torch.float16, (OUTLIERS, vectors)),
             *(() if side.ranged else (Plane(f"{name}_first", torch.float32, (1,)),)),
         )
 

@@ -11,6 +11,7 @@ from hackkv.codec import KvCodec, fp16_page_bytes, planes_bytes
 from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
 from hackkv.types import KvShape
+from tests.codecs.calibrations import calibration_file
 from tests.pair import EVICTING
 
 
@@ -57,6 +58,12 @@ def test_page_bytes_of_the_design(name: str, settings: dict[str, int | str | boo
     assert codec.formats[0].page_bytes == resident
     assert planes_bytes(codec.wire_planes[0]) == wire
     assert fp16_page_bytes(codec.formats[0]) == 32768
+
+
+@pytest.mark.parametrize(("name", "size"), [("kvquant-4", 150 * 64 + 4), ("kvquant-2", 86 * 64 + 4)])
+def test_a_calibrated_page_says_its_first_row_in_place_of_ranges(name: str, size: int) -> None:
+    codec = make(name, 128, calibration=str(calibration_file(1, 1, 128, "kvquant")))
+    assert codec.formats[0].page_bytes == planes_bytes(codec.wire_planes[0]) == size
 
 
 def test_every_codec_of_the_table_is_pinned() -> None:

@@ -52,7 +52,9 @@ class NuqReference(ReadingReference):
             span = self._known_range(heads)
         middle, reach = middles(span)
         if not side.ranged:
-            at = (x - middle).abs().argmax(-1, keepdim=True)
+            far = (x - middle).abs()
+            first = far.argmax(-1, keepdim=True)
+            at = torch.cat((first, far.scatter(-1, first, -1.0).argmax(-1, keepdim=True)), -1)
         poles = self.poles(name)
         codes = torch.zeros_like(x, dtype=torch.uint8)
         for bound in (poles[1:] + poles[:-1]) / 2:
