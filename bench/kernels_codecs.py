@@ -44,6 +44,7 @@ READ: Final[dict[str, ReadFormat]] = {
     "kivi-2": GroupFormat(D, Grouping(2, 32, by_channel=True), Grouping(2, 32), PI),
     "kvquant-4": NuqFormat(D, 4, 4, page_tokens=PI),
     "kvquant-2": NuqFormat(D, 2, 2, page_tokens=PI),
+    "kvquant-2, calibrated": NuqFormat(D, 2, 2, calibrated=True, page_tokens=PI),
     "mxfp4, unfused": FloatFormat(D, Element.E2M1, Scaling.POWER, PI, fused=False),
     "kivi-2, unfused": GroupFormat(D, Grouping(2, 32, by_channel=True), Grouping(2, 32), PI, fused=False),
 }
@@ -66,12 +67,10 @@ def codecs(backend: CpuBackend, feedback: Feedback | None = None) -> dict[str, t
     exact = RowFormat(D, PI)
     found["fp16"] = exact, backend.kernels_for(exact, RowReference)
     for name, of_rival in READ.items():
-        found[name] = of_rival, backend.kernels_for(of_rival, read_definition)
-    known = NuqFormat(D, 2, 2, calibrated=True, page_tokens=PI)
-    keyed: Callable[[NuqFormat, torch.device], NuqKernels] = NuqReference
-    calibrated = backend.kernels_for(known, keyed)
-    calibrated.calibrate(some_tables(known))
-    found["kvquant-2, calibrated"] = known, calibrated
+        kernels = backend.kernels_for(of_rival, read_definition)
+        if isinstance(of_rival, NuqFormat) and of_rival.calibrated:
+            cast(NuqKernels, kernels).calibrate(some_tables(of_rival))
+        found[name] = of_rival, kernels
     return found
 
 
