@@ -72,7 +72,8 @@ class NuqReference(ReadingReference):
         span = planes[f"{name}_range"].float() if side.ranged else self._known_range(heads)
         middle, reach = middles(span)
         x = self.poles(name)[codes.long()] * reach + middle
-        x = x.scatter(-1, planes[f"{name}_at"].long().mT, planes[f"{name}_out"].float().mT)
+        at = planes[f"{name}_at"].long().clamp(max=x.shape[-1] - 1)  # a page from a wire may name any place
+        x = x.scatter(-1, at.mT, planes[f"{name}_out"].float().mT)
         x = x.mT if side.by_channel else x
         if side.ranged:
             return x

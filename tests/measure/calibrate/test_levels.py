@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from hackkv.types import KvShape
 from measure.accuracy import variants
 from measure.calibrate.__main__ import main
 from measure.calibrate.levels import BINS, LEFT_ASIDE, Seen, histogram, means
-from tests.pair import greedy, prompt
+from tests.pair import greedy, paired, prompt
 
 TOKENS = 400
 
@@ -49,6 +51,29 @@ def test_the_file_serves_all_widths_and_says_what_it_is_of(checkpoint: Path, cal
         worker = load_worker(ModelConfig(path=str(checkpoint)), CodecConfig(name="kvquant-4", settings=settings))
         assert dict(worker.codec.fingerprint())["codec.calibration"] != "none"
         assert len(generate(worker, greedy("r", prompt(2, 70), 40))) == 40
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("kvquant-2", {}), ("snapkv", {"of": "kvquant-4", "budget": 64}), ("mpcache", {"of": "kvquant-2", "budget": 128})],
+)
+async def test_the_cluster_says_what_one_process_says(
+    checkpoint: Path, calibration: Path, name: str, settings: dict[str, Any], backend: str
+) -> None:
+    """Calibrated pages travel and replay; rows that moved up turn by other numbers; selections find pages by number."""
+    settings = {**settings, "calibration": str(calibration), "page_tokens": 32}
+    config = ModelConfig(path=str(checkpoint), dtype="float32", backend=backend)
+    worker = load_worker(config, CodecConfig(name=name, settings=settings))
+    requests = [greedy(f"r{i}", prompt(i, 70 + 50 * i), 40) for i in range(3)]
+    wanted = [generate(worker, request) for request in requests]
+    async with paired(worker, chunk_pages=1) as nodes:
+        served = await asyncio.gather(*(nodes.serve(request) for request in requests))
+        assert [each.tokens for each in served] == wanted
+        emitted = tuple(token.token_id for token in wanted[1][:9])
+        rest = await nodes.serve(requests[1], "again", emitted=emitted)
+        assert rest.tokens == wanted[1][9:]
+        await nodes.assert_idle()
 
 
 def test_files_of_other_codecs_are_refused_by_name(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
