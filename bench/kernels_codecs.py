@@ -16,12 +16,14 @@ from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HackFormat, HackKernels
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, on_grid
+from hack_kernels.nuq_format import NuqFormat, NuqKernels, NuqTables, normal_poles
 from hack_kernels.pools import new_pool
 from hack_kernels.read_format import ReadFormat
 from hack_kernels.reference.floats import FloatReference
 from hack_kernels.reference.groups import GroupReference
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.reference.levels import LevelReference
+from hack_kernels.reference.nuq import NuqReference
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from torch import Tensor
@@ -40,6 +42,9 @@ READ: Final[dict[str, ReadFormat]] = {
     "nvfp4": FloatFormat(D, Element.E2M1, Scaling.TWOFOLD, PI),
     "kivi-4": GroupFormat(D, Grouping(4, 32, by_channel=True), Grouping(4, 32), PI),
     "kivi-2": GroupFormat(D, Grouping(2, 32, by_channel=True), Grouping(2, 32), PI),
+    "kvquant-4": NuqFormat(D, 4, 4, page_tokens=PI),
+    "kvquant-2": NuqFormat(D, 2, 2, page_tokens=PI),
+    "kvquant-2, calibrated": NuqFormat(D, 2, 2, calibrated=True, page_tokens=PI),
     "mxfp4, unfused": FloatFormat(D, Element.E2M1, Scaling.POWER, PI, fused=False),
     "kivi-2, unfused": GroupFormat(D, Grouping(2, 32, by_channel=True), Grouping(2, 32), PI, fused=False),
 }
@@ -62,15 +67,28 @@ def codecs(backend: CpuBackend, feedback: Feedback | None = None) -> dict[str, t
     exact = RowFormat(D, PI)
     found["fp16"] = exact, backend.kernels_for(exact, RowReference)
     for name, of_rival in READ.items():
-        found[name] = of_rival, backend.kernels_for(of_rival, read_definition)
+        kernels = backend.kernels_for(of_rival, read_definition)
+        if isinstance(of_rival, NuqFormat) and of_rival.calibrated:
+            cast(NuqKernels, kernels).calibrate(some_tables(of_rival))
+        found[name] = of_rival, kernels
     return found
+
+
+def some_tables(fmt: NuqFormat) -> NuqTables:
+    """Those of normal keys, as wide as they are in all channels."""
+    k_poles, v_poles = (torch.tensor(normal_poles(bits)) for bits in (fmt.k_bits, fmt.v_bits))
+    reach = torch.full((KV_HEADS, fmt.head_dim), 2.5)
+    frequencies = 10000.0 ** -torch.linspace(0, 1, fmt.head_dim // 2)
+    return NuqTables(k_poles, v_poles, torch.stack((-reach, reach)), frequencies)
 
 
 def read_definition(fmt: ReadFormat, device: torch.device) -> PageKernels:
     """In torch."""
-    return (
-        FloatReference(fmt, device) if isinstance(fmt, FloatFormat) else GroupReference(cast(GroupFormat, fmt), device)
-    )
+    if isinstance(fmt, FloatFormat):
+        return FloatReference(fmt, device)
+    if isinstance(fmt, NuqFormat):
+        return NuqReference(fmt, device)
+    return GroupReference(cast(GroupFormat, fmt), device)
 
 
 def codec_rows(

@@ -22,6 +22,7 @@ from hackkv.codecs.floats import make_floats
 from hackkv.codecs.fp16 import make_fp16
 from hackkv.codecs.hack import make_hack
 from hackkv.codecs.kivi import make_kivi
+from hackkv.codecs.kvquant import make_kvquant
 from hackkv.codecs.paged import PagedCodec
 from hackkv.codecs.retention import Retention
 from hackkv.codecs.rotated import make_rotated
@@ -80,6 +81,8 @@ CODECS: Final[dict[str, Preset]] = {
     "nvfp4": Preset(make_floats, {"element": Element.E2M1, "scaling": Scaling.TWOFOLD}),
     "kivi-4": Preset(make_kivi, {"k_bits": 4, "v_bits": 4}),
     "kivi-2": Preset(make_kivi, {"k_bits": 2, "v_bits": 2}),
+    "kvquant-4": Preset(make_kvquant, {"k_bits": 4, "v_bits": 4}),
+    "kvquant-2": Preset(make_kvquant, {"k_bits": 2, "v_bits": 2}),
     "cachegen": Preset(make_cachegen, {"level": "2", "wire_form": "zstd"}),
     "cachegen-eq86": Preset(make_cachegen, {"level": "eq86", "wire_form": "zstd"}),
     "hack": Preset(make_hack),
@@ -116,7 +119,7 @@ CODECS: Final[dict[str, Preset]] = {
 
 
 CALIBRATED: Final = tuple(name for name, preset in CODECS.items() if preset.make is make_rotated)
-"""The presets with the setting `calibration`."""
+"""The presets that take the calibration which ships for a model."""
 
 
 def beneath(config: CodecConfig) -> str:

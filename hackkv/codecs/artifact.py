@@ -20,6 +20,12 @@ from torch import Tensor
 
 from hackkv.codec import Origin
 
+UNCALIBRATED: Final = "none"
+"""What the setting `calibration` of a codec says in place of a path."""
+
+ROTATED, KVQUANT = "rot", "kvquant"
+"""Families of codecs that have such files; one that does not say its own is of the first."""
+
 METADATA: Final = "hackkv"
 """The one key of the file's metadata, whose value is JSON: the library writes several keys in any order, and the bytes
 of a file must follow from what was measured."""
@@ -47,8 +53,16 @@ class Artifact:
         """The model that it was made for, as far as it says."""
         return Origin(self.path, str(self.about.get("model", "")), str(self.about.get("model_hash", "")))
 
-    def check_version(self) -> None:
-        """Raises `ValueError` naming the file if its tensors mean something else than this program takes them for."""
+    @property
+    def family(self) -> str:
+        """The codecs that it is for, as the option `--codec` of `hackkv calibrate` names them."""
+        return str(self.about.get("codec", ROTATED))
+
+    def check(self, family: str) -> None:
+        """Raises `ValueError` naming the file if its tensors are for other codecs than those of `family`, or mean
+        something else than this program takes them for."""
+        if self.family != family:
+            raise ValueError(f"{self.path}: a calibration file for the codecs {self.family}-*, not for {family}-*")
         found = self.about.get("version", 1)
         if found != VERSION:
             raise ValueError(

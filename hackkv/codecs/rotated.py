@@ -29,15 +29,13 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from hackkv.codec import AttentionWeights, Batch, KvCodec
-from hackkv.codecs.artifact import Artifact, read_artifact
+from hackkv.codecs.artifact import ROTATED, UNCALIBRATED, Artifact, read_artifact
 from hackkv.codecs.hadamard import hadamard
 from hackkv.codecs.paged import Kept, PagedCodec, Settings
 from hackkv.config import Frozen
 from hackkv.types import KvShape
 
 Definition = Callable[[LevelFormat, torch.device], LevelKernels]
-
-UNCALIBRATED: Final = "none"
 
 WORST_CONDITION: Final = 1e4
 """The largest condition number of a basis: beyond it, what T^-T makes of a query loses to FP32 what codes keep."""
@@ -105,7 +103,7 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
         turns = (plain_turn(shape.head_dim).to(backend.device),) * shape.num_layers
     else:
         artifact = read_artifact(Path(chosen.calibration))
-        artifact.check_version()
+        artifact.check(ROTATED)
         digest, origin, bits = artifact.digest, artifact.origin, layer_bits(artifact, bits)
         turns = tuple(calibrated_turn(artifact, layer, shape).to(backend.device) for layer in range(shape.num_layers))
         feedback = [feedback_of(artifact, layer, shape) for layer in range(shape.num_layers)]

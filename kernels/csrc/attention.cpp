@@ -191,10 +191,16 @@ class Splits {
   std::vector<Part> parts_;
 };
 
+void check_heads(const PageFormat& fmt, const Pool& pool) {
+  const bool known = fmt.known_heads == 0 || pool.head_start + pool.heads <= fmt.known_heads;
+  check(known, "pool has heads that the format does not know");
+}
+
 }  // namespace
 
 void Engine::attend(const PageFormat& fmt, int layer, const Pool& pool, const Slots& slots, const Spans& spans,
                     const Rows& rows) const {
+  check_heads(fmt, pool);
   const std::vector<AttendItem> items = Planner(fmt, layer, pool, slots, spans, rows).items();
   std::int64_t work = 0;
   int most_rows = 0;
@@ -215,7 +221,7 @@ void Engine::seal(const PageFormat& fmt, int layer, const Pool& pool, PageList p
                   const std::uint16_t* k, const std::uint16_t* v) const {
   const PageOperations& of_kind = operations.pages[int(fmt.kind)];
   check(of_kind.seal != nullptr, "pages of this kind are sealed by copying rows");
-  check(fmt.sealed_heads == 0 || pool.head_start + pool.heads <= fmt.sealed_heads, "pool has heads without feedback");
+  check_heads(fmt, pool);
   const std::size_t bytes = of_kind.scratch_bytes(fmt, 1);
   const std::int64_t count = pages.count * pool.heads;
   parallel_for(count > 2 ? threads : 1, count, [&](std::int64_t i) {
@@ -286,6 +292,7 @@ void Engine::export_pages(const PageFormat& fmt, const Pool& pool, PageList page
 void Engine::read(const PageFormat& fmt, const Pool& pool, PageList pages, std::uint16_t* k, std::uint16_t* v) const {
   const PageOperations& of_kind = operations.pages[int(fmt.kind)];
   check(of_kind.read != nullptr, "pages of this kind are not read as rows");
+  check_heads(fmt, pool);
   const std::size_t bytes = of_kind.scratch_bytes(fmt, 1);
   const std::int64_t count = pages.count * pool.heads;
   parallel_for(count > 4 ? threads : 1, count, [&](std::int64_t i) {

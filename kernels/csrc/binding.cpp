@@ -16,6 +16,7 @@
 #include "group_format.h"
 #include "hack_format.h"
 #include "level_format.h"
+#include "nuq_format.h"
 #include "mix64.h"
 #include "row_format.h"
 #include "rowwise_calls.h"
@@ -313,8 +314,9 @@ class Kernels {
   }
 
   // Pages as rows k, v [P, heads, Π, D] in FP16.
-  void read(const PageFormat& fmt, const nb::dict& pages, nb::handle ids, nb::handle k, nb::handle v) const {
-    const Pool pool = pool_of(fmt, pages, 0);
+  void read(const PageFormat& fmt, const nb::dict& pages, nb::handle ids, nb::handle k, nb::handle v,
+            int head_start) const {
+    const Pool pool = pool_of(fmt, pages, head_start);
     const PageList list = page_list(pool, Array(ids, "page_ids"));
     const std::size_t rows = std::size_t(list.count) * pool.heads * fmt.elements();
     auto* k_rows = elements<std::uint16_t>(Array(k, "k"), Type::kHalf, rows);
@@ -665,6 +667,33 @@ GroupFormat make_group_format(int head_dim, int page_tokens, const GroupWords& k
                      make_grouped(v, head_dim, page_tokens));
 }
 
+NuqSide make_nuq_side(int bits, bool by_channel, bool ranged, const std::vector<float>& poles) {
+  if (bits < 2 || bits > 4) refuse("codes have a width that no kernel takes");
+  if (poles.size() != std::size_t(1) << bits) refuse("poles are as many as codes");
+  NuqSide side{bits, by_channel, ranged, {}};
+  std::copy(poles.begin(), poles.end(), side.poles);
+  return side;
+}
+
+// `k_range` [2, heads, D], `row_turns` [Π, D] and `frequencies` [D/2] outlive the format. All or none are None.
+NuqFormat make_nuq_format(int head_dim, int page_tokens, int k_bits, int v_bits, const std::vector<float>& k_poles,
+                          const std::vector<float>& v_poles, nb::handle k_range, nb::handle row_turns,
+                          nb::handle frequencies) {
+  check_read_shape(head_dim, page_tokens);
+  const NuqSide k = make_nuq_side(k_bits, true, k_range.is_none(), k_poles);
+  const NuqSide v = make_nuq_side(v_bits, false, true, v_poles);
+  if (k_range.is_none()) return NuqFormat(head_dim, page_tokens, k, v, {}, 0);
+  const Array range(k_range, "k_range"), turns(row_turns, "row_turns"), steps(frequencies, "frequencies");
+  const std::size_t d = std::size_t(head_dim), pi = std::size_t(page_tokens), heads = range.size() / (2 * d);
+  expect_shape(range, {2, heads, d});
+  expect_shape(turns, {pi, d});
+  expect_shape(steps, {d / 2});
+  const NuqTables tables{elements<const float>(range, Type::kFloat, 2 * heads * d),
+                         elements<const float>(turns, Type::kFloat, pi * d),
+                         elements<const float>(steps, Type::kFloat, d / 2)};
+  return NuqFormat(head_dim, page_tokens, k, v, tables, std::int64_t(heads));
+}
+
 // `rules` is a ChoiceRules of choosing.py, which has checked it.
 Chooser make_chooser(nb::handle rules, const std::vector<std::int64_t>& prompt) {
   const auto number = [&](const char* name) { return nb::cast<double>(rules.attr(name)); };
@@ -724,9 +753,13 @@ NB_MODULE(_cpu, m) {
   nb::class_<LevelFormat, PageFormat>(m, "LevelFormat");
   nb::class_<FloatFormat, PageFormat>(m, "FloatFormat");
   nb::class_<GroupFormat, PageFormat>(m, "GroupFormat");
+  nb::class_<NuqFormat, PageFormat>(m, "NuqFormat");
   m.def("float_format", make_float_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "exponent_bits"_a,
         "mantissa_bits"_a, "largest"_a, "scaling"_a, "block"_a);
   m.def("group_format", make_group_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k"_a, "v"_a);
+  m.def("nuq_format", make_nuq_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
+        "k_poles"_a, "v_poles"_a, "k_range"_a.none(), "row_turns"_a.none(), "frequencies"_a.none(),
+        nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>(), nb::keep_alive<0, 9>());
   m.def("level_format", make_level_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "sink"_a, "recent"_a, "gains"_a.none(), "weights"_a.none(), nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>());
   m.def("hack_format", make_hack_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,

@@ -40,7 +40,7 @@ struct Feedback {
 struct LevelFormat : PageFormat {
   int k_bits;
   int v_bits;
-  Feedback feedback;  // of K, of sealed_heads heads
+  Feedback feedback;  // of K, of known_heads heads
 
   constexpr LevelFormat(int head_dim, int page_tokens, int k_bits, int v_bits, Window exact, Feedback feedback,
                         std::int64_t heads)
@@ -49,7 +49,7 @@ struct LevelFormat : PageFormat {
         v_bits(v_bits),
         feedback(feedback) {
     window = exact;
-    sealed_heads = heads;
+    known_heads = heads;
     add({"k_codes", Element::kByte, code_bytes(low_bits(k_bits))});
     if (k_bits == 3) add({"k_high", Element::kByte, code_bytes(1)});
     add({"k_scale", Element::kHalf, std::size_t(page_tokens)});

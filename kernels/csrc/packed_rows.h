@@ -1,6 +1,6 @@
 // Codes that are packed along rows, for pages that are read value by value: byte (r, c) of a plane [.., D] holds rows
-// f·r .. f·r + f - 1 of channel c, the first in the lowest bits. Widths of 5 and 6 bits are a plane of the lower 4 bits
-// and a plane of those above, `high`.
+// f·r .. f·r + f - 1 of channel c, the first in the lowest bits. Widths of 3, 5 and 6 bits are a plane of the lower 2
+// or 4 bits and a plane of those above, `high`.
 //
 // Pages rest as they travel: 16 bytes are one row's codes of 16 channels wherever they lie.
 #pragma once
@@ -10,7 +10,7 @@
 namespace hack {
 
 constexpr int packed_low(int bits) {
-  return bits == 5 || bits == 6 ? 4 : bits;
+  return bits == 5 || bits == 6 ? 4 : bits == 3 ? 2 : bits;
 }
 
 constexpr int packed_high(int bits) {
@@ -22,6 +22,7 @@ template <class Use>
 [[gnu::always_inline]] constexpr decltype(auto) with_packed_bits(int bits, Use use) {
   switch (bits) {
     case 2: return use(std::integral_constant<int, 2>{});
+    case 3: return use(std::integral_constant<int, 3>{});
     case 4: return use(std::integral_constant<int, 4>{});
     case 5: return use(std::integral_constant<int, 5>{});
     case 6: return use(std::integral_constant<int, 6>{});
@@ -44,7 +45,7 @@ struct PackedRows {
     if constexpr (packed_high(bits) == 0) {
       return codes;
     } else {
-      return S::with_upper_nibble(codes, field<packed_high(bits)>(high, t, c));
+      return S::template with_upper<packed_low(bits)>(codes, field<packed_high(bits)>(high, t, c));
     }
   }
   [[gnu::always_inline]] void fetch(int t, int c) const {

@@ -14,8 +14,8 @@ inline constexpr float kLog2e = 1.44269504088896340736f;
 
 // A kind of page defines what its planes mean; only its own operations read them (`PageOperations` in work.h). A new
 // kind takes a value here, a format with its planes, a header with its operations, and a row in `operations_of`.
-enum class Kind : int { kHack, kRows, kLevels, kFloats, kGroups };
-inline constexpr int kKinds = 5;
+enum class Kind : int { kHack, kRows, kLevels, kFloats, kGroups, kNuq };
+inline constexpr int kKinds = 6;
 
 enum class Element : int { kByte, kShort, kHalf, kFloat };
 constexpr std::size_t bytes_of(Element element) {
@@ -32,7 +32,7 @@ struct Plane {
   constexpr std::size_t bytes() const { return count * bytes_of(element); }
 };
 
-inline constexpr int kMaxPlanes = 8;
+inline constexpr int kMaxPlanes = 10;
 
 // Which pages queries see exactly; window.py has the definition. A slot holds `pages()` pages.
 struct Window {
@@ -56,7 +56,7 @@ struct PageFormat {
   int page_tokens;
   Window window = {};
   bool own_page_rests = false;  // the page of a sequence's last row lies among the sealed ones (REQUANTIZE)
-  std::int64_t sealed_heads = 0;  // the model's heads that `seal` knows; 0: it needs to know nothing of them
+  std::int64_t known_heads = 0;  // the model's heads of which it knows something; 0: it needs to know nothing
   int plane_count = 0;
   Plane planes[kMaxPlanes] = {};
 

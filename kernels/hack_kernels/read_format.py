@@ -1,8 +1,8 @@
 """What page formats share whose kernels read every value by itself: codes packed along rows, and a way to multiply.
 
 Codes of K and of V, [Π, D], are packed along rows: byte (r, d) of a plane holds rows f·r .. f·r + f - 1 of channel d,
-f = 8 / bits, the first in the lowest bits. Widths of 5 and 6 bits are a plane of the lower 4 bits and a plane `high`
-of those above. Pages rest in the order in which they travel.
+f = 8 / bits, the first in the lowest bits. Widths of 3, 5 and 6 bits are a plane of the lower 2 or 4 bits and a plane
+`high` of those above. Pages rest in the order in which they travel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from hack_kernels.base import PageFormat, Plane, Planes
 from hack_kernels.quantize import pack, unpack
 
-LOW_BITS: Final = {5: 4, 6: 4}
+LOW_BITS: Final = {3: 2, 5: 4, 6: 4}
 """Width -> bits in the first plane, where there are two."""
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from hackkv.codecs import CALIBRATED, CODECS
-from hackkv.codecs.artifact import read_artifact
-from hackkv.codecs.rotated import UNCALIBRATED, LayerBits, written_bits
+from hackkv.codecs.artifact import KVQUANT, UNCALIBRATED, read_artifact
+from hackkv.codecs.rotated import LayerBits, written_bits
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 
@@ -74,6 +74,7 @@ _DESCRIBED: Final = (
     _row("snapkv-rot-k4v4", "snapkv", _EVICTING, "`snapkv` in pages of `rot-k4v4`", of="rot-k4v4"),
     _row("mpcache-static", "mpcache", _EVICTING, "`mpcache`, but decode reads all pages", select="100%"),
     _row("mpcache-rot-k4v4", "mpcache", _EVICTING, "`mpcache` in pages of `rot-k4v4`", of="rot-k4v4"),
+    _row("kvquant-3", "kvquant-4", KVQUANT, "`kvquant-4`, but 3 bits", k_bits=3, v_bits=3),
     _row("hack-paper-no-rqe", "hack-paper", _PAPER, "the paper with RQE off (its Table 7)", open_page="requantize"),
 )
 """Rows that are described here; the presets that are missing follow with what their settings say."""
@@ -106,15 +107,27 @@ WINDOWED: Final = "rot-k4v4"
 
 
 def calibrated(file: Path) -> tuple[Variant, ...]:
-    """The rows of presets that can be calibrated once more, with a file that `hackkv calibrate` wrote. If the file has
-    bits by layer, those are the presets that they are for.
+    """The rows of presets that can be calibrated once more, with a file that `hackkv calibrate` wrote for them. If the
+    file has bits by layer, those are the presets that they are for.
 
     Raises `ConfigError` for a file that cannot be read.
     """
     try:
-        mixed = written_bits(read_artifact(file))
+        artifact = read_artifact(file)
+        mixed = written_bits(artifact)
     except ValueError as error:
         raise ConfigError(f"--calibration: {error}") from error
+    if artifact.family == KVQUANT:
+        return tuple(
+            Variant(
+                f"{row.name}-calibrated",
+                CodecConfig(name=row.codec.name, settings={**row.codec.settings, "calibration": str(file)}),
+                KVQUANT,
+                f"{row.says}; calibrated",
+            )
+            for row in VARIANTS
+            if row.family == KVQUANT
+        )
     if mixed:
         return tuple(_mixed(each, file) for each in mixed)
     family, says = "rot, calibrated", f"{_says(WINDOWED)}, sink 1, recent 2; calibrated"

@@ -1,5 +1,6 @@
-"""What the codecs `rot-*` may know of a model: `hackkv calibrate`, or `python -m measure.calibrate`.
+"""What codecs may know of a model: `hackkv calibrate`, or `python -m measure.calibrate`.
 
-text (windows of tokens) -> moments (one pass of the model, exact attention) -> solve (bases, gains) -> a safetensors
-file, which the codecs read (`hackkv.codecs.rotated`).
+text (windows of tokens) -> one pass of the model, exact attention -> a safetensors file, which the codecs read. For
+`rot-*` (`hackkv.codecs.rotated`) the pass gathers moments, of which `solve` makes bases and gains; for `kvquant-*`
+(`hackkv.codecs.kvquant`) it sees ranges and levels.
 """

@@ -1,9 +1,10 @@
-"""`hackkv calibrate`: fit the codecs rot-* to a model, and write the file that their setting `calibration` names.
+"""`hackkv calibrate`: fit the codecs rot-* or kvquant-* to a model, and write the file that their setting `calibration`
+names.
 
-The model reads text with exact attention; moments of its keys and queries give each KV head a basis in which codes
-lose least. With --target-bytes, the layers that suffer most get more bits than the others; given several times, it
-does so for several presets. Every node of a cluster needs a file of the same bytes: copy it, do not make it again
-elsewhere.
+The model reads text with exact attention. For rot-*, moments of its keys and queries give each KV head a basis in
+which codes lose least. With --target-bytes, the layers that suffer most get more bits than the others; given several
+times, it does so for several presets. For kvquant-*, its keys and values say between what bounds levels lie, and where.
+Every node of a cluster needs a file of the same bytes: copy it, do not make it again elsewhere.
 """
 
 from __future__ import annotations
@@ -15,14 +16,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from safetensors.torch import save
 from torch import Tensor
 
-from hackkv.codecs.artifact import METADATA, VERSION
+from hackkv.codecs.artifact import KVQUANT, METADATA, ROTATED, VERSION
 from hackkv.codecs.rotated import LayerBits
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
@@ -31,7 +41,8 @@ from hackkv.model.shipped import find_model
 from hackkv.model.worker import Worker, load_worker
 from hackkv.tokenizer import Tokenizer
 from measure.calibrate.bits import TOKENS, bases_of, in_words, losses_of, passes, spend
-from measure.calibrate.moments import counted_rows, gather
+from measure.calibrate.levels import gather_levels
+from measure.calibrate.moments import OnTokens, counted_rows, gather
 from measure.calibrate.solve import solve
 from measure.calibrate.windows import Windows, windows_of
 
@@ -42,12 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         _check_out(args.out)
+        if args.target_bytes and args.codec != ROTATED:
+            raise ConfigError(f"--target-bytes: not with --codec {args.codec}, whose layers all have the same bits")
         worker, source, windows = _load(args)
         dim = worker.model.spec.head_dim
         bases = bases_of(args.target_bytes, dim)
-        found, losses = _measure(worker, windows, list(bases.values()), notes)
+        found, losses = MEASURES[args.codec](worker, windows, list(bases.values()), notes)
         chosen = [spend(bases[target], each, target, dim) for target, each in zip(bases, losses, strict=True)]
-        write_atomically(args.out, save(found, {METADATA: _about(worker, source, windows, chosen)}))
+        write_atomically(args.out, save(found, {METADATA: _about(worker, source, windows, args.codec, chosen)}))
     except HackkvError as error:
         notes.print(f"hackkv calibrate: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
@@ -66,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "model", nargs="?", default="", help="checkpoint folder or hub name; default: the shipped model"
+    )
+    parser.add_argument(
+        "--codec", choices=MEASURES, default=ROTATED, help="the family to fit: rot (default) or kvquant"
     )
     parser.add_argument(
         "--text",
@@ -124,18 +140,14 @@ def _load(args: argparse.Namespace) -> tuple[Worker, str, Windows]:
     return worker, source_hash(folder.path), windows
 
 
-def _measure(
-    worker: Worker, windows: Windows, bases: Sequence[LayerBits], console: Console
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The tensors of the file, by name, and what each base costs by side and layer, under a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    silent, solved, losses = not console.is_terminal, list[dict[str, Tensor]](), list[Tensor]()
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=silent) as progress:
-        bar = progress.add_task("tokens", total=windows.tokens)
+Measured = tuple[dict[str, Tensor], list[Tensor]]
+"""The tensors of the file, by name, and what each base costs by side and layer."""
 
-        def advance(count: int) -> None:
-            progress.update(bar, advance=count)
 
+def _rotations(worker: Worker, windows: Windows, bases: Sequence[LayerBits], console: Console) -> Measured:
+    solved, losses = list[dict[str, Tensor]](), list[Tensor]()
+    with _progress(console) as progress:
+        bar, advance = _bar(progress, "tokens", windows.tokens)
         moments = gather(worker.model, windows.windows, advance)
         progress.update(bar, description="layers", total=len(moments), completed=0)
         for each in moments:
@@ -149,9 +161,30 @@ def _measure(
     return found, losses
 
 
-def _about(worker: Worker, source: str, windows: Windows, bits: Sequence[LayerBits]) -> str:
+def _levels(worker: Worker, windows: Windows, bases: Sequence[LayerBits], console: Console) -> Measured:
+    with _progress(console) as progress:
+        return gather_levels(worker.model, windows.windows, _bar(progress, "tokens", windows.tokens)[1]), []
+
+
+MEASURES: Final = {ROTATED: _rotations, KVQUANT: _levels}
+"""Families that can be fitted to a model."""
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+
+
+def _bar(progress: Progress, what: str, total: int) -> tuple[TaskID, OnTokens]:
+    """A bar, and what moves it on."""
+    bar = progress.add_task(what, total=total)
+    return bar, lambda count: progress.update(bar, advance=count)
+
+
+def _about(worker: Worker, source: str, windows: Windows, codec: str, bits: Sequence[LayerBits]) -> str:
     about: dict[str, object] = {
         "version": VERSION,
+        "codec": codec,
         "model": worker.name,
         "model_hash": source,
         "dtype": dict(worker.fingerprint.fields)["dtype"],

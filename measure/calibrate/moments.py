@@ -93,17 +93,7 @@ def gather(model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens) -> list[
     spec = model.spec
     turns = rotation_table(spec.rope, spec.max_context, model.device)
     sums = [Sums(spec.num_kv_heads, spec.head_dim, model.device) for _ in range(spec.num_layers)]
-    for window in windows:
-        cache = ExactKv()
-        for start in range(0, len(window), CHUNK_TOKENS):
-            ids = torch.from_numpy(window[start : start + CHUNK_TOKENS]).to(model.device)
-            count = len(ids)
-            positions = flat_positions([(start, start + count)], model.device)
-            left_out = min(count, max(0, LEFT_OUT - start))
-            attend = _watching(exact_attend([cache], [count]), sums, turns[positions[left_out:]])
-            with torch.inference_mode():
-                model.forward(ids, positions, attend, rows=torch.zeros(1, dtype=torch.int64, device=model.device))
-            on_tokens(count)
+    read(model, windows, lambda layer, q, k, v, positions: sums[layer].add(q, k, turns[positions]), on_tokens)
     found = [each.moments(turns[::POSITION_STEP]) for each in sums]
     for layer, moments in enumerate(found):
         if not all(bool(x.isfinite().all()) for x in (moments.mean, moments.covariance, moments.queries)):
@@ -111,12 +101,31 @@ def gather(model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens) -> list[
     return found
 
 
-def _watching(attend: Attend, sums: list[Sums], turns: Tensor) -> Attend:
-    """`attend`, and the last rows of every call are summed: those that `turns` has rotated."""
+See = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
+"""(layer, rows of Q, of K, of V, as rotated, [T, heads, D], their positions [T])."""
+
+
+def read(model: Llama, windows: tuple[Ids, ...], see: See, on_tokens: OnTokens) -> None:
+    """Show every row that counts to `see`, in one pass of the model with exact attention."""
+    for window in windows:
+        cache = ExactKv()
+        for start in range(0, len(window), CHUNK_TOKENS):
+            ids = torch.from_numpy(window[start : start + CHUNK_TOKENS]).to(model.device)
+            count = len(ids)
+            positions = flat_positions([(start, start + count)], model.device)
+            left_out = min(count, max(0, LEFT_OUT - start))
+            attend = _watching(exact_attend([cache], [count]), see, positions[left_out:])
+            with torch.inference_mode():
+                model.forward(ids, positions, attend, rows=torch.zeros(1, dtype=torch.int64, device=model.device))
+            on_tokens(count)
+
+
+def _watching(attend: Attend, see: See, positions: Tensor) -> Attend:
+    """`attend`, and the last rows of every call are seen: those that stand at `positions`."""
 
     def watch(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if turns.shape[0]:
-            sums[layer].add(q[-turns.shape[0] :], k[-turns.shape[0] :], turns)
+        if count := len(positions):
+            see(layer, q[-count:], k[-count:], v[-count:], positions)
         return attend(layer, q, k, v)
 
     return watch

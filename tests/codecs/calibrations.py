@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import atexit
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 
 import torch
+from hack_kernels.nuq_format import WIDTHS
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hackkv.codecs.artifact import METADATA, VERSION
+from hackkv.codecs.artifact import METADATA, ROTATED, VERSION
 from hackkv.codecs.hadamard import hadamard
 from measure.calibrate.solve import feedback_by
 
 
 def calibration_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dict[str, Tensor]:
-    """Bases of condition about 10, means that are not small, gains of a positive definite metric."""
+    """For `rot-*`, bases of condition about 10, means that are not small, gains of a positive definite metric. For
+    `kvquant-*`, uneven levels, and ranges about the tests' rows in each channel."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -34,17 +37,28 @@ def calibration_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dic
         feedback = feedback_by(metric)
         basis = turned * stretch @ turned.mT @ hadamard(dim)
         found = {"basis": basis, "mean": 3 * normal(heads, dim), "gains": feedback.gains, "weights": feedback.weights}
+        found |= levels(normal, heads, dim)
         tensors |= {f"layers.{layer}.{name}": tensor.float().contiguous() for name, tensor in found.items()}
-    return tensors
+    return {**tensors, "frequencies": (10000.0 ** -torch.linspace(0, 1, dim // 2)).float()}
+
+
+def levels(normal: Callable[..., Tensor], heads: int, dim: int) -> dict[str, Tensor]:
+    """Of one layer, as `normal` draws them."""
+    centre, reach = normal(heads, dim) / 2, 2 + normal(heads, dim).abs()
+    poles = {f"{name}_poles_{bits}": normal(2**bits).sort().values for name in ("k", "v") for bits in WIDTHS}
+    return {
+        "k_range": torch.stack((centre - reach, centre + reach)),
+        **{name: each / (each.abs().max() * 1.1) for name, each in poles.items()},
+    }
 
 
 @cache
-def calibration_file(layers: int, heads: int, dim: int) -> Path:
-    """A file of `calibration_tensors`, which is there until the tests end."""
+def calibration_file(layers: int, heads: int, dim: int, family: str = ROTATED) -> Path:
+    """A file of `calibration_tensors` for the codecs of `family`, which is there until the tests end."""
     folder = Path(mkdtemp(prefix="hackkv-calibration-"))
     atexit.register(rmtree, folder, ignore_errors=True)
     path = folder / "calibration.safetensors"
-    save_calibration(calibration_tensors(layers, heads, dim), path)
+    save_calibration(calibration_tensors(layers, heads, dim), path, codec=family)
     return path
 
 

@@ -46,7 +46,7 @@ class Case:
         """A new codec."""
         settings = {"page_tokens": self.page_tokens, **self.settings}
         if self.calibrated:
-            settings["calibration"] = str(calibration_file(LAYER + 1, HEADS, self.head_dim))
+            settings["calibration"] = str(calibration_file(LAYER + 1, HEADS, self.head_dim, self.name.split("-")[0]))
         return make_codec(
             CodecConfig(name=self.name, settings=settings), KvShape(LAYER + 1, HEADS, self.head_dim), load(self.backend)
         )
@@ -75,6 +75,12 @@ VARIANTS = [
     ),
     *(Case("rot-k3v2", backend=backend, settings=CODED, calibrated=True) for backend in AUTO),
     Case("rot-k4v4", 64, 96, group=3, calibrated=True),
+    *(
+        Case("kvquant-2", pi, d, backend=backend, settings={"k_bits": bits, "v_bits": 3}, calibrated=True)
+        for backend in AUTO
+        for pi, d, bits in [(32, 64, 2), (64, 128, 3)]
+    ),
+    Case("kvquant-4", 64, 96, group=3, settings={"k_bits": 3, "v_bits": 3}),
     Case("rot-k2v2", settings={"k_bits": 8, "v_bits": 8, **CODED}),
 ]
 CASES = [*TABLE, *VARIANTS]

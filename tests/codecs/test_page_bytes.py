@@ -11,6 +11,7 @@ from hackkv.codec import KvCodec, fp16_page_bytes, planes_bytes
 from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
 from hackkv.types import KvShape
+from tests.codecs.calibrations import calibration_file
 from tests.pair import EVICTING
 
 
@@ -35,6 +36,9 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
         ("kivi-4", {}, 160 * 64, 160 * 64),
         ("kivi-2", {}, 96 * 64, 96 * 64),
         ("kivi-2", {"group": 64}, 80 * 64, 80 * 64),
+        ("kvquant-4", {}, 158 * 64, 158 * 64),
+        ("kvquant-4", {"k_bits": 3, "v_bits": 3}, 126 * 64, 126 * 64),
+        ("kvquant-2", {}, 94 * 64, 94 * 64),
         ("cachegen", {}, 164 * 64, 164 * 64),
         ("cachegen-eq86", {}, 132 * 64, 132 * 64),
         ("rot-k4v4", {}, 8448, 8448),
@@ -56,13 +60,19 @@ def test_page_bytes_of_the_design(name: str, settings: dict[str, int | str | boo
     assert fp16_page_bytes(codec.formats[0]) == 32768
 
 
+@pytest.mark.parametrize(("name", "size"), [("kvquant-4", 150 * 64 + 4), ("kvquant-2", 86 * 64 + 4)])
+def test_a_calibrated_page_says_its_first_row_in_place_of_ranges(name: str, size: int) -> None:
+    codec = make(name, 128, calibration=str(calibration_file(1, 1, 128, "kvquant")))
+    assert codec.formats[0].page_bytes == planes_bytes(codec.wire_planes[0]) == size
+
+
 def test_every_codec_of_the_table_is_pinned() -> None:
     """A codec that is added must be entered above; the tests' own rows have the pages of others."""
     hack, rotated = {"hack", "hack-k4v2", "hack-paper"}, {"rot-k4v4", "rot-k3v3", "rot-k3v2", "rot-k2v2"}
-    floats, kivi = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2"}
+    floats, groups = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2", "kvquant-4", "kvquant-2"}
     evicting = {"streamingllm", "snapkv", "h2o", "mpcache"}
     assert evicting == set(EVICTING)
-    known = {*hack, *rotated, *floats, *kivi, *evicting, "cachegen", "cachegen-eq86", "fp16"}
+    known = {*hack, *rotated, *floats, *groups, *evicting, "cachegen", "cachegen-eq86", "fp16"}
     assert set(CODECS) - {"hack-zstd", "toy-layers", "rot-window"} == known
 
 

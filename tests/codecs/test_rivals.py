@@ -17,7 +17,19 @@ from hackkv.errors import ConfigError
 from hackkv.types import KvShape
 from tests.codecs.cases import Case, assert_same, rows, run
 
-RIVALS = ("fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "kivi-4", "kivi-2", "cachegen", "cachegen-eq86")
+RIVALS = (
+    "fp8",
+    "mxfp8",
+    "mxfp6",
+    "mxfp4",
+    "nvfp4",
+    "kivi-4",
+    "kivi-2",
+    "kvquant-4",
+    "kvquant-2",
+    "cachegen",
+    "cachegen-eq86",
+)
 
 
 def make(name: str, layers: int = 1, **settings: Any) -> KvCodec:
@@ -78,6 +90,8 @@ def test_cachegen_errors_are_at_most_half_a_bin() -> None:
         ("mxfp4", {"scaling": "block"}, "codec.settings.scaling"),
         ("kivi-2", {"k_bits": 3}, "codec.settings.k_bits"),
         ("kivi-2", {"group": 48}, "groups of 48 do not divide page_tokens, which is 64"),
+        ("kvquant-4", {"k_bits": 5}, "codec.settings.k_bits"),
+        ("kvquant-4", {"calibration": "nowhere"}, "nowhere: No such file"),
         ("cachegen", {"level": "4"}, "codec.settings.level"),
         ("cachegen", {"wire_form": "auto?"}, "codec.settings.wire_form"),
     ],

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import torch
 from hack_kernels.base import Backend, PageKernels, Pool, Spans
+from hack_kernels.cpu.reading import NuqCpu
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.nuq_format import NuqFormat, NuqTables
 from hack_kernels.pools import new_pool
 from hack_kernels.read_format import ReadFormat
 from hack_kernels.reference.floats import FloatReference
 from hack_kernels.reference.groups import GroupReference
+from hack_kernels.reference.nuq import NuqReference
 from hack_kernels.reference.reading import ReadingReference
 from torch import Tensor
 
@@ -35,26 +38,54 @@ GROUPS = [
     GroupFormat(64, Grouping(5, 64, centre=15), Grouping(4, 64, centre=7), 32),
     GroupFormat(96, Grouping(4, 96, centre=3), Grouping(5, 96, centre=15), 64),
 ]
-FORMATS: list[ReadFormat] = [*FLOATS, *GROUPS]
+NUQS = [
+    NuqFormat(64, 2, 2, page_tokens=32),
+    NuqFormat(128, 3, 4, page_tokens=64),
+    NuqFormat(96, 4, 3, page_tokens=128),
+    NuqFormat(64, 2, 3, calibrated=True, page_tokens=32),
+    NuqFormat(256, 4, 2, calibrated=True, page_tokens=64),
+]
+FORMATS: list[ReadFormat] = [*FLOATS, *GROUPS, *NUQS]
+
+
+def nuq_tables(fmt: NuqFormat, heads: int) -> NuqTables:
+    """Poles as they fall, ranges about zero, the frequencies of a rotary embedding."""
+    draw = torch.Generator().manual_seed(1)
+    k_poles, v_poles = (torch.rand(2**bits, generator=draw).sort().values * 2 - 1 for bits in (fmt.k_bits, fmt.v_bits))
+    centre, reach = (torch.rand(heads, fmt.head_dim, generator=draw) * size for size in (1.0, 3.0))
+    frequencies = 10000.0 ** -torch.linspace(0, 1, fmt.head_dim // 2)
+    return NuqTables(k_poles, v_poles, torch.stack((centre - reach, centre + reach)).half().float(), frequencies)
+
+
+def calibrated(kernels: PageKernels, fmt: ReadFormat, heads: int = 2) -> PageKernels:
+    """`kernels`, with tables if `fmt` has some."""
+    if isinstance(fmt, NuqFormat) and fmt.calibrated:
+        assert isinstance(kernels, NuqReference | NuqCpu)
+        kernels.calibrate(nuq_tables(fmt, heads))
+    return kernels
 
 
 def definition(fmt: ReadFormat) -> ReadingReference:
     """In torch."""
     if isinstance(fmt, FloatFormat):
         return FloatReference(fmt, CPU)
-    assert isinstance(fmt, GroupFormat)
-    return GroupReference(fmt, CPU)
+    if isinstance(fmt, GroupFormat):
+        return GroupReference(fmt, CPU)
+    assert isinstance(fmt, NuqFormat)
+    kernels = NuqReference(fmt, CPU)
+    calibrated(kernels, fmt)
+    return kernels
 
 
 def kernels_of(backend: Backend, fmt: ReadFormat) -> PageKernels:
     """A backend's, or the definition."""
     make: Callable[[ReadFormat, torch.device], PageKernels] = lambda fmt, _: definition(fmt)  # noqa: E731
-    return backend.kernels_for(fmt, make)
+    return calibrated(backend.kernels_for(fmt, make), fmt)
 
 
 def unfused(fmt: ReadFormat) -> ReadFormat:
     """The same with pages that become FP16 rows first."""
-    assert isinstance(fmt, FloatFormat | GroupFormat)
+    assert isinstance(fmt, FloatFormat | GroupFormat | NuqFormat)
     return replace(fmt, fused=False)
 
 

@@ -145,9 +145,22 @@ struct Avx2 {
   static B byte_field(B x, int shift) {
     return _mm_and_si128(_mm_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm_set1_epi8((1 << width) - 1));
   }
-  static B with_upper_nibble(B low, B high) { return _mm_or_si128(low, _mm_slli_epi16(high, 4)); }
+  // `high` above the lower n bits; together they fit into a byte.
+  template <int n>
+  static B with_upper(B low, B high) {
+    return _mm_or_si128(low, _mm_slli_epi16(high, n));
+  }
   static F bytes_to_float(B x) {
     const auto half = [](__m128i y) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(y)); };
+    return {half(x), half(_mm_srli_si128(x, 8))};
+  }
+  // Lane x[i] of the table, for codes below 16.
+  static F look_up(F table, B x) {
+    const auto half = [&](__m128i y) {
+      const __m256i lane = _mm256_cvtepu8_epi32(y);
+      const __m256 low = _mm256_permutevar8x32_ps(table.a, lane), high = _mm256_permutevar8x32_ps(table.b, lane);
+      return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(lane, 28)));
+    };
     return {half(x), half(_mm_srli_si128(x, 8))};
   }
   // Codes of a sign, an exponent and a mantissa, read as FP16 whose exponent has the same lowest bit.

@@ -116,8 +116,14 @@ struct Avx512 {
   static B byte_field(B x, int shift) {
     return _mm_and_si128(_mm_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm_set1_epi8((1 << width) - 1));
   }
-  static B with_upper_nibble(B low, B high) { return _mm_or_si128(low, _mm_slli_epi16(high, 4)); }
+  // `high` above the lower n bits; together they fit into a byte.
+  template <int n>
+  static B with_upper(B low, B high) {
+    return _mm_or_si128(low, _mm_slli_epi16(high, n));
+  }
   static F bytes_to_float(B x) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(x)); }
+  // Lane x[i] of the table, for codes below 16.
+  static F look_up(F table, B x) { return _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(x), table); }
   // Codes of a sign, an exponent and a mantissa, read as FP16 whose exponent has the same lowest bit.
   template <int exponent, int mantissa>
   static F small_floats(B x) {

@@ -119,8 +119,16 @@ struct Portable {
   static B byte_field(B x, int shift) {
     return (x >> shift) & std::uint8_t((1 << width) - 1);
   }
-  static B with_upper_nibble(B low, B high) { return low | (high << 4); }
+  // `high` above the lower n bits; together they fit into a byte.
+  template <int n>
+  static B with_upper(B low, B high) {
+    return low | (high << n);
+  }
   static F bytes_to_float(B x) { return __builtin_convertvector(x, F); }
+  // Lane x[i] of the table, for codes below 16.
+  static F look_up(F table, B x) {
+    return lanes<F>([&](int i) { return table[x[i]]; });
+  }
   // Codes of a sign, an exponent and a mantissa, read as FP16 whose exponent has the same lowest bit.
   template <int exponent, int mantissa>
   static F small_floats(B x) {

@@ -22,13 +22,14 @@ from hack_kernels.base import (
 from hack_kernels.cpu import extension
 from hack_kernels.cpu.hack import HackCpu
 from hack_kernels.cpu.levels import LevelCpu
-from hack_kernels.cpu.reading import for_floats, for_groups
+from hack_kernels.cpu.reading import for_floats, for_groups, for_levels
 from hack_kernels.cpu.rows import RowCpu
 from hack_kernels.cpu.rowwise import RowwiseCpu
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.hack_format import HackFormat
 from hack_kernels.level_format import LevelFormat
+from hack_kernels.nuq_format import NuqFormat
 from hack_kernels.row_format import RowFormat
 from hack_kernels.stopwatch import HostStopwatch
 
@@ -40,6 +41,7 @@ FORMATS: Final[dict[type[PageFormat], Callable[[Any, Any], PageKernels | None]]]
     GroupFormat: for_groups,
     HackFormat: HackCpu,
     LevelFormat: LevelCpu,
+    NuqFormat: for_levels,
     RowFormat: RowCpu.for_format,
 }
 """Class of page format -> function of a format and the compiled kernels; it returns None for an unsupported shape."""

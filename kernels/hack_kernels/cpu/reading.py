@@ -1,4 +1,4 @@
-"""Pages whose values are read one by one: small floating-point numbers, and integer codes in groups."""
+"""Pages whose values are read one by one: small floating-point numbers, integer codes in groups, non-uniform levels."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hack_kernels.cpu.memory import zeroed_planes
 from hack_kernels.cpu.rows import native_row_format
 from hack_kernels.float_format import FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.nuq_format import NuqFormat, NuqTables, normal_poles, turns_of, unrotated
 from hack_kernels.read_format import ReadFormat
 from hack_kernels.reference.wire_order import WireOrder
 from hack_kernels.row_format import RowFormat
@@ -69,9 +70,30 @@ class ReadCpu(WireOrder):
         shape = (max(1, ids.numel()), pool.num_kv_heads, self._fmt.page_tokens, self._fmt.head_dim)
         k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(2))
         if ids.numel():
-            self._native.read(self._native_format, pool.planes, ids, k, v)
+            self._native.read(self._native_format, pool.planes, ids, k, v, pool.head_start)
         as_rows = Pool({"k": k, "v": v}, pool.open_k, pool.open_v, pool.head_start, pool.window)
         return as_rows, Spans(spans.starts, spans.counts, spans.offsets, table, spans.slots)
+
+
+class NuqCpu(ReadCpu):
+    """Implements `NuqKernels`: keys turn back in torch before C++ seals them, and turn again in C++."""
+
+    def __init__(self, fmt: NuqFormat, native: Any) -> None:
+        super().__init__(fmt, native, None if fmt.calibrated else native_nuq_format(fmt, None))
+        self.fmt = fmt
+        self._frequencies: Tensor | None = None
+
+    def calibrate(self, tables: NuqTables) -> None:
+        """Take them."""
+        tables.check(self.fmt)
+        self._frequencies, self._native_format = tables.frequencies, native_nuq_format(self.fmt, tables)
+
+    def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
+        """Quantize full pages into the pool."""
+        if self._frequencies is not None:
+            check_seal(self.fmt, pool, page_ids, starts, k, v)
+            k = unrotated(k, starts, self._frequencies)
+        super().seal(layer, pool, page_ids, starts, k, v)
 
 
 def for_floats(fmt: FloatFormat, native: Any) -> ReadCpu | None:
@@ -82,6 +104,11 @@ def for_floats(fmt: FloatFormat, native: Any) -> ReadCpu | None:
 def for_groups(fmt: GroupFormat, native: Any) -> ReadCpu | None:
     """None for a shape that `csrc/rows.h` does not take, or groups that vectors do not divide."""
     return ReadCpu(fmt, native, native_group_format(fmt)) if _takes(fmt) and _takes_groups(fmt) else None
+
+
+def for_levels(fmt: NuqFormat, native: Any) -> NuqCpu | None:
+    """None for a shape that `csrc/rows.h` does not take."""
+    return NuqCpu(fmt, native) if _takes(fmt) else None
 
 
 def native_float_format(fmt: FloatFormat) -> Any:
@@ -101,6 +128,30 @@ def native_group_format(fmt: GroupFormat) -> Any:
     """`fmt` for C++."""
     return compiled().group_format(
         head_dim=fmt.head_dim, page_tokens=fmt.page_tokens, k=_grouped(fmt.k), v=_grouped(fmt.v)
+    )
+
+
+def native_nuq_format(fmt: NuqFormat, tables: NuqTables | None) -> Any:
+    """`fmt` for C++, which borrows the tensors of `tables` and keeps them alive."""
+    poles: dict[str, Any]
+    if tables is None:
+        poles = {f"{name}_poles": normal_poles(fmt.side(name).bits) for name in ("k", "v")}
+        known = dict[str, Tensor | None](k_range=None, row_turns=None, frequencies=None)
+    else:
+        poles = {"k_poles": tables.k_poles.tolist(), "v_poles": tables.v_poles.tolist()}
+        turns = torch.cat(turns_of(torch.arange(fmt.page_tokens), tables.frequencies), -1)
+        known = {
+            "k_range": tables.k_range.contiguous(),
+            "row_turns": turns,
+            "frequencies": tables.frequencies.contiguous(),
+        }
+    return compiled().nuq_format(
+        head_dim=fmt.head_dim,
+        page_tokens=fmt.page_tokens,
+        k_bits=fmt.k_bits,
+        v_bits=fmt.v_bits,
+        **poles,
+        **known,
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from hack_kernels.base import Planes
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.read_format import pack_codes, unpack_codes
-from hack_kernels.reference.reading import ReadingReference
+from hack_kernels.reference.reading import ALL_HEADS, ReadingReference
 
 
 class FloatReference(ReadingReference):
@@ -18,13 +18,13 @@ class FloatReference(ReadingReference):
         super().__init__(fmt, device)
         self.fmt = fmt
 
-    def quantize(self, name: str, rows: Tensor) -> Planes:
+    def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
         """Codes of rows over their scales."""
         fmt, blocks = self.fmt, rows.float().unflatten(-1, (-1, self.fmt.block))
         scales, steps = scales_of(fmt, name, blocks)
         return pack_codes(name, encode(fmt.element, blocks / steps).flatten(-2), fmt.element.bits) | scales
 
-    def dequantize(self, name: str, planes: Planes) -> Tensor:
+    def dequantize(self, name: str, planes: Planes, heads: slice = ALL_HEADS) -> Tensor:
         """Values times scales."""
         fmt = self.fmt
         values = decode(fmt.element, unpack_codes(name, planes, fmt.element.bits))

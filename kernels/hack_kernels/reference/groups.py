@@ -9,7 +9,7 @@ from hack_kernels.base import Planes
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.quantize import quantize
 from hack_kernels.read_format import pack_codes, unpack_codes
-from hack_kernels.reference.reading import ReadingReference
+from hack_kernels.reference.reading import ALL_HEADS, ReadingReference
 
 
 class GroupReference(ReadingReference):
@@ -19,7 +19,7 @@ class GroupReference(ReadingReference):
         super().__init__(fmt, device)
         self.fmt = fmt
 
-    def quantize(self, name: str, rows: Tensor) -> Planes:
+    def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
         """Group by group."""
         side = self.fmt.side(name)
         if side.centre:
@@ -31,7 +31,7 @@ class GroupReference(ReadingReference):
         planes = {f"{name}_scale": made.scale, f"{name}_min": made.minimum}
         return pack_codes(name, _ungrouped(side, made.codes), side.bits, "_codes") | planes
 
-    def dequantize(self, name: str, planes: Planes) -> Tensor:
+    def dequantize(self, name: str, planes: Planes, heads: slice = ALL_HEADS) -> Tensor:
         """s·c + m."""
         side = self.fmt.side(name)
         codes, scale = unpack_codes(name, planes, side.bits, "_codes").float(), planes[f"{name}_scale"].float()

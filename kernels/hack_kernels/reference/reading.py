@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from time import perf_counter
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from hack_kernels.reference.wire_order import WireOrder
 
 LARGEST_FP16 = 65504.0
 
+ALL_HEADS: Final = slice(None)
+
 
 class ReadingReference(WireOrder, ABC):
     """`PageKernels` for a `ReadFormat`; a subclass says what codes are made of values and what they stand for."""
@@ -26,17 +29,21 @@ class ReadingReference(WireOrder, ABC):
         self.approximation_s = 0.0
 
     @abstractmethod
-    def quantize(self, name: str, rows: Tensor) -> Planes:
-        """K or V of pages, [..., Π, D] FP16, by its name, "k" or "v" -> its planes, [..., *plane shape]."""
+    def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
+        """K or V of pages, [..., Π, D] FP16, by its name, "k" or "v" -> its planes, [..., *plane shape].
+
+        `heads` says which of the model's KV heads those are that the axis before the last two counts.
+        """
 
     @abstractmethod
-    def dequantize(self, name: str, planes: Planes) -> Tensor:
-        """Its planes [..., *plane shape] -> [..., Π, D] FP32."""
+    def dequantize(self, name: str, planes: Planes, heads: slice = ALL_HEADS) -> Tensor:
+        """Its planes [..., *plane shape] -> [..., Π, D] FP32. `heads` as in `quantize`."""
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """All pages at once."""
         check_seal(self._fmt, pool, page_ids, starts, k, v)
-        for name, plane in (self.quantize("k", k) | self.quantize("v", v)).items():
+        heads = heads_of(pool)
+        for name, plane in (self.quantize("k", k, heads) | self.quantize("v", v, heads)).items():
             pool.planes[name][page_ids] = plane
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
@@ -65,7 +72,13 @@ class ReadingReference(WireOrder, ABC):
     def _rows(self, pool: Pool, name: str, table: Tensor, count: int) -> Tensor:
         """The first `count` pages of a sequence as FP32 rows [count·Π, Hkv, D]."""
         mine = [plane.name for plane in self._fmt.planes if plane.name.split("_")[0] == name]
-        rows = self.dequantize(name, {plane: held_pages(pool.planes[plane], table, count) for plane in mine})
+        held = {plane: held_pages(pool.planes[plane], table, count) for plane in mine}
+        rows = self.dequantize(name, held, heads_of(pool))
         if not self._fmt.fused:
             rows = rows.clamp(-LARGEST_FP16, LARGEST_FP16).half().float()
         return rows.transpose(1, 2).flatten(0, 1)
+
+
+def heads_of(pool: Pool) -> slice:
+    """The model's numbers of the pool's KV heads."""
+    return slice(pool.head_start, pool.head_start + pool.num_kv_heads)

@@ -50,9 +50,10 @@ def fp64_attention(fmt: ReadFormat, q: Tensor, k: Tensor, v: Tensor, position: i
     """One query [D] at `position` over head 0: pages before its own dequantized, its own exact."""
     pi, kernels = fmt.page_tokens, definition(fmt)
     own, seen = position // pi * pi, []
+    planes = kernels.export(filled(kernels, fmt, k, v), torch.arange(own // pi))
     for name, x in (("k", k[:, 0]), ("v", v[:, 0])):
-        pages = x[:own].unflatten(0, (-1, pi))[:, None] if own else x[:0].reshape(0, 1, pi, fmt.head_dim)
-        sealed = kernels.dequantize(name, kernels.quantize(name, pages)).flatten(0, 2)
+        mine = {plane: x.transpose(0, 1) for plane, x in planes.items() if plane.split("_")[0] == name}
+        sealed = kernels.dequantize(name, mine)[:, 0].flatten(0, 1)
         sealed = sealed if fmt.fused else sealed.half().float()
         seen.append(torch.cat((sealed, x[own : position + 1].float())).double())
     weights = torch.softmax(seen[0] @ q.double() / math.sqrt(fmt.head_dim), 0)
