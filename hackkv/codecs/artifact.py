@@ -27,6 +27,9 @@ of a file must follow from what was measured."""
 VERSION: Final = 3
 """Of what a file holds: 2 has weights beside the gains, which 1 called `feedback`; 3 has bits for several presets."""
 
+ROTATED: Final = "rot-*"
+"""The codecs of a file that does not say whose it is."""
+
 MAX_BYTES: Final = 1 << 30
 """The largest file that is read; a rotation of every layer and KV head of a large model takes a tenth of it."""
 
@@ -47,8 +50,10 @@ class Artifact:
         """The model that it was made for, as far as it says."""
         return Origin(self.path, str(self.about.get("model", "")), str(self.about.get("model_hash", "")))
 
-    def check_version(self) -> None:
-        """Raises `ValueError` naming the file if its tensors mean something else than this program takes them for."""
+    def check(self, of: str = ROTATED) -> None:
+        """Raises `ValueError` naming the file if its tensors mean something else than codecs `of` take them for."""
+        if (codecs := self.about.get("codecs", ROTATED)) != of:
+            raise ValueError(f"{self.path}: a calibration file of codecs {codecs}, expected one of {of}")
         found = self.about.get("version", 1)
         if found != VERSION:
             raise ValueError(

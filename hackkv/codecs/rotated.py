@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from hack_kernels.base import Backend, Pool
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
 from hack_kernels.reference.levels import LevelReference
@@ -103,7 +104,7 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
         turns = (plain_turn(shape.head_dim).to(backend.device),) * shape.num_layers
     else:
         artifact = read_artifact(Path(chosen.calibration))
-        artifact.check_version()
+        artifact.check()
         digest, origin, bits = artifact.digest, artifact.origin, layer_bits(artifact, bits)
         turns = tuple(calibrated_turn(artifact, layer, shape).to(backend.device) for layer in range(shape.num_layers))
         feedback = [feedback_of(artifact, layer, shape) for layer in range(shape.num_layers)]
@@ -120,7 +121,9 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
         ("recent", str(window.recent)),
         ("calibration", digest),
     )
-    codec = RotatedCodec(name, tuple(Kept(fmt, kernels[fmt]) for fmt in formats), backend, written, turns)
+    layers = tuple(Kept(fmt, kernels[fmt]) for fmt in formats)
+    folded = (hadamard(shape.head_dim)[None],) * shape.num_layers
+    codec = RotatedCodec(name, layers, backend, written, turns, folded)
     codec.origin = origin
     return codec
 
@@ -189,28 +192,39 @@ def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
 
 
 class RotatedCodec(PagedCodec):
-    """K and Q turn at run time, V by the weights; pages and open pages alike hold turned rows."""
+    """K and Q turn at run time, V by the weights; pages and open pages alike hold turned rows.
+
+    Where pages of a layer are narrower than heads, only the first channels of turned rows rest.
+    """
 
     prepares_weights = True
 
     def __init__(
-        self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings, turns: tuple[Turn, ...]
+        self,
+        name: str,
+        layers: tuple[Kept, ...],
+        backend: Backend,
+        settings: Settings,
+        turns: tuple[Turn, ...],
+        folded: tuple[Tensor, ...],
     ) -> None:
-        """`turns`, one for each layer, are those of all KV heads of the model."""
+        """One of each for each layer, of all KV heads of the model. `folded` are rotations of V, [Hkv, D, D], or
+        [1, D, D] for all heads, float64; columns of 0 drop channels."""
         super().__init__(name, layers, backend, settings)
-        self._turns = turns
+        self._turns, self._folded = turns, folded
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
-        """V' = H^T V, and as the heads' outputs are sums of V', W_o' = W_o H. In float64, rounded to their dtype."""
+        """V' = R^T V, and as the heads' outputs are sums of V', W_o' = W_o R. In float64, rounded to their dtype."""
         qkv, out, bias = weights.qkv, weights.out, weights.qkv_bias
-        dim = self.formats[layer].head_dim
-        rotation = hadamard(dim).to(qkv.device)
+        rotation = self._folded[layer].to(qkv.device)
+        dim = rotation.shape[-1]
         # Query heads are as wide as `out`; K and V share the rest of the rows.
         v_rows = (qkv.shape[0] - out.shape[1]) // 2
         rows = qkv[-v_rows:].double().unflatten(0, (-1, dim))  # [Hkv, D, hidden]
-        turned_out = out.double().unflatten(1, (-1, dim)) @ rotation  # [hidden, Hq, D]
+        grouped = out.double().unflatten(1, (rows.shape[0], -1, dim))  # [hidden, Hkv, G, D]
+        turned_out = (grouped.transpose(0, 1).flatten(1, 2) @ rotation).unflatten(1, (out.shape[0], -1)).transpose(0, 1)
         if bias is not None:
-            turned_bias = bias[-v_rows:].double().unflatten(0, (-1, dim)) @ rotation
+            turned_bias = bias[-v_rows:].double().unflatten(0, (-1, 1, dim)) @ rotation
             bias = torch.cat((bias[:-v_rows], turned_bias.flatten().to(bias.dtype)))
         return replace(
             weights,
@@ -229,4 +243,8 @@ class RotatedCodec(PagedCodec):
             narrow_k, v = rows.narrow(k, v, batch.where, batch.faulty)
         turned_q = rows.turn_heads(q.float(), turn.query)
         turned_k = rows.turn_heads(narrow_k.float(), turn.key, turn.shift)
-        return super().attend(layer, pool, batch, turned_q, turned_k, v.float()).to(q.dtype)
+        dropped = q.shape[-1] - self.formats[layer].head_dim
+        if not dropped:
+            return super().attend(layer, pool, batch, turned_q, turned_k, v.float()).to(q.dtype)
+        first = [x[..., :-dropped].contiguous() for x in (turned_q, turned_k, v.float())]
+        return F.pad(super().attend(layer, pool, batch, *first), (0, dropped)).to(q.dtype)

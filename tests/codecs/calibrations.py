@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hackkv.codecs.artifact import METADATA, VERSION
 from hackkv.codecs.hadamard import hadamard
+from hackkv.codecs.zack import SIDES, ZACK
 from measure.calibrate.solve import feedback_by
 
 
@@ -41,11 +42,40 @@ def calibration_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dic
 @cache
 def calibration_file(layers: int, heads: int, dim: int) -> Path:
     """A file of `calibration_tensors`, which is there until the tests end."""
-    folder = Path(mkdtemp(prefix="hackkv-calibration-"))
-    atexit.register(rmtree, folder, ignore_errors=True)
-    path = folder / "calibration.safetensors"
+    path = _folder() / "calibration.safetensors"
     save_calibration(calibration_tensors(layers, heads, dim), path)
     return path
+
+
+def projection_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random rotations. Singular values let three quarters of the channels stay in layer 0 and half of them elsewhere;
+    the other heads and V would do with less."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = dict[str, Tensor]()
+    for layer in range(layers):
+        for side in SIDES:
+            drawn = torch.randn(heads, dim, dim, generator=generator, dtype=torch.float64)
+            values = torch.full((heads, dim), 1e-3)
+            values[:, : dim // 4] = 1
+            if side == "qk":
+                values[0, : dim * 3 // 4 if layer == 0 else dim // 2] = 1
+            tensors[f"layers.{layer}.{side}"] = torch.linalg.qr(drawn).Q.float().contiguous()
+            tensors[f"layers.{layer}.{side}_values"] = values
+    return tensors
+
+
+@cache
+def projection_file(layers: int, heads: int, dim: int) -> Path:
+    """A file of `projection_tensors`, which is there until the tests end."""
+    path = _folder() / "projections.safetensors"
+    save_calibration(projection_tensors(layers, heads, dim), path, codecs=ZACK)
+    return path
+
+
+def _folder() -> Path:
+    folder = Path(mkdtemp(prefix="hackkv-calibration-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def save_calibration(tensors: dict[str, Tensor], path: Path, **about: object) -> None:
