@@ -158,7 +158,7 @@ def evaluate(context: typer.Context) -> None:
 
 @app.command(
     "calibrate",
-    help="Fit the codecs rot-* to a model, and write a calibration file; --help lists the options.",
+    help="Fit the codecs rot-*, or zack, to a model, and write a calibration file; --help lists the options.",
     context_settings=_PASSED_ON,
 )
 def calibrate(context: typer.Context) -> None:

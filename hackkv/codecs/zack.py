@@ -23,11 +23,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
 
 import torch
 from hack_kernels.base import Backend
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from hackkv.codec import KvCodec, fp16_page_bytes
@@ -48,14 +48,25 @@ WORST_ANGLE: Final = 1e-3
 """How far R^T R may be from 1."""
 
 
+def _share(given: Any) -> Any:
+    text = str(given).strip()
+    if not text.endswith("%"):
+        raise ValueError(f"{given!r} is no percentage such as 5%")
+    return float(text.removesuffix("%")) / 100
+
+
+Share = Annotated[float, BeforeValidator(_share)]
+"""Written as a percentage."""
+
+
 class ZackSettings(Frozen):
     """Settings of `zack`, beside those of the codec whose pages it keeps."""
 
     calibration: str = UNCALIBRATED
     """Path of a file that `hackkv calibrate zack` wrote for this model."""
-    removal: float = Field(default=0.05, ge=0, lt=1)
+    removal: Share = Field(default=0.05, ge=0, lt=1)
     """r of Eq. 6: the share of the singular values' sum that may go."""
-    share: float | None = Field(default=None, gt=0, le=1)
+    share: Share | None = Field(default=None, gt=0, le=1)
     """Bytes of sealed pages to stay within, as a share of FP16's: then r follows from it (F_p)."""
     step: int = Field(default=16, ge=1)
     """Channels of a page are a multiple of it, or all."""
@@ -132,7 +143,7 @@ def make_projecting(
     if (share := chosen.share) is not None:
         rate = found.within(lambda removal: size(removal) <= share)
         if rate is None:
-            raise ValueError(f"share: {share} of FP16 is too little; the least is {size(1):.3f}")
+            raise ValueError(f"share: {share:.1%} of FP16 is too little; the least is {size(1):.1%}")
         removal = rate
     chosen_widths = widths(removal)
     written = (

@@ -1,9 +1,10 @@
-"""`hackkv calibrate`: fit the codecs rot-* to a model, and write the file that their setting `calibration` names.
+"""`hackkv calibrate [zack] [MODEL]`: fit codecs to a model, and write the file that their setting `calibration` names.
 
-The model reads text with exact attention; moments of its keys and queries give each KV head a basis in which codes
-lose least. With --target-bytes, the layers that suffer most get more bits than the others; given several times, it
-does so for several presets. Every node of a cluster needs a file of the same bytes: copy it, do not make it again
-elsewhere.
+The model reads text with exact attention. For the codecs rot-*, moments of its keys and queries give each KV head a
+basis in which codes lose least. With --target-bytes, the layers that suffer most get more bits than the others; given
+several times, it does so for several presets. For zack, moments of keys, queries and values give each KV head rotations
+by which channels are sorted; how many of them stay is up to the codec's settings. Every node of a cluster needs a file
+of the same bytes: copy it, do not make it again elsewhere.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from hack_kernels.block_weight import as_numbers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import save
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from hackkv.codecs.artifact import METADATA, VERSION
 from hackkv.codecs.rotated import LayerBits
+from hackkv.codecs.zack import ZACK
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.model.identity import source_hash
@@ -32,22 +35,31 @@ from hackkv.model.worker import Worker, load_worker
 from hackkv.tokenizer import Tokenizer
 from measure.calibrate.bits import TOKENS, bases_of, in_words, losses_of, passes, spend
 from measure.calibrate.moments import counted_rows, gather
+from measure.calibrate.projections import project
 from measure.calibrate.solve import solve
 from measure.calibrate.windows import Windows, windows_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, write; returns the exit code."""
-    args = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    projects = given[:1] == [ZACK]
+    args = _parser(projects).parse_args(given[1:] if projects else given)
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         _check_out(args.out)
         worker, source, windows = _load(args)
-        dim = worker.model.spec.head_dim
-        bases = bases_of(args.target_bytes, dim)
-        found, losses = _measure(worker, windows, list(bases.values()), notes)
-        chosen = [spend(bases[target], each, target, dim) for target, each in zip(bases, losses, strict=True)]
-        write_atomically(args.out, save(found, {METADATA: _about(worker, source, windows, chosen)}))
+        about, dim, chosen = _about(worker, source, windows), worker.model.spec.head_dim, list[LayerBits]()
+        with _Bar(notes, windows.tokens) as bar:
+            if projects:
+                found, about["codecs"] = _project(worker, windows, bar), ZACK
+            else:
+                bases = bases_of(args.target_bytes, dim)
+                found, losses = _solve(worker, windows, list(bases.values()), bar)
+                chosen = [spend(bases[target], each, target, dim) for target, each in zip(bases, losses, strict=True)]
+        if chosen:
+            about["layer_bits"] = [each.model_dump() for each in chosen]
+        write_atomically(args.out, save(found, {METADATA: json.dumps(about, sort_keys=True)}))
     except HackkvError as error:
         notes.print(f"hackkv calibrate: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
@@ -60,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(projects: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "hackkv calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,14 +85,15 @@ def _parser() -> argparse.ArgumentParser:
         help="UTF-8 text; default: sources of this Python's library that `hackkv eval` never scores",
     )
     parser.add_argument("--tokens", type=_positive, default=16384, help="how much text to read; default: 16384")
-    parser.add_argument(
-        "--target-bytes",
-        type=_percentage,
-        action="append",
-        default=[],
-        metavar="PERCENT",
-        help="choose bits by layer: the best codec with at most this share of FP16's bytes, such as 14.5%%; repeatable",
-    )
+    if not projects:
+        parser.add_argument(
+            "--target-bytes",
+            type=_percentage,
+            action="append",
+            default=[],
+            metavar="PERCENT",
+            help="choose bits by layer: the best codec within this share of FP16's bytes, such as 14.5%%; repeatable",
+        )
     parser.add_argument("--out", type=Path, required=True, help="the file to write (.safetensors)")
     parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
     parser.add_argument("--backend", default="auto", help="kernels; default: the fastest of this machine")
@@ -124,33 +137,61 @@ def _load(args: argparse.Namespace) -> tuple[Worker, str, Windows]:
     return worker, source_hash(folder.path), windows
 
 
-def _measure(
-    worker: Worker, windows: Windows, bases: Sequence[LayerBits], console: Console
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The tensors of the file, by name, and what each base costs by side and layer, under a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    silent, solved, losses = not console.is_terminal, list[dict[str, Tensor]](), list[Tensor]()
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=silent) as progress:
-        bar = progress.add_task("tokens", total=windows.tokens)
+class _Bar:
+    """A bar of what is under way, where there is a terminal."""
 
-        def advance(count: int) -> None:
-            progress.update(bar, advance=count)
+    def __init__(self, console: Console, tokens: int) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        silent = not console.is_terminal
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=silent)
+        self._task = self._progress.add_task("tokens", total=tokens)
 
-        moments = gather(worker.model, windows.windows, advance)
-        progress.update(bar, description="layers", total=len(moments), completed=0)
-        for each in moments:
-            solved.append(solve(each))
-            advance(1)
-        total = len(bases) * passes(len(solved)) * min(TOKENS, len(windows.windows[0]))
-        progress.update(bar, description="bits", total=total, completed=0)
-        for base in bases:
-            losses.append(losses_of(worker.model, windows.windows[0], solved, base, advance))
-    found = {f"layers.{i}.{name}": tensor for i, each in enumerate(solved) for name, tensor in each.items()}
-    return found, losses
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def next(self, what: str, total: int) -> None:
+        """Something else begins."""
+        self._progress.update(self._task, description=what, total=total, completed=0)
+
+    def advance(self, count: int) -> None:
+        """So much more is done."""
+        self._progress.update(self._task, advance=count)
 
 
-def _about(worker: Worker, source: str, windows: Windows, bits: Sequence[LayerBits]) -> str:
-    about: dict[str, object] = {
+Tensors = dict[str, Tensor]
+
+
+def _solve(worker: Worker, windows: Windows, bases: Sequence[LayerBits], bar: _Bar) -> tuple[Tensors, list[Tensor]]:
+    """For `rot-*`: the tensors of the file, by name, and what each base costs by side and layer."""
+    solved, losses = list[Tensors](), list[Tensor]()
+    moments = gather(worker.model, windows.windows, bar.advance)
+    bar.next("layers", len(moments))
+    for each in moments:
+        solved.append(solve(each))
+        bar.advance(1)
+    bar.next("bits", len(bases) * passes(len(solved)) * min(TOKENS, len(windows.windows[0])))
+    for base in bases:
+        losses.append(losses_of(worker.model, windows.windows[0], solved, base, bar.advance))
+    return _by_layer(solved), losses
+
+
+def _project(worker: Worker, windows: Windows, bar: _Bar) -> Tensors:
+    """For `zack`: the tensors of the file, by name."""
+    moments, rows = gather(worker.model, windows.windows, bar.advance), counted_rows(windows.windows)
+    layers = worker.model.weights.layers
+    return _by_layer([project(each, rows, as_numbers(layer.out)) for each, layer in zip(moments, layers, strict=True)])
+
+
+def _by_layer(found: Sequence[Tensors]) -> Tensors:
+    return {f"layers.{i}.{name}": tensor for i, each in enumerate(found) for name, tensor in each.items()}
+
+
+def _about(worker: Worker, source: str, windows: Windows) -> dict[str, object]:
+    return {
         "version": VERSION,
         "model": worker.name,
         "model_hash": source,
@@ -160,9 +201,6 @@ def _about(worker: Worker, source: str, windows: Windows, bits: Sequence[LayerBi
         "tokens": windows.tokens,
         "torch": torch.__version__,
     }
-    if bits:
-        about["layer_bits"] = [each.model_dump() for each in bits]
-    return json.dumps(about, sort_keys=True)
 
 
 def write_atomically(out: Path, data: bytes) -> None:
