@@ -161,7 +161,8 @@ def make_codec(config: CodecConfig, shape: KvShape, backend: Backend) -> KvCodec
         raise ConfigError(f"codec.name: {config.name!r} is unknown; known: {', '.join(CODECS)}")
     preset = CODECS[config.name]
     settings = {**preset.settings, **config.settings}
-    if (of := beneath(config)) != config.name:
+    if BENEATH in preset.settings:
+        of = beneath(config)
         if of not in CODECS or BENEATH in CODECS[of].settings:
             known = ", ".join(name for name in CODECS if BENEATH not in CODECS[name].settings)
             raise ConfigError(f"codec.settings.of: {of!r} is not a codec with pages of its own; known: {known}")

@@ -87,7 +87,7 @@ class Projections:
         heads, dim = shape.num_kv_heads, shape.head_dim
         rotations, tails = dict[str, Tensor](), list[Tensor]()
         for side in SIDES:
-            each = list[Tensor]()
+            each, values = list[Tensor](), list[Tensor]()
             for layer in range(shape.num_layers):
                 name = f"layers.{layer}.{side}"
                 rotation = artifact.tensor(name, (heads, dim, dim)).double()
@@ -95,14 +95,13 @@ class Projections:
                 if bool((error > WORST_ANGLE).any()):
                     head = int(error.argmax())
                     raise ValueError(f"{artifact.path}: {name}: the columns of KV head {head} are not orthonormal")
+                sizes = artifact.tensor(f"{name}_values", (heads, dim)).double()
+                if bool((sizes < 0).any()) or bool((sizes.diff(dim=-1) > 0).any()):
+                    raise ValueError(f"{artifact.path}: {name}_values: singular values do not fall from large to 0")
                 each.append(rotation)
+                values.append(sizes)
             rotations[side] = torch.stack(each)
-            values = torch.stack(
-                [artifact.tensor(f"layers.{layer}.{side}_values", (heads, dim)) for layer in range(shape.num_layers)]
-            ).double()
-            if bool((values < 0).any()) or bool((values.diff(dim=-1) > 0).any()):
-                raise ValueError(f"{artifact.path}: {side}_values: singular values are not sorted from large to 0")
-            sums = values.flip(-1).cumsum(-1).flip(-1)
+            sums = torch.stack(values).flip(-1).cumsum(-1).flip(-1)
             tails.append(sums / sums[..., :1].clamp(min=torch.finfo(torch.float64).tiny))
         return cls(rotations, torch.cat(tails, 1))
 
