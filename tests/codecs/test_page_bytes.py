@@ -57,7 +57,7 @@ def test_page_bytes_of_the_design(name: str, settings: dict[str, int | str | boo
 
 
 def test_every_codec_of_the_table_is_pinned() -> None:
-    """A codec that is added must be entered above; the tests' own rows have the pages of others, `zack` narrower ones."""
+    """A codec that is added must be entered above; `zack` and the tests' own rows have pages of others."""
     hack, rotated = {"hack", "hack-k4v2", "hack-paper"}, {"rot-k4v4", "rot-k3v3", "rot-k3v2", "rot-k2v2"}
     floats, kivi = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2"}
     evicting = {"streamingllm", "snapkv", "h2o", "mpcache"}

@@ -24,10 +24,10 @@ from hackkv.model.generate import generate
 from hackkv.model.runner import ModelRunner
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
-from hackkv.types import KvLayout, KvShape
+from hackkv.types import HandedOff, KvLayout, KvShape
 from tests.codecs.calibrations import calibration_file, projection_file, projection_tensors, save_calibration
 from tests.codecs.cases import HEADS, LAYER, Case, assert_same, run
-from tests.pair import PI, greedy, prompt
+from tests.pair import PI, greedy, paired, prompt, tiny_worker
 
 OF = ("fp16", "fp8", "mxfp4", "kivi-2", "cachegen", "hack", "hack-k4v2", "rot-k4v4", "rot-k3v2")
 """Codecs for whose pages rows are projected here: one of each kind of page."""
@@ -116,7 +116,7 @@ def test_ranks_fulfil_equation_6(values: list[int], removal: float) -> None:
 
 
 def test_f_p_finds_the_least_removal_within_a_size() -> None:
-    """What is small goes first, then what all heads of a layer have least of; 16 channels of each layer are the least."""
+    """What is small goes first, then what all heads of a layer have least of; 16 channels are the least."""
     for share, widths in (("100%", "64,64"), ("99%", "48,48"), ("75%", "48,48"), ("70%", "48,32"), ("60%", "32,32")):
         codec = make(share=share)
         assert dict(codec.fingerprint())["codec.widths"] == widths, share
@@ -161,6 +161,21 @@ def test_the_pages_of_other_codecs_keep_the_open_page_rule(of: str, backend: str
     assert_same(
         run(case, tokens, [case.page_tokens + 5, 1, tokens - case.page_tokens - 6]), run(case, tokens, [tokens])
     )
+
+
+@pytest.mark.parametrize("of", ["fp16", "rot-k3v2"])
+async def test_a_cluster_says_what_one_process_says_and_sends_narrow_rows(of: str) -> None:
+    """Sealed pages, exact ones and the open page."""
+    worker, plain = tiny_worker("zack", of=of), tiny_worker(of)
+    request = greedy("r", prompt(1, 7 * PI + 11), 2 * PI, ignore_eos=True)
+    async with paired(worker) as nodes:
+        served = await nodes.serve(request)
+        await nodes.assert_idle()
+    assert served.tokens == generate(worker, request)
+    assert isinstance(served.handed_off, HandedOff)
+    sent = sum(count for _, count in served.handed_off.receipt.bytes_by_plane)
+    tokens = len(request.prompt_ids)
+    assert sent == worker.footprint.wire_bytes(tokens) < 0.65 * plain.footprint.wire_bytes(tokens)
 
 
 @pytest.mark.parametrize(
