@@ -107,14 +107,22 @@ class Projections:
 
     def ranks(self, removal: float) -> list[int]:
         """Eq. 6: how many channels the most demanding head of each layer keeps, at least one."""
-        found: list[int] = (self.tails > removal).sum(-1).amax(-1).clamp(min=1).tolist()
+        found: list[int] = self._kept(removal).amax(-1).tolist()
         return found
+
+    def means(self, removal: float) -> tuple[float, float]:
+        """How many channels heads keep on average, of K and of V, if each had a width of its own."""
+        k, v = self._kept(removal).double().chunk(2, dim=-1)
+        return float(k.mean()), float(v.mean())
 
     def within(self, fits: Callable[[float], bool]) -> float | None:
         """F_p: the least removal rate with which it `fits`, if there is any. Ranks fall as the rate rises."""
         rates = [0.0, *torch.unique(self.tails[self.tails < 1]).tolist()]
         found = bisect_left(rates, True, key=fits)
         return rates[found] if found < len(rates) else None
+
+    def _kept(self, removal: float) -> Tensor:
+        return (self.tails > removal).sum(-1).clamp(min=1)
 
 
 def make_projecting(

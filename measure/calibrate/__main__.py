@@ -13,9 +13,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import torch
 from hack_kernels.block_weight import as_numbers
@@ -24,9 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import save
 from torch import Tensor
 
-from hackkv.codecs.artifact import METADATA, VERSION
+from hackkv.codecs.artifact import METADATA, VERSION, read_artifact
 from hackkv.codecs.rotated import LayerBits
-from hackkv.codecs.zack import ZACK
+from hackkv.codecs.zack import ZACK, Projections
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.model.identity import source_hash
@@ -38,6 +39,8 @@ from measure.calibrate.moments import counted_rows, gather
 from measure.calibrate.projections import project
 from measure.calibrate.solve import solve
 from measure.calibrate.windows import Windows, windows_of
+
+REMOVALS: Final = (0.01, 0.05, 0.1, 0.2, 0.3)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     said = f"wrote {args.out}: {worker.name}, {windows.tokens} tokens of {windows.source}"
     console.print(said, markup=False, soft_wrap=True)
-    for bits in chosen:
-        console.print(in_words(bits, dim), markup=False, soft_wrap=True)
+    for line in _removals(args.out, worker) if projects else [in_words(bits, dim) for bits in chosen]:
+        console.print(line, markup=False, soft_wrap=True)
     return 0
 
 
@@ -184,6 +187,14 @@ def _project(worker: Worker, windows: Windows, bar: _Bar) -> Tensors:
     moments, rows = gather(worker.model, windows.windows, bar.advance), counted_rows(windows.windows)
     layers = worker.model.weights.layers
     return _by_layer([project(each, rows, as_numbers(layer.out)) for each, layer in zip(moments, layers, strict=True)])
+
+
+def _removals(out: Path, worker: Worker) -> Iterator[str]:
+    """For the user: what some rates of Eq. 6 leave."""
+    found, dim = Projections.of(read_artifact(out), worker.model.spec.kv_shape), worker.model.spec.head_dim
+    for removal in REMOVALS:
+        k, v = found.means(removal)
+        yield f"removal {removal:.0%}: heads keep {k:.1f} of {dim} channels of K and {v:.1f} of V"
 
 
 def _by_layer(found: Sequence[Tensors]) -> Tensors:

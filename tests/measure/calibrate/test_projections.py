@@ -19,6 +19,7 @@ from measure.calibrate.moments import Moments
 from measure.calibrate.projections import project
 
 ROWS, HIDDEN, DIM = 300, 96, 32
+FP16 = CodecConfig(name="fp16")
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
@@ -76,6 +77,17 @@ def make_projections(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     assert main([*command, "--out", str(again)]) == 0
     assert again.read_bytes() == out.read_bytes()
     return out
+
+
+def test_what_is_left_at_some_rates_is_said(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.safetensors"
+    assert main(["zack", str(checkpoint), "--tokens", "300", "--threads", "1", "--out", str(out)]) == 0
+    found = Projections.of(read_artifact(out), plan_worker(ModelConfig(path=str(checkpoint)), FP16).spec.kv_shape)
+    k, v = found.means(0.2)
+    assert 20 < k < 64
+    assert f"removal 20%: heads keep {k:.1f} of 64 channels of K and {v:.1f} of V\n" in capsys.readouterr().out
 
 
 def test_the_file_serves_the_model_that_it_was_made_for(checkpoint: Path, projections: Path, tmp_path: Path) -> None:
