@@ -54,7 +54,7 @@ class Conversation:
                     layer, 0, _pages(worker.codec.wire_planes[layer], worker.layout.num_kv_heads, self.sealed)
                 )
             if rows := worker.footprint.exact_rows(num_tokens):
-                planes = _open_page(worker.layout.num_kv_heads, worker.layout.head_dim, rows)
+                planes = _open_page(worker.layout.num_kv_heads, worker.footprint.widths[layer], rows)
                 frames += writer.frames(layer, self.sealed, planes, rows)
         handoff = Handoff(transfer_id, 0, worker.fingerprint, num_tokens)
         self.nouns: list[PushRequest] = [handoff, *frames, writer.end(first_token=5)]
@@ -74,8 +74,8 @@ def _pages(wire_planes: Iterable[Plane], heads: int, pages: int) -> dict[str, to
     return {name: torch.zeros(shape, dtype=dtype) + 1 for name, (shape, dtype) in shapes.items()}
 
 
-def _open_page(heads: int, head_dim: int, rows: int) -> dict[str, torch.Tensor]:
-    planes = open_planes(head_dim, rows)
+def _open_page(heads: int, width: int, rows: int) -> dict[str, torch.Tensor]:
+    planes = open_planes(width, rows)
     return {plane.name: torch.ones(heads, 1, *plane.shape, dtype=plane.dtype) for plane in planes}
 
 

@@ -25,12 +25,14 @@ class Footprint:
     wire_page_bytes: int
     """One sealed page of all layers and KV heads on the wire, before coding."""
     row_bytes: int
-    """One row of K and V in FP16, of all layers and KV heads: its size in a slot, and uncompressed."""
+    """One row of K and V of all layers and KV heads in a slot: FP16."""
     seals_open_page: bool = False
     """Whether rows past the last full page rest as a sealed page too."""
     window: Window = OWN_PAGE_ONLY
     noted_bytes: int = 0
     """What a node that computes prompts notes of one page of all layers and KV heads (`Eviction.notes`)."""
+    widths: tuple[int, ...] = ()
+    """Channels of a row in a slot, by layer: fewer than the model's where a codec projects."""
 
     def pages(self, rows: int) -> int:
         """Pages that `rows` rows take, the open page included."""
@@ -73,16 +75,18 @@ class Footprint:
 
 def footprint_of(codec: KvCodec, layout: KvLayout) -> Footprint:
     """The sizes of a model's KV, for the layers and KV heads of `layout`."""
+    widths = tuple(fmt.head_dim for fmt in codec.formats)
     return Footprint(
         page_tokens=layout.page_tokens,
         page_bytes=sum(fmt.page_bytes for fmt in codec.formats) * layout.num_kv_heads,
         wire_page_bytes=sum(map(planes_bytes, codec.wire_planes)) * layout.num_kv_heads,
-        row_bytes=fp16_bytes(layout, 1),
+        row_bytes=2 * FP16_BYTES * sum(widths) * layout.num_kv_heads,
         seals_open_page=codec.seals_open_page,
         window=codec.window,
         noted_bytes=planes_bytes(codec.eviction.notes if codec.eviction else ())
         * layout.num_layers
         * layout.num_kv_heads,
+        widths=widths,
     )
 
 

@@ -29,9 +29,9 @@ MAX_FRAME_BYTES = 2 * 2**20
 """Frames are cut so that their payload stays below this (a single page of one KV head may exceed it)."""
 
 
-def open_planes(head_dim: int, rows: int) -> tuple[Plane, ...]:
-    """The exact rows of a sequence, as planes."""
-    return tuple(Plane(name, torch.float16, (rows, head_dim)) for name in ("open_k", "open_v"))
+def open_planes(width: int, rows: int) -> tuple[Plane, ...]:
+    """The exact rows of a sequence in a layer, of `width` channels, as planes."""
+    return tuple(Plane(name, torch.float16, (rows, width)) for name in ("open_k", "open_v"))
 
 
 class FrameWriter:
@@ -133,6 +133,10 @@ class Expected:
     held_pages: int = 0
     """The first sealed pages, which the receiver has and which must not come."""
 
+    def planes(self, layer: int, rows: int) -> tuple[Plane, ...]:
+        """Those of a frame of a layer: of `rows` exact rows, or of sealed pages if that is 0."""
+        return open_planes(self.footprint.widths[layer], rows) if rows else self.wire_planes[layer]
+
     @property
     def sealed(self) -> int:
         """Sealed pages of the sequence, those that the receiver has included."""
@@ -230,7 +234,7 @@ class FrameLedger:
 
     def _planes(self, frame: KvFrame) -> tuple[Plane, ...]:
         expected = self._expected
-        planes = open_planes(expected.layout.head_dim, frame.rows) if frame.rows else expected.wire_planes[frame.layer]
+        planes = expected.planes(frame.layer, frame.rows)
         if tuple(span.name for span in frame.planes) != tuple(plane.name for plane in planes):
             raise FrameRefused(f"planes {[span.name for span in frame.planes]}", "planes")
         for span, plane in zip(frame.planes, planes, strict=True):

@@ -9,7 +9,7 @@ from hack_kernels import load as load_backend
 
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
-from hackkv.footprint import Footprint, footprint_of
+from hackkv.footprint import Footprint, footprint_of, fp16_bytes
 from hackkv.types import KvLayout, KvShape
 from sim.spec import Codec
 
@@ -23,6 +23,8 @@ class CodecSizes:
     """A codec on one model."""
 
     footprint: Footprint
+    fp16_page_bytes: int
+    """A page of all layers and KV heads, uncompressed."""
     codes: bool
     """Attention multiplies integer codes."""
     dequantizes: bool
@@ -32,8 +34,7 @@ class CodecSizes:
     @property
     def resting_ratio(self) -> float:
         """Bytes of a sealed page, as a share of FP16."""
-        page = self.footprint
-        return page.page_bytes / (page.row_bytes * page.page_tokens)
+        return self.footprint.page_bytes / self.fp16_page_bytes
 
     @property
     def reads_codes(self) -> bool:
@@ -51,5 +52,5 @@ def _sizes(name: str, settings: tuple[tuple[str, int | str | bool], ...], shape:
     made = make_codec(CodecConfig(name=name, settings=dict(settings)), shape, load_backend("reference"))
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, made.page_tokens)
     footprint = footprint_of(made, layout)
-    ratio = footprint.page_bytes / (footprint.row_bytes * footprint.page_tokens)
-    return CodecSizes(footprint, ratio < _CODES_BELOW, deq, made.lossless)
+    plain = fp16_bytes(layout, made.page_tokens)
+    return CodecSizes(footprint, plain, footprint.page_bytes / plain < _CODES_BELOW, deq, made.lossless)

@@ -10,7 +10,7 @@ import torch
 
 from hackkv.codecs import CODECS, Preset
 from tests.tiers import thin_out
-from tests.toys import make_layered
+from tests.toys import make_layered, make_projected
 
 # Tests share few cores with the processes that they start; a second compute thread would mostly wait for the first.
 torch.set_num_threads(1)
@@ -25,6 +25,8 @@ if not torch.cuda.is_available():
 # for a wire form of variable size: one row each, and no test knows of them.
 CODECS["toy-layers"] = Preset(make_layered)
 CODECS["rot-window"] = Preset(CODECS["rot-k3v2"].make, {"k_bits": 3, "v_bits": 2, "sink": 1, "recent": 1})
+# Projections are nothing without a file, and tests of the table bring none.
+CODECS["zack"] = Preset(make_projected, CODECS["zack"].settings)
 if find_spec("zstandard"):
     CODECS["hack-zstd"] = Preset(CODECS["hack"].make, {"wire_form": "zstd"})
 

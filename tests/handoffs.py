@@ -107,7 +107,8 @@ def ship(
             frames += writer.frames(layer, first, planes)
     for layer in range(layers) if rest else ():
         rows = {
-            name: random_bytes((heads, 1, rest, head_dim), torch.float16, generator) for name in ("open_k", "open_v")
+            name: random_bytes((heads, 1, rest, sizes.widths[layer]), torch.float16, generator)
+            for name in ("open_k", "open_v")
         }
         content[layer, sealed] = rows
         frames += writer.frames(layer, sealed, rows, rest)

@@ -15,10 +15,12 @@ from hack_kernels.row_format import RowFormat
 from torch import Tensor
 
 from hackkv.codec import AttentionWeights, KvCodec
+from hackkv.codecs import make_zack
 from hackkv.codecs.artifact import read_artifact
 from hackkv.codecs.paged import Kept, PagedCodec, Settings
 from hackkv.config import Frozen
 from hackkv.types import KvShape
+from tests.codecs.calibrations import projection_file
 
 
 class LayeredSettings(Frozen):
@@ -34,6 +36,16 @@ def make_layered(name: str, shape: KvShape, backend: Backend, settings: dict[str
     first, other = (Kept(fmt, backend.kernels_for(fmt, HackReference)) for fmt in formats)
     layers = (first, *[other] * (shape.num_layers - 1))
     return PagedCodec(name, layers, backend, (("page_tokens", str(page_tokens)),))
+
+
+def make_projected(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
+    """`zack` with random projections, of no model, unless the settings name others."""
+    if "calibration" in settings:
+        return make_zack(name, shape, backend, settings)
+    file = projection_file(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    codec = make_zack(name, shape, backend, {"calibration": str(file), **settings})
+    codec.origin = None
+    return codec
 
 
 class RotatedSettings(Frozen):

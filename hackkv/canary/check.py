@@ -13,7 +13,7 @@ import torch
 from hackkv.canary.loss import CHUNK_TOKENS, DECODED_TOKENS
 from hackkv.canary.meter import Meter, Row, survey
 from hackkv.canary.text import TEXT, TOKENS
-from hackkv.codecs import CALIBRATED, beneath
+from hackkv.codecs import calibrates
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
 from hackkv.model.worker import SHARE_TOKENS, Unloaded, model_folder
@@ -54,7 +54,7 @@ def check_codec(model: ModelConfig, codec: CodecConfig, say: Callable[[str], Non
         )
     else:
         raise ConfigError(_refusal(folder.name, codec, row.loss, survey(meter, measure)))
-    if beneath(codec) in CALIBRATED and planned.codec.origin is None:
+    if calibrates(codec) and planned.codec.origin is None:
         say(f"codec {codec.name} is not calibrated for {folder.name}; it would lose less (hackkv calibrate --help)")
     return row.loss
 

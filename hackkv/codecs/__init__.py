@@ -27,6 +27,7 @@ from hackkv.codecs.paged import PagedCodec
 from hackkv.codecs.retention import Retention
 from hackkv.codecs.rotated import make_rotated
 from hackkv.codecs.selecting import Selecting, SelectionSettings, with_bounds
+from hackkv.codecs.zack import ZackSettings, make_projecting
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.types import KvShape
@@ -46,7 +47,7 @@ class Preset:
 
 
 BENEATH: Final = "of"
-"""The setting of an eviction that names the preset in whose pages rows rest."""
+"""The setting of an eviction, or of projections, that names the preset in whose pages rows rest."""
 
 
 def make_evicting(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
@@ -63,6 +64,20 @@ def make_evicting(name: str, shape: KvShape, backend: Backend, settings: dict[st
     if not selection.select.everything:
         with_bounds(codec, backend.device)
         codec.selection = Selecting(selection, retention)
+    return codec
+
+
+def make_zack(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
+    """Pages of the codec that the setting `of` names, for projected rows. `settings` are those of both."""
+    of = settings.pop(BENEATH)
+    ours = {key: settings.pop(key) for key in ZackSettings.model_fields if key in settings}
+    chosen = ZackSettings.model_validate(ours)
+
+    def below(narrow: KvShape) -> KvCodec:
+        return CODECS[of].make(name, narrow, backend, dict(settings))
+
+    codec = make_projecting(name, shape, backend, chosen, below)
+    codec.settings = ((BENEATH, of), *codec.settings)
     return codec
 
 
@@ -115,17 +130,26 @@ CODECS: Final[dict[str, Preset]] = {
             "page_tokens": 32,
         },
     ),
+    "zack": Preset(make_zack, {BENEATH: "fp16"}),
 }
 
 
 CALIBRATED: Final = tuple(name for name, preset in CODECS.items() if preset.make is make_rotated)
 """The presets that take the calibration which ships for a model."""
 
+PROJECTED: Final = tuple(name for name, preset in CODECS.items() if preset.make is make_zack)
+"""The presets that are nothing without one."""
+
+
+def calibrates(config: CodecConfig) -> bool:
+    """Whether a calibration would make it better, which is one for `CALIBRATED`."""
+    return config.name not in PROJECTED and beneath(config) in CALIBRATED
+
 
 def beneath(config: CodecConfig) -> str:
-    """The preset whose pages `config` has: its own, or for an eviction that below it."""
+    """The preset whose pages `config` has: its own, or that below it."""
     preset = CODECS.get(config.name)
-    if preset is None or preset.make is not make_evicting:
+    if preset is None or BENEATH not in preset.settings:
         return config.name
     return str(config.settings.get(BENEATH, preset.settings[BENEATH]))
 
@@ -140,9 +164,10 @@ def make_codec(config: CodecConfig, shape: KvShape, backend: Backend) -> KvCodec
         raise ConfigError(f"codec.name: {config.name!r} is unknown; known: {', '.join(CODECS)}")
     preset = CODECS[config.name]
     settings = {**preset.settings, **config.settings}
-    if (of := beneath(config)) != config.name:
-        if of not in CODECS or CODECS[of].make is make_evicting:
-            known = ", ".join(name for name in CODECS if CODECS[name].make is not make_evicting)
+    if BENEATH in preset.settings:
+        of = beneath(config)
+        if of not in CODECS or BENEATH in CODECS[of].settings:
+            known = ", ".join(name for name in CODECS if BENEATH not in CODECS[name].settings)
             raise ConfigError(f"codec.settings.of: {of!r} is not a codec with pages of its own; known: {known}")
         settings = {**CODECS[of].settings, **settings}
     named = str(settings.pop("wire_form", RAW.name))

@@ -23,7 +23,7 @@ from hackkv.codec import Origin
 UNCALIBRATED: Final = "none"
 """What the setting `calibration` of a codec says in place of a path."""
 
-ROTATED, KVQUANT = "rot", "kvquant"
+ROTATED, KVQUANT, ZACK = "rot", "kvquant", "zack"
 """Families of codecs that have such files; one that does not say its own is of the first."""
 
 METADATA: Final = "hackkv"
@@ -55,14 +55,14 @@ class Artifact:
 
     @property
     def family(self) -> str:
-        """The codecs that it is for, as the option `--codec` of `hackkv calibrate` names them."""
+        """The codecs that it is for, as `hackkv calibrate` names them."""
         return str(self.about.get("codec", ROTATED))
 
     def check(self, family: str) -> None:
         """Raises `ValueError` naming the file if its tensors are for other codecs than those of `family`, or mean
         something else than this program takes them for."""
         if self.family != family:
-            raise ValueError(f"{self.path}: a calibration file for the codecs {self.family}-*, not for {family}-*")
+            raise ValueError(f"{self.path}: made by hackkv calibrate {self.family}, not by hackkv calibrate {family}")
         found = self.about.get("version", 1)
         if found != VERSION:
             raise ValueError(

@@ -5,7 +5,7 @@ Values are not spread evenly, so neither are levels (nuq, section 3.3): all vect
 theirs, each within its own range. A few values of each vector rest as they are, and do not stretch the range of the
 others (3.4). What a code stands for is looked up where attention reads it; `unfused` writes FP16 rows first.
 
-With a calibration file (`hackkv calibrate --codec kvquant`) keys rest as they were before the rotary embedding (3.2),
+With a calibration file (`hackkv calibrate kvquant`) keys rest as they were before the rotary embedding (3.2),
 in ranges by channel that the file knows (3.6), and levels are those of the model's own keys and values. Without one,
 the keys of a page have ranges of their own, keys rest rotated, as they come, and levels are those of a normal
 distribution.
@@ -47,7 +47,7 @@ class KvQuantSettings(Frozen):
     unfused: bool = False
     """Write FP16 rows to memory before attention, in every call: for comparisons."""
     calibration: str = UNCALIBRATED
-    """Path of a file that `hackkv calibrate --codec kvquant` wrote for this model, or `none`."""
+    """Path of a file that `hackkv calibrate kvquant` wrote for this model, or `none`."""
 
 
 def make_kvquant(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:

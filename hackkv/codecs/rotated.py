@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from hack_kernels.base import Backend, Pool
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
 from hack_kernels.reference.levels import LevelReference
@@ -74,7 +75,7 @@ class Turn:
     """How rows of a layer turn: matrices [Hkv, D, D], or [1, D, D] for all KV heads, float32."""
 
     query: Tensor
-    """T^-1: q' = query @ q."""
+    """T^-1: q' = query @ q. For V, T: out = query @ out'."""
     key: Tensor
     """T^T: k' = key @ k + shift."""
     shift: Tensor | None
@@ -120,7 +121,9 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
         ("recent", str(window.recent)),
         ("calibration", digest),
     )
-    codec = RotatedCodec(name, tuple(Kept(fmt, kernels[fmt]) for fmt in formats), backend, written, turns)
+    layers = tuple(Kept(fmt, kernels[fmt]) for fmt in formats)
+    folded = (hadamard(shape.head_dim)[None],) * shape.num_layers
+    codec = RotatedCodec(name, layers, backend, written, turns, folded)
     codec.origin = origin
     return codec
 
@@ -189,35 +192,45 @@ def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
 
 
 class RotatedCodec(PagedCodec):
-    """K and Q turn at run time, V by the weights if it can; pages and open pages alike hold turned rows."""
+    """K and Q turn at run time, V by the weights if it can; pages and open pages alike hold turned rows.
+
+    Where pages of a layer are narrower than heads, only the first channels of turned rows rest.
+    """
 
     prepares_weights = True
 
     def __init__(
-        self, name: str, layers: tuple[Kept, ...], backend: Backend, settings: Settings, turns: tuple[Turn, ...]
+        self,
+        name: str,
+        layers: tuple[Kept, ...],
+        backend: Backend,
+        settings: Settings,
+        turns: tuple[Turn, ...],
+        folded: tuple[Tensor, ...],
     ) -> None:
-        """`turns`, one for each layer, are those of all KV heads of the model."""
+        """One of each for each layer, of all KV heads of the model. `folded` are rotations of V, [Hkv, D, D], or
+        [1, D, D] for all heads, float64; columns of 0 drop channels."""
         super().__init__(name, layers, backend, settings)
-        self._turns = turns
-        rotation = hadamard(self.formats[0].head_dim).float().to(backend.device)
-        self._turn_v, self._turn_back = rotation.mT.contiguous()[None], rotation[None]
-        self._unfolded = set[int]()
-        """Layers whose weights do not turn V."""
+        self._turns, self._folded = turns, folded
+        self._unfolded = dict[int, Turn]()
+        """How V turns, and what comes of it turns back, in layers whose weights do not do that."""
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
-        """V' = H^T V, and as the heads' outputs are sums of V', W_o' = W_o H. In float64, rounded to their dtype."""
+        """V' = R^T V, and as the heads' outputs are sums of V', W_o' = W_o R. In float64, rounded to their dtype."""
         if weights.packed:
-            self._unfolded.add(layer)
+            rotation = self._folded[layer].float().to(self._backend.device)
+            self._unfolded[layer] = Turn(rotation.contiguous(), rotation.mT.contiguous(), None)
             return weights
         qkv, out, bias = weights.qkv, weights.out, weights.qkv_bias
-        dim = self.formats[layer].head_dim
-        rotation = hadamard(dim).to(qkv.device)
+        rotation = self._folded[layer].to(qkv.device)
+        dim = rotation.shape[-1]
         # Query heads are as wide as `out`; K and V share the rest of the rows.
         v_rows = (qkv.shape[0] - out.shape[1]) // 2
         rows = qkv[-v_rows:].double().unflatten(0, (-1, dim))  # [Hkv, D, hidden]
-        turned_out = out.double().unflatten(1, (-1, dim)) @ rotation  # [hidden, Hq, D]
+        grouped = out.double().unflatten(1, (rows.shape[0], -1, dim))  # [hidden, Hkv, G, D]
+        turned_out = (grouped.transpose(0, 1).flatten(1, 2) @ rotation).unflatten(1, (out.shape[0], -1)).transpose(0, 1)
         if bias is not None:
-            turned_bias = bias[-v_rows:].double().unflatten(0, (-1, dim)) @ rotation
+            turned_bias = bias[-v_rows:].double().unflatten(0, (-1, 1, dim)) @ rotation
             bias = torch.cat((bias[:-v_rows], turned_bias.flatten().to(bias.dtype)))
         return replace(
             weights,
@@ -236,8 +249,12 @@ class RotatedCodec(PagedCodec):
             narrow_k, v = rows.narrow(k, v, batch.where, batch.faulty)
         turned_q = rows.turn_heads(q.float(), turn.query)
         turned_k = rows.turn_heads(narrow_k.float(), turn.key, turn.shift)
-        if layer not in self._unfolded:
-            return super().attend(layer, pool, batch, turned_q, turned_k, v.float()).to(q.dtype)
-        turned_v = rows.turn_heads(v.to(torch.float16).float(), self._turn_v)
-        out = super().attend(layer, pool, batch, turned_q, turned_k, turned_v)
-        return rows.turn_heads(out, self._turn_back).to(q.dtype)
+        values = self._unfolded[layer].of(pool) if layer in self._unfolded else None
+        v = v.float() if values is None else rows.turn_heads(v.to(torch.float16).float(), values.key)
+        dropped = q.shape[-1] - self.formats[layer].head_dim
+        if dropped:
+            turned_q, turned_k, v = (x[..., :-dropped].contiguous() for x in (turned_q, turned_k, v))
+        out = super().attend(layer, pool, batch, turned_q, turned_k, v)
+        if dropped:
+            out = F.pad(out, (0, dropped))
+        return (out if values is None else rows.turn_heads(out, values.query)).to(q.dtype)

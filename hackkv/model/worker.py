@@ -13,10 +13,10 @@ from hack_kernels.base import Backend
 from tokenizers import Tokenizer
 
 from hackkv.codec import KvCodec, Origin, rows_held
-from hackkv.codecs import CALIBRATED, beneath, make_codec
+from hackkv.codecs import calibrates, make_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import CalibrationMismatch, CheckpointError, ConfigError
-from hackkv.footprint import Footprint, footprint_of
+from hackkv.footprint import Footprint, footprint_of, fp16_bytes
 from hackkv.guide import Guides
 from hackkv.model import check_dtype, load_model
 from hackkv.model.config import ModelSpec, read_spec
@@ -35,7 +35,7 @@ from hackkv.types import WIRE_FORM, Fingerprint, KvLayout
 log = logging.getLogger(__name__)
 
 CALIBRATION: Final = "calibration"
-"""The setting of the codecs in `CALIBRATED`."""
+"""The setting that names a file."""
 
 WIRE_VERSION = "5"
 """Version of all that two nodes must agree on, down to the codes that stochastic rounding gives."""
@@ -123,8 +123,9 @@ class Unloaded:
     @property
     def share(self) -> float:
         """Bytes at rest of a sequence of `SHARE_TOKENS` tokens, exact pages among them, of FP16's."""
-        sizes = footprint_of(self.codec, self.spec.kv_layout(self.codec.page_tokens))
-        return sizes.resting_bytes(rows_held(self.codec, SHARE_TOKENS)) / (SHARE_TOKENS * sizes.row_bytes)
+        layout = self.spec.kv_layout(self.codec.page_tokens)
+        sizes = footprint_of(self.codec, layout)
+        return sizes.resting_bytes(rows_held(self.codec, SHARE_TOKENS)) / fp16_bytes(layout, SHARE_TOKENS)
 
     def fingerprint(self) -> Fingerprint:
         """What peers compare. Reads parts of the weights. Raises `CheckpointError`."""
@@ -232,7 +233,7 @@ def check_worker(model: ModelConfig, codec: CodecConfig) -> None:
 
 def with_calibration(codec: CodecConfig, folder: ModelFolder) -> CodecConfig:
     """`codec` with the calibration that ships for the model in `folder`, if there is one and the settings have none."""
-    if beneath(codec) not in CALIBRATED or CALIBRATION in codec.settings:
+    if not calibrates(codec) or CALIBRATION in codec.settings:
         return codec
     file = CALIBRATIONS / f"{source_hash(folder.path)}.safetensors"
     if not file.is_file():

@@ -60,7 +60,7 @@ from hack_kernels.base import PageFormat, PageKernels, Plane
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 PAGE_TOKENS: Final = (32, 64, 128)
-HEAD_DIMS: Final = (64, 80, 96, 128, 256)
+HEAD_DIMS: Final = (32, 48, 64, 80, 96, 128, 256)
 LEVEL_BITS: Final = (2, 3, 4, 8)
 STEP: Final = {2: 0.9957, 3: 0.586, 4: 0.3352, 8: 0.031}
 """Distance of levels that loses least of a normal variable of variance 1, by bits."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 
 from hackkv.codec import rows_held
-from hackkv.footprint import footprint_of
+from hackkv.footprint import footprint_of, fp16_bytes
 from hackkv.model.worker import SHARE_TOKENS, Unloaded
 from hackkv.types import WIRE_FORM
 from measure.accuracy import cells
@@ -135,7 +135,8 @@ def measure(
 
 def row_of(variant: Variant, planned: Unloaded) -> Row:
     """The table's row of a variant, with the bytes of its pages."""
-    sizes = footprint_of(planned.codec, planned.spec.kv_layout(planned.codec.page_tokens))
+    layout = planned.spec.kv_layout(planned.codec.page_tokens)
+    sizes = footprint_of(planned.codec, layout)
     rows = rows_held(planned.codec, SHARE_TOKENS)
     return Row(
         variant.name,
@@ -145,5 +146,5 @@ def row_of(variant: Variant, planned: Unloaded) -> Row:
         {name: value for name, value in variant.codec.settings.items() if name != "calibration"},
         sizes.resting_bytes(rows) / SHARE_TOKENS,
         sizes.wire_bytes(rows) / SHARE_TOKENS,
-        sizes.row_bytes,
+        fp16_bytes(layout, 1),
     )

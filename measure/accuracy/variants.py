@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hackkv.codecs import CALIBRATED, CODECS
-from hackkv.codecs.artifact import KVQUANT, UNCALIBRATED, read_artifact
+from hackkv.codecs import BENEATH, CALIBRATED, CODECS, PROJECTED
+from hackkv.codecs.artifact import KVQUANT, UNCALIBRATED, ZACK, read_artifact
 from hackkv.codecs.rotated import LayerBits, written_bits
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
@@ -38,6 +38,7 @@ def _row(name: str, preset: str, family: str, says: str, **settings: Setting) ->
 EXACT: Final = _row("fp16", "fp16", "exact", "exact: K and V in FP16, attention in FP32")
 _OPEN, _STOCHASTIC, _PAPER, _ABLATION = "open-page rule, nearest", "open-page rule, stochastic", "paper", "ablation"
 _EVICTING: Final = "evicting"
+_PROJECTED: Final = "projected"
 
 _DESCRIBED: Final = (
     EXACT,
@@ -93,7 +94,7 @@ VARIANTS: Final = (
     *(
         _row(name, name, name.partition("-")[0], _says(name))
         for name in CODECS
-        if name not in {row.name for row in _DESCRIBED}
+        if name not in {row.name for row in _DESCRIBED} and name not in PROJECTED
     ),
     *(
         _row(f"{name}-plain", name, PLAIN, f"{_says(name)}; never calibrated", calibration=UNCALIBRATED)
@@ -108,7 +109,8 @@ WINDOWED: Final = "rot-k4v4"
 
 def calibrated(file: Path) -> tuple[Variant, ...]:
     """The rows of presets that can be calibrated once more, with a file that `hackkv calibrate` wrote for them. If the
-    file has bits by layer, those are the presets that they are for.
+    file has bits by layer, those are the presets that they are for; if it has projections, the rows are those of
+    `SHARES`.
 
     Raises `ConfigError` for a file that cannot be read.
     """
@@ -117,6 +119,8 @@ def calibrated(file: Path) -> tuple[Variant, ...]:
         mixed = written_bits(artifact)
     except ValueError as error:
         raise ConfigError(f"--calibration: {error}") from error
+    if artifact.family == ZACK:
+        return tuple(_projected(of, share, file) for of, share in SHARES)
     if artifact.family == KVQUANT:
         return tuple(
             Variant(
@@ -147,6 +151,19 @@ def _mixed(mixed: LayerBits, file: Path) -> Variant:
     return _row(f"{name}-mixed", name, "rot, calibrated", says, calibration=str(file))
 
 
+SHARES: Final = (
+    *(("fp16", share) for share in ("90%", "75%", "62.5%", "50%")),
+    *(("rot-k4v4", share) for share in ("21%", "17.5%", "14.5%")),
+)
+"""Codecs for whose pages rows are projected, and the bytes to stay within."""
+
+
+def _projected(of: str, share: str, file: Path) -> Variant:
+    says = f"projected, in pages of {of}, at most {share} of FP16"
+    name = f"{ZACK}-{of}-{share.removesuffix('%')}"
+    return _row(name, ZACK, _PROJECTED, says, calibration=str(file), share=share, **{BENEATH: of})
+
+
 def choose(names: Sequence[str], calibration: Path | None = None, *, ablations: bool = True) -> tuple[Variant, ...]:
     """The named rows in the table's order, exact KV always among them. No names mean all but those that leave a
     calibration out; without `ablations` only the presets. With a calibration file the table has calibrated rows too.
@@ -160,5 +177,5 @@ def choose(names: Sequence[str], calibration: Path | None = None, *, ablations: 
             raise ConfigError(f"--variants: {name!r} is unknown; known: {', '.join(v.name for v in rows)}")
     if names:
         return tuple(v for v in rows if v is EXACT or v.name in names)
-    families = {"rot, calibrated"} | ({v.family for v in rows} - {PLAIN} if ablations else set())
+    families = {"rot, calibrated", _PROJECTED} | ({v.family for v in rows} - {PLAIN} if ablations else set())
     return tuple(v for v in rows if v.name in CODECS or v.family in families)

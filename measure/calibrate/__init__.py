@@ -2,5 +2,5 @@
 
 text (windows of tokens) -> one pass of the model, exact attention -> a safetensors file, which the codecs read. For
 `rot-*` (`hackkv.codecs.rotated`) the pass gathers moments, of which `solve` makes bases and gains; for `kvquant-*`
-(`hackkv.codecs.kvquant`) it sees ranges and levels.
+(`.kvquant`) it sees ranges and levels; for `zack` (`.zack`) `project` makes rotations of moments.
 """

@@ -1,10 +1,12 @@
-"""`hackkv calibrate`: fit the codecs rot-* or kvquant-* to a model, and write the file that their setting `calibration`
-names.
+"""`hackkv calibrate [rot | kvquant | zack] [MODEL]`: fit codecs to a model, and write the file that their setting
+`calibration` names.
 
-The model reads text with exact attention. For rot-*, moments of its keys and queries give each KV head a basis in
-which codes lose least. With --target-bytes, the layers that suffer most get more bits than the others; given several
-times, it does so for several presets. For kvquant-*, its keys and values say between what bounds levels lie, and where.
-Every node of a cluster needs a file of the same bytes: copy it, do not make it again elsewhere.
+The model reads text with exact attention. For the codecs rot-* (the default), moments of its keys and queries give each
+KV head a basis in which codes lose least. With --target-bytes, the layers that suffer most get more bits than the
+others; given several times, it does so for several presets. For kvquant-*, its keys and values say between what bounds
+levels lie, and where. For zack, moments of keys, queries and values give each KV head rotations by which channels are
+sorted; how many of them stay is up to the codec's settings. Every node of a cluster needs a file of the same bytes:
+copy it, do not make it again elsewhere.
 """
 
 from __future__ import annotations
@@ -13,27 +15,21 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch
+from hack_kernels.block_weight import as_numbers
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import save
 from torch import Tensor
 
-from hackkv.codecs.artifact import KVQUANT, METADATA, ROTATED, VERSION
+from hackkv.codecs.artifact import KVQUANT, METADATA, ROTATED, VERSION, ZACK, read_artifact
 from hackkv.codecs.rotated import LayerBits
+from hackkv.codecs.zack import Projections
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.model.identity import source_hash
@@ -42,25 +38,30 @@ from hackkv.model.worker import Worker, load_worker
 from hackkv.tokenizer import Tokenizer
 from measure.calibrate.bits import TOKENS, bases_of, in_words, losses_of, passes, spend
 from measure.calibrate.levels import gather_levels
-from measure.calibrate.moments import OnTokens, counted_rows, gather
+from measure.calibrate.moments import counted_rows, gather
+from measure.calibrate.projections import project
 from measure.calibrate.solve import solve
 from measure.calibrate.windows import Windows, windows_of
+
+FAMILIES: Final = (ROTATED, KVQUANT, ZACK)
+REMOVALS: Final = (0.01, 0.05, 0.1, 0.2, 0.3)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, write; returns the exit code."""
-    args = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    family = given.pop(0) if given and given[0] in FAMILIES else ROTATED
+    args = _parser(family).parse_args(given)
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         _check_out(args.out)
-        if args.target_bytes and args.codec != ROTATED:
-            raise ConfigError(f"--target-bytes: not with --codec {args.codec}, whose layers all have the same bits")
         worker, source, windows = _load(args)
-        dim = worker.model.spec.head_dim
-        bases = bases_of(args.target_bytes, dim)
-        found, losses = MEASURES[args.codec](worker, windows, list(bases.values()), notes)
-        chosen = [spend(bases[target], each, target, dim) for target, each in zip(bases, losses, strict=True)]
-        write_atomically(args.out, save(found, {METADATA: _about(worker, source, windows, args.codec, chosen)}))
+        with _Bar(notes, windows.tokens) as bar:
+            found, chosen = _fit(family, worker, windows, getattr(args, TARGETS, []), bar)
+        about = _about(worker, source, windows) | {"codec": family}
+        if chosen:
+            about["layer_bits"] = [each.model_dump() for each in chosen]
+        write_atomically(args.out, save(found, {METADATA: json.dumps(about, sort_keys=True)}))
     except HackkvError as error:
         notes.print(f"hackkv calibrate: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
@@ -68,12 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     said = f"wrote {args.out}: {worker.name}, {windows.tokens} tokens of {windows.source}"
     console.print(said, markup=False, soft_wrap=True)
-    for bits in chosen:
-        console.print(in_words(bits, dim), markup=False, soft_wrap=True)
+    dim = worker.model.spec.head_dim
+    for line in _removals(args.out, worker) if family == ZACK else [in_words(bits, dim) for bits in chosen]:
+        console.print(line, markup=False, soft_wrap=True)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+TARGETS: Final = "target_bytes"
+
+
+def _parser(family: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "hackkv calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,22 +86,21 @@ def _parser() -> argparse.ArgumentParser:
         "model", nargs="?", default="", help="checkpoint folder or hub name; default: the shipped model"
     )
     parser.add_argument(
-        "--codec", choices=MEASURES, default=ROTATED, help="the family to fit: rot (default) or kvquant"
-    )
-    parser.add_argument(
         "--text",
         type=Path,
         help="UTF-8 text; default: sources of this Python's library that `hackkv eval` never scores",
     )
     parser.add_argument("--tokens", type=_positive, default=16384, help="how much text to read; default: 16384")
-    parser.add_argument(
-        "--target-bytes",
-        type=_percentage,
-        action="append",
-        default=[],
-        metavar="PERCENT",
-        help="choose bits by layer: the best codec with at most this share of FP16's bytes, such as 14.5%%; repeatable",
-    )
+    if family == ROTATED:
+        parser.add_argument(
+            "--target-bytes",
+            dest=TARGETS,
+            type=_percentage,
+            action="append",
+            default=[],
+            metavar="PERCENT",
+            help="choose bits by layer: the best codec within this share of FP16's bytes, such as 14.5%%; repeatable",
+        )
     parser.add_argument("--out", type=Path, required=True, help="the file to write (.safetensors)")
     parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
     parser.add_argument("--backend", default="auto", help="kernels; default: the fastest of this machine")
@@ -140,51 +144,83 @@ def _load(args: argparse.Namespace) -> tuple[Worker, str, Windows]:
     return worker, source_hash(folder.path), windows
 
 
-Measured = tuple[dict[str, Tensor], list[Tensor]]
-"""The tensors of the file, by name, and what each base costs by side and layer."""
+class _Bar:
+    """A bar of what is under way, where there is a terminal."""
+
+    def __init__(self, console: Console, tokens: int) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        silent = not console.is_terminal
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=silent)
+        self._task = self._progress.add_task("tokens", total=tokens)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def next(self, what: str, total: int) -> None:
+        """Something else begins."""
+        self._progress.update(self._task, description=what, total=total, completed=0)
+
+    def advance(self, count: int) -> None:
+        """So much more is done."""
+        self._progress.update(self._task, advance=count)
 
 
-def _rotations(worker: Worker, windows: Windows, bases: Sequence[LayerBits], console: Console) -> Measured:
-    solved, losses = list[dict[str, Tensor]](), list[Tensor]()
-    with _progress(console) as progress:
-        bar, advance = _bar(progress, "tokens", windows.tokens)
-        moments = gather(worker.model, windows.windows, advance)
-        progress.update(bar, description="layers", total=len(moments), completed=0)
-        for each in moments:
-            solved.append(solve(each))
-            advance(1)
-        total = len(bases) * passes(len(solved)) * min(TOKENS, len(windows.windows[0]))
-        progress.update(bar, description="bits", total=total, completed=0)
-        for base in bases:
-            losses.append(losses_of(worker.model, windows.windows[0], solved, base, advance))
-    found = {f"layers.{i}.{name}": tensor for i, each in enumerate(solved) for name, tensor in each.items()}
-    return found, losses
+Tensors = dict[str, Tensor]
 
 
-def _levels(worker: Worker, windows: Windows, bases: Sequence[LayerBits], console: Console) -> Measured:
-    with _progress(console) as progress:
-        return gather_levels(worker.model, windows.windows, _bar(progress, "tokens", windows.tokens)[1]), []
+def _fit(
+    family: str, worker: Worker, windows: Windows, targets: Sequence[float], bar: _Bar
+) -> tuple[Tensors, list[LayerBits]]:
+    """The tensors of the file, by name, and bits by layer for each target."""
+    if family == ZACK:
+        return _project(worker, windows, bar), []
+    if family == KVQUANT:
+        return gather_levels(worker.model, windows.windows, bar.advance), []
+    return _solve(worker, windows, targets, bar)
 
 
-MEASURES: Final = {ROTATED: _rotations, KVQUANT: _levels}
-"""Families that can be fitted to a model."""
+def _solve(worker: Worker, windows: Windows, targets: Sequence[float], bar: _Bar) -> tuple[Tensors, list[LayerBits]]:
+    """For `rot-*`."""
+    dim, solved, chosen = worker.model.spec.head_dim, list[Tensors](), list[LayerBits]()
+    bases = bases_of(targets, dim)
+    moments = gather(worker.model, windows.windows, bar.advance)
+    bar.next("layers", len(moments))
+    for each in moments:
+        solved.append(solve(each))
+        bar.advance(1)
+    bar.next("bits", len(bases) * passes(len(solved)) * min(TOKENS, len(windows.windows[0])))
+    for target, base in bases.items():
+        losses = losses_of(worker.model, windows.windows[0], solved, base, bar.advance)
+        chosen.append(spend(base, losses, target, dim))
+    return _by_layer(solved), chosen
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+def _project(worker: Worker, windows: Windows, bar: _Bar) -> Tensors:
+    """For `zack`."""
+    moments, rows = gather(worker.model, windows.windows, bar.advance), counted_rows(windows.windows)
+    layers = worker.model.weights.layers
+    return _by_layer([project(each, rows, as_numbers(layer.out)) for each, layer in zip(moments, layers, strict=True)])
 
 
-def _bar(progress: Progress, what: str, total: int) -> tuple[TaskID, OnTokens]:
-    """A bar, and what moves it on."""
-    bar = progress.add_task(what, total=total)
-    return bar, lambda count: progress.update(bar, advance=count)
+def _removals(out: Path, worker: Worker) -> Iterator[str]:
+    """For the user: what some rates of Eq. 6 leave."""
+    found, dim = Projections.of(read_artifact(out), worker.model.spec.kv_shape), worker.model.spec.head_dim
+    for removal in REMOVALS:
+        k, v = found.means(removal)
+        yield f"removal {removal:.0%}: heads keep {k:.1f} of {dim} channels of K and {v:.1f} of V"
 
 
-def _about(worker: Worker, source: str, windows: Windows, codec: str, bits: Sequence[LayerBits]) -> str:
-    about: dict[str, object] = {
+def _by_layer(found: Sequence[Tensors]) -> Tensors:
+    return {f"layers.{i}.{name}": tensor for i, each in enumerate(found) for name, tensor in each.items()}
+
+
+def _about(worker: Worker, source: str, windows: Windows) -> dict[str, object]:
+    return {
         "version": VERSION,
-        "codec": codec,
         "model": worker.name,
         "model_hash": source,
         "dtype": dict(worker.fingerprint.fields)["dtype"],
@@ -193,9 +229,6 @@ def _about(worker: Worker, source: str, windows: Windows, codec: str, bits: Sequ
         "tokens": windows.tokens,
         "torch": torch.__version__,
     }
-    if bits:
-        about["layer_bits"] = [each.model_dump() for each in bits]
-    return json.dumps(about, sort_keys=True)
 
 
 def write_atomically(out: Path, data: bytes) -> None:

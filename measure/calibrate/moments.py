@@ -1,4 +1,4 @@
-"""Moments of keys and queries per layer and KV head, over one pass of a model with exact attention.
+"""Moments of keys, queries and values per layer and KV head, over one pass of a model with exact attention.
 
 The rotary embedding turns rows by their position, and windows are shorter than the contexts to come. So sums are taken
 before the embedding, and the moments are those that the rows would have if each stood at every position of the context.
@@ -40,6 +40,8 @@ class Moments:
     """[Hkv, D, D]: of k about its mean."""
     queries: Tensor
     """[Hkv, D, D]: E[q q^T] over the query heads of the group, not about a mean."""
+    values: Tensor
+    """[Hkv, D, D]: E[v v^T], not about a mean."""
 
 
 class Sums:
@@ -48,15 +50,17 @@ class Sums:
     def __init__(self, heads: int, dim: int, device: torch.device) -> None:
         self.rows = self.query_rows = 0
         self.k = torch.zeros(heads, dim, dtype=torch.float64, device=device)
-        self.kk, self.qq = (torch.zeros(heads, dim, dim, dtype=torch.float64, device=device) for _ in range(2))
+        self.kk, self.qq, self.vv = (torch.zeros(heads, dim, dim, dtype=torch.float64, device=device) for _ in range(3))
 
-    def add(self, q: Tensor, k: Tensor, turns: Tensor) -> None:
-        """Rows q [T, Hq, D] and k [T, Hkv, D] as `turns` [T, D] have rotated them."""
+    def add(self, q: Tensor, k: Tensor, v: Tensor, turns: Tensor) -> None:
+        """Rows q [T, Hq, D] and k [T, Hkv, D] as `turns` [T, D] have rotated them, and v [T, Hkv, D]."""
+        values = v.double().transpose(0, 1)
         keys = turned_back(k.double(), turns).transpose(0, 1)
         queries = turned_back(q.double(), turns).unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
         self.k += keys.sum(1)
         self.kk += keys.mT @ keys
         self.qq += queries.mT @ queries
+        self.vv += values.mT @ values
         self.rows += keys.shape[1]
         self.query_rows += queries.shape[1]
 
@@ -65,7 +69,7 @@ class Sums:
         cos, sin = turns.double().chunk(2, dim=-1)
         mean, keys = spread(self.k / self.rows, self.kk / self.rows, cos, sin)
         _, queries = spread(torch.zeros_like(mean), self.qq / self.query_rows, cos, sin)
-        return Moments(mean, keys - mean[:, :, None] * mean[:, None], queries)
+        return Moments(mean, keys - mean[:, :, None] * mean[:, None], queries, self.vv / self.rows)
 
 
 def turned_back(x: Tensor, turns: Tensor) -> Tensor:
@@ -89,15 +93,17 @@ def spread(mean: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 
 def gather(model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens) -> list[Moments]:
-    """The moments of every layer. Raises `NonFiniteError` naming the layer whose keys or queries are not finite."""
+    """The moments of every layer. Raises `NonFiniteError` naming the layer with a row that is not finite."""
     spec = model.spec
     turns = rotation_table(spec.rope, spec.max_context, model.device)
     sums = [Sums(spec.num_kv_heads, spec.head_dim, model.device) for _ in range(spec.num_layers)]
-    read(model, windows, lambda layer, q, k, v, positions: sums[layer].add(q, k, turns[positions]), on_tokens)
+    read(model, windows, lambda layer, q, k, v, positions: sums[layer].add(q, k, v, turns[positions]), on_tokens)
     found = [each.moments(turns[::POSITION_STEP]) for each in sums]
     for layer, moments in enumerate(found):
-        if not all(bool(x.isfinite().all()) for x in (moments.mean, moments.covariance, moments.queries)):
-            raise NonFiniteError(f"layer {layer}: a key or query of the text is not finite")
+        if not all(
+            bool(x.isfinite().all()) for x in (moments.mean, moments.covariance, moments.queries, moments.values)
+        ):
+            raise NonFiniteError(f"layer {layer}: a key or query or value of the text is not finite")
     return found
 
 

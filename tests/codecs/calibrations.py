@@ -15,8 +15,9 @@ from hack_kernels.nuq_format import WIDTHS
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hackkv.codecs.artifact import METADATA, ROTATED, VERSION
+from hackkv.codecs.artifact import METADATA, ROTATED, VERSION, ZACK
 from hackkv.codecs.hadamard import hadamard
+from hackkv.codecs.zack import SIDES
 from measure.calibrate.solve import feedback_by
 
 
@@ -55,11 +56,40 @@ def levels(normal: Callable[..., Tensor], heads: int, dim: int) -> dict[str, Ten
 @cache
 def calibration_file(layers: int, heads: int, dim: int, family: str = ROTATED) -> Path:
     """A file of `calibration_tensors` for the codecs of `family`, which is there until the tests end."""
-    folder = Path(mkdtemp(prefix="hackkv-calibration-"))
-    atexit.register(rmtree, folder, ignore_errors=True)
-    path = folder / "calibration.safetensors"
+    path = _folder() / "calibration.safetensors"
     save_calibration(calibration_tensors(layers, heads, dim), path, codec=family)
     return path
+
+
+def projection_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random rotations. Singular values let three quarters of the channels stay in layer 0 and half of them elsewhere;
+    the other heads and V would do with less."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = dict[str, Tensor]()
+    for layer in range(layers):
+        for side in SIDES:
+            drawn = torch.randn(heads, dim, dim, generator=generator, dtype=torch.float64)
+            values = torch.full((heads, dim), 1e-3)
+            values[:, : dim // 4] = 1
+            if side == "qk":
+                values[0, : dim * 3 // 4 if layer == 0 else dim // 2] = 1
+            tensors[f"layers.{layer}.{side}"] = torch.linalg.qr(drawn).Q.float().contiguous()
+            tensors[f"layers.{layer}.{side}_values"] = values
+    return tensors
+
+
+@cache
+def projection_file(layers: int, heads: int, dim: int) -> Path:
+    """A file of `projection_tensors`, which is there until the tests end."""
+    path = _folder() / "projections.safetensors"
+    save_calibration(projection_tensors(layers, heads, dim), path, codec=ZACK)
+    return path
+
+
+def _folder() -> Path:
+    folder = Path(mkdtemp(prefix="hackkv-calibration-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def save_calibration(tensors: dict[str, Tensor], path: Path, **about: object) -> None:

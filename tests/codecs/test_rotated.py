@@ -33,7 +33,7 @@ from tests.pair import PI, greedy, prompt
 LAYERS, HEAD_DIM = 2, 64
 
 
-@pytest.mark.parametrize("order", [1, 2, 12, 20, *HEAD_DIMS, 48])
+@pytest.mark.parametrize("order", [1, 2, 12, 20, *HEAD_DIMS])
 def test_hadamard_matrices_are_orthonormal_and_flat(order: int) -> None:
     matrix = hadamard(order)
     assert torch.allclose(matrix @ matrix.mT, torch.eye(order, dtype=torch.float64), atol=1e-12)

@@ -46,7 +46,7 @@ except ModuleNotFoundError as error:
 from hack_kernels.triton import decode, exact, exchange, layout, prefill
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.events import EventStopwatch, mark
-from hack_kernels.triton.levels import LevelTriton
+from hack_kernels.triton.levels import NARROWEST, LevelTriton
 from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace
@@ -183,8 +183,10 @@ def _for_codes(fmt: HackFormat, backend: TritonBackend) -> PageKernels | None:
     return HackTriton(fmt, backend.device, backend.workspace, backend.prefill)
 
 
-def _for_levels(fmt: LevelFormat, backend: TritonBackend) -> PageKernels:
-    """For all widths; prompts are attended to on codes whatever `Prefill` says."""
+def _for_levels(fmt: LevelFormat, backend: TritonBackend) -> PageKernels | None:
+    """For all widths of codes; prompts are attended to on codes whatever `Prefill` says."""
+    if fmt.head_dim < NARROWEST:
+        return None
     return LevelTriton(fmt, backend.device, backend.workspace)
 
 

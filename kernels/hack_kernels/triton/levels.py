@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from hack_kernels.triton.level_prefill import level_prompt_reader
 from hack_kernels.triton.level_seal import columns_first, seal_levels
 from hack_kernels.triton.prefill import attn_prompt
 from hack_kernels.triton.split import Workspace
+
+NARROWEST: Final = 64
+"""Channels of the smallest heads that are tested; the definition serves others."""
 
 
 class LevelTriton:

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
+from hack_kernels import level_format
 from hack_kernels.base import Rows
-from hack_kernels.level_format import HEAD_DIMS, LEVEL_BITS, PAGE_TOKENS, LevelFormat
+from hack_kernels.level_format import LEVEL_BITS, PAGE_TOKENS, LevelFormat
 from hack_kernels.window import Window
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -20,8 +21,10 @@ pytest.importorskip("triton")
 
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.level_layout import level_layout, levels_from_wire, levels_to_wire
+from hack_kernels.triton.levels import NARROWEST
 
 BACKEND = TritonBackend(CPU)
+HEAD_DIMS = [dim for dim in level_format.HEAD_DIMS if dim >= NARROWEST]
 WIDTHS = [(64, 32, k, v) for k, v in itertools.product(LEVEL_BITS, LEVEL_BITS)]
 SHAPES = [(d, pi, 3, 3) for d, pi in itertools.product(HEAD_DIMS, PAGE_TOKENS)]
 FED = [LevelFormat(64, 32, 2, 3), LevelFormat(80, 32, 3, 3), LevelFormat(64, 64, 4, 4), LevelFormat(128, 32, 3, 2)]

@@ -197,10 +197,11 @@ def test_queries_count_for_the_kv_head_that_they_ask() -> None:
     turns = 1.5 * torch.cat((angles.cos(), angles.sin()), -1)  # an embedding may scale, too
     sums = Sums(2, 64, torch.device("cpu"))
     for part in (slice(0, 1), slice(1, 30), slice(30, 50)):
-        sums.add(turned(q[part], turns[part, None]), turned(k[part, :2], turns[part, None]), turns[part])
+        sums.add(turned(q[part], turns[part, None]), turned(k[part, :2], turns[part, None]), k[part, 2:4], turns[part])
     for head in range(2):
         asked = turned(q[:, 3 * head : 3 * head + 3].flatten(0, 1), turns[:1])
         assert torch.allclose(sums.moments(turns[:1]).queries[head], asked.T @ asked / 150)
+        assert torch.allclose(sums.moments(turns[:1]).values[head], k[:, 2 + head].T @ k[:, 2 + head] / 50)
 
 
 def test_keys_that_are_not_finite_are_named() -> None:
@@ -227,7 +228,8 @@ def test_what_is_solved_lowers_the_error_of_scores(bits: int, dim: int) -> None:
     seen, k, q = (k[:3000], q[:3000]), k[3000:], q[3000:]
     mean = seen[0].mean(0)
     centred = seen[0] - mean
-    moments = Moments(mean[None], (centred.T @ centred / 3000)[None], (seen[1].T @ seen[1] / 3000)[None])
+    queries = (seen[1].T @ seen[1] / 3000)[None]
+    moments = Moments(mean[None], (centred.T @ centred / 3000)[None], queries, torch.zeros_like(queries))
     found = solve(moments)
     basis, centre = found["basis"][0].double(), found["mean"][0].double()
 
@@ -246,7 +248,7 @@ def test_what_is_solved_lowers_the_error_of_scores(bits: int, dim: int) -> None:
 def test_moments_of_nothing_are_solved_too() -> None:
     """A head whose keys never change, or that no query asks."""
     zero = torch.zeros(2, 64, 64, dtype=torch.float64)
-    found = solve(Moments(zero[:, 0], zero, zero))
+    found = solve(Moments(zero[:, 0], zero, zero, zero))
     assert all(bool(tensor.isfinite().all()) for tensor in found.values())
     assert float(torch.linalg.cond(found["basis"]).max()) < 1.01
     assert not bool(found["gains"].any())
