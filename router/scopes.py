@@ -115,6 +115,7 @@ async def guarded(work: Coroutine[Any, Any, T], *alarms: Alarm) -> T:
             alarm.ignore(key)
         if stopped:
             task.uncancel()
+        del task  # an error that ends it keeps this frame: it would be a cycle, for the garbage collector to find
 
 
 def _loudest(alarms: Sequence[Alarm]) -> HackkvError:

@@ -85,6 +85,7 @@ class Generation:
             trace_sequence(flight, outcome)
             self._served.metrics.ended(flight, outcome)
             self._served.journal.ended(flight, outcome)
+            choice.settle()
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's token counts. A prompt counts once, however many choices it has."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -171,6 +173,37 @@ async def test_a_stream_is_chunked_as_http_has_it(cluster: Cluster, tokenizer: T
             texts.append("".join(choice["text"] for choice in choices))
         assert len(texts[0]) == 4
         writer.close()
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "streamed"])
+async def test_a_request_leaves_the_garbage_collector_nothing(
+    cluster: Cluster, tokenizer: Tokenizer, body: bytes
+) -> None:
+    """None of our objects. A transport of asyncio's own is part of a cycle."""
+    census = Census(100, 100, ())
+    async with listening(cluster, tokenizer, census) as (port, _):
+        request = head(len(body), "connection: close") + body
+        await exchanged(port, request)
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await exchanged(port, request)).startswith(b"HTTP/1.1 200 ")
+            await until(lambda: census.total == 0)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            left = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert not [name for name in left if name.startswith(("router.", "hackkv.", "uvicorn.", "_asyncio.Task"))]
+
+
+async def exchanged(port: int, request: bytes) -> bytes:
+    """The answer to a request, after which the connection is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    return await finish(reader, writer)
 
 
 async def test_a_client_can_read_why_its_body_was_refused(cluster: Cluster, tokenizer: Tokenizer) -> None:
