@@ -10,9 +10,9 @@ NEW_OBJECTS: Final = 5_000
 """The garbage collector runs when there are as many, and looks at them for 3 ms or so. By default it runs several times
 a request; the more there may be, the longer a large body may stay that belongs to a cycle."""
 YOUNG_RUNS, OLD_RUNS = 1, 100
-"""So often it looks at new objects only, and then at those that were there the last time; and so often at these before
-it looks at all that there are, for 0.4 s where 2,000 streams are open. By default both are 10: it stopped the event loop
-for 50 ms every second."""
+"""So often it looks at new objects only, before it looks at those of its last round too; and so often at these, before
+it looks at all that there are, for 0.4 s where 2,000 streams are open. By default both are 10, which stopped the event
+loop for 50 ms every second."""
 
 
 def settle() -> None:

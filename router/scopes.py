@@ -87,11 +87,11 @@ async def guarded(work: Coroutine[Any, Any, T], *alarms: Alarm) -> T:
     """
     task, loop, key = asyncio.current_task(), asyncio.get_running_loop(), object()
     assert task is not None
-    before, over, stopped = task.cancelling(), False, False
+    before, stopped = task.cancelling(), False
 
     def stop() -> None:
         nonlocal stopped
-        if not over and not stopped:
+        if task is not None and not stopped:
             stopped = True
             task.cancel()
 
@@ -110,12 +110,11 @@ async def guarded(work: Coroutine[Any, Any, T], *alarms: Alarm) -> T:
             raise _loudest(alarms) from None
         raise
     finally:
-        over = True
-        for alarm in alarms:
-            alarm.ignore(key)
         if stopped:
             task.uncancel()
-        del task  # an error that ends it keeps this frame: it would be a cycle, for the garbage collector to find
+        task = None  # an error that ends it keeps this frame: a cycle, for the garbage collector to find
+        for alarm in alarms:
+            alarm.ignore(key)
 
 
 def _loudest(alarms: Sequence[Alarm]) -> HackkvError:
