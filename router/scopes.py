@@ -40,6 +40,7 @@ def unwrapped() -> Iterator[None]:
         if task is not None and task.cancelling():
             # Cancelled and failed at the same moment: the task group has dropped the cancellation, we must not.
             raise asyncio.CancelledError from group
+        group.__traceback__ = None  # its frames have the group itself: a cycle, for the garbage collector to find
         raise _first(group) from None
 
 
