@@ -40,6 +40,7 @@ def unwrapped() -> Iterator[None]:
         if task is not None and task.cancelling():
             # Cancelled and failed at the same moment: the task group has dropped the cancellation, we must not.
             raise asyncio.CancelledError from group
+        group.__traceback__ = None  # its frames have the group itself: a cycle, for the garbage collector to find
         raise _first(group) from None
 
 
@@ -87,11 +88,11 @@ async def guarded(work: Coroutine[Any, Any, T], *alarms: Alarm) -> T:
     """
     task, loop, key = asyncio.current_task(), asyncio.get_running_loop(), object()
     assert task is not None
-    before, over, stopped = task.cancelling(), False, False
+    before, stopped = task.cancelling(), False
 
     def stop() -> None:
         nonlocal stopped
-        if not over and not stopped:
+        if task is not None and not stopped:
             stopped = True
             task.cancel()
 
@@ -110,11 +111,11 @@ async def guarded(work: Coroutine[Any, Any, T], *alarms: Alarm) -> T:
             raise _loudest(alarms) from None
         raise
     finally:
-        over = True
-        for alarm in alarms:
-            alarm.ignore(key)
         if stopped:
             task.uncancel()
+        task = None  # an error that ends it keeps this frame: a cycle, for the garbage collector to find
+        for alarm in alarms:
+            alarm.ignore(key)
 
 
 def _loudest(alarms: Sequence[Alarm]) -> HackkvError:

@@ -36,6 +36,10 @@ def token_counts(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
+def _ignore(delta: Delta) -> None:
+    """Nobody wants to know."""
+
+
 class Choice:
     """One output: collects its text and tokens, and tells `on_delta` about each."""
 
@@ -60,7 +64,7 @@ class Choice:
         self.finish: Finish | None = None
         self.flight: Flight | None = None
         """The router's view of the sequence that this choice comes from."""
-        self.on_delta: Callable[[Delta], None] = lambda delta: None
+        self.on_delta: Callable[[Delta], None] = _ignore
 
     @property
     def text(self) -> str:
@@ -100,6 +104,10 @@ class Choice:
             text += self._matcher.release()
         self._show(text, token, finish)
         return finish is None
+
+    def settle(self) -> None:
+        """The sequence is over. What leads from it back to here would be a cycle, for the garbage collector to find."""
+        self.flight, self.on_delta = None, _ignore
 
     def _show(self, text: str, token: Token | None, finish: Finish | None) -> None:
         self.pieces.append(text)

@@ -198,6 +198,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
             self._disarm(name)
         self._census.leave(self._address)
         super().connection_lost(exc)
+        self.app = self.config.loaded_app  # our own method would be a cycle, for the garbage collector to find
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return self._buffer

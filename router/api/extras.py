@@ -50,6 +50,10 @@ class VllmExtras(Strict):
     stream_interval: Annotated[Any, Ignored("each token is an event of its own")] = None
     request_id: Annotated[Any, Ignored("answers have ids of the server's own")] = None
     session_id: Annotated[Any, Ignored("common prefixes are found without it")] = None
+    guided_decoding_backend: Annotated[Any, Ignored("grammars are compiled by one library")] = None
+    guided_whitespace_pattern: Annotated[Any, Refused("JSON comes on one line; use guided_grammar for other forms")] = (
+        None
+    )
     kv_transfer_params: Annotated[Any, Refused(_NODES, ({},))] = None
     ec_transfer_params: Annotated[Any, Refused(_NODES, ({},))] = None
     vllm_xargs: Annotated[Any, Refused("there are no extensions of vLLM", ({},))] = None
@@ -65,6 +69,8 @@ class LlamaExtras(Strict):
     n_probs: Annotated[Any, Refused("use logprobs", (0,))] = None
     n_cmpl: Annotated[Any, Refused("use n", (1,))] = None
     post_sampling_probs: Annotated[Any, Refused("logprobs are those of the model", (False,))] = None
+    grammar: Annotated[Any, Refused("use guided_grammar", ("",))] = None
+    json_schema: Annotated[Any, Refused("use guided_json or response_format", ({},))] = None
     samplers: Annotated[Any, Refused(_ONE_ORDER)] = None
     min_keep: Annotated[Any, Refused(_ONE_ORDER, (0,))] = None
     dynatemp_range: Annotated[Any, Refused("use temperature", (0,))] = None

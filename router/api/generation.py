@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from traceback import clear_frames
 from typing import Any
 
 from hackkv.timing import StageClock
@@ -70,6 +71,9 @@ class Generation:
         token = TRAIL.set(Trail(flight.request.request_id, flight.span))
         try:
             await self._served.dispatcher.serve(flight)
+        except asyncio.CancelledError as cancelled:
+            clear_frames(cancelled.__traceback__)  # they have the task, which will have the error: a cycle
+            raise
         finally:
             TRAIL.reset(token)
 
@@ -85,6 +89,7 @@ class Generation:
             trace_sequence(flight, outcome)
             self._served.metrics.ended(flight, outcome)
             self._served.journal.ended(flight, outcome)
+            choice.settle()
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's token counts. A prompt counts once, however many choices it has."""

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from router.api.app import ROUTES
 from router.api.description import describe
@@ -99,7 +100,7 @@ def _fields(title: str, model: type[BaseModel], bases: tuple[type[BaseModel], ..
     schema = model.model_json_schema()["properties"]
     lines = [f"### {title}", "", "| field | | what |", "|---|---|---|"]
     rows = [(name, field) for name, field in model.model_fields.items() if name not in known]
-    for name, field in sorted(rows, key=lambda row: _rank(row[0])):
+    for name, field in sorted(rows, key=lambda row: _rank(*row)):
         kind = next((each for each in field.metadata if isinstance(each, Ignored | Refused)), None)
         if isinstance(kind, Ignored):
             treatment, what = "ignored", kind.why
@@ -108,17 +109,22 @@ def _fields(title: str, model: type[BaseModel], bases: tuple[type[BaseModel], ..
             treatment, what = "refused", kind.advice + accepted
         else:
             treatment, what = "supported", "; ".join(_described(schema[field.alias or name]))
-        lines.append(f"| `{field.alias or name}`{_origin(name)} | {treatment} | {what} |")
+        lines.append(f"| `{field.alias or name}`{_origin(name, field)} | {treatment} | {what} |")
     return "\n".join(lines)
 
 
-def _rank(name: str) -> int:
+def _rank(name: str, field: FieldInfo) -> int:
     """OpenAI's fields and ours first, then those of peers."""
-    return next((rank for rank, (peer, _) in enumerate(_PEERS, 1) if name in peer.model_fields), 0)
+    return next((rank for rank, (peer, _) in enumerate(_PEERS, 1) if _has(peer, name, field)), 0)
 
 
-def _origin(name: str) -> str:
-    return next((f" ({label})" for peer, label in _PEERS if name in peer.model_fields), "")
+def _origin(name: str, field: FieldInfo) -> str:
+    return next((f" ({label})" for peer, label in _PEERS if _has(peer, name, field)), "")
+
+
+def _has(peer: type[BaseModel], name: str, field: FieldInfo) -> bool:
+    """Whether this is the peer's field, and not another of the same name."""
+    return name in peer.model_fields and peer.model_fields[name].metadata == field.metadata
 
 
 _PEERS: Final[tuple[tuple[type[BaseModel], str], ...]] = (

@@ -90,6 +90,8 @@ class Reply(Response):
             await self._break_off(caught, send)
         finally:
             self._generation.settle(error)
+            if isinstance(error, Cancelled):  # nobody reads how it came here, and all of this request would be a cycle
+                error.__traceback__ = error.__context__ = None
 
     @abstractmethod
     async def _work(self, tasks: asyncio.TaskGroup, send: Send) -> None:

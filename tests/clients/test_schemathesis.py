@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,9 @@ ROUTES = 7
 """Routes with bodies."""
 CHOSEN = os.environ.get("SCHEMATHESIS_ROUTES", "")
 """A regular expression: paths that are called, by default all. So the cases can run in pieces."""
+
+CALLED = Counter[str]()
+"""Cases by route."""
 
 GUIDED = r"^(?:guided_|structured_outputs\.)"
 SCHEMA = r"^(?:response_format\.json_schema|text\.format|output_config\.format)\.schema: "
@@ -53,13 +57,18 @@ CROSS_FIELD = re.compile(
 
 
 @pytest.fixture(scope="session")
-def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.BaseSchema]:
-    """What a server without keys says about itself."""
+def document(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[schemathesis.BaseSchema]:
+    """What a server without keys says about itself. In the end it is said how many cases there were."""
     with serving(tmp_path_factory.mktemp("open")) as url:
         found = schemathesis.openapi.from_url(url.removesuffix("/v1") + "/openapi.json")
         # A list that is too long may make a body that is too large; the check does not know that refusal by itself.
         found.config.checks.negative_data_rejection.expected_statuses.append("413")
         yield found
+    cases = ", ".join(f"{label} {count}" for label, count in CALLED.items())
+    with pytestconfig.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{CALLED.total()} cases: {cases}")
 
 
 schema = schemathesis.pytest.from_fixture("document")
@@ -80,6 +89,7 @@ def test_questions(case: schemathesis.Case) -> None:
 
 def check(case: schemathesis.Case) -> None:
     """Call, and hold the answer against the description."""
+    CALLED[case.operation.label] += 1
     response = case.call(timeout=120)
     told = response.status_code == 400 and CROSS_FIELD.search(response.json()["error"]["message"])
     case.validate_response(response, excluded_checks=[positive_data_acceptance] if told else [])

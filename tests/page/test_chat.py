@@ -131,7 +131,7 @@ def test_axe_finds_nothing_wrong(fleet: Fleet, open_page: Open, scheme: str, siz
     expect(page.locator("#chat-status")).to_contain_text("out in")
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
-    page.wait_for_function("width => document.scrollingElement.scrollWidth <= width", arg=size["width"])
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= size["width"]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from hackkv.model.tiny import Tiny, write_tiny
 from tests.e2e.processes import START_S, Child, Fleet, role
@@ -241,9 +241,29 @@ def test_colours_follow_the_button_and_are_remembered(fleet: Fleet, open_page: O
 @pytest.mark.parametrize("size", [PHONE, NARROWEST], ids=["phone", "narrowest"])
 def test_a_small_screen_needs_no_sideways_scrolling(fleet: Fleet, open_page: Open, size: dict[str, int]) -> None:
     served(fleet)
-    page = ready(open_page(fleet.api.url, viewport=size))
+    page = open_page(fleet.api.url, viewport=size)
+    page.route("**/api/requests?*", with_the_longest_cancelled)
+    page.reload()
+    outcome = ready(page).locator("#requests-rows .outcome")
+    expect(outcome).to_have_text("cancelled")
+    box = outcome.bounding_box()
+    assert box is not None
+    assert box["x"] + box["width"] <= size["width"]
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= size["width"]
     page.locator("#requests-rows .opener").first.click()
     assert page.evaluate("document.scrollingElement.scrollWidth") <= size["width"]
+
+
+def with_the_longest_cancelled(route: Route) -> None:
+    """Tell of the requests as if the last one had been cancelled after as long as the scale of the timeline goes."""
+    response = route.fetch()
+    told = response.json()
+    if told["ended"]:
+        last = told["ended"][-1]
+        times = 100 / last["total_s"]
+        last |= {"outcome": "cancelled", "total_s": 100}
+        last["stages"] = {stage: times * spent for stage, spent in last["stages"].items()}
+    route.fulfill(response=response, json=told)
 
 
 def test_nothing_jumps_while_requests_come_in(fleet: Fleet, open_page: Open) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -171,6 +172,42 @@ async def test_a_stream_is_chunked_as_http_has_it(cluster: Cluster, tokenizer: T
             texts.append("".join(choice["text"] for choice in choices))
         assert len(texts[0]) == 4
         writer.close()
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "streamed"])
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+async def test_a_request_leaves_the_garbage_collector_nothing(
+    cluster: Cluster, tokenizer: Tokenizer, body: bytes, leaves: bool
+) -> None:
+    """None of our objects, also if its client leaves. A transport of asyncio's own is part of a cycle."""
+
+    async def ask() -> None:
+        cluster.script.reached[Point.TOKEN].clear()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(len(body), "connection: close") + body)
+        if leaves:
+            await cluster.script.reached[Point.TOKEN].wait()
+            writer.close()
+        else:
+            assert (await finish(reader, writer)).startswith(b"HTTP/1.1 200 ")
+        await until(lambda: not any("run_asgi" in repr(task.get_coro()) for task in asyncio.all_tasks()))
+
+    if leaves:
+        cluster.gate(Point.TOKEN)
+    async with listening(cluster, tokenizer) as (port, _):
+        await ask()
+        gc.collect()
+        gc.disable()
+        try:
+            await ask()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            left = {f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert not [name for name in left if name.startswith(("router.", "hackkv.", "uvicorn.", "_asyncio.Task"))]
 
 
 async def test_a_client_can_read_why_its_body_was_refused(cluster: Cluster, tokenizer: Tokenizer) -> None:
