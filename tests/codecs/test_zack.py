@@ -29,7 +29,7 @@ from tests.codecs.calibrations import calibration_file, projection_file, project
 from tests.codecs.cases import HEADS, LAYER, Case, assert_same, run
 from tests.pair import PI, greedy, paired, prompt, tiny_worker
 
-OF = ("fp16", "fp8", "mxfp4", "kivi-2", "cachegen", "hack", "hack-k4v2", "rot-k4v4", "rot-k3v2")
+OF = ("fp16", "fp8", "mxfp4", "kivi-2", "kvquant-4", "cachegen", "hack", "hack-k4v2", "rot-k4v4", "rot-k3v2")
 """Codecs for whose pages rows are projected here: one of each kind of page."""
 
 
@@ -212,11 +212,11 @@ def test_a_file_that_is_wrong_is_named_with_its_tensor(tmp_path: Path) -> None:
         ("layers.0.qk_values", climbing, "layers.0.qk_values: singular values do not fall from large to 0"),
         ("layers.0.vw", torch.full((HEADS, 64, 64), torch.nan), "layers.0.vw: a value is not finite"),
     ):
-        save_calibration({**good, name: tensor}, bad, codecs="zack")
+        save_calibration({**good, name: tensor}, bad, codec="zack")
         with pytest.raises(ConfigError) as caught:
             make(calibration=str(bad))
         assert f"{bad}: {said}" in str(caught.value)
-    save_calibration({name: tensor for name, tensor in good.items() if "layers.1" not in name}, bad, codecs="zack")
+    save_calibration({name: tensor for name, tensor in good.items() if "layers.1" not in name}, bad, codec="zack")
     with pytest.raises(ConfigError, match=r"layers\.1\.qk: missing tensor"):
         make(calibration=str(bad))
     with pytest.raises(ConfigError, match="made by hackkv calibrate rot, not by hackkv calibrate zack"):
@@ -228,7 +228,7 @@ def test_the_fingerprint_has_the_digest_and_the_widths_and_not_the_path(tmp_path
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(file.read_bytes())
     assert make(calibration=str(copy)).fingerprint() == make(calibration=str(file)).fingerprint()
-    save_calibration(projection_tensors(2, HEADS, 64, seed=1), copy, codecs="zack")
+    save_calibration(projection_tensors(2, HEADS, 64, seed=1), copy, codec="zack")
     prints = [make(), make(calibration=str(copy)), make(of="fp8"), make(share="50%")]
     assert len({each.fingerprint() for each in prints}) == 4
     assert str(tmp_path) not in repr([each.fingerprint() for each in prints])

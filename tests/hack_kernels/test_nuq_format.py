@@ -6,7 +6,7 @@ import pytest
 import torch
 from hack_kernels.nuq_format import NuqFormat, NuqTables, normal_poles, turned, turns_of
 from hack_kernels.reference.nuq import NuqReference, middles
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,6 +23,7 @@ def vectors(fmt: NuqFormat, name: str, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fmt", FREE, ids=str)
+@settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**31), loud=st.floats(1e-6, 10000.0))
 def test_errors_are_at_most_the_way_to_the_nearest_level(fmt: NuqFormat, seed: int, loud: float) -> None:
     """And that is at most half a gap between levels, or from the last level to the end of the range."""

@@ -53,19 +53,17 @@ def test_the_file_serves_all_widths_and_says_what_it_is_of(checkpoint: Path, cal
         assert len(generate(worker, greedy("r", prompt(2, 70), 40))) == 40
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("kvquant-2", {}), ("snapkv", {"of": "kvquant-4", "budget": 64}), ("mpcache", {"of": "kvquant-2", "budget": 128})],
 )
 async def test_the_cluster_says_what_one_process_says(
-    checkpoint: Path, calibration: Path, name: str, settings: dict[str, Any], backend: str
+    checkpoint: Path, calibration: Path, name: str, settings: dict[str, Any]
 ) -> None:
     """Calibrated pages travel and replay; rows that moved up turn by other numbers; selections find pages by number."""
     settings = {**settings, "calibration": str(calibration), "page_tokens": 32}
-    config = ModelConfig(path=str(checkpoint), dtype="float32", backend=backend)
-    worker = load_worker(config, CodecConfig(name=name, settings=settings))
-    requests = [greedy(f"r{i}", prompt(i, 70 + 50 * i), 40) for i in range(3)]
+    worker = load_worker(ModelConfig(path=str(checkpoint)), CodecConfig(name=name, settings=settings))
+    requests = [greedy(f"r{i}", prompt(i, 70 + 60 * i), 30) for i in range(3)]
     wanted = [generate(worker, request) for request in requests]
     async with paired(worker, chunk_pages=1) as nodes:
         served = await asyncio.gather(*(nodes.serve(request) for request in requests))
