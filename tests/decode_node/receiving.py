@@ -80,7 +80,8 @@ def planned(
         items += writer.frames(layer, 0, {name: plane[:, :1] for name, plane in planes.items()})
         items += writer.frames(layer, 1, {name: plane[:, 1:] for name, plane in planes.items()})
         exact = worker.footprint.exact_rows(TOKENS)
-        rows = {name: torch.full((2, 1, exact, 64), layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}
+        shape = (2, 1, exact, worker.codec.formats[layer].head_dim)
+        rows = {name: torch.full(shape, layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}
         items += writer.frames(layer, 2, rows, exact)
     return [*items, writer.end(9)]
 

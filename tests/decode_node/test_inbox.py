@@ -34,7 +34,8 @@ async def test_a_handoff_lands_bit_exact_and_is_counted_by_plane(wire: Loopback,
         for plane in (plane for planes in node.worker.codec.wire_planes for plane in planes):
             due[plane.name] += 2 * 2 * plane.page_bytes
         exact_rows = node.worker.footprint.exact_rows(TOKENS)
-        due |= dict.fromkeys(("open_k", "open_v"), 2 * 2 * exact_rows * 64 * 2)
+        channels = sum(fmt.head_dim for fmt in node.worker.codec.formats)
+        due |= dict.fromkeys(("open_k", "open_v"), 2 * channels * exact_rows * 2)
         raw, coded = Counter[str](), Counter[str]()
         for item in items:
             for span in item.planes if isinstance(item, KvFrame) else ():
