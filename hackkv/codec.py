@@ -159,7 +159,7 @@ def _same_places(spans: Sequence[Span], others: Sequence[Span]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """The weights around a layer's attention: matrices [out, in], of the model's dtype, not packed."""
+    """The weights around a layer's attention: matrices [out, in], of the model's dtype."""
 
     qkv: Tensor
     """[(Hq + 2 Hkv) * D, hidden]: the rows of Q, then K, then V."""
@@ -169,6 +169,8 @@ class AttentionWeights:
     """[Hq + Hkv, D]: the norm weight of each query head, then of each KV head."""
     out: Tensor
     """[hidden, Hq * D]"""
+    packed: bool = False
+    """Whether some of them rest as codes, of which these are the values. What is returned as it came stays codes."""
 
 
 def rows_held(codec: KvCodec, tokens: int) -> int:

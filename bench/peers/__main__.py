@@ -3,10 +3,11 @@
     python -m bench.peers llama --llama-python PYTHON   the same weights through hackkv and llama.cpp, in turn
     python -m bench.peers codecs                        job completion time by stage and codec, 2k to 32k tokens
     python -m bench.peers smollm2 --peer-python PYTHON  SmolLM2 with equal weights through hackkv and llama.cpp, in turn
+    python -m bench.peers together --peer-python PYTHON the same, several requests at once
 
 PYTHON is an interpreter with llama-cpp-python (built for this CPU), gguf and safetensors; `make peers` makes one and
-runs the first two, about 20 minutes on two cores. For `smollm2` it is one with the wheel `xllamacpp`. With `--out docs`
-the sections of docs/performance.md grow with every result.
+runs the first two, about 20 minutes on two cores. For the others it is one with the wheel `xllamacpp`. With
+`--out docs` the sections of docs/performance.md grow with every result.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.peers.model import SHAPE, prompt_ids, write_checkpoint, write_prompt
-from bench.peers.ours import Run, serve
-from bench.peers.report import CODECS, Timing, about, codecs_section, peers_section, smollm2_section
+from bench.peers.ours import Run, serve, serve_together
+from bench.peers.report import (
+    CODECS,
+    Timing,
+    about,
+    codecs_section,
+    peers_section,
+    smollm2_section,
+    together_section,
+)
 from bench.sections import write_section
 from hackkv import __version__
 from hackkv.defaults import DEFAULT_CODEC
@@ -167,6 +176,45 @@ def smollm2(
     text, record = smollm2_section(setting, timings)
     if out:
         write_section(out, f"smollm2-{isa}", text, record)
+    typer.echo(text)
+
+
+@app.command()
+def together(
+    peer_python: Annotated[Path, PEER_PYTHON],
+    count: Annotated[int, typer.Option(min=2, help="requests at once")] = 8,
+    prompt: Annotated[
+        int, typer.Option(min=64, help="tokens of the longest prompt; the others have a few less")
+    ] = 4096,
+    tokens: Annotated[int, typer.Option(min=2)] = 64,
+    threads: Threads = 2,
+    rounds: Rounds = 3,
+    out: Out = None,
+) -> None:
+    """SmolLM2's GGUF file: seconds until the last of several requests has its last token."""
+    file, isa = smollm2_file(), os.environ.get(ISA_VARIABLE) or supported_isas()[0]
+    lengths, seconds = [prompt - nth for nth in range(count)], dict[str, list[float]]()
+    setting = about(f"{tokens} tokens out", threads) | {"model": file.stem, "kernels": isa}
+    checkpoint = find_model(str(file), "bfloat16", "auto").path
+
+    def heard(system: str, took_s: float) -> None:
+        seconds.setdefault(system, []).append(took_s)
+        console.print(f"{system}: {took_s:.1f} s")
+
+    with TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.json"
+        prompts.write_text(json.dumps([prompt_ids(length) for length in lengths]), encoding="utf-8")
+        for _ in range(rounds):
+            for name in ("fp16", DEFAULT_CODEC):
+                took_s = serve_together(checkpoint, {"name": name}, lengths, tokens, threads)
+                heard(f"hackkv {__version__}, KV {name}", took_s)
+            said = json.loads(
+                _run(peer_python, HERE / "xllama.py", file, prompts, str(tokens), str(threads), "together")
+            )
+            heard(f"llama.cpp (xllamacpp {said['version']}), KV f16", said["seconds"])
+    text, record = together_section(setting, count, prompt, seconds)
+    if out:
+        write_section(out, f"together-{isa}", text, record)
     typer.echo(text)
 
 

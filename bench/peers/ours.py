@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ def serve(
     asyncio.run(_serve(checkpoint, codec, prompts, tokens, threads, done))
 
 
+def serve_together(
+    checkpoint: Path, codec: Mapping[str, Any], prompts: Sequence[int], tokens: int, threads: int
+) -> float:
+    """Start a cluster, ask for `tokens` tokens for each prompt length, all at once; returns the seconds it took."""
+    return asyncio.run(_serve_together(checkpoint, codec, prompts, tokens, threads))
+
+
 async def _serve(
     checkpoint: Path,
     codec: Mapping[str, Any],
@@ -60,6 +68,23 @@ async def _serve(
     threads: int,
     done: Callable[[int, Run], None],
 ) -> None:
+    async with _cluster(checkpoint, codec, threads) as client:
+        for nth, prompt in enumerate(prompts):
+            done(prompt, await _ask(client, prompt, tokens, str(nth)))
+
+
+async def _serve_together(
+    checkpoint: Path, codec: Mapping[str, Any], prompts: Sequence[int], tokens: int, threads: int
+) -> float:
+    async with _cluster(checkpoint, codec, threads) as client:
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(_ask(client, prompt, tokens, str(nth)) for nth, prompt in enumerate(prompts)))
+        return asyncio.get_running_loop().time() - began
+
+
+@asynccontextmanager
+async def _cluster(checkpoint: Path, codec: Mapping[str, Any], threads: int) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a cluster of its own, which has answered once: that loads what is loaded on first use."""
     lossy = {**codec, "allow_loss": True}  # random weights: what they say is not what is measured
     worker = {"model": {"path": str(checkpoint), "threads": threads}, "codec": lossy, "kv_bytes": KV_BYTES}
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": str(checkpoint)}
@@ -68,9 +93,8 @@ async def _serve(
         running(plan, lambda _: None) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=TIMEOUT_S) as client,
     ):
-        await _ask(client, 64, 4, "warm")  # the first request loads what is loaded on first use
-        for nth, prompt in enumerate(prompts):
-            done(prompt, await _ask(client, prompt, tokens, str(nth)))
+        await _ask(client, 64, 4, "warm")
+        yield client
 
 
 async def _ask(client: httpx.AsyncClient, prompt: int, tokens: int, salt: str) -> Run:

@@ -97,6 +97,28 @@ def smollm2_section(
     return "\n".join(lines), {**about, "load_average": os.getloadavg()[1], "timings": record}
 
 
+def together_section(
+    about: Mapping[str, Any], count: int, prompt: int, seconds: Mapping[str, Sequence[float]]
+) -> tuple[str, dict[str, Any]]:
+    """The page's section and its record, by system; times of all requests are medians. The last system is the peer."""
+    command = "python -m bench.peers together --peer-python PYTHON --out docs"
+    lines = [
+        f"## {count} requests at once beside llama.cpp, {about['kernels']}",
+        "",
+        f"`{command}` · {_line(about)}",
+        "",
+    ]
+    lines += [
+        f"| system | {count} prompts of {prompt} tokens, seconds to the last token | of the peer's |",
+        "|---|---|---|",
+    ]
+    peer = median(list(seconds.values())[-1])
+    for system, each in seconds.items():
+        lines.append(f"| {system} | {median(each):.1f} | {median(each) / peer:.2f} |")
+    record = {system: list(each) for system, each in seconds.items()}
+    return "\n".join(lines), {**about, "load_average": os.getloadavg()[1], "seconds": record}
+
+
 def codecs_section(
     folder: Path | None, about: Mapping[str, Any], results: Mapping[int, Mapping[str, Sequence[Run]]]
 ) -> tuple[str, dict[str, Any]]:

@@ -3,7 +3,9 @@
 Real keys have a few loud channels, which cost all others their precision. Rotated, the channels of a row look alike and
 codes without a minimum fit (QuaRot, arXiv 2404.00456; `hack_kernels.level_format`). Nothing is rotated back:
 
-V rests as v' = v H with H the orthonormal Hadamard matrix, folded into the weights when the model is loaded.
+V rests as v' = v H with H the orthonormal Hadamard matrix. H is folded into the weights when the model is loaded, at no
+cost, unless they rest as codes: numbers would take three times the bytes, which every step of decode reads. Rows of V
+then turn at run time, and what attention makes of them turns back.
 K rests as k' = (k - mean) T per KV head and meets q' = q T^-T. q'·k' is q·k less q·mean, which is the same for all keys
 of a query, so the softmax does not notice it. T turns after the rotary embedding and cannot be folded.
 
@@ -192,7 +194,7 @@ def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
 
 
 class RotatedCodec(PagedCodec):
-    """K and Q turn at run time, V by the weights; pages and open pages alike hold turned rows.
+    """K and Q turn at run time, V by the weights if it can; pages and open pages alike hold turned rows.
 
     Where pages of a layer are narrower than heads, only the first channels of turned rows rest.
     """
@@ -212,9 +214,17 @@ class RotatedCodec(PagedCodec):
         [1, D, D] for all heads, float64; columns of 0 drop channels."""
         super().__init__(name, layers, backend, settings)
         self._turns, self._folded = turns, folded
+        turns_v = [Turn(each.float(), each.mT.float().contiguous(), None).to(backend.device) for each in folded]
+        self._turns_v = tuple(turns_v)
+        """How rows of V turn, and what attention makes of them back."""
+        self._unfolded = set[int]()
+        """Layers whose weights do not turn V."""
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """V' = R^T V, and as the heads' outputs are sums of V', W_o' = W_o R. In float64, rounded to their dtype."""
+        if weights.packed:
+            self._unfolded.add(layer)
+            return weights
         qkv, out, bias = weights.qkv, weights.out, weights.qkv_bias
         rotation = self._folded[layer].to(qkv.device)
         dim = rotation.shape[-1]
@@ -234,8 +244,8 @@ class RotatedCodec(PagedCodec):
         )
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """K is rounded to FP16 before it turns too: so a value that FP16 does not hold is found, in decode because
-        infinity turns into rows that are not finite."""
+        """Rows are rounded to FP16 before they turn too: so a value that FP16 does not hold is found, in decode because
+        infinity turns into rows that are not finite. V that the weights turned is not."""
         rows, turn = self._backend.rows, self._turns[layer].of(pool)
         if batch.is_decode:
             narrow_k = k.to(torch.float16)
@@ -243,8 +253,10 @@ class RotatedCodec(PagedCodec):
             narrow_k, v = rows.narrow(k, v, batch.where, batch.faulty)
         turned_q = rows.turn_heads(q.float(), turn.query)
         turned_k = rows.turn_heads(narrow_k.float(), turn.key, turn.shift)
-        dropped = q.shape[-1] - self.formats[layer].head_dim
-        if not dropped:
-            return super().attend(layer, pool, batch, turned_q, turned_k, v.float()).to(q.dtype)
-        first = [x[..., :-dropped].contiguous() for x in (turned_q, turned_k, v.float())]
-        return F.pad(super().attend(layer, pool, batch, *first), (0, dropped)).to(q.dtype)
+        unfolded, turn_v = layer in self._unfolded, self._turns_v[layer].of(pool)
+        v = rows.turn_heads(v.to(torch.float16).float(), turn_v.key) if unfolded else v.float()
+        if dropped := q.shape[-1] - self.formats[layer].head_dim:
+            turned_q, turned_k, v = (x[..., :-dropped].contiguous() for x in (turned_q, turned_k, v))
+        out = super().attend(layer, pool, batch, turned_q, turned_k, v)
+        out = F.pad(out, (0, dropped)) if dropped else out
+        return (rows.turn_heads(out, turn_v.query) if unfolded else out).to(q.dtype)

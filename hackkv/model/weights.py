@@ -226,18 +226,21 @@ def _layer(spec: ModelSpec, index: int, source: _Source, how: Loading) -> LayerW
 
 def _prepared(index: int, layer: LayerWeights, prepare: PrepareWeights, how: Loading) -> LayerWeights:
     """With what a codec makes of the weights around attention: numbers, or 8 bits where `how` packs numbers."""
-    given = AttentionWeights(as_numbers(layer.qkv), layer.qkv_bias, layer.qk_norm, as_numbers(layer.out))
-    around = prepare(index, given)
+    qkv, out = as_numbers(layer.qkv), as_numbers(layer.out)
+    packed = isinstance(layer.qkv, BlockWeight) or isinstance(layer.out, BlockWeight)
+    around = prepare(index, AttentionWeights(qkv, layer.qkv_bias, layer.qk_norm, out, packed))
 
-    def form(new: Tensor, was: Weight) -> Weight:
+    def form(new: Tensor, given: Tensor, was: Weight) -> Weight:
+        if new is given:
+            return was
         if not isinstance(was, BlockWeight):
             return new
         return quantized(new, 8) if how.packing.packs else new.to(how.dtype)
 
     return replace(
         layer,
-        qkv=form(around.qkv, layer.qkv),
+        qkv=form(around.qkv, qkv, layer.qkv),
         qkv_bias=around.qkv_bias,
         qk_norm=around.qk_norm,
-        out=form(around.out, layer.out),
+        out=form(around.out, out, layer.out),
     )

@@ -86,8 +86,7 @@ def test_capacity_is_that_of_the_slower_role() -> None:
 @pytest.mark.slow  # starts a cluster of processes
 async def test_real_processes_take_no_less_than_the_simulator_says(tmp_path: Path) -> None:
     """Naps never end early. So single requests spend at least the simulated time in both roles, however busy the
-    machine is; and all their stages are there. A router that is late to hear of the first token counts the beginning of
-    decode among the stages before it."""
+    machine is; and all their stages are there."""
     steps = Grid(rows=(1, 4), columns=(64, 512), seconds=((0.004, 0.006), (0.005, 0.007)))
     passes = Grid(rows=(64, 512), columns=(0, 512), seconds=((0.02, 0.03), (0.1, 0.15)))
     alone = Profile(prefill=passes, decode=steps)
@@ -102,8 +101,7 @@ async def test_real_processes_take_no_less_than_the_simulator_says(tmp_path: Pat
     for call, stages in zip(calls, live, strict=True):
         simulated = simulate(spec, [call])
         assert stages[JCT][0] >= simulated[JCT][0]
-        assert stages["prefill"][0] >= simulated["prefill"][0] - 1e-3
-        after = sum(stages[stage][0] for stage in ("transfer", "decode_queue", "decode", "stream"))
-        assert after >= simulated["decode"][0] - 1e-3
+        for stage in ("prefill", "decode"):
+            assert stages[stage][0] >= simulated[stage][0] - 1e-3
     assert min(beside.passes) >= 1
     assert len(beside.passes) == len(beside.steps) == 2

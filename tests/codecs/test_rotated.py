@@ -132,27 +132,33 @@ def test_a_row_that_turns_beyond_fp16_is_named_though_fp16_holds_it() -> None:
     assert (str(error), error.span) == (f"layer {LAYER}: K or V is beyond FP16 at token 0 in the form that rests", 1)
 
 
-def loaded(folder: Path, dtype: str, name: str, **settings: Any) -> Worker:
+def loaded(folder: Path, dtype: str, weights: str, name: str, **settings: Any) -> Worker:
     codec = CodecConfig(name=name, settings={"page_tokens": PI, **settings})
-    return load_worker(ModelConfig(path=str(folder), dtype=dtype), codec)
+    return load_worker(ModelConfig(path=str(folder), dtype=dtype, weights=weights), codec)
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("bfloat16", 6e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "weights", "tolerance"),
+    [("float32", "auto", 2e-3), ("bfloat16", "auto", 6e-2), ("float32", "int8", 2e-3), ("bfloat16", "int4", 6e-2)],
+)
 @pytest.mark.parametrize(
     ("architecture", "head_dim"), [("LlamaForCausalLM", 64), ("Qwen2ForCausalLM", 64), ("Qwen3ForCausalLM", 96)]
 )
 def test_turned_rows_do_not_change_the_model(
-    tmp_path: Path, architecture: str, head_dim: int, dtype: str, tolerance: float, calibrated: bool
+    tmp_path: Path, architecture: str, head_dim: int, dtype: str, weights: str, tolerance: float, calibrated: bool
 ) -> None:
-    """With and without a bias of V, packed weights (BF16) and not. All rows are in the open page, which is exact."""
+    """With and without a bias of V, packed weights, which stay as they are, and not. All rows are in the open page,
+    which is exact."""
     folder = write_tiny(tmp_path, Tiny(architecture, layers=LAYERS, head_dim=head_dim, max_context=256))
     settings = dict[str, Any]()
     if calibrated:
         file = tmp_path / "calibration.safetensors"
         save_calibration(calibration_tensors(LAYERS, 2, head_dim), file, model_hash=source_hash(folder))
         settings["calibration"] = str(file)
-    workers = loaded(folder, dtype, "fp16"), loaded(folder, dtype, "rot-k2v2", **CODED, **settings)
+    workers = loaded(folder, dtype, weights, "fp16"), loaded(folder, dtype, weights, "rot-k2v2", **CODED, **settings)
+    assert workers[1].model.weights.packed_bits == workers[0].model.weights.packed_bits
+    assert bool(workers[1].model.weights.packed_bits) == (weights != "auto")
     ids, logits, values = prompt(1, PI - 1), [], []
     for worker in workers:
         runner = ModelRunner(worker.model, worker.codec, 1, 1)

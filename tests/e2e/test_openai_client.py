@@ -13,7 +13,7 @@ from openai import AuthenticationError, BadRequestError, OpenAI
 from tests.e2e.conftest import Start
 from tests.e2e.processes import START_S, Api, Child, alive, check_weight, family, until
 
-STOP_S = 60.0
+STOP_S = 5.0
 
 API_KEY = "sk-loopback"
 PROMPT = "def read_lines(path):"

@@ -21,7 +21,7 @@ from tests.e2e.conftest import Start
 from tests.e2e.processes import ENVIRONMENT, START_S, Api, Child, alive, family, role, until
 from tests.model.gguf.writing import write_gguf
 
-STOP_S = 60.0
+STOP_S = 5.0
 SMALL = ("--prefill", "1", "--decode", "1")
 
 

@@ -81,14 +81,16 @@ def test_hack_is_refused_and_the_default_serves() -> None:
         assert f"\n  {name} " in str(caught.value)
 
 
+@pytest.mark.parametrize(("weights", "most"), [("bf16", 0.8), ("auto", 1.0)])
 @pytest.mark.parametrize("name", CALIBRATED)
-def test_the_calibration_that_ships_is_of_this_model_and_helps(name: str) -> None:
-    model, said = ModelConfig(path=SMOLLM2), list[str]()
+def test_the_calibration_that_ships_is_of_this_model_and_helps(name: str, weights: str, most: float) -> None:
+    """On codes, products of few rows round otherwise than those of many, which is in both losses."""
+    model, said = ModelConfig(path=SMOLLM2, weights=weights), list[str]()
     plain = check_codec(model, CodecConfig(name=name, settings={"calibration": "none"}), said.append)
     assert said[-1].startswith(f"codec {name} is not calibrated for SmolLM2-135M-Instruct")
     shipped = check_codec(model, CodecConfig(name=name), said.append)
     assert said[-1].startswith(f"codec {name} costs SmolLM2-135M-Instruct: KL ")
     assert plain is not None
     assert shipped is not None
-    assert shipped.kl < 0.8 * plain.kl
+    assert shipped.kl < most * plain.kl
     assert shipped.kl < 0.02
