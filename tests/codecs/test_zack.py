@@ -37,10 +37,10 @@ def make(layers: int = 2, head_dim: int = 64, backend: str = "reference", **sett
     return make_codec(CodecConfig(name="zack", settings=settings), KvShape(layers, HEADS, head_dim), load(backend))
 
 
-def worker_of(folder: Path, **settings: Any) -> Worker:
+def worker_of(folder: Path, weights: str = "auto", **settings: Any) -> Worker:
     name = "zack" if settings else "fp16"
     config = CodecConfig(name=name, settings={"page_tokens": PI, **settings})
-    return load_worker(ModelConfig(path=str(folder), dtype="float32"), config)
+    return load_worker(ModelConfig(path=str(folder), dtype="float32", weights=weights), config)
 
 
 def logits_and_pages(worker: Worker, ids: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -69,6 +69,17 @@ def test_with_all_channels_the_model_computes_what_it_did(tmp_path: Path, tiny: 
     assert float((pages["v"] - plain["v"]).norm() / plain["v"].norm()) > 0.5
     request = greedy("r", prompt(2, PI + 7), 12)
     assert generate(projected, request) == generate(exact, request)
+
+
+def test_packed_weights_stay_as_they_are_and_v_turns_at_run_time(tmp_path: Path) -> None:
+    """With the first channels of V as with weights that are folded, and with all of them the same answers."""
+    folder, ids = write_tiny(tmp_path / "model", Tiny(max_context=256)), prompt(1, PI)
+    exact, projected = worker_of(folder, "int8"), worker_of(folder, "int8", removal="0%")
+    wanted, found = (logits_and_pages(each, ids)[0] for each in (exact, projected))
+    assert float((found - wanted).norm() / wanted.norm()) < 2e-3
+    narrow, folded = (logits_and_pages(worker_of(folder, form, removal="5%"), ids) for form in ("int8", "auto"))
+    assert narrow[1]["v"].shape == (2, PI, 32)
+    assert float((narrow[0] - folded[0]).norm() / folded[0].norm()) < 0.05
 
 
 def test_what_rests_is_the_first_channels_of_rotated_rows(tmp_path: Path) -> None:
