@@ -14,12 +14,16 @@ import argparse
 import json
 import math
 import os
+import platform
+import random
+import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
+from zlib import crc32
 
 import torch
 import triton
@@ -31,7 +35,7 @@ from hack_kernels.triton.backend import TritonBackend
 from bench.gpu.checks import checks
 from bench.gpu.processes import Answer, Task, answers
 from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, seal_row
-from bench.gpu.timing import copy_bandwidth
+from bench.gpu.timing import copy_bandwidth, warm_up
 
 BUDGET_S = 450
 """Seconds. Together with the start of Python and the end of a process, below 8 minutes."""
@@ -63,15 +67,21 @@ class Results:
     failures: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    seed: int = 0
+    """`--seed` repeats the inputs of a run."""
+
+    def seeded(self, tasks: Iterable[Task]) -> list[Task]:
+        """The tasks, each with random numbers of its own that depend on the run's seed and on its name."""
+        return [replace(task, seed=crc32(task.name.encode(), self.seed)) for task in tasks]
 
     def fail(self, answer: Answer) -> None:
         """Keep one line of a failure and print all of it."""
         self.failures[answer.name] = answer.failure.strip().splitlines()[-1]
-        print(f"FAILED {answer.name}\n{answer.failure}", file=sys.stderr, flush=True)
+        print(f"FAILED {answer.name} (--seed {self.seed})\n{answer.failure}", file=sys.stderr, flush=True)
 
     def write(self) -> None:
         """Both files, whole."""
-        content = {name: getattr(self, name) for name in ("machine", "checks_passed", "failures", "skipped")}
+        content = {name: getattr(self, name) for name in ("machine", "seed", "checks_passed", "failures", "skipped")}
         rows = [asdict(row) for row in self.rows]
         self._replace("gpu.json", json.dumps(content | {"rows": rows}, indent=1))
         about = ", ".join(f"{name} {value}" for name, value in self.machine.items())
@@ -115,8 +125,9 @@ def rehearsals(*, smoke: bool) -> Iterator[Task]:
 
 def run_checks(results: Results, until: float, *, smoke: bool) -> None:
     """Rehearsals and checks in a pool of processes."""
-    waiting = {check.name for check in checks(smoke=smoke)}
-    tasks = [*rehearsals(smoke=smoke), *checks(smoke=smoke)]
+    asked = list(checks(smoke=smoke, seed=results.seed))
+    waiting = {check.name for check in asked}
+    tasks = results.seeded([*rehearsals(smoke=smoke), *asked])
     for answer in answers(tasks, min(os.cpu_count() or 1, 2 if smoke else CHECKING_PROCESSES), until):
         if answer.failure:
             results.fail(answer)
@@ -162,7 +173,7 @@ def run_rows(results: Results, until: float, free: float, *, smoke: bool) -> Non
         tasks.append(task)
         waiting.add(task.name)
     limit_s = math.inf if smoke else ROW_S  # an interpreter has no hurry
-    for answer in answers(tasks, 1, until, limit_s):
+    for answer in answers(results.seeded(tasks), 1, until, limit_s):
         waiting.discard(answer.name)
         if isinstance(answer.result, Row):
             results.rows.append(answer.result)
@@ -173,12 +184,44 @@ def run_rows(results: Results, until: float, free: float, *, smoke: bool) -> Non
     results.skipped += [f"{task.name}: out of time" for task in tasks if task.name in waiting]
 
 
+def about(device: torch.device) -> dict[str, object]:
+    """What results depend on."""
+    here = Path(__file__).parent
+    found: dict[str, object] = {
+        "gpu": "none (interpreted)",
+        "commit": said("git", "-C", str(here), "describe", "--always", "--dirty"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"gpu": properties.name, "processors": properties.multi_processor_count, "cuda": torch.version.cuda}
+        query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+        found["driver, clocks (now, most, memory), power"] = said(
+            "nvidia-smi", query, "--format=csv,noheader", f"--id=GPU-{properties.uuid}"
+        )
+    return found
+
+
+def said(*command: str) -> str:
+    """The first line that a command prints, or why there is none."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown ({type(error).__name__})"
+    return (done.stdout or done.stderr).strip().partition("\n")[0] or "unknown"
+
+
 def main() -> None:
     """Checks, then measurements."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of gpu.json and gpu.md")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, for TRITON_INTERPRET=1")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="end after this long")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().getrandbits(32), help="repeats a run's inputs"
+    )
     arguments = parser.parse_args()
     began = monotonic()
     try:
@@ -187,17 +230,13 @@ def main() -> None:
         sys.exit(f"bench.gpu: {error}")
     assert isinstance(backend, TritonBackend)
     on_gpu = backend.device.type == "cuda"
-    machine: dict[str, object] = {
-        "gpu": torch.cuda.get_device_name(backend.device) if on_gpu else "none (interpreted)",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "copy_gb_per_s": round(copy_bandwidth(backend.device, 2048 if on_gpu else 16)),
-    }
+    warm_up(backend.device)
+    machine = about(backend.device) | {"copy_gb_per_s": round(copy_bandwidth(backend.device, 2048 if on_gpu else 16))}
     free = math.inf
     if on_gpu:
         torch.cuda.empty_cache()
         free = 0.8 * torch.cuda.mem_get_info(backend.device)[0]
-    results = Results(machine, arguments.out)
+    results = Results(machine, arguments.out, seed=arguments.seed)
     results.write()
     run_checks(results, began + CHECKS_SHARE * arguments.budget, smoke=arguments.smoke)
     results.write()

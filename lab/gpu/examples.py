@@ -32,10 +32,10 @@ from hack_kernels.triton.rows import ROWS_AT_ONCE, rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.turn import turn_launch
-from hack_kernels.window import Window
 from torch import Tensor
 
 from lab.gpu.dequantize import dequantize_launch
+from lab.gpu.presets import PRESETS
 
 KV_HEADS: Final = 8
 TOKENS: Final = 2**17
@@ -214,8 +214,6 @@ EXCHANGE: Final = tuple(
     for installing in (True, False)
 )
 
-PRESETS: Final = ((4, 4, Window()), (3, 3, Window(1, 2)), (3, 2, Window(1, 2)), (2, 2, Window(1, 2)))
-"""Bits of K and V of `rot-*`, and what their queries see exactly."""
 LEVELS: Final = tuple(
     example
     for d, group in ((128, 4), (64, 3))

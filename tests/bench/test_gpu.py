@@ -14,9 +14,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.backend import TritonBackend
 
+from bench.gpu.__main__ import Results
 from bench.gpu.processes import Answer, Task, answers
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +35,20 @@ def test_the_bench_checks_every_kernel_and_writes_as_it_goes(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "gpu.json").read_text())
-    assert results["checks_passed"] == 9
+    assert results["checks_passed"] == 13
     assert not results["failures"]
     assert [row["what"] for row in results["rows"]] == ["decode", "seal", "seal", "prefill"]
     assert set(results["rows"][0]["us"]) == {"hack", "loads only", "compute only", "dequantize", "rows", "bf16"}
     assert "| decode | 128 tokens x 1, 1x4 heads |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_seed_repeats_the_inputs_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever process and after whatever task."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "kernels"))
+    seeded = Results({}, Path(), seed=3).seeded([Task("a", drawn), Task("b", drawn), Task("a", drawn)])
+    first, other, again = (answer.result for answer in answers(seeded, 1, math.inf))
+    assert first == again != other
+    assert Results({}, Path(), seed=4).seeded([Task("a", drawn)])[0].seed != seeded[0].seed
 
 
 def test_a_process_that_dies_or_never_ends_is_a_failure_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +60,10 @@ def test_a_process_that_dies_or_never_ends_is_a_failure_by_name(monkeypatch: pyt
     (endless,) = answers([Task("endless", wait_forever)], 1, math.inf, limit_s=0)
     assert endless == Answer("endless", failure="no end within 0 s")
     assert list(answers([Task("late", page_tokens)], 1, until=0)) == []
+
+
+def drawn(_: TritonBackend) -> float:
+    return float(torch.rand(()))
 
 
 def page_tokens(_: TritonBackend) -> int:
