@@ -1,16 +1,17 @@
 """Check every GPU kernel against the reference, then time them beside BF16 attention and dequantization.
 
 One command, unattended: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton, numpy and `hack_kernels` from
-this checkout. Checks run side by side in several processes, which also compile the kernels that are timed later. Then
-rows are timed, one at a time, in a process that is replaced if a kernel breaks it. Results are written as they come, as
-JSON and as a Markdown table, the most important first. After `--budget` seconds everything ends, and the results name
-what was left out. The exit status is 1 if a check or a row failed. `--smoke` runs the same logic on tiny shapes, for
-Triton's interpreter.
+this checkout. Rows of the engine (`engine.py`) need `WHEELS` too, and are left out by name without them. Checks run side
+by side in several processes, which also compile the kernels that are timed later. Then rows are timed, one at a time, in
+a process that is replaced if a kernel breaks it. Results are written as they come, as JSON and as a Markdown table, the
+most important first. After `--budget` seconds everything ends, and the results name what was left out. The exit status
+is 1 if a check or a row failed. `--smoke` runs the same logic on tiny shapes, for Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -37,13 +38,15 @@ from bench.gpu.processes import Answer, Task, answers
 from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, seal_row
 from bench.gpu.timing import copy_bandwidth, warm_up
 
-BUDGET_S = 450
-"""Seconds. Together with the start of Python and the end of a process, below 8 minutes."""
+BUDGET_S = 500
+"""Seconds. Together with the start of Python and the end of a process, below 9 minutes."""
 CHECKS_SHARE = 0.4
 """The largest share of the budget for checks. A check mostly compiles its kernels, so several processes run them."""
 CHECKING_PROCESSES = 16
-ROW_S = 60
+ROW_S = 90
 """The most seconds for one row. A row whose kernels are compiled takes a few."""
+WHEELS = ("pydantic", "xxhash", "zstandard", "safetensors", "tokenizers", "llguidance", "grpcio", "protobuf")
+"""What `pip install` needs for the engine's rows, beside what these wheels need themselves."""
 REHEARSED_TOKENS = 1024
 """Long enough that Triton compiles the same kernel as for the lengths that are timed: a table row has 16 pages."""
 DECODES = (
@@ -54,7 +57,7 @@ DECODES = (
 """Tokens and batch, those with a target of their own first."""
 PREFILLS = (2**14, 2**15, 2**12, 2**13)
 
-HEADER = "| what | shape | us | faster than BF16 | GB/s | target |\n|---|---|---|---|---|---|"
+HEADER = "| what | shape | us | faster than BF16 | GB/s | tokens/s | target |\n|---|---|---|---|---|---|---|"
 
 
 @dataclass(slots=True)
@@ -103,7 +106,8 @@ def line(row: Row) -> str:
     times = ", ".join(f"{name} {us:.1f}" for name, us in row.us.items())
     ratio = "" if row.faster_than_bf16 is None else f"{row.faster_than_bf16:.2f}x"
     rate = "" if row.gb_per_s is None else f"{row.gb_per_s:.0f}"
-    return f"| {row.what} | {row.shape} | {times} | {ratio} | {rate} | {row.target} |"
+    tokens = "" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"
+    return f"| {row.what} | {row.shape} | {times} | {ratio} | {rate} | {tokens} | {row.target} |"
 
 
 def rehearsals(*, smoke: bool) -> Iterator[Task]:
@@ -137,7 +141,17 @@ def run_checks(results: Results, until: float, *, smoke: bool) -> None:
     results.skipped += [f"check {name}: out of time" for name in sorted(waiting)]
 
 
-def measurements(*, smoke: bool) -> Iterator[tuple[Task, int]]:
+def engine_rows(results: Results, *, smoke: bool) -> list[Task]:
+    """Rows of whole steps and copies, if what they need is installed."""
+    try:
+        engine = importlib.import_module("bench.gpu.engine")
+    except ModuleNotFoundError as error:
+        results.skipped.append(f"engine: {error.name} is missing: pip install {' '.join(WHEELS)}")
+        return []
+    return list(engine.rows(smoke=smoke))
+
+
+def measurements(of_engine: Iterable[Task], *, smoke: bool) -> Iterator[tuple[Task, int]]:
     """Every row with the device memory that it takes in bytes, or 0 where that is never much."""
     kv_heads = 1 if smoke else 8
     groups = (4,) if smoke else (8, 4)
@@ -158,6 +172,7 @@ def measurements(*, smoke: bool) -> Iterator[tuple[Task, int]]:
         fmt = HackFormat(128, 64, rounding=rounding)
         yield Task(f"seal {rounding}", partial(seal_row, 64 if smoke else 2**17, kv_heads, fmt)), 0
     yield prefill(prefills[0])
+    yield from ((task, 0) for task in of_engine)
     for tokens, batch in decodes[2:]:
         yield from decode(tokens, batch)
     yield from map(prefill, prefills[1:])
@@ -166,7 +181,7 @@ def measurements(*, smoke: bool) -> Iterator[tuple[Task, int]]:
 def run_rows(results: Results, until: float, free: float, *, smoke: bool) -> None:
     """One row at a time; `free` bytes of device memory are there to take."""
     tasks, waiting = [], set()
-    for task, needed in measurements(smoke=smoke):
+    for task, needed in measurements(engine_rows(results, smoke=smoke), smoke=smoke):
         if needed > free:
             results.skipped.append(f"{task.name}: does not fit memory")
             continue

@@ -42,6 +42,8 @@ class Row:
     gb_per_s: float | None = None
     """Bytes that the kernel must move over its time."""
     target: str = ""
+    tokens_per_s: float | None = None
+    """Of the first contender."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -106,7 +108,7 @@ def decode_row(tokens: int, batch: int, kv_heads: int, group: int, backend: Trit
     targets = {(2**17, 1): "<= 40 us, >= 3.5x", (2**15, 8): ">= 4x"}
     target = targets.get((tokens, batch), ">= 1x" if tokens * batch > 8192 else "")
     shape = f"{tokens} tokens x {batch}, {kv_heads}x{group} heads"
-    return Row("decode", shape, us, best / us["hack"], moved / us["hack"] / 1e3, target, notes)
+    return Row("decode", shape, us, best / us["hack"], moved / us["hack"] / 1e3, target, notes=notes)
 
 
 Format = HackFormat | LevelFormat
@@ -161,7 +163,7 @@ def prefill_row(tokens: int, kv_heads: int, group: int, backend: TritonBackend) 
         {"enable_gqa": lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)}, device
     )
     us["bf16"] = best
-    return Row("prefill", f"{tokens} tokens, {kv_heads}x{group} heads", us, best / us["hack"], None, "", notes)
+    return Row("prefill", f"{tokens} tokens, {kv_heads}x{group} heads", us, best / us["hack"], notes=notes)
 
 
 def best_sdpa(variants: dict[str, Callable[[], Tensor]], device: torch.device) -> tuple[float, list[str]]:
