@@ -1,11 +1,12 @@
 """Check every GPU kernel against the reference, then time them beside BF16 attention and dequantization.
 
-One command, unattended: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton, numpy and `hack_kernels` from
-this checkout. Rows of the engine (`engine.py`) need `WHEELS` too, and are left out by name without them. Checks run side
-by side in several processes, which also compile the kernels that are timed later. Then rows are timed, one at a time, in
-a process that is replaced if a kernel breaks it. Results are written as they come, as JSON and as a Markdown table, the
-most important first. After `--budget` seconds everything ends, and the results name what was left out. The exit status
-is 1 if a check or a row failed. `--smoke` runs the same logic on tiny shapes, for Triton's interpreter.
+One command, unattended: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton, numpy and `hack_kernels`
+from this checkout. Rows of the engine (`engine.py`) need `WHEELS` too, and are left out by name without them. Checks
+run side by side in several processes, which also compile the kernels that are timed later. Then rows are timed, one at
+a time, in a process that is replaced if a kernel breaks it. Results are written as they come, as JSON and as a
+Markdown table, the most important first. After `--budget` seconds everything ends, and the results name what was left
+out. The exit status is 1 if a check or a row failed. `--smoke` runs the same logic on tiny shapes, for Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ CHECKS_SHARE = 0.4
 CHECKING_PROCESSES = 16
 ROW_S = 90
 """The most seconds for one row. A row whose kernels are compiled takes a few."""
-WHEELS = ("pydantic", "xxhash", "zstandard", "safetensors", "tokenizers", "llguidance", "grpcio", "protobuf")
+WHEELS = (
+    *("pydantic", "pyyaml", "xxhash", "safetensors", "rich", "llguidance"),
+    *("grpcio", "grpcio-health-checking", "protobuf"),
+)
 """What `pip install` needs for the engine's rows, beside what these wheels need themselves."""
 REHEARSED_TOKENS = 1024
 """Long enough that Triton compiles the same kernel as for the lengths that are timed: a table row has 16 pages."""

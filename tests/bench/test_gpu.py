@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,15 @@ import torch
 from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.backend import TritonBackend
 
-from bench.gpu.__main__ import Results
+from bench.gpu.__main__ import WHEELS, Results
+from bench.gpu.engine import CODECS, COPIES, fitting, rows, wires
 from bench.gpu.processes import Answer, Task, answers
+from bench.gpu.shapes import Row
+from bench.gpu.timing import measure
 
 ROOT = Path(__file__).parents[2]
+PARTS = ("", ", attention", ", pages fill")
+"""What is timed of a codec's step."""
 TIMEOUT_S = 900
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
@@ -37,9 +44,43 @@ def test_the_bench_checks_every_kernel_and_writes_as_it_goes(tmp_path: Path) -> 
     results = json.loads((tmp_path / "gpu.json").read_text())
     assert results["checks_passed"] == 13
     assert not results["failures"]
-    assert [row["what"] for row in results["rows"]] == ["decode", "seal", "seal", "prefill"]
+    of_engine = ["step", "prompt", *COPIES, *["link"] * len(wires())]
+    assert [row["what"] for row in results["rows"]] == ["decode", "seal", "seal", "prefill", *of_engine]
     assert set(results["rows"][0]["us"]) == {"hack", "loads only", "compute only", "dequantize", "rows", "bf16"}
     assert "| decode | 128 tokens x 1, 1x4 heads |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_step_of_the_engine_is_timed_for_every_contender() -> None:
+    task = next(rows(smoke=True))
+    torch.manual_seed(task.seed)
+    row = task.run(TritonBackend(torch.device("cpu")))
+    assert isinstance(row, Row)
+    assert set(row.us) == {*(f"{name}{part}" for name in CODECS for part in PARTS), "sdpa"}
+    assert row.tokens_per_s == 2 / row.us[CODECS[0]] * 1e6
+    assert len(row.notes) == len(CODECS)
+
+
+def test_a_contender_that_does_not_fit_is_left_out_by_name() -> None:
+    notes = list[str]()
+    with fitting(notes, "fp16"):
+        raise torch.OutOfMemoryError
+    assert notes == ["fp16: does not fit memory"]
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_what_is_timed_is_run(cold: bool) -> None:
+    calls = list[int]()
+    assert measure(lambda: calls.append(torch.randn(1_000_000).sort()[1][0]), torch.device("cpu"), cold=cold) > 0
+    assert len(calls) == 2, "once to warm up, once to be timed"
+
+
+def test_the_engine_needs_no_wheel_that_the_bench_does_not_name() -> None:
+    """Nor a dependency of hackkv that is not among them."""
+    listing = "import sys, bench.gpu.engine; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)
+    owners, ours = packages_distributions(), {name.lower() for name in (*WHEELS, "torch", "triton", "numpy")}
+    wanted = {re.split(r"[^\w.-]", name)[0].lower() for name in requires("hackkv") or ()} - ours
+    assert not wanted & {owner.lower() for name in done.stdout.split() for owner in owners.get(name, ())}
 
 
 def test_a_seed_repeats_the_inputs_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,8 @@ def test_what_a_step_does_follows_from_its_size_and_the_pages_that_it_fills(name
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_batch_of_any_size_runs_what_is_compiled(name: str) -> None:
-    """Triton takes seconds to compile. It looks at whether a number is 1, or divisible by 16."""
+def test_batches_of_any_size_run_what_is_compiled(name: str) -> None:
+    """Triton takes seconds to compile. A sequence alone has kernels of its own; all other batches share theirs."""
     compiled = list[set[object]]()
     for size in (1, 2, 3, 16, 17, LARGE_BATCH):
         runner = runner_on_triton(name, slots=size)
@@ -117,12 +117,13 @@ def test_a_batch_of_any_size_runs_what_is_compiled(name: str) -> None:
         with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
             runner.choose(spans, [5] * size, states)
         compiled.append(set(map(compiled_for, launched)))
-    assert all(kernels == compiled[0] for kernels in compiled)
+    assert all(kernels == compiled[1] for kernels in compiled[1:])
+    assert len(compiled[0] | compiled[1]) <= 2 * len(compiled[1])
 
 
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in OF_ROWS])
-def test_a_pass_of_any_prompts_runs_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are, and however many pages they fill."""
+def test_passes_of_any_prompts_run_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and however many pages they fill; one alone has kernels of its own."""
     monkeypatch.setattr(MetaDeviceRows, "set_in", lambda rows, flags: [])
     compiled = list[set[object]]()
     for size in (1, 2, 3, 16, 17):
@@ -132,15 +133,17 @@ def test_a_pass_of_any_prompts_runs_what_is_compiled(name: str, monkeypatch: pyt
         with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
             runner.forward(spans, ids, wanted=[1] * size)
         compiled.append(set(map(compiled_for, launched)))
-    assert all(kernels == compiled[0] for kernels in compiled)
+    assert all(kernels == compiled[1] for kernels in compiled[1:])
+    assert len(compiled[0] | compiled[1]) <= 2 * len(compiled[1])
 
 
 def compiled_for(launch: Launch) -> object:
     """What Triton compiles a kernel for: its compile-time values, and whether a number is 1 or divisible by 16."""
     given = getattr(launch.kernel, "kwargs", None) or vars(launch.kernel)  # interpreted, or compiled
     free = given.get("do_not_specialize") or ()
+    unaligned = given.get("do_not_specialize_on_alignment") or ()
     known = {
-        name: value if name.isupper() else (value == 1, value % 16 == 0)
+        name: value if name.isupper() else (value == 1, name not in unaligned and value % 16 == 0)
         for name, value in launch.arguments.items()
         if not isinstance(value, Tensor) and name not in free
     }

@@ -119,7 +119,7 @@ def store_outputs(out, state, heads, D: tl.constexpr, W: tl.constexpr, N: tl.con
         tl.store(out + head * D + m * 16 + channel, x.to(out.dtype.element_ty), mask=head < heads)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize_on_alignment=["batch"])
 def decode_kernel(
     keys,
     values,

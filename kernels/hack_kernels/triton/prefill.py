@@ -43,7 +43,7 @@ def locate(starts, counts, batch, BATCH: tl.constexpr, TOKENS: tl.constexpr):
     return tl.where(index < 0, -1, sequence), (first + index - before) * TOKENS
 
 
-@triton.jit(do_not_specialize=["batch", "layer", "head_start", "seed"])
+@triton.jit(do_not_specialize=["layer", "head_start", "seed"], do_not_specialize_on_alignment=["batch"])
 def prefill_kernel(
     q,
     k,
