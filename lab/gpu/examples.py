@@ -252,4 +252,7 @@ GRID: Final = (
 )
 """Every kernel at every size, for `--grid`; kernels that need most registers come first."""
 
-NAMED: Final = {example.name: example for example in (*EXAMPLES, *GRID)}
+CROWDED: Final = (decode(HackFormat(256, 128, 4, 4, arithmetic=Arithmetic.ASYMMETRIC), 8, 32),)
+"""Kernels that are known to spill."""
+
+NAMED: Final = {example.name: example for example in (*EXAMPLES, *GRID, *CROWDED)}
