@@ -70,7 +70,7 @@ def test_a_contender_that_does_not_fit_is_left_out_by_name() -> None:
 @pytest.mark.parametrize("cold", [True, False])
 def test_what_is_timed_is_run(cold: bool) -> None:
     calls = list[int]()
-    assert measure(lambda: calls.append(torch.randn(1_000_000).sort()[1][0]), torch.device("cpu"), cold=cold) > 0
+    measure(lambda: calls.append(1), torch.device("cpu"), cold=cold)
     assert len(calls) == 2, "once to warm up, once to be timed"
 
 
