@@ -106,8 +106,8 @@ def exact_prompt(model: Llama, tokens: int) -> Callable[[], None]:
     ids = torch.arange(tokens, device=model.device) % model.spec.vocab
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        turned_q, turned_k, turned_v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = scaled_dot_product_attention(turned_q, turned_k, turned_v, is_causal=True, enable_gqa=True)
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1).contiguous()
 
     positions = torch.arange(tokens, device=model.device)
