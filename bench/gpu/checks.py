@@ -47,13 +47,14 @@ def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
     The size that is timed comes first, then those that take longest to compile. `seed` rounds stochastically.
     """
     presets = [LevelFormat(64 if smoke else 128, 32 if smoke else 64, *preset) for preset in PRESETS]
-    for fmt in (FORMAT, *presets[2:3]):
+    looped: list[Format] = [FORMAT, *presets[2:3]]
+    for fmt in looped:
         for tokens, batch in ((8 * fmt.page_tokens, 2),) if smoke else LOOPS:
             run = partial(check_loop, fmt, tokens, batch, 3 if smoke else REPEATS)
             yield Task(f"loop over pages {_name(fmt)} {tokens} x {batch}", run)
-    for fmt in presets[2:3] if smoke else presets:
-        yield Task(f"prefill, decode {_name(fmt)}", partial(check_attention, fmt, 4))
-        yield Task(f"seal, export, install {_name(fmt)}", partial(check_pages, fmt))
+    for preset in presets[2:3] if smoke else presets:
+        yield Task(f"prefill, decode {_name(preset)}", partial(check_attention, preset, 4))
+        yield Task(f"seal, export, install {_name(preset)}", partial(check_pages, preset))
     sizes = sorted(itertools.product(HEAD_DIMS, PAGE_TOKENS), key=lambda size: (size != (128, 64), -size[0]))
     kinds = itertools.cycle(itertools.product(((2, 2), (4, 2), (4, 4)), (4, 8, 1, 7, 3)))  # 15 kinds for 48 cases
     for (d, pi), arithmetic, open_page in itertools.product([(64, 32)] if smoke else sizes, Arithmetic, _open_pages()):
@@ -100,8 +101,8 @@ def check_loop(fmt: Format, tokens: int, batch: int, repeats: int, backend: Trit
     spans = Spans(starts, torch.ones_like(starts), order, table, order)
     reference = definition_of(fmt)
     expected = new_pool(fmt, reference, CPU, each * batch, batch, range(heads))
-    own = tuple(rows.normal_() for rows in (expected.open_k, expected.open_v))
-    pool = Pool(pages, *(rows.to(device) for rows in own), 0, expected.window)
+    open_k, open_v = (rows.normal_().to(device) for rows in (expected.open_k, expected.open_v))
+    pool = Pool(pages, open_k, open_v, 0, expected.window)
     ids = torch.arange(each * batch)
     reference.install(expected, ids, _moved(kernels_of(backend, fmt).export(pool, ids.to(device)), CPU))
     q = torch.randn(batch, heads * group, fmt.head_dim).bfloat16()

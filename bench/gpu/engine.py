@@ -57,11 +57,9 @@ TARGETS: Final = {(LLAMA, 2**14, 32): "<= 1.35x its memory floor"}
 
 def rows(*, smoke: bool) -> Iterator[Task]:
     """Every row of the engine, the most important first."""
-    if smoke:
-        steps, prompts, shape, kept = ((TINY, 2 * PAGE, 2),), (2 * PAGE,), TINY, 2 * PAGE
-    else:
-        steps, prompts, shape, kept = STEPS, PROMPTS, LLAMA, 2**14
-    most = len(steps) if smoke else 3
+    steps = [(TINY, 2 * PAGE, 2)] if smoke else list(STEPS)
+    prompts, shape = ([2 * PAGE], TINY) if smoke else (list(PROMPTS), LLAMA)
+    kept, most = prompts[0], 3
     for each in steps[:most]:
         yield _step(*each)
     for tokens in prompts:
@@ -145,9 +143,14 @@ def copy_row(what: str, shape: Shape, tokens: int, backend: TritonBackend) -> Ro
         randomize(pool.planes)
     layers, heads = range(shape.layers), range(shape.kv_heads)
     exported, swapped = [memory.export(layer, pages) for layer in layers], memory.copy_out(pages, 0, tokens)
+
+    def install() -> None:
+        for layer in layers:
+            memory.install(layer, heads, pages, exported[layer])
+
     runs: dict[str, Callable[[], object]] = {
         "export": lambda: [memory.export(layer, pages) for layer in layers],
-        "install": lambda: [memory.install(layer, heads, pages, exported[layer]) for layer in layers],
+        "install": install,
         "swap out": lambda: memory.copy_out(pages, 0, tokens),
         "swap in": lambda: memory.copy_back(swapped, pages, 0),
     }
