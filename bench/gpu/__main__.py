@@ -47,7 +47,7 @@ CHECKING_PROCESSES = 16
 ROW_S = 90
 """The most seconds for one row. A row whose kernels are compiled takes a few."""
 WHEELS = (
-    *("pydantic", "pyyaml", "xxhash", "safetensors", "rich", "llguidance"),
+    *("pydantic", "pyyaml", "xxhash", "safetensors", "rich", "llguidance", "platformdirs"),
     *("grpcio", "grpcio-health-checking", "protobuf"),
 )
 """What `pip install` needs for the engine's rows, beside what these wheels need themselves."""

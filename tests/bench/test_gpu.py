@@ -80,18 +80,23 @@ def test_the_engine_needs_no_wheel_that_the_bench_does_not_name() -> None:
     """It is imported where all else that hackkv asks for is missing."""
     here = needed_by(*WHEELS, "torch", "triton", "numpy")
     missing = needed_by("hackkv") - here - {"hackkv"}
-    modules = [module for module, owners in packages_distributions().items() if {*map(str.lower, owners)} <= missing]
-    assert "fastapi" in modules or "h11" in modules
+    modules = [module for module, owners in packages_distributions().items() if {*map(normal, owners)} <= missing]
+    assert "h11" in modules
     hidden = f"import sys; sys.modules.update(dict.fromkeys({modules})); import bench.gpu.engine"
     done = subprocess.run([sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def normal(name: str) -> str:
+    """A package has several spellings."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needed_by(*names: str) -> set[str]:
     """Packages with those that they need, without extras."""
     found, waiting = set[str](), list(names)
     while waiting:
-        name = waiting.pop().lower()
+        name = normal(waiting.pop())
         if name in found:
             continue
         found.add(name)
