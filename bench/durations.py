@@ -11,27 +11,21 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
-import torch
-
-from hackkv.codec import Span
+from bench.passes import Passes, median_s
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import DEFAULT_CODEC
 from hackkv.model.runner import ModelRunner
-from hackkv.model.sampler import SamplerState
 from hackkv.model.worker import Worker, load_worker
-from hackkv.types import Sampling
 from sim.costs import Grid, Profile
 
 TOKENS = (16, 64, 256, 512)
 BATCHES = (1, 4, 16)
 CONTEXTS = (64, 512, 1024)
 REPEATS = 5
-GREEDY = Sampling(seed=0, max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def measure(
@@ -42,14 +36,15 @@ def measure(
     most = max(contexts) + max(tokens) + 1
     pages = -(-most // page)
     runner = ModelRunner(worker.model, worker.codec, pages * max(batches), max(batches))
-    bench = _Bench(runner, pages)
+    passes = Passes(runner, pages)
+    passes.fill(1, max(contexts))
     quantize, whole = worker.codec.quantize_s, perf_counter()
-    prefill = [[bench.time(bench.a_pass(start, count), repeats) for start in contexts] for count in tokens]
+    prefill = [[median_s(passes.a_pass(start, count), repeats) for start in contexts] for count in tokens]
     passes_s = perf_counter() - whole
     quantize_share = (worker.codec.quantize_s - quantize) / passes_s
-    bench.fill(max(batches), max(contexts))
+    passes.fill(max(batches), max(contexts))
     attend, corrected, whole = worker.codec.attend_s, worker.codec.approximation_s, perf_counter()
-    decode = [[bench.time(bench.a_step(batch, context), repeats) for context in contexts] for batch in batches]
+    decode = [[median_s(passes.a_step(batch, context), repeats) for context in contexts] for batch in batches]
     steps_s = perf_counter() - whole
     return Profile(
         machine=f"{platform.machine()}, {worker.kernels}",
@@ -61,52 +56,6 @@ def measure(
         attend_share=min(1.0, (worker.codec.attend_s - attend) / steps_s),
         approximation_share=min(1.0, (worker.codec.approximation_s - corrected) / steps_s),
     )
-
-
-class _Bench:
-    """Runs on one `ModelRunner`; sequence i has slot i and `pages` pages of its own."""
-
-    def __init__(self, runner: ModelRunner, pages: int) -> None:
-        self._runner, self._pages = runner, pages
-
-    def fill(self, sequences: int, rows: int) -> None:
-        """Give sequences their first rows."""
-        for slot in range(sequences):
-            self._forward([self._span(slot, 0, rows)])
-
-    def a_pass(self, start: int, count: int) -> Callable[[], None]:
-        """A chunk of one prompt, behind `start` rows."""
-        self.fill(1, start)
-        return lambda: self._forward([self._span(0, start, count)])
-
-    def a_step(self, batch: int, context: int) -> Callable[[], None]:
-        """A token for each of `batch` sequences."""
-        spans, model = [self._span(slot, context - 1, 1) for slot in range(batch)], self._runner.model
-
-        def step() -> None:
-            states = [SamplerState(GREEDY, (3,), model.spec.eos_ids, kernels=model.kernels) for _ in range(batch)]
-            with torch.inference_mode():
-                self._runner.choose(spans, [5] * batch, states)
-
-        return step
-
-    def time(self, run: Callable[[], None], repeats: int) -> float:
-        """Median seconds, after one that warms up."""
-        run()
-        times = []
-        for _ in range(repeats):
-            began = perf_counter()
-            run()
-            times.append(perf_counter() - began)
-        return median(times)
-
-    def _forward(self, spans: list[Span]) -> None:
-        ids = [3 + row % 400 for span in spans for row in range(span.count)]
-        with torch.inference_mode():
-            self._runner.forward(spans, ids, wanted=[1] * len(spans))
-
-    def _span(self, slot: int, held: int, count: int) -> Span:
-        return Span(slot, held, count, tuple(range(slot * self._pages, (slot + 1) * self._pages)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import statistics
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from time import perf_counter
 
 from hackkv.errors import ConfigError
@@ -47,22 +48,31 @@ async def push_s(sender: KvSender, address: str, count: int, payload: bytes) -> 
     return elapsed
 
 
-async def measure(name: str, total_bytes: int, repeats: int) -> None:
-    """Print MB/s (10^6 bytes, best of `repeats`) by frame size, and the latency of a 4 KiB handoff."""
+@asynccontextmanager
+async def ends(name: str) -> AsyncIterator[tuple[KvSender, str]]:
+    """A sender and the address of a listener that keeps nothing, warm."""
     wire = Loopback(name)
     sender, listener = wire.sender(), wire.listener()
-    address = await listener.serve(count_bytes)
-    await push_s(sender, address, 1, b"warm")
-    for frame_bytes in (1 << 20, 2 << 20):
-        count, payload = total_bytes // frame_bytes, bytes(frame_bytes)
-        best = min([await push_s(sender, address, count, payload) for _ in range(repeats)])
-        print(f"{name:8} {frame_bytes >> 20} MiB frames  {count * frame_bytes / best / 1e6:8.0f} MB/s")
-    small = sorted([await push_s(sender, address, 1, bytes(4096)) for _ in range(repeats * 20)])
-    p99 = small[int(len(small) * 0.99)]
-    print(f"{name:8} 4 KiB handoff  p50 {statistics.median(small) * 1e3:.2f} ms  p99 {p99 * 1e3:.2f} ms")
-    await sender.close()
-    await listener.close()
-    await wire.close()
+    try:
+        address = await listener.serve(count_bytes)
+        await push_s(sender, address, 1, b"warm")
+        yield sender, address
+    finally:
+        await sender.close()
+        await listener.close()
+        await wire.close()
+
+
+async def measure(name: str, total_bytes: int, repeats: int) -> None:
+    """Print MB/s (10^6 bytes, best of `repeats`) by frame size, and the latency of a 4 KiB handoff."""
+    async with ends(name) as (sender, address):
+        for frame_bytes in (1 << 20, 2 << 20):
+            count, payload = total_bytes // frame_bytes, bytes(frame_bytes)
+            best = min([await push_s(sender, address, count, payload) for _ in range(repeats)])
+            print(f"{name:8} {frame_bytes >> 20} MiB frames  {count * frame_bytes / best / 1e6:8.0f} MB/s")
+        small = sorted([await push_s(sender, address, 1, bytes(4096)) for _ in range(repeats * 20)])
+        p99 = small[int(len(small) * 0.99)]
+        print(f"{name:8} 4 KiB handoff  p50 {statistics.median(small) * 1e3:.2f} ms  p99 {p99 * 1e3:.2f} ms")
 
 
 def main() -> None:

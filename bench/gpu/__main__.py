@@ -1,25 +1,31 @@
 """Check every GPU kernel against the reference, then time them beside BF16 attention and dequantization.
 
-One command, unattended: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton, numpy and `hack_kernels` from
-this checkout. Checks run side by side in several processes, which also compile the kernels that are timed later. Then
-rows are timed, one at a time, in a process that is replaced if a kernel breaks it. Results are written as they come, as
-JSON and as a Markdown table, the most important first. After `--budget` seconds everything ends, and the results name
-what was left out. The exit status is 1 if a check or a row failed. `--smoke` runs the same logic on tiny shapes, for
-Triton's interpreter.
+One command, unattended: `PYTHONPATH=kernels python -m bench.gpu`. It needs torch, Triton, numpy and `hack_kernels`
+from this checkout. Rows of the engine (`engine.py`) need `WHEELS` too, and are left out by name without them. Checks
+run side by side in several processes, which also compile the kernels that are timed later. Then rows are timed, one at
+a time, in a process that is replaced if a kernel breaks it. Results are written as they come, as JSON and as a
+Markdown table, the most important first. After `--budget` seconds everything ends, and the results name what was left
+out. The exit status is 1 if a check or a row failed. `--smoke` runs the same logic on tiny shapes, for Triton's
+interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
+import platform
+import random
+import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
+from zlib import crc32
 
 import torch
 import triton
@@ -31,15 +37,20 @@ from hack_kernels.triton.backend import TritonBackend
 from bench.gpu.checks import checks
 from bench.gpu.processes import Answer, Task, answers
 from bench.gpu.shapes import Row, decode_bytes, decode_row, prefill_row, seal_row
-from bench.gpu.timing import copy_bandwidth
+from bench.gpu.timing import copy_bandwidth, warm_up
 
-BUDGET_S = 450
-"""Seconds. Together with the start of Python and the end of a process, below 8 minutes."""
+BUDGET_S = 500
+"""Seconds. Together with the start of Python and the end of a process, below 9 minutes."""
 CHECKS_SHARE = 0.4
 """The largest share of the budget for checks. A check mostly compiles its kernels, so several processes run them."""
 CHECKING_PROCESSES = 16
-ROW_S = 60
+ROW_S = 90
 """The most seconds for one row. A row whose kernels are compiled takes a few."""
+WHEELS = (
+    *("pydantic", "pyyaml", "xxhash", "safetensors", "rich", "llguidance", "platformdirs"),
+    *("grpcio", "grpcio-health-checking", "protobuf"),
+)
+"""What `pip install` needs for the engine's rows, beside what these wheels need themselves."""
 REHEARSED_TOKENS = 1024
 """Long enough that Triton compiles the same kernel as for the lengths that are timed: a table row has 16 pages."""
 DECODES = (
@@ -50,7 +61,7 @@ DECODES = (
 """Tokens and batch, those with a target of their own first."""
 PREFILLS = (2**14, 2**15, 2**12, 2**13)
 
-HEADER = "| what | shape | us | faster than BF16 | GB/s | target |\n|---|---|---|---|---|---|"
+HEADER = "| what | shape | us | faster than BF16 | GB/s | tokens/s | target |\n|---|---|---|---|---|---|---|"
 
 
 @dataclass(slots=True)
@@ -63,15 +74,21 @@ class Results:
     failures: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    seed: int = 0
+    """`--seed` repeats the inputs of a run."""
+
+    def seeded(self, tasks: Iterable[Task]) -> list[Task]:
+        """The tasks, each with random numbers of its own that depend on the run's seed and on its name."""
+        return [replace(task, seed=crc32(task.name.encode(), self.seed)) for task in tasks]
 
     def fail(self, answer: Answer) -> None:
         """Keep one line of a failure and print all of it."""
         self.failures[answer.name] = answer.failure.strip().splitlines()[-1]
-        print(f"FAILED {answer.name}\n{answer.failure}", file=sys.stderr, flush=True)
+        print(f"FAILED {answer.name} (--seed {self.seed})\n{answer.failure}", file=sys.stderr, flush=True)
 
     def write(self) -> None:
         """Both files, whole."""
-        content = {name: getattr(self, name) for name in ("machine", "checks_passed", "failures", "skipped")}
+        content = {name: getattr(self, name) for name in ("machine", "seed", "checks_passed", "failures", "skipped")}
         rows = [asdict(row) for row in self.rows]
         self._replace("gpu.json", json.dumps(content | {"rows": rows}, indent=1))
         about = ", ".join(f"{name} {value}" for name, value in self.machine.items())
@@ -93,7 +110,8 @@ def line(row: Row) -> str:
     times = ", ".join(f"{name} {us:.1f}" for name, us in row.us.items())
     ratio = "" if row.faster_than_bf16 is None else f"{row.faster_than_bf16:.2f}x"
     rate = "" if row.gb_per_s is None else f"{row.gb_per_s:.0f}"
-    return f"| {row.what} | {row.shape} | {times} | {ratio} | {rate} | {row.target} |"
+    tokens = "" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"
+    return f"| {row.what} | {row.shape} | {times} | {ratio} | {rate} | {tokens} | {row.target} |"
 
 
 def rehearsals(*, smoke: bool) -> Iterator[Task]:
@@ -115,8 +133,9 @@ def rehearsals(*, smoke: bool) -> Iterator[Task]:
 
 def run_checks(results: Results, until: float, *, smoke: bool) -> None:
     """Rehearsals and checks in a pool of processes."""
-    waiting = {check.name for check in checks(smoke=smoke)}
-    tasks = [*rehearsals(smoke=smoke), *checks(smoke=smoke)]
+    asked = list(checks(smoke=smoke, seed=results.seed))
+    waiting = {check.name for check in asked}
+    tasks = results.seeded([*rehearsals(smoke=smoke), *asked])
     for answer in answers(tasks, min(os.cpu_count() or 1, 2 if smoke else CHECKING_PROCESSES), until):
         if answer.failure:
             results.fail(answer)
@@ -126,7 +145,17 @@ def run_checks(results: Results, until: float, *, smoke: bool) -> None:
     results.skipped += [f"check {name}: out of time" for name in sorted(waiting)]
 
 
-def measurements(*, smoke: bool) -> Iterator[tuple[Task, int]]:
+def engine_rows(results: Results, *, smoke: bool) -> list[Task]:
+    """Rows of whole steps and copies, if what they need is installed."""
+    try:
+        engine = importlib.import_module("bench.gpu.engine")
+    except ModuleNotFoundError as error:
+        results.skipped.append(f"engine: {error.name} is missing: pip install {' '.join(WHEELS)}")
+        return []
+    return list(engine.rows(smoke=smoke))
+
+
+def measurements(of_engine: Iterable[Task], *, smoke: bool) -> Iterator[tuple[Task, int]]:
     """Every row with the device memory that it takes in bytes, or 0 where that is never much."""
     kv_heads = 1 if smoke else 8
     groups = (4,) if smoke else (8, 4)
@@ -147,6 +176,7 @@ def measurements(*, smoke: bool) -> Iterator[tuple[Task, int]]:
         fmt = HackFormat(128, 64, rounding=rounding)
         yield Task(f"seal {rounding}", partial(seal_row, 64 if smoke else 2**17, kv_heads, fmt)), 0
     yield prefill(prefills[0])
+    yield from ((task, 0) for task in of_engine)
     for tokens, batch in decodes[2:]:
         yield from decode(tokens, batch)
     yield from map(prefill, prefills[1:])
@@ -155,14 +185,14 @@ def measurements(*, smoke: bool) -> Iterator[tuple[Task, int]]:
 def run_rows(results: Results, until: float, free: float, *, smoke: bool) -> None:
     """One row at a time; `free` bytes of device memory are there to take."""
     tasks, waiting = [], set()
-    for task, needed in measurements(smoke=smoke):
+    for task, needed in measurements(engine_rows(results, smoke=smoke), smoke=smoke):
         if needed > free:
             results.skipped.append(f"{task.name}: does not fit memory")
             continue
         tasks.append(task)
         waiting.add(task.name)
     limit_s = math.inf if smoke else ROW_S  # an interpreter has no hurry
-    for answer in answers(tasks, 1, until, limit_s):
+    for answer in answers(results.seeded(tasks), 1, until, limit_s):
         waiting.discard(answer.name)
         if isinstance(answer.result, Row):
             results.rows.append(answer.result)
@@ -173,12 +203,44 @@ def run_rows(results: Results, until: float, free: float, *, smoke: bool) -> Non
     results.skipped += [f"{task.name}: out of time" for task in tasks if task.name in waiting]
 
 
+def about(device: torch.device) -> dict[str, object]:
+    """What results depend on."""
+    here = Path(__file__).parent
+    found: dict[str, object] = {
+        "gpu": "none (interpreted)",
+        "commit": said("git", "-C", str(here), "describe", "--always", "--dirty"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"gpu": properties.name, "processors": properties.multi_processor_count, "cuda": torch.version.cuda}
+        query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+        found["driver, clocks (now, most, memory), power"] = said(
+            "nvidia-smi", query, "--format=csv,noheader", f"--id=GPU-{properties.uuid}"
+        )
+    return found
+
+
+def said(*command: str) -> str:
+    """The first line that a command prints, or why there is none."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown ({type(error).__name__})"
+    return (done.stdout or done.stderr).strip().partition("\n")[0] or "unknown"
+
+
 def main() -> None:
     """Checks, then measurements."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of gpu.json and gpu.md")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, for TRITON_INTERPRET=1")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="end after this long")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().getrandbits(32), help="repeats a run's inputs"
+    )
     arguments = parser.parse_args()
     began = monotonic()
     try:
@@ -187,17 +249,13 @@ def main() -> None:
         sys.exit(f"bench.gpu: {error}")
     assert isinstance(backend, TritonBackend)
     on_gpu = backend.device.type == "cuda"
-    machine: dict[str, object] = {
-        "gpu": torch.cuda.get_device_name(backend.device) if on_gpu else "none (interpreted)",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "copy_gb_per_s": round(copy_bandwidth(backend.device, 2048 if on_gpu else 16)),
-    }
+    warm_up(backend.device)
+    machine = about(backend.device) | {"copy_gb_per_s": round(copy_bandwidth(backend.device, 2048 if on_gpu else 16))}
     free = math.inf
     if on_gpu:
         torch.cuda.empty_cache()
         free = 0.8 * torch.cuda.mem_get_info(backend.device)[0]
-    results = Results(machine, arguments.out)
+    results = Results(machine, arguments.out, seed=arguments.seed)
     results.write()
     run_checks(results, began + CHECKS_SHARE * arguments.budget, smoke=arguments.smoke)
     results.write()

@@ -8,18 +8,21 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from hack_kernels.base import Planes, Pool, Rows, Spans
+from hack_kernels.base import PageKernels, Planes, Pool, Rows, Spans
 from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, OpenPage, Rounding
+from hack_kernels.level_format import LevelFormat
 from hack_kernels.pools import new_pool
 from hack_kernels.quantize import unpack
 from hack_kernels.reference.hack import HackReference
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.rows import attn_decode_rows
+from hack_kernels.triton.split import Workspace
 from torch import Tensor
 
 from bench.gpu.processes import Task
-from bench.gpu.shapes import kernels_of
+from bench.gpu.shapes import FORMAT, Format, definition_of, kernels_of, random_pages
 from lab.gpu.dequantize import attn_decode_dequantized
+from lab.gpu.presets import PRESETS
 
 CPU = torch.device("cpu")
 
@@ -31,11 +34,27 @@ RIVAL_TOLERANCE = 2.0**-5
 """For FP16 values and weights of 2-bit pages, rows in BF16, and outputs in BF16."""
 
 
-def checks(*, smoke: bool) -> Iterator[Task]:
-    """Checks of every size, form and open page. Widths and groups take turns. `smoke`: one size, for the interpreter.
+LOOPS = ((2**17, 1), (2**15, 8))
+"""Tokens and batch for which the loop over pages is checked."""
+REPEATS = 50
+"""Runs that must be bit-equal: programs that race would differ."""
 
-    The size that is timed comes first, then those that take longest to compile.
+
+def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
+    """Checks of the loop over pages at the sizes that are timed, of the presets of `rot-*`, then of every size, form
+    and open page. Widths and groups take turns. `smoke`: one size, for the interpreter.
+
+    The size that is timed comes first, then those that take longest to compile. `seed` rounds stochastically.
     """
+    presets = [LevelFormat(64 if smoke else 128, 32 if smoke else 64, *preset) for preset in PRESETS]
+    looped: list[Format] = [FORMAT, *presets[2:3]]
+    for fmt in looped:
+        for tokens, batch in ((8 * fmt.page_tokens, 2),) if smoke else LOOPS:
+            run = partial(check_loop, fmt, tokens, batch, 3 if smoke else REPEATS)
+            yield Task(f"loop over pages {_name(fmt)} {tokens} x {batch}", run)
+    for preset in presets[2:3] if smoke else presets:
+        yield Task(f"prefill, decode {_name(preset)}", partial(check_attention, preset, 4))
+        yield Task(f"seal, export, install {_name(preset)}", partial(check_pages, preset))
     sizes = sorted(itertools.product(HEAD_DIMS, PAGE_TOKENS), key=lambda size: (size != (128, 64), -size[0]))
     kinds = itertools.cycle(itertools.product(((2, 2), (4, 2), (4, 4)), (4, 8, 1, 7, 3)))  # 15 kinds for 48 cases
     for (d, pi), arithmetic, open_page in itertools.product([(64, 32)] if smoke else sizes, Arithmetic, _open_pages()):
@@ -45,7 +64,7 @@ def checks(*, smoke: bool) -> Iterator[Task]:
         for rounding in (
             Rounding if smoke else [Rounding.STOCHASTIC if open_page is OpenPage.EXACT else Rounding.NEAREST]
         ):
-            fmt = HackFormat(d, pi, k_bits, v_bits, rounding, arithmetic, seed=torch.seed() % 2**64)
+            fmt = HackFormat(d, pi, k_bits, v_bits, rounding, arithmetic, seed=seed)
             if smoke and open_page is not OpenPage.EXACT:
                 continue
             yield Task(f"seal, export, install {_name(fmt)} {rounding}", partial(check_pages, fmt))
@@ -53,12 +72,12 @@ def checks(*, smoke: bool) -> Iterator[Task]:
             yield Task(f"dequantize, rows {_name(fmt)} G={group}", partial(check_rivals, fmt, group))
 
 
-def check_pages(fmt: HackFormat, backend: TritonBackend) -> None:
+def check_pages(fmt: Format, backend: TritonBackend) -> None:
     """Bytes of sealed pages, and the way over the wire."""
     shape = (3, 2, fmt.page_tokens, fmt.head_dim)
     k, v = (torch.randn(shape).half() for _ in range(2))
     ids, starts = torch.tensor([4, 0, 2]), torch.tensor([0, 7, 1000]) * fmt.page_tokens
-    kernels, reference = kernels_of(backend, fmt), HackReference(fmt, CPU)
+    kernels, reference = kernels_of(backend, fmt), definition_of(fmt)
     expected = new_pool(fmt, reference, CPU, 5, 1, range(2))
     reference.seal(5, expected, ids, starts, k, v)
     wire = reference.export(expected, ids)
@@ -71,14 +90,46 @@ def check_pages(fmt: HackFormat, backend: TritonBackend) -> None:
     _same(kernels.export(fresh, on_device[0]), wire, "install")
 
 
-def check_attention(fmt: HackFormat, group: int, backend: TritonBackend) -> None:
+def check_loop(fmt: Format, tokens: int, batch: int, repeats: int, backend: TritonBackend) -> None:
+    """Decode over so many pages that programs take many turns: by few programs and by all that a GPU holds, equal to
+    the definition, and to itself bit for bit."""
+    pi, heads, group, device = fmt.page_tokens, 2, 4, backend.device
+    each = tokens // pi
+    pages = random_pages(backend, each * batch, heads, fmt)
+    starts = torch.arange(batch) % pi + each * pi
+    order, table = torch.arange(batch), torch.randperm(each * batch).view(batch, each)
+    spans = Spans(starts, torch.ones_like(starts), order, table, order)
+    reference = definition_of(fmt)
+    expected = new_pool(fmt, reference, CPU, each * batch, batch, range(heads))
+    open_k, open_v = (rows.normal_().to(device) for rows in (expected.open_k, expected.open_v))
+    pool = Pool(pages, open_k, open_v, 0, expected.window)
+    ids = torch.arange(each * batch)
+    reference.install(expected, ids, _moved(kernels_of(backend, fmt).export(pool, ids.to(device)), CPU))
+    q = torch.randn(batch, heads * group, fmt.head_dim).bfloat16()
+    exact, there = reference.attend(0, expected, spans, Rows(q)), (_spans(spans, device), Rows(q.to(device)))
+    for workspace in (Workspace(device, 3), backend.workspace):
+        kernels = _with_workspace(backend, fmt, workspace)
+        first = kernels.attend(0, pool, *there)
+        _close(first, exact, "decode")
+        for _ in range(repeats):
+            if not torch.equal(kernels.attend(0, pool, *there), first):
+                raise AssertionError("decode: two runs over the same pages differ")
+
+
+def _with_workspace(backend: TritonBackend, fmt: Format, workspace: Workspace) -> PageKernels:
+    other = TritonBackend(backend.device, backend.prefill)
+    other.workspace = workspace
+    return kernels_of(other, fmt)
+
+
+def check_attention(fmt: Format, group: int, backend: TritonBackend) -> None:
     """A ragged prefill around page boundaries, and a decode step over the same pages."""
     pi, heads = fmt.page_tokens, 2
     pairs = [(0, pi), (pi - 1, 2), (2 * pi + 3, pi + 1), (3 * pi, 1)]
     starts, counts = (torch.tensor(x) for x in zip(*pairs, strict=True))
     order = torch.arange(len(pairs))
     spans = Spans(starts, counts, counts.cumsum(0) - counts, torch.randperm(4 * len(pairs)).view(-1, 4), order)
-    kernels, reference, total = kernels_of(backend, fmt), HackReference(fmt, CPU), int(counts.sum())
+    kernels, reference, total = kernels_of(backend, fmt), definition_of(fmt), int(counts.sum())
     expected = new_pool(fmt, reference, CPU, 4 * len(pairs), len(pairs), range(heads))
     ids = torch.arange(4 * len(pairs))
     reference.seal(0, expected, ids, ids * pi, *(torch.randn(len(ids), heads, pi, fmt.head_dim).half() for _ in "kv"))
@@ -154,7 +205,7 @@ def _exact(spans: Spans, q: Tensor, open_k: Tensor, open_v: Tensor, k: Tensor, v
     return torch.stack(outs)
 
 
-def poisoned_pool(backend: TritonBackend, fmt: HackFormat, pages: int, heads: int) -> Pool:
+def poisoned_pool(backend: TritonBackend, fmt: Format, pages: int, heads: int) -> Pool:
     """A pool of bytes that mean nothing."""
     pool = new_pool(fmt, kernels_of(backend, fmt), backend.device, pages, 1, range(heads))
     records = pool.planes["k_codes"].untyped_storage()
@@ -171,7 +222,9 @@ def _open_pages() -> tuple[OpenPage, ...]:
     return OpenPage.EXACT, OpenPage.K_CODES
 
 
-def _name(fmt: HackFormat) -> str:
+def _name(fmt: Format) -> str:
+    if isinstance(fmt, LevelFormat):
+        return f"levels D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits} {fmt.window}"
     return f"D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits} {fmt.arithmetic}"
 
 

@@ -26,6 +26,8 @@ class Task:
 
     name: str
     run: Callable[[TritonBackend], object]
+    seed: int = 0
+    """Of torch's random numbers: the same seed gives the same inputs, in whatever order tasks run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,6 @@ class _Worker:
 def _serve(pipe: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
-    torch.seed()
     while True:
         try:
             task: Task = pipe.recv()
@@ -119,6 +120,7 @@ def _serve(pipe: Connection) -> None:
 
 def _attempt(task: Task) -> Answer:
     try:
+        torch.manual_seed(task.seed)
         backend = load("triton")
         assert isinstance(backend, TritonBackend)
         result = task.run(backend)

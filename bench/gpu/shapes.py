@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 import triton
 import triton.language as tl
-from hack_kernels.base import Planes, Pool, Rows, Spans
-from hack_kernels.hack_format import HackFormat, HackKernels
+from hack_kernels.base import PageKernels, Planes, Pool, Rows, Spans
+from hack_kernels.hack_format import HackFormat
+from hack_kernels.level_format import LevelFormat
 from hack_kernels.pools import new_pool
 from hack_kernels.reference.hack import HackReference
+from hack_kernels.reference.levels import LevelReference
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.launch import Launch
@@ -40,6 +42,8 @@ class Row:
     gb_per_s: float | None = None
     """Bytes that the kernel must move over its time."""
     target: str = ""
+    tokens_per_s: float | None = None
+    """Of the first contender."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -104,13 +108,24 @@ def decode_row(tokens: int, batch: int, kv_heads: int, group: int, backend: Trit
     targets = {(2**17, 1): "<= 40 us, >= 3.5x", (2**15, 8): ">= 4x"}
     target = targets.get((tokens, batch), ">= 1x" if tokens * batch > 8192 else "")
     shape = f"{tokens} tokens x {batch}, {kv_heads}x{group} heads"
-    return Row("decode", shape, us, best / us["hack"], moved / us["hack"] / 1e3, target, notes)
+    return Row("decode", shape, us, best / us["hack"], moved / us["hack"] / 1e3, target, notes=notes)
 
 
-def kernels_of(backend: TritonBackend, fmt: HackFormat) -> HackKernels:
+Format = HackFormat | LevelFormat
+"""Pages of codes."""
+
+
+def definition_of(fmt: Format) -> PageKernels:
+    """What kernels for `fmt` are checked against, on the processor."""
+    here = torch.device("cpu")
+    return LevelReference(fmt, here) if isinstance(fmt, LevelFormat) else HackReference(fmt, here)
+
+
+def kernels_of(backend: TritonBackend, fmt: Format) -> PageKernels:
     """Triton's kernels for `fmt`."""
-    definition: Callable[[HackFormat, torch.device], HackKernels] = HackReference
-    return backend.kernels_for(fmt, definition)
+    kernels = backend.kernels_for(fmt, lambda fmt, _: definition_of(fmt))
+    assert kernels.served_by == backend.name, f"no kernels for {fmt}"
+    return kernels
 
 
 def seal_row(tokens: int, kv_heads: int, fmt: HackFormat, backend: TritonBackend) -> Row:
@@ -148,7 +163,7 @@ def prefill_row(tokens: int, kv_heads: int, group: int, backend: TritonBackend) 
         {"enable_gqa": lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)}, device
     )
     us["bf16"] = best
-    return Row("prefill", f"{tokens} tokens, {kv_heads}x{group} heads", us, best / us["hack"], None, "", notes)
+    return Row("prefill", f"{tokens} tokens, {kv_heads}x{group} heads", us, best / us["hack"], notes=notes)
 
 
 def best_sdpa(variants: dict[str, Callable[[], Tensor]], device: torch.device) -> tuple[float, list[str]]:
@@ -166,15 +181,20 @@ def best_sdpa(variants: dict[str, Callable[[], Tensor]], device: torch.device) -
     return times[best], [f"bf16: {best}"]
 
 
-def random_pages(backend: TritonBackend, count: int, kv_heads: int) -> Planes:
+def random_pages(backend: TritonBackend, count: int, kv_heads: int, fmt: Format = FORMAT) -> Planes:
     """Random codes under small random scales."""
-    (pages,) = kernels_of(backend, FORMAT).new_planes([FORMAT], count, kv_heads)
+    (pages,) = kernels_of(backend, fmt).new_planes([fmt], count, kv_heads)
+    randomize(pages)
+    return pages
+
+
+def randomize(pages: Planes) -> None:
+    """Random bytes, and small random numbers."""
     for plane in pages.values():
         if plane.dtype is torch.uint8:
             plane.random_(0, 256)
         else:
             plane.uniform_(0.0, 0.1)
-    return pages
 
 
 def decode_bytes(tokens: int, batch: int, kv_heads: int) -> int:

@@ -32,10 +32,10 @@ from hack_kernels.triton.rows import ROWS_AT_ONCE, rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.turn import turn_launch
-from hack_kernels.window import Window
 from torch import Tensor
 
 from lab.gpu.dequantize import dequantize_launch
+from lab.gpu.presets import PRESETS
 
 KV_HEADS: Final = 8
 TOKENS: Final = 2**17
@@ -56,11 +56,12 @@ class Example:
     """Whether the kernel multiplies codes as integers."""
 
 
-def decode(fmt: HackFormat, group: int) -> Example:
-    """One sequence of 128K tokens, 8 KV heads, BF16 queries."""
-    launch = decode_launch(fmt, _pool(fmt, TOKENS), *_one_step(fmt, group))
+def decode(fmt: HackFormat, group: int, batch: int = 1) -> Example:
+    """Sequences of 128K tokens, 8 KV heads, BF16 queries."""
+    launch = decode_launch(fmt, _pool(fmt, TOKENS), *_one_step(fmt, group, batch))
     code_bytes = launch.warps * _code_bytes(fmt)
-    return Example(f"decode {_name(fmt)} G={group}", launch, fmt.page_tokens, code_bytes, int8=True)
+    more = f" batch {batch}" if batch > 1 else ""
+    return Example(f"decode {_name(fmt)} G={group}{more}", launch, fmt.page_tokens, code_bytes, int8=True)
 
 
 def dequantize(fmt: HackFormat, group: int) -> Example:
@@ -82,7 +83,7 @@ def prefill(fmt: HackFormat, group: int) -> Example:
     tokens = 2**14
     k, v = (_empty(tokens, KV_HEADS, fmt.head_dim, dtype=torch.float16) for _ in range(2))
     q = _empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
-    spans = _one_sequence(TOKENS // fmt.page_tokens)
+    spans = _sequences(TOKENS // fmt.page_tokens)
     launch = prefill_launch(fmt, 0, _pool(fmt, tokens), spans, q, k, v, torch.empty_like(q))
     return Example(f"prefill {_name(fmt)} G={group}", launch, 0, _code_bytes(fmt), int8=True)
 
@@ -114,10 +115,10 @@ def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
     """Every kernel for pages of levels; shapes are those of the others."""
     name, tokens, count = _name(fmt), 2**14, 2**14 // fmt.page_tokens
     ids, pool = _empty(count, dtype=torch.int64), _pool(fmt, TOKENS)
-    decoding = level_decode_launch(fmt, pool, *_one_step(fmt, group))
+    decoding, together = (level_decode_launch(fmt, pool, *_one_step(fmt, group, batch)) for batch in (1, 32))
     k, v = (_empty(tokens, KV_HEADS, fmt.head_dim, dtype=torch.float16) for _ in range(2))
     q = _empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
-    spans = _one_sequence(TOKENS // fmt.page_tokens)
+    spans = _sequences(TOKENS // fmt.page_tokens)
     reader = level_prompt_reader(fmt, q.dtype)
     prompt = prompt_launch(reader, 0, pool, spans, q, k, v, torch.empty_like(q))
     page_k, page_v = (_empty(count, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
@@ -131,6 +132,7 @@ def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
     narrow = (fmt.v_bits == 3) * fmt.page_tokens * fmt.head_dim // 8
     return (
         Example(f"decode {name} G={group}", decoding, fmt.page_tokens, decoding.warps * code_bytes, int8=True),
+        Example(f"decode {name} G={group} batch 32", together, fmt.page_tokens, together.warps * code_bytes, int8=True),
         Example(f"prefill {name} G={group}", prompt, 0, code_bytes, int8=True),
         Example(f"seal {name}", seals[0]),
         Example(f"seal {name} feedback", seals[1]),
@@ -155,16 +157,16 @@ def _pool(fmt: HackFormat | LevelFormat, tokens: int) -> Pool:
     return Pool(planes, open_k, open_v, 0, fmt.window)
 
 
-def _one_step(fmt: HackFormat | LevelFormat, group: int) -> tuple[Spans, Tensor, Tensor, Workspace]:
+def _one_step(fmt: HackFormat | LevelFormat, group: int, batch: int = 1) -> tuple[Spans, Tensor, Tensor, Workspace]:
     """Spans, queries, room for outputs and a workspace."""
-    q = _empty(1, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
-    spans = _one_sequence(TOKENS // fmt.page_tokens)
+    q = _empty(batch, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
+    spans = _sequences(TOKENS // fmt.page_tokens, batch)
     return spans, q, torch.empty_like(q), Workspace(torch.device("meta"), PROGRAMS)
 
 
-def _one_sequence(pages: int) -> Spans:
-    scalar = _empty(1, dtype=torch.int64)
-    return Spans(scalar, scalar, scalar, _empty(1, pages, dtype=torch.int64), scalar)
+def _sequences(pages: int, count: int = 1) -> Spans:
+    each = _empty(count, dtype=torch.int64)
+    return Spans(each, each, each, _empty(count, pages, dtype=torch.int64), each)
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -186,6 +188,7 @@ def _name(fmt: HackFormat | LevelFormat) -> str:
 
 DECODE: Final = (
     *(decode(HackFormat(128, 64), group) for group in (8, 4, 1, 16)),
+    decode(HackFormat(128, 64), 8, 32),
     *(decode(HackFormat(d, pi), 8) for d in (64, 96, 256) for pi in PAGE_TOKENS),
     *(decode(HackFormat(128, pi), 8) for pi in (32, 128)),
     decode(HackFormat(128, 64, k_bits=4), 8),
@@ -214,8 +217,6 @@ EXCHANGE: Final = tuple(
     for installing in (True, False)
 )
 
-PRESETS: Final = ((4, 4, Window()), (3, 3, Window(1, 2)), (3, 2, Window(1, 2)), (2, 2, Window(1, 2)))
-"""Bits of K and V of `rot-*`, and what their queries see exactly."""
 LEVELS: Final = tuple(
     example
     for d, group in ((128, 4), (64, 3))
@@ -251,4 +252,7 @@ GRID: Final = (
 )
 """Every kernel at every size, for `--grid`; kernels that need most registers come first."""
 
-NAMED: Final = {example.name: example for example in (*EXAMPLES, *GRID)}
+CROWDED: Final = (decode(HackFormat(256, 128, 4, 4, arithmetic=Arithmetic.ASYMMETRIC), 8, 32),)
+"""Kernels that are known to spill."""
+
+NAMED: Final = {example.name: example for example in (*EXAMPLES, *GRID, *CROWDED)}

@@ -11,12 +11,13 @@ import pytest
 
 pytest.importorskip("triton")
 
+from hackkv.codec import rows_held
 from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
 from hackkv.types import DecodeJob, HandedOff, Landed, Prefilled, PrefillJob, Request, Reserved, Token
 from tests.decode_node.calls import close, held_up
 from tests.on_triton import served
-from tests.pair import DECODING, EVICTING, PI, Pair, greedy, paired, prompt, tiny_worker
+from tests.pair import DECODING, PI, Pair, greedy, paired, prompt, tiny_worker
 from transport.closing import closing
 
 PATIENCE_S: Final = 3600.0
@@ -46,16 +47,18 @@ async def test_one_request_equals_the_reference() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", [name for name in served() if name not in EVICTING])
+@pytest.mark.parametrize("codec", served())
 async def test_swaps_and_replays_equal_the_reference(codec: str) -> None:
-    """Four sequences land in a page each and want two of five; all began elsewhere, and two are sampled."""
+    """Four sequences share five eighths of the pages that they fill: two each, or one if their prompts are evicted but
+    for some rows. All began elsewhere, and two are sampled."""
     on_triton, reference = workers(codec)
     requests = [greedy(f"r{i}", prompt(i, PI - 3 + i), PI + 6, ignore_eos=True) for i in range(4)]
     requests = [sampled(request, i) if i % 2 else request for i, request in enumerate(requests)]
     whole = [generate(reference, request) for request in requests]
     known = [PI, PI - 1, PI, PI + 1]
+    filled = sum((rows_held(on_triton.codec, len(each.prompt_ids)) + PI + 5) // PI for each in requests)
     decode, begin = held_up(on_triton, PATIENCE_S)
-    async with paired(on_triton, decode, num_pages=5, timeout_s=PATIENCE_S) as nodes:
+    async with paired(on_triton, decode, num_pages=5 * filled // 8, timeout_s=PATIENCE_S) as nodes:
         serving = asyncio.gather(
             *(
                 nodes.serve(request, emitted=tuple(token.token_id for token in tokens[:cut]))

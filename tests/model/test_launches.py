@@ -19,6 +19,7 @@ import torch
 from hack_kernels.device_choosing import DeviceRows
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.split import LARGE_BATCH
 from torch import Tensor
 
 from decode_node.engine import DecodeEngine
@@ -64,12 +65,12 @@ OF_ROWS = [name for name in SERVED if beneath(CodecConfig(name=name)) == "fp16"]
 """Those whose pages are FP16 rows."""
 
 
-def runner_on_triton(name: str) -> ModelRunner:
+def runner_on_triton(name: str, slots: int = 3) -> ModelRunner:
     """A tiny model."""
     backend, model = TritonBackend(META), tiny_worker("fp16").model
     backend.rows = MetaDeviceRows()
     codec = codec_on(backend, name)
-    return ModelRunner(Llama(model.spec, on_meta(model.weights, torch.bfloat16), kernels=backend.rows), codec, 8, 3)
+    return ModelRunner(Llama(model.spec, on_meta(model.weights, torch.bfloat16), kernels=backend.rows), codec, 8, slots)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -105,12 +106,44 @@ def test_what_a_step_does_follows_from_its_size_and_the_pages_that_it_fills(name
     assert len(set(done[1:])) == 1, "the first step takes the memory that all of them share"
 
 
+@pytest.mark.parametrize("name", SERVED)
+def test_batches_of_any_size_run_what_is_compiled(name: str) -> None:
+    """Triton takes seconds to compile. A sequence alone has kernels of its own; all other batches share theirs."""
+    compiled = list[set[object]]()
+    for size in (1, 2, 3, 16, 17, LARGE_BATCH):
+        runner = runner_on_triton(name, slots=size)
+        states = [two_sequences()[0].sequence.sampler] * size
+        spans = [Span(slot, PI + 1 + slot % 7, 1, (2 * slot, 2 * slot + 1)) for slot in range(size)]
+        with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
+            runner.choose(spans, [5] * size, states)
+        compiled.append(set(map(compiled_for, launched)))
+    assert all(kernels == compiled[1] for kernels in compiled[1:])
+    assert len(compiled[0] | compiled[1]) <= 2 * len(compiled[1])
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in OF_ROWS])
+def test_passes_of_any_prompts_run_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and however many pages they fill; one alone has kernels of its own."""
+    monkeypatch.setattr(MetaDeviceRows, "set_in", lambda rows, flags: [])
+    compiled = list[set[object]]()
+    for size in (1, 2, 3, 16, 17):
+        runner = runner_on_triton(name, slots=size)
+        spans = [Span(slot, 0, 2 * PI + 1 + slot, (0, 1, 2)) for slot in range(size)]
+        ids = prompt(2, sum(span.count for span in spans))
+        with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
+            runner.forward(spans, ids, wanted=[1] * size)
+        compiled.append(set(map(compiled_for, launched)))
+    assert all(kernels == compiled[1] for kernels in compiled[1:])
+    assert len(compiled[0] | compiled[1]) <= 2 * len(compiled[1])
+
+
 def compiled_for(launch: Launch) -> object:
     """What Triton compiles a kernel for: its compile-time values, and whether a number is 1 or divisible by 16."""
     given = getattr(launch.kernel, "kwargs", None) or vars(launch.kernel)  # interpreted, or compiled
     free = given.get("do_not_specialize") or ()
+    unaligned = given.get("do_not_specialize_on_alignment") or ()
     known = {
-        name: value if name.isupper() else (value == 1, value % 16 == 0)
+        name: value if name.isupper() else (value == 1, name not in unaligned and value % 16 == 0)
         for name, value in launch.arguments.items()
         if not isinstance(value, Tensor) and name not in free
     }

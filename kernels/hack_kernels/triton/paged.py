@@ -20,6 +20,7 @@ from hack_kernels.triton.own_page import add_rows, exact_scores
 from hack_kernels.triton.split import (
     OWN_UNITS,
     Workspace,
+    batch_block,
     merged,
     opening_of,
     page_ends,
@@ -118,7 +119,7 @@ def store_outputs(out, state, heads, D: tl.constexpr, W: tl.constexpr, N: tl.con
         tl.store(out + head * D + m * 16 + channel, x.to(out.dtype.element_ty), mask=head < heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["batch"])
 def decode_kernel(
     keys,
     values,
@@ -310,7 +311,7 @@ def paged_launch(
         "GROUP": group,
         "Q_GAP": q.stride(0) - q.shape[1] * q.shape[2],
         "N": columns,
-        "BATCH": 1 << (batch - 1).bit_length(),
+        "BATCH": batch_block(batch),
         "W": WARPS,
         "BY_HEAD": table.dim() == 3,
         "WINDOW": pool.window,

@@ -25,6 +25,7 @@ from hack_kernels.triton.prefill_own import add_rows, code_scores, exact_scores
 from hack_kernels.triton.prefill_sealed import add_page
 from hack_kernels.triton.prefill_tiling import Tiling, channels_of, tiling_of
 from hack_kernels.triton.query import query_rows
+from hack_kernels.triton.split import batch_block
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def locate(starts, counts, batch, BATCH: tl.constexpr, TOKENS: tl.constexpr):
     return tl.where(index < 0, -1, sequence), (first + index - before) * TOKENS
 
 
-@triton.jit(do_not_specialize=["layer", "head_start", "seed"])
+@triton.jit(do_not_specialize=["layer", "head_start", "seed"], do_not_specialize_on_alignment=["batch"])
 def prefill_kernel(
     q,
     k,
@@ -227,7 +228,7 @@ def prompt_launch(
         "GROUP": group,
         "GROUP_PAD": padded(group),
         "TOKENS": tokens,
-        "BATCH": padded(batch),
+        "BATCH": batch_block(batch),
         "EXACT_QK": "tf32x3" if q.dtype is torch.float32 else "tf32",  # TF32 holds FP16 and BF16 exactly
         "TILING": tiling,
         "LAYOUT": reader.layout,

@@ -22,6 +22,14 @@ PROGRAMS_PER_PROCESSOR: Final = 3
 """Decode programs that a multiprocessor holds at a time, as far as their registers let it (`paged.py`)."""
 OWN_UNITS = tl.constexpr(8)
 """Cost of a sequence's own page in sealed pages: it has 6.4 times their bytes and other costs once per sequence."""
+LARGE_BATCH: Final = 256
+"""Sequences up to which batches share one compiled kernel. Their lengths take two registers of a lane."""
+
+
+def batch_block(batch: int) -> int:
+    """`BATCH` of kernels that look at all sequences at once, a power of two. Triton takes seconds to compile another
+    kernel, so there is one for a sequence alone, whose lengths need no search, and one for all other batches."""
+    return 1 if batch == 1 else max(LARGE_BATCH, 1 << (batch - 1).bit_length())
 
 
 @triton.jit

@@ -21,6 +21,8 @@ from lab.gpu.examples import GRID
 from lab.gpu.machine_code import ARCHITECTURES
 
 DECODE = "decode D=128 Π=64 K2V2 G=8"
+TOGETHER = (f"{DECODE} batch 32", "decode levels D=128 Π=64 K3V2 window 1+2 G=4 batch 32")
+"""Every batch of more than one sequence, of codec `hack` and of the default."""
 TIGHTEST = {
     "decode D=256 Π=128 K4V4 asymmetric G=8": (100, 2 * 64 + 4),
     "prefill D=256 Π=128 K4V4 asymmetric G=4": (90, 2 * 32),
@@ -71,7 +73,11 @@ Reports = dict[tuple[str, int], dict[str, Any]]
 def reports() -> Reports:
     """By kernel and architecture, from a process whose Triton compiles instead of interpreting."""
     lines = inspected([*WITH_CODES, *OF_ROWS], list(ARCHITECTURES))
-    lines += inspected([DECODE, ROWS, *OF_LEVELS], [90]) + inspected(SAMPLED, [SAMPLED_ON])
+    lines += (
+        inspected([DECODE, ROWS, *OF_LEVELS], [90])
+        + inspected([*TOGETHER], [80, 90])
+        + inspected(SAMPLED, [SAMPLED_ON])
+    )
     for kernel, (arch, _) in TIGHTEST.items():
         lines += inspected([kernel], [arch])
     return {(report["name"], report["arch"]): report for report in lines}
@@ -130,6 +136,15 @@ def test_pages_of_levels_pass_the_gates_too(reports: Reports, kernel: str) -> No
     assert report["local_accesses"] == 0
     assert {name: report[name] for name in OF_LEVELS[kernel]} == OF_LEVELS[kernel]
     assert report["loads_128"] >= report["code_loads"]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("kernel", TOGETHER)
+def test_batches_pass_the_gates_too(reports: Reports, kernel: str, arch: int) -> None:
+    report = reports[kernel, arch]
+    assert report["local_accesses"] == 0
+    assert report["loads_128"] >= report["code_loads"] > 0
+    assert report["registers"] <= 168
 
 
 def test_a_page_stays_below_its_budget_on_hopper(reports: Reports) -> None:

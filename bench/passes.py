@@ -1,0 +1,64 @@
+"""Passes and steps of a model with real KV in a codec's pages, timed without the node around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from hackkv.codec import Span
+from hackkv.model.runner import ModelRunner
+from hackkv.model.sampler import SamplerState
+from hackkv.types import Sampling
+
+GREEDY = Sampling(seed=0, max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+class Passes:
+    """Runs on one `ModelRunner`; sequence i has slot i and `pages` pages of its own. What it runs has ended when it
+    returns, on a GPU too."""
+
+    def __init__(self, runner: ModelRunner, pages: int) -> None:
+        self._runner, self._pages = runner, pages
+
+    def fill(self, sequences: int, rows: int) -> None:
+        """Give sequences their first rows."""
+        for slot in range(sequences):
+            self._forward([self._span(slot, 0, rows)])
+
+    def a_pass(self, start: int, count: int) -> Callable[[], None]:
+        """A chunk of one prompt, behind `start` rows that are there."""
+        return lambda: self._forward([self._span(0, start, count)])
+
+    def a_step(self, batch: int, context: int) -> Callable[[], None]:
+        """A token for each of `batch` sequences."""
+        spans, model = [self._span(slot, context - 1, 1) for slot in range(batch)], self._runner.model
+
+        def step() -> None:
+            states = [SamplerState(GREEDY, (3,), model.spec.eos_ids, kernels=model.kernels) for _ in range(batch)]
+            with torch.inference_mode():
+                self._runner.choose(spans, [5] * batch, states)
+
+        return step
+
+    def _forward(self, spans: list[Span]) -> None:
+        vocab = self._runner.model.spec.vocab
+        ids = [(3 + row % 400) % vocab for span in spans for row in range(span.count)]
+        with torch.inference_mode():
+            self._runner.forward(spans, ids, wanted=[1] * len(spans))
+
+    def _span(self, slot: int, held: int, count: int) -> Span:
+        return Span(slot, held, count, tuple(range(slot * self._pages, (slot + 1) * self._pages)))
+
+
+def median_s(run: Callable[[], None], repeats: int) -> float:
+    """Median seconds, after one that warms up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        began = perf_counter()
+        run()
+        times.append(perf_counter() - began)
+    return median(times)
