@@ -267,7 +267,7 @@ class KvCodec(Protocol):
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """The weights of a layer with what the codec folds into them, such as a rotation of V.
 
-        Called once for each layer when the model is loaded, before matrices are packed. Shapes and dtypes stay.
+        Called once for each layer when the model is loaded. Shapes and dtypes stay.
         """
         ...
 

@@ -4,8 +4,8 @@ Real keys have a few loud channels, which cost all others their precision. Rotat
 codes without a minimum fit (QuaRot, arXiv 2404.00456; `hack_kernels.level_format`). Nothing is rotated back:
 
 V rests as v' = v H with H the orthonormal Hadamard matrix. H is folded into the weights when the model is loaded, at no
-cost, unless they rest as codes: numbers would take three times the bytes, which every step of decode reads. Rows of V
-then turn at run time, and what attention makes of them turns back.
+cost, unless they rest as codes: numbers would take two or three times the bytes, which every step of decode reads.
+Rows of V then turn at run time, and what attention makes of them turns back.
 K rests as k' = (k - mean) T per KV head and meets q' = q T^-T. q'·k' is q·k less q·mean, which is the same for all keys
 of a query, so the softmax does not notice it. T turns after the rotary embedding and cannot be folded.
 

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_out(args.out)
         worker, source, windows = _load(args)
         with _Bar(notes, windows.tokens) as bar:
-            found, chosen = _fit(family, worker, windows, getattr(args, TARGETS, []), bar)
+            found, chosen = _fit(family, worker, windows, args.target_bytes, bar)
         about = _about(worker, source, windows) | {"codec": family}
         if chosen:
             about["layer_bits"] = [each.model_dump() for each in chosen]
@@ -75,9 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-TARGETS: Final = "target_bytes"
-
-
 def _parser(family: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "hackkv calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -91,10 +88,10 @@ def _parser(family: str) -> argparse.ArgumentParser:
         help="UTF-8 text; default: sources of this Python's library that `hackkv eval` never scores",
     )
     parser.add_argument("--tokens", type=_positive, default=16384, help="how much text to read; default: 16384")
+    parser.set_defaults(target_bytes=[])
     if family == ROTATED:
         parser.add_argument(
             "--target-bytes",
-            dest=TARGETS,
             type=_percentage,
             action="append",
             default=[],

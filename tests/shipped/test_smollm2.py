@@ -84,7 +84,7 @@ def test_hack_is_refused_and_the_default_serves() -> None:
 @pytest.mark.parametrize(("weights", "most"), [("bf16", 0.8), ("auto", 1.0)])
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_the_calibration_that_ships_is_of_this_model_and_helps(name: str, weights: str, most: float) -> None:
-    """On codes, products of few rows round otherwise than those of many, which is in both losses."""
+    """On codes `rot-k4v4` gains less by it than on numbers; why is not known."""
     model, said = ModelConfig(path=SMOLLM2, weights=weights), list[str]()
     plain = check_codec(model, CodecConfig(name=name, settings={"calibration": "none"}), said.append)
     assert said[-1].startswith(f"codec {name} is not calibrated for SmolLM2-135M-Instruct")
