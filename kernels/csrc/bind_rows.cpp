@@ -1,0 +1,193 @@
+// Operations on rows between the pages: norm, rotation, gate, append, products.
+#include <nanobind/nanobind.h>
+
+#include "arrays.h"
+#include "bindings.h"
+#include "rowwise_calls.h"
+
+namespace hack {
+namespace {
+namespace bound {  // named like what they call
+
+// A weight [outputs, k] as codes.
+BlockWeight codes_of(nb::handle tensor, std::int64_t outputs, std::int64_t k) {
+  const Array weight(tensor, "weight");
+  const std::int64_t blocks = k / kBlockColumns, tiles = (outputs + kLanes - 1) / kLanes;
+  const int bits = weight.shape(2) == std::size_t(block_bytes(4)) ? 4 : 8;
+  expect_shape(weight, {std::size_t(tiles), std::size_t(blocks), std::size_t(block_bytes(bits))});
+  if (weight.type() != Type::kByte) refuse("weight must be uint8");
+  if (k % kBlockColumns) refuse("weight has the wrong shape for x");
+  return {static_cast<const std::byte*>(weight.data()), bits, int(blocks), int(outputs)};
+}
+
+// Row b of k, v [B, heads, D], number starts[b] of its sequence, to its place in slot slots[b]; false where one is
+// not finite in FP16.
+bool append(const Kernels& kernels, nb::handle open_k, nb::handle open_v, nb::handle starts, nb::handle slots,
+            nb::handle k, nb::handle v, int sink, int recent) {
+  const Array keys(open_k, "open_k"), values(open_v, "open_v");
+  if (keys.ndim() != 4 || keys.size() == 0) refuse("open_k has four dimensions, none of them 0");
+  expect_shape(values, keys.shape());
+  const RowArray k_rows(k, "k"), v_rows(v, "v");
+  const std::size_t batch = std::size_t(k_rows.strips().count), heads = keys.shape(1), d = keys.shape(3);
+  k_rows.expect(k_rows, std::int64_t(heads * d));
+  v_rows.expect(k_rows, std::int64_t(heads * d));
+  const Window window = make_window(sink, recent);
+  if (keys.shape(2) % std::size_t(window.pages()) != 0) refuse("open_k has other pages than the window");
+  const OpenRows open{elements<std::uint16_t>(keys, Type::kHalf, keys.size()),
+                      elements<std::uint16_t>(values, Type::kHalf, keys.size()),
+                      integers(Array(starts, "starts"), batch),
+                      integers(Array(slots, "slots"), batch),
+                      int(heads),
+                      int(keys.shape(2)) / window.pages(),
+                      int(d),
+                      window};
+  for (std::size_t b = 0; b < batch; ++b)
+    if (open.slots[b] < 0 || open.slots[b] >= std::int64_t(keys.shape(0)) || open.positions[b] < 0)
+      refuse("sequence " + std::to_string(b) + " has a bad position or a slot outside the pool");
+  const nb::gil_scoped_release unlocked;
+  return hack::append(kernels.rows_of(k_rows), open, k_rows.strips(), v_rows.strips());
+}
+
+// Rows of k, v [T, H, D] in FP16, zeros where one is not finite, which sets its sequence in faulty [B].
+void narrow(const Kernels& kernels, nb::handle k, nb::handle v, nb::handle counts, nb::handle faulty, nb::handle out_k,
+            nb::handle out_v) {
+  const RowArray k_rows(k, "k"), v_rows(v, "v");
+  v_rows.expect(k_rows, k_rows.elements());
+  const Array sequences(counts, "counts"), to_k(out_k, "out_k"), to_v(out_v, "out_v");
+  const std::size_t rows = std::size_t(k_rows.strips().count), size = rows * std::size_t(k_rows.elements());
+  const std::int64_t* each = integers(sequences, sequences.size());
+  std::size_t covered = 0;
+  for (std::size_t b = 0; b < sequences.size(); ++b) {
+    if (each[b] < 0) refuse("counts has a negative number");
+    covered += std::size_t(each[b]);
+  }
+  if (covered != rows) refuse("counts cover " + std::to_string(covered) + " rows; k has " + std::to_string(rows));
+  auto* flags = elements<bool>(Array(faulty, "faulty"), Type::kBool, sequences.size());
+  auto* narrow_k = elements<std::uint16_t>(to_k, Type::kHalf, size);
+  auto* narrow_v = elements<std::uint16_t>(to_v, Type::kHalf, size);
+  const nb::gil_scoped_release unlocked;
+  hack::narrow(kernels.rows_of(k_rows), kernels.threads(), k_rows.strips(), v_rows.strips(), int(k_rows.elements()),
+               each, std::int64_t(sequences.size()), narrow_k, narrow_v, flags);
+}
+
+// The first `heads` heads of rows of x [T, H, D] by turns [T, D], in place.
+void rotate(const Kernels& kernels, nb::handle x, int heads, nb::handle turns) {
+  const RowArray rows(x, "x");
+  const std::size_t d = std::size_t(rows.inner()), count = std::size_t(rows.strips().count);
+  const auto* angles = elements<const float>(Array(turns, "turns"), Type::kFloat, count * d);
+  if (d % 2 || heads < 1 || heads > rows.elements() / rows.inner()) refuse("x lacks heads, or head_dim is odd");
+  const nb::gil_scoped_release unlocked;
+  hack::rotate(kernels.rows_of(rows), kernels.threads(), rows.strips(), heads, int(d), angles);
+}
+
+// Rows of x [T, n], to which `more` [T, n] is added in place unless it is None, with weight [n], to out [T, n].
+void norm(const Kernels& kernels, nb::handle x, nb::handle more, nb::handle weight, float epsilon, nb::handle out) {
+  const RowArray rows(x, "x"), to(out, "out");
+  Strips added{};
+  if (!more.is_none()) {
+    const RowArray terms(more, "more");
+    terms.expect(rows, rows.elements());
+    added = terms.strips();
+  }
+  const Array weights(weight, "weight");
+  to.expect(rows, rows.elements());
+  if (float_dtype(weights.type(), "weight") != rows.dtype() || std::int64_t(weights.size()) != rows.elements())
+    refuse("weight has the wrong shape or dtype for x");
+  const nb::gil_scoped_release unlocked;
+  hack::norm(kernels.rows_of(rows), kernels.threads(), rows.strips(), added,
+             static_cast<const std::byte*>(weights.data()), int(rows.elements()), epsilon, to.strips());
+}
+
+// silu(gate) * up: rows of x [T, 2 n], which are gate [n] and then up [n], to out [T, n].
+void gate(const Kernels& kernels, nb::handle x, nb::handle out) {
+  const RowArray rows(x, "x"), to(out, "out");
+  if (rows.elements() % 2) refuse("x has an odd number of columns");
+  const std::int64_t n = rows.elements() / 2;
+  to.expect(rows, n);
+  const nb::gil_scoped_release unlocked;
+  hack::gate(kernels.rows_of(rows), kernels.threads(), rows.strips(), int(n), std::size_t(n) * bytes_of(rows.dtype()),
+             to.strips());
+}
+
+// Rows of x [T, k] times rows of weight [n, k], plus bias [n] unless it is None, to out [T, n].
+void product(const Kernels& kernels, nb::handle x, nb::handle weight, nb::handle bias, nb::handle out) {
+  const RowArray rows(x, "x"), to(out, "out");
+  const Array weights(weight, "weight");
+  const std::int64_t k = rows.elements(), n = to.elements();
+  to.expect(rows, n);
+  expect_shape(weights, {std::size_t(n), std::size_t(k)});
+  if (float_dtype(weights.type(), "weight") != rows.dtype()) refuse("weight has the wrong dtype for x");
+  const std::byte* added = nullptr;
+  if (!bias.is_none()) added = elements<const std::byte>(Array(bias, "bias"), weights.type(), std::size_t(n));
+  const nb::gil_scoped_release unlocked;
+  hack::product(kernels.rows_of(rows), kernels.threads(), rows.strips(), int(k),
+                static_cast<const std::byte*>(weights.data()), added, n, to.strips());
+}
+
+// As `product`, of a weight as codes (block_weight.py): [tiles, blocks, bytes].
+void block_product(const Kernels& kernels, nb::handle x, nb::handle weight, nb::handle bias, nb::handle out) {
+  const RowArray rows(x, "x"), to(out, "out");
+  const BlockWeight codes = codes_of(weight, to.elements(), rows.elements());
+  to.expect(rows, codes.outputs);
+  const std::byte* added = nullptr;
+  if (!bias.is_none()) {
+    const Array more(bias, "bias");
+    if (float_dtype(more.type(), "bias") != rows.dtype()) refuse("bias has the wrong dtype for x");
+    added = elements<const std::byte>(more, more.type(), std::size_t(codes.outputs));
+  }
+  const nb::gil_scoped_release unlocked;
+  if (rows.strips().count > 0)
+    hack::product(kernels.rows_of(rows), kernels.threads(), rows.strips(), codes, added, to.strips());
+}
+
+// Rows `ids` of a weight of `count` rows, or all of them where that is None, to out [rows, k].
+void unpack(const Kernels& kernels, nb::handle weight, std::int64_t count, nb::handle ids, nb::handle out) {
+  const RowArray to(out, "out");
+  const BlockWeight codes = codes_of(weight, count, to.elements());
+  const std::int64_t rows = to.strips().count;
+  const std::int64_t* chosen = nullptr;
+  if (!ids.is_none()) {
+    chosen = integers(Array(ids, "ids"), std::size_t(rows));
+    for (std::int64_t i = 0; i < rows; ++i)
+      if (chosen[i] < 0 || chosen[i] >= count) refuse("ids lie outside the weight");
+  } else if (rows != count) {
+    refuse("out has the wrong shape for weight");
+  }
+  const nb::gil_scoped_release unlocked;
+  if (rows > 0) hack::unpack(kernels.rows_of(to), kernels.threads(), codes, chosen, to.strips());
+}
+
+// Heads of rows x [T, H, D], float32, by matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D].
+void turn_heads(const Kernels& kernels, nb::handle x, nb::handle matrices, nb::handle shift, nb::handle out) {
+  const RowArray rows(x, "x"), to(out, "out");
+  const Array turns(matrices, "matrices");
+  if (rows.dtype() != Dtype::kFloat) refuse("x must be float32");
+  to.expect(rows, rows.elements());
+  const std::size_t d = std::size_t(rows.inner()), heads = std::size_t(rows.elements()) / d, groups = turns.shape(0);
+  expect_shape(turns, {groups, d, d});
+  if (groups == 0 || heads % groups) refuse("matrices do not divide the heads of x");
+  const auto* gains = elements<const float>(turns, Type::kFloat, groups * d * d);
+  const float* added = nullptr;
+  if (!shift.is_none()) added = elements<const float>(Array(shift, "shift"), Type::kFloat, groups * d);
+  const nb::gil_scoped_release unlocked;
+  hack::turn_heads(kernels.rows_of(rows), kernels.threads(), rows.strips(), int(heads), int(d), gains, added,
+                   int(groups), to.strips());
+}
+
+}  // namespace bound
+}  // namespace
+
+void bind_rows(nb::class_<Kernels>& kernels) {
+  using namespace nb::literals;
+  kernels.def("append", bound::append)
+      .def("narrow", bound::narrow)
+      .def("rotate", bound::rotate)
+      .def("norm", bound::norm, "x"_a, "more"_a.none(), "weight"_a, "epsilon"_a, "out"_a)
+      .def("gate", bound::gate)
+      .def("product", bound::product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
+      .def("block_product", bound::block_product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
+      .def("unpack", bound::unpack, "weight"_a, "count"_a, "ids"_a.none(), "out"_a)
+      .def("turn_heads", bound::turn_heads, "x"_a, "matrices"_a, "shift"_a.none(), "out"_a);
+}
+
+}  // namespace hack
