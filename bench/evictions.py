@@ -16,7 +16,8 @@ from typing import Final
 
 import torch
 
-from hackkv.codec import Span, rows_held
+from hackkv.batch import Span
+from hackkv.codec import rows_held
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker, load_worker

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.types import Sampling

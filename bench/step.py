@@ -35,7 +35,7 @@ from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, Limits
 from decode_node.steps import Steps
 from decode_node.stream import Stream
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState

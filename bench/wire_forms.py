@@ -23,7 +23,7 @@ from hack_kernels.base import Planes
 from bench.cluster import load_note
 from bench.sections import write_section
 from bench.wire_links import LINKS, link_row
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.framing import Expected, FrameLedger, FrameWriter
 from hackkv.model.runner import ModelRunner

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.errors import SequenceError
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState

@@ -18,7 +18,7 @@ from decode_node.kept_rows import KeptRows
 from decode_node.scheduler import DecodeScheduler
 from decode_node.seats import Place, Plan, Turn, publish
 from decode_node.stream import Stream
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.errors import HackkvError, SequenceError
 from hackkv.model.runner import ModelRunner
 from hackkv.types import Decoded, Token

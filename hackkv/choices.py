@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from hack_kernels.base import Plane, Pool, Spans
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hackkv.codec import Batch, Span
+from hackkv.batch import Batch, Span
 
 
 class Eviction(Protocol):

@@ -9,8 +9,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from hackkv.batch import Span
 from hackkv.choices import Eviction
-from hackkv.codec import Span
 from hackkv.errors import SequenceError
 from hackkv.framing import FrameWriter
 from hackkv.guide import Guide

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from decode_node.engine import Sequence, StepPart
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.model.sampler import SamplerState
 from tests.pair import PI, greedy, prompt
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from decode_node.config import DecodeSettings
 from decode_node.service import DecodeService
-from hackkv.codec import Batch, KvCodec
+from hackkv.batch import Batch
+from hackkv.codec import KvCodec
 from hackkv.codecs import CODECS, make_evicting
 from hackkv.codecs.paged import Kept, PagedCodec
 from hackkv.config import CodecConfig, ModelConfig

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hackkv.codec import Batch, Span
+from hackkv.batch import Batch, Span
 from hackkv.packing import STRIDE, on_device, packed, table_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")

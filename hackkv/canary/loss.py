@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hackkv.codec import KvCodec, Span
+from hackkv.batch import Span
+from hackkv.codec import KvCodec
 from hackkv.errors import NonFiniteError
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.llama import Llama

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hack_kernels.base import Plane, Pool
 from torch import Tensor
 
-from hackkv.codec import Batch, Span
+from hackkv.batch import Batch, Span
 from hackkv.codecs.attention_mass import attention_mass
 from hackkv.codecs.paged import PagedCodec, write_exact_rows
 from hackkv.codecs.retention import Retention

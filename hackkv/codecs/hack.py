@@ -15,7 +15,8 @@ from hack_kernels.reference.hack import HackReference
 from pydantic import Field
 from torch import Tensor
 
-from hackkv.codec import Batch, KvCodec
+from hackkv.batch import Batch
+from hackkv.codec import KvCodec
 from hackkv.codecs.paged import Kept, PagedCodec, Settings
 from hackkv.config import Frozen
 from hackkv.types import KvShape

@@ -16,8 +16,9 @@ from hack_kernels.bounded import BoundedKernels
 from hack_kernels.pools import new_pools, with_notes
 from torch import Tensor
 
+from hackkv.batch import Batch
 from hackkv.choices import Eviction, Selection
-from hackkv.codec import AttentionWeights, Batch, Origin
+from hackkv.codec import AttentionWeights, Origin
 from hackkv.wire_form import RAW, WireForm
 
 Settings = tuple[tuple[str, str], ...]

@@ -29,7 +29,8 @@ from hack_kernels.window import Window
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from hackkv.codec import AttentionWeights, Batch, KvCodec
+from hackkv.batch import Batch
+from hackkv.codec import AttentionWeights, KvCodec
 from hackkv.codecs.artifact import ROTATED, UNCALIBRATED, Artifact, read_artifact
 from hackkv.codecs.hadamard import hadamard
 from hackkv.codecs.paged import Kept, PagedCodec, Settings

@@ -18,8 +18,8 @@ from hack_kernels.bounded import LEAST, MOST, BoundedFormat, BoundedKernels
 from pydantic import Field
 from torch import Tensor
 
+from hackkv.batch import Batch
 from hackkv.choices import some_pages
-from hackkv.codec import Batch
 from hackkv.codecs.paged import Kept, PagedCodec
 from hackkv.codecs.retention import Amount, Retention, Rows
 from hackkv.config import Frozen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, sample
 from hackkv.model.worker import Worker

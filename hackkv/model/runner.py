@@ -8,7 +8,8 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from hackkv.codec import Batch, KvCodec, Span, non_finite, rows_held
+from hackkv.batch import Batch, Span, non_finite
+from hackkv.codec import KvCodec, rows_held
 from hackkv.errors import NonFiniteError
 from hackkv.kv_memory import KvMemory
 from hackkv.model.llama import Attend, Llama

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
 from measure.accuracy.metrics import Answered

@@ -12,7 +12,8 @@ from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from torch import Tensor
 
-from hackkv.codec import Batch, KvCodec, non_finite
+from hackkv.batch import Batch, non_finite
+from hackkv.codec import KvCodec
 from hackkv.codecs import CODECS, Preset
 from hackkv.codecs.paged import Kept, PagedCodec
 from hackkv.config import ModelConfig

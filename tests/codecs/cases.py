@@ -13,7 +13,8 @@ from hack_kernels import AUTO, load
 from hack_kernels.base import Pool
 from torch import Tensor
 
-from hackkv.codec import Batch, KvCodec, Span
+from hackkv.batch import Batch, Span
+from hackkv.codec import KvCodec
 from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
 from hackkv.types import KvShape

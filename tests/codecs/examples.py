@@ -12,8 +12,8 @@ from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from torch import Tensor
 
+from hackkv.batch import Batch
 from hackkv.choices import some_pages
-from hackkv.codec import Batch
 from hackkv.codecs.paged import Kept, PagedCodec
 from hackkv.model.worker import Worker
 from tests.pair import PI, tiny_worker

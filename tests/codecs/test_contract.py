@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hackkv.codec import Batch, Span, non_finite
+from hackkv.batch import Batch, Span, non_finite
 from tests.codecs.cases import (
     HEADS,
     LAYER,

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hackkv.codec import Batch, KvCodec, Span, rows_held
+from hackkv.batch import Batch, Span
+from hackkv.codec import KvCodec, rows_held
 from hackkv.codecs import CODECS, beneath, make_codec
 from hackkv.codecs.attention_mass import WEIGHT_BITS, attention_mass
 from hackkv.config import CodecConfig

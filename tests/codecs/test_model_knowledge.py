@@ -10,7 +10,8 @@ import torch
 from hack_kernels import load
 from safetensors.torch import save_file
 
-from hackkv.codec import Span, planes_bytes
+from hackkv.batch import Span
+from hackkv.codec import planes_bytes
 from hackkv.codecs import CODECS, Preset, make_codec
 from hackkv.codecs.artifact import read_artifact
 from hackkv.config import CodecConfig, ModelConfig

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hackkv.codec import Batch, Span
+from hackkv.batch import Batch, Span
 from hackkv.codecs import make_codec
 from hackkv.codecs.paged import PagedCodec
 from hackkv.config import CodecConfig

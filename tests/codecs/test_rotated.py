@@ -14,7 +14,7 @@ from hack_kernels.reference.levels import dequantize, unpack_codes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hackkv.codec import Batch, Span, non_finite
+from hackkv.batch import Batch, Span, non_finite
 from hackkv.codecs import make_codec
 from hackkv.codecs.artifact import METADATA
 from hackkv.codecs.hadamard import hadamard

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hackkv.codec import KvCodec, Span, fp16_page_bytes, planes_bytes
+from hackkv.batch import Span
+from hackkv.codec import KvCodec, fp16_page_bytes, planes_bytes
 from hackkv.codecs import make_codec
 from hackkv.codecs.hadamard import hadamard
 from hackkv.codecs.rotated import RotatedCodec

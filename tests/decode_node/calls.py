@@ -13,7 +13,7 @@ from hack_kernels.base import Pool
 from torch import Tensor
 
 from decode_node.config import DecodeSettings
-from hackkv.codec import Batch
+from hackkv.batch import Batch
 from hackkv.errors import (
     by_code,
 )

@@ -9,7 +9,7 @@ import pytest
 from hack_kernels.base import Pool
 from torch import Tensor
 
-from hackkv.codec import Batch
+from hackkv.batch import Batch
 from hackkv.errors import (
     HackkvError,
     HandshakeRefused,

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from app.cluster import Checked
 from decode_node.config import DecodeConfig
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig, ModelConfig, load
 from hackkv.errors import ConfigError

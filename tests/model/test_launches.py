@@ -23,7 +23,7 @@ from hack_kernels.triton.split import LARGE_BATCH
 from torch import Tensor
 
 from decode_node.engine import DecodeEngine
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.codecs import beneath
 from hackkv.config import CodecConfig
 from hackkv.model.llama import Llama

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode_node.engine import DecodeEngine
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
 from hackkv.model.llama import Llama, Weights

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hackkv.codec import Span
+from hackkv.batch import Span
 from hackkv.errors import (
     HandshakeRefused,
     Overloaded,
