@@ -115,7 +115,17 @@ class CheckedFrame:
             tensors[plane.name] = (
                 torch.from_numpy(flat).view(plane.dtype).view(frame.head_count, frame.page_count, *plane.shape)
             )
+            if not _sizes_hold(plane, tensors[plane.name]):
+                where = f"plane {span.name}, layer {frame.layer}, frame {frame.seq}"
+                raise FrameRefused(f"{where} has sizes below 0, or beyond {plane.most_sum} in a page", "oversized")
         return tensors
+
+
+def _sizes_hold(plane: Plane, pages: Tensor) -> bool:
+    """Whether the numbers of pages [heads, pages, n] are what `Plane.most_sum` allows."""
+    if plane.most_sum is None:
+        return True
+    return bool((pages >= 0).all()) and bool((pages.sum(-1) <= plane.most_sum).all())
 
 
 @dataclass(frozen=True, slots=True)

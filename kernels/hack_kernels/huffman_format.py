@@ -15,13 +15,14 @@ k_sizes    [16]     int16    bytes of each slice: a sixteenth of the page's code
 k_coded    [bytes]  uint8    the slices one after another, then zeros; the first bit of a code is the lowest
 =========  =======  =======  =================================================================================
 
-Coded sizes vary and a page's place in a pool does not, so a page has *room*: so many bits a code. A page that does not
-fit is quantized again with a larger step, `RUNGS` times ρ, until it does; with a step as large as the range it always
-does. No symbol is lost, and bytes follow from the page's rows alone.
+Coded sizes vary and a page's place in a pool does not, so a page has *room*: so many bits a code. A page that does
+not fit is quantized again with a larger step, `RUNGS` times ρ, until it does; with a step as large as the range it
+always does. No symbol is lost, and bytes follow from the page's rows alone.
 
 Books are static, for the same reason: those of KVComp follow from a prompt's histogram, and would make a page's bytes
 depend on the rest of the prompt. A page chooses one of `SPREADS`, and the symbol that is its centre: what is coded is
-(c - centre) mod A. Every symbol of the alphabet has a code, of at most 12 bits, so any bits decode to symbols.
+(c - centre) mod A. Every symbol of the alphabet has a code, of at most 12 bits, so any bits decode to symbols; a book or
+a centre that there is not counts as the last, and slices never end beyond their plane.
 
 s = max(ρ·(most - least), amax / 2^14) in FP32, at most 65504, rounded up to FP16, 1 where that is 0;
 c = round(x / s) - n in FP32, ties to even. Chosen are the book and the centre with the fewest bits, the first of equals.
@@ -40,7 +41,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Plane, Planes
+from hack_kernels.base import Plane
 from hack_kernels.read_format import ReadFormat
 
 SLICES: Final = 16
@@ -146,20 +147,9 @@ class HuffmanFormat(ReadFormat):
             Plane(f"{name}_step", torch.float16, (units,)),
             Plane(f"{name}_first", torch.int16, (units,)),
             Plane(f"{name}_book", torch.uint8, (2,)),
-            Plane(f"{name}_sizes", torch.int16, (SLICES,)),
+            Plane(f"{name}_sizes", torch.int16, (SLICES,), most_sum=coded - SLACK_BYTES),
             Plane(f"{name}_coded", torch.uint8, (coded,)),
         )
-
-    def check_streams(self, planes: Planes) -> None:
-        """Raises `ValueError` naming the plane of pages [..., *plane shape] in which no page of ours has these bytes:
-        slices beyond their plane, a book or a centre that there is not. Waits for the device."""
-        for name in ("k", "v"):
-            sizes, book, coded = (planes[f"{name}_{part}"] for part in ("sizes", "book", "coded"))
-            if bool((sizes < 0).any()) or bool((sizes.sum(-1) > coded.shape[-1] - SLACK_BYTES).any()):
-                raise ValueError(f"plane {name}_sizes: slices end beyond the {coded.shape[-1]} bytes of {name}_coded")
-            known = torch.tensor((len(SPREADS), self.side(name).symbols), device=book.device)
-            if bool((book >= known).any()):
-                raise ValueError(f"plane {name}_book: an unknown book, or a centre beyond the alphabet")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,9 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
         ("kvquant-4", {}, 158 * 64, 158 * 64),
         ("kvquant-4", {"k_bits": 3, "v_bits": 3}, 126 * 64, 126 * 64),
         ("kvquant-2", {}, 94 * 64, 94 * 64),
+        ("kvcomp", {}, 7160, 7160),
+        ("kvcomp", {"k_room": 4.0, "v_room": 2.0}, 7160 + 256 - 896, 7160 + 256 - 896),
+        ("kvcomp-channel", {}, 6260, 6260),
         ("cachegen", {}, 164 * 64, 164 * 64),
         ("cachegen-eq86", {}, 132 * 64, 132 * 64),
         ("rot-k4v4", {}, 8448, 8448),
@@ -70,9 +73,10 @@ def test_every_codec_of_the_table_is_pinned() -> None:
     """A codec that is added must be entered above; `zack` and the tests' own rows have pages of others."""
     hack, rotated = {"hack", "hack-k4v2", "hack-paper"}, {"rot-k4v4", "rot-k3v3", "rot-k3v2", "rot-k2v2"}
     floats, groups = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2", "kvquant-4", "kvquant-2"}
+    coded = {"kvcomp", "kvcomp-channel"}
     evicting = {"streamingllm", "snapkv", "h2o", "mpcache"}
     assert evicting == set(EVICTING)
-    known = {*hack, *rotated, *floats, *groups, *evicting, "cachegen", "cachegen-eq86", "fp16", "zack"}
+    known = {*hack, *rotated, *floats, *groups, *coded, *evicting, "cachegen", "cachegen-eq86", "fp16", "zack"}
     assert set(CODECS) - {"hack-zstd", "toy-layers", "rot-window"} == known
 
 

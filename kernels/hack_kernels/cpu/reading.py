@@ -99,19 +99,6 @@ class NuqCpu(ReadCpu):
         super().seal(layer, pool, page_ids, starts, k, v)
 
 
-class HuffmanCpu(ReadCpu):
-    """Pages are looked at before they are installed."""
-
-    def __init__(self, fmt: HuffmanFormat, native: Any) -> None:
-        super().__init__(fmt, native, native_huffman_format(fmt))
-        self.fmt = fmt
-
-    def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
-        """Copy what pages of the format may hold."""
-        self.fmt.check_streams(planes)
-        super().install(pool, page_ids, planes)
-
-
 def for_floats(fmt: FloatFormat, native: Any) -> ReadCpu | None:
     """None for a shape that `csrc/rows.h` does not take."""
     return ReadCpu(fmt, native, native_float_format(fmt)) if _takes(fmt) else None
@@ -127,9 +114,9 @@ def for_levels(fmt: NuqFormat, native: Any) -> NuqCpu | None:
     return NuqCpu(fmt, native) if _takes(fmt) else None
 
 
-def for_huffman(fmt: HuffmanFormat, native: Any) -> HuffmanCpu | None:
+def for_huffman(fmt: HuffmanFormat, native: Any) -> ReadCpu | None:
     """None for a shape that `csrc/rows.h` does not take."""
-    return HuffmanCpu(fmt, native) if _takes(fmt) else None
+    return ReadCpu(fmt, native, native_huffman_format(fmt)) if _takes(fmt) else None
 
 
 def native_float_format(fmt: FloatFormat) -> Any:
@@ -184,9 +171,7 @@ def native_huffman_format(fmt: HuffmanFormat) -> Any:
         books = books_of(of.symbols)
         return UNITS[of.unit], fmt.room_bits(name), of.rungs, books.codes, books.lookup
 
-    return compiled().huffman_format(
-        head_dim=fmt.head_dim, page_tokens=fmt.page_tokens, k=side("k"), v=side("v")
-    )
+    return compiled().huffman_format(head_dim=fmt.head_dim, page_tokens=fmt.page_tokens, k=side("k"), v=side("v"))
 
 
 def _grouped(side: Grouping) -> tuple[int, bool, int, int]:

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Planes, Pool
+from hack_kernels.base import Planes
 from hack_kernels.huffman_format import LONGEST, SLACK_BYTES, SLICES, Books, HuffmanFormat, Unit, books_of
 from hack_kernels.quantize import fp16_up
 from hack_kernels.reference.reading import ALL_HEADS, LARGEST_FP16, ReadingReference
@@ -22,11 +22,6 @@ class HuffmanReference(ReadingReference):
     def __init__(self, fmt: HuffmanFormat, device: torch.device) -> None:
         super().__init__(fmt, device)
         self.fmt = fmt
-
-    def install(self, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
-        """Copy what pages of the format may hold."""
-        self.fmt.check_streams(planes)
-        super().install(pool, page_ids, planes)
 
     def quantize(self, name: str, rows: Tensor, heads: slice = ALL_HEADS) -> Planes:
         """Rung by rung, until every page fits."""
@@ -59,7 +54,7 @@ class HuffmanReference(ReadingReference):
         book, centre = planes[f"{name}_book"].long().split(1, -1)
         lookup = books.lookup[book[..., 0].clamp(max=len(books.lookup) - 1)]
         symbols = decoded(lookup, planes[f"{name}_sizes"], planes[f"{name}_coded"], self.fmt.elements)
-        codes = torch.remainder(symbols + centre, side.symbols).unflatten(-1, shape)
+        codes = torch.remainder(symbols + centre.clamp(max=side.symbols - 1), side.symbols).unflatten(-1, shape)
         along = tuple(1 if axis in ALONG[side.unit] else size for axis, size in zip((-2, -1), shape, strict=True))
         first, step = (planes[f"{name}_{part}"].float().unflatten(-1, along) for part in ("first", "step"))
         return (first + codes) * step
@@ -84,7 +79,7 @@ def steps(x: Tensor, unit: Unit, rung: float) -> tuple[Tensor, Tensor]:
 def choice(books: Books, codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The fewest bits that the codes [..., n] of pages take, with which book, around which centre: [...] int64."""
     lengths = (books.codes >> 16).long()
-    count, symbols = lengths.shape
+    symbols = lengths.shape[1]
     turned = (torch.arange(symbols)[:, None] - torch.arange(symbols)).remainder(symbols).to(codes.device)
     costs = lengths[:, turned].permute(1, 0, 2).flatten(1)  # [A, B·A]: of a code, with each book and centre
     seen = torch.zeros((*codes.shape[:-1], symbols), dtype=torch.float64, device=codes.device)
