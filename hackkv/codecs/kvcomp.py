@@ -1,9 +1,9 @@
 """Codecs `kvcomp` and `kvcomp-channel`: error-bounded codes, Huffman coded where they rest (KVComp, arXiv 2509.00579).
 
 A step is a share of a unit's range: for K of a block, which is a page, or of each of its channels; for V of a token
-(3.1.1). What is read is at most half a step away from what was written. Codes rest as Huffman codes (3.1.2), and a page is
-decoded where attention reads it, into memory of the thread that stays in its cache (3.3.2); `unfused` writes FP16 rows
-first. On the wire Zstandard leaves out what a page has not filled.
+(3.1.1). What is read is at most half a step away from what was written. Codes rest as Huffman codes (3.1.2), and a page
+is decoded where attention reads it, into memory of the thread that stays in its cache (3.3.2); `unfused` writes FP16
+rows first. On the wire Zstandard leaves out what a page has not filled.
 
 Three things differ from the paper. Units belong to one KV head, so that heads can be split. Books are static, and a
 page chooses among them; the paper's follow from a prompt's histogram, by layer, so a page's bytes would depend on later

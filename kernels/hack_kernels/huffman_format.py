@@ -21,11 +21,12 @@ always does. No symbol is lost, and bytes follow from the page's rows alone.
 
 Books are static, for the same reason: those of KVComp follow from a prompt's histogram, and would make a page's bytes
 depend on the rest of the prompt. A page chooses one of `SPREADS`, and the symbol that is its centre: what is coded is
-(c - centre) mod A. Every symbol of the alphabet has a code, of at most 12 bits, so any bits decode to symbols; a book or
-a centre that there is not counts as the last, and slices never end beyond their plane.
+(c - centre) mod A. Every symbol of the alphabet has a code, of at most 12 bits, so any bits decode to symbols; a book
+or a centre that there is not counts as the last.
 
 s = max(ρ·(most - least), amax / 2^14) in FP32, at most 65504, rounded up to FP16, 1 where that is 0;
-c = round(x / s) - n in FP32, ties to even. Chosen are the book and the centre with the fewest bits, the first of equals.
+c = round(x / s) - n in FP32, ties to even. Chosen are the book and the centre with the fewest bits, the first of
+equals.
 """
 
 from __future__ import annotations

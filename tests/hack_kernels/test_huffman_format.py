@@ -152,9 +152,9 @@ def test_heads_and_pages_have_the_bytes_that_each_has_alone(fmt: HuffmanFormat) 
 
 def test_wrong_formats_are_named() -> None:
     good = HuffmanSide(Unit.TOKEN, 0.15, 2.5)
-    with pytest.raises(ValueError, match="k_scale is 0.01; it must lie between 0.02 and 0.5"):
+    with pytest.raises(ValueError, match=r"k_scale is 0\.01; it must lie between 0\.02 and 0\.5"):
         HuffmanFormat(64, HuffmanSide(Unit.BLOCK, 0.01, 4), good)
-    with pytest.raises(ValueError, match="v_room is 1.5; it must lie between 2.0 and 8.0"):
+    with pytest.raises(ValueError, match=r"v_room is 1\.5; it must lie between 2\.0 and 8\.0"):
         HuffmanFormat(64, good, HuffmanSide(Unit.TOKEN, 0.15, 1.5))
     with pytest.raises(ValueError, match="1 rows of 8 channels are not 16 slices"):
         HuffmanFormat(8, good, good, page_tokens=1)
