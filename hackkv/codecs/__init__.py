@@ -13,7 +13,6 @@ from typing import Any, Final
 from hack_kernels.base import Backend
 from hack_kernels.float_format import Element, Scaling
 from hack_kernels.hack_format import Arithmetic, OpenPage, Rounding
-from hack_kernels.huffman_format import Unit
 from pydantic import ValidationError
 
 from hackkv.codec import KvCodec
@@ -103,7 +102,6 @@ CODECS: Final[dict[str, Preset]] = {
     "cachegen": Preset(make_cachegen, {"level": "2", "wire_form": "zstd"}),
     "cachegen-eq86": Preset(make_cachegen, {"level": "eq86", "wire_form": "zstd"}),
     "kvcomp": Preset(make_kvcomp, {"wire_form": "zstd"}),
-    "kvcomp-channel": Preset(make_kvcomp, {"k_unit": Unit.CHANNEL, "k_scale": 0.25, "wire_form": "zstd"}),
     "hack": Preset(make_hack),
     "hack-k4v2": Preset(make_hack, {"k_bits": 4}),
     "hack-paper": Preset(

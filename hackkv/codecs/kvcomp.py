@@ -1,4 +1,4 @@
-"""Codecs `kvcomp` and `kvcomp-channel`: error-bounded codes, Huffman coded where they rest (KVComp, arXiv 2509.00579).
+"""Codec `kvcomp`: error-bounded codes, Huffman coded where they rest (KVComp, arXiv 2509.00579).
 
 A step is a share of a unit's range: for K of a block, which is a page, or of each of its channels; for V of a token
 (3.1.1). What is read is at most half a step away from what was written. Codes rest as Huffman codes (3.1.2), and a page

@@ -708,7 +708,7 @@ HuffmanSide make_huffman_side(const HuffmanWords& words) {
   expect_shape(each_entry, {books, std::size_t(1) << kLookupBits});
   HuffmanSide side{Unit(unit), int(symbols), int(books), room, int(rungs.size()), {},
                    elements<const std::int32_t>(each_code, Type::kInt, books * symbols),
-                   elements<const std::int32_t>(each_entry, Type::kInt, books << kLookupBits)};
+                   integers(each_entry, books << kLookupBits)};
   std::copy(rungs.begin(), rungs.end(), side.rungs);
   return side;
 }

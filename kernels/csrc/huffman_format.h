@@ -23,7 +23,7 @@ struct HuffmanSide {
   int rung_count;
   float rungs[kMostRungs];    // shares of a unit's range that a step may be, ascending
   const std::int32_t* codes;  // [books, symbols]: code, and from bit 16 on its bits
-  const std::int32_t* lookup;  // [books, 2^12]: symbols, and from bit 16 on bits of both and of the first, and how many
+  const std::int64_t* lookup;  // [books, 2^12]: bits of at most 4 symbols, they, bits of the first, and how many
 
   constexpr std::size_t coded_bytes() const { return std::size_t(room + 7) / 8 + kSlices + kSlackBytes; }
 };

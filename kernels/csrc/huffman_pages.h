@@ -15,41 +15,39 @@ struct Slice {
 };
 
 inline constexpr int kSideBySide = 4;
-inline constexpr int kLookups = 4;  // that the bits of a word are enough for
-inline constexpr int kAhead = 2 * kLookups;  // symbols that these give at most
+inline constexpr int kMostAtOnce = 4;  // symbols of an entry
+inline constexpr int kLookups = 4;     // that the bits of a word are enough for
 
-// `kLookups` lookups: the slice has at least `kAhead` symbols to come. Reads stay before bit `last` + 64.
-template <class S>
-[[gnu::always_inline]] inline void look_up_word(const std::uint8_t* coded, std::uint32_t last,
-                                                const std::int32_t* lookup, Slice& slice) {
-  const std::uint32_t at = slice.at < last ? slice.at : last;
-  std::uint64_t word;
-  std::memcpy(&word, coded + at / 8, sizeof word);
-  word >>= at % 8;
-  std::uint32_t used = at;
-  unrolled<kLookups>([&](auto) __attribute__((always_inline)) {
-    const std::uint32_t entry = std::uint32_t(lookup[word & ((1 << kLookupBits) - 1)]);
-    const std::uint16_t both = std::uint16_t(entry);
-    std::memcpy(slice.out, &both, sizeof both);
-    const std::uint32_t bits = entry >> 16 & 15;
-    slice.out += entry >> 24;
-    word >>= bits;
-    used += bits;
+// `count` look-ups: the slice has at least `count` times `kMostAtOnce` symbols to come. Reads stay before bit `last` + 64.
+template <class S, int count>
+[[gnu::always_inline]] inline void look_up(const std::uint8_t* coded, std::uint32_t last, const std::int64_t* lookup,
+                                           Slice& slice) {
+  slice.at = slice.at < last ? slice.at : last;
+  std::uint64_t word, used = 0;
+  std::memcpy(&word, coded + slice.at / 8, sizeof word);
+  word >>= slice.at % 8;
+  unrolled<count>([&](auto) __attribute__((always_inline)) {
+    const std::uint64_t entry = std::uint64_t(lookup[word & ((1 << kLookupBits) - 1)]);
+    const auto symbols = std::uint32_t(entry >> 8);
+    std::memcpy(slice.out, &symbols, sizeof symbols);
+    slice.out += entry >> 56;
+    word >>= entry & 63;
+    used += entry;  // whose lowest bits do not overflow
   });
-  slice.at = used;
+  slice.at += used & 0xFF;
 }
 
 template <class S>
 [[gnu::always_inline]] inline void decode_end(const std::uint8_t* coded, std::uint32_t last,
-                                              const std::int32_t* lookup, Slice& slice) {
-  while (slice.end - slice.out >= kAhead) look_up_word<S>(coded, last, lookup, slice);
+                                              const std::int64_t* lookup, Slice& slice) {
+  while (slice.end - slice.out >= kMostAtOnce) look_up<S, 1>(coded, last, lookup, slice);
   while (slice.out < slice.end) {
     const std::uint32_t at = slice.at < last ? slice.at : last;
     std::uint32_t word;
     std::memcpy(&word, coded + at / 8, sizeof word);
-    const std::uint32_t entry = std::uint32_t(lookup[word >> at % 8 & ((1 << kLookupBits) - 1)]);
-    *slice.out++ = std::uint8_t(entry);
-    slice.at = at + (entry >> 20 & 15);
+    const std::int64_t entry = lookup[word >> at % 8 & ((1 << kLookupBits) - 1)];
+    *slice.out++ = std::uint8_t(entry >> 8);
+    slice.at = at + std::uint32_t(entry >> 40 & 0xFF);
   }
 }
 
@@ -59,7 +57,7 @@ void decode_codes(const HuffmanFormat& fmt, const HuffmanSide& of, const ConstHu
   const std::size_t elements = fmt.elements(), count = elements / kSlices;
   const std::uint32_t last = 8 * std::uint32_t(of.coded_bytes() - kSlackBytes);
   const int book = side.book[0] < of.books ? side.book[0] : of.books - 1;
-  const std::int32_t* lookup = of.lookup + (std::size_t(book) << kLookupBits);
+  const std::int64_t* lookup = of.lookup + (std::size_t(book) << kLookupBits);
   std::uint32_t at = 0;
   for (int first = 0; first < kSlices; first += kSideBySide) {
     Slice slices[kSideBySide];
@@ -70,12 +68,12 @@ void decode_codes(const HuffmanFormat& fmt, const HuffmanSide& of, const ConstHu
     const auto least = [&] {
       std::ptrdiff_t fewest = slices[0].end - slices[0].out;
       for (int i = 1; i < kSideBySide; ++i) fewest = std::min(fewest, slices[i].end - slices[i].out);
-      return fewest / kAhead;
+      return fewest / (kLookups * kMostAtOnce);
     };
     for (std::ptrdiff_t rounds = least(); rounds > 0; rounds = least())
       for (; rounds > 0; --rounds)
         unrolled<kSideBySide>([&](auto i)
-                                  __attribute__((always_inline)) { look_up_word<S>(side.coded, last, lookup, slices[i]); });
+                                  __attribute__((always_inline)) { look_up<S, kLookups>(side.coded, last, lookup, slices[i]); });
     for (Slice& slice : slices) decode_end<S>(side.coded, last, lookup, slice);
   }
   const auto centre = std::uint8_t(std::min<int>(side.book[1], of.symbols - 1)), symbols = std::uint8_t(of.symbols);

@@ -54,6 +54,9 @@ SLACK_BYTES: Final = 8
 LONGEST: Final = 12
 """Bits of the longest code, as published."""
 
+MOST_SYMBOLS: Final = 4
+"""That one look-up gives."""
+
 RUNGS: Final = (1.0, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """What ρ is multiplied by, one after another, where a page does not fit."""
 
@@ -160,8 +163,8 @@ class Books:
     codes: Tensor
     """[B, A] int32: a symbol's code, and from bit 16 on its bits."""
     lookup: Tensor
-    """[B, 2^12] int32, for every 12 bits: the first symbol, from bit 8 on the second, from bit 16 on the bits of the
-    symbols, from bit 20 on the bits of the first, and from bit 24 on whether they hold one symbol or two."""
+    """[B, 2^12] int64, for every 12 bits, a byte each: bits of the symbols that lie in them, at most 4, these symbols,
+    bits of the first, 0, and how many they are."""
 
     def to(self, device: torch.device) -> Books:
         """On another device."""
@@ -173,16 +176,18 @@ def books_of(symbols: int) -> Books:
     """Those of an alphabet."""
     made = [code_lengths(_weights(symbols, *spread)) for spread in SPREADS]
     codes = [canonical(lengths) for lengths in made]
-    first = torch.zeros(len(made), 1 << LONGEST, dtype=torch.int32)
+    first = torch.zeros(len(made), 1 << LONGEST, dtype=torch.int64)
     for book, each in enumerate(codes):
         for symbol, entry in enumerate(each):
             first[book, entry & 0xFFFF :: 1 << (entry >> 16)] = symbol | entry >> 16 << 8
-    symbol, bits = first & 0xFF, first >> 8
-    second = first.gather(1, (torch.arange(1 << LONGEST) >> bits).long())
-    both = bits + (second >> 8)
-    two = both <= LONGEST
-    lookup = symbol | torch.where(two, second & 0xFF, 0) << 8 | torch.where(two, both, bits) << 16 | bits << 20
-    return Books(torch.tensor(codes, dtype=torch.int32), lookup | (1 + two.int()) << 24)
+    symbols, bits, count = first & 0xFF, first >> 8, torch.ones_like(first)
+    for _ in range(MOST_SYMBOLS - 1):
+        following = first.gather(1, torch.arange(1 << LONGEST) >> bits)
+        fits = (bits + (following >> 8) <= LONGEST) & (count < MOST_SYMBOLS)
+        symbols |= torch.where(fits, (following & 0xFF) << 8 * count, 0)
+        bits, count = bits + torch.where(fits, following >> 8, 0), count + fits
+    lookup = bits | symbols << 8 | first >> 8 << 40 | count << 56
+    return Books(torch.tensor(codes, dtype=torch.int32), lookup)
 
 
 def _weights(symbols: int, flat: int, spread: float) -> list[int]:

@@ -15,7 +15,7 @@ from tests.codecs.calibrations import calibration_file
 from tests.pair import EVICTING
 
 
-def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
+def make(name: str, head_dim: int, **settings: float | str | bool) -> KvCodec:
     return make_codec(CodecConfig(name=name, settings=settings), KvShape(1, 1, head_dim), load("reference"))
 
 
@@ -41,7 +41,7 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
         ("kvquant-2", {}, 94 * 64, 94 * 64),
         ("kvcomp", {}, 7160, 7160),
         ("kvcomp", {"k_room": 4.0, "v_room": 2.0}, 7160 + 256 - 896, 7160 + 256 - 896),
-        ("kvcomp-channel", {}, 6260, 6260),
+        ("kvcomp", {"k_unit": "channel", "k_scale": 0.25}, 6260, 6260),
         ("cachegen", {}, 164 * 64, 164 * 64),
         ("cachegen-eq86", {}, 132 * 64, 132 * 64),
         ("rot-k4v4", {}, 8448, 8448),
@@ -55,7 +55,7 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
     ],
     ids=str,
 )
-def test_page_bytes_of_the_design(name: str, settings: dict[str, int | str | bool], resident: int, wire: int) -> None:
+def test_page_bytes_of_the_design(name: str, settings: dict[str, float | str | bool], resident: int, wire: int) -> None:
     """Head_dim 128, Π 64, one KV head: design section 2."""
     codec = make(name, 128, **settings)
     assert codec.formats[0].page_bytes == resident
@@ -73,10 +73,9 @@ def test_every_codec_of_the_table_is_pinned() -> None:
     """A codec that is added must be entered above; `zack` and the tests' own rows have pages of others."""
     hack, rotated = {"hack", "hack-k4v2", "hack-paper"}, {"rot-k4v4", "rot-k3v3", "rot-k3v2", "rot-k2v2"}
     floats, groups = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2", "kvquant-4", "kvquant-2"}
-    coded = {"kvcomp", "kvcomp-channel"}
     evicting = {"streamingllm", "snapkv", "h2o", "mpcache"}
     assert evicting == set(EVICTING)
-    known = {*hack, *rotated, *floats, *groups, *coded, *evicting, "cachegen", "cachegen-eq86", "fp16", "zack"}
+    known = {*hack, *rotated, *floats, *groups, *evicting, "cachegen", "cachegen-eq86", "fp16", "kvcomp", "zack"}
     assert set(CODECS) - {"hack-zstd", "toy-layers", "rot-window"} == known
 
 

@@ -28,7 +28,6 @@ RIVALS = (
     "kvquant-4",
     "kvquant-2",
     "kvcomp",
-    "kvcomp-channel",
     "cachegen",
     "cachegen-eq86",
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hack_kernels.huffman_format import (
     LONGEST,
+    MOST_SYMBOLS,
     RUNGS,
     SLACK_BYTES,
     SLICES,
@@ -94,15 +95,20 @@ def test_every_symbol_has_a_code_and_any_bits_are_codes(symbols: int) -> None:
         assert max(lengths) <= LONGEST
         assert sum(Fraction(1, 2**bits) for bits in lengths) == 1
         for word in range(0, 1 << LONGEST, 31):
-            symbol, bits = lookup[word] & 0xFF, lookup[word] >> 20 & 0xF
-            assert entries[symbol] == (word & (1 << bits) - 1 | bits << 16)
-            second = lookup[word >> bits] & 0xFF
-            both = bits + (entries[second] >> 16)
-            fits = both <= LONGEST
-            assert lookup[word] >> 24 == 1 + fits
-            assert lookup[word] >> 16 & 0xF == (both if fits else bits)
-            assert lookup[word] >> 8 & 0xFF == (second if fits else 0)
-    assert all(books.codes[0, u] >> 16 <= 2 for u in (0, 1, symbols - 1))
+            bits, *found, first, nothing, count = lookup[word].to_bytes(8, "little")
+            assert first == lengths[found[0]]
+            assert nothing == 0
+            left, used = word, 0
+            for symbol in found[:count]:
+                assert entries[symbol] == (left & (1 << lengths[symbol]) - 1 | lengths[symbol] << 16)
+                left, used = left >> lengths[symbol], used + lengths[symbol]
+            assert used == bits <= LONGEST
+            assert found[count:] == [0] * (MOST_SYMBOLS - count)
+            following = next(
+                symbol for symbol, bits in enumerate(lengths) if entries[symbol] & 0xFFFF == left & (1 << bits) - 1
+            )
+            assert count == MOST_SYMBOLS or used + lengths[following] > LONGEST
+    assert all(int(books.codes[0, u]) >> 16 <= 2 for u in (0, 1, symbols - 1))
 
 
 @settings(deadline=None, max_examples=30)

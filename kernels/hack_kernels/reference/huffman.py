@@ -108,7 +108,7 @@ def decoded(lookup: Tensor, sizes: Tensor, coded: Tensor, count: int) -> Tensor:
     words = wide[..., :-2] | wide[..., 1:-1] << 8 | wide[..., 2:] << 16
     windows = words[..., None] >> torch.arange(8, device=words.device) & ((1 << LONGEST) - 1)
     entries = lookup.gather(-1, windows.flatten(-2).long())  # at every bit of the plane
-    symbols, lengths = (entries & 0xFF).long(), (entries >> 20 & 0xF).long()
+    symbols, lengths = entries >> 8 & 0xFF, entries >> 40 & 0xFF
     last = 8 * (coded.shape[-1] - SLACK_BYTES)
     ends = sizes.long().cumsum(-1)
     at = (8 * (ends - sizes)).clamp(0, last)
