@@ -125,7 +125,8 @@ def _sizes_hold(plane: Plane, pages: Tensor) -> bool:
     """Whether the numbers of pages [heads, pages, n] are what `Plane.most_sum` allows."""
     if plane.most_sum is None:
         return True
-    return bool((pages >= 0).all()) and bool((pages.sum(-1) <= plane.most_sum).all())
+    sizes = pages.numpy()
+    return bool(sizes.min() >= 0 and sizes.sum(-1).max() <= plane.most_sum)
 
 
 @dataclass(frozen=True, slots=True)

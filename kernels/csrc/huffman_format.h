@@ -34,8 +34,8 @@ struct HuffmanFormat : PageFormat {
 
   constexpr HuffmanFormat(int head_dim, int page_tokens, const HuffmanSide& k, const HuffmanSide& v)
       : PageFormat(Kind::kHuffman, head_dim, page_tokens), k(k), v(v) {
-    add_side(k, "k_step", "k_first", "k_book", "k_sizes", "k_coded");
-    add_side(v, "v_step", "v_first", "v_book", "v_sizes", "v_coded");
+    add_side(k, "k_step", "k_first", "k_book", "k_sizes", "k_codes");
+    add_side(v, "v_step", "v_first", "v_book", "v_sizes", "v_codes");
   }
 
   constexpr int units(const HuffmanSide& side) const {

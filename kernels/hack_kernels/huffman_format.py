@@ -12,7 +12,7 @@ k_step     [U]      float16  s
 k_first    [U]      int16    n = round(least / s)
 k_book     [2]      uint8    which book the page's codes are coded with, and its centre
 k_sizes    [16]     int16    bytes of each slice: a sixteenth of the page's codes
-k_coded    [bytes]  uint8    the slices one after another, then zeros; the first bit of a code is the lowest
+k_codes    [bytes]  uint8    the slices one after another, then zeros; the first bit of a code is the lowest
 =========  =======  =======  =================================================================================
 
 Coded sizes vary and a page's place in a pool does not, so a page has *room*: so many bits a code. A page that does
@@ -152,7 +152,7 @@ class HuffmanFormat(ReadFormat):
             Plane(f"{name}_first", torch.int16, (units,)),
             Plane(f"{name}_book", torch.uint8, (2,)),
             Plane(f"{name}_sizes", torch.int16, (SLICES,), most_sum=coded - SLACK_BYTES),
-            Plane(f"{name}_coded", torch.uint8, (coded,)),
+            Plane(f"{name}_codes", torch.uint8, (coded,)),
         )
 
 

@@ -75,7 +75,7 @@ def test_a_page_that_does_not_fit_takes_the_first_step_with_which_it_does() -> N
     for room in (8.0, 4.5, 4.0, 3.5, 3.0, 2.0):
         fmt = HuffmanFormat(64, HuffmanSide(Unit.BLOCK, 0.05, room), HuffmanSide(Unit.TOKEN, 0.15, 3))
         planes = HuffmanReference(fmt, CPU).quantize("k", x)
-        assert int(planes["k_sizes"].sum()) <= planes["k_coded"].shape[-1] - SLACK_BYTES
+        assert int(planes["k_sizes"].sum()) <= planes["k_codes"].shape[-1] - SLACK_BYTES
         steps.append(float(planes["k_step"]) / 2)
     assert steps[0] == pytest.approx(0.05, rel=2**-10)
     assert steps == sorted(steps)

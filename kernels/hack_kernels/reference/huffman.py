@@ -45,7 +45,7 @@ class HuffmanReference(ReadingReference):
             f"{name}_first": first.to(torch.int16),
             f"{name}_book": torch.cat((book, centre), -1).to(torch.uint8),
             f"{name}_sizes": sizes,
-            f"{name}_coded": coded,
+            f"{name}_codes": coded,
         }
 
     def dequantize(self, name: str, planes: Planes, heads: slice = ALL_HEADS) -> Tensor:
@@ -53,7 +53,7 @@ class HuffmanReference(ReadingReference):
         side, books, shape = self.fmt.side(name), self._books(name), (self.fmt.page_tokens, self.fmt.head_dim)
         book, centre = planes[f"{name}_book"].long().split(1, -1)
         lookup = books.lookup[book[..., 0].clamp(max=len(books.lookup) - 1)]
-        symbols = decoded(lookup, planes[f"{name}_sizes"], planes[f"{name}_coded"], self.fmt.elements)
+        symbols = decoded(lookup, planes[f"{name}_sizes"], planes[f"{name}_codes"], self.fmt.elements)
         codes = torch.remainder(symbols + centre.clamp(max=side.symbols - 1), side.symbols).unflatten(-1, shape)
         along = tuple(1 if axis in ALONG[side.unit] else size for axis, size in zip((-2, -1), shape, strict=True))
         first, step = (planes[f"{name}_{part}"].float().unflatten(-1, along) for part in ("first", "step"))
@@ -63,7 +63,7 @@ class HuffmanReference(ReadingReference):
         return books_of(self.fmt.side(name).symbols).to(self.device)
 
     def _coded_bytes(self, name: str) -> int:
-        return next(plane.page_bytes for plane in self.fmt.planes if plane.name == f"{name}_coded")
+        return next(plane.page_bytes for plane in self.fmt.planes if plane.name == f"{name}_codes")
 
 
 def steps(x: Tensor, unit: Unit, rung: float) -> tuple[Tensor, Tensor]:
