@@ -46,7 +46,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for name, unit, scale in ROWS:
         side = side_of(unit, scale, None)
-        fmt = HuffmanFormat(pages[name].shape[-1], side, side, PAGE)
+        fmt = HuffmanFormat(pages[name][0].shape[-1], side, side, PAGE)
         needed, larger = taken(fmt, name, torch.cat(pages[name]))
         most = [f"{float(each):.2f}" for each in (needed.mean(), needed.quantile(0.99), needed.max())]
         published = sum(bits_of_one_book(fmt, name, layer) for layer in pages[name]) / len(pages[name])

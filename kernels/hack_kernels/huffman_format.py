@@ -180,13 +180,13 @@ def books_of(symbols: int) -> Books:
     for book, each in enumerate(codes):
         for symbol, entry in enumerate(each):
             first[book, entry & 0xFFFF :: 1 << (entry >> 16)] = symbol | entry >> 16 << 8
-    symbols, bits, count = first & 0xFF, first >> 8, torch.ones_like(first)
+    held, bits, count = first & 0xFF, first >> 8, torch.ones_like(first)
     for _ in range(MOST_SYMBOLS - 1):
         following = first.gather(1, torch.arange(1 << LONGEST) >> bits)
         fits = (bits + (following >> 8) <= LONGEST) & (count < MOST_SYMBOLS)
-        symbols |= torch.where(fits, (following & 0xFF) << 8 * count, 0)
+        held |= torch.where(fits, (following & 0xFF) << 8 * count, 0)
         bits, count = bits + torch.where(fits, following >> 8, 0), count + fits
-    lookup = bits | symbols << 8 | first >> 8 << 40 | count << 56
+    lookup = bits | held << 8 | first >> 8 << 40 | count << 56
     return Books(torch.tensor(codes, dtype=torch.int32), lookup)
 
 

@@ -15,7 +15,7 @@ from tests.codecs.calibrations import calibration_file
 from tests.pair import EVICTING
 
 
-def make(name: str, head_dim: int, **settings: float | str | bool) -> KvCodec:
+def make(name: str, head_dim: int, **settings: int | float | str | bool) -> KvCodec:
     return make_codec(CodecConfig(name=name, settings=settings), KvShape(1, 1, head_dim), load("reference"))
 
 
@@ -55,7 +55,9 @@ def make(name: str, head_dim: int, **settings: float | str | bool) -> KvCodec:
     ],
     ids=str,
 )
-def test_page_bytes_of_the_design(name: str, settings: dict[str, float | str | bool], resident: int, wire: int) -> None:
+def test_page_bytes_of_the_design(
+    name: str, settings: dict[str, int | float | str | bool], resident: int, wire: int
+) -> None:
     """Head_dim 128, Π 64, one KV head: design section 2."""
     codec = make(name, 128, **settings)
     assert codec.formats[0].page_bytes == resident

@@ -57,7 +57,8 @@ class HuffmanReference(ReadingReference):
         codes = torch.remainder(symbols + centre.clamp(max=side.symbols - 1), side.symbols).unflatten(-1, shape)
         along = tuple(1 if axis in ALONG[side.unit] else size for axis, size in zip((-2, -1), shape, strict=True))
         first, step = (planes[f"{name}_{part}"].float().unflatten(-1, along) for part in ("first", "step"))
-        return (first + codes) * step
+        found: Tensor = (first + codes) * step
+        return found
 
     def _books(self, name: str) -> Books:
         return books_of(self.fmt.side(name).symbols).to(self.device)
