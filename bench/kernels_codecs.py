@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Final, cast
 
@@ -15,6 +16,7 @@ from hack_kernels.cpu import CpuBackend
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HackFormat, HackKernels
+from hack_kernels.huffman_format import HuffmanFormat, HuffmanSide, Unit
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, on_grid
 from hack_kernels.nuq_format import NuqFormat, NuqKernels, NuqTables, normal_poles
 from hack_kernels.pools import new_pool
@@ -22,6 +24,7 @@ from hack_kernels.read_format import ReadFormat
 from hack_kernels.reference.floats import FloatReference
 from hack_kernels.reference.groups import GroupReference
 from hack_kernels.reference.hack import HackReference
+from hack_kernels.reference.huffman import HuffmanReference
 from hack_kernels.reference.levels import LevelReference
 from hack_kernels.reference.nuq import NuqReference
 from hack_kernels.reference.rows import RowReference
@@ -34,6 +37,7 @@ from bench.row import Row
 D, PI, KV_HEADS, GROUP = 128, 64, 2, 4
 LEVELS: Final = {"rot-k4v4": (4, 4), "rot-k3v3": (3, 3), "rot-k2v2": (2, 2)}
 """Bits of K and V by preset."""
+KVCOMP: Final = HuffmanFormat(D, HuffmanSide(Unit.BLOCK, 0.05, 3.75), HuffmanSide(Unit.TOKEN, 0.15, 2.875), PI)
 READ: Final[dict[str, ReadFormat]] = {
     "fp8": FloatFormat(D, Element.E4M3, Scaling.PAGE, PI),
     "mxfp8": FloatFormat(D, Element.E4M3, Scaling.POWER, PI),
@@ -45,6 +49,8 @@ READ: Final[dict[str, ReadFormat]] = {
     "kvquant-4": NuqFormat(D, 4, 4, page_tokens=PI),
     "kvquant-2": NuqFormat(D, 2, 2, page_tokens=PI),
     "kvquant-2, calibrated": NuqFormat(D, 2, 2, calibrated=True, page_tokens=PI),
+    "kvcomp": KVCOMP,
+    "kvcomp, unfused": replace(KVCOMP, fused=False),
     "mxfp4, unfused": FloatFormat(D, Element.E2M1, Scaling.POWER, PI, fused=False),
     "kivi-2, unfused": GroupFormat(D, Grouping(2, 32, by_channel=True), Grouping(2, 32), PI, fused=False),
 }
@@ -88,6 +94,8 @@ def read_definition(fmt: ReadFormat, device: torch.device) -> PageKernels:
         return FloatReference(fmt, device)
     if isinstance(fmt, NuqFormat):
         return NuqReference(fmt, device)
+    if isinstance(fmt, HuffmanFormat):
+        return HuffmanReference(fmt, device)
     return GroupReference(cast(GroupFormat, fmt), device)
 
 

@@ -49,7 +49,7 @@ def tiny_worker(codec: str) -> Worker:
     with TemporaryDirectory() as folder:
         tiny = Tiny(layers=1, hidden=64, heads=2, kv_heads=1, head_dim=64, ffn=64, max_context=4096)
         path = write_tiny(Path(folder), tiny)
-        settings: dict[str, int | str | bool] = {"page_tokens": PAGE_TOKENS}
+        settings: dict[str, int | float | str | bool] = {"page_tokens": PAGE_TOKENS}
         return load_worker(
             ModelConfig(path=str(path), dtype="float32", threads=1), CodecConfig(name=codec, settings=settings)
         )

@@ -72,7 +72,7 @@ class CodecConfig(Frozen):
     """Which codec keeps the KV cache: a preset of `hackkv.codecs.CODECS`, and settings that override it."""
 
     name: str = DEFAULT_CODEC
-    settings: dict[str, int | str | bool] = Field(default_factory=dict)
+    settings: dict[str, int | float | str | bool] = Field(default_factory=dict)
     max_kl: float = Field(default=DEFAULT_MAX_KL, gt=0)
     """A node refuses to serve with a codec that costs its model more than this (`hackkv.nodes.CodecLoss.kl`)."""
     allow_loss: bool = False

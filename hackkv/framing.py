@@ -115,7 +115,18 @@ class CheckedFrame:
             tensors[plane.name] = (
                 torch.from_numpy(flat).view(plane.dtype).view(frame.head_count, frame.page_count, *plane.shape)
             )
+            if not _sizes_hold(plane, tensors[plane.name]):
+                where = f"plane {span.name}, layer {frame.layer}, frame {frame.seq}"
+                raise FrameRefused(f"{where} has sizes below 0, or beyond {plane.most_sum} in a page", "oversized")
         return tensors
+
+
+def _sizes_hold(plane: Plane, pages: Tensor) -> bool:
+    """Whether the numbers of pages [heads, pages, n] are what `Plane.most_sum` allows."""
+    if plane.most_sum is None:
+        return True
+    sizes = pages.numpy()
+    return bool(sizes.min() >= 0 and sizes.sum(-1).max() <= plane.most_sum)
 
 
 @dataclass(frozen=True, slots=True)

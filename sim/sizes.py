@@ -48,7 +48,9 @@ def sizes_of(codec: Codec, shape: KvShape) -> CodecSizes:
 
 
 @cache
-def _sizes(name: str, settings: tuple[tuple[str, int | str | bool], ...], shape: KvShape, deq: bool) -> CodecSizes:
+def _sizes(
+    name: str, settings: tuple[tuple[str, int | float | str | bool], ...], shape: KvShape, deq: bool
+) -> CodecSizes:
     made = make_codec(CodecConfig(name=name, settings=dict(settings)), shape, load_backend("reference"))
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, made.page_tokens)
     footprint = footprint_of(made, layout)

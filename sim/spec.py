@@ -148,7 +148,7 @@ class Codec(Frozen):
     """A codec of `hackkv.codecs.CODECS` with its settings, and what it costs to compute."""
 
     name: str = "rot-k4v4"
-    settings: dict[str, int | str | bool] = Field(default_factory=dict)
+    settings: dict[str, int | float | str | bool] = Field(default_factory=dict)
     dequantizes: bool = False
     """A step makes FP16 of the KV before it attends, as CacheGen and KVQuant do."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from hack_kernels import load
+from hack_kernels.base import Plane
 from torch import Tensor
 
 from hackkv.codec import KvCodec
@@ -75,6 +76,12 @@ def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Ge
     return drawn.view(dtype).view(shape)
 
 
+def random_plane(plane: Plane, heads: int, pages: int, generator: torch.Generator) -> Tensor:
+    """Random bytes of a plane of pages, [heads, pages, *plane shape]; sizes are some that a receiver takes."""
+    drawn = random_bytes((heads, pages, *plane.shape), plane.dtype, generator)
+    return drawn if plane.most_sum is None else drawn.remainder(plane.most_sum // plane.shape[-1] + 1)
+
+
 def ship(
     codec: str,
     *,
@@ -99,10 +106,7 @@ def ship(
     for first in range(0, sealed, step):
         count = min(step, sealed - first)
         for layer in range(layers):
-            planes = {
-                plane.name: random_bytes((heads, count, *plane.shape), plane.dtype, generator)
-                for plane in made.wire_planes[layer]
-            }
+            planes = {plane.name: random_plane(plane, heads, count, generator) for plane in made.wire_planes[layer]}
             content[layer, first] = planes
             frames += writer.frames(layer, first, planes)
     for layer in range(layers) if rest else ():

@@ -63,7 +63,11 @@ DECODING = DecodeSettings(max_sequences=8, max_batch=8, landing_s=TIMEOUT_S)
 
 @cache
 def tiny_worker(
-    codec: str = "hack", page_tokens: int = PI, layers: int = 2, backend: str = "auto", **settings: int | str | bool
+    codec: str = "hack",
+    page_tokens: int = PI,
+    layers: int = 2,
+    backend: str = "auto",
+    **settings: int | float | str | bool,
 ) -> Worker:
     """A two-layer FP32 model with 4 query and 2 KV heads of 64 channels. With `backend` triton it lies on the GPU, if
     there is one."""

@@ -160,3 +160,23 @@ def finish_honestly(shipment: Shipment, ledger: FrameLedger, seq: int) -> None:
     for frame in shipment.frames[seq:]:
         ledger.accept(frame)
     ledger.finish(shipment.end)
+
+
+@pytest.mark.parametrize("name", ["k_sizes", "v_sizes"])
+@pytest.mark.parametrize(("first", "last"), [(-1, 0), (0, 32767), (-32768, 32767)])
+def test_sizes_that_a_page_cannot_hold_are_refused(name: str, first: int, last: int) -> None:
+    """Right frames with right checksums of streams that end beyond their page, or before they begin."""
+    shipment = ship("kvcomp", tokens=64)
+    planes = dict(shipment.content[1, 0])
+    spoilt = planes[name].clone()
+    spoilt[-1, -1, 0], spoilt[-1, -1, -1] = first, last
+    (good,) = shipment.writer().frames(0, 0, shipment.content[0, 0])
+    writer, ledger = shipment.writer(), shipment.ledger()
+    list(writer.frames(0, 0, shipment.content[0, 0]))
+    (bad,) = writer.frames(1, 0, planes | {name: spoilt})
+    ledger.accept(good)
+    with pytest.raises(FrameRefused, match=f"plane {name}, layer 1, frame 1 has sizes below 0, or beyond") as caught:
+        ledger.accept(bad)
+    assert caught.value.reason == "oversized"
+    with pytest.raises(FrameRefused, match="is over"):
+        ledger.accept(bad)

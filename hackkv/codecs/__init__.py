@@ -22,6 +22,7 @@ from hackkv.codecs.floats import make_floats
 from hackkv.codecs.fp16 import make_fp16
 from hackkv.codecs.hack import make_hack
 from hackkv.codecs.kivi import make_kivi
+from hackkv.codecs.kvcomp import make_kvcomp
 from hackkv.codecs.kvquant import make_kvquant
 from hackkv.codecs.paged import PagedCodec
 from hackkv.codecs.retention import Retention
@@ -100,6 +101,7 @@ CODECS: Final[dict[str, Preset]] = {
     "kvquant-2": Preset(make_kvquant, {"k_bits": 2, "v_bits": 2}),
     "cachegen": Preset(make_cachegen, {"level": "2", "wire_form": "zstd"}),
     "cachegen-eq86": Preset(make_cachegen, {"level": "eq86", "wire_form": "zstd"}),
+    "kvcomp": Preset(make_kvcomp, {"wire_form": "zstd"}),
     "hack": Preset(make_hack),
     "hack-k4v2": Preset(make_hack, {"k_bits": 4}),
     "hack-paper": Preset(

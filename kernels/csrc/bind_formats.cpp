@@ -10,6 +10,7 @@
 #include "float_format.h"
 #include "group_format.h"
 #include "hack_format.h"
+#include "huffman_format.h"
 #include "level_format.h"
 #include "nuq_format.h"
 #include "row_format.h"
@@ -109,6 +110,33 @@ NuqFormat make_nuq_format(int head_dim, int page_tokens, int k_bits, int v_bits,
   return NuqFormat(head_dim, page_tokens, k, v, tables, std::int64_t(heads));
 }
 
+// (unit, bits of room, rungs, codes [books, symbols], lookup [books, 2^12]), as HuffmanSide has them.
+using HuffmanWords = std::tuple<int, std::int64_t, std::vector<float>, nb::object, nb::object>;
+
+HuffmanSide make_huffman_side(const HuffmanWords& words) {
+  const auto& [unit, room, rungs, codes, lookup] = words;
+  if (unit < 0 || unit > int(Unit::kToken)) refuse("the unit is unknown");
+  if (rungs.empty() || rungs.size() > kMostRungs) refuse("rungs are too many");
+  const Array each_code(codes, "codes"), each_entry(lookup, "lookup");
+  const std::size_t books = each_code.shape(0), symbols = each_code.shape(1);
+  if (symbols < 2 || symbols > kMostSymbols) refuse("codes", "are of an alphabet that no kernel takes");
+  expect_shape(each_entry, {books, std::size_t(1) << kLookupBits});
+  HuffmanSide side{Unit(unit), int(symbols), int(books), room, int(rungs.size()), {},
+                   elements<const std::int32_t>(each_code, Type::kInt, books * symbols),
+                   integers(each_entry, books << kLookupBits)};
+  std::copy(rungs.begin(), rungs.end(), side.rungs);
+  return side;
+}
+
+// The tensors of `k` and `v` outlive the format.
+HuffmanFormat make_huffman_format(int head_dim, int page_tokens, const HuffmanWords& k, const HuffmanWords& v) {
+  check_read_shape(head_dim, page_tokens);
+  const std::int64_t values = std::int64_t(head_dim) * page_tokens;
+  for (const HuffmanWords* words : {&k, &v})
+    if (std::get<1>(*words) < 2 * values || std::get<1>(*words) > 8 * values) refuse("room is 2 to 8 bits a code");
+  return HuffmanFormat(head_dim, page_tokens, make_huffman_side(k), make_huffman_side(v));
+}
+
 }  // namespace
 
 void bind_formats(nb::module_& m) {
@@ -120,12 +148,15 @@ void bind_formats(nb::module_& m) {
   nb::class_<FloatFormat, PageFormat>(m, "FloatFormat");
   nb::class_<GroupFormat, PageFormat>(m, "GroupFormat");
   nb::class_<NuqFormat, PageFormat>(m, "NuqFormat");
+  nb::class_<HuffmanFormat, PageFormat>(m, "HuffmanFormat");
   m.def("float_format", make_float_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "exponent_bits"_a,
         "mantissa_bits"_a, "largest"_a, "scaling"_a, "block"_a);
   m.def("group_format", make_group_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k"_a, "v"_a);
   m.def("nuq_format", make_nuq_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_poles"_a, "v_poles"_a, "k_range"_a.none(), "row_turns"_a.none(), "frequencies"_a.none(),
         nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>(), nb::keep_alive<0, 9>());
+  m.def("huffman_format", make_huffman_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k"_a, "v"_a,
+        nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>());
   m.def("level_format", make_level_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "sink"_a, "recent"_a, "gains"_a.none(), "weights"_a.none(), nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>());
   m.def("hack_format", make_hack_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,

@@ -6,6 +6,7 @@
 #include "float_pages.h"
 #include "group_pages.h"
 #include "hack_pages.h"
+#include "huffman_pages.h"
 #include "level_pages.h"
 #include "nuq_pages.h"
 #include "rows.h"
@@ -29,6 +30,7 @@ constexpr Operations operations_of() {
   all.pages[int(Kind::kFloats)] = float_operations<S>();
   all.pages[int(Kind::kGroups)] = group_operations<S>();
   all.pages[int(Kind::kNuq)] = nuq_operations<S>();
+  all.pages[int(Kind::kHuffman)] = huffman_operations<S>();
   all.rows[int(Dtype::kFloat)] = row_operations_of<S, Dtype::kFloat>();
   all.rows[int(Dtype::kHalf)] = row_operations_of<S, Dtype::kHalf>();
   all.rows[int(Dtype::kBfloat)] = row_operations_of<S, Dtype::kBfloat>();

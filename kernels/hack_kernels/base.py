@@ -37,6 +37,8 @@ class Plane:
     shape: tuple[int, ...]
     derived: bool = False
     """The plane follows from the other planes, so a receiver can compute it."""
+    most_sum: int | None = None
+    """Where the plane holds sizes, what those of a page may sum to; none is negative. A receiver refuses others."""
 
     @property
     def page_bytes(self) -> int:

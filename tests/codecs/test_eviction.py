@@ -34,7 +34,7 @@ UNDER = ("fp16", "hack", "rot-k3v2")
 """Rows; V with scales over a page; exact pages at both ends."""
 
 
-def made(name: str, backend: Backend | None = None, /, **given: int | str | bool) -> KvCodec:
+def made(name: str, backend: Backend | None = None, /, **given: int | float | str | bool) -> KvCodec:
     config = CodecConfig(name=name, settings={"page_tokens": PI, **given})
     return make_codec(config, KvShape(LAYERS, HEADS, DIM), backend or load("auto"))
 
@@ -245,7 +245,7 @@ def test_bad_settings_are_refused_by_their_names(wrong: dict[str, int | str], sa
 
 def test_every_setting_is_in_the_fingerprint() -> None:
     """Those of the codec below among them."""
-    other: dict[str, int | str | bool] = {
+    other: dict[str, int | float | str | bool] = {
         "of": "hack-k4v2",
         "budget": 7,
         "first": 1,

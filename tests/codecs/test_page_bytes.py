@@ -15,7 +15,7 @@ from tests.codecs.calibrations import calibration_file
 from tests.pair import EVICTING
 
 
-def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
+def make(name: str, head_dim: int, **settings: int | float | str | bool) -> KvCodec:
     return make_codec(CodecConfig(name=name, settings=settings), KvShape(1, 1, head_dim), load("reference"))
 
 
@@ -39,6 +39,9 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
         ("kvquant-4", {}, 158 * 64, 158 * 64),
         ("kvquant-4", {"k_bits": 3, "v_bits": 3}, 126 * 64, 126 * 64),
         ("kvquant-2", {}, 94 * 64, 94 * 64),
+        ("kvcomp", {}, 7160, 7160),
+        ("kvcomp", {"k_room": 4.0, "v_room": 2.0}, 7160 + 256 - 896, 7160 + 256 - 896),
+        ("kvcomp", {"k_unit": "channel", "k_scale": 0.25}, 6260, 6260),
         ("cachegen", {}, 164 * 64, 164 * 64),
         ("cachegen-eq86", {}, 132 * 64, 132 * 64),
         ("rot-k4v4", {}, 8448, 8448),
@@ -52,7 +55,9 @@ def make(name: str, head_dim: int, **settings: int | str | bool) -> KvCodec:
     ],
     ids=str,
 )
-def test_page_bytes_of_the_design(name: str, settings: dict[str, int | str | bool], resident: int, wire: int) -> None:
+def test_page_bytes_of_the_design(
+    name: str, settings: dict[str, int | float | str | bool], resident: int, wire: int
+) -> None:
     """Head_dim 128, Π 64, one KV head: design section 2."""
     codec = make(name, 128, **settings)
     assert codec.formats[0].page_bytes == resident
@@ -72,7 +77,7 @@ def test_every_codec_of_the_table_is_pinned() -> None:
     floats, groups = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2", "kvquant-4", "kvquant-2"}
     evicting = {"streamingllm", "snapkv", "h2o", "mpcache"}
     assert evicting == set(EVICTING)
-    known = {*hack, *rotated, *floats, *groups, *evicting, "cachegen", "cachegen-eq86", "fp16", "zack"}
+    known = {*hack, *rotated, *floats, *groups, *evicting, "cachegen", "cachegen-eq86", "fp16", "kvcomp", "zack"}
     assert set(CODECS) - {"hack-zstd", "toy-layers", "rot-window"} == known
 
 

@@ -27,6 +27,7 @@ RIVALS = (
     "kivi-2",
     "kvquant-4",
     "kvquant-2",
+    "kvcomp",
     "cachegen",
     "cachegen-eq86",
 )
@@ -92,6 +93,8 @@ def test_cachegen_errors_are_at_most_half_a_bin() -> None:
         ("kivi-2", {"group": 48}, "groups of 48 do not divide page_tokens, which is 64"),
         ("kvquant-4", {"k_bits": 5}, "codec.settings.k_bits"),
         ("kvquant-4", {"calibration": "nowhere"}, "nowhere: No such file"),
+        ("kvcomp", {"k_unit": "row"}, "codec.settings.k_unit"),
+        ("kvcomp", {"v_scale": 0.6}, "codec.settings.v_scale"),
         ("cachegen", {"level": "4"}, "codec.settings.level"),
         ("cachegen", {"wire_form": "auto?"}, "codec.settings.wire_form"),
     ],

@@ -179,7 +179,7 @@ def test_the_fingerprint_has_the_digest_and_not_the_path(tmp_path: Path) -> None
     elsewhere.write_bytes(path.read_bytes())
     shape = KvShape(LAYERS, 2, HEAD_DIM)
 
-    def fingerprint(**settings: int | str | bool) -> tuple[tuple[str, str], ...]:
+    def fingerprint(**settings: int | float | str | bool) -> tuple[tuple[str, str], ...]:
         return make_codec(CodecConfig(name="rot-k3v2", settings=settings), shape, load("reference")).fingerprint()
 
     first = fingerprint(calibration=str(path))

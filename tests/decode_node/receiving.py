@@ -16,7 +16,7 @@ from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
 from hackkv.types import DecodeJob, Handoff, HandoffEnd, KvFrame
 from hackkv.wire_form import WireForm
-from tests.handoffs import random_bytes
+from tests.handoffs import random_plane
 from tests.pair import PI, greedy, prompt, tiny_worker
 from transport.base import KvSender
 from transport.wires import Loopback
@@ -76,7 +76,7 @@ def planned(
     for layer in range(2):
         planes = {}
         for plane in worker.codec.wire_planes[layer]:
-            planes[plane.name] = random_bytes((2, 2, *plane.shape), plane.dtype, generator)
+            planes[plane.name] = random_plane(plane, 2, 2, generator)
         items += writer.frames(layer, 0, {name: plane[:, :1] for name, plane in planes.items()})
         items += writer.frames(layer, 1, {name: plane[:, 1:] for name, plane in planes.items()})
         exact = worker.footprint.exact_rows(TOKENS)

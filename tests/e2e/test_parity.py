@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def worker(folder: Path, codec: str, dtype: str = "float32") -> Worker:
     """The model, once per codec and dtype."""
-    settings: dict[str, int | str | bool] = {"page_tokens": PI}
+    settings: dict[str, int | float | str | bool] = {"page_tokens": PI}
     return load_worker(ModelConfig(path=str(folder), dtype=dtype), CodecConfig(name=codec, settings=settings))
 
 

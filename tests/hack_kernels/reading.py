@@ -10,11 +10,13 @@ from hack_kernels.base import Backend, PageKernels, Pool, Spans
 from hack_kernels.cpu.reading import NuqCpu
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.huffman_format import HuffmanFormat, HuffmanSide, Unit
 from hack_kernels.nuq_format import NuqFormat, NuqTables
 from hack_kernels.pools import new_pool
 from hack_kernels.read_format import ReadFormat
 from hack_kernels.reference.floats import FloatReference
 from hack_kernels.reference.groups import GroupReference
+from hack_kernels.reference.huffman import HuffmanReference
 from hack_kernels.reference.nuq import NuqReference
 from hack_kernels.reference.reading import ReadingReference
 from torch import Tensor
@@ -45,7 +47,13 @@ NUQS = [
     NuqFormat(64, 2, 3, calibrated=True, page_tokens=32),
     NuqFormat(256, 4, 2, calibrated=True, page_tokens=64),
 ]
-FORMATS: list[ReadFormat] = [*FLOATS, *GROUPS, *NUQS]
+_TOKEN = HuffmanSide(Unit.TOKEN, 0.15, 2.5)
+HUFFMANS = [
+    HuffmanFormat(64, HuffmanSide(Unit.BLOCK, 0.05, 3.75), _TOKEN, 32),
+    HuffmanFormat(128, HuffmanSide(Unit.CHANNEL, 0.25, 2.375), _TOKEN, 64),
+    HuffmanFormat(96, HuffmanSide(Unit.TOKEN, 0.02, 2.0), HuffmanSide(Unit.BLOCK, 0.5, 2.0), 128),
+]
+FORMATS: list[ReadFormat] = [*FLOATS, *GROUPS, *NUQS, *HUFFMANS]
 
 
 def nuq_tables(fmt: NuqFormat, heads: int) -> NuqTables:
@@ -71,6 +79,8 @@ def definition(fmt: ReadFormat) -> ReadingReference:
         return FloatReference(fmt, CPU)
     if isinstance(fmt, GroupFormat):
         return GroupReference(fmt, CPU)
+    if isinstance(fmt, HuffmanFormat):
+        return HuffmanReference(fmt, CPU)
     assert isinstance(fmt, NuqFormat)
     kernels = NuqReference(fmt, CPU)
     calibrated(kernels, fmt)
@@ -85,7 +95,7 @@ def kernels_of(backend: Backend, fmt: ReadFormat) -> PageKernels:
 
 def unfused(fmt: ReadFormat) -> ReadFormat:
     """The same with pages that become FP16 rows first."""
-    assert isinstance(fmt, FloatFormat | GroupFormat | NuqFormat)
+    assert isinstance(fmt, FloatFormat | GroupFormat | NuqFormat | HuffmanFormat)
     return replace(fmt, fused=False)
 
 

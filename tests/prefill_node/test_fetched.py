@@ -11,7 +11,7 @@ from hackkv.framing import Expected, FrameLedger, FrameWriter
 from hackkv.kv_memory import OPEN_PLANES, KvMemory
 from hackkv.types import KvFrame
 from prefill_node.fetched import Fetched, Part
-from tests.handoffs import random_bytes
+from tests.handoffs import random_plane
 from tests.pair import PI, tiny_worker
 from tests.prefill_node.fetching import FEW
 
@@ -35,8 +35,7 @@ def test_pages_that_are_here_by_then_are_not_written(codec: str, first: int) -> 
     parts: list[Part] = []
     for layer in range(2):
         sealed = {
-            plane.name: random_bytes((2, len(PAGES), *plane.shape), plane.dtype, generator)
-            for plane in worker.codec.wire_planes[layer]
+            plane.name: random_plane(plane, 2, len(PAGES), generator) for plane in worker.codec.wire_planes[layer]
         }
         exact = {name: torch.full((2, 1, worker.footprint.exact_rows(rows), 64), layer + 0.5) for name in OPEN_PLANES}
         frames: list[KvFrame] = [*writer.frames(layer, 0, sealed)]

@@ -53,7 +53,7 @@ class Bench:
         host_bytes: int = 1 << 24,
         prefix_cache: bool = True,
         codec_object: GatedCodec | None = None,
-        **settings: int | str | bool,
+        **settings: int | float | str | bool,
     ) -> None:
         self.worker = tiny_worker(codec, **settings)
         if codec_object:

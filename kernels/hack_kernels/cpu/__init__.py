@@ -22,12 +22,13 @@ from hack_kernels.base import (
 from hack_kernels.cpu import extension
 from hack_kernels.cpu.hack import HackCpu
 from hack_kernels.cpu.levels import LevelCpu
-from hack_kernels.cpu.reading import for_floats, for_groups, for_levels
+from hack_kernels.cpu.reading import for_floats, for_groups, for_huffman, for_levels
 from hack_kernels.cpu.rows import RowCpu
 from hack_kernels.cpu.rowwise import RowwiseCpu
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.hack_format import HackFormat
+from hack_kernels.huffman_format import HuffmanFormat
 from hack_kernels.level_format import LevelFormat
 from hack_kernels.nuq_format import NuqFormat
 from hack_kernels.row_format import RowFormat
@@ -40,6 +41,7 @@ FORMATS: Final[dict[type[PageFormat], Callable[[Any, Any], PageKernels | None]]]
     FloatFormat: for_floats,
     GroupFormat: for_groups,
     HackFormat: HackCpu,
+    HuffmanFormat: for_huffman,
     LevelFormat: LevelCpu,
     NuqFormat: for_levels,
     RowFormat: RowCpu.for_format,

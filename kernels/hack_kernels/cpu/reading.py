@@ -1,4 +1,5 @@
-"""Pages whose values are read one by one: small floating-point numbers, integer codes in groups, non-uniform levels."""
+"""Pages whose values are read one by one: small floating-point numbers, integer codes in groups, non-uniform levels,
+Huffman codes."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from hack_kernels.cpu.memory import zeroed_planes
 from hack_kernels.cpu.rows import native_row_format
 from hack_kernels.float_format import FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.huffman_format import HuffmanFormat, Unit, books_of
 from hack_kernels.nuq_format import NuqFormat, NuqTables, normal_poles, turns_of, unrotated
 from hack_kernels.read_format import ReadFormat
 from hack_kernels.reference.wire_order import WireOrder
 from hack_kernels.row_format import RowFormat
 
 SCALINGS: Final = {Scaling.PAGE: 0, Scaling.POWER: 1, Scaling.TWOFOLD: 2}
+UNITS: Final = {Unit.BLOCK: 0, Unit.CHANNEL: 1, Unit.TOKEN: 2}
 SMALLEST_GROUP: Final = 16
 
 
@@ -111,6 +114,11 @@ def for_levels(fmt: NuqFormat, native: Any) -> NuqCpu | None:
     return NuqCpu(fmt, native) if _takes(fmt) else None
 
 
+def for_huffman(fmt: HuffmanFormat, native: Any) -> ReadCpu | None:
+    """None for a shape that `csrc/rows.h` does not take."""
+    return ReadCpu(fmt, native, native_huffman_format(fmt)) if _takes(fmt) else None
+
+
 def native_float_format(fmt: FloatFormat) -> Any:
     """`fmt` for C++."""
     return compiled().float_format(
@@ -153,6 +161,17 @@ def native_nuq_format(fmt: NuqFormat, tables: NuqTables | None) -> Any:
         **poles,
         **known,
     )
+
+
+def native_huffman_format(fmt: HuffmanFormat) -> Any:
+    """`fmt` for C++, which borrows the tensors of its books and keeps them alive."""
+
+    def side(name: str) -> tuple[int, int, tuple[float, ...], Tensor, Tensor]:
+        of = fmt.side(name)
+        books = books_of(of.symbols)
+        return UNITS[of.unit], fmt.room_bits(name), of.rungs, books.codes, books.lookup
+
+    return compiled().huffman_format(head_dim=fmt.head_dim, page_tokens=fmt.page_tokens, k=side("k"), v=side("v"))
 
 
 def _grouped(side: Grouping) -> tuple[int, bool, int, int]:

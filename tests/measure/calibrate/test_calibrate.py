@@ -80,7 +80,7 @@ def test_a_file_that_ships_for_a_model_is_taken_unless_the_settings_say_otherwis
     other = write_tiny(tmp_path / "other", Tiny(head_dim=64, max_context=512, seed=7))
     own = read_artifact(calibration).digest
 
-    def digest(folder: Path, name: str, **settings: int | str | bool) -> str | None:
+    def digest(folder: Path, name: str, **settings: int | float | str | bool) -> str | None:
         planned = plan_worker(ModelConfig(path=str(folder)), CodecConfig(name=name, settings=settings))
         return dict(planned.fingerprint().fields).get("codec.calibration")
 

@@ -47,7 +47,12 @@ def test_the_file_serves_all_widths_and_says_what_it_is_of(checkpoint: Path, cal
         about = json.loads(file.metadata()[METADATA])
     assert (about["codec"], about["tokens"]) == ("kvquant", TOKENS)
     for bits in (2, 3, 4):
-        settings = {"k_bits": bits, "v_bits": bits, "calibration": str(calibration), "page_tokens": 32}
+        settings: dict[str, int | float | str | bool] = {
+            "k_bits": bits,
+            "v_bits": bits,
+            "calibration": str(calibration),
+            "page_tokens": 32,
+        }
         worker = load_worker(ModelConfig(path=str(checkpoint)), CodecConfig(name="kvquant-4", settings=settings))
         assert dict(worker.codec.fingerprint())["codec.calibration"] != "none"
         assert len(generate(worker, greedy("r", prompt(2, 70), 40))) == 40
