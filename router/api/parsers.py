@@ -38,7 +38,7 @@ _STOP_S: Final = 5.0
 
 
 class Parsers:
-    """Parses bodies in child processes. The process that forks them is forked by `fork`, or starts with the first job."""
+    """Parses bodies in child processes. What forks them is forked by `fork`, or starts with the first job."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

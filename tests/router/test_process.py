@@ -150,11 +150,14 @@ async def test_large_bodies_are_parsed_by_a_fork_of_the_router_that_holds_no_soc
 async def parser_of(router: int) -> int:
     """The one child of a router that is not over."""
     async with asyncio.timeout(PATIENCE_S):
-        while True:
-            children = Path(f"/proc/{router}/task/{router}/children").read_text().split()
-            if len(children) == 1 and parser_command(int(children[0])):
-                return int(children[0])
+        while len(found := [pid for pid in children_of(router) if parser_command(pid)]) != 1:  # noqa: ASYNC110
             await asyncio.sleep(0)
+    return found[0]
+
+
+def children_of(pid: int) -> list[int]:
+    """Its children."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def parser_command(pid: int) -> bytes:
