@@ -32,7 +32,7 @@ from bench.race import Calls, copies, race
 from bench.row import Row
 
 D, PI, KV_HEADS, GROUP = 128, 64, 2, 4
-LEVELS: Final = {"rot-k4v4": (4, 4), "rot-k3v3": (3, 3), "rot-k2v2": (2, 2)}
+LEVELS: Final = {"rot-k4v4": (4, 4), "rot-k3v3": (3, 3), "rot-k3v2": (3, 2), "rot-k2v2": (2, 2)}
 """Bits of K and V by preset."""
 READ: Final[dict[str, ReadFormat]] = {
     "fp8": FloatFormat(D, Element.E4M3, Scaling.PAGE, PI),
