@@ -141,10 +141,10 @@ def show(found: Recommendation, console: Console) -> None:
     console.print(found.advice, markup=False, soft_wrap=True)
 
 
-def as_markdown(found: Recommendation, where: str, seconds: float) -> str:
-    """The same for a page; `where` it was measured, and how long that took."""
+def as_markdown(found: Recommendation, where: str) -> str:
+    """The same for a page; `where` it was measured."""
     lines = [
-        f"{_text(found).capitalize()}; {where}; this run took {seconds:.0f} seconds.",
+        f"{_text(found).capitalize()}; {where}.",
         "",
         f"| preset | {' | '.join(HEADS)} |",
         f"|---|{'---|' * len(HEADS)}",
