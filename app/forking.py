@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import json
 import os
-import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from app.roles import ENVIRONMENT
 from hackkv.errors import ConfigError, HackkvError, NodeLost
+from node.children import Child
 
 MAX_ANSWER: Final = 1 << 16
 """Bytes of an answer."""
@@ -36,22 +36,14 @@ def adopting() -> Iterator[None]:
         libc.prctl(_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
 
 
-class Forked:
+class Forked(Child):
     """A forked role: a child of this process, though another one forked it."""
 
     def __init__(self, pid: int, stdin: int, stdout: asyncio.StreamReader, pipe: asyncio.ReadTransport) -> None:
         """`stdin` is the writing end of its standard input, `pipe` the reading end of its standard output."""
-        self.pid, self.stdout, self._pipe = pid, stdout, pipe
+        super().__init__(pid, self.close_stdin)
+        self.stdout, self._pipe = stdout, pipe
         self._stdin: int | None = stdin
-        loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[int] = loop.create_future()
-        self._pidfd = os.pidfd_open(pid)
-        loop.add_reader(self._pidfd, self._reap, loop)
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
-        return self._ended.result() if self._ended.done() else None
 
     def order(self, arguments: Sequence[str]) -> None:
         """Give it its arguments, for which it waits."""
@@ -65,34 +57,11 @@ class Forked:
             os.close(self._stdin)
             self._stdin = None
 
-    async def wait(self) -> int:
-        """Wait for its end; return the exit code."""
-        return await asyncio.shield(self._ended)
-
     async def end(self) -> None:
         """SIGKILL, if it still runs; what it has written and nobody has read is lost."""
         self.kill()
         await self.wait()
         self._pipe.close()
-
-    def terminate(self) -> None:
-        """SIGTERM, if it still runs."""
-        self._send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL, if it still runs."""
-        self._send(signal.SIGKILL)
-
-    def _send(self, signum: signal.Signals) -> None:
-        if not self._ended.done():
-            signal.pidfd_send_signal(self._pidfd, signum)
-
-    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.remove_reader(self._pidfd)
-        _, status = os.waitpid(self.pid, 0)
-        os.close(self._pidfd)
-        self.close_stdin()
-        self._ended.set_result(os.waitstatus_to_exitcode(status))
 
 
 class ForkServerClient:

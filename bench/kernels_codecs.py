@@ -35,7 +35,7 @@ from bench.race import Calls, copies, race
 from bench.row import Row
 
 D, PI, KV_HEADS, GROUP = 128, 64, 2, 4
-LEVELS: Final = {"rot-k4v4": (4, 4), "rot-k3v3": (3, 3), "rot-k2v2": (2, 2)}
+LEVELS: Final = {"rot-k4v4": (4, 4), "rot-k3v3": (3, 3), "rot-k3v2": (3, 2), "rot-k2v2": (2, 2)}
 """Bits of K and V by preset."""
 KVCOMP: Final = HuffmanFormat(D, HuffmanSide(Unit.BLOCK, 0.05, 3.75), HuffmanSide(Unit.TOKEN, 0.15, 2.875), PI)
 READ: Final[dict[str, ReadFormat]] = {

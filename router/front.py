@@ -82,6 +82,7 @@ class Front:
             cors_origins=config.cors_origins,
             spans=self._spans,
         )
+        self._served.prompts.parsers.fork()
 
     async def open(self, http: socket.socket) -> None:
         """Listen. Connections wait until `serve` takes them."""

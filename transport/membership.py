@@ -74,12 +74,12 @@ async def keep_registered(
         try:
             lease = await registry.register(await describe())
         except (NodeLost, DeadlineExceeded) as error:
-            if registered is not False:
-                log.warning("%s the router: %s", "lost" if registered else "waiting for", error)
-            registered = False
+            was, registered = registered, False
             if is_news:
                 told.set()
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_S)  # a node that ends together with the router does not miss it
+            if was is not False:
+                log.warning("%s the router: %s", "lost" if was else "waiting for", error)
             continue
         if not registered:
             log.info("registered with the router, lease %.1f s", lease.ttl_s)

@@ -79,15 +79,18 @@ def _measured(meter: Meter, say: Callable[[str], None], planned: Unloaded) -> Co
         say(f"checking what codec {planned.codec.name} costs this model ...")
         return meter.measure(planned)
 
-    return _STORE.remembered(_key(planned), measure)
+    return _STORE.remembered(loss_key(planned, TEXT, TOKENS), measure)
 
 
-def _key(planned: Unloaded) -> Key:
-    """The kernels are in it: they are what serves, and what a fault would be in."""
+def loss_key(planned: Unloaded, text: str, tokens: int) -> Key:
+    """All that a loss depends on that is measured on at most `tokens` tokens of `text`.
+
+    The kernels are in it: they are what serves, and what a fault would be in.
+    """
     return (
         ("canary", VERSION),
-        ("text", hashlib.sha256(TEXT.encode()).hexdigest()),
-        ("reading", f"{min(TOKENS, planned.spec.max_context)} {CHUNK_TOKENS} {DECODED_TOKENS}"),
+        ("text", hashlib.sha256(text.encode()).hexdigest()),
+        ("reading", f"{min(tokens, planned.spec.max_context)} {CHUNK_TOKENS} {DECODED_TOKENS}"),
         ("kernels", planned.kernels),
         *(field for field in planned.fingerprint().fields if field[0] != WIRE_FORM),
     )

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Final
 
 import torch
@@ -129,15 +128,15 @@ def _measure(args: argparse.Namespace, console: Console) -> None:
 
 
 def _recommend(model: ModelConfig, out: Path | None, console: Console, notes: Console) -> None:
-    began = perf_counter()
     found = recommend(model, notes)
     show(found, console)
     if out is not None:
         machine = this_machine("", model.threads)
-        where = f"{machine.cpu}, {model.threads} threads, {model.dtype}, commit {commit()}"
+        where = f"{machine.cpu}, {model.threads} threads, {model.dtype}, commit {commit()}, "
+        where += f"load average {os.getloadavg()[1]:.1f} (5 min)"
         told = cells.place(out, found.model, "", "").with_name(RECOMMENDED)
         told.parent.mkdir(parents=True, exist_ok=True)
-        told.write_text(as_markdown(found, where, perf_counter() - began), encoding="utf-8")
+        told.write_text(as_markdown(found, where), encoding="utf-8")
 
 
 def _run(

@@ -92,13 +92,18 @@ def place(folder: Path, model: str, row: str, task: str) -> Path:
     return folder / model.replace("/", "--") / row / f"{task}.json"
 
 
-def current(path: Path, key: Key) -> Cell | None:
-    """What was measured under `key`, all of it or its first points."""
+def read(path: Path) -> Cell | None:
+    """The file; None if there is none of ours."""
     try:
-        cell = _CELL.validate_json(path.read_bytes())
+        return _CELL.validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
-    return cell if cell.key == key else None
+
+
+def current(path: Path, key: Key) -> Cell | None:
+    """What was measured under `key`, all of it or its first points."""
+    cell = read(path)
+    return cell if cell is not None and cell.key == key else None
 
 
 def write(path: Path, cell: Cell) -> None:

@@ -69,7 +69,8 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
         f"{len(prompts)} {'about a text of some ' + str(point) + ' tokens' if point else 'short ones'}"
         for point, prompts in asked.items()
     )
-    return Prepared(sum(len(prompt) + MOST_TOKENS for prompt in every), counts, digest_of(every), measure)
+    tokens = sum(len(prompt) + MOST_TOKENS for prompt in every)
+    return Prepared(tokens, counts, digest_of(every), tuple(asked), measure)
 
 
 def _passage(subject: Subject, text: str) -> str:

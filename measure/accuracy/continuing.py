@@ -48,7 +48,7 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
             yield point, reading.found_in(blocks)
 
     tokens = len(windows) * sum(point + AFTER for point in points)
-    return Prepared(tokens, f"{len(windows)} windows", digest_of(windows), measure)
+    return Prepared(tokens, f"{len(windows)} windows", digest_of(windows), tuple(points), measure)
 
 
 def _windows(subject: Subject, count: int, length: int) -> list[Ids]:

@@ -54,7 +54,7 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
     left_out = [f"{len(prompts) - len(asked)} problems exceed the context"] if len(asked) < len(prompts) else []
     tokens = sum(map(engine.size, asked))
     digest = digest_of([*prompts, *(problem["test"] for problem in problems)])
-    return Prepared(tokens, f"{len(asked)} problems", digest, measure, left_out)
+    return Prepared(tokens, f"{len(asked)} problems", digest, (0,) if asked else (), measure, left_out)
 
 
 def _completions(subject: Subject, worker: Worker, asked: list[Example], advance: Advance) -> list[str]:

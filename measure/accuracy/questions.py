@@ -64,7 +64,7 @@ def prepare(contexts: Mapping[int, int], subject: Subject, limits: Limits) -> Pr
     counts = ", ".join(f"{len(found)} contexts of {length}" for length, found in asked.items())
     digest = digest_of(part for e in every for part in (e.prompt, e.answer))
     says = f"{counts}; {OF_EACH} numbers, {OF_EACH} pairs and {SEGMENT - CUE} tokens to copy in each"
-    return Prepared(sum(map(engine.size, every)), says, digest, measure, left_out)
+    return Prepared(sum(map(engine.size, every)), says, digest, tuple(asked), measure, left_out)
 
 
 def _context(subject: Subject, seed: int, length: int) -> list[Turn]:

@@ -48,17 +48,18 @@ def prepare(subject: Subject, limits: Limits) -> Prepared:
     windows = _windows(subject, max(1, limits.samples), points[-1])
     if not windows:
         raise ValueError("the held-out text has no document of enough tokens")
+    read = tuple(point for point in points if max(map(len, windows)) >= point)
     exact = Exact(subject, windows)
 
     def measure(worker: Worker, advance: Advance, done: Collection[int]) -> Iterator[tuple[int, Found]]:
         if worker.codec.eviction is not None:
             return
         blocks = [_blocks(worker, window, exact(index), advance) for index, window in enumerate(windows)]
-        yield from ((point, _upto(point, blocks)) for point in points if max(map(len, windows)) >= point)
+        yield from ((point, _upto(point, blocks)) for point in read)
 
     counts = ", ".join(f"{sum(len(window) >= point for window in windows)} windows of {point}" for point in points)
     left_out = [f"at {point}: the limit is {limit}" for point in POINTS if point > limit]
-    return Prepared(sum(map(len, windows)), counts, digest_of(windows), measure, left_out)
+    return Prepared(sum(map(len, windows)), counts, digest_of(windows), read, measure, left_out)
 
 
 def _windows(subject: Subject, long_ones: int, longest: int) -> list[Ids]:

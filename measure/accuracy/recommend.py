@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Final
 
 import torch
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hackkv.canary import Meter, Pace, Row, survey
+from hackkv.canary import Meter, Pace, Row, loss_key, survey
 from hackkv.codec import rows_held
 from hackkv.codecs import CODECS
 from hackkv.config import CodecConfig, ModelConfig
@@ -20,6 +21,7 @@ from hackkv.errors import ConfigError
 from hackkv.footprint import footprint_of
 from hackkv.model.worker import Unloaded, model_folder
 from hackkv.nodes import CodecLoss
+from hackkv.store import Store
 from measure.accuracy.text import held_out
 
 TOKENS: Final = 1024
@@ -32,6 +34,17 @@ CLOSE_KL: Final = 0.03
 
 JOB_PROMPT, JOB_ANSWER, JOB_LINK_BPS = 1024, 128, 1e9
 """The job whose time is estimated: tokens of prompt and answer, and the link between prefill and decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a preset costs a model, and the time of its job."""
+
+    loss: CodecLoss
+    jct_s: float
+
+
+_STORE: Final = Store("recommended", Measured, "what a preset costs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +67,10 @@ class Recommendation:
 
 
 def recommend(model: ModelConfig, console: Console) -> Recommendation:
-    """Measure every preset on held-out text, under a progress bar. Raises `ConfigError`, `CheckpointError`."""
+    """Measure every preset on held-out text, under a progress bar. Raises `ConfigError`, `CheckpointError`.
+
+    What was measured stays in the user's cache, so that a run that was stopped goes on there.
+    """
     if model.threads:
         torch.set_num_threads(model.threads)
     folder = model_folder(model)
@@ -77,15 +93,24 @@ def recommend(model: ModelConfig, console: Console) -> Recommendation:
             progress.update(bar, description=planned.codec.name)
             if not console.is_terminal:  # a log shows no progress bar
                 console.print(f"measuring {planned.codec.name} ...", markup=False)
-            pace = Pace()
-            loss = meter.measure(planned, pace)
-            jct_s[planned.codec.name] = _jct(planned, pace)
+            key = (*loss_key(planned, written, TOKENS), ("threads", str(torch.get_num_threads())))
+            found = _STORE.remembered(key, lambda: _measured(meter, planned))
+            jct_s[planned.codec.name] = found.jct_s
             progress.update(bar, advance=1)
-            return loss
+            return found.loss
 
+        began = perf_counter()
         measure(meter.plan(CodecConfig(name="fp16")))  # it loses nothing, but it takes its time
+        minutes = (len(CODECS) - 1) * (perf_counter() - began) / 60
+        console.print(f"{len(CODECS)} presets, some {minutes:.0f} minutes, less for what was measured before")
         rows = survey(meter, measure)
     return Recommendation(folder.name, text.source, tuple(rows), jct_s)
+
+
+def _measured(meter: Meter, planned: Unloaded) -> Measured:
+    pace = Pace()
+    loss = meter.measure(planned, pace)
+    return Measured(loss, _jct(planned, pace))
 
 
 def _jct(planned: Unloaded, pace: Pace) -> float:
@@ -116,10 +141,10 @@ def show(found: Recommendation, console: Console) -> None:
     console.print(found.advice, markup=False, soft_wrap=True)
 
 
-def as_markdown(found: Recommendation, where: str, seconds: float) -> str:
-    """The same for a page; `where` it was measured, and how long that took."""
+def as_markdown(found: Recommendation, where: str) -> str:
+    """The same for a page; `where` it was measured."""
     lines = [
-        f"{_text(found).capitalize()}; {where}; it took {seconds:.0f} seconds.",
+        f"{_text(found).capitalize()}; {where}.",
         "",
         f"| preset | {' | '.join(HEADS)} |",
         f"|---|{'---|' * len(HEADS)}",

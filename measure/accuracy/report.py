@@ -54,7 +54,8 @@ REAL = """\
 Perplexity, KL (of the next token, from exact KV, in nats) and top-1 (first choices that stay) are of the same windows:
 the first tokens of long documents, read from an empty cache. Needles, recall, and tests passed: for `fp16` of all that
 were asked, for the others of those that exact KV gets right. Length ratio: tokens of all answers over those of exact
-KV's; unfinished: answers that are cut off at the limit.
+KV's; unfinished: answers that are cut off at the limit. What formats and settings were tried before presets were
+chosen, and what helped, is in lab/frontier/README.md.
 """
 
 PAPER = """\

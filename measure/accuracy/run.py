@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
+from typing import Final
 
 from hackkv.codec import rows_held
+from hackkv.errors import ConfigError
 from hackkv.footprint import footprint_of, fp16_bytes
 from hackkv.model.worker import SHARE_TOKENS, Unloaded
 from hackkv.types import WIRE_FORM
@@ -27,6 +29,8 @@ from measure.accuracy.subject import Subject
 from measure.accuracy.task import Prepared, Task
 from measure.accuracy.variants import Variant
 
+MATERIAL: Final = "material"
+"""The field of a key that says what was asked."""
 OnTokens = Callable[[str, int], None]
 """Called with what is being measured and the number of tokens that were just done, from any thread."""
 
@@ -57,25 +61,42 @@ class Stopped(Exception):
 def pending(
     subject: Subject, rows: Sequence[Variant], tasks: Mapping[Task, Prepared], folder: Path, *, again: bool
 ) -> list[Pending]:
-    """What is left to measure; everything if `again`. Loads no weights."""
+    """What is left to measure; everything if `again`. Loads no weights.
+
+    Raises `ConfigError` naming a file that is not `again` to be measured, and would lose points.
+    """
     found = list[Pending]()
     for row in rows:
         planned = subject.plan(row.codec)
         keys = {task: _key(task, made, planned) for task, made in tasks.items()}
-        begun = {
-            task: None if again else cells.current(cells.place(folder, subject.worker.name, row.name, task.name), key)
-            for task, key in keys.items()
-        }
+        begun = dict[Task, Cell | None]()
+        for task, key in keys.items():
+            path = cells.place(folder, subject.worker.name, row.name, task.name)
+            if not again:
+                _check_points(path, key, tasks[task].points)
+            begun[task] = None if again else cells.current(path, key)
         missing = {task: (keys[task], cell) for task, cell in begun.items() if cell is None or not cell.complete}
         if missing:
             found.append(Pending(row, planned, missing))
     return found
 
 
+def _check_points(path: Path, key: Key, points: Sequence[int]) -> None:
+    """Raise `ConfigError` if other material alone, as `--longest` asks for, would cost the file points."""
+    there = cells.read(path)
+    if there is None or {**there.key, MATERIAL: key[MATERIAL]} != key:
+        return
+    if gone := sorted(there.points.keys() - set(points)):
+        raise ConfigError(
+            f"{path}: was measured at {', '.join(map(str, gone))}, too, which this run leaves out; without --longest "
+            "it is current, --out takes another folder, and with --again it is measured anew"
+        )
+
+
 def _key(task: Task, made: Prepared, planned: Unloaded) -> Key:
     return {
         "task": f"{task.name} {task.version}",
-        "material": made.digest,
+        MATERIAL: made.digest,
         "chunk_tokens": str(CHUNK_TOKENS),
         "kernels": planned.kernels,
         **{name: value for name, value in planned.fingerprint().fields if name != WIRE_FORM},

@@ -117,7 +117,7 @@ class Asked:
 
         parts = [part for examples in asked.values() for e in examples for part in (e.prompt, e.answer)]
         tokens = sum(map(len, parts))
-        return Prepared(tokens, f"{count} at each point", digest_of(parts), measure, left_out)
+        return Prepared(tokens, f"{count} at each point", digest_of(parts), tuple(asked), measure, left_out)
 
     def _found(self, subject: Subject, worker: Worker, examples: Sequence[Example], advance: Advance) -> Found:
         answers = []

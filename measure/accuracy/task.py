@@ -42,8 +42,10 @@ class Prepared:
     """How many, in words."""
     digest: str
     """Of all material: other material is another measurement."""
+    points: tuple[int, ...]
+    """Distances or context lengths in tokens, which `measure` answers in this order."""
     measure: Callable[[Worker, Advance, Collection[int]], Iterable[tuple[int, Found]]]
-    """What a row answers, point by point (distances or context lengths in tokens), but for the given points.
+    """What a row answers, point by point, but for the given points.
 
     Called by several threads at once.
     """

@@ -1,9 +1,12 @@
-"""A process that parses large bodies, so that the router's event loop never does: `python -m router.api.parser MODEL`.
+"""A process that parses large bodies, so that the router's event loop never does.
 
-Standard input is one end of a socket pair, over which the router sends the socket of each job. The process forks a
+The router forks it while it has one thread, and they share the tokenizer; one that dies is started anew, with
+`python -m router.api.parser MODEL`. It holds one end of a socket pair, over which the router sends the socket of each
+job: `control`, or standard input. The process forks a
 child for the job. The child gives its memory back by ending, can be ended in the middle of anything, and shares the
 tokenizer with its parent without a copy. When the router closes a job's socket (its client left, or a deadline passed)
-the child ends at once. When the router closes standard input, this process ends.
+the child ends at once. When the router closes
+its end, this process ends.
 
 Messages are those of `router.packets`. A job is a `Job` and the body; the answer is
 `{"rest": ..., "lengths": [...]}` and the token ids of all prompts as 32-bit numbers, `{}` and the JSON that answers a
@@ -97,11 +100,10 @@ def _rest(body: Prompted, data: bytes) -> str:
     return rest
 
 
-def main(folder: Path, control: socket.socket) -> int:
+def main(tokenizer: Tokenizer, control: socket.socket) -> int:
     """Fork a child for each socket that comes, until no more can come."""
     os.nice(NICENESS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: threads of their own would only cost memory
-    tokenizer = Tokenizer(folder)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps children
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the router, which then closes `control`
     trim()
@@ -177,4 +179,4 @@ def error_of(told: dict[str, Any]) -> HackkvError | HTTPError:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), socket.socket(fileno=sys.stdin.fileno())))
+    sys.exit(main(Tokenizer(Path(sys.argv[1])), socket.socket(fileno=sys.stdin.fileno())))

@@ -6,16 +6,22 @@ A job is over when its answer is here or its caller is cancelled. Its child ends
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import os
+import signal
 import socket
 import sys
 from array import array
 from asyncio.subprocess import Process
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from hackkv.errors import Unavailable
-from router.api.parser import IDS, Job, error_of, job_head
+from hackkv.heap import trim
+from hackkv.tokenizer import Tokenizer
+from node.children import Child
+from router.api.parser import IDS, Job, error_of, job_head, main
 from router.api.strict import Prompted
 from router.api.tokenize import Parsed
 from router.packets import pack, read_packet
@@ -24,17 +30,19 @@ log = logging.getLogger(__name__)
 
 BodyT = TypeVar("BodyT", bound=Prompted)
 
+TASKS: Final = Path("/proc/self/task")
+"""The threads of this process, where the system tells them."""
 _SLICE: Final = 1 << 18
 """Bytes that are written at once; others run in between."""
 _STOP_S: Final = 5.0
 
 
 class Parsers:
-    """Parses bodies in child processes. The process that forks them starts with the first job, or with `start`."""
+    """Parses bodies in child processes. What forks them is forked by `fork`, or starts with the first job."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._process: Process | None = None
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._process: Process | Child | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
         self.jobs = 0
@@ -47,6 +55,25 @@ class Parsers:
             raise Unavailable("no parser process runs")
         return self._process.pid
 
+    def fork(self) -> bool:
+        """Fork the process that forks, with all that this one holds: it takes a moment, and next to no memory.
+
+        Returns whether that is possible, which is before this process has a second thread.
+        """
+        if not TASKS.is_dir() or len(list(TASKS.iterdir())) > 1:
+            return False
+        ours, theirs = socket.socketpair()
+        trim()
+        gc.freeze()  # a collection would write to what is shared
+        pid = os.fork()
+        if not pid:
+            ours.close()
+            _become_parser(self._tokenizer, theirs)
+        theirs.close()
+        self._process = Child(pid)
+        self._take(ours)
+        return True
+
     async def start(self) -> None:
         """Start the process that forks, unless it runs. It takes a second or two; jobs may be sent to it meanwhile."""
         async with self._starting:
@@ -58,10 +85,9 @@ class Parsers:
             ours, theirs = socket.socketpair()
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "router.api.parser", str(self._folder), stdin=theirs.fileno()
+                    sys.executable, "-m", "router.api.parser", str(self._tokenizer.folder), stdin=theirs.fileno()
                 )
-            ours.setblocking(False)
-            self._control = ours
+            self._take(ours)
 
     async def parse(self, kind: type[BodyT], data: bytes, job: Job) -> Parsed[BodyT]:
         """What `validate` and `tokenize` make of a body. Raises what they raise, and `Unavailable`."""
@@ -113,10 +139,29 @@ class Parsers:
         except OSError as error:
             raise Unavailable(f"the parser process takes no jobs: {error.strerror}") from error
 
+    def _take(self, control: socket.socket) -> None:
+        control.setblocking(False)
+        self._control = control
+
     def _close_control(self) -> None:
         if self._control is not None:
             self._control.close()
             self._control = None
+
+
+def _become_parser(tokenizer: Tokenizer, control: socket.socket) -> NoReturn:
+    """Be the process that forks, to its end. Of what this process has copied, the event loop and its sockets are not
+    ours: they must not be used, and not be kept open."""
+    code = 1
+    try:
+        Path("/proc/self/comm").write_text("parser")
+        os.closerange(sys.stderr.fileno() + 1, control.fileno())
+        os.closerange(control.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        code = main(tokenizer, control)
+    finally:
+        os._exit(code)
 
 
 async def _ask(

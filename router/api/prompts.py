@@ -49,7 +49,7 @@ class Prompts:
         self.tokenizer = conversations.tokenizer
         self._model_name, self._capacity, self._limits, self._tokenize_s = model_name, capacity, limits, tokenize_s
         self._conversations, self._strict = conversations, strict
-        self.parsers = Parsers(self.tokenizer.folder)
+        self.parsers = Parsers(self.tokenizer)
         self._line = FairLine(limits.parsers, limits.max_parsing)
 
     async def parse(self, kind: type[BodyT], data: bytes, caller: Caller, client: str) -> Parsed[BodyT]:

@@ -303,6 +303,23 @@ def test_the_command_goes_on_where_it_stopped(checkpoint: Path, tmp_path: Path) 
     assert files["fp16"].stat().st_mtime_ns != after["fp16"]
 
 
+def test_points_that_were_measured_are_not_lost_to_a_shorter_run(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--longest` asks other material of all rows, and a file holds one."""
+    out = tmp_path / "small"
+    arguments = ["--model", str(checkpoint), "--variants", "fp16", "--tasks", "copy", "--samples", "1"]
+    arguments += ["--backend", "reference", "--out", str(out), "--jobs", "1"]
+    assert main([*arguments, "--longest", "600"]) == 0
+    (file,) = out.glob("*/fp16/copy.json")
+    before = file.read_bytes()
+    assert main([*arguments, "--longest", "300"]) == 2
+    assert "copy.json: was measured at 512, too, which this run leaves out" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    assert main([*arguments, "--longest", "300", "--again"]) == 0
+    assert list(json.loads(file.read_text())["points"]) == ["128"]
+
+
 def test_the_command_says_what_is_wrong(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(checkpoint), "--variants", "hack-256"]) == 2
     assert "hack-256" in capsys.readouterr().err

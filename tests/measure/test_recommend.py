@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hackkv.canary import Row
+from hackkv.canary import Meter, Row
 from hackkv.codecs import CODECS
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.nodes import CodecLoss
@@ -31,10 +31,14 @@ def test_the_advice_is_the_smallest_below_each_bound() -> None:
     assert advice == "exact is the smallest below KL 0.15; exact is the smallest below KL 0.03"
 
 
-def test_every_preset_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_preset_is_measured_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_tiny(tmp_path / "tiny", Tiny(max_context=192))
-    assert main(["--recommend", str(model), "--jobs", "1", "--out", str(tmp_path / "out")]) == 0
+    arguments = ["--recommend", str(model), "--jobs", "1", "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
     told = capsys.readouterr()
+    assert f"{len(CODECS)} presets, some " in told.err
     table = {line.split()[1]: line.split() for line in told.out.splitlines() if line.startswith("│")}
     assert set(table) == set(CODECS)
     assert "tiny: 192 tokens of" in told.out
@@ -45,6 +49,9 @@ def test_every_preset_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     page = (tmp_path / "out" / "tiny" / "recommended.md").read_text()
     assert [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")] == list(table)
     assert told.out.splitlines()[-1] in page
+    monkeypatch.setattr(Meter, "measure", None)
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == told.out
 
 
 def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

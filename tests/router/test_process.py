@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.api.prompts import SMALL
 from router.config import RouterConfig
 from tests.router.processes import PATIENCE_S, WORKERS, nodes, router
 from tests.router.scripted import Point, Script
@@ -122,3 +124,48 @@ def test_keys_come_from_the_setting_and_the_file(tmp_path: Path) -> None:
     config = RouterConfig(model=tmp_path, api_keys=("zero",), api_key_file=tmp_path / "keys")
     assert config.keys() == ("zero", "one", "two")
     assert config.model_name == tmp_path.name
+
+
+async def test_large_bodies_are_parsed_by_a_fork_of_the_router_that_holds_no_socket_of_it(checkpoint: Path) -> None:
+    async with (
+        router(checkpoint, "lease_ttl_s=60") as (process, address),
+        nodes(address["control"]),
+        httpx.AsyncClient(base_url=address["http"], timeout=PATIENCE_S) as client,
+    ):
+        parser = await parser_of(process.pid)
+        assert parser_command(parser) == parser_command(process.pid)  # forked: nothing else was executed
+        mine, its = sockets_of(process.pid), sockets_of(parser)
+        assert its
+        assert not its & mine
+        body = {"prompt": "xyz", "max_tokens": 3, "user": "y" * SMALL}
+        assert (await client.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"] == 3
+        os.kill(parser, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            while (answer := await client.post("/v1/completions", json=body)).status_code != 200:
+                pass  # until its end is noticed, jobs fail
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        assert parser_command(await parser_of(process.pid)) != parser_command(process.pid)
+
+
+async def parser_of(router: int) -> int:
+    """The one child of a router that is not over."""
+    async with asyncio.timeout(PATIENCE_S):
+        while len(found := [pid for pid in children_of(router) if parser_command(pid)]) != 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    return found[0]
+
+
+def children_of(pid: int) -> list[int]:
+    """Its children."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def parser_command(pid: int) -> bytes:
+    """The command line of a process; empty when it is over."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def sockets_of(pid: int) -> set[str]:
+    """The sockets that a process has open, beside its standard streams."""
+    targets = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if int(entry.name) > 2]
+    return {target for target in targets if target.startswith("socket:")}

@@ -1,0 +1,48 @@
+"""A child process that was forked here, and not started by a library."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+
+class Child:
+    """A child of this process; the running loop reaps it. The interface is that of `asyncio.subprocess.Process`."""
+
+    def __init__(self, pid: int, on_end: Callable[[], None] = lambda: None) -> None:
+        """`on_end` is called when it has ended."""
+        self.pid, self._on_end = pid, on_end
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = loop.create_future()
+        self._pidfd = os.pidfd_open(pid)
+        loop.add_reader(self._pidfd, self._reap, loop)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._ended.result() if self._ended.done() else None
+
+    async def wait(self) -> int:
+        """Wait for its end; return the exit code."""
+        return await asyncio.shield(self._ended)
+
+    def terminate(self) -> None:
+        """SIGTERM, if it still runs."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: signal.Signals) -> None:
+        if not self._ended.done():
+            signal.pidfd_send_signal(self._pidfd, signum)
+
+    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(self._pidfd)
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._pidfd)
+        self._on_end()
+        self._ended.set_result(os.waitstatus_to_exitcode(status))
