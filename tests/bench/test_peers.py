@@ -69,9 +69,9 @@ def test_ablations_are_compared_with_the_codec_they_cut_from() -> None:
 
 def test_a_codec_that_spoils_the_model_is_timed_all_the_same(tmp_path: Path) -> None:
     model, runs = write_tiny(tmp_path / "model", Tiny(vocab=SHAPE.vocab)), list[Run]()
-    serve(model, CODECS["hack-paper"], [200], 4, 1, lambda _, run: runs.append(run))
+    serve(model, CODECS["hack-paper"], [[5] * 200], 4, 1, lambda _, run: runs.append(run))
     assert 0 < runs[0].wire_bytes < runs[0].fp16_bytes
-    assert serve_together(model, CODECS["hack-paper"], [200, 199], 4, 1) > 0
+    assert serve_together(model, CODECS["hack-paper"], [[5] * 200, [6] * 199], 4, 1) > 0
 
 
 def test_all_requests_at_once_are_set_beside_the_peer() -> None:
