@@ -71,11 +71,13 @@ class Record:
             yield from self._undone((*ours, *self.best(entries, contenders)), nth)
 
     def best(self, entries: Sequence[Entry], contenders: int) -> list[Part]:
-        """The fastest peers, each with its best setting, to be asked for all at once."""
-        peers = [(self.jct_s(part), part) for part in self.alone(entries) if not part.entry.ours]
+        """The fastest peers, each with the best setting in which it can, to be asked for all at once."""
+        peers = sorted((self.jct_s(part), part.key, part) for part in self.alone(entries) if not part.entry.ours)
         chosen: dict[str, Part] = {}
-        for _, part in sorted(peers, key=lambda each: each[0]):
-            chosen.setdefault(part.entry.name, Part(part.entry, part.kv, together=True))
+        for _, _, alone in peers:
+            part = Part(alone.entry, alone.kv, together=True)
+            if part.key not in self.absent:
+                chosen.setdefault(part.entry.name, part)
         return list(chosen.values())[:contenders]
 
     def alone(self, entries: Sequence[Entry]) -> list[Part]:

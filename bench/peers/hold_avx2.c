@@ -3,6 +3,7 @@
    Linux lets a process ask that CPUID fault (arch_prctl ARCH_SET_CPUID). The handler here runs the instruction for the
    process and takes the newer sets out of leaf 7. Every library that asks the processor is held in this way, whatever
    variables it reads; code that was compiled for the newer sets and does not ask is not. */
+#define _GNU_SOURCE
 #include <signal.h>
 #include <stdio.h>
 #include <sys/syscall.h>

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -20,8 +21,8 @@ PEERS: Final = ROOT / ".venv-peers"
 FORMS: Final = PEERS / "models"
 """Forms of the model that peers read."""
 HOLD: Final = Path(__file__).with_name("hold_avx2.c")
-LINES: Final = 3
-"""Of what a process that failed has said last."""
+CAUSE: Final = re.compile(r"error|assert", re.IGNORECASE)
+CAUSE_CHARS: Final = 300
 
 
 class Absent(HackkvError):
@@ -42,7 +43,7 @@ def compile_hold(folder: Path) -> Path:
     """The library that holds a process to AVX2, compiled into `folder`. Raises `Absent` where CPUID cannot fault."""
     library = folder / "hold_avx2.so"
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HOLD], check=True)
-    tried = subprocess.run([sys.executable, "-c", ""], env=_environment(1, library), capture_output=True, text=True)
+    tried = subprocess.run([sys.executable, "-c", ""], env=environment(1, library), capture_output=True, text=True)
     if tried.returncode:
         raise Absent(tried.stderr.strip() or "a process held to AVX2 does not start")
     return library
@@ -60,19 +61,24 @@ def run(entry: Entry, job: Job, hold: Path | None, timeout_s: float) -> Result:
         log = Path(folder) / "log"
         try:
             with log.open("w") as output:
-                environment = _environment(job.threads, hold)
+                shown = environment(job.threads, hold)
                 done = subprocess.run(
-                    command, cwd=ROOT, env=environment, stdout=output, stderr=output, timeout=timeout_s, check=False
+                    command, cwd=ROOT, env=shown, stdout=output, stderr=output, timeout=timeout_s, check=False
                 )
         except subprocess.TimeoutExpired:
             raise Absent(f"stopped after {timeout_s:.0f} s") from None
         if done.returncode or not answered.exists():
-            last = " / ".join(log.read_text(errors="replace").strip().splitlines()[-LINES:])
-            raise Absent(f"exit status {done.returncode}: {last}")
+            raise Absent(f"exit status {done.returncode}: {_cause(log.read_text(errors='replace'))}")
         return Result.of(json.loads(answered.read_text(encoding="utf-8")))
 
 
-def _environment(threads: int, hold: Path | None) -> dict[str, str]:
-    """OpenMP's threads are what a system takes that is not told otherwise."""
+def _cause(log: str) -> str:
+    """The last line that names an error, or the last of all."""
+    lines = log.strip().splitlines() or ["it said nothing"]
+    return next((line for line in reversed(lines) if CAUSE.search(line)), lines[-1]).strip()[:CAUSE_CHARS]
+
+
+def environment(threads: int, hold: Path | None) -> dict[str, str]:
+    """A process's variables. OpenMP's threads are what a system takes that is not told otherwise."""
     held = {"LD_PRELOAD": str(hold)} if hold else {}
     return {**os.environ, "OMP_NUM_THREADS": str(threads), **held}

@@ -15,7 +15,7 @@ import onnxruntime_genai as genai
 from bench.peers.systems.child import Answer, Job, ask, main
 
 BUILD_S = 400.0
-BLOCKS = "block_size=32", "is_symmetric=false", "accuracy_level=4", "prune_lm_head=true"
+BLOCKS = "block_size=32", "is_symmetric=false", "accuracy_level=4", "prune_lm_head=true", "shared_embeddings=false"
 """As GGUF's Q4_1: blocks of 32 with a minimum, multiplied as INT8. Only the last token's logits are computed."""
 
 
