@@ -18,6 +18,13 @@ SPEED: Final = 0.8
 TOGETHER: Final = 0.5
 """The targets: ours takes at most this share of the best peer's time."""
 
+ABOUT: Final = (
+    "Every system is a process of its own and gets the same token ids of held-out text; no part of a prompt is reused. "
+    "hackkv answers through HTTP, router and wire, with prefill and decode node on the same cores: its prefill is all "
+    "that is not decode. A peer's prefill is the time to its first token. Several at once were asked of the peers that "
+    "are fastest alone."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -47,7 +54,7 @@ class Record:
     def read(cls, kept: Mapping[str, Any] | None, setting: Mapping[str, Any], lengths: Sequence[int]) -> Record:
         """What `as_json` kept; nothing, if that belongs to something else."""
         record = cls(setting, lengths)
-        if kept and kept["setting"] == setting:
+        if kept and kept.get("setting") == setting:
             record.results = {key: [Result.of(each) for each in runs] for key, runs in kept["results"].items()}
             record.absent = dict(kept["absent"])
         return record
@@ -127,6 +134,7 @@ def section(record: Record, entries: Sequence[Entry], load_average: float) -> st
         lines.append(f"| {part.entry.name} | {part.kv} | {' | '.join(cells)} |")
     lines += ["", *_ratios(record, entries), ""]
     lines += [line for entry in entries for line in _about(record, entry)]
+    lines += ["", ABOUT]
     return "\n".join(lines)
 
 
