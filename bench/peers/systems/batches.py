@@ -8,23 +8,44 @@ from typing import Any
 
 import numpy as np
 
-from bench.peers.systems.child import Answer
+from bench.peers.systems.child import Answer, Job
 
 CHUNK = 512
 """Prompt tokens a call: llama.cpp's own micro-batch."""
 
 
-class Batches:
-    """A context with room for all sequences. `api` has the functions `llama_*`; `clear` empties the context's KV."""
+TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8}
+"""ggml's numbers; not every binding names them."""
+SPARE_TOKENS = 256
 
-    def __init__(self, api: Any, context: Any, vocab: int, clear: Callable[[], None], version: str) -> None:
+
+class Batches:
+    """A context with room for all sequences. The bindings' own classes know one sequence only.
+
+    `api` has the functions `llama_*`, its parameter `flash` says whether flash attention serves, `clear` empties a
+    context's KV. The job's `kv` is a type, with flash attention, or `f16-plain`.
+    """
+
+    def __init__(self, api: Any, job: Job, flash: str, clear: Callable[[Any], None], version: str) -> None:
         self.version = version
-        self._api, self._context, self._vocab, self._clear = api, context, vocab, clear
+        self._api, self._clear = api, clear
+        kind, _, attention = job.kv.partition("-")
+        sequences = len(job.prompts) if job.together else 1
+        api.llama_backend_init()
+        model = api.llama_model_load_from_file(job.gguf.encode(), api.llama_model_default_params())
+        params = api.llama_context_default_params()
+        params.n_ctx = sequences * (max(map(len, job.prompts)) + job.tokens + SPARE_TOKENS)
+        params.n_seq_max = sequences
+        params.n_threads = params.n_threads_batch = job.threads
+        params.type_k = params.type_v = TYPES[kind]
+        setattr(params, flash, attention != "plain")
+        self._context = api.llama_init_from_model(model, params)
+        self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self._batch = api.llama_batch_init(CHUNK, 0, 1)
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Answer:
         """The prompt and the first token, then the others."""
-        self._clear()
+        self._clear(self._context)
         began = perf_counter()
         last = [self._prefill(0, prompt)]
         first = perf_counter()
@@ -34,7 +55,7 @@ class Batches:
 
     def answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
         """The prompts are of one length."""
-        self._clear()
+        self._clear(self._context)
         last = [self._prefill(nth, prompt) for nth, prompt in enumerate(prompts)]
         for nth in range(tokens - 1):
             last = self._step(last, len(prompts[0]) + nth)
