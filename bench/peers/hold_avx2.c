@@ -2,8 +2,10 @@
 
    Linux lets a process ask that CPUID fault (arch_prctl ARCH_SET_CPUID). The handler here runs the instruction for the
    process and takes the newer sets out of leaf 7. Every library that asks the processor is held in this way, whatever
-   variables it reads; code that was compiled for the newer sets and does not ask is not. */
+   variables it reads; code that was compiled for the newer sets and does not ask is not. Other handlers of the same
+   signal, as Python's faulthandler, are taken and never called. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
 #include <sys/syscall.h>
@@ -18,13 +20,16 @@ static const unsigned long NEWER_EBX = 1u << 16 | 1u << 17 | 1u << 21 | 1u << 26
 static const unsigned long NEWER_ECX = 1u << 1 | 1u << 6 | 1u << 11 | 1u << 12 | 1u << 14;
 static const unsigned long NEWER_EDX = 1u << 2 | 1u << 3 | 1u << 8 | 1u << 22 | 1u << 23 | 1u << 24 | 1u << 25;
 
+typedef int (*Sigaction)(int, const struct sigaction*, struct sigaction*);
+
 static void answer(int signal_number, siginfo_t* info, void* context) {
   (void)info;
   greg_t* registers = ((ucontext_t*)context)->uc_mcontext.gregs;
   const unsigned char* code = (const unsigned char*)registers[REG_RIP];
   if (code[0] != 0x0f || code[1] != 0xa2) {
-    signal(signal_number, SIG_DFL); /* a fault of the process itself: it happens again, and ends it */
-    return;
+    syscall(SYS_arch_prctl, ARCH_SET_CPUID, ALLOWED);
+    ((Sigaction)dlsym(RTLD_NEXT, "sigaction"))(signal_number, &(struct sigaction){.sa_handler = SIG_DFL}, NULL);
+    return; /* a fault of the process itself: it happens again, and ends it */
   }
   unsigned leaf = registers[REG_RAX], part = registers[REG_RCX];
   unsigned a = leaf, b, c = part, d;
@@ -45,9 +50,23 @@ static void answer(int signal_number, siginfo_t* info, void* context) {
   registers[REG_RIP] += 2;
 }
 
+typedef void (*Handler)(int);
+
+int sigaction(int number, const struct sigaction* wanted, struct sigaction* before) {
+  if (number != SIGSEGV) return ((Sigaction)dlsym(RTLD_NEXT, "sigaction"))(number, wanted, before);
+  if (before) *before = (struct sigaction){.sa_handler = SIG_DFL};
+  return 0;
+}
+
+Handler signal(int number, Handler wanted) {
+  struct sigaction action = {.sa_handler = wanted, .sa_flags = SA_RESTART}, before;
+  return sigaction(number, &action, &before) == 0 ? before.sa_handler : SIG_ERR;
+}
+
 __attribute__((constructor)) static void hold(void) {
   struct sigaction action = {.sa_sigaction = answer, .sa_flags = SA_SIGINFO | SA_NODEFER};
-  if (sigaction(SIGSEGV, &action, NULL) != 0 || syscall(SYS_arch_prctl, ARCH_SET_CPUID, FAULTS) != 0) {
+  Sigaction set = (Sigaction)dlsym(RTLD_NEXT, "sigaction");
+  if (set(SIGSEGV, &action, NULL) != 0 || syscall(SYS_arch_prctl, ARCH_SET_CPUID, FAULTS) != 0) {
     perror("hold_avx2: CPUID cannot be made to fault here");
     _exit(NOT_HELD);
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -127,14 +128,17 @@ def test_every_peer_has_a_module_and_pinned_packages() -> None:
 
 
 def test_a_held_process_sees_no_newer_instructions(tmp_path: Path) -> None:
+    """Also one that handles the same signal; and a fault of its own still ends it."""
     try:
-        library = compile_hold(tmp_path)
+        shown = process.environment(1, compile_hold(tmp_path))
     except Absent as error:
         pytest.skip(str(error))
-    code = "from hack_kernels.cpu.extension import supported_isas; print(supported_isas()[0])"
-    environment = process.environment(1, library)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    asks = "from hack_kernels.cpu.extension import supported_isas; print(supported_isas()[0])"
+    command = [sys.executable, "-X", "faulthandler", "-c"]
+    done = subprocess.run([*command, asks], env=shown, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "avx2"
+    died = subprocess.run([*command, "import ctypes; ctypes.string_at(0)"], env=shown, check=False)
+    assert died.returncode == -signal.SIGSEGV
 
 
 def test_a_fused_checkpoint_is_split_for_others(tmp_path: Path) -> None:
