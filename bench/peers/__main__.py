@@ -1,59 +1,62 @@
-"""`python -m bench.peers`: one long request against llama.cpp, and our codecs against each other.
+"""`python -m bench.peers`: hackkv beside other engines, and our codecs against each other.
 
-    python -m bench.peers llama --llama-python PYTHON   the same weights through hackkv and llama.cpp, in turn
-    python -m bench.peers codecs                        job completion time by stage and codec, 2k to 32k tokens
-    python -m bench.peers smollm2 --peer-python PYTHON  SmolLM2 with equal weights through hackkv and llama.cpp, in turn
-    python -m bench.peers together --peer-python PYTHON the same, several requests at once
+    python -m bench.peers beside              SmolLM2 through hackkv and every peer of `bench/peers/table.py`
+    python -m bench.peers beside --isa avx2   the same, every process held to AVX2's instructions
+    python -m bench.peers llama               a long prompt, random weights of BF16: hackkv and llama.cpp, in turn
+    python -m bench.peers codecs              job completion time by stage and codec, 2k to 32k tokens
 
-PYTHON is an interpreter with llama-cpp-python (built for this CPU), gguf and safetensors; `make peers` makes one and
-runs the first two, about 20 minutes on two cores. For the others it is one with the wheel `xllamacpp`. With
+`make peers` installs the peers into `.venv-peers`, each into an environment of its own, and runs these. With
 `--out docs` the sections of docs/performance.md grow with every result.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import monotonic
 from typing import Annotated
 
 import typer
-from hack_kernels.cpu import ISA_VARIABLE
 from hack_kernels.cpu.extension import supported_isas
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.peers.model import SHAPE, prompt_ids, write_checkpoint, write_prompt
-from bench.peers.ours import Run, serve, serve_together
-from bench.peers.report import (
-    CODECS,
-    Timing,
-    about,
-    codecs_section,
-    peers_section,
-    smollm2_section,
-    together_section,
-)
-from bench.sections import write_section
+from bench.peers.beside import ANSWER_TOKENS, HELD, Record, section
+from bench.peers.model import SHAPE, prompt_ids, text_prompts, write_checkpoint, write_split
+from bench.peers.ours import Run, serve
+from bench.peers.process import FORMS, Absent, compile_hold, python_of, run
+from bench.peers.report import CODECS, Timing, about, codecs_section, peers_section
+from bench.peers.systems.child import Job
+from bench.peers.table import ENTRIES, NATIVE, Entry
+from bench.sections import read_section, write_section
 from hackkv import __version__
-from hackkv.defaults import DEFAULT_CODEC
 from hackkv.model.shipped import find_model
 from hackkv.model.shipped import smollm2 as smollm2_file
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900.0
-LLAMA = (("f16", "flash"), ("f16", "plain"), ("q8_0", "flash"), ("q4_0", "flash"))
-"""KV type and attention. llama.cpp cannot quantize V without flash attention."""
+ALONE_S, TOGETHER_S = 200.0, 480.0
+"""A process of `beside` that takes longer is given up."""
 SLOW_KV = ("q8_0", "q4_0")
-"""llama.cpp takes 3 and 5 times as long with these as with f16, so they run once."""
+"""llama.cpp takes 3 and 5 times as long with these as with f16, so `llama` runs them once."""
+LLAMA = ("f16", "f16-plain", *SLOW_KV)
 CELL_TOKENS = 24_576
 """Prompt tokens that a cell of `codecs` may cost. A long prompt runs less often, but at least once."""
+MODULES = ",".join(entry.module for entry in ENTRIES)
 
-LLAMA_PYTHON = typer.Option(help="interpreter with llama-cpp-python, gguf and safetensors", exists=True, dir_okay=False)
+
+class Isa(StrEnum):
+    """What `beside` holds every process to."""
+
+    BEST = "best"
+    AVX2 = "avx2"
+
+
 Threads = Annotated[int, typer.Option(min=1, help="compute threads of each process")]
 Rounds = Annotated[int, typer.Option(min=1, help="requests per cell at most; the median counts")]
 Out = Annotated[
@@ -61,12 +64,11 @@ Out = Annotated[
     typer.Option(help="folder whose performance.md and .json get this section", exists=True, file_okay=False),
 ]
 
-PEER_PYTHON = typer.Option(help="interpreter with xllamacpp", exists=True, dir_okay=False)
 Heard = Callable[[str, int, Timing], None]
 """Told the system, the prompt's length and what it took."""
 
 app = typer.Typer(
-    help="One long request against llama.cpp, and our codecs against each other.",
+    help="hackkv beside other engines, and our codecs against each other.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -76,7 +78,6 @@ console = Console()
 
 @app.command()
 def llama(
-    llama_python: Annotated[Path, LLAMA_PYTHON],
     prompt: Annotated[int, typer.Option(min=1)] = 8192,
     tokens: Annotated[int, typer.Option(min=2)] = 64,
     threads: Threads = 2,
@@ -86,6 +87,10 @@ def llama(
     """Time to a whole answer: hackkv through HTTP, router and wire, llama.cpp in one process, in turn."""
     timings: dict[str, list[Timing]] = {}
     setting = about(f"{prompt} tokens in, {tokens} out", threads)
+    try:
+        python = python_of(NATIVE)
+    except Absent as error:
+        raise typer.BadParameter(f"{NATIVE.name}: {error}") from None
 
     def heard(system: str, _: int, timing: Timing) -> None:
         timings.setdefault(system, []).append(timing)
@@ -95,19 +100,20 @@ def llama(
 
     with TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder) / "model")
-        weights, ids = Path(folder) / "model.gguf", write_prompt(Path(folder) / "prompt.json", prompt)
-        _run(llama_python, HERE / "to_gguf.py", checkpoint, weights)
+        weights, ids = Path(folder) / "model.gguf", [prompt_ids(prompt)]
+        subprocess.run([python, HERE / "to_gguf.py", checkpoint, weights], check=True, timeout=TIMEOUT_S)
         with Progress(console=console) as bar:
             for nth in bar.track(range(rounds), description="rounds"):
                 for codec in ("hack", "fp16"):
                     done = partial(_ours, heard, f"hackkv {codec}", tokens)
-                    serve(checkpoint, CODECS[codec], [prompt], tokens, threads, done)
-                for kind, attention in LLAMA:
-                    if nth == 0 or kind not in SLOW_KV:
-                        said = _run(
-                            llama_python, HERE / "llama.py", weights, ids, str(tokens), str(threads), kind, attention
-                        )
-                        heard(f"llama.cpp KV {kind}, {attention}", prompt, Timing(**json.loads(said)))
+                    serve(checkpoint, CODECS[codec], ids, tokens, threads, done)
+                for kv in LLAMA:
+                    if nth == 0 or kv not in SLOW_KV:
+                        job = Job(str(weights), "", "", kv, threads, tokens, ids, together=False)
+                        result = run(NATIVE, job, None, TIMEOUT_S)
+                        [took] = result.answers
+                        jct_s, per_token_s = took.prefill_s + took.decode_s, took.decode_s / (tokens - 1)
+                        heard(f"llama.cpp KV {kv}", prompt, Timing(jct_s, took.prefill_s, per_token_s, result.version))
     typer.echo(peers_section(setting, timings)[0])
 
 
@@ -121,7 +127,7 @@ def codecs(
     out: Out = None,
 ) -> None:
     """Job completion time by stage: the paper's Fig. 10 and its ablations, one request at a time, codecs in turn."""
-    lengths, names = _lengths(sizes, tokens), _names(only)
+    lengths, names = _lengths(sizes, tokens), _known(only, CODECS)
     setting = about(f"{tokens} tokens out", threads)
     results: dict[int, dict[str, list[Run]]] = {length: {} for length in lengths}
     with TemporaryDirectory() as folder, Progress(console=console) as bar:
@@ -138,84 +144,68 @@ def codecs(
 
         for prompts in filter(None, by_round):
             for name in names:
-                serve(checkpoint, CODECS[name], prompts, tokens, threads, partial(heard, name))
+                ids = [prompt_ids(prompt) for prompt in prompts]
+                serve(checkpoint, CODECS[name], ids, tokens, threads, partial(heard, name))
     typer.echo(codecs_section(out, setting, results)[0])
 
 
 @app.command()
-def smollm2(
-    peer_python: Annotated[Path, PEER_PYTHON],
+def beside(
+    isa: Annotated[Isa, typer.Option(help="instruction set that every process is held to")] = Isa.BEST,
+    minutes: Annotated[float, typer.Option(min=0, help="begin nothing after so long; the same command goes on")] = 8.0,
+    only: Annotated[str, typer.Option(help="modules of bench.peers.systems, comma between; all by default")] = MODULES,
     sizes: Annotated[str, typer.Option(help="prompt lengths in tokens, comma between")] = "512,2048,4096",
-    tokens: Annotated[int, typer.Option(min=2)] = 64,
+    count: Annotated[int, typer.Option(min=2, help="requests at once, of the last length")] = 8,
+    contenders: Annotated[int, typer.Option(min=0, help="peers asked for these: the fastest ones alone")] = 2,
     threads: Threads = 2,
-    rounds: Rounds = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="times that each is asked; medians count")] = 1,
     out: Out = None,
 ) -> None:
-    """SmolLM2's GGUF file, weights of 4 and 8 bits as they are: prefill and decode by prompt length."""
-    lengths, timings = _lengths(sizes, tokens), dict[tuple[str, int], list[Timing]]()
-    file, isa = smollm2_file(), os.environ.get(ISA_VARIABLE) or supported_isas()[0]
-    setting = about(f"{tokens} tokens out", threads) | {"model": file.stem, "kernels": isa}
+    """SmolLM2's GGUF file and the same text through hackkv and its peers: each prompt alone, then several at once.
 
-    def heard(system: str, length: int, timing: Timing) -> None:
-        timings.setdefault((system, length), []).append(timing)
-        console.print(f"{system}, {length} tokens: prefill {timing.prefill_s:.2f} s, {1e3 * timing.per_token_s:.2f} ms")
-
+    What the section in `--out` holds of the same setting is not measured again, and what could not be measured not
+    tried again. To begin anew, delete the section from performance.json.
+    """
+    file, lengths, entries = smollm2_file(), _lengths(sizes, ANSWER_TOKENS), _entries(only)
+    checkpoint = write_split(find_model(str(file), "bfloat16", "bf16").path, FORMS / file.stem)
+    prompts = {False: text_prompts(checkpoint, lengths), True: text_prompts(checkpoint, lengths[-1:] * count)}
     with TemporaryDirectory() as folder:
-        prompts = Path(folder) / "prompts.json"
-        prompts.write_text(json.dumps([prompt_ids(length) for length in lengths]), encoding="utf-8")
-        for _ in range(rounds):
-            for weights in ("auto", "bf16"):
-                checkpoint = find_model(str(file), "bfloat16", weights).path
-                for name in ("fp16", DEFAULT_CODEC):
-                    done = partial(_ours, heard, f"hackkv {__version__}, weights {weights}, KV {name}", tokens)
-                    serve(checkpoint, {"name": name}, lengths, tokens, threads, done)
-            said = _run(peer_python, HERE / "xllama.py", file, prompts, str(tokens), str(threads))
-            for length, line in zip(lengths, said.splitlines(), strict=True):
-                timing = Timing(**json.loads(line))
-                heard(f"llama.cpp (xllamacpp {timing.version}), KV f16", length, timing)
-    text, record = smollm2_section(setting, timings)
-    if out:
-        write_section(out, f"smollm2-{isa}", text, record)
-    typer.echo(text)
+        hold = _hold(isa, Path(folder))
+        kernels = str(isa) if hold else supported_isas()[0]
+        setting = about(f"{sizes} tokens of text in, {ANSWER_TOKENS} out", threads)
+        setting |= {"model": file.stem, "kernels": kernels, "held": HELD if hold else "", "at once": count}
+        name = f"smollm2-{kernels}"
+        record = Record.read(read_section(out, name) if out else None, setting, lengths)
+        until = monotonic() + 60 * minutes
+        while monotonic() < until and (part := next(record.left(entries, rounds, contenders), None)):
+            asked = prompts[part.together]
+            job = Job(str(file), str(checkpoint), str(FORMS), part.kv, threads, ANSWER_TOKENS, asked, part.together)
+            try:
+                record.add(part, run(part.entry, job, hold, TOGETHER_S if part.together else ALONE_S))
+                console.print(f"{part.key}: done")
+            except Absent as error:
+                record.absent[part.key] = str(error)
+                console.print(f"{part.key}: not measured: {error}")
+            if out:
+                write_section(out, name, section(record, ENTRIES, os.getloadavg()[1]), record.as_json())
+    typer.echo(section(record, ENTRIES, os.getloadavg()[1]))
+    left = ", ".join(part.key for part in record.left(entries, rounds, contenders))
+    typer.echo(f"\nLeft, for the same command again: {left}" if left else "\nNothing is left to measure.")
 
 
-@app.command()
-def together(
-    peer_python: Annotated[Path, PEER_PYTHON],
-    count: Annotated[int, typer.Option(min=2, help="requests at once")] = 8,
-    prompt: Annotated[
-        int, typer.Option(min=64, help="tokens of the longest prompt; the others have a few less")
-    ] = 4096,
-    tokens: Annotated[int, typer.Option(min=2)] = 64,
-    threads: Threads = 2,
-    rounds: Rounds = 3,
-    out: Out = None,
-) -> None:
-    """SmolLM2's GGUF file: seconds until the last of several requests has its last token."""
-    file, isa = smollm2_file(), os.environ.get(ISA_VARIABLE) or supported_isas()[0]
-    lengths, seconds = [prompt - nth for nth in range(count)], dict[str, list[float]]()
-    setting = about(f"{tokens} tokens out", threads) | {"model": file.stem, "kernels": isa}
-    checkpoint = find_model(str(file), "bfloat16", "auto").path
+def _hold(isa: Isa, folder: Path) -> Path | None:
+    """What holds processes to `isa`; None if this processor has no more anyway."""
+    if isa is Isa.BEST or supported_isas()[0] == isa:
+        return None
+    try:
+        return compile_hold(folder)
+    except Absent as error:
+        raise typer.BadParameter(str(error), param_hint="--isa") from None
 
-    def heard(system: str, took_s: float) -> None:
-        seconds.setdefault(system, []).append(took_s)
-        console.print(f"{system}: {took_s:.1f} s")
 
-    with TemporaryDirectory() as folder:
-        prompts = Path(folder) / "prompts.json"
-        prompts.write_text(json.dumps([prompt_ids(length) for length in lengths]), encoding="utf-8")
-        for _ in range(rounds):
-            for name in ("fp16", DEFAULT_CODEC):
-                took_s = serve_together(checkpoint, {"name": name}, lengths, tokens, threads)
-                heard(f"hackkv {__version__}, KV {name}", took_s)
-            said = json.loads(
-                _run(peer_python, HERE / "xllama.py", file, prompts, str(tokens), str(threads), "together")
-            )
-            heard(f"llama.cpp (xllamacpp {said['version']}), KV f16", said["seconds"])
-    text, record = together_section(setting, count, prompt, seconds)
-    if out:
-        write_section(out, f"together-{isa}", text, record)
-    typer.echo(text)
+def _entries(only: str) -> list[Entry]:
+    by_module = {entry.module: entry for entry in ENTRIES}
+    return [by_module[name] for name in _known(only, by_module)]
 
 
 def _lengths(sizes: str, tokens: int) -> list[int]:
@@ -227,11 +217,11 @@ def _lengths(sizes: str, tokens: int) -> list[int]:
     return [int(word) for word in words]
 
 
-def _names(only: str) -> list[str]:
+def _known(only: str, known: Collection[str]) -> list[str]:
     names = only.split(",")
-    if unknown := [name for name in names if name not in CODECS]:
-        known = ", ".join(CODECS)
-        raise typer.BadParameter(f"{', '.join(map(repr, unknown))} unknown; known: {known}", param_hint="--only")
+    if unknown := [name for name in names if name not in known]:
+        said = f"{', '.join(map(repr, unknown))} unknown; known: {', '.join(known)}"
+        raise typer.BadParameter(said, param_hint="--only")
     return names
 
 
@@ -243,11 +233,6 @@ def _prompts(lengths: list[int], nth: int) -> list[int]:
 def _ours(heard: Heard, system: str, tokens: int, length: int, run: Run) -> None:
     timing = Timing(run.jct_s, run.stages["prefill"], run.stages["decode"] / (tokens - 1), __version__)
     heard(system, length, timing)
-
-
-def _run(python: Path, *arguments: str | Path) -> str:
-    done = subprocess.run([python, *arguments], check=True, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
-    return done.stdout
 
 
 if __name__ == "__main__":

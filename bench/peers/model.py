@@ -1,13 +1,21 @@
-"""One set of random weights as a Hugging Face checkpoint and, read back from it, as GGUF."""
+"""What is asked, of which weights: random ones with random ids, or SmolLM2's with text."""
 
 from __future__ import annotations
 
-import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
+from hackkv.model.config import read_spec
+from hackkv.model.layout import fused_parts, split_shapes
 from hackkv.model.tiny import Tiny, write_tiny
+from measure.serve.prompts import PromptMaker, find_tokenizer
+
+WEIGHTS = "model.safetensors"
 
 SHAPE = Tiny(
     layers=8,
@@ -34,7 +42,23 @@ def prompt_ids(count: int) -> list[int]:
     return ids
 
 
-def write_prompt(path: Path, count: int) -> Path:
-    """The same ids as a JSON file."""
-    path.write_text(json.dumps(prompt_ids(count)), encoding="utf-8")
-    return path
+def text_prompts(checkpoint: Path, lengths: Sequence[int]) -> list[list[int]]:
+    """Held-out text in the checkpoint's tokens, each prompt from another place on; the same for everybody."""
+    maker, rng = PromptMaker(find_tokenizer(str(checkpoint))), np.random.default_rng(len(lengths))
+    return [maker.ids(length, rng) for length in lengths]
+
+
+def write_split(checkpoint: Path, folder: Path) -> Path:
+    """A checkpoint of ours in fused form as others read it, unless it is there; returns `folder`."""
+    if not (folder / WEIGHTS).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        spec, fused = read_spec(checkpoint), load_file(checkpoint / WEIGHTS)
+        shapes = split_shapes(spec)
+        split = dict[str, torch.Tensor]()
+        for name, parts in fused_parts(spec).items():
+            rows = fused[name].split([shapes[part][0] for part in parts])
+            split |= {part: each.contiguous() for part, each in zip(parts, rows, strict=True)}
+        for each in checkpoint.glob("*.json"):
+            shutil.copy(each, folder)
+        save_file(split, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder

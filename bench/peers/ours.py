@@ -41,40 +41,40 @@ def middle(runs: Sequence[Run]) -> Run:
 def serve(
     checkpoint: Path,
     codec: Mapping[str, Any],
-    prompts: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     tokens: int,
     threads: int,
     done: Callable[[int, Run], None],
 ) -> None:
-    """Start a cluster with `codec`, answer one request of `tokens` tokens for each prompt length, alone on the cluster.
+    """Start a cluster with `codec`, answer one request of `tokens` tokens for each prompt, alone on the cluster.
 
-    `done` is called with the length and the result of each request as it ends.
+    `done` is called with the prompt's length and the result of each request as it ends.
     """
     asyncio.run(_serve(checkpoint, codec, prompts, tokens, threads, done))
 
 
 def serve_together(
-    checkpoint: Path, codec: Mapping[str, Any], prompts: Sequence[int], tokens: int, threads: int
+    checkpoint: Path, codec: Mapping[str, Any], prompts: Sequence[Sequence[int]], tokens: int, threads: int
 ) -> float:
-    """Start a cluster, ask for `tokens` tokens for each prompt length, all at once; returns the seconds it took."""
+    """Start a cluster, ask for `tokens` tokens for each prompt, all at once; returns the seconds it took."""
     return asyncio.run(_serve_together(checkpoint, codec, prompts, tokens, threads))
 
 
 async def _serve(
     checkpoint: Path,
     codec: Mapping[str, Any],
-    prompts: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     tokens: int,
     threads: int,
     done: Callable[[int, Run], None],
 ) -> None:
     async with _cluster(checkpoint, codec, threads) as client:
         for nth, prompt in enumerate(prompts):
-            done(prompt, await _ask(client, prompt, tokens, str(nth)))
+            done(len(prompt), await _ask(client, prompt, tokens, str(nth)))
 
 
 async def _serve_together(
-    checkpoint: Path, codec: Mapping[str, Any], prompts: Sequence[int], tokens: int, threads: int
+    checkpoint: Path, codec: Mapping[str, Any], prompts: Sequence[Sequence[int]], tokens: int, threads: int
 ) -> float:
     async with _cluster(checkpoint, codec, threads) as client:
         began = asyncio.get_running_loop().time()
@@ -93,17 +93,17 @@ async def _cluster(checkpoint: Path, codec: Mapping[str, Any], threads: int) -> 
         running(plan, lambda _: None) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=TIMEOUT_S) as client,
     ):
-        await _ask(client, 64, 4, "warm")
+        await _ask(client, prompt_ids(64), 4, "warm")
         yield client
 
 
-async def _ask(client: httpx.AsyncClient, prompt: int, tokens: int, salt: str) -> Run:
+async def _ask(client: httpx.AsyncClient, prompt: Sequence[int], tokens: int, salt: str) -> Run:
     """One greedy completion; a salt of its own keeps it from reusing the pages of an earlier one."""
     began = asyncio.get_running_loop().time()
     answer = await client.post(
         "/v1/completions",
         json={
-            "prompt": prompt_ids(prompt),
+            "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,
             "ignore_eos": True,

@@ -19,7 +19,7 @@ from hackkv.timing import Stage
 from measure.accuracy.machine import this_machine
 
 PICTURE: Final = "performance-codecs.png"
-TARGETS: Final = {"llama.cpp KV f16, flash": 0.5, "llama.cpp KV f16, plain": 0.5, "llama.cpp KV q4_0, flash": 0.1}
+TARGETS: Final = {"llama.cpp KV f16": 0.5, "llama.cpp KV f16-plain": 0.5, "llama.cpp KV q4_0": 0.1}
 """The target: `hack` takes at most this share of the peer's time."""
 
 
@@ -77,46 +77,11 @@ def peers_section(about: Mapping[str, Any], timings: Mapping[str, Sequence[Timin
         cells = f"{row.jct_s:.2f} | {row.prefill_s:.2f} | {1e3 * row.per_token_s:.1f} | {ratio} | {target}"
         lines.append(f"| {system} ({row.version}) | {len(timings[system])} | {cells} |")
     lines += ["", "hackkv answers through HTTP, router and wire, with prefill and decode node on the same cores; "]
-    lines[-1] += "llama.cpp is called in one process, with and without flash attention (which its quantized KV needs)."
+    lines[-1] += (
+        "llama.cpp is called in one process, with flash attention, which quantized KV needs, and without it (plain)."
+    )
     record = {system: [asdict(timing) for timing in each] for system, each in timings.items()}
     return "\n".join(lines), {**about, "load_average": os.getloadavg()[1], "timings": record}
-
-
-def smollm2_section(
-    about: Mapping[str, Any], timings: Mapping[tuple[str, int], Sequence[Timing]]
-) -> tuple[str, dict[str, Any]]:
-    """The page's section and its record, by system and prompt length; times are medians."""
-    command = "python -m bench.peers smollm2 --peer-python PYTHON --out docs"
-    lines = [f"## SmolLM2 beside llama.cpp, {about['kernels']}", "", f"`{command}` · {_line(about)}", ""]
-    lines += ["| system | prompt | prefill s | ms per token |", "|---|---|---|---|"]
-    for (system, length), each in timings.items():
-        row = _median(each)
-        lines.append(f"| {system} | {length} | {row.prefill_s:.2f} | {1e3 * row.per_token_s:.2f} |")
-    lines += ["", "hackkv answers through HTTP, router and wire, with prefill and decode node on the same cores."]
-    record = {f"{system}, {length}": [asdict(timing) for timing in each] for (system, length), each in timings.items()}
-    return "\n".join(lines), {**about, "load_average": os.getloadavg()[1], "timings": record}
-
-
-def together_section(
-    about: Mapping[str, Any], count: int, prompt: int, seconds: Mapping[str, Sequence[float]]
-) -> tuple[str, dict[str, Any]]:
-    """The page's section and its record, by system; times of all requests are medians. The last system is the peer."""
-    command = "python -m bench.peers together --peer-python PYTHON --out docs"
-    lines = [
-        f"## {count} requests at once beside llama.cpp, {about['kernels']}",
-        "",
-        f"`{command}` · {_line(about)}",
-        "",
-    ]
-    lines += [
-        f"| system | {count} prompts of {prompt} tokens, seconds to the last token | of the peer's |",
-        "|---|---|---|",
-    ]
-    peer = median(list(seconds.values())[-1])
-    for system, each in seconds.items():
-        lines.append(f"| {system} | {median(each):.1f} | {median(each) / peer:.2f} |")
-    record = {system: list(each) for system, each in seconds.items()}
-    return "\n".join(lines), {**about, "load_average": os.getloadavg()[1], "seconds": record}
 
 
 def codecs_section(

@@ -50,6 +50,10 @@ class PromptMaker:
         """Tokens of `text`, with those that the tokenizer puts around it."""
         return len(self._tokenizer.encode(text).ids)
 
+    def ids(self, tokens: int, rng: np.random.Generator) -> list[int]:
+        """Tokens of the text from a random place on."""
+        return self._slice(int(rng.integers(len(self._ids))), tokens)
+
     def text(self, tokens: int, rng: np.random.Generator) -> tuple[str, int]:
         """A text of `tokens` tokens, or as near as can be, and how many it has.
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from bench.peers.__main__ import CELL_TOKENS, _prompts, app
 from bench.peers.model import SHAPE
 from bench.peers.ours import Run, serve, serve_together
-from bench.peers.report import CODECS, codecs_section, together_section
+from bench.peers.report import CODECS, codecs_section
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
 from hackkv.model.tiny import Tiny, write_tiny
@@ -26,7 +26,8 @@ from hackkv.types import KvShape
         (["codecs", "--sizes", "2048,40960"], "from 1 to 40896"),
         (["codecs", "--only", "fp16,hakc"], "'hakc' unknown; known: fp16, "),
         (["codecs", "--out", "/no/folder"], "'/no/folder' does not exist"),
-        (["llama", "--llama-python", "/no/python"], "'/no/python' does not exist"),
+        (["beside", "--only", "hackkv,llama"], "'llama' unknown; known: hackkv, "),
+        (["beside", "--isa", "avx3"], "'avx3' is not one of"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: list[str], named: str) -> None:
@@ -69,16 +70,6 @@ def test_ablations_are_compared_with_the_codec_they_cut_from() -> None:
 
 def test_a_codec_that_spoils_the_model_is_timed_all_the_same(tmp_path: Path) -> None:
     model, runs = write_tiny(tmp_path / "model", Tiny(vocab=SHAPE.vocab)), list[Run]()
-    serve(model, CODECS["hack-paper"], [200], 4, 1, lambda _, run: runs.append(run))
+    serve(model, CODECS["hack-paper"], [[5] * 200], 4, 1, lambda _, run: runs.append(run))
     assert 0 < runs[0].wire_bytes < runs[0].fp16_bytes
-    assert serve_together(model, CODECS["hack-paper"], [200, 199], 4, 1) > 0
-
-
-def test_all_requests_at_once_are_set_beside_the_peer() -> None:
-    """The median of each system; the last one is the peer."""
-    setting = {"machine": "a machine", "kernels": "avx2"}
-    text, record = together_section(setting, 8, 4096, {"hackkv": [3.0, 1.0, 2.0], "peer": [10.0, 30.0]})
-    assert "## 8 requests at once beside llama.cpp, avx2" in text
-    assert "| hackkv | 2.0 | 0.10 |" in text
-    assert "| peer | 20.0 | 1.00 |" in text
-    assert record["seconds"] == {"hackkv": [3.0, 1.0, 2.0], "peer": [10.0, 30.0]}
+    assert serve_together(model, CODECS["hack-paper"], [[5] * 200, [6] * 199], 4, 1) > 0

@@ -1,0 +1,84 @@
+"""A system as a process of its own: in its environment, with its threads, held to an instruction set if asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from bench.peers.systems.child import Job, Result
+from bench.peers.table import Entry
+from hackkv.errors import HackkvError
+
+ROOT: Final = Path(__file__).parents[2]
+PEERS: Final = ROOT / ".venv-peers"
+FORMS: Final = PEERS / "models"
+"""Forms of the model that peers read."""
+HOLD: Final = Path(__file__).with_name("hold_avx2.c")
+CAUSE: Final = re.compile(r"error|assert", re.IGNORECASE)
+CAUSE_CHARS: Final = 300
+
+
+class Absent(HackkvError):
+    """A system that cannot be measured here, and why."""
+
+
+def python_of(entry: Entry) -> Path:
+    """The interpreter in whose environment a system runs. Raises `Absent` if there is none."""
+    if entry.ours:
+        return Path(sys.executable)
+    python = PEERS / entry.module / "bin" / "python"
+    if not python.exists():
+        raise Absent("not installed: `make peers` says why")
+    return python
+
+
+def compile_hold(folder: Path) -> Path:
+    """The library that holds a process to AVX2, compiled into `folder`. Raises `Absent` where CPUID cannot fault."""
+    library = folder / "hold_avx2.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HOLD], check=True)
+    tried = subprocess.run([sys.executable, "-c", ""], env=environment(1, library), capture_output=True, text=True)
+    if tried.returncode:
+        raise Absent(tried.stderr.strip() or "a process held to AVX2 does not start")
+    return library
+
+
+def run(entry: Entry, job: Job, hold: Path | None, timeout_s: float) -> Result:
+    """Do a job. Raises `Absent` with what the process said last, if it fails or takes longer than `timeout_s`."""
+    if hold and not entry.held:
+        raise Absent("compiled for this processor, so it cannot be held to another")
+    python = python_of(entry)
+    with TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "job.json", Path(folder) / "result.json"
+        asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        command: list[str | Path] = [python, "-m", f"bench.peers.systems.{entry.module}", asked, answered]
+        log = Path(folder) / "log"
+        try:
+            with log.open("w") as output:
+                shown = environment(job.threads, hold)
+                done = subprocess.run(
+                    command, cwd=ROOT, env=shown, stdout=output, stderr=output, timeout=timeout_s, check=False
+                )
+        except subprocess.TimeoutExpired:
+            raise Absent(f"stopped after {timeout_s:.0f} s") from None
+        if done.returncode or not answered.exists():
+            raise Absent(f"exit status {done.returncode}: {_cause(log.read_text(errors='replace'))}")
+        return Result.of(json.loads(answered.read_text(encoding="utf-8")))
+
+
+def _cause(log: str) -> str:
+    """The last line that names an error, or the last of all."""
+    lines = log.strip().splitlines() or ["it said nothing"]
+    return next((line for line in reversed(lines) if CAUSE.search(line)), lines[-1]).strip()[:CAUSE_CHARS]
+
+
+def environment(threads: int, hold: Path | None) -> dict[str, str]:
+    """A process's variables. OpenMP's threads are what a system takes that is not told otherwise."""
+    held = {"LD_PRELOAD": str(hold)} if hold else {}
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), **held}
