@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,10 @@ def _retention(rules: Rules) -> dict[str, Any]:
     return {**shares, "first": rules.first, "last": rules.last, "pairs": True}
 
 
-def _answers(settings: dict[str, Any], prompt: Sequence[int], tokens: int) -> list[int]:
-    codec = CodecConfig.model_validate({"name": "mpcache", "settings": settings})
+def _answers(given: dict[str, Any], prompt: tuple[int, ...], tokens: int) -> list[int]:
+    codec = CodecConfig.model_validate({"name": "mpcache", "settings": given})
     worker = load_worker(ModelConfig(path=str(SHIPPED), dtype="float32"), codec)
-    answer = generate(worker, greedy("r", list(prompt), tokens, ignore_eos=True))
+    answer = generate(worker, greedy("r", prompt, tokens, ignore_eos=True))
     return [token.token_id for token in answer]
 
 
@@ -129,12 +129,12 @@ def test_a_run_in_the_clear_answers_as_the_codec_does(model: Model) -> None:
     learned = model.expected(task)
     prompt, sizes = model.prompt(2 * SHORT), {"page_tokens": RULES.page_tokens, "alpha": str(RULES.alpha)}
     selection = {"select": f"{RULES.select}%", "least": RULES.least}
-    for name, given in {
+    for name, chosen_by in {
         "full": {"budget": "100%", "select": "100%"},
         "static": {**_retention(RULES), "select": "100%"},
         "mpcache": {**_retention(RULES), **selection},
     }.items():
-        assert learned["tokens"][name] == _answers({**sizes, **given}, prompt, 6), name
+        assert learned["tokens"][name] == _answers({**sizes, **chosen_by}, prompt, 6), name
     assert learned["tokens"]["mpcache-rows"] == learned["tokens"]["mpcache"]
     assert RULES.chooses(RULES.held(2 * SHORT) // RULES.page_tokens)
 
@@ -149,10 +149,18 @@ def test_a_party_is_told_its_own_secret_only(model: Model, tmp_path: Path) -> No
     assert runs(task) == 1 + 4 + 1 + 3 + 2 * (2 + 4 * 3) * 2
 
 
-SAYS = "import sys; print('{\"run\": \"prefill\", \"seconds\": 1}', flush=True); "
+SAYS = 'import sys; print(\'{"run": "prefill", "seconds": 1}\', flush=True); '
 ENDS: dict[str, tuple[list[str], float, str]] = {
-    "dies": ([SAYS + "sys.exit('no such luck')", "sys.stdin.read()"], WAIT_S, "exit code 1, after 'prefill': no such luck"),
-    "is killed": ([SAYS + "import os; os.kill(os.getpid(), 9)", "sys.stdin.read()"], WAIT_S, "party 0 ended with exit code -9"),
+    "dies": (
+        [SAYS + "sys.exit('no such luck')", "sys.stdin.read()"],
+        WAIT_S,
+        "exit code 1, after 'prefill': no such luck",
+    ),
+    "is killed": (
+        [SAYS + "import os; os.kill(os.getpid(), 9)", "sys.stdin.read()"],
+        WAIT_S,
+        "party 0 ended with exit code -9",
+    ),
     "says nothing": (["sys.stdin.read()", "sys.stdin.read()"], 1.0, "silent for 1 s, after they met"),
 }
 
@@ -256,13 +264,18 @@ def test_a_party_that_is_killed_ends_the_run(model: Model, tmp_path: Path) -> No
         write_job(Job(rank, where, "ABY3", 18, WAIT_S, task, prompt, weights), tmp_path / f"{rank}.json")
         commands.append([str(PYTHON), "-m", "bench.private.party", str(tmp_path / f"{rank}.json")])
     before = {child.pid for child in psutil.Process().children()}
-    with closing(run_parties(commands, WAIT_S, ROOT)) as saying, pytest.raises(PartyLost, match="ended with exit code"):
-        for _, said in saying:
-            if "run" in said:
-                parties = [child for child in psutil.Process().children() if child.pid not in before]
-                bound = {c.laddr.ip for party in parties for c in party.net_connections() if c.status == psutil.CONN_LISTEN}
-                assert bound == {"127.0.0.1"}
-                parties[2].kill()
+
+    def kill_the_third() -> None:
+        with closing(run_parties(commands, WAIT_S, ROOT)) as saying:
+            for _, said in saying:
+                if "run" in said:
+                    parties = [child for child in psutil.Process().children() if child.pid not in before]
+                    sockets = [each for party in parties for each in party.net_connections()]
+                    assert {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+                    parties[2].kill()
+
+    with pytest.raises(PartyLost, match="ended with exit code"):
+        kill_the_third()
     assert {child.pid for child in psutil.Process().children()} <= before
 
 
