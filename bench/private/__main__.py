@@ -55,8 +55,7 @@ def main(
     chosen = _known(protocols, tuple(PROTOCOLS), "--protocols")
     names = _known(variants, tuple(VARIANTS), "--variants")
     lengths, model = _lengths(sizes), Model.shipped()
-    before = read_section(out, "measured", "private") if out else None
-    cells = {(cell.protocol, cell.tokens): cell for cell in map(Cell.of, before["cells"] if before else ())}
+    measured = list[Cell]()
     about = {"command": "make private", "machine": _machine(), "versions": ""}
     for length in lengths:
         task = model.task(length, tokens, names)
@@ -67,10 +66,10 @@ def main(
             except PartyLost as lost:
                 console.print(f"{protocol}, {length} tokens: {lost}", soft_wrap=True)
                 raise typer.Exit(1) from None
-            cells[protocol, length] = cell
+            measured.append(cell)
             if out:
-                write_section(out, "measured", *section(out, about, list(cells.values())), page="private")
-    typer.echo(section(None, about, list(cells.values()))[0])
+                write_section(out, "measured", *section(out, about, _with_recorded(out, measured)), page="private")
+    typer.echo(section(None, about, measured)[0])
 
 
 def measure(
@@ -98,6 +97,13 @@ def measure(
                     bar.update(line, advance=1, description=f"{protocol}, {task.tokens} tokens: {said['run']}")
     answers, kept = model.compared(expected, learned)
     return Cell(protocol, parties, task.tokens, task.answer - 1, mean(heard, parties), answers, kept), versions
+
+
+def _with_recorded(out: Path, measured: Sequence[Cell]) -> list[Cell]:
+    """And the cells of earlier runs, each protocol and prompt once."""
+    before = read_section(out, "measured", "private")
+    cells = [*map(Cell.of, before["cells"] if before else ()), *measured]
+    return list({(cell.protocol, cell.tokens): cell for cell in cells}.values())
 
 
 def _known(given: str, known: Sequence[str], option: str) -> tuple[str, ...]:

@@ -67,8 +67,8 @@ PAPER: Final = (
 )
 """What is compared, and the paper's figures for it: §5.3 and Fig. 10, Appendix F.5, Fig. 11."""
 PAPER_SAYS: Final = """The paper's are of a whole token at 512 to 2,048 tokens, in the shapes of GPT-2 and of LLaMA-2
-with a width of 1,024, over its link, with its own top-k in SPU; its 2 parties run another protocol than SEMI2K. Its `dynamic`
-selects single tokens, ours clusters. Our seconds are the calculated ones."""
+with a width of 1,024, over its link, with its own top-k in SPU; its 2 parties run another protocol than SEMI2K. Its
+`dynamic` selects single tokens, ours clusters. Our seconds are the calculated ones."""
 
 
 @dataclass(frozen=True, slots=True)

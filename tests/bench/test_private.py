@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from bench.private.__main__ import PROTOCOLS, ROOT, app, measure
+from bench.private.__main__ import PROTOCOLS, ROOT, _with_recorded, app, measure
 from bench.private.jobs import Job, read_job, write_job
 from bench.private.model import exp
 from bench.private.parties import PartyLost, addresses, run_parties
@@ -29,6 +29,7 @@ from bench.private.plain import Model
 from bench.private.report import Answer, Cell, Cost, mean, section
 from bench.private.rules import Rules, best, bounds, chosen, kept_rows, packed, picked
 from bench.private.session import VARIANTS, InTheClear, Values, respond, runs
+from bench.sections import write_section
 from hackkv.codecs.retention import Retention
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.generate import generate
@@ -207,6 +208,15 @@ def test_tables_say_what_selection_saves(tmp_path: Path) -> None:
     again = [Cell.of(each) for each in json.loads(json.dumps(record))["cells"]]
     assert again == [cell("ABY3", 256), cell("SEMI2K", 1024)]
     assert Cost(0.0, 377e6, 2).linked_s == pytest.approx(1.0003)
+
+
+def test_a_run_keeps_what_others_recorded(tmp_path: Path) -> None:
+    about = {"command": "make private", "machine": "a machine", "versions": "spu 1"}
+    (tmp_path / "private.md").write_text("# Private\n\n<!-- measured -->\n<!-- /measured -->\n")
+    for measured in ([cell("ABY3", 256), cell("ABY3", 512)], [cell("ABY3", 512, seconds=7.0)]):
+        write_section(tmp_path, "measured", *section(None, about, _with_recorded(tmp_path, measured)), page="private")
+    assert _with_recorded(tmp_path, []) == [cell("ABY3", 256), cell("ABY3", 512, seconds=7.0)]
+    assert (tmp_path / "private.md").read_text().count("### A decoded token") == 1
 
 
 @pytest.mark.parametrize(
