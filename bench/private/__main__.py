@@ -23,7 +23,7 @@ from bench.private.jobs import Job, write_job
 from bench.private.parties import PartyLost, addresses, run_parties
 from bench.private.plain import Model
 from bench.private.report import Cell, mean, section
-from bench.private.session import CLIENT, OWNER, VARIANTS, Task, runs
+from bench.private.session import CLIENT, OWNER, VARIANTS, Task, Values, runs
 from bench.sections import read_section, write_section
 from measure.accuracy.machine import this_machine
 
@@ -45,6 +45,9 @@ def main(
     sizes: Annotated[str, typer.Option(help="prompt lengths in tokens, comma between")] = "128,256,512,1024",
     variants: Annotated[str, typer.Option(help="comma between; all by default")] = ",".join(VARIANTS),
     tokens: Annotated[int, typer.Option(min=2, help="of an answer")] = 8,
+    dealt: Annotated[
+        bool, typer.Option("--dealt", help="compute the prompt in the clear, its answers only in shares")
+    ] = False,
     limit: Annotated[float, typer.Option(min=1, help="seconds of silence after which a run is given up")] = 300.0,
     out: Annotated[
         Path | None,
@@ -58,7 +61,7 @@ def main(
     measured = list[Cell]()
     about = {"command": "make private", "machine": _machine(), "versions": ""}
     for length in lengths:
-        task = model.task(length, tokens, names)
+        task = model.task(length, tokens, names, dealt)
         expected = model.expected(task)
         for protocol in chosen:
             try:
@@ -73,18 +76,29 @@ def main(
 
 
 def measure(
-    python: Path, protocol: str, model: Model, task: Task, expected: dict[str, Any], limit_s: float
+    python: Path,
+    protocol: str,
+    model: Model,
+    task: Task,
+    expected: tuple[dict[str, Any], dict[str, Values]],
+    limit_s: float,
 ) -> tuple[Cell, str]:
     """One protocol and prompt, and the versions of what computed. Raises `PartyLost`."""
     parties = PROTOCOLS[protocol]
     with TemporaryDirectory() as name, Progress(console=console) as bar:
         folder = Path(name)
-        np.savez(folder / "weights.npz", allow_pickle=False, **model.weights)
+        of_owner, of_client = folder / "weights.npz", folder / "dealt.npz"
+        np.savez(of_owner, allow_pickle=False, **model.weights)
+        np.savez(of_client, allow_pickle=False, **expected[1])
         job = Job(0, addresses(parties), protocol, FRACTION_BITS, limit_s, task)
         paths = [folder / f"{rank}.json" for rank in range(parties)]
         for rank, path in enumerate(paths):
-            own = replace(job, rank=rank, prompt=model.prompt(task.tokens) if rank == CLIENT else None)
-            write_job(replace(own, weights=str(folder / "weights.npz") if rank == OWNER else None), path)
+            own = replace(job, rank=rank, weights=str(of_owner) if rank == OWNER else None)
+            if rank == CLIENT and task.dealt:
+                own = replace(own, dealt=str(of_client))
+            elif rank == CLIENT:
+                own = replace(own, prompt=model.prompt(task.tokens))
+            write_job(own, path)
         commands = [[str(python), "-m", "bench.private.party", str(path)] for path in paths]
         line = bar.add_task(f"{protocol}, {task.tokens} tokens", total=parties * runs(task))
         learned, versions, heard = dict[str, Any](), "", list[tuple[int, dict[str, Any]]]()
@@ -95,8 +109,10 @@ def measure(
                 learned = said["learned"] if rank == CLIENT and "learned" in said else learned
                 if "run" in said:
                     bar.update(line, advance=1, description=f"{protocol}, {task.tokens} tokens: {said['run']}")
-    answers, kept = model.compared(expected, learned)
-    return Cell(protocol, parties, task.tokens, task.answer - 1, mean(heard, parties), answers, kept), versions
+    answers, kept = model.compared(expected[0], learned)
+    return Cell(
+        protocol, parties, task.tokens, task.answer - 1, mean(heard, parties), answers, kept, task.dealt
+    ), versions
 
 
 def _with_recorded(out: Path, measured: Sequence[Cell]) -> list[Cell]:

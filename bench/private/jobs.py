@@ -27,6 +27,8 @@ class Job:
     """The client's."""
     weights: str | None = None
     """The owner's: an .npz file."""
+    dealt: str | None = None
+    """The client's, if the task deals: an .npz file."""
 
 
 def write_job(job: Job, path: Path) -> None:

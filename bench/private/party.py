@@ -169,10 +169,10 @@ def main(path: str) -> None:
     """Take part in one job."""
     job = read_job(Path(path))
     threading.Thread(target=_end_with_input, daemon=True).start()
-    weights = dict(np.load(job.weights)) if job.weights else None
+    weights, dealt = (dict(np.load(file)) if file else None for file in (job.weights, job.dealt))
     party = Party(job, Path(path).with_suffix(".log"))
     _say({"met": f"spu {version('spu')}, jax {jax.__version__}, numpy {np.__version__}"})
-    _say({"learned": respond(party, job.task, job.prompt, weights)})
+    _say({"learned": respond(party, job.task, job.prompt, weights, dealt)})
     sys.stdout.flush()
     os._exit(0)  # SPU's threads take their time
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 from safetensors.torch import load_file
 
 from bench.private.model import Shape, folded
@@ -38,14 +39,18 @@ class Model:
         """The first tokens of the first document that no training saw."""
         return tuple(self.tokenizer.encode(held_out(SHIPPED).documents[0].text, add_special_tokens=False)[:tokens])
 
-    def task(self, tokens: int, answer: int, variants: tuple[str, ...]) -> Task:
+    def task(self, tokens: int, answer: int, variants: tuple[str, ...], dealt: bool = False) -> Task:
         """To answer such a prompt."""
         sizes = {name: each.shape for name, each in self.weights.items()}
-        return Task(self.shape, Rules(), sizes, tokens, answer, variants)
+        return Task(self.shape, Rules(), sizes, tokens, answer, variants, dealt)
 
-    def expected(self, task: Task) -> dict[str, Any]:
-        """What a client learns."""
-        return respond(InTheClear(), task, self.prompt(task.tokens), self.weights)
+    def expected(self, task: Task) -> tuple[dict[str, Any], dict[str, Values]]:
+        """What a client learns, and what may be dealt."""
+        machine = InTheClear()
+        learned = respond(machine, replace(task, dealt=False), self.prompt(task.tokens), self.weights)
+        (first,) = {tokens[0] for tokens in learned["tokens"].values()}
+        machine.arrays["logits"] = np.eye(1, task.sizes["embed"][0], first)
+        return learned, {name: machine.arrays[name].astype(np.float32) for name in task.deals()}
 
     def compared(self, expected: dict[str, Any], learned: dict[str, Any]) -> tuple[dict[str, Answer], tuple[int, int]]:
         """Answers beside those in the clear; rows that stayed, and how many of them stay in the clear as well."""

@@ -94,6 +94,8 @@ class Cell:
     answers: Mapping[str, Answer]
     kept: tuple[int, int]
     """Rows that stayed, over layers that choose and heads, and how many of them those in the clear are."""
+    dealt: bool = False
+    """Whether the prompt's KV was computed in the clear."""
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Cell:
@@ -180,6 +182,8 @@ def _per_token(cells: Sequence[Cell]) -> list[str]:
 def _once(cells: Sequence[Cell]) -> list[str]:
     lines = ["| protocol | prompt | what | MB | sends | s |", "|---|---|---|---|---|---|"]
     for cell in cells:
+        if cell.dealt:
+            lines.append(f"| {cell.protocol}, {cell.parties} | {cell.tokens} | prefill: in the clear, KV dealt | | | |")
         for run, cost in cell.costs.items():
             if not any(_is_part(run, name, ()) for name in cell.answers):
                 lines.append(f"| {cell.protocol}, {cell.parties} | {cell.tokens} | {run} | {' | '.join(_cost(cost))} |")

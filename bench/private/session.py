@@ -68,28 +68,50 @@ class Task:
     tokens: int
     answer: int
     variants: tuple[str, ...]
+    dealt: bool = False
+    """Whether the prompt's KV comes computed in the clear: then only its answers are under the protocol."""
+
+    def deals(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is dealt: K, V and votes of each layer, and what chooses the first token."""
+        rows = (self.shape.kv_heads, self.tokens)
+        sizes: dict[str, tuple[int, ...]] = {"logits": (1, self.sizes["embed"][0])}
+        for layer in range(self.shape.layers):
+            k = v = (*rows, self.shape.head_dim)
+            sizes |= {f"k{layer}": k, f"v{layer}": v, f"votes{layer}": rows}
+        return sizes
 
 
 def respond(
-    machine: Machine, task: Task, prompt: Sequence[int] | None, weights: Mapping[str, Values] | None
+    machine: Machine,
+    task: Task,
+    prompt: Sequence[int] | None,
+    weights: Mapping[str, Values] | None,
+    dealt: Mapping[str, Values] | None = None,
 ) -> dict[str, Any]:
     """Of each variant the answer (`tokens`), and of each choosing layer the prompt's rows that stayed (`kept`).
 
-    Only the client passes `prompt` and learns both, only the owner passes `weights`.
+    Only the client passes `prompt`, or what is `dealt`, and learns both; only the owner passes `weights`.
     """
     for name, size in task.sizes.items():
         machine.share(name, OWNER, weights[name] if weights else None, size)
-    vocabulary, layers = task.sizes["embed"][0], range(task.shape.layers)
-    machine.share("x", CLIENT, _one_hot(prompt, vocabulary), (task.tokens, vocabulary))
-    machine.run("embed", _product, ["x", "embed"], ["x"])
-    turn = angles(task.shape, 0, task.tokens)
-    for layer in layers:
-        into = ["x", *(f"{name}{layer}" for name in ("k", "v", "votes"))]
-        machine.run("prefill", partial(_layer, task.shape, task.rules), ["x", *_weights(layer), *turn], into)
-    machine.run("prefill head", _last, ["x", "head"], ["logits"])
+    if task.dealt:
+        for name, size in task.deals().items():
+            machine.share(name, CLIENT, dealt[name] if dealt else None, size)
+    else:
+        _prefill(machine, task, prompt)
     first = _greedy(machine.open("logits"))
     kept = _evict(machine, task) if any(VARIANTS[name].evicts for name in task.variants) else {}
     return {"tokens": {name: _answer(machine, task, name, first) for name in task.variants}, "kept": kept}
+
+
+def _prefill(machine: Machine, task: Task, prompt: Sequence[int] | None) -> None:
+    vocabulary, turn = task.sizes["embed"][0], angles(task.shape, 0, task.tokens)
+    machine.share("x", CLIENT, _one_hot(prompt, vocabulary), (task.tokens, vocabulary))
+    machine.run("embed", _product, ["x", "embed"], ["x"])
+    for layer in range(task.shape.layers):
+        into = ["x", *(f"{name}{layer}" for name in ("k", "v", "votes"))]
+        machine.run("prefill", partial(_layer, task.shape, task.rules), ["x", *_weights(layer), *turn], into)
+    machine.run("prefill head", _last, ["x", "head"], ["logits"])
 
 
 class Counter:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def _answers(given: dict[str, Any], prompt: tuple[int, ...], tokens: int) -> lis
 def test_a_run_in_the_clear_answers_as_the_codec_does(model: Model) -> None:
     """All of the shipped model; hackkv keeps KV in FP16, and its weights are not folded."""
     task = model.task(2 * SHORT, 6, ("full", "static", "mpcache", "mpcache-rows"))
-    learned = model.expected(task)
+    learned, _ = model.expected(task)
     prompt, sizes = model.prompt(2 * SHORT), {"page_tokens": RULES.page_tokens, "alpha": str(RULES.alpha)}
     selection = {"select": f"{RULES.select}%", "least": RULES.least}
     for name, chosen_by in {
@@ -264,6 +265,14 @@ def test_parties_answer_as_in_the_clear(model: Model, protocol: str) -> None:
 
 
 @with_spu
+def test_answers_from_dealt_kv_are_the_same(model: Model) -> None:
+    task = model.task(2 * SHORT, 2, ("mpcache", "mpcache-rows"), dealt=True)
+    found, _ = measure(PYTHON, "SEMI2K", model, task, model.expected(task), WAIT_S)
+    assert [answer.as_in_the_clear for answer in found.answers.values()] == [2, 2]
+    assert "prefill" not in found.costs
+
+
+@with_spu
 def test_a_party_that_is_killed_ends_the_run(model: Model, tmp_path: Path) -> None:
     """One of three, after they met."""
     task = model.task(64, 2, ("full",))
@@ -289,6 +298,10 @@ def test_a_party_that_is_killed_ends_the_run(model: Model, tmp_path: Path) -> No
     assert {child.pid for child in psutil.Process().children()} <= before
 
 
-def test_the_machine_in_the_clear_needs_prompt_and_weights(model: Model) -> None:
+def test_dealt_kv_takes_the_place_of_the_prompt(model: Model) -> None:
+    task = model.task(2 * SHORT, 3, ("full", "mpcache"))
+    learned, dealt = model.expected(task)
+    again = respond(InTheClear(), replace(task, dealt=True), None, model.weights, dealt)
+    assert again == learned
     with pytest.raises(AssertionError):
         respond(InTheClear(), model.task(64, 2, tuple(VARIANTS)), None, None)
