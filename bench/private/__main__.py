@@ -34,6 +34,8 @@ FRACTION_BITS: Final = 18
 STRIDE: Final = 64
 """Prompts are multiples of it: what stays of them then fills clusters."""
 
+COMMAND: Final = "python -m bench.private --python PYTHON --sizes SIZES --protocols PROTOCOLS --out docs"
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 
@@ -59,7 +61,7 @@ def main(
     names = _known(variants, tuple(VARIANTS), "--variants")
     lengths, model = _lengths(sizes), Model.shipped()
     measured = list[Cell]()
-    about = {"command": "make private", "machine": _machine(), "versions": ""}
+    about = {"command": COMMAND, "machine": _machine(), "versions": ""}
     for length in lengths:
         task = model.task(length, tokens, names, dealt)
         expected = model.expected(task)

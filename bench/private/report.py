@@ -130,7 +130,12 @@ def mean(heard: Iterable[tuple[int, Mapping[str, Any]]], parties: int) -> dict[s
 def section(folder: Path | None, about: Mapping[str, str], cells: Sequence[Cell]) -> tuple[str, dict[str, Any]]:
     """The page's section and its record. Draws the picture into `folder`."""
     cells = sorted(cells, key=lambda cell: (-cell.parties, cell.protocol, cell.tokens))
-    lines = ["## Measured", "", f"`{about['command']}` · {about['machine']}; {about['versions']}", ""]
+    lines = [
+        "## Measured",
+        "",
+        f"`{about['command']}`, and `--dealt` where KV was dealt · {about['machine']}; {about['versions']}",
+        "",
+    ]
     lines += ["### A decoded token", "", *_per_token(cells), "", "### Once a prompt", "", *_once(cells)]
     lines += ["", "### Beside the paper", "", *_beside(cells), "", PAPER_SAYS.replace("\n", " ")]
     lines += ["", "### Tokens and rows beside the run in the clear", "", *_agreement(cells)]
