@@ -5,11 +5,12 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv-peers/.installed
 CLIENTS := .venv-clients/.installed
+PRIVATE := .venv-private/.installed
 TORCH := torch==2.13.0
 SOURCES := $(wildcard $(foreach from,kernels/csrc kernels/csrc/simd lab/csrc,$(from)/*.h $(from)/*.cpp $(from)/CMakeLists.txt))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-all browser compose-test clients clients-test check dashboards proto bench peers sanitize arm clean
+.PHONY: help demo serve test test-slow test-all browser compose-test clients clients-test check dashboards proto bench peers private sanitize arm clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -68,6 +69,9 @@ peers: $(STAMP) $(PEERS)  ## the same requests through hackkv and other engines,
 	$(BIN)/python -m bench.peers llama --out docs
 	$(BIN)/python -m bench.peers codecs --out docs
 
+private: $(STAMP) $(PRIVATE)  ## a prompt and its answers under secret sharing, two and three parties (docs/private.md)
+	$(BIN)/python -m bench.private --python .venv-private/bin/python --out docs
+
 sanitize: $(STAMP)  ## kernel tests under the address and undefined-behaviour sanitizers
 	PATH=$(CURDIR)/$(BIN):$$PATH kernels/csrc/sanitize.sh
 
@@ -75,7 +79,7 @@ arm:  ## portable kernels on aarch64, emulated, against this machine's (g++-aarc
 	lab/agree.sh
 
 clean:  ## remove the virtual environment and caches
-	rm -rf .venv .venv-peers .venv-clients build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-clients .venv-private build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch goes first and pinned: asked for as a mere dependency, it would bring gigabytes of CUDA libraries.
 # The C++ extensions are compiled again when their sources have changed; the lab's comes with an editable install.
@@ -104,4 +108,10 @@ $(CLIENTS): $(wildcard tests/clients/requirements-*.txt)
 	for each in openai litellm; do \
 	  $(PYTHON) -m venv .venv-clients/$$each \
 	  && .venv-clients/$$each/bin/python -m pip install --quiet -r tests/clients/requirements-$$each.txt || exit 1; done
+	@touch $@
+
+# SPU has wheels for CPython 3.10 and 3.11 on Linux, and wants a numpy of its own.
+$(PRIVATE): bench/private/requirements.txt
+	$(PYTHON) -m venv .venv-private
+	.venv-private/bin/python -m pip install --quiet -r bench/private/requirements.txt
 	@touch $@

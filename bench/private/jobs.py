@@ -1,0 +1,47 @@
+"""What a party is told: the public task, who the others are, and its own secret, if it has one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.private.model import Shape
+from bench.private.rules import Rules
+from bench.private.session import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Of one party."""
+
+    rank: int
+    addresses: tuple[str, ...]
+    """`host:port` at which each party listens."""
+    protocol: str
+    fraction_bits: int
+    limit_s: float
+    """A party that hears nothing for so long gives up."""
+    task: Task
+    prompt: tuple[int, ...] | None = None
+    """The client's."""
+    weights: str | None = None
+    """The owner's: an .npz file."""
+    dealt: str | None = None
+    """The client's, if the task deals: an .npz file."""
+
+
+def write_job(job: Job, path: Path) -> None:
+    """As JSON."""
+    path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+
+
+def read_job(path: Path) -> Job:
+    """What `write_job` wrote."""
+    told = json.loads(path.read_text(encoding="utf-8"))
+    task = told["task"]
+    task["shape"], task["rules"] = Shape(**task["shape"]), Rules(**task["rules"])
+    task["sizes"] = {name: tuple(size) for name, size in task["sizes"].items()}
+    task["variants"] = tuple(task["variants"])
+    told["task"], told["addresses"] = Task(**task), tuple(told["addresses"])
+    return Job(**told)
