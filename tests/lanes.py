@@ -1,7 +1,7 @@
 """Lanes that lag: a twin of a GPU on which every wait that is missing shows in bytes.
 
-Work that a lane is given runs when somebody waits for it and not before, in an order drawn from all that lanes and marks
-allow. Slots of the ring hold rubbish whenever nobody should read them.
+Work that a lane is given runs when somebody waits for it and not before, in an order drawn from all that lanes and
+marks allow. Slots of the ring hold rubbish whenever nobody should read them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RubbishRing(HostRing):
 
 @contextmanager
 def on_lanes(lanes: tuple[Lane, Lane, Lane]) -> Iterator[list[Lanes]]:
-    """Gives these lanes to every `KvMemory` that is made, and a ring of a few small slots. Collects what they became."""
+    """Gives these lanes to every `KvMemory` that is made, and a ring of a few small slots. Collects them."""
     made = list[Lanes]()
 
     def lanes_on(device: torch.device, most_bytes: int) -> Lanes:
