@@ -1,6 +1,6 @@
 """Writes the frames of handoffs to pages, and reads pages that are lent.
 
-Large frames take a thread of their own, so the event loop stays free.
+Large frames take a thread of their own, and on a GPU all do, so the event loop stays free.
 
 A frame is verified and decoded into memory of its own. Only then is it written to the pages that its reservation holds,
 under a lock that `LandingGrant.close` takes as well. So pages that are given back after `close` have no writer any

@@ -103,7 +103,7 @@ class EventMark:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Give the processor away meanwhile."""
+        """Other threads go on."""
         self._event.synchronize()
 
 
@@ -237,7 +237,8 @@ class Departures:
         self._waiting = deque[tuple[Leaving, Callable[[Leaving, Planes], None]]]()
 
     def send(self, parts: Iterator[Leaving], then: Callable[[Leaving, Planes], None]) -> None:
-        """Send parts off; `then` is called with each of them, at once if nothing has to be waited for."""
+        """Send parts off; `then` is called with each of them, at once if nothing has to be waited for. Leaves a slot
+        free, so that the thread may take one for the next part."""
         while True:
             while self._waiting and not self._lanes.has_room:
                 self._end_one()
@@ -252,11 +253,13 @@ class Departures:
         return self
 
     def __exit__(self, kind: object, *exc: object) -> None:
-        while self._waiting and kind is None:
-            self._end_one()
-        for part, _ in self._waiting:
-            with part:
-                pass
+        try:
+            while self._waiting and kind is None:
+                self._end_one()
+        finally:
+            while self._waiting:
+                with self._waiting.popleft()[0]:
+                    pass
 
     def _end_one(self) -> None:
         part, then = self._waiting.popleft()

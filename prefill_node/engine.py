@@ -141,8 +141,8 @@ class PrefillEngine:
             out.send(parts, lambda part, planes: self._send(work, layer, first + part.first, planes))
         exact_rows = memory.footprint.exact_rows(rows)
         if chunk.is_last and exact_rows and first <= last:
-            rest = (memory.export_rows(layer, chunk.grant.slot, rows) for _ in range(1))
-            out.send(rest, lambda _, planes: self._send(work, layer, last, planes, exact_rows))
+            part = memory.export_rows(layer, chunk.grant.slot, rows)
+            out.send(iter((part,)), lambda _, planes: self._send(work, layer, last, planes, exact_rows))
 
     def _send(self, work: Work, layer: int, first: int, planes: Planes, exact_rows: int = 0) -> None:
         """Send a layer's pages from number `first` on, or the exact rows after them."""

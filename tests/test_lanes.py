@@ -199,16 +199,22 @@ def test_a_thread_that_sends_goes_on_until_slots_run_short() -> None:
     assert seen == [(number, [2 * number, 2 * number + 1]) for number in range(6)]
 
 
-def test_what_a_failed_block_has_sent_is_over_and_not_used() -> None:
+@pytest.mark.parametrize("where", ["block", "then"])
+def test_what_a_failed_block_has_sent_is_over_and_not_used(where: str) -> None:
     """Its pages change owners then, and a pass that is repeated sends them again."""
     _, lanes, ring = lagging()
     page, used = torch.zeros(1, 2), list[Planes]()
 
+    def then(_: Leaving, planes: Planes) -> None:
+        if where == "then":
+            raise ZeroDivisionError
+        used.append(planes)
+
     def fail() -> None:
         with Departures(lanes) as out:
-            parts = (lanes.fetch([0], lambda ids: {"x": page[ids]}) for _ in range(2))
-            out.send(parts, lambda _, planes: used.append(planes))
-            raise ZeroDivisionError
+            out.send((lanes.fetch([0], lambda ids: {"x": page[ids]}) for _ in range(2)), then)
+            if where == "block":
+                raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
