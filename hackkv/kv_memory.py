@@ -58,7 +58,7 @@ class KvMemory:
         pool = self.pools[layer]
         sizes = [plane.page_bytes * len(self._heads) for plane in self._codec.wire_planes[layer]]
         parts = self.lanes.pieces(len(pages), sizes)
-        return self._fetched(pages, parts, lambda ids: self._codec.to_wire(layer, pool, ids))
+        return self._fetched(_ids(pages), parts, lambda ids: self._codec.to_wire(layer, pool, ids))
 
     def export_rows(self, layer: int, slot: int, rows: int) -> Leaving:
         """The exact rows of a sequence that holds `rows` rows, page after page, as planes `open_k` and `open_v`
@@ -66,13 +66,13 @@ class KvMemory:
         pool = self.pools[layer]
         exact = dict(zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True))
         return self.lanes.fetch(
-            (), lambda _: {name: self._read(slots[slot], rows)[:, None] for name, slots in exact.items()}
+            _ids(()), lambda _: {name: self._read(slots[slot], rows)[:, None] for name, slots in exact.items()}
         )
 
     def install(self, layer: int, heads: range, pages: Sequence[int], planes: Planes) -> None:
         """Write what `export` of an equal codec gave at once, for some of the KV heads, bit-exact."""
         pool = self.pools[layer].heads(heads.start, len(heads))
-        self.lanes.bring(pages, planes, lambda ids, here: self._codec.from_wire(layer, pool, ids, here))
+        self.lanes.bring(_ids(pages), planes, lambda ids, here: self._codec.from_wire(layer, pool, ids, here))
 
     def install_rows(self, layer: int, heads: range, slot: int, rows: int, planes: Planes) -> None:
         """Write what `export_rows` gave, for some of the KV heads."""
@@ -82,7 +82,7 @@ class KvMemory:
             for name, exact in zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True):
                 self._write(exact[slot], rows, here[name][:, 0])
 
-        self.lanes.bring((), planes, write)
+        self.lanes.bring(_ids(()), planes, write)
 
     def install_frame(self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, rows: int) -> None:
         """Write a frame's planes to the pages that a sequence of `rows` rows holds, or its exact rows to `slot`."""
@@ -104,8 +104,8 @@ class KvMemory:
         self.lanes.compute.run(copy)
         self.lanes.written()
 
-    def rest(self, layer: int, pages: Sequence[int]) -> Iterator[Leaving]:
-        """Sealed pages as they rest: name -> [P, Hkv, ...]; in order, some at a time."""
+    def rest(self, layer: int, pages: Tensor) -> Iterator[Leaving]:
+        """Sealed pages, [P] int64, as they rest: name -> [P, Hkv, ...]; in order, some at a time."""
         planes = self.pools[layer].planes
         return self._fetched(
             pages, self.at_once(layer, len(pages)), lambda ids: {n: p.index_select(0, ids) for n, p in planes.items()}
@@ -115,8 +115,8 @@ class KvMemory:
         """The parts in which so many pages come to rest in host memory, and from there."""
         return self.lanes.pieces(pages, [plane[0].nbytes for plane in self.pools[layer].planes.values()])
 
-    def put_back(self, layer: int, pages: Sequence[int], resting: Planes) -> None:
-        """Write what `rest` gave at once."""
+    def put_back(self, layer: int, pages: Tensor, resting: Planes) -> None:
+        """Write what `rest` gave at once to pages, [P] int64."""
 
         def write(ids: Tensor, here: Planes) -> None:
             for name, plane in here.items():
@@ -126,25 +126,24 @@ class KvMemory:
 
     def copy_out(self, pages: Sequence[int], slot: int, rows: int) -> HostKv:
         """Copy a sequence's pages, and the exact ones of its `rows` rows, to host memory."""
-        layers = range(len(self.pools))
-        sealed = tuple(tuple(leaving.own() for leaving in self.rest(layer, pages)) for layer in layers)
+        layers, ids = range(len(self.pools)), _ids(pages)
+        sealed = tuple(tuple(leaving.own() for leaving in self.rest(layer, ids)) for layer in layers)
         exact = tuple(self.export_rows(layer, slot, rows).own() for layer in layers)
         return HostKv(sealed, exact, len(pages), rows)
 
     def copy_back(self, kv: HostKv, pages: Sequence[int], slot: int) -> None:
         """Write `kv` to the first of `pages` and to a slot."""
+        ids = _ids(pages)
         with self.lanes.arriving():
             for layer, (sealed, exact) in enumerate(zip(kv.sealed, kv.exact, strict=True)):
                 at = 0
                 for planes in sealed:
                     stop = at + len(next(iter(planes.values())))
-                    self.put_back(layer, pages[at:stop], planes)
+                    self.put_back(layer, ids[at:stop], planes)
                     at = stop
                 self.install_rows(layer, self._heads, slot, kv.rows, exact)
 
-    def _fetched(
-        self, pages: Sequence[int], parts: Iterator[range], read: Callable[[Tensor], Planes]
-    ) -> Iterator[Leaving]:
+    def _fetched(self, pages: Tensor, parts: Iterator[range], read: Callable[[Tensor], Planes]) -> Iterator[Leaving]:
         """What `read` makes of pages, part by part. A part leaves when the iterator is asked for it."""
         return (self.lanes.fetch(pages[part.start : part.stop], read, part.start) for part in parts)
 
@@ -178,18 +177,23 @@ class HostPages:
 
     def save(self, pages: Sequence[int], places: Sequence[int]) -> None:
         """Copy pages of the pools to places here; no place may be named twice."""
-        here = torch.tensor(places, dtype=torch.int64)
+        there, here = _ids(pages), _ids(places)
         for layer, copies in enumerate(self._layers):
-            for leaving in self._memory.rest(layer, pages):
+            for leaving in self._memory.rest(layer, there):
                 with leaving as planes:
                     for name, plane in planes.items():
                         copies[name].index_copy_(0, here[leaving.first : leaving.first + len(plane)], plane)
 
     def load(self, places: Sequence[int], pages: Sequence[int]) -> None:
         """Copy places here to pages of the pools."""
+        here, there = _ids(places), _ids(pages)
         with self._memory.lanes.arriving():
             for layer, copies in enumerate(self._layers):
                 for part in self._memory.at_once(layer, len(pages)):
-                    here = torch.tensor(places[part.start : part.stop], dtype=torch.int64)
-                    planes = {name: plane.index_select(0, here) for name, plane in copies.items()}
-                    self._memory.put_back(layer, pages[part.start : part.stop], planes)
+                    at = slice(part.start, part.stop)
+                    planes = {name: plane.index_select(0, here[at]) for name, plane in copies.items()}
+                    self._memory.put_back(layer, there[at], planes)
+
+
+def _ids(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)

@@ -309,9 +309,8 @@ class Lanes:
         most = count if self.ring is None else (self.ring.slot_bytes - ALIGNED * (len(sizes) + 1)) // (sum(sizes) + 8)
         return (range(at, min(at + most, count)) for at in range(0, count, most or 1))
 
-    def fetch(self, numbers: Sequence[int], read: Callable[[Tensor], Planes], first: int = 0) -> Leaving:
-        """Bring new tensors to host memory that `read` makes of `numbers` [P] int64, which lie on the device then."""
-        ids = torch.tensor(numbers, dtype=torch.int64)
+    def fetch(self, ids: Tensor, read: Callable[[Tensor], Planes], first: int = 0) -> Leaving:
+        """Bring new tensors to host memory that `read` makes of `ids` [P] int64, which lie on the device then."""
         if self.ring is None:
             return Leaving(first, planes=read(ids))
         ring, slot = self.ring, self.ring.take()
@@ -331,12 +330,11 @@ class Lanes:
         leaving.mark = self.outflow.mark()
         return leaving
 
-    def bring(self, numbers: Sequence[int], planes: Planes, write: Callable[[Tensor, Planes], None]) -> None:
-        """Bring `planes` and `numbers` [P] int64 to the device, where `write` takes them; see `arriving`.
+    def bring(self, ids: Tensor, planes: Planes, write: Callable[[Tensor, Planes], None]) -> None:
+        """Bring `ids` [P] int64 and `planes` to the device, where `write` takes them; see `arriving`.
 
-        The caller may reuse the memory of `planes` at once.
+        The caller may reuse the memory of both at once.
         """
-        ids = torch.tensor(numbers, dtype=torch.int64)
         if self.ring is None:
             write(ids, planes)
             return

@@ -177,6 +177,9 @@ async def test_nodes_whose_lanes_lag_say_the_same(life: str, codec: str) -> None
         assert each.ring.free == SLOTS, "every slot has come back"
 
 
+ONE = torch.zeros(1, dtype=torch.int64)
+
+
 def lagging(seed: int = 1) -> tuple[Lagging, Lanes, RubbishRing]:
     """Lanes, and three slots of four numbers each."""
     device = Lagging(seed, computes=True)
@@ -194,7 +197,7 @@ def test_a_thread_that_sends_goes_on_until_slots_run_short() -> None:
 
     with Departures(lanes) as out:
         for number in range(6):
-            out.send((lanes.fetch([at], lambda ids: {"x": pages[ids]}, at) for at in (number,)), then)
+            out.send((lanes.fetch(ONE + at, lambda ids: {"x": pages[ids]}, at) for at in (number,)), then)
             assert len(seen) == device.waits == max(0, number + 1 - (SLOTS - 1))
     assert seen == [(number, [2 * number, 2 * number + 1]) for number in range(6)]
 
@@ -212,7 +215,7 @@ def test_what_a_failed_block_has_sent_is_over_and_not_used(where: str) -> None:
 
     def fail() -> None:
         with Departures(lanes) as out:
-            out.send((lanes.fetch([0], lambda ids: {"x": page[ids]}) for _ in range(2)), then)
+            out.send((lanes.fetch(ONE, lambda ids: {"x": page[ids]}) for _ in range(2)), then)
             if where == "block":
                 raise ZeroDivisionError
 
@@ -231,7 +234,7 @@ def test_what_a_failed_block_has_brought_is_written() -> None:
 
     def fail() -> None:
         with lanes.arriving():
-            lanes.bring([1], {"x": torch.full((1, 2), 7.0)}, write)
+            lanes.bring(ONE + 1, {"x": torch.full((1, 2), 7.0)}, write)
             assert page.sum() == 0
             raise ZeroDivisionError
 
@@ -241,8 +244,8 @@ def test_what_a_failed_block_has_brought_is_written() -> None:
 
 
 WAYS: dict[str, Callable[[Lanes, Planes], object]] = {
-    "fetch": lambda lanes, large: lanes.fetch([0], lambda ids: large),
-    "bring": lambda lanes, large: lanes.bring([0], large, lambda ids, planes: None),
+    "fetch": lambda lanes, large: lanes.fetch(ONE, lambda ids: large),
+    "bring": lambda lanes, large: lanes.bring(ONE, large, lambda ids, planes: None),
 }
 
 
