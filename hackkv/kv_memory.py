@@ -50,7 +50,7 @@ class KvMemory:
         self.pools: tuple[Pool, ...] = codec.new_pools(num_pages, num_slots, self._heads, prompts=prompts)
         self._codec = codec
         page = max(fmt.page_bytes for fmt in codec.formats) * layout.num_kv_heads
-        rows = max(sum(plane[0].nbytes for plane in (pool.open_k, pool.open_v)) for pool in self.pools)
+        rows = max(pool.open_k[:1].nbytes + pool.open_v[:1].nbytes for pool in self.pools)
         self.lanes = lanes_on(self.pools[0].device, 2 * max(page, rows))
 
     def export(self, layer: int, pages: Sequence[int]) -> Iterator[Leaving]:
@@ -113,7 +113,7 @@ class KvMemory:
 
     def at_once(self, layer: int, pages: int) -> Iterator[range]:
         """The parts in which so many pages come to rest in host memory, and from there."""
-        return self.lanes.pieces(pages, [plane[0].nbytes for plane in self.pools[layer].planes.values()])
+        return self.lanes.pieces(pages, [plane[:1].nbytes for plane in self.pools[layer].planes.values()])
 
     def put_back(self, layer: int, pages: Tensor, resting: Planes) -> None:
         """Write what `rest` gave at once to pages, [P] int64."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,11 +20,13 @@ from torch import Tensor
 from hackkv import lanes as lanes_module
 from hackkv.codecs import CODECS
 from hackkv.errors import HackkvError
+from hackkv.framing import FrameWriter
 from hackkv.kv_memory import HostPages, KvMemory
 from hackkv.lanes import ALIGNED, Departures, HostRing, Lanes, Leaving, Slot
+from hackkv.types import KvFrame
 from tests.decode_node import test_pressure, test_turns
 from tests.lanes import CPU, SLOTS, Lagging, RubbishRing, on_lanes, streams
-from tests.pair import PI, SHARING, TIMEOUT_S, tiny_worker
+from tests.pair import PI, SHARING, TIMEOUT_S, greedy, paired, prompt, tiny_worker, twin
 from tests.prefill_node import test_fetch, test_prefix
 
 PAGES, PLACES, SLOT_COUNT = 7, 5, 3
@@ -175,6 +178,29 @@ async def test_nodes_whose_lanes_lag_say_the_same(life: str, codec: str) -> None
     for each in made:
         assert each.ring is not None
         assert each.ring.free == SLOTS, "every slot has come back"
+
+
+@pytest.mark.parametrize("lags", [False, True])
+async def test_layers_leave_while_later_ones_compute(lags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device copies, the host enqueues the next layer before it asks for the one before."""
+    worker = replace(tiny_worker(), codec=twin(tiny_worker().codec))
+    attend, frames, done = worker.codec.attend, FrameWriter.frames, list[tuple[str, int]]()
+
+    def attending(layer: int, *rest: Any) -> Tensor:
+        done.append(("attend", layer))
+        return attend(layer, *rest)
+
+    def cutting(writer: FrameWriter, layer: int, *rest: Any) -> Iterator[KvFrame]:
+        done.append(("frames", layer))
+        return frames(writer, layer, *rest)
+
+    monkeypatch.setattr(worker.codec, "attend", attending)
+    monkeypatch.setattr(FrameWriter, "frames", cutting)
+    with on_lanes(Lagging(1, computes=False).lanes) if lags else nullcontext():
+        async with paired(worker) as nodes:
+            await nodes.serve(greedy("r", prompt(1, PI), 2))
+    at_once = [("attend", 0), ("frames", 0), ("attend", 1), ("frames", 1)]
+    assert done[:4] == (sorted(at_once) if lags else at_once)
 
 
 ONE = torch.zeros(1, dtype=torch.int64)
