@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from hackkv import kv_memory
-from hackkv.lanes import DONE, HostRing, InlineLane, Lane, Lanes, Mark, Slot, StreamLane
+from hackkv.lanes import HostRing, Lanes, Slot
+from hackkv.streams import DONE, InlineLane, Lane, Mark, StreamLane
 
 CPU: Final = torch.device("cpu")
 SLOTS: Final = 3
