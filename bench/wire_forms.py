@@ -134,7 +134,8 @@ def chunks(worker: Worker, pages: int) -> Iterator[tuple[int, int, Planes]]:
             runner.forward([Span(0, start, count, all_pages)], ids[start : start + count], wanted=[0])
     for first in range(0, len(all_pages), pages):
         for layer in range(worker.layout.num_layers):
-            yield layer, first, runner.memory.export(layer, all_pages[first : first + pages])
+            for leaving in runner.memory.export(layer, all_pages[first : first + pages]):
+                yield layer, first + leaving.first, leaving.own()
 
 
 def prompt_ids() -> list[int]:

@@ -70,10 +70,11 @@ class DecodeEngine:
         codec = self._runner.codec
         began, attended, approximated = perf_counter(), codec.attend_s, codec.approximation_s
         replays = [index for index, part in enumerate(batch) if part.replay]
-        if replays:
-            with _named(replays):
-                self._runner.forward(*_rows(batch, replays))
-        chosen = iter(self._choose(batch, [index for index, part in enumerate(batch) if not part.replay]))
+        with self._runner.memory.lanes.computing():
+            if replays:
+                with _named(replays):
+                    self._runner.forward(*_rows(batch, replays))
+            chosen = iter(self._choose(batch, [index for index, part in enumerate(batch) if not part.replay]))
         tokens = [None if part.replay else next(chosen) for part in batch]
         ended = perf_counter()
         attend_s, approximation_s = codec.attend_s - attended, codec.approximation_s - approximated

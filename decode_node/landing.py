@@ -1,6 +1,6 @@
 """Writes the frames of handoffs to pages, and reads pages that are lent.
 
-Large frames take a thread of their own, so the event loop stays free.
+Large frames take a thread of their own, and on a GPU all do, so the event loop stays free.
 
 A frame is verified and decoded into memory of its own. Only then is it written to the pages that its reservation holds,
 under a lock that `LandingGrant.close` takes as well. So pages that are given back after `close` have no writer any
@@ -22,7 +22,7 @@ from hackkv.kv_memory import KvMemory
 from hackkv.types import KvFrame
 
 AT_ONCE_BYTES: Final = 64 << 10
-"""A smaller frame lands in less time than it takes to go to another thread and back."""
+"""A smaller frame lands in less time than it takes to go to another thread and back, if no device is waited for."""
 
 
 class LandingGrant:
@@ -59,7 +59,7 @@ class LandingStrip:
         A task that is cancelled here leaves the frame landed or not landed; which of the two is settled when
         `grant.close` returns. Raises `FrameRefused`, or `TransferError` when the grant is closed.
         """
-        if frame.raw_bytes <= AT_ONCE_BYTES:
+        if frame.raw_bytes <= AT_ONCE_BYTES and self._memory.lanes.inline:
             return self._land(grant, frame)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._land, grant, frame)
 
@@ -74,7 +74,7 @@ class LandingStrip:
     def _land(self, grant: LandingGrant, checked: CheckedFrame) -> float:
         began = perf_counter()
         planes = checked.open()
-        with grant.lock:
+        with grant.lock, self._memory.lanes.arriving():
             grant.check(checked.frame.transfer_id)
             self._memory.install_frame(checked.frame, planes, grant.held.pages, grant.held.slot, grant.rows)
         return perf_counter() - began
@@ -82,5 +82,6 @@ class LandingStrip:
     def _lift(self, grant: LandingGrant, layer: int, pages: range, writer: FrameWriter) -> list[KvFrame]:
         with grant.lock:
             grant.check(writer.transfer_id)
-            planes = self._memory.export(layer, grant.held.pages[pages.start : pages.stop])
-        return list(writer.frames(layer, pages.start, planes))
+            leaving = self._memory.export(layer, grant.held.pages[pages.start : pages.stop])
+            parts = [(pages.start + part.first, part.own()) for part in leaving]
+        return [frame for first, planes in parts for frame in writer.frames(layer, first, planes)]

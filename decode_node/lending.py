@@ -16,7 +16,7 @@ from decode_node.landing import LandingGrant, LandingStrip
 from hackkv.codec import planes_bytes
 from hackkv.errors import HandshakeRefused
 from hackkv.framing import MAX_FRAME_BYTES, FrameWriter
-from hackkv.kv_memory import OPEN_PLANES, HostKv
+from hackkv.kv_memory import HostKv
 from hackkv.model.runner import ModelRunner
 from hackkv.page_names import PageName
 from hackkv.types import Handoff, HandoffEnd, KvFrame
@@ -71,9 +71,7 @@ class Lender:
                 for frame in await self._strip.lift(grant, layer, range(first, min(end, first + step)), writer):
                     yield self._counted(frame)
             if rows is not None:
-                exact = dict(zip(OPEN_PLANES, (rows.layers[layer].open_k, rows.layers[layer].open_v), strict=True))
-                planes = {name: plane.transpose(0, 1) for name, plane in exact.items()}
-                for frame in await asyncio.to_thread(list, writer.frames(layer, end, planes, exact_rows)):
+                for frame in await asyncio.to_thread(list, writer.frames(layer, end, rows.exact[layer], exact_rows)):
                     yield self._counted(frame)
         self.counts.pages += end - handoff.held_pages
         yield writer.end(0)

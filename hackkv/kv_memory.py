@@ -3,12 +3,13 @@
 Pages go to the wire in wire order (`export`) and come from it (`install`), by layer and range of KV heads. They go to
 host memory and back in their resting order, so nothing is converted or rounded (`copy_out`, `copy_back`, `HostPages`).
 Schedulers decide who may touch which page. The methods here touch only the pages that they are given; any thread may
-call them for pages that nobody else uses. Pinned memory and copy streams of a GPU belong in this file.
+call them for pages that nobody else uses. What leaves is there when its `Leaving` says so; what comes is written at the
+end of `lanes.arriving`. Whoever frees pages, or tells of them, waits for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from hackkv.codec import KvCodec
 from hackkv.footprint import Footprint, footprint_of
+from hackkv.lanes import Leaving, lanes_on
 from hackkv.types import KvFrame, KvLayout
 
 OPEN_PLANES = ("open_k", "open_v")
@@ -25,9 +27,12 @@ OPEN_PLANES = ("open_k", "open_v")
 
 @dataclass(frozen=True, slots=True)
 class HostKv:
-    """The KV of one sequence in host memory: one pool per layer, with its pages and one slot for its exact rows."""
+    """The KV of one sequence in host memory, all of it by layer."""
 
-    layers: tuple[Pool, ...]
+    sealed: tuple[tuple[Planes, ...], ...]
+    """Its pages, some at a time, in their resting order [pages, Hkv, ...]."""
+    exact: tuple[Planes, ...]
+    """Its exact rows, as planes `OPEN_PLANES`."""
     pages: int
     rows: int
     """Rows that the sequence holds."""
@@ -41,34 +46,43 @@ class KvMemory:
     ) -> None:
         """`prompts` says whether whole prompts are computed here."""
         self.footprint: Footprint = footprint_of(codec, layout)
-        heads = range(layout.num_kv_heads)
-        self.pools: tuple[Pool, ...] = codec.new_pools(num_pages, num_slots, heads, prompts=prompts)
+        self._heads = range(layout.num_kv_heads)
+        self.pools: tuple[Pool, ...] = codec.new_pools(num_pages, num_slots, self._heads, prompts=prompts)
         self._codec = codec
+        page = max(fmt.page_bytes for fmt in codec.formats) * layout.num_kv_heads
+        rows = max(pool.open_k[:1].nbytes + pool.open_v[:1].nbytes for pool in self.pools)
+        self.lanes = lanes_on(self.pools[0].device, 2 * max(page, rows))
 
-    def export(self, layer: int, pages: Sequence[int]) -> Planes:
-        """Sealed pages as planes that travel: name -> [Hkv, P, *plane shape], contiguous, in host memory."""
+    def export(self, layer: int, pages: Sequence[int]) -> Iterator[Leaving]:
+        """Sealed pages as planes that travel: name -> [Hkv, P, *plane shape], contiguous; in order, some at a time."""
         pool = self.pools[layer]
-        planes = self._codec.to_wire(layer, pool, _index(pool, pages))
-        return {name: plane.cpu() for name, plane in planes.items()}
+        sizes = [plane.page_bytes * len(self._heads) for plane in self._codec.wire_planes[layer]]
+        parts = self.lanes.pieces(len(pages), sizes)
+        return self._fetched(_ids(pages), parts, lambda ids: self._codec.to_wire(layer, pool, ids))
 
-    def export_rows(self, layer: int, slot: int, rows: int) -> Planes:
+    def export_rows(self, layer: int, slot: int, rows: int) -> Leaving:
         """The exact rows of a sequence that holds `rows` rows, page after page, as planes `open_k` and `open_v`
-        [Hkv, 1, exact rows, D], in host memory."""
+        [Hkv, 1, exact rows, D]."""
         pool = self.pools[layer]
-        exact = zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True)
-        return {name: self._read(slots[slot], rows)[:, None].cpu() for name, slots in exact}
+        exact = dict(zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True))
+        return self.lanes.fetch(
+            _ids(()), lambda _: {name: self._read(slots[slot], rows)[:, None] for name, slots in exact.items()}
+        )
 
     def install(self, layer: int, heads: range, pages: Sequence[int], planes: Planes) -> None:
-        """Write what `export` of an equal codec gave, for some of the KV heads, bit-exact."""
+        """Write what `export` of an equal codec gave at once, for some of the KV heads, bit-exact."""
         pool = self.pools[layer].heads(heads.start, len(heads))
-        here = {name: plane.to(pool.device) for name, plane in planes.items()}
-        self._codec.from_wire(layer, pool, _index(pool, pages), here)
+        self.lanes.bring(_ids(pages), planes, lambda ids, here: self._codec.from_wire(layer, pool, ids, here))
 
     def install_rows(self, layer: int, heads: range, slot: int, rows: int, planes: Planes) -> None:
         """Write what `export_rows` gave, for some of the KV heads."""
         pool = self.pools[layer].heads(heads.start, len(heads))
-        for name, exact in zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True):
-            self._write(exact[slot], rows, planes[name][:, 0])
+
+        def write(_: Tensor, here: Planes) -> None:
+            for name, exact in zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True):
+                self._write(exact[slot], rows, here[name][:, 0])
+
+        self.lanes.bring(_ids(()), planes, write)
 
     def install_frame(self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, rows: int) -> None:
         """Write a frame's planes to the pages that a sequence of `rows` rows holds, or its exact rows to `slot`."""
@@ -80,33 +94,58 @@ class KvMemory:
             self.install(frame.layer, heads, due, planes)
 
     def copy_slot(self, source: int, target: int) -> None:
-        """Copy the exact rows of one slot to another."""
-        for pool in self.pools:
-            for exact in (pool.open_k, pool.open_v):
-                exact[target] = exact[source]
+        """Copy the exact rows of one slot to another; for the thread that computes."""
+
+        def copy() -> None:
+            for pool in self.pools:
+                for exact in (pool.open_k, pool.open_v):
+                    exact[target] = exact[source]
+
+        self.lanes.compute.run(copy)
+        self.lanes.written()
+
+    def rest(self, layer: int, pages: Tensor) -> Iterator[Leaving]:
+        """Sealed pages, [P] int64, as they rest: name -> [P, Hkv, ...]; in order, some at a time."""
+        planes = self.pools[layer].planes
+        return self._fetched(
+            pages, self.at_once(layer, len(pages)), lambda ids: {n: p.index_select(0, ids) for n, p in planes.items()}
+        )
+
+    def at_once(self, layer: int, pages: int) -> Iterator[range]:
+        """The parts in which so many pages come to rest in host memory, and from there."""
+        return self.lanes.pieces(pages, [plane[:1].nbytes for plane in self.pools[layer].planes.values()])
+
+    def put_back(self, layer: int, pages: Tensor, resting: Planes) -> None:
+        """Write what `rest` gave at once to pages, [P] int64."""
+
+        def write(ids: Tensor, here: Planes) -> None:
+            for name, plane in here.items():
+                self.pools[layer].planes[name].index_copy_(0, ids, plane)
+
+        self.lanes.bring(pages, resting, write)
 
     def copy_out(self, pages: Sequence[int], slot: int, rows: int) -> HostKv:
         """Copy a sequence's pages, and the exact ones of its `rows` rows, to host memory."""
-        ids = _index(self.pools[0], pages)
-        layers = tuple(
-            Pool(
-                {name: plane.index_select(0, ids).cpu() for name, plane in pool.planes.items()},
-                self._read(pool.open_k[slot], rows).cpu()[None],
-                self._read(pool.open_v[slot], rows).cpu()[None],
-                pool.head_start,
-            )
-            for pool in self.pools
-        )
-        return HostKv(layers, len(pages), rows)
+        layers, ids = range(len(self.pools)), _ids(pages)
+        sealed = tuple(tuple(leaving.own() for leaving in self.rest(layer, ids)) for layer in layers)
+        exact = tuple(self.export_rows(layer, slot, rows).own() for layer in layers)
+        return HostKv(sealed, exact, len(pages), rows)
 
     def copy_back(self, kv: HostKv, pages: Sequence[int], slot: int) -> None:
         """Write `kv` to the first of `pages` and to a slot."""
-        ids = _index(self.pools[0], pages[: kv.pages])
-        for pool, layer in zip(self.pools, kv.layers, strict=True):
-            for name, plane in layer.planes.items():
-                pool.planes[name].index_copy_(0, ids, plane.to(pool.device))
-            for exact, saved in ((pool.open_k, layer.open_k), (pool.open_v, layer.open_v)):
-                self._write(exact[slot], kv.rows, saved[0])
+        ids = _ids(pages)
+        with self.lanes.arriving():
+            for layer, (sealed, exact) in enumerate(zip(kv.sealed, kv.exact, strict=True)):
+                at = 0
+                for planes in sealed:
+                    stop = at + len(next(iter(planes.values())))
+                    self.put_back(layer, ids[at:stop], planes)
+                    at = stop
+                self.install_rows(layer, self._heads, slot, kv.rows, exact)
+
+    def _fetched(self, pages: Tensor, parts: Iterator[range], read: Callable[[Tensor], Planes]) -> Iterator[Leaving]:
+        """What `read` makes of pages, part by part. A part leaves when the iterator is asked for it."""
+        return (self.lanes.fetch(pages[part.start : part.stop], read, part.start) for part in parts)
 
     def _read(self, slot: Tensor, rows: int) -> Tensor:
         """The exact rows [Hkv, exact rows, D] of a sequence that holds `rows` rows, page after page: a copy."""
@@ -130,27 +169,30 @@ class HostPages:
     """
 
     def __init__(self, memory: KvMemory, num_pages: int) -> None:
-        self._pairs = [
-            (plane, torch.empty((num_pages, *plane.shape[1:]), dtype=plane.dtype))
+        self._memory = memory
+        self._layers = [
+            {name: torch.empty((num_pages, *plane.shape[1:]), dtype=plane.dtype) for name, plane in pool.planes.items()}
             for pool in memory.pools
-            for plane in pool.planes.values()
         ]
 
     def save(self, pages: Sequence[int], places: Sequence[int]) -> None:
         """Copy pages of the pools to places here; no place may be named twice."""
         there, here = _ids(pages), _ids(places)
-        for plane, copies in self._pairs:
-            copies[here] = plane[there.to(plane.device)].cpu()
+        for layer, copies in enumerate(self._layers):
+            for leaving in self._memory.rest(layer, there):
+                with leaving as planes:
+                    for name, plane in planes.items():
+                        copies[name].index_copy_(0, here[leaving.first : leaving.first + len(plane)], plane)
 
     def load(self, places: Sequence[int], pages: Sequence[int]) -> None:
         """Copy places here to pages of the pools."""
         here, there = _ids(places), _ids(pages)
-        for plane, copies in self._pairs:
-            plane[there.to(plane.device)] = copies[here].to(plane.device)
-
-
-def _index(pool: Pool, pages: Sequence[int]) -> Tensor:
-    return torch.tensor(pages, dtype=torch.int64, device=pool.device)
+        with self._memory.lanes.arriving():
+            for layer, copies in enumerate(self._layers):
+                for part in self._memory.at_once(layer, len(pages)):
+                    at = slice(part.start, part.stop)
+                    planes = {name: plane.index_select(0, here[at]) for name, plane in copies.items()}
+                    self._memory.put_back(layer, there[at], planes)
 
 
 def _ids(numbers: Sequence[int]) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
+from hack_kernels.base import Planes
 from torch import Tensor
 
 from hackkv.batch import Span
@@ -15,6 +16,7 @@ from hackkv.errors import SequenceError
 from hackkv.framing import FrameWriter
 from hackkv.guide import Guide
 from hackkv.kv_memory import HostPages
+from hackkv.lanes import Departures
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
 from hackkv.types import HandoffEnd, KvFrame, PrefillJob, Token
@@ -71,19 +73,20 @@ class PrefillEngine:
     @torch.inference_mode()
     def step(self, chunks: list[Chunk[Work]], moves: Moves) -> list[FirstToken]:
         """Run one pass, after `moves`. Raises `SequenceError` whose `span` is the index of the chunk at fault."""
-        began = perf_counter()
-        self._move(moves)
+        began, lanes = perf_counter(), self._runner.memory.lanes
         quantized, encoded = self._runner.codec.quantize_s, self._encode_s
         for chunk in chunks:
             work = chunk.prompt.owner
             work.started_at = began if work.started_at is None else work.started_at
         ids = [token for chunk in chunks for token in self._prompt_ids(chunk)]
         spans, wanted = [_span(chunk) for chunk in chunks], [_wanted(chunk) for chunk in chunks]
-        hidden = self._runner.forward(spans, ids, lambda layer: self._ship_layer(layer, chunks), wanted)
-        # Sampling can fail. It comes before evictions and sums, which a repeated pass must not do twice.
-        tokens = self._sample(chunks, hidden)
-        if self._runner.codec.eviction is not None:
-            self._evict_and_ship(self._runner.codec.eviction, chunks)
+        with lanes.computing(), Departures(lanes) as out:
+            self._move(moves)
+            hidden = self._runner.forward(spans, ids, lambda layer: self._ship_layer(layer, chunks, out), wanted)
+            # Sampling can fail. It comes before evictions and sums, which a repeated pass must not do twice.
+            tokens = self._sample(chunks, hidden)
+            if self._runner.codec.eviction is not None:
+                self._evict_and_ship(self._runner.codec.eviction, chunks, out)
         for chunk, rows in _rows(chunks, hidden):
             work = chunk.prompt.owner
             work.quantize_s += self._runner.codec.quantize_s - quantized
@@ -105,13 +108,14 @@ class PrefillEngine:
         for install in moves.installs:
             install.write(self._runner.memory)
 
-    def _ship_layer(self, layer: int, chunks: list[Chunk[Work]]) -> None:
+    def _ship_layer(self, layer: int, chunks: list[Chunk[Work]], out: Departures) -> None:
         """Send a layer's sealed pages that have not left, and the exact rows of prompts that this pass completes."""
         if self._runner.codec.eviction is None:
+            self._runner.memory.lanes.written()
             for chunk in chunks:
-                self._ship(layer, chunk, chunk.start + chunk.count)
+                self._ship(layer, chunk, chunk.start + chunk.count, out)
 
-    def _evict_and_ship(self, eviction: Eviction, chunks: list[Chunk[Work]]) -> None:
+    def _evict_and_ship(self, eviction: Eviction, chunks: list[Chunk[Work]], out: Departures) -> None:
         """Evict rows of the prompts that this pass completes, then send their pages.
 
         Which rows stay is known only when all are computed. So no page of a prompt leaves before its last pass.
@@ -123,28 +127,29 @@ class PrefillEngine:
             pools = self._runner.memory.pools
             for layer in range(len(pools)):
                 eviction.evict(layer, pools, whole)
-                self._ship(layer, chunk, eviction.rows_held(chunk.prompt.num_tokens))
+                self._runner.memory.lanes.written()
+                self._ship(layer, chunk, eviction.rows_held(chunk.prompt.num_tokens), out)
 
-    def _ship(self, layer: int, chunk: Chunk[Work], rows: int) -> None:
+    def _ship(self, layer: int, chunk: Chunk[Work], rows: int, out: Departures) -> None:
         """Send the sealed pages of a prompt's first `rows` rows that have not left, and in the end the exact rows."""
         work, memory = chunk.prompt.owner, self._runner.memory
         if not work.job.handoff:
             return
         first, last = work.sent_pages.get(layer, work.job.held_pages), memory.footprint.sealed(rows)
         if last > first:
-            planes = memory.export(layer, chunk.grant.pages[first:last])
-            self._send(work, work.writer.frames(layer, first, planes))
-            work.sent_pages[layer] = last
+            parts = memory.export(layer, chunk.grant.pages[first:last])
+            out.send(parts, lambda part, planes: self._send(work, layer, first + part.first, planes))
         exact_rows = memory.footprint.exact_rows(rows)
-        if chunk.is_last and exact_rows and work.sent_pages.get(layer, first) == last:
-            planes = memory.export_rows(layer, chunk.grant.slot, rows)
-            self._send(work, work.writer.frames(layer, last, planes, exact_rows))
-            work.sent_pages[layer] = last + 1
+        if chunk.is_last and exact_rows and first <= last:
+            part = memory.export_rows(layer, chunk.grant.slot, rows)
+            out.send(iter((part,)), lambda _, planes: self._send(work, layer, last, planes, exact_rows))
 
-    def _send(self, work: Work, frames: Iterator[KvFrame]) -> None:
+    def _send(self, work: Work, layer: int, first: int, planes: Planes, exact_rows: int = 0) -> None:
+        """Send a layer's pages from number `first` on, or the exact rows after them."""
         before = work.writer.encode_s
-        for frame in frames:
+        for frame in work.writer.frames(layer, first, planes, exact_rows):
             self._emit(work, frame)
+        work.sent_pages[layer] = first + next(iter(planes.values())).shape[1]
         self._encode_s += work.writer.encode_s - before
 
     def _score_prompt(self, chunk: Chunk[Work], rows: Tensor) -> None:

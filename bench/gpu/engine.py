@@ -17,6 +17,7 @@ from functools import partial
 from typing import Final
 
 import torch
+from hack_kernels.base import Planes
 from hack_kernels.triton.backend import TritonBackend
 
 from bench.gpu.models import LLAMA, QWEN, TINY, Shape, exact_prompt, exact_step, random_model
@@ -142,14 +143,21 @@ def copy_row(what: str, shape: Shape, tokens: int, backend: TritonBackend) -> Ro
     for pool in memory.pools:
         randomize(pool.planes)
     layers, heads = range(shape.layers), range(shape.kv_heads)
-    exported, swapped = [memory.export(layer, pages) for layer in layers], memory.copy_out(pages, 0, tokens)
+    swapped = memory.copy_out(pages, 0, tokens)
+
+    def export() -> list[tuple[int, int, Planes]]:
+        return [(layer, part.first, part.own()) for layer in layers for part in memory.export(layer, pages)]
+
+    exported = export()
 
     def install() -> None:
-        for layer in layers:
-            memory.install(layer, heads, pages, exported[layer])
+        with memory.lanes.arriving():
+            for layer, first, planes in exported:
+                count = next(iter(planes.values())).shape[1]
+                memory.install(layer, heads, pages[first : first + count], planes)
 
     runs: dict[str, Callable[[], object]] = {
-        "export": lambda: [memory.export(layer, pages) for layer in layers],
+        "export": export,
         "install": install,
         "swap out": lambda: memory.copy_out(pages, 0, tokens),
         "swap in": lambda: memory.copy_back(swapped, pages, 0),
@@ -160,7 +168,7 @@ def copy_row(what: str, shape: Shape, tokens: int, backend: TritonBackend) -> Ro
         torch_ends(backend.device)
 
     us = median_s(run, repeats_on(backend)) * 1e6
-    moved = sum(plane.nbytes for planes in exported for plane in planes.values())
+    moved = sum(plane.nbytes for _, _, planes in exported for plane in planes.values())
     return Row(what, f"{shape.name}, {tokens} tokens", {DEFAULT_CODEC: us}, gb_per_s=moved / us / 1e3)
 
 

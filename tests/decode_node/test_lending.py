@@ -154,7 +154,7 @@ async def test_pages_that_do_not_come_back_from_host_memory_are_not_lent(monkeyp
 
 def test_rows_are_kept_for_so_many_pages() -> None:
     a, b, c = Naming(PI, Fingerprint(())).names(prompt(1, 3 * PI), "")
-    rows, some = KeptRows(2), HostKv((), 0, PI)
+    rows, some = KeptRows(2), HostKv((), (), 0, PI)
     for name in (a, b):
         rows.put(name, some)
     assert rows.of(a) is some

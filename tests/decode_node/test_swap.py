@@ -40,7 +40,7 @@ def test_a_round_trip_is_bit_exact_and_touches_nothing_else(codec: str, rest: in
     before = [[plane.clone() for plane in pool.planes.values()] for pool in memory.pools]
     slots = [(pool.open_k.clone(), pool.open_v.clone()) for pool in memory.pools]
     kv = memory.copy_out(OLD.pages[:pages], OLD.slot, rows)
-    tensors = [x for layer in kv.layers for x in (*layer.planes.values(), layer.open_k, layer.open_v)]
+    tensors = [x for layer in (*kv.sealed, kv.exact) for planes in layer for x in planes.values()]
     size = sum(x.numel() * x.itemsize for x in tensors)
     assert size == memory.footprint.resting_bytes(rows) <= memory.footprint.most_bytes(rows)
     memory.copy_back(kv, NEW.pages, NEW.slot)

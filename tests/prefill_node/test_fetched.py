@@ -21,7 +21,8 @@ PAGES = (5, 2, 7, 4)
 def bytes_of(memory: KvMemory, page: int) -> list[torch.Tensor]:
     """The planes of a page in all layers."""
     layers = range(len(memory.pools))
-    return [plane.view(torch.uint8) for layer in layers for plane in memory.export(layer, [page]).values()]
+    exported = (leaving.own() for layer in layers for leaving in memory.export(layer, [page]))
+    return [plane.view(torch.uint8) for planes in exported for plane in planes.values()]
 
 
 @pytest.mark.parametrize("first", range(4))
