@@ -70,6 +70,7 @@ FLAWS: dict[str, tuple[Callable[[KvFrame], KvFrame], str, str]] = {
 }
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("flaw", FLAWS)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_each_flaw_is_named_and_final(codec: str, flaw: str) -> None:

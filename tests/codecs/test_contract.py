@@ -139,6 +139,7 @@ def test_the_wire_is_bit_exact(case: Case) -> None:
     assert torch.equal(outputs[0], outputs[2])
 
 
+@pytest.mark.grid
 @table
 @pytest.mark.parametrize("name", ["K", "V"])
 @pytest.mark.parametrize(
@@ -171,6 +172,7 @@ def test_in_prefill_what_is_not_finite_is_flagged_and_the_others_are_served(
     assert_same(runs[1], runs[0])
 
 
+@pytest.mark.grid
 @table
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 7e4])
 @pytest.mark.parametrize("name", ["k", "v"])
