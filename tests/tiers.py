@@ -23,9 +23,9 @@ Value = tuple[str, str]
 def thin_out(items: Iterable[pytest.Item]) -> None:
     """Mark the cases of each test slow that add nothing to what `cover` chooses.
 
-    Cases that are skipped here cover nothing, and stay, so that they are reported.
+    Cases that are slow already, or skipped here, cover nothing and stay what they are.
     """
-    for cases in _by_test(item for item in items if not item.get_closest_marker("skip")):
+    for cases in _by_test(item for item in items if not {"skip", "slow"} & {mark.name for mark in item.iter_markers()}):
         marker = cases[0].get_closest_marker("grid")
         together = marker.kwargs.get("together", 2) if marker else 2
         quick = cover([case.callspec.params if hasattr(case, "callspec") else {} for case in cases], together)
@@ -55,17 +55,20 @@ def cover(cases: Sequence[Mapping[str, Any]], together: int = 2) -> set[int]:
     With `together` 1, every value. The case with most new ones goes first, of equals the one whose values have been
     chosen least, then the earlier one: so the choice is the same every time, and no value stands in most of it.
     """
-    present = [set(combinations_with_replacement(sorted(values(case)), together)) for case in cases]
+    each = [frozenset(values(case)) for case in cases]
+    present = [set(combinations_with_replacement(sorted(case), together)) for case in each]
     missing, chosen = set[tuple[Value, ...]]().union(*present), {0} if len(cases) == 1 else set[int]()
-    uses = Counter[tuple[Value, ...]]()
+    uses = Counter[Value]()
     while missing:
-        best = max(
-            range(len(cases)),
-            key=lambda index: (len(present[index] & missing), -sum(uses[each] for each in present[index])),
+        gains = [len(new & missing) for new in present]
+        most = max(gains)
+        best = min(
+            (index for index, gain in enumerate(gains) if gain == most),
+            key=lambda index: sum(uses[value] for value in each[index]),
         )
         chosen.add(best)
         missing -= present[best]
-        uses.update(present[best])
+        uses.update(each[best])
     return chosen
 
 
