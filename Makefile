@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PARALLEL := -n auto --dist loadfile  # how many at a time: tests/conftest.py
+PARALLEL := -n auto --dist loadfile
 STAMP := .venv/.installed
 PEERS := .venv-peers/.installed
 CLIENTS := .venv-clients/.installed

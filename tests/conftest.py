@@ -33,7 +33,7 @@ if find_spec("zstandard"):
 
 def pytest_xdist_auto_num_workers() -> int:
     """Of `-n auto`: one more than cores, since many tests wait for processes that they start; no more than 4."""
-    return min(4, 1 + (os.cpu_count() or 1))
+    return min(4, 1 + len(os.sched_getaffinity(0)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
