@@ -2,12 +2,17 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# In the order of folders: else the files with fewest tests come last, which take longest, and most cores wait for one.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed
 PEERS := .venv-peers/.installed
 CLIENTS := .venv-clients/.installed
 PRIVATE := .venv-private/.installed
 TORCH := torch==2.13.0
 SOURCES := $(wildcard $(foreach from,kernels/csrc kernels/csrc/simd lab/csrc,$(from)/*.h $(from)/*.cpp $(from)/CMakeLists.txt))
+
+# Tests start hundreds of processes, each of which would compile its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-all browser compose-test clients clients-test check dashboards proto bench peers private sanitize arm clean
@@ -22,10 +27,11 @@ serve: $(STAMP)  ## run a cluster until Ctrl-C (MODEL=folder, GGUF file, hub nam
 	$(BIN)/hackkv serve $(MODEL)
 
 test: $(STAMP)  ## run the tests, but for the slow ones, on up to 4 cores
-	$(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-slow: $(STAMP)  ## run the slow ones: in a browser, Triton's kernels interpreted and compiled, soaks (tests/tiers.py)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not alone" $(PARALLEL)
+	$(BIN)/python -m pytest -m "slow and alone"
 
 test-all: test test-slow  ## run every test
 

@@ -31,6 +31,11 @@ if find_spec("zstandard"):
     CODECS["hack-zstd"] = Preset(CODECS["hack"].make, {"wire_form": "zstd"})
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: one more than cores, since many tests wait for processes that they start; no more than 4."""
+    return min(4, 1 + len(os.sched_getaffinity(0)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Grids are thinned out."""
     thin_out(item for item in items if item.get_closest_marker("grid"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,13 @@ def test_every_pair_is_covered(cases: list[dict[str, Any]]) -> None:
 def test_a_product_takes_few_cases_more_than_its_two_largest_factors_have_pairs() -> None:
     cases = [{"a": a, "b": b, "c": c} for a, b, c in itertools.product(range(3), range(5), range(2))]
     assert 15 <= len(cover(cases)) <= 18
+
+
+def test_every_value_takes_as_many_cases_as_the_largest_factor_and_spreads_the_others() -> None:
+    cases = [{"a": a, "b": b} for a, b in itertools.product(range(3), range(12))]
+    chosen = [cases[index] for index in cover(cases, together=1)]
+    assert sorted(case["b"] for case in chosen) == list(range(12))
+    assert Counter(case["a"] for case in chosen) == {0: 4, 1: 4, 2: 4}
 
 
 def test_one_parameter_keeps_all_its_values() -> None:

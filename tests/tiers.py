@@ -2,12 +2,13 @@
 
 A test is slow where it computes for another machine than this one (Triton interpreted, or compiled for GPUs), drives a
 browser, or runs for a long time by intention (soaks, storms). Of what Triton interprets the first case of each test is
-quick. Of a test with the marker `grid` as few cases are quick as have every pair of values of two parameters. So a
-backend, an instruction set, a wire or a codec is never left out.
+quick. Of a test with the marker `grid` as few cases are quick as have every pair of values of two parameters; with
+`grid(together=1)`, as few as have every value. So a backend, an instruction set, a wire or a codec is never left out.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import combinations_with_replacement
@@ -20,9 +21,14 @@ Value = tuple[str, str]
 
 
 def thin_out(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of each test slow that add no pair of values to those before."""
-    for cases in _by_test(items):
-        quick = cover([case.callspec.params if hasattr(case, "callspec") else {} for case in cases])
+    """Mark the cases of each test slow that add nothing to what `cover` chooses.
+
+    Cases that are slow already, or skipped here, cover nothing and stay what they are.
+    """
+    for cases in _by_test(item for item in items if not {"skip", "slow"} & {mark.name for mark in item.iter_markers()}):
+        marker = cases[0].get_closest_marker("grid")
+        together = marker.kwargs.get("together", 2) if marker else 2
+        quick = cover([case.callspec.params if hasattr(case, "callspec") else {} for case in cases], together)
         for index, case in enumerate(cases):
             if index not in quick:
                 case.add_marker(pytest.mark.slow)
@@ -43,17 +49,26 @@ def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Function]]:
     return tests.values()
 
 
-def cover(cases: Sequence[Mapping[str, Any]]) -> set[int]:
+def cover(cases: Sequence[Mapping[str, Any]], together: int = 2) -> set[int]:
     """Indices of few cases which together have every value, and every pair of values, that any case has.
 
-    The case with most new pairs goes first, of equals the earlier one, so the choice is the same every time.
+    With `together` 1, every value. The case with most new ones goes first, of equals the one whose values have been
+    chosen least, then the earlier one: so the choice is the same every time, and no value stands in most of it.
     """
-    present = [set(combinations_with_replacement(sorted(values(case)), 2)) for case in cases]
-    missing, chosen = set[tuple[Value, Value]]().union(*present), {0} if len(cases) == 1 else set[int]()
+    each = [frozenset(values(case)) for case in cases]
+    present = [set(combinations_with_replacement(sorted(case), together)) for case in each]
+    missing, chosen = set[tuple[Value, ...]]().union(*present), {0} if len(cases) == 1 else set[int]()
+    uses = Counter[Value]()
     while missing:
-        best = max(range(len(cases)), key=lambda index: len(present[index] & missing))
+        gains = [len(new & missing) for new in present]
+        most = max(gains)
+        best = min(
+            (index for index, gain in enumerate(gains) if gain == most),
+            key=lambda index: sum(uses[value] for value in each[index]),
+        )
         chosen.add(best)
         missing -= present[best]
+        uses.update(each[best])
     return chosen
 
 

@@ -24,4 +24,4 @@ done
 export LD_PRELOAD="$(g++ -print-file-name=libasan.so):$(g++ -print-file-name=libubsan.so):$(g++ -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 if [ $# -eq 0 ]; then set -- tests/hack_kernels/cpu tests/hack_kernels/test_{rows,rowwise,choosing,window,block_weight,mix64}.py tests/lab/test_rivals.py; fi
-"$python" -m pytest -q -p no:cacheprovider "$@"
+"$python" -m pytest -q -p no:cacheprovider -n auto --dist loadfile "$@"

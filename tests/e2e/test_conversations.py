@@ -71,6 +71,7 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("codec", SHARING)
 @pytest.mark.parametrize("wire", WIRES_HERE)
 async def test_turns_of_many_conversations_say_what_cold_runs_say(folder: Path, wire: str, codec: str) -> None:

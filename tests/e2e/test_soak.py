@@ -14,7 +14,7 @@ from app.cluster import LocalCluster
 from bench import disconnects, fuzz, fuzz_http, stages
 from bench.cluster import tiny_cluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, pytest.mark.alone]
 
 CONSOLE = Console(quiet=True)
 

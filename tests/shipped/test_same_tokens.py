@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 import hackkv
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.generate import generate
-from hackkv.model.worker import load_worker
+from hackkv.model.worker import Worker, load_worker
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Request, Sampling
 
@@ -24,10 +24,20 @@ PROMPTS = [
 ]
 
 
+@pytest.fixture(scope="module", name="oracle")
+def make_oracle() -> LlamaForCausalLM:
+    oracle: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    return oracle
+
+
+@pytest.fixture(scope="module", name="worker")
+def make_worker() -> Worker:
+    return load_worker(ModelConfig(path=str(FOLDER), dtype="float32"), CodecConfig(name="fp16"))
+
+
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["code", "documentation", "long"])
-def test_greedy_tokens_equal_transformers(prompt: str) -> None:
+def test_greedy_tokens_equal_transformers(oracle: LlamaForCausalLM, worker: Worker, prompt: str) -> None:
     ids = tuple(Tokenizer(FOLDER).encode(prompt))
-    oracle = LlamaForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     prompt_ids = torch.tensor([ids])
     whole = oracle.generate(  # type: ignore[misc]
         prompt_ids,
@@ -39,6 +49,5 @@ def test_greedy_tokens_equal_transformers(prompt: str) -> None:
         top_k=None,
         repetition_penalty=None,
     )
-    worker = load_worker(ModelConfig(path=str(FOLDER), dtype="float32"), CodecConfig(name="fp16"))
     request = Request("r", ids, Sampling(seed=0, max_tokens=NEW_TOKENS, temperature=0.0))
     assert [token.token_id for token in generate(worker, request)] == whole[0, len(ids) :].tolist()

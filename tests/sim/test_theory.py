@@ -40,7 +40,7 @@ def mean_jct(spec: Spec, draw: Callable[[], float], rate: float, count: int, *, 
     return float(np.mean(rows["e2el_s"][count // 20 :]))
 
 
-@pytest.mark.parametrize("prefills", [True, False])
+@pytest.mark.parametrize("prefills", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_server_with_exponential_times_is_m_m_1(prefills: bool) -> None:
     rng = np.random.default_rng(3)
     load = 0.6
@@ -70,6 +70,7 @@ def m_d_c_wait(load: float, servers: int) -> float:
     return waiting / offered
 
 
+@pytest.mark.slow
 def test_many_servers_with_equal_times_are_m_d_c() -> None:
     load, servers = 0.75, 3
     found = mean_jct(one_at_a_time(servers, prefills=False), lambda: 1.0, load * servers, 50_000, prefills=False)

@@ -22,6 +22,7 @@ WIDTHS = [(64, 32, k, v) for k, v in itertools.product(LEVEL_BITS, LEVEL_BITS)]
 FORMATS = [LevelFormat(*s) for s in (*SHAPES, *WIDTHS, *((80, 32, bits, bits) for bits in LEVEL_BITS))]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("fed", [False, True])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_bytes_equal_the_definition(backend: cpu.CpuBackend, fmt: LevelFormat, fed: bool) -> None:
@@ -36,6 +37,7 @@ def test_bytes_equal_the_definition_at_extreme_scales(backend: cpu.CpuBackend, s
         pairs.assert_extremes_agree(backend, LevelFormat(64, 32, bits, bits), scale, fed)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("group", [1, 3, 7])
 @pytest.mark.parametrize("fmt", [*FORMATS[:: len(PAGE_TOKENS) - 1], *pairs.WINDOWED], ids=str)
 def test_attention_agrees_with_the_definition(backend: cpu.CpuBackend, fmt: LevelFormat, group: int) -> None:

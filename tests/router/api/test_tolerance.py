@@ -117,16 +117,17 @@ PLACES: dict[type[BaseModel], Place] = {
     ),
     TokenizeRequest: ("/tokenize", {"prompt": "x"}, [], ""),
 }  # fmt: skip
-FIELDS = [
-    (model, name, kind)
+Fields = list[tuple[str, Ignored | Refused]]
+FIELDS: dict[type[BaseModel], Fields] = {
+    model: [
+        (name, kind)
+        for name, field in model.model_fields.items()
+        for kind in field.metadata
+        if isinstance(kind, Ignored | Refused)
+    ]
     for model in PLACES
-    for name, field in model.model_fields.items()
-    for kind in field.metadata
-    if isinstance(kind, Ignored | Refused)
-]
-field = pytest.mark.parametrize(
-    ("model", "name", "kind"), FIELDS, ids=[f"{model.__name__}.{name}" for model, name, _ in FIELDS]
-)
+}
+every_field = pytest.mark.parametrize(("model", "fields"), FIELDS.items(), ids=[model.__name__ for model in FIELDS])
 
 
 def body_with(model: type[BaseModel], name: str, value: object) -> tuple[str, dict[str, Any], str]:
@@ -159,31 +160,33 @@ def accepted(kind: Ignored | Refused) -> Iterator[object]:
     yield from VALUES if isinstance(kind, Ignored) else kind.neutral
 
 
-@field
+@every_field
 async def test_a_field_is_ignored_or_refused_as_its_annotation_says(
-    api: Api, model: type[BaseModel], name: str, kind: Ignored | Refused
+    api: Api, model: type[BaseModel], fields: Fields
 ) -> None:
-    for value in (None, *accepted(kind)):
-        route, body, _ = body_with(model, name, value)
-        assert (await api.http.post(route, json=body)).status_code == 200, (name, value)
-    if isinstance(kind, Refused):
-        route, body, place = body_with(model, name, {"surely": "not neutral"})
-        response = await api.http.post(route, json=body)
-        assert (response.status_code, place_of(route, response)) == (400, place)
-        assert response.json()["error"]["message"] == f"{place}: {kind.advice}; leave it out"
+    for name, kind in fields:
+        for value in (None, *accepted(kind)):
+            route, body, _ = body_with(model, name, value)
+            assert (await api.http.post(route, json=body)).status_code == 200, (name, value)
+        if isinstance(kind, Refused):
+            route, body, place = body_with(model, name, {"surely": "not neutral"})
+            response = await api.http.post(route, json=body)
+            assert (response.status_code, place_of(route, response)) == (400, place)
+            assert response.json()["error"]["message"] == f"{place}: {kind.advice}; leave it out"
 
 
-@field
+@every_field
 async def test_a_strict_router_takes_no_field_that_has_no_effect(
-    strict: httpx.AsyncClient, model: type[BaseModel], name: str, kind: Ignored | Refused
+    strict: httpx.AsyncClient, model: type[BaseModel], fields: Fields
 ) -> None:
-    route, body, _ = body_with(model, name, None)
-    assert (await strict.post(route, json=body)).status_code == 200
-    for value in accepted(kind):
-        route, body, place = body_with(model, name, value)
-        response = await strict.post(route, json=body)
-        assert (response.status_code, place_of(route, response)) == (400, place)
-        assert "strict" in response.json()["error"]["message"]
+    for name, kind in fields:
+        route, body, _ = body_with(model, name, None)
+        assert (await strict.post(route, json=body)).status_code == 200, name
+        for value in accepted(kind):
+            route, body, place = body_with(model, name, value)
+            response = await strict.post(route, json=body)
+            assert (response.status_code, place_of(route, response)) == (400, place)
+            assert "strict" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
