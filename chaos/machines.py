@@ -17,7 +17,7 @@ from faults.seams import FaultyDecode, FaultyPrefill, FaultySender, lending
 from hackkv.errors import NodeLost
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
-from hackkv.types import DecodeEvent, DecodeJob, PrefillEvent, PrefillJob, Role
+from hackkv.types import NOTHING_HELD, DecodeEvent, DecodeJob, HeldKv, PrefillEvent, PrefillJob, Role
 from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
 from transport.closing import closing, reap
@@ -97,9 +97,9 @@ class PrefillLink:
             async for event in events:
                 yield event
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name a decode node."""
-        await self._there()[1].assign(transfer_id, epoch, decode_address, held_pages)
+        await self._there()[1].assign(transfer_id, epoch, decode_address, held)
 
     async def describe(self) -> NodeInfo:
         """Ask how it is."""

@@ -27,7 +27,7 @@ from hackkv.model.sampler import SamplerState
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
 from hackkv.page_names import Naming, pack_marks
-from hackkv.types import DecodeEvent, DecodeJob, Landed, Reserved, Role
+from hackkv.types import DecodeEvent, DecodeJob, HeldKv, Landed, Reserved, Role
 from transport.base import Lend
 from transport.closing import closing
 from transport.wires import Listeners
@@ -96,9 +96,9 @@ class DecodeService:
         try:
             assert stream.seat.grant is not None
             names = stream.names.prompt if stream.names else ()
-            stream.reservation = self.inbox.reserve(job, stream.seat.grant, names, stream.loading)
+            stream.reservation = self.inbox.reserve(job, stream.seat.grant, names, stream.loading, stream.held.exact)
             landing = asyncio.create_task(self._land(stream, stream.reservation))
-            yield Reserved(stream.seat.grant.held)
+            yield Reserved(stream.held)
             async with closing(stream.events()) as events:
                 async for event in events:
                     yield event
@@ -176,7 +176,10 @@ class DecodeService:
         except Overloaded:
             self._counts["overloaded"] += 1
             raise
-        stream.loading = self._steps.copies.load(stream.seat)
+        pages = stream.seat.held_grant.held
+        exact = self._steps.copies.rows_after(names[pages - 1]) if pages else None
+        stream.held = HeldKv(pages, pages if exact else 0)
+        stream.loading = self._steps.copies.load(stream.seat, exact)
         self._streams.add(stream)
         self._idle.clear()
         return stream

@@ -12,7 +12,7 @@ from decode_node.names import SequenceNames
 from decode_node.seats import Place, Seat
 from hackkv.errors import HackkvError
 from hackkv.kv_memory import HostKv
-from hackkv.types import Decoded, DecodeEvent, DecodeJob
+from hackkv.types import NOTHING_HELD, Decoded, DecodeEvent, DecodeJob, HeldKv
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -26,7 +26,9 @@ class Stream:
     reservation: Reservation | None = None
     """Set while its KV may come."""
     loading: asyncio.Task[bool] | None = None
-    """Brings pages of its prompt back from host memory."""
+    """Brings pages of its prompt back from host memory, and exact rows."""
+    held: HeldKv = NOTHING_HELD
+    """What was here of its prompt when it came."""
     sequence: Sequence = field(init=False)
     """Set when the KV has landed."""
     kv: HostKv | None = None

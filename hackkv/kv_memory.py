@@ -51,12 +51,12 @@ class KvMemory:
         planes = self._codec.to_wire(layer, pool, _index(pool, pages))
         return {name: plane.cpu() for name, plane in planes.items()}
 
-    def export_rows(self, layer: int, slot: int, rows: int) -> Planes:
-        """The exact rows of a sequence that holds `rows` rows, page after page, as planes `open_k` and `open_v`
-        [Hkv, 1, exact rows, D], in host memory."""
+    def export_rows(self, layer: int, slot: int, rows: int, first: int = 0) -> Planes:
+        """The exact rows of a sequence that holds `rows` rows, page after page from number `first` on, as planes
+        `open_k` and `open_v` [Hkv, 1, exact rows, D], in host memory."""
         pool = self.pools[layer]
         exact = zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True)
-        return {name: self._read(slots[slot], rows)[:, None].cpu() for name, slots in exact}
+        return {name: self._read(slots[slot], rows, first)[:, None].cpu() for name, slots in exact}
 
     def install(self, layer: int, heads: range, pages: Sequence[int], planes: Planes) -> None:
         """Write what `export` of an equal codec gave, for some of the KV heads, bit-exact."""
@@ -64,17 +64,33 @@ class KvMemory:
         here = {name: plane.to(pool.device) for name, plane in planes.items()}
         self._codec.from_wire(layer, pool, _index(pool, pages), here)
 
-    def install_rows(self, layer: int, heads: range, slot: int, rows: int, planes: Planes) -> None:
-        """Write what `export_rows` gave, for some of the KV heads."""
+    def install_rows(self, layer: int, heads: range, slot: int, runs: Sequence[slice], planes: Planes) -> None:
+        """Write what `export_rows` gave of these runs (`Footprint.runs`), for some of the KV heads."""
         pool = self.pools[layer].heads(heads.start, len(heads))
         for name, exact in zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True):
-            self._write(exact[slot], rows, planes[name][:, 0])
+            _write(exact[slot], runs, planes[name][:, 0])
 
-    def install_frame(self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, rows: int) -> None:
-        """Write a frame's planes to the pages that a sequence of `rows` rows holds, or its exact rows to `slot`."""
+    def seal_rows(self, layer: int, pages: Sequence[int], slot: int, rows: int, first: int) -> None:
+        """Seal those of the first `pages` of a sequence of `rows` rows, from number `first` on, whose rows came exactly
+        and which therefore did not come sealed: the bytes are those that any other node has."""
+        numbers = self.footprint.exact_pages(rows, first)
+        if not numbers:
+            return
+        pool, page_tokens = self.pools[layer], self.footprint.page_tokens
+        places = [self.footprint.window.place(number) * page_tokens for number in numbers]
+        exact = (pool.open_k[slot], pool.open_v[slot])
+        k, v = (torch.stack([held[:, at : at + page_tokens] for at in places]) for held in exact)
+        ids = _index(pool, [pages[number] for number in numbers])
+        starts = _index(pool, [number * page_tokens for number in numbers])
+        self._codec.seal_pages(layer, pool, ids, starts, k, v)
+
+    def install_frame(
+        self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, runs: Sequence[slice]
+    ) -> None:
+        """Write a frame's planes to the pages that a sequence holds, or its exact rows to these runs of `slot`."""
         heads = range(frame.head_start, frame.head_start + frame.head_count)
         if frame.rows:
-            self.install_rows(frame.layer, heads, slot, rows, planes)
+            self.install_rows(frame.layer, heads, slot, runs, planes)
         else:
             due = pages[frame.page_start : frame.page_start + frame.page_count]
             self.install(frame.layer, heads, due, planes)
@@ -106,20 +122,25 @@ class KvMemory:
             for name, plane in layer.planes.items():
                 pool.planes[name].index_copy_(0, ids, plane.to(pool.device))
             for exact, saved in ((pool.open_k, layer.open_k), (pool.open_v, layer.open_v)):
-                self._write(exact[slot], kv.rows, saved[0])
+                _write(exact[slot], self.footprint.runs(kv.rows), saved[0])
 
-    def _read(self, slot: Tensor, rows: int) -> Tensor:
-        """The exact rows [Hkv, exact rows, D] of a sequence that holds `rows` rows, page after page: a copy."""
-        runs = self.footprint.runs(rows)
+    def resume(self, kv: HostKv, slot: int, rows: int) -> None:
+        """Write to a slot what a sequence that will come to `rows` rows still sees of the exact rows in `kv`, which are
+        those of its first full pages."""
+        page_tokens, window = self.footprint.page_tokens, self.footprint.window
+        seen = set(self.footprint.exact_pages(rows))
+        for index, page in enumerate(self.footprint.exact_pages(kv.rows)):
+            if page in seen:
+                at, place = index * page_tokens, window.place(page) * page_tokens
+                for pool, layer in zip(self.pools, kv.layers, strict=True):
+                    for exact, saved in ((pool.open_k, layer.open_k), (pool.open_v, layer.open_v)):
+                        exact[slot, :, place : place + page_tokens] = saved[0, :, at : at + page_tokens]
+
+    def _read(self, slot: Tensor, rows: int, first: int = 0) -> Tensor:
+        """The exact rows [Hkv, exact rows, D] of a sequence that holds `rows` rows, page after page from number `first`
+        on: a copy."""
+        runs = self.footprint.runs(rows, first)
         return torch.cat([slot[:, run] for run in runs], dim=1) if runs else slot[:, :0].clone()
-
-    def _write(self, slot: Tensor, rows: int, exact: Tensor) -> None:
-        """Write what `_read` gave to a slot [Hkv, E·Π, D]."""
-        at = 0
-        for run in self.footprint.runs(rows):
-            count = run.stop - run.start
-            slot[:, run] = exact[:, at : at + count]
-            at += count
 
 
 class HostPages:
@@ -147,6 +168,15 @@ class HostPages:
         here, there = _ids(places), _ids(pages)
         for plane, copies in self._pairs:
             plane[there.to(plane.device)] = copies[here].to(plane.device)
+
+
+def _write(slot: Tensor, runs: Sequence[slice], exact: Tensor) -> None:
+    """Write rows [Hkv, exact rows, D] to these runs of a slot [Hkv, E·Π, D]."""
+    at = 0
+    for run in runs:
+        count = run.stop - run.start
+        slot[:, run] = exact[:, at : at + count]
+        at += count
 
 
 def _index(pool: Pool, pages: Sequence[int]) -> Tensor:

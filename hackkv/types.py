@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, SupportsBytes
+from typing import Final, Protocol, SupportsBytes
 
 
 class Role(StrEnum):
@@ -141,6 +141,24 @@ class KvLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldKv:
+    """What a receiver has of a prompt from earlier requests: it does not travel."""
+
+    pages: int = 0
+    """The prompt's first pages, as they rest."""
+    exact: int = 0
+    """Of as many first pages it also has the rows that the prompt's queries see exactly, if they see any of them."""
+
+    @property
+    def words(self) -> str:
+        """For a person."""
+        return f"{self.pages} pages and the exact rows of {self.exact}"
+
+
+NOTHING_HELD: Final = HeldKv()
+
+
+@dataclass(frozen=True, slots=True)
 class Handoff:
     """Opens a transfer. `transfer_id` is issued by the router and unique per attempt; `epoch` is that attempt."""
 
@@ -148,8 +166,8 @@ class Handoff:
     epoch: int
     fingerprint: Fingerprint
     num_tokens: int
-    held_pages: int = 0
-    """The first pages, which the receiver holds already: they do not travel."""
+    held: HeldKv = NOTHING_HELD
+    """What the receiver has already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +259,8 @@ class PrefillJob:
     epoch: int
     decode_address: str = ""
     handoff: bool = True
-    held_pages: int = 0
-    """`Reserved.held_pages` of the decode node at `decode_address`: only later pages are sent."""
+    held: HeldKv = NOTHING_HELD
+    """`Reserved.held` of the decode node at `decode_address`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +333,8 @@ class DecodeJob:
 class Reserved:
     """The decode node holds pages for the prompt and the step after it; the handoff may start."""
 
-    held_pages: int = 0
-    """The prompt's first pages that it has from earlier requests. It keeps them until the request is over."""
+    held: HeldKv = NOTHING_HELD
+    """What it has from earlier requests. It keeps it until the request is over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,13 @@ from time import perf_counter
 from hackkv.nodes import NodeInfo
 from hackkv.timing import Stage, SubStage
 from hackkv.types import (
+    NOTHING_HELD,
     Decoded,
     DecodeEvent,
     DecodeJob,
     HandedOff,
     HandoffFailed,
+    HeldKv,
     Landed,
     Prefilled,
     PrefillEvent,
@@ -50,9 +52,9 @@ class TracedPrefill:
                     _tell_prefill(span, event, began)
                     yield event
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name the decode node of a job, and the pages that it holds."""
-        await self._node.assign(transfer_id, epoch, decode_address, held_pages)
+        await self._node.assign(transfer_id, epoch, decode_address, held)
 
     async def describe(self) -> NodeInfo:
         """Report the node's state."""

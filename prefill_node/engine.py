@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hackkv.choices import Eviction
-from hackkv.codec import Span
+from hackkv.codec import Span, rows_held
 from hackkv.errors import SequenceError
 from hackkv.framing import FrameWriter
 from hackkv.guide import Guide
@@ -126,20 +126,24 @@ class PrefillEngine:
                 self._ship(layer, chunk, eviction.rows_held(chunk.prompt.num_tokens))
 
     def _ship(self, layer: int, chunk: Chunk[Work], rows: int) -> None:
-        """Send the sealed pages of a prompt's first `rows` rows that have not left, and in the end the exact rows."""
+        """Send the sealed pages of a prompt's first `rows` rows that have not left, and in the end the exact rows: of
+        each page either the one or the other."""
         work, memory = chunk.prompt.owner, self._runner.memory
         if not work.job.handoff:
             return
-        first, last = work.sent_pages.get(layer, work.job.held_pages), memory.footprint.sealed(rows)
+        sizes, held = memory.footprint, work.job.held
+        due = sizes.sent_pages(rows_held(self._runner.codec, chunk.prompt.num_tokens), held)
+        first, sealed = work.sent_pages.get(layer, due.start), sizes.sealed(rows)
+        last = min(sealed, due.stop)
         if last > first:
             planes = memory.export(layer, chunk.grant.pages[first:last])
             self._send(work, work.writer.frames(layer, first, planes))
             work.sent_pages[layer] = last
-        exact_rows = memory.footprint.exact_rows(rows)
-        if chunk.is_last and exact_rows and work.sent_pages.get(layer, first) == last:
-            planes = memory.export_rows(layer, chunk.grant.slot, rows)
-            self._send(work, work.writer.frames(layer, last, planes, exact_rows))
-            work.sent_pages[layer] = last + 1
+        exact_rows = sizes.exact_rows(rows, held.exact)
+        if chunk.is_last and exact_rows and first <= sealed:
+            planes = memory.export_rows(layer, chunk.grant.slot, rows, held.exact)
+            self._send(work, work.writer.frames(layer, sealed, planes, exact_rows))
+            work.sent_pages[layer] = sealed + 1
 
     def _send(self, work: Work, frames: Iterator[KvFrame]) -> None:
         before = work.writer.encode_s

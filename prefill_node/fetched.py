@@ -81,4 +81,6 @@ class Install:
                 frame = replace(frame, page_start=self.first, page_count=frame.page_count - skipped)
                 planes = {name: plane[:, skipped:] for name, plane in planes.items()}
             if frame.page_count > 0:
-                memory.install_frame(frame, planes, self.pages, self.slot, self.rows)
+                memory.install_frame(frame, planes, self.pages, self.slot, memory.footprint.runs(self.rows))
+        for layer in {frame.layer for frame, _ in self.parts}:
+            memory.seal_rows(layer, self.pages, self.slot, self.rows, self.first)

@@ -14,7 +14,7 @@ from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
 from hackkv.page_names import Naming, PageName, pack_marks
-from hackkv.types import HandoffEnd, KvFrame, Prefilled, PrefillEvent, PrefillJob, Role
+from hackkv.types import NOTHING_HELD, HandoffEnd, HeldKv, KvFrame, Prefilled, PrefillEvent, PrefillJob, Role
 from prefill_node.config import PrefillSettings
 from prefill_node.drain_rate import DrainRate
 from prefill_node.engine import FirstToken, PrefillEngine, Work
@@ -67,7 +67,7 @@ class PrefillService:
         patience = Patience(settings.unassigned_s, settings.kept_s)
         links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays, self._loop.time)
         self._naming = Naming(page_tokens, worker.fingerprint)
-        kind = FrameKind(worker.fingerprint, worker.codec.wire_planes, worker.codec.wire_form)
+        kind = FrameKind(worker.fingerprint, worker.expected(0, NOTHING_HELD, worker.codec.wire_form))
         self.outbox = Outbox(links, kind, self._host, patience, self._kv_bytes)
         self._intake = Intake(
             worker.model.spec,
@@ -118,9 +118,9 @@ class PrefillService:
             if fetching is not None:
                 await asyncio.wait([fetching])
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name the decode node of a job, for the first time or again; see `PrefillNode`."""
-        self.outbox.assign(transfer_id, epoch, decode_address, held_pages)
+        self.outbox.assign(transfer_id, epoch, decode_address, held)
 
     async def describe(self) -> NodeInfo:
         """Identity, capacity and load."""
@@ -248,10 +248,9 @@ class PrefillService:
         self._passes.wake()
 
     def _kv_bytes(self, job: PrefillJob) -> int:
-        """The most payload bytes of the pages that a job's decode node lacks: no plane shrinks when it is coded."""
+        """The most payload bytes of what a job's decode node lacks: no plane shrinks when it is coded."""
         rows = rows_held(self._worker.codec, len(job.request.prompt_ids))
-        footprint = self._worker.footprint
-        return footprint.wire_bytes(rows) - job.held_pages * footprint.wire_page_bytes
+        return self._worker.footprint.wire_bytes(rows, job.held)
 
     def _admit(self, work: Work) -> bool:
         """Claim host memory for the KV of a prompt; False if there is no room. A job without a handoff needs none."""

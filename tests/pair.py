@@ -174,7 +174,7 @@ class Pair:
         async with closing(self.decode.decode(DecodeJob(request, transfer_id, epoch, emitted))) as decoding:
             reserved = await anext(decoding)
             assert isinstance(reserved, Reserved)
-            job = PrefillJob(request, transfer_id, epoch, self.address, held_pages=reserved.held_pages)
+            job = PrefillJob(request, transfer_id, epoch, self.address, held=reserved.held)
             async with closing(self.prefill.prefill(job)) as prefilling:
                 prefilled = await anext(prefilling)
                 assert isinstance(prefilled, Prefilled)

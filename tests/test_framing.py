@@ -16,8 +16,8 @@ from hackkv.codec import planes_bytes
 from hackkv.codecs import CODECS
 from hackkv.errors import FrameRefused
 from hackkv.footprint import fp16_bytes
-from hackkv.framing import FrameLedger, handoff_end, later_pages, reissued
-from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
+from hackkv.framing import FrameLedger, handoff_end, lacked_part, reissued
+from hackkv.types import HandoffEnd, HeldKv, KvFrame, KvLayout, KvShape
 from tests.handoffs import codec_of, rows_of, same_bytes, ship
 
 
@@ -190,12 +190,11 @@ def test_fp16_bytes_are_two_bytes_for_each_number_of_k_and_v() -> None:
 def test_pages_that_the_receiver_holds_are_cut_off_and_must_not_come(codec: str, held_pages: int) -> None:
     """Whatever frames there are, what remains of them is a whole handoff of the later pages, bit-exact."""
     shipment = ship(codec, tokens=4 * 32 + 11, step=3)
-    planes, form, frames = shipment.codec.wire_planes, shipment.form, list[KvFrame]()
+    expected, frames = replace(shipment.expected(), held=HeldKv(held_pages)), list[KvFrame]()
     for frame in shipment.frames:
-        part = later_pages(frame, held_pages, planes[frame.layer], form)
+        part = lacked_part(frame, expected)
         if part is not None:
             frames.append(reissued(part, 4, len(frames)))
-    expected = replace(shipment.expected(), held_pages=held_pages)
     ledger = FrameLedger("t-1", 4, expected)
     for frame in frames:
         first = max(page for layer, page in shipment.content if layer == frame.layer and page <= frame.page_start)
