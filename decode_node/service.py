@@ -36,7 +36,7 @@ FAREWELL_S = 5.0
 """How long a drained node waits until its last events have been read, in seconds."""
 
 
-ROWS_SHARE: Final = 4
+ROWS_SHARE: Final = 2
 """Of the host memory for kept pages, one part in so many is for exact rows, with codecs that need them."""
 
 

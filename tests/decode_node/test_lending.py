@@ -33,7 +33,9 @@ async def holding(codec: str = "hack") -> AsyncIterator[tuple[Pair, Handoff]]:
     async with paired(worker) as nodes:
         await nodes.serve(greedy("first", IDS, 2))
         decoding = nodes.decode.decode(DecodeJob(greedy("r", IDS, 5), "r", 3))
-        assert await anext(decoding) == Reserved(HeldKv(3))
+        reserved = await anext(decoding)
+        assert isinstance(reserved, Reserved)
+        assert reserved.held.pages == 3
         yield nodes, Handoff("r", 3, worker.fingerprint, 3 * PI)
         await close(decoding)
         await nodes.assert_idle()
