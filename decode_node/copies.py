@@ -104,6 +104,11 @@ class Copies:
             self._scheduler.pool.keep_slot(grant)
             self._keeping[name] = self._run(self._keep_rows(name, grant, len(names) * self._footprint.page_tokens))
 
+    def forget_rows(self) -> None:
+        """Drop all exact rows, because the contents of slots are in doubt."""
+        self._rows.forget()
+        self._keeping.clear()
+
     async def close(self) -> None:
         """Wait for the copies under way."""
         if self._running:
@@ -153,7 +158,8 @@ class Copies:
         kept: HostKv | None = None
         try:
             kept = await self._swapper.out(grant, 0, rows)
-            self._rows.put(name, kept)
+            if self._keeping.get(name) is asyncio.current_task():
+                self._rows.put(name, kept)
         except Exception:  # for example out of memory: the rows are worth less than the node
             log.exception("exact rows could not be copied to host memory")
         finally:

@@ -66,10 +66,8 @@ class Lender:
         """What `handoff` asks for, with `rows` if any. Raises `TransferError` as soon as `grant` is closed."""
         writer = FrameWriter(handoff.transfer_id, handoff.epoch, wire_form(handoff.fingerprint.wire_form))
         end = handoff.num_tokens // self._footprint.page_tokens
-        exact_rows, sent = (
-            self._footprint.exact_rows(handoff.num_tokens),
-            self._footprint.sent_pages(handoff.num_tokens, handoff.held),
-        )
+        exact_rows = self._footprint.exact_rows(handoff.num_tokens)
+        sent = self._footprint.sent_pages(handoff.num_tokens, handoff.held)
         for layer, step in enumerate(self._at_once):
             for first in sent[::step]:
                 for frame in await self._strip.lift(grant, layer, range(first, min(sent.stop, first + step)), writer):
