@@ -15,9 +15,10 @@ from decode_node.service import DecodeService
 from faults.injector import Injector
 from faults.seams import FaultyDecode, FaultyPrefill, FaultySender, lending
 from hackkv.errors import NodeLost
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
-from hackkv.types import NOTHING_HELD, DecodeEvent, DecodeJob, HeldKv, PrefillEvent, PrefillJob, Role
+from hackkv.types import DecodeEvent, DecodeJob, PrefillEvent, PrefillJob, Role
 from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
 from transport.closing import closing, reap

@@ -33,10 +33,11 @@ from hackkv.errors import (
     TransferError,
 )
 from hackkv.footprint import fp16_bytes
-from hackkv.framing import Expected, FrameLedger
+from hackkv.framing import Expected, FrameLedger, expected_of
+from hackkv.held import HeldKv
 from hackkv.model.runner import ModelRunner
 from hackkv.page_names import PageName
-from hackkv.types import DecodeJob, Fingerprint, Handoff, HandoffEnd, HeldKv, KvFrame, Receipt
+from hackkv.types import DecodeJob, Fingerprint, Handoff, HandoffEnd, KvFrame, Receipt
 from hackkv.wire_form import wire_form
 from transport.closing import closing
 
@@ -247,8 +248,7 @@ class Inbox:
     def _expected(self, handoff: Handoff) -> Expected:
         runner, form = self._runner, wire_form(handoff.fingerprint.wire_form)
         rows = rows_held(runner.codec, handoff.num_tokens)
-        footprint, planes = runner.memory.footprint, runner.codec.wire_planes
-        return Expected(runner.layout, planes, rows, footprint, form, handoff.held)
+        return expected_of(runner.codec, runner.layout, rows, form, handoff.held)
 
     def _finish(self, ledger: FrameLedger, end: HandoffEnd) -> None:
         ledger.finish(end)

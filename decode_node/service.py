@@ -22,12 +22,13 @@ from decode_node.stream import Stream
 from hackkv.codec import rows_held
 from hackkv.errors import DeadlineExceeded, HackkvError, NodeDraining, Overloaded, RequestError, TransferError
 from hackkv.guide import Guide
+from hackkv.held import HeldKv
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
 from hackkv.page_names import Naming, pack_marks
-from hackkv.types import DecodeEvent, DecodeJob, HeldKv, Landed, Reserved, Role
+from hackkv.types import DecodeEvent, DecodeJob, Landed, Reserved, Role
 from transport.base import Lend
 from transport.closing import closing
 from transport.wires import Listeners

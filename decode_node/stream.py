@@ -11,8 +11,9 @@ from decode_node.inbox import Reservation
 from decode_node.names import SequenceNames
 from decode_node.seats import Place, Seat
 from hackkv.errors import HackkvError
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.kv_memory import HostKv
-from hackkv.types import NOTHING_HELD, Decoded, DecodeEvent, DecodeJob, HeldKv
+from hackkv.types import Decoded, DecodeEvent, DecodeJob
 
 
 @dataclass(slots=True, eq=False, repr=False)

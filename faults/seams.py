@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 from faults.injector import Injector
 from faults.plan import Point
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import NodeInfo
 from hackkv.types import (
-    NOTHING_HELD,
     Decoded,
     DecodeEvent,
     DecodeJob,
@@ -16,7 +16,6 @@ from hackkv.types import (
     Handoff,
     HandoffEnd,
     HandoffFailed,
-    HeldKv,
     KvFrame,
     Landed,
     Prefilled,

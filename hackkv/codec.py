@@ -299,9 +299,8 @@ class KvCodec(Protocol):
         """Planes of a layer that travel, in wire order: name -> [Hkv, P, *plane shape], contiguous."""
         ...
 
-    def seal_pages(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        """Seal full pages whose rows came from another node: k, v [P, Hkv, Π, D] FP16, page_ids [P] int64, starts [P]
-        int64, the number of each page's first row. The bytes are those that node has."""
+    def seal(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
+        """Seal the pages that `batch` fills; k, v [T, Hkv, D] float16 are all its rows. Any thread may call."""
         ...
 
     def from_wire(self, layer: int, pool: Pool, page_ids: Tensor, planes: Planes) -> None:

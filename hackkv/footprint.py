@@ -12,7 +12,8 @@ from math import prod
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 from hackkv.codec import FP16_BYTES, KvCodec, planes_bytes
-from hackkv.types import NOTHING_HELD, HeldKv, KvLayout
+from hackkv.held import NOTHING_HELD, HeldKv
+from hackkv.types import KvLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,11 @@ import xxhash
 from hack_kernels.base import Plane
 from torch import Tensor
 
+from hackkv.codec import KvCodec
 from hackkv.errors import FrameRefused
-from hackkv.footprint import Footprint
-from hackkv.types import NOTHING_HELD, HandoffEnd, HeldKv, KvFrame, KvLayout, PlaneSpan
+from hackkv.footprint import Footprint, footprint_of
+from hackkv.held import NOTHING_HELD, HeldKv
+from hackkv.types import HandoffEnd, KvFrame, KvLayout, PlaneSpan
 from hackkv.wire_form import RAW, UNCODED, Bytes, WireForm
 
 MAX_FRAME_BYTES = 2 * 2**20
@@ -153,6 +155,11 @@ class Expected:
         return self.footprint.exact_rows(self.num_rows, self.held.exact)
 
 
+def expected_of(codec: KvCodec, layout: KvLayout, rows: int, form: WireForm, held: HeldKv) -> Expected:
+    """What a handoff of `rows` rows in this form brings to a receiver that has `held`."""
+    return Expected(layout, codec.wire_planes, rows, footprint_of(codec, layout), form, held)
+
+
 class FrameLedger:
     """Accepts or refuses the frames of one handoff; everything must arrive exactly once and in order.
 
@@ -273,21 +280,17 @@ def lacked_part(frame: KvFrame, expected: Expected) -> KvFrame | None:
     A frame that had to be cut is number 0 of its handoff: `reissued` brings it to its place. Raises `FrameRefused` as
     `CheckedFrame.open` does.
     """
-    if frame.rows:
-        skipped, count = frame.rows - expected.exact_rows, frame.rows
-    else:
-        skipped, count = expected.held.pages - frame.page_start, frame.page_count
+    exact, count = frame.rows > 0, frame.rows or frame.page_count
+    skipped = frame.rows - expected.exact_rows if exact else expected.held.pages - frame.page_start
     if skipped <= 0:
         return frame
     if skipped >= count:
         return None
     tensors = CheckedFrame(frame, expected.planes(frame.layer, frame.rows), expected.form).open()
     writer = FrameWriter(frame.transfer_id, frame.epoch, expected.form)
-    if frame.rows:
-        rest = {name: plane[:, :, skipped:] for name, plane in tensors.items()}
-        return writer.one(frame.layer, frame.page_start, rest, frame.head_start, expected.exact_rows)
-    rest = {name: plane[:, skipped:] for name, plane in tensors.items()}
-    return writer.one(frame.layer, expected.held.pages, rest, frame.head_start)
+    rest = {name: plane[:, :, skipped:] if exact else plane[:, skipped:] for name, plane in tensors.items()}
+    first, rows = (frame.page_start, expected.exact_rows) if exact else (expected.held.pages, 0)
+    return writer.one(frame.layer, first, rest, frame.head_start, rows)
 
 
 def _coded(form: WireForm, name: str, plane: Tensor) -> tuple[PlaneSpan, bytes | memoryview]:

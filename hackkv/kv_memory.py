@@ -15,7 +15,7 @@ import torch
 from hack_kernels.base import Planes, Pool
 from torch import Tensor
 
-from hackkv.codec import KvCodec
+from hackkv.codec import Batch, KvCodec, Span
 from hackkv.footprint import Footprint, footprint_of
 from hackkv.types import KvFrame, KvLayout
 
@@ -77,12 +77,11 @@ class KvMemory:
         if not numbers:
             return
         pool, page_tokens = self.pools[layer], self.footprint.page_tokens
+        spans = [Span(slot, number * page_tokens, page_tokens, tuple(pages)) for number in numbers]
         places = [self.footprint.window.place(number) * page_tokens for number in numbers]
         exact = (pool.open_k[slot], pool.open_v[slot])
-        k, v = (torch.stack([held[:, at : at + page_tokens] for at in places]) for held in exact)
-        ids = _index(pool, [pages[number] for number in numbers])
-        starts = _index(pool, [number * page_tokens for number in numbers])
-        self._codec.seal_pages(layer, pool, ids, starts, k, v)
+        k, v = (torch.cat([held[:, at : at + page_tokens] for at in places], 1).transpose(0, 1) for held in exact)
+        self._codec.seal(layer, pool, Batch.of(spans, page_tokens, pool.device), k, v)
 
     def install_frame(
         self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, runs: Sequence[slice]

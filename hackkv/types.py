@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, Protocol, SupportsBytes
+from typing import Protocol, SupportsBytes
+
+from hackkv.held import NOTHING_HELD, HeldKv
 
 
 class Role(StrEnum):
@@ -138,24 +140,6 @@ class KvLayout:
     def pages(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens, the open one included."""
         return -(-tokens // self.page_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldKv:
-    """What a receiver has of a prompt from earlier requests: it does not travel."""
-
-    pages: int = 0
-    """The prompt's first pages, as they rest."""
-    exact: int = 0
-    """Of as many first pages it also has the rows that the prompt's queries see exactly, if they see any of them."""
-
-    @property
-    def words(self) -> str:
-        """For a person."""
-        return f"{self.pages} pages and the exact rows of {self.exact}"
-
-
-NOTHING_HELD: Final = HeldKv()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,15 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import NodeInfo
 from hackkv.timing import Stage, SubStage
 from hackkv.types import (
-    NOTHING_HELD,
     Decoded,
     DecodeEvent,
     DecodeJob,
     HandedOff,
     HandoffFailed,
-    HeldKv,
     Landed,
     Prefilled,
     PrefillEvent,

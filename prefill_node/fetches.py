@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hackkv.errors import FrameRefused, HackkvError, Overloaded
-from hackkv.framing import Expected, FrameLedger
+from hackkv.framing import Expected, FrameLedger, expected_of
+from hackkv.held import HeldKv
 from hackkv.model.worker import Worker
-from hackkv.types import WIRE_FORM, Fingerprint, Handoff, HandoffEnd, HeldKv, PrefillJob
+from hackkv.types import WIRE_FORM, Fingerprint, Handoff, HandoffEnd, PrefillJob
 from hackkv.wire_form import wire_form
 from prefill_node.config import PrefillSettings
 from prefill_node.fetch_choice import Estimate, FetchSpeed, PassSpeed, PrefixFetch
@@ -155,7 +156,8 @@ class Fetches:
         raise FrameRefused("the stream ended before its end frame", "truncated")
 
     def _expected(self, handoff: Handoff) -> Expected:
-        return self._worker.expected(handoff.num_tokens, handoff.held, wire_form(handoff.fingerprint.wire_form))
+        worker, form = self._worker, wire_form(handoff.fingerprint.wire_form)
+        return expected_of(worker.codec, worker.layout, handoff.num_tokens, form, handoff.held)
 
     def _failed(self, ask: Ask, code: str, why: str) -> None:
         self.failures[code] += 1

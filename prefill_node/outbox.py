@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from hackkv.errors import HandshakeRefused, TransferError
-from hackkv.types import NOTHING_HELD, HeldKv, PrefillJob
+from hackkv.held import NOTHING_HELD, HeldKv
+from hackkv.types import PrefillJob
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.links import Links
 from prefill_node.shipment import FrameKind, Patience, Shipment

@@ -9,12 +9,14 @@ from time import perf_counter
 
 from hackkv.codec import rows_held
 from hackkv.errors import NodeDraining
+from hackkv.framing import expected_of
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.kv_memory import HostPages
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
 from hackkv.page_names import Naming, PageName, pack_marks
-from hackkv.types import NOTHING_HELD, HandoffEnd, HeldKv, KvFrame, Prefilled, PrefillEvent, PrefillJob, Role
+from hackkv.types import HandoffEnd, KvFrame, Prefilled, PrefillEvent, PrefillJob, Role
 from prefill_node.config import PrefillSettings
 from prefill_node.drain_rate import DrainRate
 from prefill_node.engine import FirstToken, PrefillEngine, Work
@@ -67,7 +69,9 @@ class PrefillService:
         patience = Patience(settings.unassigned_s, settings.kept_s)
         links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays, self._loop.time)
         self._naming = Naming(page_tokens, worker.fingerprint)
-        kind = FrameKind(worker.fingerprint, worker.expected(0, NOTHING_HELD, worker.codec.wire_form))
+        kind = FrameKind(
+            worker.fingerprint, expected_of(worker.codec, worker.layout, 0, worker.codec.wire_form, NOTHING_HELD)
+        )
         self.outbox = Outbox(links, kind, self._host, patience, self._kv_bytes)
         self._intake = Intake(
             worker.model.spec,

@@ -19,14 +19,13 @@ from time import perf_counter
 
 from hackkv.errors import DeadlineExceeded, HackkvError, HandshakeRefused
 from hackkv.framing import Expected, handoff_end, lacked_part, reissued
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.types import (
-    NOTHING_HELD,
     Fingerprint,
     HandedOff,
     Handoff,
     HandoffEnd,
     HandoffFailed,
-    HeldKv,
     KvFrame,
     PrefillJob,
     Receipt,

@@ -18,7 +18,8 @@ from hackkv.codecs import CODECS
 from hackkv.errors import FrameRefused
 from hackkv.footprint import fp16_bytes
 from hackkv.framing import FrameLedger, handoff_end, lacked_part, reissued
-from hackkv.types import HandoffEnd, HeldKv, KvFrame, KvLayout, KvShape
+from hackkv.held import HeldKv
+from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
 from tests.handoffs import codec_of, rows_of, same_bytes, ship
 
 

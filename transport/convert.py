@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import CodecLoss, Lease, NodeInfo, WireAddress
 from hackkv.page_names import MARK_BYTES, MOST_MARKS
 from hackkv.types import (
-    NOTHING_HELD,
     Decoded,
     DecodeEvent,
     DecodeJob,
     HandedOff,
     HandoffFailed,
-    HeldKv,
     Landed,
     Prefilled,
     PrefillEvent,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hackkv.errors import HackkvError
-from hackkv.types import Fingerprint, Handoff, HandoffEnd, HeldKv, KvFrame, KvLayout, PlaneSpan, Receipt
+from hackkv.held import HeldKv
+from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, KvLayout, PlaneSpan, Receipt
 from transport.coder import (
     MAX_FINGERPRINT_FIELDS,
     MAX_PAYLOAD_BYTES,

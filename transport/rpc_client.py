@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from hackkv.errors import FrameRefused
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import Lease, NodeInfo
 from hackkv.types import (
-    NOTHING_HELD,
     DecodeEvent,
     DecodeJob,
     Handoff,
     HandoffEnd,
-    HeldKv,
     KvFrame,
     PrefillEvent,
     PrefillJob,

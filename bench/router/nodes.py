@@ -17,16 +17,15 @@ from collections.abc import AsyncIterator
 from time import monotonic
 
 from hackkv.errors import HackkvError
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import NodeInfo, WireAddress
 from hackkv.types import (
-    NOTHING_HELD,
     Decoded,
     DecodeEvent,
     DecodeJob,
     Fingerprint,
     Finish,
     HandedOff,
-    HeldKv,
     Landed,
     Prefilled,
     PrefillEvent,

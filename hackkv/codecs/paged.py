@@ -173,10 +173,6 @@ class PagedCodec:
         assert fills is not None, "the caller asks `seals` first"
         self.layers[layer].kernels.seal(layer, pool, fills.page_ids, fills.starts, *filled_pages(pool, batch, k, v))
 
-    def seal_pages(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        """As `PageKernels.seal`; not on the stopwatch, since any thread may call."""
-        self.layers[layer].kernels.seal(layer, pool, page_ids, starts, k, v)
-
     def to_wire(self, layer: int, pool: Pool, page_ids: Tensor) -> Planes:
         """Derived planes stay behind unless the codec sends them."""
         planes = self.layers[layer].kernels.export(pool, page_ids)

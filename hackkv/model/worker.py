@@ -17,7 +17,6 @@ from hackkv.codecs import calibrates, make_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import CalibrationMismatch, CheckpointError, ConfigError
 from hackkv.footprint import Footprint, footprint_of, fp16_bytes
-from hackkv.framing import Expected
 from hackkv.guide import Guides
 from hackkv.model import check_dtype, load_model
 from hackkv.model.config import ModelSpec, read_spec
@@ -31,8 +30,7 @@ from hackkv.model.shipped import ModelFolder, find_model
 from hackkv.model.weights import PrepareWeights, check_weights, progress_bar
 from hackkv.nodes import Busiest, CodecLoss
 from hackkv.packaged import CALIBRATIONS
-from hackkv.types import WIRE_FORM, Fingerprint, HeldKv, KvLayout
-from hackkv.wire_form import WireForm
+from hackkv.types import WIRE_FORM, Fingerprint, KvLayout
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +70,6 @@ class Worker:
     def footprint(self) -> Footprint:
         """The sizes of sequences."""
         return footprint_of(self.codec, self.layout)
-
-    def expected(self, rows: int, held: HeldKv, form: WireForm) -> Expected:
-        """What a handoff of `rows` rows in this form brings to a receiver that has `held`."""
-        return Expected(self.layout, self.codec.wire_planes, rows, self.footprint, form, held)
 
     def pages_in(self, kv_bytes: int, *, prompts: bool = False) -> int:
         """How many pages, each of all layers and KV heads, fit in `kv_bytes`; with `prompts` beside their notes.

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from hackkv.errors import HackkvError, NodeLost, Overloaded, TransferError, by_code
-from hackkv.types import NOTHING_HELD, DecodeEvent, DecodeJob, HandoffFailed, Landed, Reserved
+from hackkv.held import NOTHING_HELD
+from hackkv.types import DecodeEvent, DecodeJob, HandoffFailed, Landed, Reserved
 from router.fleet.booking import Booking
 from router.fleet.holdings import Marks
 from router.life.events import expect

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from hackkv.errors import HandshakeRefused
-from hackkv.types import HeldKv, Prefilled, PrefillEvent, PrefillJob
+from hackkv.held import HeldKv
+from hackkv.types import Prefilled, PrefillEvent, PrefillJob
 from router.fleet.booking import Booking
 from router.life.events import expect
 from router.life.failover import KvGone

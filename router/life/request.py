@@ -19,7 +19,8 @@ import asyncio
 from contextlib import AsyncExitStack, suppress
 
 from hackkv.errors import HackkvError, NodeLost, Overloaded, TransferError
-from hackkv.types import NOTHING_HELD, PrefillJob, Role
+from hackkv.held import NOTHING_HELD
+from hackkv.types import PrefillJob, Role
 from router.fleet.fleet import Fleet
 from router.life.decode_leg import DecodeLeg
 from router.life.failover import FAILURES, Failovers, Failure, KvGone, PrefillFull, Remedy

@@ -15,9 +15,10 @@ from decode_node.kept_rows import KeptRows
 from decode_node.pages import Grant, PagePool
 from hackkv.errors import HandshakeRefused, TransferError
 from hackkv.framing import Expected, FrameLedger
+from hackkv.held import HeldKv
 from hackkv.kv_memory import HostKv, HostPages
 from hackkv.page_names import Naming
-from hackkv.types import WIRE_FORM, DecodeJob, Fingerprint, Handoff, HandoffEnd, HeldKv, Reserved
+from hackkv.types import WIRE_FORM, DecodeJob, Fingerprint, Handoff, HandoffEnd, Reserved
 from hackkv.wire_form import WIRE_FORMS, wire_form
 from tests.decode_node.calls import close
 from tests.pair import PI, TIMEOUT_S, Pair, greedy, paired, prompt, tiny_worker

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from hackkv.errors import HackkvError
+from hackkv.held import HeldKv
 from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeInfo
@@ -18,7 +19,6 @@ from hackkv.page_names import MARK_BYTES, Naming
 from hackkv.types import (
     DecodeJob,
     HandedOff,
-    HeldKv,
     Prefilled,
     PrefillJob,
     Receipt,

@@ -9,7 +9,7 @@ import pytest
 
 from hackkv.config import TracesConfig
 from hackkv.errors import TransferError
-from hackkv.types import HeldKv
+from hackkv.held import HeldKv
 from node.spans import NoSpans, Spans, open_spans
 from node.traced import TracedDecode, TracedPrefill, traced_decode, traced_prefill
 from tests.collector import Collector

@@ -13,7 +13,8 @@ from faults.plan import Action, FaultPlan, FaultRule, Point
 from faults.process import ProcessHands
 from faults.seams import lending
 from hackkv.errors import NodeDraining
-from hackkv.types import DecodeJob, Handoff, HandoffEnd, HeldKv, KvFrame, Prefilled, PrefillJob, Reserved
+from hackkv.held import HeldKv
+from hackkv.types import DecodeJob, Handoff, HandoffEnd, KvFrame, Prefilled, PrefillJob, Reserved
 from prefill_node.fetched import Fetched
 from prefill_node.host_pool import HostPool, Tenant
 from tests.pair import PI, greedy, prompt, tiny_worker

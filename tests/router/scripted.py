@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from hackkv.errors import HackkvError, HandshakeRefused, NodeLost, Overloaded, TransferError
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import NodeInfo, WireAddress
 from hackkv.types import (
-    NOTHING_HELD,
     Decoded,
     DecodeEvent,
     DecodeJob,
@@ -22,7 +22,6 @@ from hackkv.types import (
     Finish,
     HandedOff,
     HandoffFailed,
-    HeldKv,
     Landed,
     Logprob,
     Prefilled,

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from hackkv.errors import (
     HandshakeRefused,
 )
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import Lease, NodeInfo
 from hackkv.types import (
-    NOTHING_HELD,
     Decoded,
     DecodeEvent,
     DecodeJob,
     Finish,
     HandedOff,
     HandoffFailed,
-    HeldKv,
     Landed,
     Prefilled,
     PrefillEvent,

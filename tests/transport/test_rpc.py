@@ -20,8 +20,8 @@ from hackkv.errors import (
     TransferError,
     Unavailable,
 )
+from hackkv.held import HeldKv
 from hackkv.nodes import Lease
-from hackkv.types import HeldKv
 from tests.transport import nouns
 from tests.transport.fakes import DECODE_EVENTS, PREFILL_EVENTS, Cluster, FakeDecode
 from transport.channels import ChannelPool

@@ -10,7 +10,8 @@ import grpc.aio
 import pytest
 
 from hackkv.errors import NodeLost, Overloaded, RequestError, TransferError
-from hackkv.types import Decoded, DecodeEvent, DecodeJob, HeldKv, Reserved, Token
+from hackkv.held import HeldKv
+from hackkv.types import Decoded, DecodeEvent, DecodeJob, Reserved, Token
 from tests.transport import nouns
 from tests.transport.fakes import FakeDecode
 from transport import methods, trunk_server

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hackkv.errors import FrameRefused, HackkvError, HandshakeRefused, NodeLost, TransferError
-from hackkv.types import Handoff, HeldKv, KvFrame
+from hackkv.held import HeldKv
+from hackkv.types import Handoff, KvFrame
 from tests.transport import nouns
 from tests.transport.ends import Frames, Reader
 from transport.base import KvListener, KvSender

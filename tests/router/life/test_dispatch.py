@@ -17,7 +17,8 @@ from hackkv.errors import (
     TransferError,
     Unavailable,
 )
-from hackkv.types import Finish, HeldKv, Request, Role
+from hackkv.held import HeldKv
+from hackkv.types import Finish, Request, Role
 from router.config import LimitsConfig
 from router.life.dispatch import Dispatcher
 from router.watch.metrics import Outcome

@@ -16,8 +16,9 @@ from hackkv.errors import (
     TransferError,
     Unavailable,
 )
+from hackkv.held import HeldKv
 from hackkv.timing import Stage
-from hackkv.types import DecodeJob, HandoffFailed, HeldKv, PrefillEvent, PrefillJob, Role
+from hackkv.types import DecodeJob, HandoffFailed, PrefillEvent, PrefillJob, Role
 from router.config import DeadlinesConfig
 from router.life.states import State
 from router.watch.metrics import Outcome

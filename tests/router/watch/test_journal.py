@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hackkv.errors import NodeLost
+from hackkv.held import HeldKv
 from hackkv.timing import Stage
-from hackkv.types import HeldKv, Role
+from hackkv.types import Role
 from router.watch.journal import ENDED, GONE_S, SAMPLES, TOTALS, Journal
 from tests.router.conftest import Api
 from tests.router.scripted import PAGE_TOKENS, Point, info
