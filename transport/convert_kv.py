@@ -75,12 +75,12 @@ def _unpack_layout(message: pb.KvLayout) -> KvLayout:
     )
 
 
-def pack_held(held: HeldKv) -> pb.Held:
+def pack_held(held: HeldKv) -> pb.HeldKv:
     """What a receiver has already."""
-    return pb.Held(pages=held.pages, exact=held.exact)
+    return pb.HeldKv(pages=held.pages, exact=held.exact)
 
 
-def unpack_held(message: pb.Held) -> HeldKv:
+def unpack_held(message: pb.HeldKv) -> HeldKv:
     """What `pack_held` was given."""
     return HeldKv(message.pages, message.exact)
 

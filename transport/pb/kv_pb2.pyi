@@ -174,7 +174,7 @@ class KvLayout(_message.Message):
     page_tokens: int
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ...) -> None: ...
 
-class Held(_message.Message):
+class HeldKv(_message.Message):
     __slots__ = ("pages", "exact")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
@@ -193,8 +193,8 @@ class Handoff(_message.Message):
     epoch: int
     fingerprint: Fingerprint
     num_tokens: int
-    held: Held
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., num_tokens: _Optional[int] = ..., held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
+    held: HeldKv
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., num_tokens: _Optional[int] = ..., held: _Optional[_Union[HeldKv, _Mapping]] = ...) -> None: ...
 
 class PlaneSpan(_message.Message):
     __slots__ = ("name", "raw_bytes", "coded_bytes", "checksum", "method")
@@ -371,8 +371,8 @@ class PrefillJob(_message.Message):
     epoch: int
     decode_address: str
     handoff: bool
-    held: Held
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., handoff: _Optional[bool] = ..., held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
+    held: HeldKv
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., handoff: _Optional[bool] = ..., held: _Optional[_Union[HeldKv, _Mapping]] = ...) -> None: ...
 
 class Assignment(_message.Message):
     __slots__ = ("transfer_id", "decode_address", "epoch", "held")
@@ -383,8 +383,8 @@ class Assignment(_message.Message):
     transfer_id: str
     decode_address: str
     epoch: int
-    held: Held
-    def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., epoch: _Optional[int] = ..., held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
+    held: HeldKv
+    def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., epoch: _Optional[int] = ..., held: _Optional[_Union[HeldKv, _Mapping]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("token", "queue_s", "prefill_s", "quantize_s", "computed_tokens", "prompt_logprobs", "wire_encode_s", "fetched_tokens", "fetched_bytes", "fetch_s")
@@ -459,8 +459,8 @@ class DecodeJob(_message.Message):
 class Reserved(_message.Message):
     __slots__ = ("held",)
     HELD_FIELD_NUMBER: _ClassVar[int]
-    held: Held
-    def __init__(self, held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
+    held: HeldKv
+    def __init__(self, held: _Optional[_Union[HeldKv, _Mapping]] = ...) -> None: ...
 
 class Landed(_message.Message):
     __slots__ = ("receipt",)
