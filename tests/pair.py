@@ -158,10 +158,9 @@ class Pair:
     sender: KvSender
 
     async def assert_idle(self) -> None:
-        """Nothing is held any more: pages, prompts, sequences, frames. What a step or a copy still uses comes back after
-        it."""
+        """Nothing is held any more: pages, prompts, sequences, frames. What a step or a copy uses comes back after it."""
         async with asyncio.timeout(TIMEOUT_S):
-            while (info := await self.decode.describe()).running or info.free_pages < info.total_pages:
+            while (info := await self.decode.describe()).running or info.free_pages < info.total_pages:  # noqa: ASYNC110
                 await asyncio.sleep(0)  # nothing tells of the end of a step or a copy
         for info in (await self.prefill.describe(), await self.decode.describe()):
             assert (info.free_pages, info.running, info.waiting, info.queued_tokens) == (info.total_pages, 0, 0, 0)
