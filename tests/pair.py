@@ -158,7 +158,7 @@ class Pair:
     sender: KvSender
 
     async def assert_idle(self) -> None:
-        """Nothing is held any more: pages, prompts, sequences, frames. What a step or a copy uses comes back after it."""
+        """Nothing is held any more: pages, prompts, sequences, frames. What steps and copies use comes back later."""
         async with asyncio.timeout(TIMEOUT_S):
             while (info := await self.decode.describe()).running or info.free_pages < info.total_pages:  # noqa: ASYNC110
                 await asyncio.sleep(0)  # nothing tells of the end of a step or a copy

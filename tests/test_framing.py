@@ -207,10 +207,10 @@ def test_what_the_receiver_holds_is_cut_off_and_must_not_come(codec: str, held: 
             assert same_bytes(plane, due)
     ledger.finish(handoff_end("t-1", 4, len(frames), 17))
     assert all(frame.rows in (0, expected.exact_rows) for frame in frames)
-    first, exact = shipment.frames[0], shipment.frames[-1]
-    if first.page_start < held.pages:
-        with pytest.raises(FrameRefused, match=f"page {first.page_start}: the first {held.pages} are here"):
-            FrameLedger("t-1", 4, expected).accept(first)
+    head, exact = shipment.frames[0], shipment.frames[-1]
+    if head.page_start < held.pages:
+        with pytest.raises(FrameRefused, match=f"page {head.page_start}: the first {held.pages} are here"):
+            FrameLedger("t-1", 4, expected).accept(head)
     if exact.rows > expected.exact_rows:
         with pytest.raises(FrameRefused, match=f"{exact.rows} rows for pages 4"):
             FrameLedger("t-1", 4, expected).accept(replace(exact, seq=0))
