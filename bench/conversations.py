@@ -96,10 +96,9 @@ class Cell:
 async def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
     """Serve everything on every cluster; returns the report."""
     async with AsyncExitStack() as stack:
-        cells = {}
-        for name, settings in CELLS.items():
-            url = await start(stack, options, model, settings)
-            cells[name] = Cell(url, await stack.enter_async_context(Connection.to(url)))
+        # A connection that says nothing while other clusters start would be closed.
+        urls = {name: await start(stack, options, model, settings) for name, settings in CELLS.items()}
+        cells = {name: Cell(url, await stack.enter_async_context(Connection.to(url))) for name, url in urls.items()}
         rng = random.Random(SEED)
         prompts = [draw(rng, options.first_tokens) for _ in range(options.conversations)]
         for turn in range(options.turns):

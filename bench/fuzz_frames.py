@@ -49,9 +49,9 @@ class Conversation:
         writer = FrameWriter(transfer_id, 0, worker.codec.wire_form)
         frames: list[KvFrame] = []
         for layer in range(worker.layout.num_layers):
-            if self.sealed:
+            if sent := worker.footprint.sent_pages(num_tokens):
                 frames += writer.frames(
-                    layer, 0, _pages(worker.codec.wire_planes[layer], worker.layout.num_kv_heads, self.sealed)
+                    layer, sent.start, _pages(worker.codec.wire_planes[layer], worker.layout.num_kv_heads, len(sent))
                 )
             if rows := worker.footprint.exact_rows(num_tokens):
                 planes = _open_page(worker.layout.num_kv_heads, worker.footprint.widths[layer], rows)

@@ -15,6 +15,7 @@ from decode_node.service import DecodeService
 from faults.injector import Injector
 from faults.seams import FaultyDecode, FaultyPrefill, FaultySender, lending
 from hackkv.errors import NodeLost
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity, NodeInfo
 from hackkv.types import DecodeEvent, DecodeJob, PrefillEvent, PrefillJob, Role
@@ -97,9 +98,9 @@ class PrefillLink:
             async for event in events:
                 yield event
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name a decode node."""
-        await self._there()[1].assign(transfer_id, epoch, decode_address, held_pages)
+        await self._there()[1].assign(transfer_id, epoch, decode_address, held)
 
     async def describe(self) -> NodeInfo:
         """Ask how it is."""

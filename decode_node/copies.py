@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ExactRows = HostKv | asyncio.Task[HostKv | None] | None
+"""Those of the pages that a sequence begins with, or their copy that is under way, or none."""
+
 EMPTY_SHARE: Final = 1 / 2
 """Of all pages: while as many are empty, pages that nobody holds need no copy in host memory. Each is copied once, so a
 node that copies early copies little more than one that copies late, and a burst of prompts drops few pages."""
@@ -56,6 +59,8 @@ class Copies:
         self._fail = fail
         self._on_copied = on_copied
         self._running: set[asyncio.Task[Any]] = set()
+        self._keeping: dict[PageName, asyncio.Task[HostKv | None]] = {}
+        """Copies of exact rows under way."""
         self.counts: Counter[str] = Counter()
         """swap_out, swap_in."""
         self.swapped_s = 0.0
@@ -78,19 +83,31 @@ class Copies:
             self._saving = True
             self._run(self._save(copies))
 
-    def load(self, seat: Seat[Stream]) -> asyncio.Task[bool] | None:
-        """Bring the pages of a new sequence back that lie in host memory only; None if there are none. The task says
-        whether it worked."""
+    def rows_after(self, name: PageName) -> ExactRows:
+        """The exact rows with which a prompt goes on after a page, if they are kept or are about to be."""
+        return self._rows.of(name) or self._keeping.get(name)
+
+    def load(self, seat: Seat[Stream], exact: ExactRows = None) -> asyncio.Task[bool] | None:
+        """Bring the pages of a new sequence back that lie in host memory only, and the `exact` rows of those that it
+        holds; None if there are none. The task says whether it worked."""
         grant = seat.held_grant
-        return self._run(self._load(seat, grant)) if grant.loads else None
+        if not grant.loads and exact is None:
+            return None
+        seat.loading = True
+        return self._run(self._load(seat, grant, exact))
 
     def keep_rows(self, stream: Stream) -> None:
         """Copy the exact rows of a sequence that leaves, if its last sealed page has a name. No step may use them."""
         names = stream.names.of(stream.seat.rows) if stream.names is not None and self._rows.most else ()
         if names and names[-1] not in self._rows:
-            grant = stream.seat.held_grant
+            name, grant = names[-1], stream.seat.held_grant
             self._scheduler.pool.keep_slot(grant)
-            self._run(self._keep_rows(names[-1], grant, len(names) * self._footprint.page_tokens))
+            self._keeping[name] = self._run(self._keep_rows(name, grant, len(names) * self._footprint.page_tokens))
+
+    def forget_rows(self) -> None:
+        """Drop all exact rows, because the contents of slots are in doubt."""
+        self._rows.forget()
+        self._keeping.clear()
 
     async def close(self) -> None:
         """Wait for the copies under way."""
@@ -117,10 +134,17 @@ class Copies:
         if worked:
             self.save_idle()
 
-    async def _load(self, seat: Seat[Stream], grant: Grant) -> bool:
-        worked = False
+    async def _load(self, seat: Seat[Stream], grant: Grant, exact: ExactRows) -> bool:
+        worked, rows = False, seat.rows
         try:
             await self._swapper.load(grant.loads)
+            if isinstance(exact, asyncio.Task):
+                await asyncio.wait([exact])
+                exact = exact.result()
+                if exact is None:
+                    raise TransferError("exact rows could not be kept")
+            if exact is not None:
+                await self._swapper.resume(grant, exact, rows)
             worked = True
         except Exception as error:  # the sequence cannot go on; its prompt can be sent again
             log.exception("pages could not be copied from host memory")
@@ -130,14 +154,20 @@ class Copies:
             self._on_copied()
         return worked
 
-    async def _keep_rows(self, name: PageName, grant: Grant, rows: int) -> None:
+    async def _keep_rows(self, name: PageName, grant: Grant, rows: int) -> HostKv | None:
+        kept: HostKv | None = None
         try:
-            self._rows.put(name, await self._swapper.out(grant, 0, rows))
+            kept = await self._swapper.out(grant, 0, rows)
+            if self._keeping.get(name) is asyncio.current_task():
+                self._rows.put(name, kept)
         except Exception:  # for example out of memory: the rows are worth less than the node
             log.exception("exact rows could not be copied to host memory")
         finally:
+            if self._keeping.get(name) is asyncio.current_task():
+                del self._keeping[name]
             self._scheduler.pool.free_slot(grant.slot)
             self._on_copied()
+        return kept
 
     async def _swap_out(self, seat: Seat[Stream], grant: Grant) -> None:
         stream, held = seat.owner, seat.rows

@@ -33,7 +33,8 @@ from hackkv.errors import (
     TransferError,
 )
 from hackkv.footprint import fp16_bytes
-from hackkv.framing import Expected, FrameLedger
+from hackkv.framing import Expected, FrameLedger, expected_of
+from hackkv.held import HeldKv
 from hackkv.model.runner import ModelRunner
 from hackkv.page_names import PageName
 from hackkv.types import DecodeJob, Fingerprint, Handoff, HandoffEnd, KvFrame, Receipt
@@ -84,9 +85,10 @@ class Inbox:
         grant: Grant,
         names: Sequence[PageName] = (),
         loading: asyncio.Task[bool] | None = None,
+        exact: int = 0,
     ) -> Reservation:
         """Expect the handoff of `job`; one of an earlier epoch fails with `TransferError`. Pages that the grant holds
-        may be lent when `loading` is over.
+        may be lent when `loading` is over, which also brings the exact rows of the first `exact` pages.
 
         Raises `HandshakeRefused` when the transfer id is in use in this epoch or a later one.
         """
@@ -96,7 +98,7 @@ class Inbox:
                 raise HandshakeRefused(f"transfer_id {job.transfer_id} is in use")
             self.fail(earlier, TransferError(f"transfer {job.transfer_id} has moved on to epoch {job.epoch}"))
         arrival: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
-        landing = LandingGrant(grant, rows_held(self._runner.codec, len(job.request.prompt_ids)))
+        landing = LandingGrant(grant, rows_held(self._runner.codec, len(job.request.prompt_ids)), exact)
         reservation = self._reservations[job.transfer_id] = Reservation(
             job, landing, arrival, names=names, loading=loading
         )
@@ -195,9 +197,9 @@ class Inbox:
         prompt_tokens = len(reservation.job.request.prompt_ids)
         if handoff.num_tokens != prompt_tokens:
             return self._refusal("length", f"num_tokens {handoff.num_tokens}, expected {prompt_tokens}")
-        held = reservation.grant.held.held
-        if handoff.held_pages != held:
-            return self._refusal("held", f"held_pages {handoff.held_pages}, but {held} are held")
+        held = HeldKv(reservation.grant.held.held, reservation.grant.exact)
+        if handoff.held != held:
+            return self._refusal("held", f"{handoff.held.words} are held, it says; here are {held.words}")
         return None
 
     def _unlike(self, fingerprint: Fingerprint) -> str | None:
@@ -221,13 +223,14 @@ class Inbox:
         began = perf_counter()
         expected = self._expected(handoff)
         ledger = FrameLedger(handoff.transfer_id, handoff.epoch, expected)
-        held_tokens = handoff.held_pages * expected.layout.page_tokens
+        held_tokens = handoff.held.pages * expected.layout.page_tokens
         bill = _Bill()
         async for item in frames:
             if reservation.arrival.done():
                 raise TransferError(f"transfer {handoff.transfer_id} was cancelled at the decode node")
             if isinstance(item, HandoffEnd):
                 self._finish(ledger, item)
+                await self._strip.seal(reservation.grant, handoff.transfer_id)
                 receipt = Receipt(
                     handoff.transfer_id,
                     handoff.num_tokens,
@@ -245,8 +248,7 @@ class Inbox:
     def _expected(self, handoff: Handoff) -> Expected:
         runner, form = self._runner, wire_form(handoff.fingerprint.wire_form)
         rows = rows_held(runner.codec, handoff.num_tokens)
-        footprint, planes = runner.memory.footprint, runner.codec.wire_planes
-        return Expected(runner.layout, planes, rows, footprint, form, handoff.held_pages)
+        return expected_of(runner.codec, runner.layout, rows, form, handoff.held)
 
     def _finish(self, ledger: FrameLedger, end: HandoffEnd) -> None:
         ledger.finish(end)

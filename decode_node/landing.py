@@ -28,9 +28,9 @@ AT_ONCE_BYTES: Final = 64 << 10
 class LandingGrant:
     """A grant whose pages and slot a handoff may write to, and whose held pages may be lent, until `close`."""
 
-    def __init__(self, grant: Grant, rows: int) -> None:
-        """`rows` are those that the handoff brings."""
-        self.held, self.rows = grant, rows
+    def __init__(self, grant: Grant, rows: int, exact: int = 0) -> None:
+        """`rows` are those of the prompt. Exact rows of the first `exact` pages do not come with the handoff."""
+        self.held, self.rows, self.exact = grant, rows, exact
         self.lock = Lock()
         self.closed = False
         """Changes under the lock."""
@@ -63,6 +63,12 @@ class LandingStrip:
             return self._land(grant, frame)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._land, grant, frame)
 
+    async def seal(self, grant: LandingGrant, transfer_id: str) -> None:
+        """Seal the pages that came as exact rows, when all frames have landed. Raises `TransferError` when the grant is
+        closed."""
+        if self._memory.footprint.exact_pages(grant.rows, grant.held.held):
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._seal, grant, transfer_id)
+
     async def lift(self, grant: LandingGrant, layer: int, pages: range, writer: FrameWriter) -> list[KvFrame]:
         """A layer's frames of some of the pages that the grant holds. Raises `TransferError` when that is closed."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._lift, grant, layer, pages, writer)
@@ -73,11 +79,17 @@ class LandingStrip:
 
     def _land(self, grant: LandingGrant, checked: CheckedFrame) -> float:
         began = perf_counter()
-        planes = checked.open()
+        planes, runs = checked.open(), self._memory.footprint.runs(grant.rows, grant.exact)
         with grant.lock, self._memory.lanes.arriving():
             grant.check(checked.frame.transfer_id)
-            self._memory.install_frame(checked.frame, planes, grant.held.pages, grant.held.slot, grant.rows)
+            self._memory.install_frame(checked.frame, planes, grant.held.pages, grant.held.slot, runs)
         return perf_counter() - began
+
+    def _seal(self, grant: LandingGrant, transfer_id: str) -> None:
+        for layer in range(len(self._memory.pools)):
+            with grant.lock, self._memory.lanes.arriving():
+                grant.check(transfer_id)
+                self._memory.seal_rows(layer, grant.held.pages, grant.held.slot, grant.rows, grant.held.held)
 
     def _lift(self, grant: LandingGrant, layer: int, pages: range, writer: FrameWriter) -> list[KvFrame]:
         with grant.lock:

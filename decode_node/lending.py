@@ -51,8 +51,9 @@ class Lender:
         """
         end, rest = divmod(handoff.num_tokens, self._footprint.page_tokens)
         exact_rows = self._footprint.exact_rows(handoff.num_tokens)
-        if rest or not 0 < end <= len(held) or not handoff.held_pages < end + (exact_rows > 0):
-            asked = f"pages {handoff.held_pages} up to {handoff.num_tokens} tokens"
+        there = handoff.held
+        if rest or there.exact or not 0 < end <= len(held) or not there.pages < end + (exact_rows > 0):
+            asked = f"pages {there.pages} up to {handoff.num_tokens} tokens"
             raise HandshakeRefused(f"{asked} are asked for, but {len(held)} pages are held")
         rows = self.rows.of(held[end - 1]) if exact_rows else None
         if exact_rows and rows is None:
@@ -66,14 +67,15 @@ class Lender:
         writer = FrameWriter(handoff.transfer_id, handoff.epoch, wire_form(handoff.fingerprint.wire_form))
         end = handoff.num_tokens // self._footprint.page_tokens
         exact_rows = self._footprint.exact_rows(handoff.num_tokens)
+        sent = self._footprint.sent_pages(handoff.num_tokens, handoff.held)
         for layer, step in enumerate(self._at_once):
-            for first in range(handoff.held_pages, end, step):
-                for frame in await self._strip.lift(grant, layer, range(first, min(end, first + step)), writer):
+            for first in sent[::step]:
+                for frame in await self._strip.lift(grant, layer, range(first, min(sent.stop, first + step)), writer):
                     yield self._counted(frame)
             if rows is not None:
                 for frame in await asyncio.to_thread(list, writer.frames(layer, end, rows.exact[layer], exact_rows)):
                     yield self._counted(frame)
-        self.counts.pages += end - handoff.held_pages
+        self.counts.pages += end - handoff.held.pages
         yield writer.end(0)
 
     def _counted(self, frame: KvFrame) -> KvFrame:

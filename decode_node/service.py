@@ -22,6 +22,7 @@ from decode_node.stream import Stream
 from hackkv.codec import rows_held
 from hackkv.errors import DeadlineExceeded, HackkvError, NodeDraining, Overloaded, RequestError, TransferError
 from hackkv.guide import Guide
+from hackkv.held import HeldKv
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.model.worker import Worker
@@ -36,7 +37,7 @@ FAREWELL_S = 5.0
 """How long a drained node waits until its last events have been read, in seconds."""
 
 
-ROWS_SHARE: Final = 4
+ROWS_SHARE: Final = 2
 """Of the host memory for kept pages, one part in so many is for exact rows, with codecs that need them."""
 
 
@@ -96,9 +97,9 @@ class DecodeService:
         try:
             assert stream.seat.grant is not None
             names = stream.names.prompt if stream.names else ()
-            stream.reservation = self.inbox.reserve(job, stream.seat.grant, names, stream.loading)
+            stream.reservation = self.inbox.reserve(job, stream.seat.grant, names, stream.loading, stream.held.exact)
             landing = asyncio.create_task(self._land(stream, stream.reservation))
-            yield Reserved(stream.seat.grant.held)
+            yield Reserved(stream.held)
             async with closing(stream.events()) as events:
                 async for event in events:
                     yield event
@@ -176,7 +177,10 @@ class DecodeService:
         except Overloaded:
             self._counts["overloaded"] += 1
             raise
-        stream.loading = self._steps.copies.load(stream.seat)
+        pages = stream.seat.held_grant.held
+        exact = self._steps.copies.rows_after(names[pages - 1]) if pages else None
+        stream.held = HeldKv(pages, pages if exact else 0)
+        stream.loading = self._steps.copies.load(stream.seat, exact)
         self._streams.add(stream)
         self._idle.clear()
         return stream

@@ -30,7 +30,7 @@ class Steps:
     """Runs what the scheduler plans. `close` ends it after the current step."""
 
     def __init__(self, runner: ModelRunner, scheduler: DecodeScheduler[Stream], rows: KeptRows) -> None:
-        self._scheduler, self._rows = scheduler, rows
+        self._scheduler = scheduler
         self._engine = DecodeEngine(runner)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-engine")
         self._wake = asyncio.Event()
@@ -118,7 +118,7 @@ class Steps:
         except Exception as error:  # the engine's outermost loop: one bad step must not end the node
             log.exception("a decode step failed")
             self._scheduler.pool.forget()
-            self._rows.forget()
+            self.copies.forget_rows()
             self._fail_all(streams, HackkvError(f"decode failed: {type(error).__name__}: {error}"))
         finally:
             self._scheduler.stepped(turns, advanced=advanced)

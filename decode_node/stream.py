@@ -11,6 +11,7 @@ from decode_node.inbox import Reservation
 from decode_node.names import SequenceNames
 from decode_node.seats import Place, Seat
 from hackkv.errors import HackkvError
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.kv_memory import HostKv
 from hackkv.types import Decoded, DecodeEvent, DecodeJob
 
@@ -26,7 +27,9 @@ class Stream:
     reservation: Reservation | None = None
     """Set while its KV may come."""
     loading: asyncio.Task[bool] | None = None
-    """Brings pages of its prompt back from host memory."""
+    """Brings pages of its prompt back from host memory, and exact rows."""
+    held: HeldKv = NOTHING_HELD
+    """What was here of its prompt when it came."""
     sequence: Sequence = field(init=False)
     """Set when the KV has landed."""
     kv: HostKv | None = None

@@ -36,6 +36,11 @@ class Swapper:
         loop, copy_back = asyncio.get_running_loop(), self._memory.copy_back
         await loop.run_in_executor(self._thread, copy_back, kv, grant.pages, grant.slot)
 
+    async def resume(self, grant: Grant, kv: HostKv, rows: int) -> None:
+        """Write those exact rows of `kv` to a grant's slot that a sequence of `rows` rows sees."""
+        loop, resume = asyncio.get_running_loop(), self._memory.resume
+        await loop.run_in_executor(self._thread, resume, kv, grant.slot, rows)
+
     async def save(self, copies: Sequence[Copy]) -> None:
         """Copy pages to their places in host memory."""
         loop, save = asyncio.get_running_loop(), self._host_pages.save

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 from faults.injector import Injector
 from faults.plan import Point
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import NodeInfo
 from hackkv.types import (
     Decoded,
@@ -61,10 +62,10 @@ class FaultyPrefill:
         finally:
             self._faults.requests.pop(job.transfer_id, None)
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name the decode node of a job."""
         await self._faults.reach(Point.ASSIGN, self._faults.requests.get(transfer_id, ""))
-        await self._node.assign(transfer_id, epoch, decode_address, held_pages)
+        await self._node.assign(transfer_id, epoch, decode_address, held)
 
     async def describe(self) -> NodeInfo:
         """Report the node's state; a rule may strike before."""

@@ -169,6 +169,10 @@ class KvCodec(Protocol):
         """Planes of a layer that travel, in wire order: name -> [Hkv, P, *plane shape], contiguous."""
         ...
 
+    def seal(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
+        """Seal the pages that `batch` fills; k, v [T, Hkv, D] float16 are all its rows. Any thread may call."""
+        ...
+
     def from_wire(self, layer: int, pool: Pool, page_ids: Tensor, planes: Planes) -> None:
         """Install pages that `to_wire` of an equal codec produced for the same layer, bit-exact."""
         ...

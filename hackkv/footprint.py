@@ -12,6 +12,7 @@ from math import prod
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 from hackkv.codec import FP16_BYTES, KvCodec, planes_bytes
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.types import KvLayout
 
 
@@ -42,13 +43,25 @@ class Footprint:
         """How many of those pages rest as planes."""
         return self.pages(rows) if self.seals_open_page else rows // self.page_tokens
 
-    def exact_rows(self, rows: int) -> int:
-        """How many of the rows lie in the slot, in FP16: those of the open page, of sinks and of recent pages."""
-        return 0 if self.seals_open_page else self.window.exact_rows(rows, self.page_tokens)
+    def sent_pages(self, rows: int, held: HeldKv = NOTHING_HELD) -> range:
+        """Those of them that travel to a receiver that has `held`. It seals by itself those whose rows come exactly."""
+        sealed = self.sealed(rows)
+        coded = range(sealed) if self.seals_open_page else self.window.coded(sealed)
+        return range(max(coded.start, held.pages), max(coded.stop, held.pages))
 
-    def runs(self, rows: int) -> tuple[slice, ...]:
+    def exact_pages(self, rows: int, first: int = 0) -> tuple[int, ...]:
+        """The full pages from number `first` on whose rows lie in the slot."""
+        exact = () if self.seals_open_page else self.window.earlier(rows // self.page_tokens)
+        return tuple(page for page in exact if page >= first)
+
+    def exact_rows(self, rows: int, first: int = 0) -> int:
+        """How many of the rows lie in the slot, in FP16: those of the open page, of sinks and of recent pages. Pages
+        before number `first` do not count."""
+        return 0 if self.seals_open_page else self.window.exact_rows(rows, self.page_tokens, first)
+
+    def runs(self, rows: int, first: int = 0) -> tuple[slice, ...]:
         """Where in its slot they lie; see `Window.runs`."""
-        return () if self.seals_open_page else self.window.runs(rows, self.page_tokens)
+        return () if self.seals_open_page else self.window.runs(rows, self.page_tokens, first)
 
     @property
     def slot_bytes(self) -> int:
@@ -64,9 +77,10 @@ class Footprint:
         """Sealed pages and exact rows, at rest."""
         return self.sealed(rows) * self.page_bytes + self.exact_rows(rows) * self.row_bytes
 
-    def wire_bytes(self, rows: int) -> int:
-        """Payload of a handoff, before coding."""
-        return self.sealed(rows) * self.wire_page_bytes + self.exact_rows(rows) * self.row_bytes
+    def wire_bytes(self, rows: int, held: HeldKv = NOTHING_HELD) -> int:
+        """Payload of a handoff to a receiver that has `held`, before coding."""
+        pages = len(self.sent_pages(rows, held))
+        return pages * self.wire_page_bytes + self.exact_rows(rows, held.exact) * self.row_bytes
 
     def most_bytes(self, rows: int) -> int:
         """The largest size at rest of a sequence while it grows to `rows` rows."""

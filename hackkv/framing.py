@@ -20,8 +20,10 @@ import xxhash
 from hack_kernels.base import Plane
 from torch import Tensor
 
+from hackkv.codec import KvCodec
 from hackkv.errors import FrameRefused
-from hackkv.footprint import Footprint
+from hackkv.footprint import Footprint, footprint_of
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, PlaneSpan
 from hackkv.wire_form import RAW, UNCODED, Bytes, WireForm
 
@@ -61,9 +63,9 @@ class FrameWriter:
                 part = {n: plane[head : head + head_step, page : page + page_step] for n, plane in planes.items()}
                 yield self._frame(layer, head_start + head, page_start + page, part, rows)
 
-    def one(self, layer: int, page_start: int, planes: dict[str, Tensor], head_start: int) -> KvFrame:
-        """A frame of sealed pages that are known to fit into one."""
-        return self._frame(layer, head_start, page_start, planes, 0)
+    def one(self, layer: int, page_start: int, planes: dict[str, Tensor], head_start: int, rows: int = 0) -> KvFrame:
+        """A frame of sealed pages, or of `rows` exact rows, that are known to fit into one."""
+        return self._frame(layer, head_start, page_start, planes, rows)
 
     def end(self, first_token: int) -> HandoffEnd:
         """Close the handoff."""
@@ -141,8 +143,8 @@ class Expected:
     footprint: Footprint
     form: WireForm = RAW
     """How the sender codes planes; a plane that coding does not shrink comes uncoded."""
-    held_pages: int = 0
-    """The first sealed pages, which the receiver has and which must not come."""
+    held: HeldKv = NOTHING_HELD
+    """What the receiver has already and must not come."""
 
     def planes(self, layer: int, rows: int) -> tuple[Plane, ...]:
         """Those of a frame of a layer: of `rows` exact rows, or of sealed pages if that is 0."""
@@ -154,9 +156,19 @@ class Expected:
         return self.footprint.sealed(self.num_rows)
 
     @property
+    def sent_pages(self) -> range:
+        """Those of them that come: a receiver seals pages whose rows come exactly by itself."""
+        return self.footprint.sent_pages(self.num_rows, self.held)
+
+    @property
     def exact_rows(self) -> int:
         """Rows that travel exactly. They count as one page, which follows the sealed ones."""
-        return self.footprint.exact_rows(self.num_rows)
+        return self.footprint.exact_rows(self.num_rows, self.held.exact)
+
+
+def expected_of(codec: KvCodec, layout: KvLayout, rows: int, form: WireForm, held: HeldKv) -> Expected:
+    """What a handoff of `rows` rows in this form brings to a receiver that has `held`."""
+    return Expected(layout, codec.wire_planes, rows, footprint_of(codec, layout), form, held)
 
 
 class FrameLedger:
@@ -171,9 +183,10 @@ class FrameLedger:
         self._expected = expected
         self._seq = 0
         self._over = False
-        pages = expected.sealed + (expected.exact_rows > 0)
+        pages, sent = expected.sealed + (expected.exact_rows > 0), expected.sent_pages
         self._missing = np.ones((expected.layout.num_layers, expected.layout.num_kv_heads, pages), dtype=np.bool_)
-        self._missing[:, :, : expected.held_pages] = False
+        self._missing[:, :, : sent.start] = False
+        self._missing[:, :, sent.stop : expected.sealed] = False
 
     def accept(self, frame: KvFrame) -> dict[str, Tensor]:
         """Check a frame and return its planes [heads, pages, *plane shape]. Raises `FrameRefused` naming the flaw."""
@@ -230,9 +243,11 @@ class FrameLedger:
         ):
             if start < 0 or count < 1 or start + count > limit:
                 raise FrameRefused(f"{what} range {start}+{count} does not lie in {limit}", "range")
-        if frame.page_start < self._expected.held_pages:
-            raise FrameRefused(f"page {frame.page_start}: the first {self._expected.held_pages} are here", "range")
-        is_open = frame.page_start + frame.page_count > self._expected.sealed
+        if frame.page_start < self._expected.held.pages:
+            raise FrameRefused(f"page {frame.page_start}: the first {self._expected.held.pages} are here", "range")
+        is_open, sent = frame.page_start + frame.page_count > self._expected.sealed, self._expected.sent_pages
+        if not is_open and not sent.start <= frame.page_start <= frame.page_start + frame.page_count <= sent.stop:
+            raise FrameRefused(f"pages {frame.page_start}+{frame.page_count}: some come as exact rows", "range")
         if frame.rows != (self._expected.exact_rows if is_open else 0) or (is_open and frame.page_count != 1):
             raise FrameRefused(f"{frame.rows} rows for pages {frame.page_start}+{frame.page_count}", "range")
         heads = slice(frame.head_start, frame.head_start + frame.head_count)
@@ -270,22 +285,23 @@ def reissued(frame: KvFrame, epoch: int, seq: int) -> KvFrame:
     return replace(renewed, planes=spans)
 
 
-def later_pages(frame: KvFrame, first: int, planes: tuple[Plane, ...], form: WireForm) -> KvFrame | None:
-    """What `frame` holds of the pages from `first` on; None if that is nothing. Exact rows are later than any page.
+def lacked_part(frame: KvFrame, expected: Expected) -> KvFrame | None:
+    """What `frame` holds of what a receiver lacks; None if that is nothing. Its sender wrote it for one that has less.
 
-    A frame that had to be cut is number 0 of its handoff: `reissued` brings it to its place.
-
-    `planes` are those of the frame's layer, coded by `form`. Raises `FrameRefused` as `CheckedFrame.open` does.
+    A frame that had to be cut is number 0 of its handoff: `reissued` brings it to its place. Raises `FrameRefused` as
+    `CheckedFrame.open` does.
     """
-    skipped = first - frame.page_start
-    if frame.rows or skipped <= 0:
+    exact, count = frame.rows > 0, frame.rows or frame.page_count
+    skipped = frame.rows - expected.exact_rows if exact else expected.held.pages - frame.page_start
+    if skipped <= 0:
         return frame
-    if skipped >= frame.page_count:
+    if skipped >= count:
         return None
-    tensors = CheckedFrame(frame, planes, form).open()
-    writer = FrameWriter(frame.transfer_id, frame.epoch, form)
-    rest = {name: plane[:, skipped:] for name, plane in tensors.items()}
-    return writer.one(frame.layer, first, rest, frame.head_start)
+    tensors = CheckedFrame(frame, expected.planes(frame.layer, frame.rows), expected.form).open()
+    writer = FrameWriter(frame.transfer_id, frame.epoch, expected.form)
+    rest = {name: plane[:, :, skipped:] if exact else plane[:, skipped:] for name, plane in tensors.items()}
+    first, rows = (frame.page_start, expected.exact_rows) if exact else (expected.held.pages, 0)
+    return writer.one(frame.layer, first, rest, frame.head_start, rows)
 
 
 def _coded(form: WireForm, name: str, plane: Tensor) -> tuple[PlaneSpan, bytes | memoryview]:

@@ -16,6 +16,7 @@ import torch
 from hack_kernels.base import Planes, Pool
 from torch import Tensor
 
+from hackkv.batch import Batch, Span
 from hackkv.codec import KvCodec
 from hackkv.footprint import Footprint, footprint_of
 from hackkv.lanes import Leaving, lanes_on
@@ -60,13 +61,13 @@ class KvMemory:
         parts = self.lanes.pieces(len(pages), sizes)
         return self._fetched(_ids(pages), parts, lambda ids: self._codec.to_wire(layer, pool, ids))
 
-    def export_rows(self, layer: int, slot: int, rows: int) -> Leaving:
-        """The exact rows of a sequence that holds `rows` rows, page after page, as planes `open_k` and `open_v`
-        [Hkv, 1, exact rows, D]."""
+    def export_rows(self, layer: int, slot: int, rows: int, first: int = 0) -> Leaving:
+        """The exact rows of a sequence that holds `rows` rows, page after page from number `first` on, as planes
+        `open_k` and `open_v` [Hkv, 1, exact rows, D]."""
         pool = self.pools[layer]
         exact = dict(zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True))
         return self.lanes.fetch(
-            _ids(()), lambda _: {name: self._read(slots[slot], rows)[:, None] for name, slots in exact.items()}
+            _ids(()), lambda _: {name: self._read(slots[slot], rows, first)[:, None] for name, slots in exact.items()}
         )
 
     def install(self, layer: int, heads: range, pages: Sequence[int], planes: Planes) -> None:
@@ -74,21 +75,40 @@ class KvMemory:
         pool = self.pools[layer].heads(heads.start, len(heads))
         self.lanes.bring(_ids(pages), planes, lambda ids, here: self._codec.from_wire(layer, pool, ids, here))
 
-    def install_rows(self, layer: int, heads: range, slot: int, rows: int, planes: Planes) -> None:
-        """Write what `export_rows` gave, for some of the KV heads."""
+    def install_rows(self, layer: int, heads: range, slot: int, runs: Sequence[slice], planes: Planes) -> None:
+        """Write what `export_rows` gave of these runs (`Footprint.runs`), for some of the KV heads."""
         pool = self.pools[layer].heads(heads.start, len(heads))
 
         def write(_: Tensor, here: Planes) -> None:
             for name, exact in zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True):
-                self._write(exact[slot], rows, here[name][:, 0])
+                _write(exact[slot], runs, here[name][:, 0])
 
         self.lanes.bring(_ids(()), planes, write)
 
-    def install_frame(self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, rows: int) -> None:
-        """Write a frame's planes to the pages that a sequence of `rows` rows holds, or its exact rows to `slot`."""
+    def seal_rows(self, layer: int, pages: Sequence[int], slot: int, rows: int, first: int) -> None:
+        """Seal those of the first `pages` of a sequence of `rows` rows, from number `first` on, whose rows came exactly
+        and which therefore did not come sealed: the bytes are those that any other node has."""
+        numbers = self.footprint.exact_pages(rows, first)
+        if not numbers:
+            return
+        pool, page_tokens = self.pools[layer], self.footprint.page_tokens
+        spans = [Span(slot, number * page_tokens, page_tokens, tuple(pages)) for number in numbers]
+        places = [self.footprint.window.place(number) * page_tokens for number in numbers]
+
+        def seal(_: Tensor, __: Planes) -> None:
+            exact = (pool.open_k[slot], pool.open_v[slot])
+            k, v = (torch.cat([held[:, at : at + page_tokens] for at in places], 1).transpose(0, 1) for held in exact)
+            self._codec.seal(layer, pool, Batch.of(spans, page_tokens, pool.device), k, v)
+
+        self.lanes.bring(_ids(()), {}, seal)
+
+    def install_frame(
+        self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, runs: Sequence[slice]
+    ) -> None:
+        """Write a frame's planes to the pages that a sequence holds, or its exact rows to these runs of `slot`."""
         heads = range(frame.head_start, frame.head_start + frame.head_count)
         if frame.rows:
-            self.install_rows(frame.layer, heads, slot, rows, planes)
+            self.install_rows(frame.layer, heads, slot, runs, planes)
         else:
             due = pages[frame.page_start : frame.page_start + frame.page_count]
             self.install(frame.layer, heads, due, planes)
@@ -141,24 +161,31 @@ class KvMemory:
                     stop = at + len(next(iter(planes.values())))
                     self.put_back(layer, ids[at:stop], planes)
                     at = stop
-                self.install_rows(layer, self._heads, slot, kv.rows, exact)
+                self.install_rows(layer, self._heads, slot, self.footprint.runs(kv.rows), exact)
+
+    def resume(self, kv: HostKv, slot: int, rows: int) -> None:
+        """Write to a slot what a sequence that will come to `rows` rows still sees of the exact rows in `kv`, which are
+        those of its first full pages."""
+        page_tokens, window = self.footprint.page_tokens, self.footprint.window
+        seen = set(self.footprint.exact_pages(rows))
+        with self.lanes.arriving():
+            for index, page in enumerate(self.footprint.exact_pages(kv.rows)):
+                if page not in seen:
+                    continue
+                at, place = index * page_tokens, window.place(page) * page_tokens
+                for layer, exact in enumerate(kv.exact):
+                    planes = {name: plane[:, :, at : at + page_tokens] for name, plane in exact.items()}
+                    self.install_rows(layer, self._heads, slot, (slice(place, place + page_tokens),), planes)
 
     def _fetched(self, pages: Tensor, parts: Iterator[range], read: Callable[[Tensor], Planes]) -> Iterator[Leaving]:
         """What `read` makes of pages, part by part. A part leaves when the iterator is asked for it."""
         return (self.lanes.fetch(pages[part.start : part.stop], read, part.start) for part in parts)
 
-    def _read(self, slot: Tensor, rows: int) -> Tensor:
-        """The exact rows [Hkv, exact rows, D] of a sequence that holds `rows` rows, page after page: a copy."""
-        runs = self.footprint.runs(rows)
+    def _read(self, slot: Tensor, rows: int, first: int = 0) -> Tensor:
+        """The exact rows [Hkv, exact rows, D] of a sequence that holds `rows` rows, page after page from number `first`
+        on: a copy."""
+        runs = self.footprint.runs(rows, first)
         return torch.cat([slot[:, run] for run in runs], dim=1) if runs else slot[:, :0].clone()
-
-    def _write(self, slot: Tensor, rows: int, exact: Tensor) -> None:
-        """Write what `_read` gave to a slot [Hkv, E·Π, D]."""
-        at = 0
-        for run in self.footprint.runs(rows):
-            count = run.stop - run.start
-            slot[:, run] = exact[:, at : at + count]
-            at += count
 
 
 class HostPages:
@@ -193,6 +220,15 @@ class HostPages:
                     at = slice(part.start, part.stop)
                     planes = {name: plane.index_select(0, here[at]) for name, plane in copies.items()}
                     self._memory.put_back(layer, there[at], planes)
+
+
+def _write(slot: Tensor, runs: Sequence[slice], exact: Tensor) -> None:
+    """Write rows [Hkv, exact rows, D] to these runs of a slot [Hkv, E·Π, D]."""
+    at = 0
+    for run in runs:
+        count = run.stop - run.start
+        slot[:, run] = exact[:, at : at + count]
+        at += count
 
 
 def _ids(numbers: Sequence[int]) -> Tensor:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, SupportsBytes
 
+from hackkv.held import NOTHING_HELD, HeldKv
+
 
 class Role(StrEnum):
     """What a node does."""
@@ -148,8 +150,8 @@ class Handoff:
     epoch: int
     fingerprint: Fingerprint
     num_tokens: int
-    held_pages: int = 0
-    """The first pages, which the receiver holds already: they do not travel."""
+    held: HeldKv = NOTHING_HELD
+    """What the receiver has already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +243,8 @@ class PrefillJob:
     epoch: int
     decode_address: str = ""
     handoff: bool = True
-    held_pages: int = 0
-    """`Reserved.held_pages` of the decode node at `decode_address`: only later pages are sent."""
+    held: HeldKv = NOTHING_HELD
+    """`Reserved.held` of the decode node at `decode_address`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +317,8 @@ class DecodeJob:
 class Reserved:
     """The decode node holds pages for the prompt and the step after it; the handoff may start."""
 
-    held_pages: int = 0
-    """The prompt's first pages that it has from earlier requests. It keeps them until the request is over."""
+    held: HeldKv = NOTHING_HELD
+    """What it has from earlier requests. It keeps it until the request is over."""
 
 
 @dataclass(frozen=True, slots=True)

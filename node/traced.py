@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import NodeInfo
 from hackkv.timing import Stage, SubStage
 from hackkv.types import (
@@ -50,9 +51,9 @@ class TracedPrefill:
                     _tell_prefill(span, event, began)
                     yield event
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name the decode node of a job, and the pages that it holds."""
-        await self._node.assign(transfer_id, epoch, decode_address, held_pages)
+        await self._node.assign(transfer_id, epoch, decode_address, held)
 
     async def describe(self) -> NodeInfo:
         """Report the node's state."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hackkv.batch import Span
 from hackkv.choices import Eviction
+from hackkv.codec import rows_held
 from hackkv.errors import SequenceError
 from hackkv.framing import FrameWriter
 from hackkv.guide import Guide
@@ -131,18 +132,22 @@ class PrefillEngine:
                 self._ship(layer, chunk, eviction.rows_held(chunk.prompt.num_tokens), out)
 
     def _ship(self, layer: int, chunk: Chunk[Work], rows: int, out: Departures) -> None:
-        """Send the sealed pages of a prompt's first `rows` rows that have not left, and in the end the exact rows."""
+        """Send the sealed pages of a prompt's first `rows` rows that have not left, and in the end the exact rows: of
+        each page either the one or the other."""
         work, memory = chunk.prompt.owner, self._runner.memory
         if not work.job.handoff:
             return
-        first, last = work.sent_pages.get(layer, work.job.held_pages), memory.footprint.sealed(rows)
+        sizes, held = memory.footprint, work.job.held
+        due = sizes.sent_pages(rows_held(self._runner.codec, chunk.prompt.num_tokens), held)
+        first, sealed = work.sent_pages.get(layer, due.start), sizes.sealed(rows)
+        last = min(sealed, due.stop)
         if last > first:
             parts = memory.export(layer, chunk.grant.pages[first:last])
             out.send(parts, lambda part, planes: self._send(work, layer, first + part.first, planes))
-        exact_rows = memory.footprint.exact_rows(rows)
-        if chunk.is_last and exact_rows and first <= last:
-            part = memory.export_rows(layer, chunk.grant.slot, rows)
-            out.send(iter((part,)), lambda _, planes: self._send(work, layer, last, planes, exact_rows))
+        exact_rows = sizes.exact_rows(rows, held.exact)
+        if chunk.is_last and exact_rows and first <= sealed:
+            part = memory.export_rows(layer, chunk.grant.slot, rows, held.exact)
+            out.send(iter((part,)), lambda _, planes: self._send(work, layer, sealed, planes, exact_rows))
 
     def _send(self, work: Work, layer: int, first: int, planes: Planes, exact_rows: int = 0) -> None:
         """Send a layer's pages from number `first` on, or the exact rows after them."""

@@ -75,6 +75,7 @@ class Install:
 
     def write(self, memory: KvMemory) -> None:
         """Write everything; nobody else may use these pages and this slot."""
+        runs = memory.footprint.runs(self.rows)
         with memory.lanes.arriving():
             for frame, planes in self.parts:
                 skipped = 0 if frame.rows else self.first - frame.page_start
@@ -82,4 +83,6 @@ class Install:
                     frame = replace(frame, page_start=self.first, page_count=frame.page_count - skipped)
                     planes = {name: plane[:, skipped:] for name, plane in planes.items()}
                 if frame.page_count > 0:
-                    memory.install_frame(frame, planes, self.pages, self.slot, self.rows)
+                    memory.install_frame(frame, planes, self.pages, self.slot, runs)
+            for layer in {frame.layer for frame, _ in self.parts}:
+                memory.seal_rows(layer, self.pages, self.slot, self.rows, self.first)

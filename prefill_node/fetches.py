@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hackkv.errors import FrameRefused, HackkvError, Overloaded
-from hackkv.framing import Expected, FrameLedger
+from hackkv.framing import Expected, FrameLedger, expected_of
+from hackkv.held import HeldKv
 from hackkv.model.worker import Worker
 from hackkv.types import WIRE_FORM, Fingerprint, Handoff, HandoffEnd, PrefillJob
 from hackkv.wire_form import wire_form
@@ -72,11 +73,11 @@ class Fetches:
         """What to fetch for a prompt of whose first pages `known` are here, and which can go on after `resumable`."""
         footprint = self._worker.footprint
         page_tokens, num_tokens = footprint.page_tokens, len(job.request.prompt_ids)
-        end = min(job.held_pages, (num_tokens - 1) // page_tokens)
+        end = min(job.held.pages, (num_tokens - 1) // page_tokens)
         if self._setting is PrefixFetch.NEVER or not job.decode_address or not resumable < end:
             return None
-        first, rows = min(known, end), end * page_tokens
-        num_bytes = (end - first) * footprint.wire_page_bytes + footprint.exact_rows(rows) * footprint.row_bytes
+        held, rows = HeldKv(min(known, end)), end * page_tokens
+        num_bytes = footprint.wire_bytes(rows, held)
         pushes = self._links.rates[job.decode_address]
         estimate = self._last = Estimate(
             self._speed.seconds(job.decode_address, num_bytes, pushes, self._loop.time()),
@@ -86,12 +87,12 @@ class Fetches:
         if not estimate.chosen(self._setting):
             return None
         form = self._links.fetch_form(job.decode_address)
-        handoff = Handoff(job.transfer_id, job.epoch, _in_form(self._worker.fingerprint, form.name), rows, first)
+        handoff = Handoff(job.transfer_id, job.epoch, _in_form(self._worker.fingerprint, form.name), rows, held)
         return Ask(
             job.decode_address,
             handoff,
             estimate,
-            Fetched(first, end, num_bytes),
+            Fetched(held.pages, end, num_bytes),
             rows - resumable * page_tokens,
             num_tokens - rows,
         )
@@ -155,10 +156,8 @@ class Fetches:
         raise FrameRefused("the stream ended before its end frame", "truncated")
 
     def _expected(self, handoff: Handoff) -> Expected:
-        worker = self._worker
-        form = wire_form(handoff.fingerprint.wire_form)
-        planes, footprint = worker.codec.wire_planes, worker.footprint
-        return Expected(worker.layout, planes, handoff.num_tokens, footprint, form, handoff.held_pages)
+        worker, form = self._worker, wire_form(handoff.fingerprint.wire_form)
+        return expected_of(worker.codec, worker.layout, handoff.num_tokens, form, handoff.held)
 
     def _failed(self, ask: Ask, code: str, why: str) -> None:
         self.failures[code] += 1

@@ -62,7 +62,7 @@ class Intake:
             raise RequestError(f"prompt and output need {total} tokens; the model allows {spec.max_context}", "prompt")
         if len(ids) > self._page_pool_tokens:
             raise RequestError(f"a prompt of {len(ids)} tokens exceeds this node's page pool", "prompt")
-        if job.held_pages * self._page_tokens > len(ids):
-            raise RequestError(f"{job.held_pages} pages are more than the prompt fills", "held_pages")
+        if max(job.held.pages, job.held.exact) * self._page_tokens > len(ids):
+            raise RequestError(f"{max(job.held.pages, job.held.exact)} pages are more than the prompt fills", "held")
         if kv_bytes > self._host.capacity_bytes:
             raise RequestError(f"the KV of {len(ids)} tokens exceeds this node's host memory", "prompt")

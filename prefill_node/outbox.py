@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from hackkv.errors import HandshakeRefused, TransferError
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.types import PrefillJob
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.links import Links
@@ -58,8 +59,8 @@ class Outbox:
         self._shipments[job.transfer_id] = shipment
         return shipment
 
-    def assign(self, transfer_id: str, epoch: int, address: str, held_pages: int = 0) -> None:
-        """Name the decode node of a shipment, for the first time or again, and the pages that it holds.
+    def assign(self, transfer_id: str, epoch: int, address: str, held: HeldKv = NOTHING_HELD) -> None:
+        """Name the decode node of a shipment, for the first time or again, and what it holds.
 
         Raises `HandshakeRefused`.
         """
@@ -69,9 +70,9 @@ class Outbox:
             raise HandshakeRefused(f"transfer {transfer_id} is not known here")
         first = not shipment.was_assigned
         try:
-            shipment.assign(epoch, address, held_pages)
+            shipment.assign(epoch, address, held)
         except HandshakeRefused:
-            self.refused["gone" if shipment.kv.gone or not shipment.reaches(held_pages) else "stale"] += 1
+            self.refused["gone" if shipment.kv.gone or not shipment.reaches(held) else "stale"] += 1
             raise
         self.resends += not first
 

@@ -9,6 +9,8 @@ from time import perf_counter
 
 from hackkv.codec import rows_held
 from hackkv.errors import NodeDraining
+from hackkv.framing import expected_of
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.kv_memory import HostPages
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
@@ -67,7 +69,9 @@ class PrefillService:
         patience = Patience(settings.unassigned_s, settings.kept_s)
         links = Links(sender, worker.codec.wire_form, worker.codec.codes_where_it_pays, self._loop.time)
         self._naming = Naming(page_tokens, worker.fingerprint)
-        kind = FrameKind(worker.fingerprint, worker.codec.wire_planes, worker.codec.wire_form)
+        kind = FrameKind(
+            worker.fingerprint, expected_of(worker.codec, worker.layout, 0, worker.codec.wire_form, NOTHING_HELD)
+        )
         self.outbox = Outbox(links, kind, self._host, patience, self._kv_bytes)
         self._intake = Intake(
             worker.model.spec,
@@ -118,9 +122,9 @@ class PrefillService:
             if fetching is not None:
                 await asyncio.wait([fetching])
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name the decode node of a job, for the first time or again; see `PrefillNode`."""
-        self.outbox.assign(transfer_id, epoch, decode_address, held_pages)
+        self.outbox.assign(transfer_id, epoch, decode_address, held)
 
     async def describe(self) -> NodeInfo:
         """Identity, capacity and load."""
@@ -248,10 +252,9 @@ class PrefillService:
         self._passes.wake()
 
     def _kv_bytes(self, job: PrefillJob) -> int:
-        """The most payload bytes of the pages that a job's decode node lacks: no plane shrinks when it is coded."""
+        """The most payload bytes of what a job's decode node lacks: no plane shrinks when it is coded."""
         rows = rows_held(self._worker.codec, len(job.request.prompt_ids))
-        footprint = self._worker.footprint
-        return footprint.wire_bytes(rows) - job.held_pages * footprint.wire_page_bytes
+        return self._worker.footprint.wire_bytes(rows, job.held)
 
     def _admit(self, work: Work) -> bool:
         """Claim host memory for the KV of a prompt; False if there is no room. A job without a handoff needs none."""

@@ -14,13 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from hack_kernels.base import Plane
-
 from hackkv.errors import DeadlineExceeded, HackkvError, HandshakeRefused
-from hackkv.framing import handoff_end, later_pages, reissued
+from hackkv.framing import Expected, handoff_end, lacked_part, reissued
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.types import (
     Fingerprint,
     HandedOff,
@@ -31,7 +30,6 @@ from hackkv.types import (
     PrefillJob,
     Receipt,
 )
-from hackkv.wire_form import RAW, WireForm
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.kept_kv import KeptKv
 from transport.base import KvPusher
@@ -55,7 +53,7 @@ class _Push:
 
     epoch: int
     address: str
-    held_pages: int
+    held: HeldKv
     assigned_at: float = field(default_factory=perf_counter)
     sent_bytes: int = 0
     overlapped_bytes: int = 0
@@ -66,18 +64,16 @@ class FrameKind:
     """What all frames of a node are."""
 
     fingerprint: Fingerprint
-    planes: tuple[tuple[Plane, ...], ...] = ()
-    """Those that travel, by layer."""
-    form: WireForm = RAW
-    """How they are coded."""
+    expected: Expected
+    """What a receiver of a prompt without tokens expects."""
 
-    def later_pages(self, frame: KvFrame, first: int) -> KvFrame | None:
-        """See `hackkv.framing.later_pages`."""
-        return later_pages(frame, first, self.planes[frame.layer], self.form)
+    def lacked_part(self, frame: KvFrame, rows: int, held: HeldKv) -> KvFrame | None:
+        """What `frame` holds of what a receiver of `rows` rows lacks; see `hackkv.framing.lacked_part`."""
+        return lacked_part(frame, replace(self.expected, num_rows=rows, held=held))
 
 
 class Shipment:
-    """The KV of one job, without the pages that its first decode node held; made by `Outbox.open`."""
+    """The KV of one job, without what its first decode node held; made by `Outbox.open`."""
 
     def __init__(
         self,
@@ -101,7 +97,7 @@ class Shipment:
         self._timer: asyncio.TimerHandle | None = None
         self._keeps = True
         if job.decode_address:
-            self.assign(job.epoch, job.decode_address, job.held_pages)
+            self.assign(job.epoch, job.decode_address, job.held)
 
     def finish(self, end: HandoffEnd, finished_at: float) -> None:
         """The prompt is complete: token 0 was chosen at `finished_at` (perf_counter)."""
@@ -113,12 +109,12 @@ class Shipment:
         else:
             self._push.overlapped_bytes = self._push.sent_bytes
 
-    def assign(self, epoch: int, address: str, held_pages: int = 0) -> None:
-        """Send everything but the first `held_pages` pages to `address`, giving up a push of an earlier epoch.
+    def assign(self, epoch: int, address: str, held: HeldKv = NOTHING_HELD) -> None:
+        """Send everything but what is `held` to `address`, giving up a push of an earlier epoch.
 
         Raises `HandshakeRefused` when the KV is gone or the epoch is not newer than the last one.
         """
-        if self.kv.gone or not self.reaches(held_pages):
+        if self.kv.gone or not self.reaches(held):
             raise HandshakeRefused(f"the KV of transfer {self._job.transfer_id} is gone")
         if epoch <= self._epoch:
             raise HandshakeRefused(f"transfer {self._job.transfer_id} is in epoch {self._epoch} already, not {epoch}")
@@ -126,7 +122,7 @@ class Shipment:
         self._disarm()
         self._epoch = epoch
         self.kv.hold_as(Tenant.WAITING)
-        push = self._push = _Push(epoch, address, held_pages)
+        push = self._push = _Push(epoch, address, held)
         task = self._tasks[push] = asyncio.create_task(self._run(push), name=f"push {self._job.transfer_id}")
         task.add_done_callback(lambda _: self._tasks.pop(push))
 
@@ -155,9 +151,9 @@ class Shipment:
         self.let_go()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def reaches(self, held_pages: int) -> bool:
-        """Whether the frames hold all pages after the first `held_pages`."""
-        return held_pages >= self._job.held_pages
+    def reaches(self, held: HeldKv) -> bool:
+        """Whether the frames hold all that a receiver of `held` lacks."""
+        return held.pages >= self._job.held.pages and held.exact >= self._job.held.exact
 
     @property
     def transfer_id(self) -> str:
@@ -171,7 +167,7 @@ class Shipment:
 
     async def _run(self, push: _Push) -> None:
         num_tokens = len(self._job.request.prompt_ids)
-        handoff = Handoff(self._job.transfer_id, push.epoch, self._kind.fingerprint, num_tokens, push.held_pages)
+        handoff = Handoff(self._job.transfer_id, push.epoch, self._kind.fingerprint, num_tokens, push.held)
         # A decode node limits the wait for each frame of a handoff that it has accepted. The push starts when the first
         # frame is here, so the time in this node's queue does not count.
         await self.kv.item(0)
@@ -190,8 +186,9 @@ class Shipment:
         while isinstance(item := await self.kv.item(index), KvFrame):
             index += 1
             part: KvFrame | None = item
-            if item.page_start < push.held_pages:  # beside the loop: a plane may have to be decoded and coded again
-                part = await asyncio.to_thread(self._kind.later_pages, item, push.held_pages)
+            if push.held != self._job.held:  # beside the loop: a plane may have to be decoded and coded again
+                num_tokens = len(self._job.request.prompt_ids)
+                part = await asyncio.to_thread(self._kind.lacked_part, item, num_tokens, push.held)
             if part is not None:
                 push.sent_bytes += len(part.payload)
                 yield reissued(part, push.epoch, sent)

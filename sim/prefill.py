@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hackkv.held import HeldKv
 from hackkv.timing import Stage
 from prefill_node.host_pool import Claim, HostPool, Tenant
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
@@ -51,9 +52,11 @@ class Shipment:
     epoch: int = 0
 
     def assign(self, receiver: Receiver, held_pages: int = 0) -> None:
-        """Send everything to `receiver`, from the beginning, but for the first pages, which it has."""
+        """Send everything to `receiver`, from the beginning, but for the first pages, which it has. The exact rows of
+        those are sent again, as where a prompt does not go on from the end of an earlier one."""
         self.give_up()
-        self.receiver, self.sent = receiver, held_pages * self.sender.world.footprint.wire_page_bytes
+        of, rows = self.sender.world.footprint, self.job.prompt_tokens
+        self.receiver, self.sent = receiver, of.wire_bytes(rows) - of.wire_bytes(rows, HeldKv(held_pages))
         self.epoch += 1
         if self.complete:
             self.job.times.enter(Stage.TRANSFER, self.sender.world.now)
@@ -259,8 +262,9 @@ class PrefillReplica:
         first = chunk.start
         if chunk.start == chunk.prompt.cached_tokens:
             first = 0
-        size = (of.sealed(end) - of.sealed(first)) * of.wire_page_bytes
-        return size + (of.exact_rows(end) * of.row_bytes if chunk.is_last else 0)
+        due = of.sent_pages(chunk.prompt.num_tokens)
+        pages = range(max(of.sealed(first), due.start), min(of.sealed(end), due.stop))
+        return len(pages) * of.wire_page_bytes + (of.exact_rows(end) * of.row_bytes if chunk.is_last else 0)
 
     def _end(self, run: Pass) -> None:
         self._pass = None

@@ -102,9 +102,9 @@ def ship(
     generator = torch.Generator().manual_seed(0)
     writer, content, frames = FrameWriter("t-1", 4, form), Content(), list[KvFrame]()
     sizes = footprint_of(made, layout)
-    sealed, rest = sizes.sealed(tokens), sizes.exact_rows(tokens)
-    for first in range(0, sealed, step):
-        count = min(step, sealed - first)
+    sealed, sent, rest = sizes.sealed(tokens), sizes.sent_pages(tokens), sizes.exact_rows(tokens)
+    for first in sent[::step]:
+        count = min(step, sent.stop - first)
         for layer in range(layers):
             planes = {plane.name: random_plane(plane, heads, count, generator) for plane in made.wire_planes[layer]}
             content[layer, first] = planes

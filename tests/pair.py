@@ -163,10 +163,10 @@ class Pair:
     sender: KvSender
 
     async def assert_idle(self) -> None:
-        """Nothing is held any more: pages, prompts, sequences, frames. What a step still uses comes back after it."""
+        """Nothing is held any more: pages, prompts, sequences, frames. What steps and copies use comes back later."""
         async with asyncio.timeout(TIMEOUT_S):
-            while (await self.decode.describe()).running:  # noqa: ASYNC110  # nothing tells of a step's end
-                await asyncio.sleep(0)
+            while (info := await self.decode.describe()).running or info.free_pages < info.total_pages:  # noqa: ASYNC110
+                await asyncio.sleep(0)  # nothing tells of the end of a step or a copy
         for info in (await self.prefill.describe(), await self.decode.describe()):
             assert (info.free_pages, info.running, info.waiting, info.queued_tokens) == (info.total_pages, 0, 0, 0)
         assert self.prefill.outbox.held_bytes == 0
@@ -179,7 +179,7 @@ class Pair:
         async with closing(self.decode.decode(DecodeJob(request, transfer_id, epoch, emitted))) as decoding:
             reserved = await anext(decoding)
             assert isinstance(reserved, Reserved)
-            job = PrefillJob(request, transfer_id, epoch, self.address, held_pages=reserved.held_pages)
+            job = PrefillJob(request, transfer_id, epoch, self.address, held=reserved.held)
             async with closing(self.prefill.prefill(job)) as prefilling:
                 prefilled = await anext(prefilling)
                 assert isinstance(prefilled, Prefilled)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,8 @@ from hackkv.codec import planes_bytes
 from hackkv.codecs import CODECS
 from hackkv.errors import FrameRefused
 from hackkv.footprint import fp16_bytes
-from hackkv.framing import FrameLedger, handoff_end, later_pages, reissued
+from hackkv.framing import FrameLedger, handoff_end, lacked_part, reissued
+from hackkv.held import HeldKv
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
 from tests.handoffs import codec_of, rows_of, same_bytes, ship
 
@@ -185,24 +187,45 @@ def test_fp16_bytes_are_two_bytes_for_each_number_of_k_and_v() -> None:
     assert fp16_bytes(KvLayout(32, 8, 128, 64), 1) == 128 * 1024
 
 
-@pytest.mark.parametrize("held_pages", range(5))
+@pytest.mark.parametrize("held", [HeldKv(pages, exact) for pages in range(5) for exact in sorted({0, pages})], ids=str)
 @pytest.mark.parametrize("codec", sorted(CODECS))
-def test_pages_that_the_receiver_holds_are_cut_off_and_must_not_come(codec: str, held_pages: int) -> None:
-    """Whatever frames there are, what remains of them is a whole handoff of the later pages, bit-exact."""
+def test_what_the_receiver_holds_is_cut_off_and_must_not_come(codec: str, held: HeldKv) -> None:
+    """Whatever frames there are, what remains of them is a whole handoff of the rest, bit-exact."""
     shipment = ship(codec, tokens=4 * 32 + 11, step=3)
-    planes, form, frames = shipment.codec.wire_planes, shipment.form, list[KvFrame]()
+    expected, frames = replace(shipment.expected(), held=held), list[KvFrame]()
     for frame in shipment.frames:
-        part = later_pages(frame, held_pages, planes[frame.layer], form)
+        part = lacked_part(frame, expected)
         if part is not None:
             frames.append(reissued(part, 4, len(frames)))
-    expected = replace(shipment.expected(), held_pages=held_pages)
     ledger = FrameLedger("t-1", 4, expected)
     for frame in frames:
         first = max(page for layer, page in shipment.content if layer == frame.layer and page <= frame.page_start)
         offset = frame.page_start - first
         for name, plane in ledger.accept(frame).items():
-            assert same_bytes(plane, shipment.content[frame.layer, first][name][:, offset:][:, : frame.page_count])
+            whole = shipment.content[frame.layer, first][name]
+            due = whole[:, :, -frame.rows :] if frame.rows else whole[:, offset:][:, : frame.page_count]
+            assert same_bytes(plane, due)
     ledger.finish(handoff_end("t-1", 4, len(frames), 17))
-    if held_pages:
-        with pytest.raises(FrameRefused, match=f"page 0: the first {held_pages} are here"):
-            FrameLedger("t-1", 4, expected).accept(shipment.frames[0])
+    assert all(frame.rows in (0, expected.exact_rows) for frame in frames)
+    head, exact = shipment.frames[0], shipment.frames[-1]
+    if head.page_start < held.pages:
+        with pytest.raises(FrameRefused, match=f"page {head.page_start}: the first {held.pages} are here"):
+            FrameLedger("t-1", 4, expected).accept(head)
+    if exact.rows > expected.exact_rows:
+        with pytest.raises(FrameRefused, match=f"{exact.rows} rows for pages 4"):
+            FrameLedger("t-1", 4, expected).accept(replace(exact, seq=0))
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_page_travels_sealed_or_as_exact_rows(codec: str) -> None:
+    """Never as both: who has the rows seals them, and a page that comes all the same is refused."""
+    shipment = ship(codec, tokens=4 * 32 + 11)
+    expected, sizes = shipment.expected(), shipment.expected().footprint
+    exact = sizes.exact_pages(shipment.num_tokens)
+    assert sorted((*expected.sent_pages, *exact)) == list(range(expected.sealed))
+    for page in exact:
+        planes = {plane.name: torch.zeros((2, 1, *plane.shape), dtype=plane.dtype) for plane in expected.planes(0, 0)}
+        (frame,) = shipment.writer().frames(0, page, planes)
+        with pytest.raises(FrameRefused, match="some come as exact rows") as caught:
+            shipment.ledger().accept(frame)
+        assert caught.value.reason == "range"

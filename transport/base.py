@@ -11,8 +11,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import Lease, NodeInfo
-from hackkv.types import DecodeEvent, DecodeJob, Handoff, HandoffEnd, KvFrame, PrefillEvent, PrefillJob, Receipt
+from hackkv.types import (
+    DecodeEvent,
+    DecodeJob,
+    Handoff,
+    HandoffEnd,
+    KvFrame,
+    PrefillEvent,
+    PrefillJob,
+    Receipt,
+)
 
 Deliver = Callable[[Handoff, AsyncIterator[KvFrame | HandoffEnd]], Awaitable[Receipt]]
 """The receiving room's side of a wire. It either raises `HandshakeRefused` before it asks for the first frame, or it
@@ -21,7 +31,7 @@ back-pressure. A lost sender shows as `NodeLost` at the next frame. The room the
 return."""
 
 Lend = Callable[[Handoff], AsyncIterator[KvFrame | HandoffEnd]]
-"""The same room's side of a fetch: pages [held_pages, num_tokens / page_tokens) of the transfer that the handoff names,
+"""The same room's side of a fetch: pages [held.pages, num_tokens / page_tokens) of the transfer that the handoff names,
 as frames, then their end. Planes are coded as the handoff's fingerprint says. Raises `HandshakeRefused` where they are
 not to be had, and `TransferError` when they cease to be held. Closing the iterator ends it."""
 
@@ -78,14 +88,14 @@ class PrefillNode(Protocol):
         """
         ...
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name the decode node of a job (`WireAddress.url`). The first assignment has the job's epoch.
 
         A later one, after that node was lost, has a later epoch. It gives up a push of an earlier epoch that is still
-        under way. `held_pages` is what that node's `Reserved` said: only later pages are sent.
+        under way. `held` is what that node's `Reserved` said: only the rest is sent.
 
         Raises `HandshakeRefused` when the transfer is not known here, its KV is gone, the epoch is not newer, or the
-        node lacks pages that the first one held: those were never put into frames.
+        node lacks what the first one held: that was never put into frames.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import CodecLoss, Lease, NodeInfo, WireAddress
 from hackkv.page_names import MARK_BYTES, MOST_MARKS
 from hackkv.types import (
@@ -33,7 +34,14 @@ from transport.coder import (
     required,
     text,
 )
-from transport.convert_kv import pack_fingerprint, pack_receipt, unpack_fingerprint, unpack_receipt
+from transport.convert_kv import (
+    pack_fingerprint,
+    pack_held,
+    pack_receipt,
+    unpack_fingerprint,
+    unpack_held,
+    unpack_receipt,
+)
 from transport.convert_request import pack_request, pack_token, unpack_request, unpack_token
 from transport.pb import kv_pb2 as pb
 
@@ -48,7 +56,7 @@ class Assignment:
     transfer_id: str
     epoch: int
     decode_address: str
-    held_pages: int = 0
+    held: HeldKv = NOTHING_HELD
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ def _pack_prefill_job(job: PrefillJob) -> pb.PrefillJob:
         epoch=job.epoch,
         decode_address=job.decode_address,
         handoff=job.handoff,
-        held_pages=job.held_pages,
+        held=pack_held(job.held),
     )
 
 
@@ -75,7 +83,7 @@ def _unpack_prefill_job(message: pb.PrefillJob) -> PrefillJob:
         epoch=message.epoch,
         decode_address=text("decode_address", message.decode_address),
         handoff=message.handoff,
-        held_pages=message.held_pages,
+        held=unpack_held(message.held),
     )
 
 
@@ -84,7 +92,7 @@ def _pack_assignment(assignment: Assignment) -> pb.Assignment:
         transfer_id=assignment.transfer_id,
         epoch=assignment.epoch,
         decode_address=assignment.decode_address,
-        held_pages=assignment.held_pages,
+        held=pack_held(assignment.held),
     )
 
 
@@ -93,7 +101,7 @@ def _unpack_assignment(message: pb.Assignment) -> Assignment:
         transfer_id=text("transfer_id", message.transfer_id),
         epoch=message.epoch,
         decode_address=text("decode_address", message.decode_address),
-        held_pages=message.held_pages,
+        held=unpack_held(message.held),
     )
 
 
@@ -185,7 +193,7 @@ def _pack_decode_event(event: DecodeEvent) -> pb.DecodeEvent:
     if isinstance(event, Token):
         return pb.DecodeEvent(token=pack_token(event))
     if isinstance(event, Reserved):
-        return pb.DecodeEvent(reserved=pb.Reserved(held_pages=event.held_pages))
+        return pb.DecodeEvent(reserved=pb.Reserved(held=pack_held(event.held)))
     if isinstance(event, Landed):
         return pb.DecodeEvent(landed=pb.Landed(receipt=pack_receipt(event.receipt)))
     if isinstance(event, Swapped):
@@ -215,7 +223,7 @@ def _unpack_decode_event(message: pb.DecodeEvent) -> DecodeEvent:
         case "token":
             return unpack_token(message.token)
         case "reserved":
-            return Reserved(message.reserved.held_pages)
+            return Reserved(unpack_held(message.reserved.held))
         case "landed":
             required("receipt", message.landed)
             return Landed(unpack_receipt(message.landed.receipt))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hackkv.errors import HackkvError
+from hackkv.held import HeldKv
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, KvLayout, PlaneSpan, Receipt
 from transport.coder import (
     MAX_FINGERPRINT_FIELDS,
@@ -74,13 +75,23 @@ def _unpack_layout(message: pb.KvLayout) -> KvLayout:
     )
 
 
+def pack_held(held: HeldKv) -> pb.HeldKv:
+    """What a receiver has already."""
+    return pb.HeldKv(pages=held.pages, exact=held.exact)
+
+
+def unpack_held(message: pb.HeldKv) -> HeldKv:
+    """What `pack_held` was given."""
+    return HeldKv(message.pages, message.exact)
+
+
 def _pack_handoff(handoff: Handoff) -> pb.Handoff:
     return pb.Handoff(
         transfer_id=handoff.transfer_id,
         epoch=handoff.epoch,
         fingerprint=pack_fingerprint(handoff.fingerprint),
         num_tokens=handoff.num_tokens,
-        held_pages=handoff.held_pages,
+        held=pack_held(handoff.held),
     )
 
 
@@ -91,7 +102,7 @@ def _unpack_handoff(message: pb.Handoff) -> Handoff:
         epoch=message.epoch,
         fingerprint=unpack_fingerprint(message.fingerprint),
         num_tokens=message.num_tokens,
-        held_pages=message.held_pages,
+        held=unpack_held(message.held),
     )
 
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from hackkv.errors import FrameRefused
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import Lease, NodeInfo
-from hackkv.types import DecodeEvent, DecodeJob, Handoff, HandoffEnd, KvFrame, PrefillEvent, PrefillJob
+from hackkv.types import (
+    DecodeEvent,
+    DecodeJob,
+    Handoff,
+    HandoffEnd,
+    KvFrame,
+    PrefillEvent,
+    PrefillJob,
+)
 from transport import methods
 from transport.channels import ChannelPool
 from transport.closing import closing
@@ -61,9 +70,9 @@ class PrefillClient(_Client):
         """Run a prompt there. Raises what the node raised, or `NodeLost`."""
         return Call(self._trunk_to(methods.PREFILL_SERVE), job, PREFILL_JOB, PREFILL_EVENT)
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name the decode node of a job, for the first time or again."""
-        assignment = Assignment(transfer_id, epoch, decode_address, held_pages)
+        assignment = Assignment(transfer_id, epoch, decode_address, held)
         await self._ask(methods.PREFILL_ASSIGN, ASSIGNMENT.encode(assignment))
 
     async def describe(self) -> NodeInfo:

@@ -104,7 +104,7 @@ class RpcServer:
         """Serve a prefill node."""
 
         async def assign(ask: Assignment) -> Empty:
-            await node.assign(ask.transfer_id, ask.epoch, ask.decode_address, ask.held_pages)
+            await node.assign(ask.transfer_id, ask.epoch, ask.decode_address, ask.held)
             return Empty()
 
         async def describe(_: Empty) -> NodeInfo:

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from time import monotonic
 
 from hackkv.errors import HackkvError
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import NodeInfo, WireAddress
 from hackkv.types import (
     Decoded,
@@ -101,7 +102,7 @@ class PacedPrefill:
         finally:
             del self._assigned[job.transfer_id]
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name a decode node; there is only one."""
         self._assigned[transfer_id].set()
 

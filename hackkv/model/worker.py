@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 CALIBRATION: Final = "calibration"
 """The setting that names a file."""
 
-WIRE_VERSION = "5"
+WIRE_VERSION = "6"
 """Version of all that two nodes must agree on, down to the codes that stochastic rounding gives."""
 
 SHARE_TOKENS: Final = 2048

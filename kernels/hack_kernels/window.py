@@ -58,16 +58,17 @@ class Window:
         coded = self.coded(page)
         return (*range(coded.start), *range(coded.stop, page))
 
-    def runs(self, rows: int, page_tokens: int) -> tuple[slice, ...]:
-        """Where in its slot the exact rows of a sequence of `rows` rows lie, page after page; no run is empty."""
+    def runs(self, rows: int, page_tokens: int, first: int = 0) -> tuple[slice, ...]:
+        """Where in its slot the exact rows of a sequence of `rows` rows lie, page after page from number `first` on; no
+        run is empty. The open page is one of them."""
         page, rest = divmod(rows, page_tokens)
-        places = [(self.place(g) * page_tokens, page_tokens) for g in self.earlier(page)]
+        places = [(self.place(g) * page_tokens, page_tokens) for g in self.earlier(page) if g >= first]
         places += [(self.place(page) * page_tokens, rest)] * bool(rest)
         return tuple(slice(start, start + count) for start, count in places)
 
-    def exact_rows(self, rows: int, page_tokens: int) -> int:
-        """How many rows of a sequence of `rows` rows are kept exactly."""
-        return len(self.earlier(rows // page_tokens)) * page_tokens + rows % page_tokens
+    def exact_rows(self, rows: int, page_tokens: int, first: int = 0) -> int:
+        """How many rows of a sequence of `rows` rows are kept exactly, of pages from number `first` on."""
+        return sum(run.stop - run.start for run in self.runs(rows, page_tokens, first))
 
     def at(self, rows: Tensor, page_tokens: int) -> Tensor:
         """Where in their slots the rows of these numbers lie, int64."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from hackkv.errors import HackkvError, NodeLost, Overloaded, TransferError, by_code
+from hackkv.held import NOTHING_HELD
 from hackkv.types import DecodeEvent, DecodeJob, HandoffFailed, Landed, Reserved
 from router.fleet.booking import Booking
 from router.fleet.holdings import Marks
@@ -26,8 +27,8 @@ class DecodeLeg:
         self.events: AsyncIterator[DecodeEvent] = booking.node.decode(job)
         self.landed = False
         """The decode node says that it has the KV."""
-        self.held_pages = 0
-        """The prompt's first pages that the node has already."""
+        self.held = NOTHING_HELD
+        """What the node has of the prompt already."""
         self.handed_off = False
         """The prefill node says that the decode node has the KV."""
         self.push_over = asyncio.Event()
@@ -51,7 +52,7 @@ class DecodeLeg:
         except Overloaded:
             self.booking.refused()
             raise
-        self.held_pages = reserved.held_pages
+        self.held = reserved.held
         self.booking.worked()
 
     async def land(self, marks: Marks) -> Landed:

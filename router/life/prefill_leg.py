@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from hackkv.errors import HandshakeRefused
+from hackkv.held import HeldKv
 from hackkv.types import Prefilled, PrefillEvent, PrefillJob
 from router.fleet.booking import Booking
 from router.life.events import expect
@@ -36,21 +37,21 @@ class PrefillLeg:
         self.booking.release()
         return prefilled
 
-    async def assign(self, epoch: int, address: str, held_pages: int) -> None:
+    async def assign(self, epoch: int, address: str, held: HeldKv) -> None:
         """Tell the node where the KV goes, and how many pages are there already. Raises `KvGone` if it does not have
         the others, and `NodeLost`."""
         try:
-            await self._assign(epoch, address, held_pages)
+            await self._assign(epoch, address, held)
         except HandshakeRefused as error:
             raise KvGone(str(error)) from error
 
-    async def _assign(self, epoch: int, address: str, held_pages: int) -> None:
+    async def _assign(self, epoch: int, address: str, held: HeldKv) -> None:
         assign, transfer_id = self.booking.node.assign, self._job.transfer_id
         try:
-            await assign(transfer_id, epoch, address, held_pages)
+            await assign(transfer_id, epoch, address, held)
         except HandshakeRefused:
             if self.token0.is_set():
                 raise
             # The assignment can arrive before its job. After token 0 the node certainly knows the job.
             await self.token0.wait()
-            await assign(transfer_id, epoch, address, held_pages)
+            await assign(transfer_id, epoch, address, held)

@@ -19,6 +19,7 @@ import asyncio
 from contextlib import AsyncExitStack, suppress
 
 from hackkv.errors import HackkvError, NodeLost, Overloaded, TransferError
+from hackkv.held import NOTHING_HELD
 from hackkv.types import PrefillJob, Role
 from router.fleet.fleet import Fleet
 from router.life.decode_leg import DecodeLeg
@@ -91,9 +92,9 @@ class Attempt:
         if self._has_handoff:
             await receivers.find_now()
         address = receivers.address_for(booking.member.info)
-        held_pages = receivers.current.held_pages if receivers.current else 0
+        there = receivers.current.held if receivers.current else NOTHING_HELD
         transfer_id, epoch = receivers.transfer_id, receivers.epoch
-        job = PrefillJob(flight.request, transfer_id, epoch, address, self._has_handoff, held_pages)
+        job = PrefillJob(flight.request, transfer_id, epoch, address, self._has_handoff, there)
         self._windows.dispatched()
         self._life.move(State.PREFILLING)
         if self._has_handoff:
@@ -119,7 +120,7 @@ class Attempt:
         if leg.job.epoch and prefill.token0.is_set():
             self._windows.decode_replaced()
         address = leg.booking.kv_address(prefill.booking.member.info)
-        await prefill.assign(leg.job.epoch, address, leg.held_pages)
+        await prefill.assign(leg.job.epoch, address, leg.held)
         self._life.ahead(State.TRANSFERRING)
         return leg
 

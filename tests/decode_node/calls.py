@@ -39,7 +39,7 @@ async def landed(nodes: Pair, request: Request) -> AsyncIterator[DecodeEvent]:
     events = nodes.decode.decode(DecodeJob(request, request.request_id, 0))
     reserved = await anext(events)
     assert isinstance(reserved, Reserved)
-    job = PrefillJob(request, request.request_id, 0, nodes.address, held_pages=reserved.held_pages)
+    job = PrefillJob(request, request.request_id, 0, nodes.address, held=reserved.held)
     async with closing(nodes.prefill.prefill(job)) as prefilling:
         assert isinstance(await anext(prefilling), Prefilled)
         assert isinstance(await anext(prefilling), HandedOff)

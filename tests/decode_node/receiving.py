@@ -66,7 +66,7 @@ class Decode:
 def planned(
     worker: Worker, transfer_id: str = "t", epoch: int = 2, seed: int = 3, form: WireForm | None = None
 ) -> list[KvFrame | HandoffEnd]:
-    """An honest handoff of random bytes: two sealed pages and the exact rows of each layer, and token 9.
+    """An honest handoff of random bytes: of each layer the pages that travel sealed, and the exact rows; and token 9.
 
     It is coded by `form`, or as the worker's codec does.
     """
@@ -77,8 +77,8 @@ def planned(
         planes = {}
         for plane in worker.codec.wire_planes[layer]:
             planes[plane.name] = random_plane(plane, 2, 2, generator)
-        items += writer.frames(layer, 0, {name: plane[:, :1] for name, plane in planes.items()})
-        items += writer.frames(layer, 1, {name: plane[:, 1:] for name, plane in planes.items()})
+        for page in worker.footprint.sent_pages(TOKENS):
+            items += writer.frames(layer, page, {name: plane[:, page : page + 1] for name, plane in planes.items()})
         exact = worker.footprint.exact_rows(TOKENS)
         shape = (2, 1, exact, worker.codec.formats[layer].head_dim)
         rows = {name: torch.full(shape, layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}

@@ -15,6 +15,7 @@ from decode_node.kept_rows import KeptRows
 from decode_node.pages import Grant, PagePool
 from hackkv.errors import HandshakeRefused, TransferError
 from hackkv.framing import Expected, FrameLedger
+from hackkv.held import HeldKv
 from hackkv.kv_memory import HostKv, HostPages
 from hackkv.page_names import Naming
 from hackkv.types import WIRE_FORM, DecodeJob, Fingerprint, Handoff, HandoffEnd, Reserved
@@ -33,7 +34,9 @@ async def holding(codec: str = "hack") -> AsyncIterator[tuple[Pair, Handoff]]:
     async with paired(worker) as nodes:
         await nodes.serve(greedy("first", IDS, 2))
         decoding = nodes.decode.decode(DecodeJob(greedy("r", IDS, 5), "r", 3))
-        assert await anext(decoding) == Reserved(3)
+        reserved = await anext(decoding)
+        assert isinstance(reserved, Reserved)
+        assert reserved.held.pages == 3
         yield nodes, Handoff("r", 3, worker.fingerprint, 3 * PI)
         await close(decoding)
         await nodes.assert_idle()
@@ -49,9 +52,9 @@ async def test_what_is_asked_for_comes_and_nothing_else(first: int, form: str) -
     """In the form that the fetcher names; `FrameLedger` accepts exactly the pages that were agreed on."""
     async with holding() as (nodes, handoff):
         worker = tiny_worker("hack")
-        handoff = replace(handoff, held_pages=first, fingerprint=in_form(handoff.fingerprint, form))
+        handoff = replace(handoff, held=HeldKv(first), fingerprint=in_form(handoff.fingerprint, form))
         expected = Expected(
-            worker.layout, worker.codec.wire_planes, 3 * PI, worker.footprint, wire_form(form), held_pages=first
+            worker.layout, worker.codec.wire_planes, 3 * PI, worker.footprint, wire_form(form), held=HeldKv(first)
         )
         ledger = FrameLedger("r", 3, expected)
         async for item in nodes.decode.inbox.lend(handoff):
@@ -68,7 +71,7 @@ REFUSED = {
     "an earlier epoch": ({"epoch": 2}, "not to be lent"),
     "more than is held": ({"num_tokens": 4 * PI}, "but 3 pages are held"),
     "half a page": ({"num_tokens": 3 * PI - 1}, "but 3 pages are held"),
-    "nothing": ({"held_pages": 3}, "but 3 pages are held"),
+    "nothing": ({"held": HeldKv(3)}, "but 3 pages are held"),
     "no tokens": ({"num_tokens": 0}, "but 3 pages are held"),
     "another model": ({"fingerprint": Fingerprint((("model", "other"),))}, "fingerprints differ in"),
     "an unknown form": ({"fingerprint": in_form(tiny_worker("hack").fingerprint, "x")}, "wire form 'x' is unknown"),
@@ -143,7 +146,7 @@ async def test_pages_that_do_not_come_back_from_host_memory_are_not_lent(monkeyp
         monkeypatch.setattr(nodes.decode.inbox, "reserve", reserving)
         monkeypatch.setattr(nodes.decode.pool, "give_back", giving_back)
         decoding = nodes.decode.decode(DecodeJob(greedy("r", IDS, 5), "r", 3))
-        assert await anext(decoding) == Reserved(3)
+        assert await anext(decoding) == Reserved(HeldKv(3))
         with pytest.raises(TransferError, match=r"pages of 'r' are lost|cancelled"):
             await anext(nodes.decode.inbox.lend(Handoff("r", 3, worker.fingerprint, 3 * PI)))
         with pytest.raises(TransferError, match="pages are lost"):

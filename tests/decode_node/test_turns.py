@@ -11,11 +11,21 @@ from dataclasses import replace
 import pytest
 
 from hackkv.errors import HackkvError
+from hackkv.held import HeldKv
 from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
 from hackkv.nodes import NodeInfo
 from hackkv.page_names import MARK_BYTES, Naming
-from hackkv.types import DecodeJob, HandedOff, Prefilled, PrefillJob, Receipt, Request, Reserved, Token
+from hackkv.types import (
+    DecodeJob,
+    HandedOff,
+    Prefilled,
+    PrefillJob,
+    Receipt,
+    Request,
+    Reserved,
+    Token,
+)
 from tests.codecs.examples import SelectingCodec, worker_of
 from tests.decode_node.calls import close, held_up, landed
 from tests.pair import DECODING, PI, SHARING, TIMEOUT_S, Pair, Served, greedy, paired, prompt, tiny_worker
@@ -57,7 +67,7 @@ def cold(worker: Worker, ids: tuple[int, ...], tokens: int = PI + 7) -> list[Tok
 
 @pytest.mark.parametrize("codec", SHARING)
 async def test_a_conversation_sends_what_is_new_and_says_what_a_cold_run_says(codec: str) -> None:
-    """What travels is the new tokens and at most a page, beside the exact rows of codecs that keep more of them."""
+    """What travels is less than the new tokens and a page, in FP16."""
     worker = tiny_worker(codec)
     ids = prompt(1, 2 * PI + 5)
     async with paired(worker) as nodes:
@@ -65,14 +75,10 @@ async def test_a_conversation_sends_what_is_new_and_says_what_a_cold_run_says(co
         for number in range(TURNS):
             served = await turn(nodes, ids, f"t{number}")
             assert served.tokens == cold(worker, ids)
-            held = before // PI * PI
-            assert receipt(served).held_tokens == held
-            sizes = worker.footprint
-            most = sizes.wire_bytes(len(ids)) - held // PI * sizes.wire_page_bytes
-            assert sent_bytes(served) <= most
-            if worker.codec.window.pages == 1:
-                new = len(ids) - before
-                assert most <= (new + PI) * sizes.row_bytes
+            assert receipt(served).held_tokens == before // PI * PI
+            sizes, pages = worker.footprint, before // PI
+            assert sent_bytes(served) <= sizes.wire_bytes(len(ids), HeldKv(pages, pages))
+            assert sent_bytes(served) <= (len(ids) - before + PI) * sizes.row_bytes
             # The last token of an answer was chosen and never run.
             before = len(ids) + len(served.tokens) - 1
             ids += answer(served) + prompt(10 + number, 11)
@@ -176,7 +182,7 @@ async def test_a_prompt_that_is_held_to_its_last_token(codec: str) -> None:
             served = await turn(nodes, ids, name)
             assert served.tokens == cold(worker, ids)
         assert receipt(served).held_tokens == 3 * PI
-        assert sent_bytes(served) == worker.footprint.exact_rows(3 * PI) * worker.footprint.row_bytes
+        assert sent_bytes(served) == worker.footprint.wire_bytes(3 * PI, HeldKv(3))
 
 
 @pytest.mark.parametrize("codec", SHARING)
@@ -225,12 +231,12 @@ async def test_another_decode_node_that_holds_more_is_sent_less_of_frames_that_a
             assert isinstance(prefilled, Prefilled)
             async with closing(nodes.decode.decode(DecodeJob(request, "t", 0))) as decoding:
                 reserved = await anext(decoding)
-                assert reserved == Reserved(2)
-                await nodes.prefill.assign("t", 0, nodes.address, 2)
+                assert isinstance(reserved, Reserved)
+                assert reserved.held.pages == 2
+                await nodes.prefill.assign("t", 0, nodes.address, reserved.held)
                 fate = await anext(events)
                 assert isinstance(fate, HandedOff), fate
-                sizes = worker.footprint
-                due = sizes.wire_bytes(len(ids)) - 2 * sizes.wire_page_bytes
+                due = worker.footprint.wire_bytes(len(ids), reserved.held)
                 assert sum(size for _, size in fate.receipt.bytes_by_plane) <= due
                 tokens = [prefilled.token] + [event async for event in decoding if isinstance(event, Token)]
         assert tokens == generate(worker, request)
@@ -242,11 +248,11 @@ async def test_a_decode_node_that_holds_less_than_the_first_cannot_be_served() -
     worker, ids = tiny_worker(), prompt(1, 3 * PI + 3)
     async with paired(worker) as nodes:
         request = greedy("r", ids, 6)
-        job = PrefillJob(request, "t", 0, "inproc://nowhere", held_pages=2)
+        job = PrefillJob(request, "t", 0, "inproc://nowhere", held=HeldKv(2))
         async with closing(nodes.prefill.prefill(job)) as events:
             assert isinstance(await anext(events), Prefilled)
             with pytest.raises(HackkvError, match="the KV of transfer t is gone"):
-                await nodes.prefill.assign("t", 1, nodes.address, 1)
+                await nodes.prefill.assign("t", 1, nodes.address, HeldKv(1))
         await nodes.assert_idle()
 
 
@@ -256,11 +262,13 @@ async def test_both_ends_have_to_agree_on_what_is_held(held_pages: int) -> None:
     async with paired(tiny_worker()) as nodes:
         await turn(nodes, ids, "warm", tokens=2)
         decoding = nodes.decode.decode(DecodeJob(greedy("r", ids, 4), "r", 0))
-        assert await anext(decoding) == Reserved(3)
-        job = PrefillJob(greedy("r", ids, 4), "r", 0, nodes.address, held_pages=held_pages)
+        assert await anext(decoding) == Reserved(HeldKv(3))
+        job = PrefillJob(greedy("r", ids, 4), "r", 0, nodes.address, held=HeldKv(held_pages))
         async with closing(nodes.prefill.prefill(job)) as events:
             assert isinstance(await anext(events), Prefilled)
-            with pytest.raises(HackkvError, match=f"held_pages {held_pages}, but 3 are held"):
+            with pytest.raises(
+                HackkvError, match=f"{held_pages} pages and the exact rows of 0 are held, it says; here are 3"
+            ):
                 await anext(decoding)
         await close(decoding)
         await nodes.assert_idle()
@@ -268,7 +276,7 @@ async def test_both_ends_have_to_agree_on_what_is_held(held_pages: int) -> None:
 
 async def test_more_pages_than_the_prompt_fills_are_refused_by_name() -> None:
     async with paired(tiny_worker()) as nodes:
-        job = PrefillJob(greedy("r", prompt(1, PI + 3), 4), "r", 0, nodes.address, held_pages=2)
+        job = PrefillJob(greedy("r", prompt(1, PI + 3), 4), "r", 0, nodes.address, held=HeldKv(2))
         with pytest.raises(HackkvError, match="2 pages are more than the prompt fills"):
             await anext(nodes.prefill.prefill(job))
 

@@ -21,6 +21,7 @@ from prefill_node.service import PrefillService
 from router.config import RouterConfig
 from router.service import serve
 from tests.e2e.processes import START_S
+from tests.router.processes import router
 from transport.channels import ChannelPool
 from transport.inproc_wire import InprocNetwork
 from transport.rpc_client import RegistryClient
@@ -41,15 +42,19 @@ async def in_process_cluster(
     num_decode: int = 2,
     decode_nodes: list[DecodeService] | None = None,
     prefill_nodes: list[PrefillService] | None = None,
+    workers: int = 1,
     **prefilling: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Run router and nodes on this event loop; yields a client of the router's HTTP API.
+    """Run router and nodes on this event loop; yields a client of the router's HTTP API. With more `workers` than one
+    the router is that many processes.
 
     Control calls always go over gRPC; `wire` says how KV travels. Nodes register once; the lease outlives a test.
     `decode_nodes` and `prefill_nodes` get the nodes, for tests that disturb them; `prefilling` is for the latter.
     """
     async with contextlib.AsyncExitStack() as stack:
-        ready = await stack.enter_async_context(in_process_router(folder))
+        ready = await stack.enter_async_context(
+            in_process_router(folder) if workers == 1 else _several(folder, workers)
+        )
         channels = ChannelPool()
         stack.push_async_callback(channels.close)
         registry = RegistryClient(ready["control"], channels)
@@ -69,19 +74,26 @@ async def in_process_cluster(
 
 
 @contextlib.asynccontextmanager
+async def _several(folder: Path, workers: int) -> AsyncIterator[dict[str, str]]:
+    """Run a router of several processes; yields what it announces."""
+    async with router(folder, "lease_ttl_s=3600", f"workers={workers}") as (_, ready):
+        yield ready
+
+
+@contextlib.asynccontextmanager
 async def in_process_router(folder: Path) -> AsyncIterator[dict[str, str]]:
     """Run a router on this event loop; yields what it announces: the addresses `http` and `control`."""
     stop = asyncio.Event()
     announced = _Announcements()
     config = RouterConfig(listen=ListenConfig(), control=ListenConfig(), model=folder, lease_ttl_s=3600.0)
     with contextlib.redirect_stdout(announced):
-        router = asyncio.create_task(serve(config, stop))
-        ready = await announced.first(router)
+        serving = asyncio.create_task(serve(config, stop))
+        ready = await announced.first(serving)
     try:
         yield ready
     finally:
         stop.set()
-        await router
+        await serving
 
 
 async def _prefill_node(

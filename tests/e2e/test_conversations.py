@@ -12,6 +12,7 @@ import pytest
 
 from decode_node.service import DecodeService
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.defaults import DEFAULT_CODEC
 from hackkv.model.generate import generate
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
@@ -20,6 +21,7 @@ from prefill_node.fetch_choice import PrefixFetch
 from prefill_node.service import PrefillService
 from tests.e2e.in_process import in_process_cluster
 from tests.pair import SHARING, TIMEOUT_S, prompt
+from tests.router.processes import ROUTERS, WORKERS
 from tests.wires import WIRES_HERE
 
 PI = 32
@@ -72,13 +74,20 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
 
 
 @pytest.mark.grid(together=1)
-@pytest.mark.parametrize("codec", SHARING)
-@pytest.mark.parametrize("wire", WIRES_HERE)
-async def test_turns_of_many_conversations_say_what_cold_runs_say(folder: Path, wire: str, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("wire", "codec", "workers"),
+    [
+        *((wire, codec, 1) for wire in WIRES_HERE for codec in SHARING),
+        *(pytest.param("grpc", codec, 2, marks=pytest.mark.slow) for codec in ("hack", DEFAULT_CODEC)),
+    ],
+)
+async def test_turns_of_many_conversations_say_what_cold_runs_say(
+    folder: Path, wire: str, codec: str, workers: int
+) -> None:
     """First one conversation after another: each later turn finds its pair idle, and all that the turns before it have
     sealed stays where it is. Then some at once, which may move for the sake of load."""
     made = worker(folder, codec)
-    async with in_process_cluster(folder, made, wire, chunk_pages=2) as client:
+    async with in_process_cluster(folder, made, wire, chunk_pages=2, workers=workers) as client:
         for number in (1, 2):
             await converse(client, made, number)
         starts = [2 * PI + number + turn * (TOKENS + 7) for number in (1, 2) for turn in range(1, TURNS)]
@@ -88,10 +97,11 @@ async def test_turns_of_many_conversations_say_what_cold_runs_say(folder: Path, 
         assert await metric(client, "hackkv_prompt_tokens_recomputed_total") == 0
 
 
-async def test_tenants_do_not_share(folder: Path) -> None:
+@WORKERS
+async def test_tenants_do_not_share(folder: Path, workers: int) -> None:
     """The same conversation of two tenants: the second finds nothing of the first."""
     made = worker(folder, "hack")
-    async with in_process_cluster(folder, made, "inproc", 2, num_prefill=1, num_decode=1) as client:
+    async with in_process_cluster(folder, made, "inproc", 2, num_prefill=1, num_decode=1, workers=workers) as client:
         ids = prompt(1, 3 * PI)
         for salt in "ab":
             await say(client, ids, salt)
@@ -101,11 +111,14 @@ async def test_tenants_do_not_share(folder: Path) -> None:
         assert await metric(client, "hackkv_kv_held_tokens_total") == 3 * PI
 
 
-@pytest.mark.parametrize("codec", SHARING)
-async def test_a_conversation_outlives_the_node_that_has_it(folder: Path, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "workers"),
+    [*((codec, 1) for codec in SHARING), pytest.param(DEFAULT_CODEC, 2, marks=pytest.mark.slow)],
+)
+async def test_a_conversation_outlives_the_node_that_has_it(folder: Path, codec: str, workers: int) -> None:
     """Both turns say the same as a cold run: the one under way when its decode node drains, and the one after."""
     made, nodes = worker(folder, codec), list[DecodeService]()
-    async with in_process_cluster(folder, made, "grpc", 2, decode_nodes=nodes) as client:
+    async with in_process_cluster(folder, made, "grpc", 2, decode_nodes=nodes, workers=workers) as client:
         ids = prompt(5, 3 * PI + 1)
         ids += (*await say(client, ids), 7, 8)
         holder = max(nodes, key=lambda node: node.pool.kept.known)
@@ -122,13 +135,16 @@ async def test_a_conversation_outlives_the_node_that_has_it(folder: Path, codec:
         assert await say(client, ids) == cold(made, ids)
 
 
+@ROUTERS
 @pytest.mark.parametrize("wire", WIRES_HERE)
-async def test_another_prefill_node_gets_a_conversation_from_its_decode_node(folder: Path, wire: str) -> None:
+async def test_another_prefill_node_gets_a_conversation_from_its_decode_node(
+    folder: Path, wire: str, workers: int
+) -> None:
     """The node that has it stops taking requests. Fetching goes over gRPC on whatever wire."""
     made, nodes, decode = worker(folder, "rot-k3v2"), list[PrefillService](), list[DecodeService]()
     always: dict[str, Any] = {"prefix_fetch": PrefixFetch.ALWAYS, "fetch_s": TIMEOUT_S}
     async with in_process_cluster(
-        folder, made, wire, 2, num_decode=1, decode_nodes=decode, prefill_nodes=nodes, **always
+        folder, made, wire, 2, num_decode=1, decode_nodes=decode, prefill_nodes=nodes, workers=workers, **always
     ) as client:
         ids = prompt(6, 3 * PI + 1)
         ids += (*await say(client, ids), 7, 8)

@@ -19,12 +19,14 @@ API_KEY = "sk-loopback"
 PROMPT = "def read_lines(path):"
 
 
-@pytest.fixture(scope="module")
-def served(checkpoint: Path, start: Start, tmp_path_factory: pytest.TempPathFactory) -> Child:
-    """`hackkv serve` with two API keys, one prefill and one decode process."""
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["alone", "2 workers"])
+def served(
+    request: pytest.FixtureRequest, checkpoint: Path, start: Start, tmp_path_factory: pytest.TempPathFactory
+) -> Child:
+    """`hackkv serve` with two API keys, one prefill and one decode process, and a router of one or several."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"another\n{API_KEY}\n")
-    small = ("--prefill", "1", "--decode", "1", "--port", "0")
+    small = ("--prefill", "1", "--decode", "1", "--port", "0", "--router-workers", str(request.param))
     flags = ("--api-key-file", str(keys), "--served-model-name", "tiny", "--dtype", "float32")
     return start("serve", str(checkpoint), *small, *flags)
 

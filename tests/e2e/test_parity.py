@@ -21,6 +21,7 @@ from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import Request, Sampling, Token
 from tests.e2e.in_process import in_process_cluster
+from tests.router.processes import ROUTERS
 from tests.wires import WIRES_HERE
 
 PI = 32
@@ -99,10 +100,11 @@ async def test_greedy_tokens_equal_a_single_process_in_fp32(
     assert f"hackkv_kv_transfer_tokens_total {float(moved)}" in metrics
 
 
+@ROUTERS
 @pytest.mark.parametrize("codec", CODECS)
-async def test_first_divergences_are_ties_in_bf16(folder: Path, codec: str) -> None:
+async def test_first_divergences_are_ties_in_bf16(folder: Path, codec: str, workers: int) -> None:
     cases = prompts(seed=99)
-    async with in_process_cluster(folder, worker(folder, codec, "bfloat16"), "grpc", 2) as client:
+    async with in_process_cluster(folder, worker(folder, codec, "bfloat16"), "grpc", 2, workers=workers) as client:
         answers = await complete_all(client, cases, 8)
     for prompt, answer in zip(cases, answers, strict=True):
         expected = reference(folder, codec, "bfloat16", prompt)

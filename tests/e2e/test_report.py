@@ -13,17 +13,19 @@ from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import load_worker
 from hackkv.timing import Stage
 from tests.e2e.in_process import in_process_cluster
+from tests.router.processes import ROUTERS
 
 
+@ROUTERS
 @pytest.mark.parametrize("stream", [False, True])
-async def test_workers_account_for_their_stages(tmp_path: Path, stream: bool) -> None:
+async def test_workers_account_for_their_stages(tmp_path: Path, stream: bool, workers: int) -> None:
     # The reference can tell the correction terms of Eq. (4) apart; fused kernels need not.
     worker = load_worker(
         ModelConfig(path=str(write_tiny(tmp_path, Tiny())), dtype="float32", backend="reference"),
         CodecConfig(name="hack", settings={"page_tokens": 32}),
     )
     body = {"prompt": list(range(3, 103)), "max_tokens": 5, "ignore_eos": True, "return_stages": True, "stream": stream}
-    async with in_process_cluster(tmp_path, worker, "grpc", 1) as client:
+    async with in_process_cluster(tmp_path, worker, "grpc", 1, workers=workers) as client:
         response = await client.post("/v1/completions", json=body)
         metrics = (await client.get("/metrics")).text
         nodes = (await client.get("/version")).json()["nodes"]

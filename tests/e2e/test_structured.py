@@ -17,6 +17,7 @@ from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.worker import Worker, load_worker
 from hackkv.packaged import SHIPPED
 from tests.e2e.in_process import in_process_cluster
+from tests.router.processes import ROUTERS
 from tests.schemas import REAL, random_schema
 
 CONCURRENCY = 8
@@ -75,10 +76,11 @@ async def validate(client: httpx.AsyncClient, schemas: Mapping[str, dict[str, An
     return sum(await asyncio.gather(*(one(name, schema) for name, schema in schemas.items())))
 
 
-async def test_answers_validate() -> None:
+@ROUTERS
+async def test_answers_validate(workers: int) -> None:
     """Some schemas of every kind; the slow tier has 500."""
     schemas = {**REAL, **{str(seed): random_schema(seed) for seed in range(500, 530)}}
-    async with in_process_cluster(SHIPPED, worker(), "inproc", 4) as client:
+    async with in_process_cluster(SHIPPED, worker(), "inproc", 4, workers=workers) as client:
         assert await validate(client, schemas) <= len(schemas) // 20
 
 
@@ -90,11 +92,12 @@ async def test_500_random_schemas_validate() -> None:
         assert await validate(client, schemas) <= len(schemas) // 20
 
 
-async def test_a_stream_of_a_guided_request_survives_its_decode_nodes() -> None:
+@ROUTERS
+async def test_a_stream_of_a_guided_request_survives_its_decode_nodes(workers: int) -> None:
     """The first decode node hands its requests over in the middle; the other goes on with the same tokens."""
     nodes = list[DecodeService]()
     body = {"prompt": "def ", "guided_regex": "([a-z]{4} ){40}[0-9]{2}", "max_tokens": 400, "seed": 3, "n": 3}
-    async with in_process_cluster(SHIPPED, worker(), "inproc", 4, decode_nodes=nodes) as client:
+    async with in_process_cluster(SHIPPED, worker(), "inproc", 4, decode_nodes=nodes, workers=workers) as client:
         calm = await post(client, "/v1/completions", **body)
         seen, texts = 0, ["", "", ""]
         async for choice in _stream(client, body):
@@ -119,8 +122,9 @@ async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncItera
                     yield choice
 
 
-async def test_chat_with_formats_tools_and_streams() -> None:
-    async with in_process_cluster(SHIPPED, worker(), "inproc", 4) as client:
+@ROUTERS
+async def test_chat_with_formats_tools_and_streams(workers: int) -> None:
+    async with in_process_cluster(SHIPPED, worker(), "inproc", 4, workers=workers) as client:
         path, schema = "/v1/chat/completions", REAL["classify"]
         asked = {"type": "json_schema", "json_schema": {"name": "label", "strict": True, "schema": schema}}
         answer = await post(client, path, messages=MESSAGES, response_format=asked, n=2, logprobs=True, top_logprobs=2)

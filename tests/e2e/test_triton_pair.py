@@ -111,7 +111,7 @@ async def again(nodes: Pair, request: Request, emitted: tuple[int, ...]) -> list
     """The rest of a request, from KV that the prefill node kept."""
     async with closing(nodes.decode.decode(DecodeJob(request, "t", 1, emitted))) as decoding:
         assert await anext(decoding) == Reserved()
-        await nodes.prefill.assign("t", 1, nodes.address, 0)
+        await nodes.prefill.assign("t", 1, nodes.address)
         return [event async for event in decoding if isinstance(event, Token)]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from hackkv.config import TracesConfig
 from hackkv.errors import TransferError
+from hackkv.held import HeldKv
 from node.spans import NoSpans, Spans, open_spans
 from node.traced import TracedDecode, TracedPrefill, traced_decode, traced_prefill
 from tests.collector import Collector
@@ -163,6 +164,6 @@ async def test_traced_nodes_pass_everything_on() -> None:
     prefill, decode = FakePrefill(), FakeDecode()
     traced = TracedPrefill(prefill, NoSpans())
     assert await traced.describe() == nouns.node_info("p-1")
-    await traced.assign("t-1", 2, "10.0.0.1:7", 3)
-    assert prefill.assigned == [("t-1", 2, "10.0.0.1:7", 3)]
+    await traced.assign("t-1", 2, "10.0.0.1:7", HeldKv(3, 1))
+    assert prefill.assigned == [("t-1", 2, "10.0.0.1:7", HeldKv(3, 1))]
     assert await TracedDecode(decode, NoSpans()).describe() == nouns.node_info()

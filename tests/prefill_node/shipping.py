@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from hack_kernels.base import Plane
 
-from hackkv.framing import FrameWriter
-from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, PrefillJob, Receipt
+from hackkv.footprint import Footprint
+from hackkv.framing import Expected, FrameWriter
+from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, KvLayout, PrefillJob, Receipt
 from hackkv.wire_form import RAW, Bytes, WireForm
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.links import Links
@@ -24,7 +25,9 @@ from transport.wires import Loopback
 FRAMES, FRAME_BYTES = 3, 64
 KV_BYTES = FRAMES * FRAME_BYTES
 TOKEN = 9
-KIND = FrameKind(Fingerprint(()), ((Plane("k", torch.uint8, (FRAME_BYTES,)),),) * FRAMES)
+PLANES = ((Plane("k", torch.uint8, (FRAME_BYTES,)),),) * FRAMES
+SIZES = Footprint(1, page_bytes=KV_BYTES, wire_page_bytes=KV_BYTES, row_bytes=0)
+KIND = FrameKind(Fingerprint(()), Expected(KvLayout(FRAMES, 1, FRAME_BYTES, 1), PLANES, 0, SIZES))
 PATIENCE = Patience(unassigned_s=300.0, kept_s=1800.0)
 
 

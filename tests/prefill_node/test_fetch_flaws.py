@@ -13,6 +13,7 @@ from faults.plan import Action, FaultPlan, FaultRule, Point
 from faults.process import ProcessHands
 from faults.seams import lending
 from hackkv.errors import NodeDraining
+from hackkv.held import HeldKv
 from hackkv.types import DecodeJob, Handoff, HandoffEnd, KvFrame, Prefilled, PrefillJob, Reserved
 from prefill_node.fetched import Fetched
 from prefill_node.host_pool import HostPool, Tenant
@@ -81,8 +82,8 @@ async def test_a_request_that_ends_in_the_middle_of_its_fetch_leaves_nothing(end
     async with second_turn(tiny_worker(), halt.strike, **FETCHES) as (nodes, ids):
         request = greedy("r", ids, 5)
         decoding = nodes.decode.decode(DecodeJob(request, "r", 0))
-        assert await anext(decoding) == Reserved(4)
-        events = nodes.prefill.prefill(PrefillJob(request, "r", 0, nodes.address, held_pages=4))
+        assert await anext(decoding) == Reserved(HeldKv(4))
+        events = nodes.prefill.prefill(PrefillJob(request, "r", 0, nodes.address, held=HeldKv(4)))
         first = asyncio.ensure_future(anext(events))
         await halt.begun.wait()
         assert (await nodes.prefill.describe()).queued_tokens == len(ids) - 4 * PI

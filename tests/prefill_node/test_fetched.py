@@ -35,11 +35,10 @@ def test_pages_that_are_here_by_then_are_not_written(codec: str, first: int) -> 
     ledger, writer = FrameLedger("t", 0, expected), FrameWriter("t", 0)
     parts: list[Part] = []
     for layer in range(2):
-        sealed = {
-            plane.name: random_plane(plane, 2, len(PAGES), generator) for plane in worker.codec.wire_planes[layer]
-        }
+        sent = worker.footprint.sent_pages(rows)
+        sealed = {plane.name: random_plane(plane, 2, len(sent), generator) for plane in worker.codec.wire_planes[layer]}
         exact = {name: torch.full((2, 1, worker.footprint.exact_rows(rows), 64), layer + 0.5) for name in OPEN_PLANES}
-        frames: list[KvFrame] = [*writer.frames(layer, 0, sealed)]
+        frames: list[KvFrame] = [*writer.frames(layer, sent.start, sealed)]
         if worker.footprint.exact_rows(rows):
             frames += writer.frames(
                 layer, 4, {n: p.half() for n, p in exact.items()}, worker.footprint.exact_rows(rows)

@@ -123,8 +123,9 @@ async def test_kv_goes_to_another_decode_node_and_gives_the_same_tokens(codec: s
             async with closing(nodes.decode.decode(DecodeJob(request, "t", 1))) as decoding:
                 reserved = await anext(decoding)
                 stays = when == "after the handoff" and worker.codec.bytes_follow_tokens
-                assert reserved == Reserved(5 if stays else 0), "what has landed stays, if its bytes have a name"
-                await nodes.prefill.assign("t", 1, nodes.address, reserved.held_pages)
+                assert isinstance(reserved, Reserved)
+                assert reserved.held.pages == (5 if stays else 0), "what has landed stays, if its bytes have a name"
+                await nodes.prefill.assign("t", 1, nodes.address, reserved.held)
                 prefilled, again = await computing, await anext(events)
                 assert isinstance(prefilled, Prefilled)
                 assert isinstance(again, HandedOff), again

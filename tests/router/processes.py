@@ -22,6 +22,8 @@ from transport.rpc_server import RpcServer
 PATIENCE_S = 60.0
 WORKERS = pytest.mark.parametrize("workers", [1, 2])
 """For tests of the router as processes: what one process keeps, several keep together."""
+ROUTERS = pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+"""The same for more tests: `make test` runs them with one process, `make test-all` with two as well."""
 
 
 @asynccontextmanager

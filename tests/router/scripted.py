@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from hackkv.errors import HackkvError, HandshakeRefused, NodeLost, Overloaded, TransferError
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import NodeInfo, WireAddress
 from hackkv.types import (
     Decoded,
@@ -90,7 +91,7 @@ class Script:
     """Whether prefill nodes have room to keep KV that was handed off."""
     cached_tokens: int = 0
     """Of each prompt, by an earlier request."""
-    held_pages: int = 0
+    held: HeldKv = NOTHING_HELD
     """Of each prompt, on every decode node."""
     swaps: bool = False
     """Whether a sequence is swapped out before `fail_at_token`."""
@@ -138,7 +139,7 @@ class ScriptedDecode:
         landing = self.open[job.transfer_id] = asyncio.get_running_loop().create_future()
         try:
             await self.script.meet(self.node_id, Point.RESERVE)
-            yield Reserved(self.script.held_pages)
+            yield Reserved(self.script.held)
             receipt = await landing
             await self.script.meet(self.node_id, Point.LANDED)
             yield Landed(receipt)
@@ -174,7 +175,7 @@ class ScriptedPrefill:
 
     def __init__(self, node_id: str, script: Script, decode: dict[str, ScriptedDecode]) -> None:
         self.node_id, self.script, self._decode = node_id, script, decode
-        self.open: dict[str, asyncio.Queue[tuple[int, str, int]]] = {}
+        self.open: dict[str, asyncio.Queue[tuple[int, str, HeldKv]]] = {}
         self.jobs: list[PrefillJob] = []
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
@@ -182,7 +183,7 @@ class ScriptedPrefill:
         self.jobs.append(job)
         assigned = self.open[job.transfer_id] = asyncio.Queue()
         if job.decode_address:
-            assigned.put_nowait((job.epoch, job.decode_address, job.held_pages))
+            assigned.put_nowait((job.epoch, job.decode_address, job.held))
         try:
             await self.script.meet(self.node_id, Point.PREFILL)
             prompt, wanted = job.request.prompt_ids, job.request.sampling.prompt_logprobs
@@ -200,7 +201,7 @@ class ScriptedPrefill:
         finally:
             del self.open[job.transfer_id]
 
-    async def _push(self, job: PrefillJob, epoch: int, address: str, held_pages: int) -> HandedOff | HandoffFailed:
+    async def _push(self, job: PrefillJob, epoch: int, address: str, held: HeldKv) -> HandedOff | HandoffFailed:
         try:
             await self.script.meet(self.node_id, Point.HANDOFF)
             landing = self._decode[address.removeprefix("inproc://")].open.get(job.transfer_id)
@@ -208,15 +209,15 @@ class ScriptedPrefill:
                 raise HandshakeRefused("unknown transfer")
         except TransferError as error:
             return HandoffFailed(epoch, error.code, str(error))
-        receipt = replace(receipt_for(job), held_tokens=held_pages * PAGE_TOKENS)
+        receipt = replace(receipt_for(job), held_tokens=held.pages * PAGE_TOKENS)
         landing.set_result(receipt)
         return HandedOff(receipt, 0.0, 0.0, 0, epoch)
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name a decode node."""
         if transfer_id not in self.open:
             raise HandshakeRefused("unknown transfer")
-        self.open[transfer_id].put_nowait((epoch, decode_address, held_pages))
+        self.open[transfer_id].put_nowait((epoch, decode_address, held))
 
     async def describe(self) -> NodeInfo:
         """Report."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hackkv.errors import (
     HandshakeRefused,
 )
+from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.nodes import Lease, NodeInfo
 from hackkv.types import (
     Decoded,
@@ -34,7 +35,7 @@ PREFILL_EVENTS: list[PrefillEvent] = [
     HandedOff(nouns.receipt(), 0.0, 0.3, 512, epoch=1),
 ]
 DECODE_EVENTS: list[DecodeEvent] = [
-    Reserved(3),
+    Reserved(HeldKv(3, 2)),
     Landed(nouns.receipt()),
     Token(1, 12),
     Swapped(),
@@ -51,7 +52,7 @@ class FakePrefill:
         self.error: Exception | None = None
         self.hang = False
         self.jobs: list[PrefillJob] = []
-        self.assigned: list[tuple[str, int, str, int]] = []
+        self.assigned: list[tuple[str, int, str, HeldKv]] = []
         self.closed = asyncio.Event()
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
@@ -66,10 +67,10 @@ class FakePrefill:
         finally:
             self.closed.set()
 
-    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held_pages: int = 0) -> None:
+    async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         if self.error is not None:
             raise self.error
-        self.assigned.append((transfer_id, epoch, decode_address, held_pages))
+        self.assigned.append((transfer_id, epoch, decode_address, held))
 
     async def describe(self) -> NodeInfo:
         if self.hang:

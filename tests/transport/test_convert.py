@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hackkv import errors, types
 from hackkv.errors import FrameRefused, HackkvError, RequestError, TransferError
+from hackkv.held import HeldKv
 from hackkv.nodes import CodecLoss, Lease, NodeInfo, WireAddress
 from hackkv.page_names import MARK_BYTES, MOST_MARKS
 from hackkv.types import (
@@ -92,6 +93,7 @@ pair_messages = (
     | st.builds(Ready, U32, PARCELS)
 )
 receipts = st.builds(Receipt, TEXT, U32, short_tuples(st.tuples(TEXT, U64)), U64, U64, SECONDS, SECONDS, U32)
+held = st.builds(HeldKv, U32, U32)
 FETCHED = (SECONDS, U32, U64, SECONDS)
 HANDOFF_CODERS: tuple[Coder[Any, Any], ...] = (convert_kv.PUSH_REQUEST, convert_kv.HANDOFF)
 prefill_events = (
@@ -100,7 +102,7 @@ prefill_events = (
     | st.builds(types.HandoffFailed, U32, TEXT, TEXT)
 )
 decode_events = (
-    st.builds(types.Reserved, U32)
+    st.builds(types.Reserved, held)
     | st.builds(types.Landed, receipts)
     | tokens
     | st.builds(types.Swapped)
@@ -143,14 +145,14 @@ CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [
     (convert_kv.LAYOUT, st.builds(KvLayout, U32, U32, U32, st.integers(1, 2**32 - 1))),
     (convert_kv.RECEIPT, receipts),
     (convert_kv.PUSH_REQUEST, kv_frames),
-    *((coder, st.builds(types.Handoff, TEXT, U32, fingerprints, U32, U32)) for coder in HANDOFF_CODERS),
+    *((coder, st.builds(types.Handoff, TEXT, U32, fingerprints, U32, held)) for coder in HANDOFF_CODERS),
     (convert_kv.PUSH_REQUEST, st.builds(HandoffEnd, TEXT, U32, U32, U32, U64)),
     (convert_kv.PUSH_REQUEST, st.builds(Announced, bare_frames, U32, U32, PARCELS)),
     (convert_kv.PUSH_REPLY, receipts | st.just(Accepted())),
     (PAIR_MESSAGE, pair_messages),
-    (convert.PREFILL_JOB, st.builds(PrefillJob, requests, TEXT, U32, TEXT, st.booleans(), U32)),
+    (convert.PREFILL_JOB, st.builds(PrefillJob, requests, TEXT, U32, TEXT, st.booleans(), held)),
     (convert.PREFILL_EVENT, prefill_events),
-    (convert.ASSIGNMENT, st.builds(Assignment, TEXT, U32, TEXT, U32)),
+    (convert.ASSIGNMENT, st.builds(Assignment, TEXT, U32, TEXT, held)),
     (convert.DECODE_JOB, st.builds(DecodeJob, requests, TEXT, U32, short_tuples(U32))),
     (convert.DECODE_EVENT, decode_events),
     (convert.NODE_INFO, node_infos),

@@ -36,7 +36,8 @@ LOCAL_FIELDS = {("KvFrame", "header_bytes")}
 
 
 def test_every_field_of_every_noun_is_in_the_proto() -> None:
-    nouns = {name: noun for name, noun in {**vars(types), **vars(nodes)}.items() if dataclasses.is_dataclass(noun)}
+    known = {**vars(types), **vars(nodes)}.items()
+    nouns = {name: noun for name, noun in known if isinstance(noun, type) and dataclasses.is_dataclass(noun)}
     for name, message in pb.DESCRIPTOR.message_types_by_name.items():
         if noun := nouns.get(name):
             names = [field.name for field in dataclasses.fields(noun)]

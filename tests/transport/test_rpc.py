@@ -20,6 +20,7 @@ from hackkv.errors import (
     TransferError,
     Unavailable,
 )
+from hackkv.held import HeldKv
 from hackkv.nodes import Lease
 from tests.transport import nouns
 from tests.transport.fakes import DECODE_EVENTS, PREFILL_EVENTS, Cluster, FakeDecode
@@ -39,8 +40,8 @@ async def test_decode_yields_its_events(cluster: Cluster) -> None:
 
 
 async def test_unary_calls(cluster: Cluster) -> None:
-    await cluster.prefill.assign("t-1", 0, "10.0.0.1:7", 2)
-    assert cluster.fake.assigned == [("t-1", 0, "10.0.0.1:7", 2)]
+    await cluster.prefill.assign("t-1", 0, "10.0.0.1:7", HeldKv(2, 1))
+    assert cluster.fake.assigned == [("t-1", 0, "10.0.0.1:7", HeldKv(2, 1))]
     assert await cluster.prefill.describe() == nouns.node_info("p-1")
     assert await cluster.decode.describe() == nouns.node_info()
     assert await cluster.registry.register(nouns.node_info()) == Lease(3.5)

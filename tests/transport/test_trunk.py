@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from hackkv.errors import NodeLost, Overloaded, RequestError, TransferError
+from hackkv.held import HeldKv
 from hackkv.types import Decoded, DecodeEvent, DecodeJob, Reserved, Token
 from tests.transport import nouns
 from tests.transport.fakes import FakeDecode
@@ -34,7 +35,7 @@ class Node(FakeDecode):
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         self.under_way.add(job.transfer_id)
         try:
-            yield Reserved(job.epoch)
+            yield Reserved(HeldKv(job.epoch))
             if job.transfer_id == FULL:
                 raise Overloaded("full")
             if job.transfer_id.startswith(HANGS):
@@ -73,7 +74,7 @@ def job(transfer_id: str, epoch: int = 0) -> DecodeJob:
 async def test_each_call_gets_its_own_events(client: DecodeClient, channels: ChannelPool) -> None:
     async def run(epoch: int) -> None:
         first, *tokens, last = [event async for event in client.decode(job(f"t-{epoch}", epoch))]
-        assert first == Reserved(epoch)
+        assert first == Reserved(HeldKv(epoch))
         assert tokens == [Token(index, epoch) for index in range(TOKENS)]
         assert isinstance(last, Decoded)
 

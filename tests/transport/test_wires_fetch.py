@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hackkv.errors import FrameRefused, HackkvError, HandshakeRefused, NodeLost, TransferError
+from hackkv.held import HeldKv
 from hackkv.types import Handoff, KvFrame
 from tests.transport import nouns
 from tests.transport.ends import Frames, Reader
@@ -27,7 +28,7 @@ async def test_what_is_lent_arrives_in_order(sender: KvSender, listener: KvListe
         yield nouns.end(len(payloads))
 
     address = await listener.serve(Reader(), lend)
-    handoff = replace(nouns.handoff(), held_pages=1)
+    handoff = replace(nouns.handoff(), held=HeldKv(1))
     items = [item async for item in sender.fetch(address, handoff)]
     bare = [replace(item, header_bytes=0) if isinstance(item, KvFrame) else item for item in items]
     assert bare == [*(nouns.frame(seq, payload) for seq, payload in enumerate(payloads)), nouns.end(40)]

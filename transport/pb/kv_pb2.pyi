@@ -174,19 +174,27 @@ class KvLayout(_message.Message):
     page_tokens: int
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_tokens: _Optional[int] = ...) -> None: ...
 
+class HeldKv(_message.Message):
+    __slots__ = ("pages", "exact")
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    exact: int
+    def __init__(self, pages: _Optional[int] = ..., exact: _Optional[int] = ...) -> None: ...
+
 class Handoff(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "fingerprint", "num_tokens", "held_pages")
+    __slots__ = ("transfer_id", "epoch", "fingerprint", "num_tokens", "held")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     fingerprint: Fingerprint
     num_tokens: int
-    held_pages: int
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., num_tokens: _Optional[int] = ..., held_pages: _Optional[int] = ...) -> None: ...
+    held: HeldKv
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., num_tokens: _Optional[int] = ..., held: _Optional[_Union[HeldKv, _Mapping]] = ...) -> None: ...
 
 class PlaneSpan(_message.Message):
     __slots__ = ("name", "raw_bytes", "coded_bytes", "checksum", "method")
@@ -351,32 +359,32 @@ class PairMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., key: _Optional[_Union[PairKey, _Mapping]] = ..., paired: _Optional[_Union[Paired, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class PrefillJob(_message.Message):
-    __slots__ = ("request", "transfer_id", "epoch", "decode_address", "handoff", "held_pages")
+    __slots__ = ("request", "transfer_id", "epoch", "decode_address", "handoff", "held")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
-    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     request: Request
     transfer_id: str
     epoch: int
     decode_address: str
     handoff: bool
-    held_pages: int
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., handoff: _Optional[bool] = ..., held_pages: _Optional[int] = ...) -> None: ...
+    held: HeldKv
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., decode_address: _Optional[str] = ..., handoff: _Optional[bool] = ..., held: _Optional[_Union[HeldKv, _Mapping]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("transfer_id", "decode_address", "epoch", "held_pages")
+    __slots__ = ("transfer_id", "decode_address", "epoch", "held")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     decode_address: str
     epoch: int
-    held_pages: int
-    def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., epoch: _Optional[int] = ..., held_pages: _Optional[int] = ...) -> None: ...
+    held: HeldKv
+    def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., epoch: _Optional[int] = ..., held: _Optional[_Union[HeldKv, _Mapping]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("token", "queue_s", "prefill_s", "quantize_s", "computed_tokens", "prompt_logprobs", "wire_encode_s", "fetched_tokens", "fetched_bytes", "fetch_s")
@@ -449,10 +457,10 @@ class DecodeJob(_message.Message):
     def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., emitted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("held_pages",)
-    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
-    held_pages: int
-    def __init__(self, held_pages: _Optional[int] = ...) -> None: ...
+    __slots__ = ("held",)
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    held: HeldKv
+    def __init__(self, held: _Optional[_Union[HeldKv, _Mapping]] = ...) -> None: ...
 
 class Landed(_message.Message):
     __slots__ = ("receipt",)

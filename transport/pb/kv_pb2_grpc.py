@@ -432,7 +432,7 @@ class KvReceiverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """The other direction: a prefill node asks for pages [held_pages, num_tokens / page_tokens) of a prompt that this node
+        """The other direction: a prefill node asks for pages [held.pages, num_tokens / page_tokens) of a prompt that this node
         has room for. Frames, then HandoffEnd; a failed call carries a Failure as those of the control services do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

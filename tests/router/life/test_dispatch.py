@@ -17,6 +17,7 @@ from hackkv.errors import (
     TransferError,
     Unavailable,
 )
+from hackkv.held import HeldKv
 from hackkv.types import Finish, Request, Role
 from router.config import LimitsConfig
 from router.life.dispatch import Dispatcher
@@ -99,10 +100,10 @@ async def test_an_assignment_that_overtakes_its_job_is_repeated(
     node = cluster.prefill["p0"]
     assign = node.assign
 
-    async def hasty(transfer_id: str, epoch: int, address: str, held_pages: int) -> None:
+    async def hasty(transfer_id: str, epoch: int, address: str, held: HeldKv) -> None:
         if refusals:
             raise refusals.pop()
-        await assign(transfer_id, epoch, address, held_pages)
+        await assign(transfer_id, epoch, address, held)
 
     monkeypatch.setattr(node, "assign", hasty)
     run = Run(cluster)
@@ -116,7 +117,7 @@ async def test_an_assignment_that_overtakes_its_job_is_repeated(
 
 async def test_the_prefill_node_hears_what_the_decode_node_holds(cluster: Cluster) -> None:
     """With the job if there is room at once, else with the assignment. It is counted where KV is."""
-    cluster.script.held_pages = 1
+    cluster.script.held = HeldKv(1)
     run = Run(cluster)
     await run.serve()
     assert_served(run, cluster)
@@ -128,7 +129,7 @@ async def test_the_prefill_node_hears_what_the_decode_node_holds(cluster: Cluste
     await cluster.report("d0")
     await serving
     assert_served(late, cluster)
-    assert [job.held_pages for node in cluster.prefill.values() for job in node.jobs] == [1, 0]
+    assert [job.held.pages for node in cluster.prefill.values() for job in node.jobs] == [1, 0]
     assert run.flight.held_tokens == late.flight.held_tokens == PAGE_TOKENS
 
 

@@ -16,6 +16,7 @@ from hackkv.errors import (
     TransferError,
     Unavailable,
 )
+from hackkv.held import HeldKv
 from hackkv.timing import Stage
 from hackkv.types import DecodeJob, HandoffFailed, PrefillEvent, PrefillJob, Role
 from router.config import DeadlinesConfig
@@ -181,7 +182,7 @@ async def test_a_transfer_that_fails_goes_to_another_decode_node(
 ) -> None:
     push = cluster.prefill["p0"]._push
 
-    async def fails_once(job: PrefillJob, epoch: int, address: str, held: int) -> PrefillEvent:
+    async def fails_once(job: PrefillJob, epoch: int, address: str, held: HeldKv) -> PrefillEvent:
         return HandoffFailed(epoch, error.code, str(error)) if epoch == 0 else await push(job, epoch, address, held)
 
     monkeypatch.setattr(cluster.prefill["p0"], "_push", fails_once)
@@ -196,7 +197,7 @@ async def test_word_of_a_push_that_is_over_is_counted_and_ignored(
 ) -> None:
     push = cluster.prefill["p0"]._push
 
-    async def late(job: PrefillJob, epoch: int, address: str, held: int) -> PrefillEvent:
+    async def late(job: PrefillJob, epoch: int, address: str, held: HeldKv) -> PrefillEvent:
         fate = await push(job, epoch, address, held)
         return fate if epoch == 0 else HandoffFailed(0, "node_lost", "d0 went away")
 

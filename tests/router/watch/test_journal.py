@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hackkv.errors import NodeLost
+from hackkv.held import HeldKv
 from hackkv.timing import Stage
 from hackkv.types import Role
 from router.watch.journal import ENDED, GONE_S, SAMPLES, TOTALS, Journal
@@ -29,7 +30,7 @@ async def requests(api: Api, after: int = 0) -> dict[str, Any]:
 
 
 async def test_tokens_that_were_there_already_are_summed(api: Api) -> None:
-    api.cluster.script.cached_tokens = api.cluster.script.held_pages = 1
+    api.cluster.script.cached_tokens, api.cluster.script.held = 1, HeldKv(1)
     told = []
     for _ in range(2):
         await api.http.post(COMPLETIONS, json={"prompt": [5] * 20, "max_tokens": 5})

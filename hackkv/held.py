@@ -1,0 +1,24 @@
+"""What of a prompt's KV a receiver has before it is sent any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class HeldKv:
+    """What a receiver has of a prompt from earlier requests: it does not travel."""
+
+    pages: int = 0
+    """The prompt's first pages, as they rest."""
+    exact: int = 0
+    """Of as many first pages it also has the rows that the prompt's queries see exactly, if they see any of them."""
+
+    @property
+    def words(self) -> str:
+        """For a person."""
+        return f"{self.pages} pages and the exact rows of {self.exact}"
+
+
+NOTHING_HELD: Final = HeldKv()
