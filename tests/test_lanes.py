@@ -95,7 +95,7 @@ class Node:
         exact = self.memory.export_rows(0, slots[2], ROWS).own()
         self.memory.copy_slot(slots[0], slots[1])
         with self.memory.lanes.arriving():
-            self.memory.install_rows(0, range(2), slots[0], ROWS, exact)
+            self.memory.install_rows(0, range(2), slots[0], self.memory.footprint.runs(ROWS), exact)
 
 
 def _keep(parts: list[tuple[int, Planes]], part: Leaving, planes: Planes) -> None:
