@@ -21,6 +21,7 @@ PEERS: Final = ROOT / ".venv-peers"
 FORMS: Final = PEERS / "models"
 """Forms of the model that peers read."""
 HOLD: Final = Path(__file__).with_name("hold_avx2.c")
+NOT_INSTALLED: Final = "not installed: `make peers` says why"
 CAUSE: Final = re.compile(r"error|assert", re.IGNORECASE)
 CAUSE_CHARS: Final = 300
 
@@ -35,7 +36,7 @@ def python_of(entry: Entry) -> Path:
         return Path(sys.executable)
     python = PEERS / entry.module / "bin" / "python"
     if not python.exists():
-        raise Absent("not installed: `make peers` says why")
+        raise Absent(NOT_INSTALLED)
     return python
 
 
