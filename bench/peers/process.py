@@ -41,9 +41,12 @@ def python_of(entry: Entry) -> Path:
 
 
 def compile_hold(folder: Path) -> Path:
-    """The library that holds a process to AVX2, compiled into `folder`. Raises `Absent` where CPUID cannot fault."""
+    """The library that holds a process to AVX2, compiled into `folder`. Raises `Absent` where that or CPUID's faults fail."""
     library = folder / "hold_avx2.so"
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HOLD], check=True)
+    try:
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HOLD], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Absent(f"{HOLD.name} does not compile: {error}") from None
     tried = subprocess.run([sys.executable, "-c", ""], env=environment(1, library), capture_output=True, text=True)
     if tried.returncode:
         raise Absent(tried.stderr.strip() or "a process held to AVX2 does not start")
