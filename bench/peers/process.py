@@ -41,7 +41,7 @@ def python_of(entry: Entry) -> Path:
 
 
 def compile_hold(folder: Path) -> Path:
-    """The library that holds a process to AVX2, compiled into `folder`. Raises `Absent` where that or CPUID's faults fail."""
+    """The library that holds a process to AVX2, made in `folder`. Raises `Absent` where that or a CPUID fault fails."""
     library = folder / "hold_avx2.so"
     try:
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HOLD], check=True)
