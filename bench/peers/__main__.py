@@ -155,7 +155,7 @@ def beside(
     minutes: Annotated[float, typer.Option(min=0, help="begin nothing after so long; the same command goes on")] = 8.0,
     only: Annotated[str, typer.Option(help="modules of bench.peers.systems, comma between; all by default")] = MODULES,
     sizes: Annotated[str, typer.Option(help="prompt lengths in tokens, comma between")] = "512,2048,4096",
-    count: Annotated[int, typer.Option(min=2, help="requests at once, of the last length")] = 8,
+    count: Annotated[int, typer.Option(min=2, help="requests at once, of the greatest length")] = 8,
     contenders: Annotated[int, typer.Option(min=0, help="peers asked for these: the fastest ones alone")] = 2,
     threads: Threads = 2,
     rounds: Annotated[int, typer.Option(min=1, help="times that each is asked; medians count")] = 1,
@@ -163,10 +163,10 @@ def beside(
 ) -> None:
     """SmolLM2's GGUF file and the same text through hackkv and its peers: each prompt alone, then several at once.
 
-    What the section in `--out` holds of the same setting is not measured again, and what could not be measured not
-    tried again. To begin anew, delete the section from performance.json.
+    What the section in `--out` holds of the same setting is not measured again, and what failed not tried again. To
+    begin anew, delete the section from performance.json.
     """
-    file, lengths, entries = smollm2_file(), _lengths(sizes, ANSWER_TOKENS), _entries(only)
+    file, lengths, entries = smollm2_file(), sorted(_lengths(sizes, ANSWER_TOKENS)), _entries(only)
     checkpoint = write_split(find_model(str(file), "bfloat16", "bf16").path, FORMS / file.stem)
     prompts = {False: text_prompts(checkpoint, lengths), True: text_prompts(checkpoint, lengths[-1:] * count)}
     with TemporaryDirectory() as folder:

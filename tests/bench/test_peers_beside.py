@@ -82,6 +82,8 @@ def test_a_record_goes_on_only_for_the_same_setting() -> None:
     record.absent["slow, KV f16, together"] = "no"
     kept = json.loads(json.dumps(record.as_json()))
     assert Record.read(kept, SETTING, LENGTHS) == record
+    kept["absent"]["wide, KV f16, together"] = process.NOT_INSTALLED
+    assert Record.read(kept, SETTING, LENGTHS) == record
     assert not Record.read(kept, {**SETTING, "kernels": "avx512-vnni"}, LENGTHS).results
 
 
