@@ -74,16 +74,19 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
 
 
 @pytest.mark.grid(together=1)
-@pytest.mark.parametrize(
-    ("wire", "codec", "workers"),
-    [
-        *((wire, codec, 1) for wire in WIRES_HERE for codec in SHARING),
-        *(pytest.param("grpc", codec, 2, marks=pytest.mark.slow) for codec in ("hack", DEFAULT_CODEC)),
-    ],
-)
-async def test_turns_of_many_conversations_say_what_cold_runs_say(
-    folder: Path, wire: str, codec: str, workers: int
-) -> None:
+@pytest.mark.parametrize("codec", SHARING)
+@pytest.mark.parametrize("wire", WIRES_HERE)
+async def test_turns_of_many_conversations_say_what_cold_runs_say(folder: Path, wire: str, codec: str) -> None:
+    await hold_many_conversations(folder, wire, codec, workers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["hack", DEFAULT_CODEC])
+async def test_so_they_do_through_a_router_of_several_processes(folder: Path, codec: str) -> None:
+    await hold_many_conversations(folder, "grpc", codec, workers=2)
+
+
+async def hold_many_conversations(folder: Path, wire: str, codec: str, workers: int) -> None:
     """First one conversation after another: each later turn finds its pair idle, and all that the turns before it have
     sealed stays where it is. Then some at once, which may move for the sake of load."""
     made = worker(folder, codec)
