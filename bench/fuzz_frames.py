@@ -22,7 +22,8 @@ from hack_kernels.base import Plane
 from bench.cluster import until
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import FrameRefused, HackkvError
-from hackkv.framing import Expected, FrameLedger, FrameWriter, open_planes
+from hackkv.expected import Expected, open_planes
+from hackkv.framing import FrameLedger, FrameWriter
 from hackkv.model.worker import Worker, load_worker
 from hackkv.types import DecodeJob, Fingerprint, Handoff, HandoffEnd, KvFrame, PlaneSpan, Receipt, Request, Sampling
 from transport import methods

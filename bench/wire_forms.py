@@ -25,7 +25,8 @@ from bench.sections import write_section
 from bench.wire_links import LINKS, link_row
 from hackkv.batch import Span
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.framing import Expected, FrameLedger, FrameWriter
+from hackkv.expected import Expected
+from hackkv.framing import FrameLedger, FrameWriter
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker, load_worker
 from hackkv.packaged import SHIPPED

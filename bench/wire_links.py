@@ -10,7 +10,8 @@ from typing import Final
 
 from hack_kernels.base import Planes
 
-from hackkv.framing import Expected, FrameLedger, FrameWriter
+from hackkv.expected import Expected
+from hackkv.framing import FrameLedger, FrameWriter
 from hackkv.model.worker import Worker
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, Receipt
 from hackkv.wire_choice import CODER

@@ -32,8 +32,9 @@ from hackkv.errors import (
     NodeLost,
     TransferError,
 )
+from hackkv.expected import Expected, expected_of
 from hackkv.footprint import fp16_bytes
-from hackkv.framing import Expected, FrameLedger, expected_of
+from hackkv.framing import FrameLedger
 from hackkv.held import HeldKv
 from hackkv.model.runner import ModelRunner
 from hackkv.page_names import PageName

@@ -20,20 +20,13 @@ import xxhash
 from hack_kernels.base import Plane
 from torch import Tensor
 
-from hackkv.codec import KvCodec
 from hackkv.errors import FrameRefused
-from hackkv.footprint import Footprint, footprint_of
-from hackkv.held import NOTHING_HELD, HeldKv
-from hackkv.types import HandoffEnd, KvFrame, KvLayout, PlaneSpan
+from hackkv.expected import Expected
+from hackkv.types import HandoffEnd, KvFrame, PlaneSpan
 from hackkv.wire_form import RAW, UNCODED, Bytes, WireForm
 
 MAX_FRAME_BYTES = 2 * 2**20
 """Frames are cut so that their payload stays below this (a single page of one KV head may exceed it)."""
-
-
-def open_planes(width: int, rows: int) -> tuple[Plane, ...]:
-    """The exact rows of a sequence in a layer, of `width` channels, as planes."""
-    return tuple(Plane(name, torch.float16, (rows, width)) for name in ("open_k", "open_v"))
 
 
 class FrameWriter:
@@ -129,46 +122,6 @@ def _sizes_hold(plane: Plane, pages: Tensor) -> bool:
         return True
     sizes = pages.numpy()
     return bool(sizes.min() >= 0 and sizes.sum(-1).max() <= plane.most_sum)
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What a handoff is to bring, as both ends agreed before its first frame."""
-
-    layout: KvLayout
-    wire_planes: tuple[tuple[Plane, ...], ...]
-    """The planes that travel, by layer."""
-    num_rows: int
-    """Rows of the sequence, without evicted ones."""
-    footprint: Footprint
-    form: WireForm = RAW
-    """How the sender codes planes; a plane that coding does not shrink comes uncoded."""
-    held: HeldKv = NOTHING_HELD
-    """What the receiver has already and must not come."""
-
-    def planes(self, layer: int, rows: int) -> tuple[Plane, ...]:
-        """Those of a frame of a layer: of `rows` exact rows, or of sealed pages if that is 0."""
-        return open_planes(self.footprint.widths[layer], rows) if rows else self.wire_planes[layer]
-
-    @property
-    def sealed(self) -> int:
-        """Sealed pages of the sequence, those that the receiver has included."""
-        return self.footprint.sealed(self.num_rows)
-
-    @property
-    def sent_pages(self) -> range:
-        """Those of them that come: a receiver seals pages whose rows come exactly by itself."""
-        return self.footprint.sent_pages(self.num_rows, self.held)
-
-    @property
-    def exact_rows(self) -> int:
-        """Rows that travel exactly. They count as one page, which follows the sealed ones."""
-        return self.footprint.exact_rows(self.num_rows, self.held.exact)
-
-
-def expected_of(codec: KvCodec, layout: KvLayout, rows: int, form: WireForm, held: HeldKv) -> Expected:
-    """What a handoff of `rows` rows in this form brings to a receiver that has `held`."""
-    return Expected(layout, codec.wire_planes, rows, footprint_of(codec, layout), form, held)
 
 
 class FrameLedger:

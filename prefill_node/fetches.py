@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hackkv.errors import FrameRefused, HackkvError, Overloaded
-from hackkv.framing import Expected, FrameLedger, expected_of
+from hackkv.expected import Expected, expected_of
+from hackkv.framing import FrameLedger
 from hackkv.held import HeldKv
 from hackkv.model.worker import Worker
 from hackkv.types import WIRE_FORM, Fingerprint, Handoff, HandoffEnd, PrefillJob

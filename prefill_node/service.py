@@ -9,7 +9,7 @@ from time import perf_counter
 
 from hackkv.codec import rows_held
 from hackkv.errors import NodeDraining
-from hackkv.framing import expected_of
+from hackkv.expected import expected_of
 from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.kv_memory import HostPages
 from hackkv.model.runner import ModelRunner

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from hackkv.errors import DeadlineExceeded, HackkvError, HandshakeRefused
-from hackkv.framing import Expected, handoff_end, lacked_part, reissued
+from hackkv.expected import Expected
+from hackkv.framing import handoff_end, lacked_part, reissued
 from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.types import (
     Fingerprint,

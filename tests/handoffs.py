@@ -14,8 +14,9 @@ from hackkv.codec import KvCodec
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
+from hackkv.expected import Expected
 from hackkv.footprint import footprint_of
-from hackkv.framing import Expected, FrameLedger, FrameWriter
+from hackkv.framing import FrameLedger, FrameWriter
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
 from hackkv.wire_form import WIRE_FORMS, WireForm, wire_form
 

@@ -14,7 +14,8 @@ from decode_node.inbox import Reservation
 from decode_node.kept_rows import KeptRows
 from decode_node.pages import Grant, PagePool
 from hackkv.errors import HandshakeRefused, TransferError
-from hackkv.framing import Expected, FrameLedger
+from hackkv.expected import Expected
+from hackkv.framing import FrameLedger
 from hackkv.held import HeldKv
 from hackkv.kv_memory import HostKv, HostPages
 from hackkv.page_names import Naming

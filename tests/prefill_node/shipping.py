@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from hack_kernels.base import Plane
 
+from hackkv.expected import Expected
 from hackkv.footprint import Footprint
-from hackkv.framing import Expected, FrameWriter
+from hackkv.framing import FrameWriter
 from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, KvLayout, PrefillJob, Receipt
 from hackkv.wire_form import RAW, Bytes, WireForm
 from prefill_node.host_pool import HostPool, Tenant

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hackkv.framing import Expected, FrameLedger, FrameWriter
+from hackkv.expected import Expected
+from hackkv.framing import FrameLedger, FrameWriter
 from hackkv.kv_memory import OPEN_PLANES, KvMemory
 from hackkv.types import KvFrame
 from prefill_node.fetched import Fetched, Part

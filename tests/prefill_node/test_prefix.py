@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hackkv.batch import Batch
 from hackkv.errors import HackkvError, NonFiniteError
-from hackkv.framing import Expected, FrameLedger
+from hackkv.expected import Expected
+from hackkv.framing import FrameLedger
 from hackkv.model.generate import generate
 from hackkv.nodes import NodeIdentity
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Prefilled, PrefillJob, Receipt, Token
