@@ -41,14 +41,14 @@ FLAWS: dict[str, tuple[Callable[[KvFrame], KvFrame], str, str]] = {
     "no heads": (lambda f: replace(f, head_count=0), "range", r"KV head range 0\+0"),
     "negative heads": (lambda f: replace(f, head_start=-1), "range", r"KV head range -1\+2"),
     "no such page": (lambda f: replace(f, page_start=9), "range", r"page range 9\+2"),
-    "no pages": (lambda f: replace(f, page_count=0), "range", r"page range [23]\+0"),
+    "no pages": (lambda f: replace(f, page_count=0), "range", r"page range <page>\+0"),
     "too many pages": (lambda f: replace(f, page_count=2**40), "range", "page range"),
     "into the open page": (
         lambda f: replace(f, page_count=3),
         "range",
-        r"0 rows for pages 2\+3|pages 3\+3: some come as exact rows",
+        r"0 rows for pages <page>\+3|pages <page>\+3: some come as exact rows",
     ),
-    "rows in sealed pages": (lambda f: replace(f, rows=11), "range", r"11 rows for pages [23]\+2"),
+    "rows in sealed pages": (lambda f: replace(f, rows=11), "range", r"11 rows for pages <page>\+2"),
     "fewer pages than bytes": (lambda f: replace(f, page_count=1), "oversized", "declares"),
     "fewer heads than bytes": (lambda f: replace(f, head_count=1), "oversized", "declares"),
     "an oversized plane": (lambda f: changed_span(f, 0, raw_bytes=2**50), "oversized", "declares 1125899906842624 raw"),
@@ -93,7 +93,7 @@ def test_each_flaw_is_named_and_final(codec: str, flaw: str) -> None:
         ledger.accept(frame)
     honest, first = shipment.frames[2], shipment.expected().sent_pages.start
     assert (honest.layer, honest.page_start, honest.page_count) == (0, first + 2, 2)
-    with pytest.raises(FrameRefused, match=words) as caught:
+    with pytest.raises(FrameRefused, match=words.replace("<page>", str(first + 2))) as caught:
         ledger.accept(change(honest))
     assert caught.value.reason in reason.split("|")
     for frame in shipment.frames[2:]:
