@@ -74,8 +74,8 @@ FLAWS: dict[str, tuple[Callable[[KvFrame], KvFrame], str, str]] = {
 }
 
 
-PROMPTS = (4 * 32 + 11, 7 * 32 + 11)
-"""Tokens: four pages travel sealed of the first, or of the second where three come as exact rows."""
+PROMPTS = tuple(pages * 32 + 11 for pages in range(4, 8))
+"""Tokens. Of one of them four pages travel sealed: up to three come as exact rows."""
 
 
 @pytest.mark.grid(together=1)

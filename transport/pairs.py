@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Final
 
 import grpc.aio
@@ -129,7 +128,8 @@ class InPairs:
 
     def __init__(self, kind: LinkKind, host: str) -> None:
         self._kind, self._host = kind, host
-        self._numbers = count(1)
+        self._last = 0
+        """Number of the newest pair."""
         self._pairs: dict[int, InPair] = {}
         self._closed = False
 
@@ -143,8 +143,10 @@ class InPairs:
         await outstay(context, CONNECT_TIMEOUT_S)
 
     async def take(self, announced: Announced) -> Payload:
-        """Receive a parcel. Raises `NodeLost` or `DeadlineExceeded`, `FrameRefused` if there is no such pair."""
+        """Receive a parcel. Raises `NodeLost` or `DeadlineExceeded`, `FrameRefused` if there never was such a pair."""
         pair = self._pairs.get(announced.pair)
+        if pair is None and 0 < announced.pair <= self._last:
+            raise NodeLost(f"pair {announced.pair} is over")
         if pair is None:
             raise FrameRefused(f"pair {announced.pair} is not known here", reason="order")
         return await pair.take(announced.number, announced.size)
@@ -170,7 +172,7 @@ class InPairs:
             raise HandshakeRefused(f"link: {self._kind.dialect!r} here, {hello.dialect!r} at the peer")
         if len(self._pairs) >= 2 * MAX_PAIRS:
             raise Overloaded(f"{len(self._pairs)} processes are paired with this one already")
-        number = next(self._numbers)
+        self._last = number = self._last + 1
         pair = self._pairs[number] = InPair(self._kind.open(1, self._host), stream)
         try:
             pair.start()
