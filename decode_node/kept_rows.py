@@ -2,8 +2,8 @@
 
 A prompt that goes on after kept pages needs the exact rows of the last of them, and of the first ones. They lie in the
 slot of the sequence that sealed them and would go with it. So the slot of a sequence that ends is copied, under the
-name of its last sealed page: that is where the next turn of its conversation goes on. Only prefill nodes need them
-(`lending.py`).
+name of its last sealed page: that is where the next turn of its conversation goes on. This node goes on with them
+itself (`copies.py`), or lends them to a prefill node (`lending.py`).
 """
 
 from __future__ import annotations

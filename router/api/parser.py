@@ -2,11 +2,10 @@
 
 The router forks it while it has one thread, and they share the tokenizer; one that dies is started anew, with
 `python -m router.api.parser MODEL`. It holds one end of a socket pair, over which the router sends the socket of each
-job: `control`, or standard input. The process forks a
-child for the job. The child gives its memory back by ending, can be ended in the middle of anything, and shares the
-tokenizer with its parent without a copy. When the router closes a job's socket (its client left, or a deadline passed)
-the child ends at once. When the router closes
-its end, this process ends.
+job: `control`, or standard input. The process forks a child for the job. The child gives its memory back by ending, can
+be ended in the middle of anything, and shares the tokenizer with its parent without a copy. When the router closes a
+job's socket (its client left, or a deadline passed) the child ends at once. When the router closes its end, this
+process ends.
 
 Messages are those of `router.packets`. A job is a `Job` and the body; the answer is
 `{"rest": ..., "lengths": [...]}` and the token ids of all prompts as 32-bit numbers, `{}` and the JSON that answers a
