@@ -31,6 +31,8 @@ from sim.spec import Codec, Efficiency, Network, Pool, Spec
 REPEATS = 3
 SHORT, TOKENS = 64, 32
 """Prompt and answer of a request whose steps are timed."""
+HANDED_OFF = 2
+"""Tokens of the shortest answer whose KV is handed off."""
 BESIDE_BATCH, BESIDE_PROMPT, BESIDE_TOKENS = 4, 256, 256
 LOOPBACK_GBIT_S = 20.0
 NODE_HOST_GIB = 1.0
@@ -118,8 +120,8 @@ def _stage(answers: Sequence[Outcome], stage: Stage) -> float:
 
 
 async def _passes(cluster: Cluster, prompt: int) -> float:
-    """Seconds of a prompt's computation, one at a time; one token is asked for, so nothing is handed off."""
-    return _stage([await _one(cluster, prompt, 1) for _ in range(REPEATS)], Stage.PREFILL)
+    """Seconds of a prompt's computation, one at a time, while its KV leaves."""
+    return _stage([await _one(cluster, prompt, HANDED_OFF) for _ in range(REPEATS)], Stage.PREFILL)
 
 
 async def _steps(cluster: Cluster, batch: int) -> float:
@@ -135,7 +137,7 @@ async def _steps_beside_passes(cluster: Cluster) -> float:
     timing = asyncio.create_task(_steps(cluster, BESIDE_BATCH))
     try:
         while not timing.done():
-            await _one(cluster, BESIDE_PROMPT, 1)
+            await _one(cluster, BESIDE_PROMPT, HANDED_OFF)
     finally:
         timing.cancel()
         await asyncio.wait([timing])
@@ -150,7 +152,7 @@ async def _passes_beside_steps(cluster: Cluster) -> float:
     try:
         await _one(cluster, SHORT, 1)  # stands in line behind the batch's prompts
         while (not decoding.done() and len(answers) < 2 * REPEATS) or not answers:
-            answers.append(await _one(cluster, BESIDE_PROMPT, 1))
+            answers.append(await _one(cluster, BESIDE_PROMPT, HANDED_OFF))
         await decoding
     finally:
         decoding.cancel()
