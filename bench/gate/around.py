@@ -28,7 +28,7 @@ from sim.costs import Grid, Profile
 from sim.sizes import sizes_of
 from sim.spec import Codec, Efficiency, Network, Pool, Spec
 
-REPEATS = 3
+REPEATS = 7
 SHORT, TOKENS = 64, 32
 """Prompt and answer of a request whose steps are timed."""
 HANDED_OFF = 2
