@@ -67,7 +67,7 @@ async def test_the_cluster_says_what_one_process_says(
 ) -> None:
     """Calibrated pages travel and replay; rows that moved up turn by other numbers; selections find pages by number."""
     settings = {**settings, "calibration": str(calibration), "page_tokens": 32}
-    worker = load_worker(ModelConfig(path=str(checkpoint)), CodecConfig(name=name, settings=settings))
+    worker = load_worker(ModelConfig(path=str(checkpoint), dtype="float32"), CodecConfig(name=name, settings=settings))
     requests = [greedy(f"r{i}", prompt(i, 70 + 60 * i), 30) for i in range(3)]
     wanted = [generate(worker, request) for request in requests]
     async with paired(worker, chunk_pages=1) as nodes:
