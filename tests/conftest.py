@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from hackkv.codecs import CODECS, Preset
 from tests.tiers import thin_out
@@ -19,6 +20,11 @@ torch.set_num_threads(1)
 # Tests that compile for a GPU do so in a process of their own.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# How long an example takes, or is looked for, depends on what else the machine does.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 # Tests that loop over CODECS hold it for formats that differ by layer, for another window than the presets have, and

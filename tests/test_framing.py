@@ -23,7 +23,7 @@ from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
 from tests.handoffs import codec_of, rows_of, same_bytes, ship
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     codec=st.sampled_from(sorted(CODECS)),
     layers=st.integers(1, 3),

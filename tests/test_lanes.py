@@ -133,7 +133,7 @@ def lived(node: Node, day: list[tuple[str, list[int], list[int], int]]) -> list[
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @given(day=DAYS, seed=st.integers(0, 1 << 30))
-@settings(max_examples=6, phases=[Phase.explicit, Phase.generate], deadline=None)
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 def test_lanes_that_lag_change_no_byte(codec: str, day: list[tuple[str, list[int], list[int], int]], seed: int) -> None:
     """Every codec, in every order that lanes and marks allow, and over torch's streams, against copies at once."""
     worker = tiny_worker(codec)

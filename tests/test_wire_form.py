@@ -36,7 +36,7 @@ def of_items(plane: Bytes, itemsize: int) -> Bytes:
 
 
 @every_form
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(plane=planes, itemsize=itemsizes)
 def test_what_is_coded_comes_back_and_never_grows(form: WireForm, plane: Bytes, itemsize: int) -> None:
     plane = of_items(plane, itemsize)
@@ -60,7 +60,7 @@ def test_codes_shrink_if_the_form_codes_at_all(form: WireForm) -> None:
 
 
 @every_form
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(plane=planes, itemsize=itemsizes, data=st.data())
 def test_damage_is_an_error_or_harmless(form: WireForm, plane: Bytes, itemsize: int, data: st.DataObject) -> None:
     """Truncated, lengthened, with wrong bits, or anything at all: `ValueError`, or a plane of the due size."""

@@ -66,7 +66,7 @@ def test_the_best_are_found_and_the_earlier_of_equal_ones(size: int, share: floa
     assert there.tolist() == [sorted(row) for row in ranked]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(tokens=st.integers(1, 300), budget=st.integers(1, 100), last=st.integers(0, 70), seed=st.integers(0, 1000))
 def test_rows_that_stay_are_those_of_the_codec(tokens: int, budget: int, last: int, seed: int) -> None:
     rules = Rules(budget=budget, last=last)
@@ -79,7 +79,7 @@ def test_rows_that_stay_are_those_of_the_codec(tokens: int, budget: int, last: i
     assert [rules.chooser(layer) for layer in range(8)] == [retention.chooser(layer) for layer in range(8)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     clusters=st.integers(3, 20).map(lambda half: 2 * half),
     select=st.sampled_from([5, 20, 49, 50, 80]),

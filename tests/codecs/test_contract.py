@@ -63,7 +63,7 @@ def test_nothing_depends_on_any_chunking(case: Case) -> None:
     """101 tokens over four pages of 32, cut anywhere: single rows go through decode, the rest through prefill."""
     whole = run(case, 101, [101])
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(cuts=st.sets(st.integers(1, 100), max_size=30))
     def holds(cuts: set[int]) -> None:
         bounds = [0, *sorted(cuts), 101]

@@ -122,7 +122,7 @@ def test_what_stays_is_what_the_paper_keeps_sealed_as_if_nothing_else_had_been(n
         assert all(same_bytes(*pair) for pair in zip(found, wanted, strict=True)), f"layer {layer}"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(cuts=st.sets(st.integers(1, 4 * PI + 4), max_size=5), name=st.sampled_from(EVICTING))
 def test_neither_chunks_nor_repeated_passes_change_what_stays(cuts: set[int], name: str) -> None:
     tokens = 4 * PI + 5

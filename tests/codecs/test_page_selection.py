@@ -75,7 +75,7 @@ def filled(codec: PagedCodec, seed: int) -> tuple[Pool, Tensor]:
     return pool, k + tail
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, PAGES * PI - 1), min_size=1, max_size=3),
     share=st.sampled_from([5, 20, 40, 49.9, 50, 75, 99]),

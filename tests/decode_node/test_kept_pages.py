@@ -203,7 +203,7 @@ class Keeping(RuleBasedStateMachine):
 
 
 TestKeeping = Keeping.TestCase
-TestKeeping.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestKeeping.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def fill(pool: PagePool, ids: tuple[int, ...]) -> None:

@@ -76,7 +76,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_low_numbers_go_first() -> None:

@@ -222,9 +222,9 @@ class SharedSchedules(Schedules):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSchedules.settings = settings(max_examples=150, stateful_step_count=60)
 TestSharedSchedules = SharedSchedules.TestCase
-TestSharedSchedules.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSharedSchedules.settings = settings(max_examples=150, stateful_step_count=60)
 
 
 def landed(made: DecodeScheduler[str], name: str, tokens: int, limit: int, pending: int = 1) -> Seat[str]:

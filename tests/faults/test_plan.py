@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chaos.loop import run
@@ -75,7 +75,6 @@ async def test_a_rule_strikes_as_often_as_it_says(rule: FaultRule, struck: list[
     assert await hits(rule, 5) == struck
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 99), chance=st.floats(0.1, 0.9), node=st.sampled_from(["a", "b"]))
 def test_chance_follows_from_seed_and_node_alone(seed: int, chance: float, node: str) -> None:
     rule = abort(chance=chance, times=0)
@@ -94,7 +93,6 @@ async def test_a_cut_is_a_lost_node() -> None:
         await injector.reach(Point.TOKEN, "r")
 
 
-@settings(deadline=None)
 @given(payload=st.binary(min_size=1, max_size=64), seed=st.integers(0, 9))
 def test_corruption_flips_one_bit(payload: bytes, seed: int) -> None:
     injector = Injector(FaultPlan(seed=seed, rules=(FaultRule(at=Point.FRAME, do=Action.CORRUPT),)), "p", Noted())

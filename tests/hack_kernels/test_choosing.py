@@ -101,7 +101,7 @@ def chosen(
     return kernels.choose(x, choosers(kernels, each, prompt, output), faulty, allowed)  # type: ignore[arg-type]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_every_instruction_set_and_device_chooses_as_defined(data: st.DataObject) -> None:
     x, allowed = data.draw(batches())

@@ -38,7 +38,7 @@ def step_of(fmt: HuffmanFormat, name: str, planes: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("fmt", HUFFMANS, ids=str)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**31), loud=st.floats(1e-7, 60000.0), apart=st.floats(-65504.0, 65504.0), flat=st.booleans()
 )
@@ -111,7 +111,7 @@ def test_every_symbol_has_a_code_and_any_bits_are_codes(symbols: int) -> None:
     assert all(int(books.codes[0, u]) >> 16 <= 2 for u in (0, 1, symbols - 1))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(weights=st.lists(st.integers(1, 10**9), min_size=2, max_size=52), longest=st.integers(6, 12))
 def test_codes_are_the_best_of_their_longest(weights: list[int], longest: int) -> None:
     """Without a limit Huffman's own algorithm says how good a code can be."""

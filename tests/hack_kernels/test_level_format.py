@@ -23,7 +23,7 @@ from tests.hack_kernels.pools import random_rows
 BITS = st.sampled_from(LEVEL_BITS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bits=BITS, seed=st.integers(0, 9999), dim=st.sampled_from(HEAD_DIMS), spread=st.sampled_from([0.01, 1.0, 100.0]))
 def test_sums_of_levels_are_exact_for_all_gains_that_are_taken(bits: int, seed: int, dim: int, spread: float) -> None:
     """So they may be added in any order, with or without fused multiply-adds."""

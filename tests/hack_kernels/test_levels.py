@@ -114,7 +114,7 @@ def test_codes_and_scales_are_those_of_the_words_to_the_last_bit(bits: int, fed:
         assert found_scale.numpy() == wanted_scale
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bits=BITS, seed=st.integers(0, 9999), exponent=st.integers(-26, 15), dim=st.sampled_from([64, 96]))
 def test_codes_lie_in_range_and_scales_are_positive_and_finite(bits: int, seed: int, exponent: int, dim: int) -> None:
     rows = (random_rows(seed, 1, 5, dim) * 2.0**exponent).clamp(-65504, 65504).half()
@@ -135,7 +135,7 @@ def test_the_largest_rows_have_a_finite_scale() -> None:
         assert bool(dequantize(bits, codes, scale).isfinite().all())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(bits=BITS, seed=st.integers(0, 9999))
 def test_a_row_does_not_depend_on_the_rows_beside_it(bits: int, seed: int) -> None:
     rows, feedback = random_rows(seed, 1, 7, 64).half(), feedback_of(metrics(seed, 1, 64))
@@ -171,7 +171,7 @@ def test_feedback_lowers_the_error_in_its_metric_on_average(bits: int, seed: int
     assert error(weighted) < error(gainless)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bits=BITS, seed=st.integers(0, 9999), name=st.sampled_from("kv"), pi=st.sampled_from(PAGE_TOKENS))
 def test_planes_pack_and_unpack(bits: int, seed: int, name: str, pi: int) -> None:
     generator = torch.Generator().manual_seed(seed)

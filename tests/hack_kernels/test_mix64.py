@@ -28,7 +28,7 @@ def test_cpp_is_the_definition_wherever_the_bytes_begin(data: bytes, seed: int, 
 
 
 @given(data=st.binary(max_size=3 * 8 * 1024), seed=SEEDS, begins=st.integers(0, 7))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_triton_is_the_definition_wherever_the_bytes_begin(data: bytes, seed: int, begins: int) -> None:
     triton = pytest.importorskip("hack_kernels.triton.mix64")
     device = "cuda" if torch.cuda.is_available() else "cpu"

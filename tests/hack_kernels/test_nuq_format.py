@@ -23,7 +23,7 @@ def vectors(fmt: NuqFormat, name: str, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fmt", FREE, ids=str)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), loud=st.floats(1e-6, 10000.0))
 def test_errors_are_at_most_the_way_to_the_nearest_level(fmt: NuqFormat, seed: int, loud: float) -> None:
     """And that is at most half a gap between levels, or from the last level to the end of the range."""

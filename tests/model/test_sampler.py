@@ -95,7 +95,7 @@ def plainly(logits: Sequence[float], want: Sampling, prompt: Sequence[int], outp
 REQUESTS = st.tuples(SAMPLINGS, rows(), st.lists(TOKENS, max_size=8), st.lists(TOKENS, max_size=8))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(REQUESTS, min_size=1, max_size=5))
 def test_equals_the_plain_definition(requests: list[tuple[Sampling, list[float], list[int], list[int]]]) -> None:
     """Each row of a mixed batch is chosen as if it were alone; states rebuilt from the output so far."""
@@ -113,7 +113,7 @@ def test_equals_the_plain_definition(requests: list[tuple[Sampling, list[float],
     assert torch.equal(logits, kept)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(SAMPLINGS, st.integers(0, 2**32), st.sampled_from(sorted(BACKENDS)))
 def test_a_replay_from_any_point_chooses_the_same(want: Sampling, noise: int, backend: str) -> None:
     """Its first part may have been chosen by another backend."""

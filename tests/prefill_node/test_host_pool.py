@@ -109,7 +109,7 @@ class Tenants(RuleBasedStateMachine):
 
 
 TestTenants = Tenants.TestCase
-TestTenants.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestTenants.settings = settings(max_examples=50, stateful_step_count=30)
 
 
 def test_the_drain_rate_is_that_of_the_last_seconds() -> None:

@@ -189,9 +189,9 @@ class ExactPages(Pages):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestPages.settings = settings(max_examples=80, stateful_step_count=30)
 TestExactPages = ExactPages.TestCase
-TestExactPages.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestExactPages.settings = settings(max_examples=80, stateful_step_count=30)
 
 
 def test_digests_that_collide_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,10 +112,9 @@ class Queue(RuleBasedStateMachine):
 
 
 TestQueue = Queue.TestCase
-TestQueue.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestQueue.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, WHOLE_POOL), min_size=1, max_size=12), st.integers(PI, 5 * PI))
 def test_every_prompt_ends_after_the_least_number_of_tokens(lengths: list[int], chunk_tokens: int) -> None:
     """Progress: passes end, no token is computed twice, and the pool is whole again."""
@@ -131,7 +130,7 @@ def test_every_prompt_ends_after_the_least_number_of_tokens(lengths: list[int], 
     assert (pool.free_pages, pool.free_slots, scheduler.queued_tokens) == (PAGES, SLOTS, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     budget=st.integers(1, 6).map(lambda pages: pages * PI),
     older=st.lists(st.integers(1, 20 * PI), max_size=3),

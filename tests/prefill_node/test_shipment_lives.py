@@ -160,4 +160,4 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestLives.settings = settings(max_examples=40, stateful_step_count=25)

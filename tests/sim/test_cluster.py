@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faults.plan import FaultPlan
@@ -114,7 +114,7 @@ def test_macro_steps_equal_single_steps(spec: Spec) -> None:
     batch=st.integers(1, 20),
     sizes=st.lists(st.tuples(st.floats(0, 3), st.integers(1, 500), st.integers(1, 150)), min_size=1, max_size=25),
 )
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_macro_steps_equal_single_steps_for_any_load(
     pages: int, batch: int, sizes: list[tuple[float, int, int]]
 ) -> None:
@@ -180,7 +180,7 @@ def test_equal_blocks_are_computed_and_sent_once() -> None:
     pages=st.integers(80, 200),
     turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 80), st.floats(0, 4)), max_size=25),
 )
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 def test_macro_steps_equal_single_steps_for_any_conversations(
     pages: int, turns: list[tuple[int, int, int, float]]
 ) -> None:

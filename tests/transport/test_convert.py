@@ -163,7 +163,7 @@ EVERY_CODER = pytest.mark.parametrize(("coder", "noun"), CODERS, ids=lambda valu
 
 @EVERY_CODER
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_round_trip(coder: Coder[Any, Any], noun: st.SearchStrategy[Any], data: st.DataObject) -> None:
     value = data.draw(noun)
     assert coder.decode(coder.encode(value)) == value
@@ -172,14 +172,14 @@ def test_round_trip(coder: Coder[Any, Any], noun: st.SearchStrategy[Any], data: 
 @given(
     kv_frames | st.builds(KvFrame, TEXT, U32, U32, U32, U32, U32, U32, U32, U32, st.just(()), st.just(bytes(3 << 20)))
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_short_cut_for_frames_makes_the_bytes_that_protobuf_makes(frame: KvFrame) -> None:
     assert convert_kv.encode_push_request(frame) == convert_kv.PUSH_REQUEST.encode(frame)
 
 
 @EVERY_CODER
 @given(junk=st.binary(max_size=100))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_junk_is_refused_by_name_or_decoded(coder: Coder[Any, Any], noun: object, junk: bytes) -> None:
     try:
         coder.decode(junk)
@@ -189,7 +189,7 @@ def test_junk_is_refused_by_name_or_decoded(coder: Coder[Any, Any], noun: object
 
 @EVERY_CODER
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_flipped_bytes_are_refused_by_name_or_decoded(
     coder: Coder[Any, Any], noun: st.SearchStrategy[Any], data: st.DataObject
 ) -> None:
@@ -291,7 +291,7 @@ def error_classes(cls: type[HackkvError] = HackkvError) -> list[type[HackkvError
 
 @pytest.mark.parametrize("cls", [cls for cls in error_classes() if cls.__module__ == errors.__name__])
 @given(message=st.text(max_size=50))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_errors_round_trip(cls: type[HackkvError], message: str) -> None:
     rebuilt = decode_failure(encode_failure(cls(message)))
     assert (type(rebuilt), str(rebuilt), vars(rebuilt)) == (cls, message, vars(cls(message)))

@@ -59,7 +59,7 @@ def test_pages_move_between_the_definition_and_cpp(backend: cpu.CpuBackend, bits
     pairs.assert_pages_move(pairs.kernels_of(backend, fmt), fmt)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     window=st.sampled_from(pairs.WINDOWS),
     spans=st.lists(st.tuples(st.integers(0, 250), st.integers(1, 80)), min_size=1, max_size=3),

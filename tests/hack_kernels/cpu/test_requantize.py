@@ -66,7 +66,7 @@ def test_requantized_bytes_equal_the_reference_at_extreme_scales(backend: cpu.Cp
 
 @pytest.mark.parametrize("isa", ISAS)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_batch_is_requantized_as_by_the_reference(isa: str, data: st.DataObject) -> None:
     """Sequences that take no rows, some, or many pages at once."""
     backend = cpu.CpuBackend(isa, threads=data.draw(st.sampled_from([1, 3])))

@@ -47,7 +47,7 @@ def test_any_bytes_survive_the_way_there_and_back(fmt: HackFormat) -> None:
     assert all(same_bits(back[name], plane) for name, plane in wire.items())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), fmt=st.sampled_from(FORMATS), of_k=st.booleans())
 def test_every_code_lies_where_the_docstring_says(data: st.DataObject, fmt: HackFormat, of_k: bool) -> None:
     tiles = page_layout(fmt).k_tiles if of_k else page_layout(fmt).v_tiles

@@ -76,7 +76,7 @@ def test_queries_and_outputs_have_the_models_type(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @example(window=Window(1, 1), spans=[(0, 1), (33, 1), (100, 1), (140, 1)], decodes=True)
 @example(window=Window(2, 1), spans=[(33, 70), (0, 40)], decodes=False)
 @given(

@@ -23,7 +23,7 @@ def _divide(openings, owners, parts, total, PARTS: tl.constexpr, TOTAL: tl.const
     tl.store(owners + unit, part_of(unit, parts, total), mask=unit < total)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(total=st.integers(1, 300), programs=st.integers(1, 40))
 def test_every_unit_has_one_program_and_stretches_are_equal_but_for_one_unit(total: int, programs: int) -> None:
     parts = min(programs, total)

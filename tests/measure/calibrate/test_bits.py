@@ -57,7 +57,7 @@ def test_a_target_below_every_codec_is_refused_with_the_smallest() -> None:
         base_of(0.14, 64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     losses=st.lists(st.floats(0, 1, width=32), min_size=8, max_size=8),
     target=st.floats(0.141, 0.3),

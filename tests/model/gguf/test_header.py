@@ -101,7 +101,7 @@ def write_sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_gguf(tmp_path_factory.mktemp("sound") / "model.gguf", tiny).read_bytes()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_is_read_or_refused(data: st.DataObject, sound: bytes, tmp_path: Path) -> None:
     """Whatever bytes change: `CheckpointError` or a header, never another exception."""

@@ -38,7 +38,7 @@ RAW = (
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=RAW)
 async def test_any_body_gets_an_answer_or_an_envelope(path: str, raw: bytes, tokenizer: Tokenizer) -> None:
     cluster = await Cluster(prefill=1, decode=1).join()

@@ -105,4 +105,4 @@ class Breaker(RuleBasedStateMachine):
 
 
 TestBreaker = Breaker.TestCase
-TestBreaker.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestBreaker.settings = settings(max_examples=30, stateful_step_count=30)

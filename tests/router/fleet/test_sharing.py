@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import cycle, islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hackkv.page_names import MARK_BYTES
@@ -56,7 +56,6 @@ ACTIONS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(ACTIONS)
 def test_when_all_has_been_told_everybody_sees_what_all_have_booked(actions: list[tuple[str, int, int]]) -> None:
     async def play() -> None:

@@ -84,7 +84,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize(("parser", "write"), WRITTEN, ids=lambda value: value.__name__)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(calls=CALLS, places=st.lists(st.integers(0, 999), max_size=12), before=st.sampled_from(["", "Let me see. "]))
 def test_what_a_model_wrote_is_what_is_called_however_it_is_cut(
     parser: type[ToolParser], write: Any, calls: Calls, places: list[int], before: str
@@ -96,7 +96,7 @@ def test_what_a_model_wrote_is_what_is_called_however_it_is_cut(
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(words=st.lists(st.sampled_from(MARKS), max_size=14), places=st.lists(st.integers(0, 99), max_size=12))
 def test_no_text_breaks_a_parser_and_no_cut_changes_what_it_finds(
     parser: type[ToolParser], words: list[str], places: list[int]
