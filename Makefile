@@ -15,10 +15,10 @@ SOURCES := $(wildcard $(foreach from,kernels/csrc kernels/csrc/simd lab/csrc,$(f
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-all browser compose-test clients clients-test check dashboards proto bench peers private sanitize arm clean
+.PHONY: help demo serve test test-avx2 test-slow test-all browser compose-test clients clients-test check dashboards proto bench peers private sanitize arm clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
 
 demo: $(STAMP)  ## start a cluster, send real requests, show where their time went, stop (MODEL=smollm2)
 	$(BIN)/hackkv demo $(if $(MODEL),--model $(MODEL))
@@ -32,6 +32,11 @@ test: $(STAMP)  ## run the tests, but for the slow ones, on up to 4 cores
 test-slow: $(STAMP)  ## run the slow ones: in a browser, Triton's kernels interpreted and compiled, soaks (tests/tiers.py)
 	$(BIN)/python -m pytest -m "slow and not alone" $(PARALLEL)
 	$(BIN)/python -m pytest -m "slow and alone"
+
+test-avx2: $(STAMP)  ## the same on a processor that shows AVX2 and nothing newer (tools/hold_avx2.c; Linux on x86-64)
+	mkdir -p build
+	$(CC) -O2 -shared -fPIC -o build/hold_avx2.so tools/hold_avx2.c
+	LD_PRELOAD=$(CURDIR)/build/hold_avx2.so $(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-all: test test-slow  ## run every test
 

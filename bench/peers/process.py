@@ -20,7 +20,7 @@ ROOT: Final = Path(__file__).parents[2]
 PEERS: Final = ROOT / ".venv-peers"
 FORMS: Final = PEERS / "models"
 """Forms of the model that peers read."""
-HOLD: Final = Path(__file__).with_name("hold_avx2.c")
+HOLD: Final = ROOT / "tools" / "hold_avx2.c"
 NOT_INSTALLED: Final = "not installed: `make peers` says why"
 CAUSE: Final = re.compile(r"error|assert", re.IGNORECASE)
 CAUSE_CHARS: Final = 300
