@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from hackkv.timing import Stage, StageClock
 from hackkv.types import Finish, Request, Sampling, Token
 from router.config import DeadlinesConfig, LimitsConfig
@@ -53,6 +55,12 @@ class Run:
     def ids(self) -> list[int]:
         """What the client has."""
         return [token.token_id for token in self.tokens]
+
+    def assert_whole(self) -> None:
+        """Stages sum to the total. A clock that runs would have gone on between the one and the other."""
+        clock = self.flight.clock
+        clock.stop()
+        assert sum(clock.stages().values()) == pytest.approx(clock.total_s, rel=1e-9)
 
     def stages(self) -> dict[Stage, float]:
         """Where time was spent, in seconds."""
