@@ -1,10 +1,12 @@
-"""A tiny byte-level tokenizer, and the HTTP API over a scripted cluster."""
+"""A tiny byte-level tokenizer, and the HTTP API over a scripted cluster, in this process and as two others."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,14 @@ from router.api.defaults import SamplingDefaults
 from router.api.served import ServedModel, serve_model
 from router.config import DeadlinesConfig, LimitsConfig
 from router.watch.journal import Journal
+from tests.e2e.processes import KILL_S, role
+from tests.router.processes import PATIENCE_S, joined, series
 from tests.router.scripted import Cluster
 
+LIMITS = {
+    "max_prompt_tokens": 400, "max_sequences": 32, "default_chat_tokens": 24, "max_inflight": 64, "max_failovers": 1,
+    "max_body_bytes": 64 << 10,
+}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' and m.content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
     "<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
@@ -60,15 +68,47 @@ async def cluster() -> Cluster:
     return await Cluster().join()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Api:
-    """The application, and clients that call it in this process."""
+    """Clients of the HTTP API over a scripted cluster."""
 
-    app: ASGIApp
     cluster: Cluster
-    served: ServedModel
+    tokenizer: Tokenizer
     http: httpx.AsyncClient
     openai: AsyncOpenAI
+    before: dict[str, float] = field(default_factory=dict)
+    """What `/metrics` said when the test began."""
+
+    async def assert_idle(self) -> None:
+        """As `Cluster.assert_idle`."""
+        self.cluster.assert_idle()
+
+    async def counted(self, name: str) -> float:
+        """What a counter of `/metrics` has counted in this test. A counter that is not there fails the test."""
+        return series((await self.http.get("/metrics")).text)[name] - self.before.get(name, 0.0)
+
+
+@dataclass(frozen=True)
+class Inside(Api):
+    """An API in this process, and its parts."""
+
+    app: ASGIApp = field(kw_only=True)
+    served: ServedModel = field(kw_only=True)
+
+
+class Outside(Api):
+    """An API of other processes, each of which hears a little later what the others do."""
+
+    async def assert_idle(self) -> None:
+        """Once the news has come."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.cluster.open or await self._booked():
+                await asyncio.sleep(0.01)
+
+    async def _booked(self) -> float:
+        """Tokens and sequences, as whoever answers knows of."""
+        told = series((await self.http.get("/metrics")).text)
+        return sum(told[name] for name in told if name.startswith(("hackkv_node_tokens", "hackkv_router_inflight")))
 
 
 def make_served(
@@ -80,34 +120,75 @@ def make_served(
     trace_link: str = "",
 ) -> ServedModel:
     """A model over a scripted cluster."""
-    limits = LimitsConfig(
-        max_prompt_tokens=400, max_sequences=32, default_chat_tokens=24, max_inflight=64, max_failovers=1
-    )
-    defaults = SamplingDefaults(top_k=7)
     return serve_model(
         "tiny",
         tokenizer,
         cluster.fleet,
-        defaults,
+        SamplingDefaults(),
         deadlines or DeadlinesConfig(),
-        limits,
+        LimitsConfig(**LIMITS),
         strict=strict,
         journal=Journal(cluster.fleet, trace_link=trace_link),
     )
 
 
-@pytest.fixture
-async def api(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Api]:
-    """The HTTP API over `cluster`."""
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["inside", "workers"])
+async def api(request: pytest.FixtureRequest, cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Api]:
+    """The HTTP API over `cluster`: in this process, and as two others over real sockets."""
+    if request.param == 1:
+        async with _inside(cluster, tokenizer) as api:
+            yield api
+    else:
+        address = request.getfixturevalue("two_workers")
+        async with joined(cluster, address["control"]), _outside(cluster, tokenizer, address["http"]) as other:
+            yield other
+
+
+INSIDE = pytest.mark.parametrize("api", [1], indirect=True, ids=["inside"])
+"""For tests that look into the process: they get `Inside`."""
+ALSO_OUTSIDE = pytest.mark.parametrize("api", [1, 2], indirect=True, ids=["inside", "workers"])
+"""For tests that `make test` runs with two processes too, rather than `make test-all` alone."""
+
+
+@asynccontextmanager
+async def _inside(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Inside]:
     served = make_served(cluster, tokenizer)
-    app = build_app(served, max_body_bytes=64 << 10)
+    app = build_app(served, max_body_bytes=LIMITS["max_body_bytes"])
     url = "http://router"
     async with (
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url) as client,
         httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http_client,
     ):
         openai = AsyncOpenAI(api_key="none", base_url=f"{url}/v1", http_client=http_client, max_retries=0)
-        yield Api(app, cluster, served, client, openai)
+        yield Inside(cluster, tokenizer, client, openai, app=app, served=served)
+
+
+@asynccontextmanager
+async def _outside(cluster: Cluster, tokenizer: Tokenizer, url: str) -> AsyncIterator[Outside]:
+    """Every request has a connection of its own, for which the system chooses a process."""
+    fresh = {"max_keepalive_connections": 0}
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits(**fresh)) as client,
+        httpx2.AsyncClient(timeout=PATIENCE_S, limits=httpx2.Limits(**fresh)) as http_client,
+    ):
+        await client.get("/api/requests")  # the leader asks all processes, which heard of the nodes before
+        openai = AsyncOpenAI(api_key="none", base_url=f"{url}/v1", http_client=http_client, max_retries=0)
+        yield Outside(cluster, tokenizer, client, openai, series((await client.get("/metrics")).text))
+
+
+@pytest.fixture(scope="session")
+def two_workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Addresses of a router of two processes, without nodes. Each test lets its own join, under the same names."""
+    ports = {"listen": {"port": 0}, "control": {"port": 0}}
+    settings = {"model": str(checkpoint), "served_model_name": "tiny", "workers": 2, "lease_ttl_s": 3600.0}
+    child = role(tmp_path_factory.mktemp("router"), "router", "router", {**ports, **settings, "limits": LIMITS})
+    try:
+        yield child.ready()
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+        assert child.wait(KILL_S) == 0, child.err
+    finally:
+        child.kill()
 
 
 def check_error(response: httpx.Response, status: int) -> dict[str, Any]:

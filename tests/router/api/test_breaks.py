@@ -13,7 +13,7 @@ from hackkv.tokenizer import Tokenizer
 from hackkv.types import Request
 from router.api.app import build_app
 from router.config import DeadlinesConfig
-from tests.router.conftest import Api, check_error, make_served
+from tests.router.conftest import INSIDE, Inside, check_error, make_served
 from tests.router.scripted import Cluster, Point
 
 COMPLETIONS = "/v1/completions"
@@ -38,9 +38,10 @@ async def test_a_bug_is_a_500_that_gives_nothing_away(cluster: Cluster, tokenize
     cluster.assert_idle()
 
 
+@INSIDE
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("point", [Point.PREFILL, Point.RESERVE, Point.HANDOFF, Point.TOKEN])
-async def test_a_client_that_leaves_stops_both_legs(api: Api, point: Point, stream: bool) -> None:
+async def test_a_client_that_leaves_stops_both_legs(api: Inside, point: Point, stream: bool) -> None:
     api.cluster.gate(point)
     gone, sent = asyncio.Event(), []
     body = json.dumps({"prompt": "x", "max_tokens": 9, "stream": stream}).encode()

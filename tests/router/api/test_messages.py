@@ -98,7 +98,7 @@ async def test_blocks_of_an_answer_come_back_as_they_are(checkpoint: Path, tmp_p
     text = longest_shown(cluster, tmp_path / "checkpoint")
     assert f"assistant:So.[{call.id} é]<|turn|>tool:noon{call.id}<|turn|>user:More.<|turn|>assistant:" in text
     assert (text.count("<|turn|>tool:noon"), "hm" in text) == (2, False)
-    jobs = [job for node in cluster.prefill.values() for job in node.jobs]
+    jobs = cluster.jobs
     assert counted.input_tokens == max(len(job.request.prompt_ids) for job in jobs)
 
 
@@ -111,7 +111,7 @@ async def test_turns_of_one_role_are_one_and_an_assistants_last_is_continued(api
     system = [{"type": "text", "text": "Be.", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "Do."}]
     asked = {"messages": turns, "system": system, "max_tokens": 1}
     assert (await api.http.post(MESSAGES, json=asked)).status_code == 200
-    prompt = api.served.tokenizer.decode(api.cluster.prefill["p0"].jobs[0].request.prompt_ids, False)
+    prompt = api.tokenizer.decode(api.cluster.jobs[0].request.prompt_ids, False)
     assert prompt == "<|turn|>system:Be.\nDo.<|turn|>user:hi\nyou<|turn|>assistant:ye"
 
 
@@ -154,7 +154,7 @@ async def test_a_tool_that_has_to_be_called_binds_the_answer(
         response = await http.post(MESSAGES, json=asked)
     await served.grammars.close()
     assert response.status_code == 200, response.text
-    (job,) = [job for node in cluster.prefill.values() for job in node.jobs]
+    (job,) = cluster.jobs
     assert bool(job.request.sampling.grammar) == forced
     offered = "You may call" in tokenizer.decode(job.request.prompt_ids)
     assert offered == (choice["type"] != "none")
@@ -185,7 +185,7 @@ async def test_large_bodies_are_read_elsewhere_and_answered_alike(cluster: Clust
         told = await http.post(MESSAGES, json={"messages": [{**USER, "content": "\u0001" * 5000}], "max_tokens": 1})
     await served.prompts.parsers.close()
     assert "messages has" in check_anthropic(told, 400)
-    jobs = [job.request for node in cluster.prefill.values() for job in node.jobs]
+    jobs = [job.request for job in cluster.jobs]
     assert jobs[0].prompt_ids == jobs[1].prompt_ids
 
 
@@ -195,7 +195,7 @@ async def test_a_stream_that_breaks_off_says_so(api: Api) -> None:
     seen = named_events(await api.http.post(MESSAGES, json={"messages": [USER], "max_tokens": 9, "stream": True}))
     assert seen[-1] == {"type": "error", "error": {"type": "api_error", "message": seen[-1]["error"]["message"]}}
     MessageEvent.model_validate(seen[-1])
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
 def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
@@ -238,7 +238,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 async def test_a_bad_field_is_a_400_that_names_it(api: Api, body: dict[str, Any], fault: str) -> None:
     message = check_anthropic(await api.http.post(MESSAGES, json={"max_tokens": 3, **body}), 400)
     assert fault in message
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
 async def test_every_error_below_the_route_has_anthropics_shape(cluster: Cluster, tokenizer: Tokenizer) -> None:

@@ -135,7 +135,7 @@ async def test_the_answer_has_the_form_that_was_asked_for(cluster: Cluster, toke
         answer = await http.post(RESPONSES, json=asked)
     await served.grammars.close()
     assert answer.status_code == 200, answer.text
-    (job,) = [job for node in cluster.prefill.values() for job in node.jobs]
+    (job,) = cluster.jobs
     assert job.request.sampling.grammar
     assert answer.json()["text"]["format"] == {"type": "json_schema", "name": "a", "schema": SCHEMA}
 
@@ -152,7 +152,7 @@ async def test_a_large_body_is_read_elsewhere_and_answered_alike(cluster: Cluste
     assert bare(small) == bare(large)
     assert small["instructions"] == "Be."
     assert check_error(told, 400)["param"] == "input"
-    prompts = {job.request.prompt_ids for node in cluster.prefill.values() for job in node.jobs}
+    prompts = {job.request.prompt_ids for job in cluster.jobs}
     assert len(prompts) == 1
 
 
@@ -165,7 +165,7 @@ async def test_a_stream_that_breaks_off_says_so(api: Api) -> None:
     failed = seen[-1]["response"]
     assert (failed["status"], failed["error"]["code"], failed["usage"]) == ("failed", "server_error", None)
     assert failed["output"][0]["status"] == "incomplete"
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
 def item(kind: str, **fields: Any) -> dict[str, Any]:
@@ -217,7 +217,7 @@ async def test_a_bad_field_is_a_400_that_names_it(api: Api, body: dict[str, Any]
     error = check_error(await api.http.post(RESPONSES, json=body), 400)
     assert error["param"] == param, error
     assert param.partition("[")[0].partition(".")[0] in error["message"] or "template" in error["message"]
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
 async def test_an_encrypted_thought_is_a_hint_that_strict_routers_refuse(

@@ -211,8 +211,8 @@ async def test_an_answer_can_be_sent_back_as_the_client_dumps_it(api: Api) -> No
         messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": [PART, PART]}]
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     await api.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=3)
-    prompts = [job.request.prompt_ids for node in api.cluster.prefill.values() for job in node.jobs]
-    prompt = api.served.tokenizer.decode(max(prompts, key=len), skip_special_tokens=False)
+    prompts = [job.request.prompt_ids for job in api.cluster.jobs]
+    prompt = api.tokenizer.decode(max(prompts, key=len), skip_special_tokens=False)
     turns = ["user:hi", *(turn for text in said for turn in (f"assistant:{text}", "user:hi\nhi")), "assistant:"]
     assert prompt == "".join(f"<|turn|>{turn}" for turn in turns)
 
@@ -230,7 +230,7 @@ ECHOES: list[dict[str, Any]] = [
 async def test_answers_of_other_servers_mean_what_they_say(api: Api, echo: dict[str, Any]) -> None:
     body = {"messages": [QUESTION, {"role": "assistant", **echo}, QUESTION], "max_tokens": 1}
     assert (await api.http.post(CHAT, json=body)).status_code == 200
-    prompt = api.served.tokenizer.decode(api.cluster.prefill["p0"].jobs[0].request.prompt_ids, False)
+    prompt = api.tokenizer.decode(api.cluster.jobs[0].request.prompt_ids, False)
     assert prompt == "<|turn|>user:hi<|turn|>assistant:x<|turn|>user:hi<|turn|>assistant:"
 
 
