@@ -102,7 +102,7 @@ class Outside(Api):
     async def assert_idle(self) -> None:
         """Once the news has come."""
         async with asyncio.timeout(PATIENCE_S):
-            while self.cluster.open or await self._booked():
+            while self.cluster.open or await self._booked():  # noqa: ASYNC110  (the news comes over sockets)
                 await asyncio.sleep(0.01)
 
     async def _booked(self) -> float:

@@ -58,7 +58,7 @@ async def joined(cluster: Cluster, control: str) -> AsyncIterator[None]:
         channels = ChannelPool()
         stack.push_async_callback(channels.close)
         registry = RegistryClient(control, channels)
-        for node in (*cluster.prefill.values(), *cluster.decode.values()):
+        for node in cluster.nodes:
             server = RpcServer("127.0.0.1", 0)
             stack.push_async_callback(server.close)
             if isinstance(node, ScriptedPrefill):

@@ -295,10 +295,14 @@ class Cluster:
         return gate
 
     @property
+    def nodes(self) -> list[ScriptedPrefill | ScriptedDecode]:
+        """Those of both roles."""
+        return [*self.prefill.values(), *self.decode.values()]
+
+    @property
     def open(self) -> list[str]:
         """What is open on the nodes: transfers, by their names."""
-        nodes: list[ScriptedPrefill | ScriptedDecode] = [*self.prefill.values(), *self.decode.values()]
-        return [transfer_id for node in nodes for transfer_id in node.open]
+        return [transfer_id for node in self.nodes for transfer_id in node.open]
 
     def assert_idle(self) -> None:
         """Nothing is open on any node, and every load counter is back at zero."""

@@ -247,7 +247,7 @@ async def test_a_failure_after_the_first_token_ends_the_stream_with_an_error_eve
 async def test_a_retry_is_invisible_but_in_the_report(api: Api) -> None:
     body = {"prompt": "x", "max_tokens": 6, "seed": 1, "return_stages": True}
     calm = (await api.http.post(COMPLETIONS, json=body)).json()
-    once = [NodeLost("gone")]
+    once: list[HackkvError] = [NodeLost("gone")]
     api.cluster.script.faults |= {("d0", Point.TOKEN): once, ("d1", Point.TOKEN): once}
     shaken = (await api.http.post(COMPLETIONS, json=body)).json()
     assert shaken["choices"] == calm["choices"]
