@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +22,9 @@ from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.defaults import SamplingDefaults
 from router.api.served import ServedModel, serve_model
-from router.config import DeadlinesConfig, LimitsConfig
+from router.config import RouterConfig
 from router.watch.journal import Journal
-from tests.e2e.processes import KILL_S, role
+from tests.e2e.processes import KILL_S, Child, role
 from tests.router.processes import PATIENCE_S, joined, series
 from tests.router.scripted import Cluster
 
@@ -75,6 +75,8 @@ class Api:
     cluster: Cluster
     tokenizer: Tokenizer
     http: httpx.AsyncClient
+    http2: httpx2.AsyncClient
+    """What official clients speak."""
     openai: AsyncOpenAI
     before: dict[str, float] = field(default_factory=dict)
     """What `/metrics` said when the test began."""
@@ -83,9 +85,13 @@ class Api:
         """As `Cluster.assert_idle`."""
         self.cluster.assert_idle()
 
+    async def metrics(self) -> dict[str, float]:
+        """What `/metrics` says."""
+        return series((await self.http.get("/metrics", headers=self.openai.auth_headers)).text)
+
     async def counted(self, name: str) -> float:
         """What a counter of `/metrics` has counted in this test. A counter that is not there fails the test."""
-        return series((await self.http.get("/metrics")).text)[name] - self.before.get(name, 0.0)
+        return (await self.metrics())[name] - self.before.get(name, 0.0)
 
 
 @dataclass(frozen=True)
@@ -107,40 +113,55 @@ class Outside(Api):
 
     async def _booked(self) -> float:
         """Tokens and sequences, as whoever answers knows of."""
-        told = series((await self.http.get("/metrics")).text)
+        told = await self.metrics()
         return sum(told[name] for name in told if name.startswith(("hackkv_node_tokens", "hackkv_router_inflight")))
 
 
-def make_served(
-    cluster: Cluster,
-    tokenizer: Tokenizer,
-    deadlines: DeadlinesConfig | None = None,
-    *,
-    strict: bool = False,
-    trace_link: str = "",
-) -> ServedModel:
-    """A model over a scripted cluster."""
+def make_served(cluster: Cluster, tokenizer: Tokenizer, **settings: Any) -> ServedModel:
+    """A model over a scripted cluster; `settings` are those of the router."""
+    config = RouterConfig.model_validate(_given(tokenizer.folder, settings))
     return serve_model(
-        "tiny",
+        config.model_name,
         tokenizer,
         cluster.fleet,
         SamplingDefaults(),
-        deadlines or DeadlinesConfig(),
-        LimitsConfig(**LIMITS),
-        strict=strict,
-        journal=Journal(cluster.fleet, trace_link=trace_link),
+        config.deadlines,
+        config.limits,
+        strict=config.strict,
+        journal=Journal(cluster.fleet, trace_link=config.trace_link),
     )
 
 
+def make_app(served: ServedModel, **settings: Any) -> ASGIApp:
+    """The HTTP API over it."""
+    config = RouterConfig.model_validate(_given(served.tokenizer.folder, settings))
+    max_body_bytes, body_s = config.limits.max_body_bytes, config.deadlines.body_s
+    return build_app(served, config.keys(), max_body_bytes, body_s, cors_origins=config.cors_origins)
+
+
+def _given(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """A router's configuration."""
+    return {"model": str(folder), "served_model_name": "tiny", "limits": LIMITS, **settings}
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    """Of the router of `api`. Tests that need some are parametrized with them."""
+    return {}
+
+
 @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["inside", "workers"])
-async def api(request: pytest.FixtureRequest, cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Api]:
+async def api(
+    request: pytest.FixtureRequest, cluster: Cluster, tokenizer: Tokenizer, settings: dict[str, Any]
+) -> AsyncIterator[Api]:
     """The HTTP API over `cluster`: in this process, and as two others over real sockets."""
+    key: str = settings.get("api_keys", ["none"])[0]
     if request.param == 1:
-        async with _inside(cluster, tokenizer) as api:
+        async with _inside(cluster, tokenizer, key, settings) as api:
             yield api
     else:
-        address = request.getfixturevalue("two_workers")
-        async with joined(cluster, address["control"]), _outside(cluster, tokenizer, address["http"]) as other:
+        address = request.getfixturevalue("two_workers")(settings)
+        async with joined(cluster, address["control"]), outside(cluster, tokenizer, key, address["http"]) as other:
             yield other
 
 
@@ -151,44 +172,64 @@ ALSO_OUTSIDE = pytest.mark.parametrize("api", [1, 2], indirect=True, ids=["insid
 
 
 @asynccontextmanager
-async def _inside(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Inside]:
-    served = make_served(cluster, tokenizer)
-    app = build_app(served, max_body_bytes=LIMITS["max_body_bytes"])
+async def _inside(cluster: Cluster, tokenizer: Tokenizer, key: str, settings: dict[str, Any]) -> AsyncIterator[Inside]:
+    served = make_served(cluster, tokenizer, **settings)
+    app = make_app(served, **settings)
     url = "http://router"
     async with (
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url) as client,
-        httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http_client,
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http2,
     ):
-        openai = AsyncOpenAI(api_key="none", base_url=f"{url}/v1", http_client=http_client, max_retries=0)
-        yield Inside(cluster, tokenizer, client, openai, app=app, served=served)
+        openai = AsyncOpenAI(api_key=key, base_url=f"{url}/v1", http_client=http2, max_retries=0)
+        yield Inside(cluster, tokenizer, client, http2, openai, app=app, served=served)
+    await served.prompts.parsers.close()
+    await served.grammars.close()
 
 
 @asynccontextmanager
-async def _outside(cluster: Cluster, tokenizer: Tokenizer, url: str) -> AsyncIterator[Outside]:
+async def outside(cluster: Cluster, tokenizer: Tokenizer, key: str, url: str) -> AsyncIterator[Outside]:
     """Every request has a connection of its own, for which the system chooses a process."""
     fresh = {"max_keepalive_connections": 0}
     async with (
         httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits(**fresh)) as client,
-        httpx2.AsyncClient(timeout=PATIENCE_S, limits=httpx2.Limits(**fresh)) as http_client,
+        httpx2.AsyncClient(timeout=PATIENCE_S, limits=httpx2.Limits(**fresh)) as http2,
     ):
-        await client.get("/api/requests")  # the leader asks all processes, which heard of the nodes before
-        openai = AsyncOpenAI(api_key="none", base_url=f"{url}/v1", http_client=http_client, max_retries=0)
-        yield Outside(cluster, tokenizer, client, openai, series((await client.get("/metrics")).text))
+        openai = AsyncOpenAI(api_key=key, base_url=f"{url}/v1", http_client=http2, max_retries=0)
+        # Until all processes know the nodes: the leader, which told of them before, asks each.
+        assert (await client.get("/api/requests", headers=openai.auth_headers)).status_code == 200
+        api = Outside(cluster, tokenizer, client, http2, openai)
+        api.before.update(await api.metrics())
+        yield api
 
 
-@pytest.fixture(scope="session")
-def two_workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Addresses of a router of two processes, without nodes. Each test lets its own join, under the same names."""
-    ports = {"listen": {"port": 0}, "control": {"port": 0}}
-    settings = {"model": str(checkpoint), "served_model_name": "tiny", "workers": 2, "lease_ttl_s": 3600.0}
-    child = role(tmp_path_factory.mktemp("router"), "router", "router", {**ports, **settings, "limits": LIMITS})
-    try:
-        yield child.ready()
+TwoWorkers = Callable[[dict[str, Any]], dict[str, str]]
+"""Settings of a router -> its addresses."""
+
+
+@pytest.fixture(scope="module")
+def two_workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoWorkers]:
+    """Routers of two processes, without nodes: one for all tests of a module that want the same settings.
+
+    Each test lets its own nodes join, under the same names.
+    """
+    running: dict[str, Child] = {}
+    always = {"listen": {"port": 0}, "control": {"port": 0}, "workers": 2, "lease_ttl_s": 3600.0}
+
+    def addresses(settings: dict[str, Any]) -> dict[str, str]:
+        name = json.dumps(settings)
+        if name not in running:
+            given = _given(checkpoint, {**always, **settings})
+            running[name] = role(tmp_path_factory.mktemp("router"), "router", "router", given)
+        return running[name].ready()
+
+    yield addresses
+    for child in running.values():
         assert child.process.stdin is not None
         child.process.stdin.close()
-        assert child.wait(KILL_S) == 0, child.err
-    finally:
+    codes = [child.wait(2 * KILL_S) for child in running.values()]
+    for child in running.values():
         child.kill()
+    assert not any(codes), [child.err for child in running.values()]
 
 
 def check_error(response: httpx.Response, status: int) -> dict[str, Any]:

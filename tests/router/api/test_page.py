@@ -8,15 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import router.api
-from hackkv.tokenizer import Tokenizer
-from router.api.app import build_app
-from tests.router.conftest import Api, check_error, make_served
+from tests.router.conftest import Api, check_error
 from tests.router.processes import PATIENCE_S
-from tests.router.scripted import Cluster
 
 FILES = {path.name: path.read_bytes() for path in Path(router.api.__file__).with_name("web").iterdir()}
 COMPLETIONS = "/v1/completions"
@@ -57,13 +53,12 @@ async def test_nothing_else_is_served(api: Api, name: str) -> None:
     check_error(await api.http.get(f"/page/{name}"), 404)
 
 
-async def test_the_page_is_open_and_what_it_shows_is_not(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    app = build_app(make_served(cluster, tokenizer), ("sesame",))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
-        assert (await client.get("/")).status_code == (await client.get("/page/app.js")).status_code == 200
-        for path in ("/api/cluster", "/api/requests"):
-            check_error(await client.get(path), 401)
-            assert (await client.get(path, headers={"Authorization": "Bearer sesame"})).status_code == 200
+@pytest.mark.parametrize("settings", [{"api_keys": ["sesame"]}])
+async def test_the_page_is_open_and_what_it_shows_is_not(api: Api) -> None:
+    assert (await api.http.get("/")).status_code == (await api.http.get("/page/app.js")).status_code == 200
+    for path in ("/api/cluster", "/api/requests"):
+        check_error(await api.http.get(path), 401)
+        assert (await api.http.get(path, headers={"Authorization": "Bearer sesame"})).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/api/cluster", "/api/requests"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -19,16 +18,6 @@ from tests.router.conftest import INSIDE, Api, Inside, check_error, make_served
 from tests.router.scripted import Cluster
 
 TURNS: list[dict[str, Any]] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "fox"}]
-
-
-@pytest.fixture
-async def http(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a router that may start a parser process."""
-    served = make_served(cluster, tokenizer)
-    transport = httpx.ASGITransport(build_app(served))
-    async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60) as client:
-        yield client
-    await served.prompts.parsers.close()
 
 
 @pytest.mark.parametrize("add_special_tokens", [None, False, True])
@@ -67,26 +56,27 @@ async def test_no_node_is_needed_and_more_may_be_counted_than_fits(tokenizer: To
         assert error["param"] == "prompt"
 
 
+@INSIDE
 @pytest.mark.parametrize(
     "body",
     [{"prompt": "fox \u00e9\u0001"}, {"messages": TURNS}, {"tokens": [97, 98, 2]}],
     ids=lambda body: str(body)[:9],
 )
 async def test_a_large_body_is_answered_elsewhere_and_alike(
-    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+    api: Inside, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
 ) -> None:
     route = "/detokenize" if "tokens" in body else "/tokenize"
-    here = (await http.post(route, json=body)).content
+    here = (await api.http.post(route, json=body)).content
 
     def fail(*_: object) -> None:
         raise AssertionError("the event loop was to do this work")
 
     monkeypatch.setattr("router.api.prompts.answer_question", fail)
     padded = json.dumps(body) + " " * SMALL
-    response = await http.post(route, content=padded)
+    response = await api.http.post(route, content=padded)
     assert (response.status_code, response.content) == (200, here)
     bad = json.dumps({**body, "what": 1}) + " " * SMALL
-    assert check_error(await http.post(route, content=bad), 400)["param"] == "what"
+    assert check_error(await api.http.post(route, content=bad), 400)["param"] == "what"
 
 
 REFUSED = [
