@@ -99,11 +99,14 @@ class LimitsConfig(Frozen):
     def shared_by(self, processes: int) -> LimitsConfig:
         """What each of so many processes allows, so that all of them together allow as much as this says.
 
-        What holds for one request, or for one address, stays as it is. One process reads two large bodies at least,
-        so that a small one need not wait until a large one is read.
+        What holds for one request, or for one address, stays as it is. One process takes a request of `max_sequences`
+        if all of them together do. It reads two large bodies at least, so that a small one need not wait until a large
+        one is read.
         """
         shared = ("max_buffered_bytes", "max_parsing", "max_connections", "max_inflight", "max_waiting")
         shares = {name: -(-getattr(self, name) // processes) for name in shared}
+        for name in ("max_inflight", "max_waiting"):
+            shares[name] = max(shares[name], min(getattr(self, name), self.max_sequences))
         return self.model_copy(update={**shares, "parsers": max(min(2, self.parsers), -(-self.parsers // processes))})
 
 

@@ -95,7 +95,7 @@ async def begun_together(
     return await served
 
 
-async def go_on_in_few_pages(worker: Worker, requests: Series[Request], cut: int, num_pages: int) -> None:
+async def go_on_in_few_pages(worker: Worker, requests: Series[Request], cut: int, num_pages: int) -> list[Served]:
     """Requests of which another node chose the first `cut` tokens go on at once, in fewer pages than all need together.
     They are swapped, and their tokens are those of undisturbed runs."""
     whole = [generate(worker, request) for request in requests]
@@ -109,3 +109,4 @@ async def go_on_in_few_pages(worker: Worker, requests: Series[Request], cut: int
         await nodes.assert_idle()
     assert sum(result.swaps for result in served) > 0
     assert [result.tokens for result in served] == [tokens[cut:] for tokens in whole]
+    return served

@@ -23,6 +23,7 @@ import psutil
 import yaml
 
 from node.announcement import read_announcement
+from tests.router.processes import series
 
 START_S = 90.0
 KILL_S = 10.0
@@ -155,9 +156,7 @@ class Api:
 
     def metrics(self) -> dict[str, float]:
         """`/metrics`, by 'name{labels}'."""
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=START_S).text
-        lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-        return {name: float(value) for name, _, value in lines}
+        return series(httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=START_S).text)
 
 
 class Fleet:

@@ -17,7 +17,7 @@ from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.worker import Worker, load_worker
 from hackkv.packaged import SHIPPED
 from tests.e2e.in_process import in_process_cluster
-from tests.router.processes import ROUTERS
+from tests.router.processes import ROUTERS, WORKERS
 from tests.schemas import REAL, random_schema
 
 CONCURRENCY = 8
@@ -86,9 +86,10 @@ async def test_answers_validate(workers: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-async def test_500_random_schemas_validate() -> None:
+@WORKERS
+async def test_500_random_schemas_validate(workers: int) -> None:
     schemas = {str(seed): random_schema(seed) for seed in range(500)}
-    async with in_process_cluster(SHIPPED, worker(), "inproc", 4) as client:
+    async with in_process_cluster(SHIPPED, worker(), "inproc", 4, workers=workers) as client:
         assert await validate(client, schemas) <= len(schemas) // 20
 
 

@@ -12,15 +12,19 @@ from hackkv.model.tiny import Tiny, write_tiny
 from tests.collector import Collector
 from tests.e2e import processes
 from tests.e2e.processes import START_S, Fleet
+from tests.router.processes import ROUTERS
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-def test_a_request_is_one_trace_over_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@ROUTERS
+def test_a_request_is_one_trace_over_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
     model = write_tiny(tmp_path / "tiny", Tiny(head_dim=64, max_context=1024))
     with Collector() as collector:
         monkeypatch.setitem(processes.ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT", collector.base)
-        fleet = Fleet(tmp_path, model, {"name": "hack"}, {"log_format": "json"}, num_decode=1)
+        fleet = Fleet(tmp_path, model, {"name": "hack"}, {"log_format": "json", "workers": workers}, num_decode=1)
         try:
             body = {"prompt": list(range(5, 105)), "max_tokens": 6, "ignore_eos": True}
             url = f"{fleet.api.url}/v1/completions"

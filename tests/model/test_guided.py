@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
-from decode_node.config import DecodeSettings
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import GuideError, RequestError
 from hackkv.guide import Guides
@@ -21,7 +22,7 @@ from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import MAX_GRAMMAR_CHARS, Finish, Request, Sampling, Token
-from tests.decode_node.calls import begun_together, held_up
+from tests.decode_node.calls import go_on_in_few_pages
 from tests.pair import PI, greedy, paired, prompt
 from transport.convert_request import pack_request, unpack_request
 
@@ -87,17 +88,17 @@ async def test_a_replay_goes_on_where_its_grammar_was(cut: int) -> None:
     assert tuple(served.tokens) == whole(request)[cut:]
 
 
-async def test_swaps_and_replays_together_change_nothing() -> None:
-    requests = [guided(f"s{seed}", seed, 10 + seed, max_tokens=3 * PI) for seed in range(5)]
-    decode, begin = held_up(worker())
-    async with paired(worker(), decode, num_pages=8, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
-        serving = (
-            nodes.serve(request, emitted=tuple(token.token_id for token in whole(request)[:PI])) for request in requests
-        )
-        served = await begun_together(nodes, begin, sum(len(each.prompt_ids) for each in requests), serving)
-        await nodes.assert_idle()
-    assert sum(result.swaps for result in served) > 0
-    assert [tuple(result.tokens) for result in served] == [whole(request)[PI:] for request in requests]
+DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 60, "maxItems": 60}
+DOCUMENT = LLMatcher.grammar_from_json_schema(DIGITS, overrides={"whitespace_flexible": False})
+
+
+@pytest.mark.parametrize("cut", [0, PI], ids=["swapped", "swapped and replayed"])
+async def test_a_swapped_document_is_valid_and_that_of_a_calm_run(cut: int) -> None:
+    requests = [guided(f"s{seed}", seed, 10 + seed, grammar=DOCUMENT, max_tokens=8 * PI) for seed in range(5)]
+    served = await go_on_in_few_pages(worker(), requests, cut, num_pages=10)
+    for request, result in zip(requests, served, strict=True):
+        document = text([*whole(request)[:cut], *result.tokens])
+        jsonschema.validate(json.loads(document), DIGITS)
 
 
 async def test_an_output_that_is_cut_says_so() -> None:

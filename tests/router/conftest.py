@@ -1,10 +1,12 @@
-"""A tiny byte-level tokenizer, and the HTTP API over a scripted cluster."""
+"""A tiny byte-level tokenizer, and the HTTP API over a scripted cluster, in this process and as two others."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,16 @@ from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.defaults import SamplingDefaults
 from router.api.served import ServedModel, serve_model
-from router.config import DeadlinesConfig, LimitsConfig
+from router.config import RouterConfig
 from router.watch.journal import Journal
+from tests.e2e.processes import KILL_S, Child, role
+from tests.router.processes import PATIENCE_S, joined, series
 from tests.router.scripted import Cluster
 
+LIMITS = {
+    "max_prompt_tokens": 400, "max_sequences": 32, "default_chat_tokens": 24, "max_inflight": 64, "max_failovers": 1,
+    "max_body_bytes": 64 << 10,
+}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' and m.content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
     "<|turn|>{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
@@ -60,54 +68,168 @@ async def cluster() -> Cluster:
     return await Cluster().join()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Api:
-    """The application, and clients that call it in this process."""
+    """Clients of the HTTP API over a scripted cluster."""
 
-    app: ASGIApp
     cluster: Cluster
-    served: ServedModel
+    tokenizer: Tokenizer
     http: httpx.AsyncClient
+    http2: httpx2.AsyncClient
+    """What official clients speak."""
     openai: AsyncOpenAI
+    before: dict[str, float] = field(default_factory=dict)
+    """What `/metrics` said when the test began."""
+
+    async def assert_idle(self) -> None:
+        """As `Cluster.assert_idle`."""
+        self.cluster.assert_idle()
+
+    async def metrics(self) -> dict[str, float]:
+        """What `/metrics` says."""
+        return series((await self.http.get("/metrics", headers=self.openai.auth_headers)).text)
+
+    async def counted(self, name: str) -> float:
+        """What a counter of `/metrics` has counted in this test. A counter that is not there fails the test."""
+        return (await self.metrics())[name] - self.before.get(name, 0.0)
 
 
-def make_served(
-    cluster: Cluster,
-    tokenizer: Tokenizer,
-    deadlines: DeadlinesConfig | None = None,
-    *,
-    strict: bool = False,
-    trace_link: str = "",
-) -> ServedModel:
-    """A model over a scripted cluster."""
-    limits = LimitsConfig(
-        max_prompt_tokens=400, max_sequences=32, default_chat_tokens=24, max_inflight=64, max_failovers=1
-    )
-    defaults = SamplingDefaults(top_k=7)
+@dataclass(frozen=True)
+class Inside(Api):
+    """An API in this process, and its parts."""
+
+    app: ASGIApp = field(kw_only=True)
+    served: ServedModel = field(kw_only=True)
+
+
+class Outside(Api):
+    """An API of other processes, each of which hears a little later what the others do."""
+
+    async def assert_idle(self) -> None:
+        """Once the news has come."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.cluster.open or await self._booked():  # noqa: ASYNC110  (the news comes over sockets)
+                await asyncio.sleep(0.01)
+
+    async def _booked(self) -> float:
+        """Tokens and sequences, as whoever answers knows of."""
+        told = await self.metrics()
+        return sum(told[name] for name in told if name.startswith(("hackkv_node_tokens", "hackkv_router_inflight")))
+
+
+def make_served(cluster: Cluster, tokenizer: Tokenizer, **settings: Any) -> ServedModel:
+    """A model over a scripted cluster; `settings` are those of the router."""
+    config = RouterConfig.model_validate(_given(tokenizer.folder, settings))
     return serve_model(
-        "tiny",
+        config.model_name,
         tokenizer,
         cluster.fleet,
-        defaults,
-        deadlines or DeadlinesConfig(),
-        limits,
-        strict=strict,
-        journal=Journal(cluster.fleet, trace_link=trace_link),
+        SamplingDefaults(),
+        config.deadlines,
+        config.limits,
+        strict=config.strict,
+        journal=Journal(cluster.fleet, trace_link=config.trace_link),
     )
+
+
+def make_app(served: ServedModel, **settings: Any) -> ASGIApp:
+    """The HTTP API over it."""
+    config = RouterConfig.model_validate(_given(served.tokenizer.folder, settings))
+    max_body_bytes, body_s = config.limits.max_body_bytes, config.deadlines.body_s
+    return build_app(served, config.keys(), max_body_bytes, body_s, cors_origins=config.cors_origins)
+
+
+def _given(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """A router's configuration."""
+    return {"model": str(folder), "served_model_name": "tiny", "limits": LIMITS, **settings}
 
 
 @pytest.fixture
-async def api(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Api]:
-    """The HTTP API over `cluster`."""
-    served = make_served(cluster, tokenizer)
-    app = build_app(served, max_body_bytes=64 << 10)
+def settings() -> dict[str, Any]:
+    """Of the router of `api`. Tests that need some are parametrized with them."""
+    return {}
+
+
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["inside", "workers"])
+async def api(
+    request: pytest.FixtureRequest, cluster: Cluster, tokenizer: Tokenizer, settings: dict[str, Any]
+) -> AsyncIterator[Api]:
+    """The HTTP API over `cluster`: in this process, and as two others over real sockets."""
+    key: str = settings.get("api_keys", ["none"])[0]
+    if request.param == 1:
+        async with _inside(cluster, tokenizer, key, settings) as api:
+            yield api
+    else:
+        address = request.getfixturevalue("two_workers")(settings)
+        async with joined(cluster, address["control"]), outside(cluster, tokenizer, key, address["http"]) as other:
+            yield other
+
+
+INSIDE = pytest.mark.parametrize("api", [1], indirect=True, ids=["inside"])
+"""For tests that look into the process: they get `Inside`."""
+ALSO_OUTSIDE = pytest.mark.parametrize("api", [1, 2], indirect=True, ids=["inside", "workers"])
+"""For tests that `make test` runs with two processes too, rather than `make test-all` alone."""
+
+
+@asynccontextmanager
+async def _inside(cluster: Cluster, tokenizer: Tokenizer, key: str, settings: dict[str, Any]) -> AsyncIterator[Inside]:
+    served = make_served(cluster, tokenizer, **settings)
+    app = make_app(served, **settings)
     url = "http://router"
     async with (
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url) as client,
-        httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http_client,
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http2,
     ):
-        openai = AsyncOpenAI(api_key="none", base_url=f"{url}/v1", http_client=http_client, max_retries=0)
-        yield Api(app, cluster, served, client, openai)
+        openai = AsyncOpenAI(api_key=key, base_url=f"{url}/v1", http_client=http2, max_retries=0)
+        yield Inside(cluster, tokenizer, client, http2, openai, app=app, served=served)
+    await served.prompts.parsers.close()
+    await served.grammars.close()
+
+
+@asynccontextmanager
+async def outside(cluster: Cluster, tokenizer: Tokenizer, key: str, url: str) -> AsyncIterator[Outside]:
+    """Every request has a connection of its own, for which the system chooses a process."""
+    fresh = {"max_keepalive_connections": 0}
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits(**fresh)) as client,
+        httpx2.AsyncClient(timeout=PATIENCE_S, limits=httpx2.Limits(**fresh)) as http2,
+    ):
+        openai = AsyncOpenAI(api_key=key, base_url=f"{url}/v1", http_client=http2, max_retries=0)
+        # Until all processes know the nodes: the leader, which told of them before, asks each.
+        assert (await client.get("/api/requests", headers=openai.auth_headers)).status_code == 200
+        api = Outside(cluster, tokenizer, client, http2, openai)
+        api.before.update(await api.metrics())
+        yield api
+
+
+TwoWorkers = Callable[[dict[str, Any]], dict[str, str]]
+"""Settings of a router -> its addresses."""
+
+
+@pytest.fixture(scope="module")
+def two_workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoWorkers]:
+    """Routers of two processes, without nodes: one for all tests of a module that want the same settings.
+
+    Each test lets its own nodes join, under the same names.
+    """
+    running: dict[str, Child] = {}
+    always = {"listen": {"port": 0}, "control": {"port": 0}, "workers": 2, "lease_ttl_s": 3600.0}
+
+    def addresses(settings: dict[str, Any]) -> dict[str, str]:
+        name = json.dumps(settings)
+        if name not in running:
+            given = _given(checkpoint, {**always, **settings})
+            running[name] = role(tmp_path_factory.mktemp("router"), "router", "router", given)
+        return running[name].ready()
+
+    yield addresses
+    for child in running.values():
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+    codes = [child.wait(2 * KILL_S) for child in running.values()]
+    for child in running.values():
+        child.kill()
+    assert not any(codes), [child.err for child in running.values()]
 
 
 def check_error(response: httpx.Response, status: int) -> dict[str, Any]:

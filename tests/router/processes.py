@@ -8,13 +8,14 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
-from hackkv.types import Role
-from tests.router.scripted import Script, ScriptedDecode, ScriptedPrefill, info
+from hackkv.nodes import WireAddress
+from tests.router.scripted import Cluster, ScriptedDecode, ScriptedPrefill
 from transport.channels import ChannelPool
 from transport.rpc_client import RegistryClient
 from transport.rpc_server import RpcServer
@@ -43,22 +44,35 @@ async def router(checkpoint: Path, *settings: str) -> AsyncIterator[tuple[Proces
 
 @asynccontextmanager
 async def nodes(control: str) -> AsyncIterator[tuple[ScriptedPrefill, ScriptedDecode]]:
-    """One prefill and one decode node behind real gRPC servers, registered with the router."""
-    script = Script()
-    decode = ScriptedDecode("d0", script)
-    server, other = RpcServer("127.0.0.1", 0), RpcServer("127.0.0.1", 0)
-    other.add_decode(decode)
-    decode_address = await other.start()
-    prefill = ScriptedPrefill("p0", script, {decode_address: decode})
-    server.add_prefill(prefill)
-    prefill_address = await server.start()
-    channels = ChannelPool()
-    try:
+    """One prefill and one decode node, as `joined` has them."""
+    cluster = Cluster(prefill=1, decode=1)
+    async with joined(cluster, control):
+        yield cluster.prefill["p0"], cluster.decode["d0"]
+
+
+@asynccontextmanager
+async def joined(cluster: Cluster, control: str) -> AsyncIterator[None]:
+    """The nodes of a cluster behind real gRPC servers, registered with the router at `control` as new processes."""
+    incarnation = uuid4().hex
+    async with AsyncExitStack() as stack:
+        channels = ChannelPool()
+        stack.push_async_callback(channels.close)
         registry = RegistryClient(control, channels)
-        await registry.register(info(Role.PREFILL, "p0", address=prefill_address))
-        await registry.register(info(Role.DECODE, "d0", address=decode_address))
-        yield prefill, decode
-    finally:
-        await server.close()
-        await other.close()
-        await channels.close()
+        for node in cluster.nodes:
+            server = RpcServer("127.0.0.1", 0)
+            stack.push_async_callback(server.close)
+            if isinstance(node, ScriptedPrefill):
+                server.add_prefill(node)
+            else:
+                server.add_decode(node)
+            where = {"address": await server.start(), "incarnation": incarnation}
+            # Scripted nodes know each other by their names.
+            wires = (WireAddress("inproc", node.node_id),)
+            await registry.register(cluster.info(node.node_id, **where, wires=wires))
+        yield
+
+
+def series(page: str) -> dict[str, float]:
+    """What `/metrics` says, by 'name{labels}'."""
+    lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}

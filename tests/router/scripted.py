@@ -261,11 +261,19 @@ class Cluster:
 
     async def report(self, node_id: str, **changes: object) -> None:
         """Let one node register or renew its lease."""
+        await self.fleet.nodes.register(self.info(node_id, **changes))
+
+    def info(self, node_id: str, **changes: object) -> NodeInfo:
+        """What a node reports."""
         if node_id in self.prefill:
-            await self.fleet.nodes.register(info(Role.PREFILL, node_id, **changes))
-        else:
-            pages = {"total_pages": self._pages, "free_pages": self._pages}
-            await self.fleet.nodes.register(info(Role.DECODE, node_id, **{**pages, **changes}))
+            return info(Role.PREFILL, node_id, **changes)
+        pages = {"total_pages": self._pages, "free_pages": self._pages}
+        return info(Role.DECODE, node_id, **{**pages, **changes})
+
+    @property
+    def jobs(self) -> list[PrefillJob]:
+        """All jobs of the prefill nodes, node by node."""
+        return [job for node in self.prefill.values() for job in node.jobs]
 
     def demand(self, tokens: int) -> Demand:
         """The next request asks, for room that it takes whole when it lands."""
@@ -286,10 +294,19 @@ class Cluster:
         gate = self.script.gates[point] = asyncio.Event()
         return gate
 
+    @property
+    def nodes(self) -> list[ScriptedPrefill | ScriptedDecode]:
+        """Those of both roles."""
+        return [*self.prefill.values(), *self.decode.values()]
+
+    @property
+    def open(self) -> list[str]:
+        """What is open on the nodes: transfers, by their names."""
+        return [transfer_id for node in self.nodes for transfer_id in node.open]
+
     def assert_idle(self) -> None:
         """Nothing is open on any node, and every load counter is back at zero."""
-        assert not any(node.open for node in self.prefill.values())
-        assert not any(node.open for node in self.decode.values())
+        assert self.open == []
         assert all(member.booked == Booked() for member in self.fleet.nodes.members())
         assert self.fleet.waiting == 0
 

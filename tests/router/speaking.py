@@ -62,5 +62,5 @@ def longest_shown(cluster: Cluster, checkpoint: Path) -> str:
 
 def _prompts(cluster: Cluster, checkpoint: Path) -> list[str]:
     tokenizer = Tokenizer(checkpoint)
-    jobs = [job for node in cluster.prefill.values() for job in node.jobs]
+    jobs = cluster.jobs
     return [tokenizer.decode(job.request.prompt_ids, skip_special_tokens=False) for job in jobs]

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from router.api.prompts import SMALL
-from router.config import RouterConfig
+from router.config import MAX_WORKERS, LimitsConfig, RouterConfig
 from tests.router.processes import PATIENCE_S, WORKERS, nodes, router
 from tests.router.scripted import Point, Script
 
@@ -124,6 +124,16 @@ def test_keys_come_from_the_setting_and_the_file(tmp_path: Path) -> None:
     config = RouterConfig(model=tmp_path, api_keys=("zero",), api_key_file=tmp_path / "keys")
     assert config.keys() == ("zero", "one", "two")
     assert config.model_name == tmp_path.name
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, MAX_WORKERS])
+def test_limits_are_divided_but_no_request_is_too_large_for_its_process(processes: int) -> None:
+    whole = LimitsConfig(max_inflight=1000, max_waiting=100, max_connections=640, max_sequences=128)
+    share = whole.shared_by(processes)
+    assert share.max_inflight == max(-(-1000 // processes), 128)
+    assert share.max_waiting == 100, "no more than all of them together, which is less than one request may bring"
+    assert share.max_connections == -(-640 // processes)
+    assert (share.max_sequences, share.max_body_bytes) == (whole.max_sequences, whole.max_body_bytes)
 
 
 async def test_large_bodies_are_parsed_by_a_fork_of_the_router_that_holds_no_socket_of_it(checkpoint: Path) -> None:

@@ -22,7 +22,7 @@ from router.api.tools.fields import MAX_TOOLS, Function, FunctionName, Name, Too
 _SHARED: Final = "KV of common prefixes is kept without it"
 _UNSEEN: Final = "earlier thoughts are not shown to the model"
 _ALONE: Final = "the model itself is the only caller"
-_BLOCK: Final = of_kind("text", told="this model takes text, tool_use and tool_result")
+_BLOCK: Final = of_kind("text", told="this model takes text only, as text, tool_use and tool_result")
 _TOOL: Final = of_kind("custom", told="tools are functions that the client runs (custom)")
 
 

@@ -12,19 +12,17 @@ import pytest
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Request
 from router.api.app import build_app
-from router.config import DeadlinesConfig
-from tests.router.conftest import Api, check_error, make_served
+from tests.router.conftest import INSIDE, Api, Inside, check_error, make_served
 from tests.router.scripted import Cluster, Point
 
 COMPLETIONS = "/v1/completions"
 
 
-async def test_a_deadline_is_a_504(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    cluster.gate(Point.PREFILL)
-    app = build_app(make_served(cluster, tokenizer, DeadlinesConfig(prefill_s=0.01)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
-        check_error(await client.post(COMPLETIONS, json={"prompt": "x"}), 504)
-    cluster.assert_idle()
+@pytest.mark.parametrize("settings", [{"deadlines": {"prefill_s": 0.01}}])
+async def test_a_deadline_is_a_504(api: Api) -> None:
+    api.cluster.gate(Point.PREFILL)
+    check_error(await api.http.post(COMPLETIONS, json={"prompt": "x"}), 504)
+    await api.assert_idle()
 
 
 async def test_a_bug_is_a_500_that_gives_nothing_away(cluster: Cluster, tokenizer: Tokenizer) -> None:
@@ -38,9 +36,10 @@ async def test_a_bug_is_a_500_that_gives_nothing_away(cluster: Cluster, tokenize
     cluster.assert_idle()
 
 
+@INSIDE
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("point", [Point.PREFILL, Point.RESERVE, Point.HANDOFF, Point.TOKEN])
-async def test_a_client_that_leaves_stops_both_legs(api: Api, point: Point, stream: bool) -> None:
+async def test_a_client_that_leaves_stops_both_legs(api: Inside, point: Point, stream: bool) -> None:
     api.cluster.gate(point)
     gone, sent = asyncio.Event(), []
     body = json.dumps({"prompt": "x", "max_tokens": 9, "stream": stream}).encode()

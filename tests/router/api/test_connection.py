@@ -19,7 +19,8 @@ from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.connection import FREE_CHUNKS, BoundedHttp, Census, Waits
 from router.front import make_server
-from tests.router.conftest import make_served
+from tests.router.conftest import TwoWorkers, make_served, outside
+from tests.router.processes import joined
 from tests.router.runs import until
 from tests.router.scripted import Cluster, Point
 
@@ -43,6 +44,22 @@ async def listening(
         server.should_exit = True
         await serving
     assert census.total == 0
+
+
+@pytest.fixture(name="port", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["inside", "workers"])
+async def open_port(
+    request: pytest.FixtureRequest, cluster: Cluster, tokenizer: Tokenizer, two_workers: TwoWorkers
+) -> AsyncIterator[int]:
+    """Where the HTTP API listens: this process, or two others. In the end nothing is left on the nodes."""
+    if request.param == 1:
+        async with listening(cluster, tokenizer) as (port, _):
+            yield port
+        cluster.assert_idle()
+    else:
+        address = two_workers({"proxies": []})
+        async with joined(cluster, address["control"]), outside(cluster, tokenizer, "none", address["http"]) as api:
+            yield api.http.base_url.port or 0
+            await api.assert_idle()
 
 
 def head(length: int, *headers: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
@@ -117,61 +134,53 @@ def test_one_ipv6_network_is_one_client() -> None:
     assert census.enter("2001:db8::2") is None
 
 
-async def test_a_half_closed_client_gets_its_answer(cluster: Cluster, tokenizer: Tokenizer) -> None:
+async def test_a_half_closed_client_gets_its_answer(cluster: Cluster, port: int) -> None:
     gate = cluster.gate(Point.TOKEN)
-    async with listening(cluster, tokenizer) as (port, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(REQUEST)
-        writer.write_eof()
-        await reader.readuntil(b"HTTP/1.1 100 \r\n\r\n")  # the probe: it is taken for a client that may have left
-        gate.set()
-        answer = await finish(reader, writer)
-        assert b"HTTP/1.1 200 OK" in answer
-        assert b'"completion_tokens":3' in answer
-    cluster.assert_idle()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REQUEST)
+    writer.write_eof()
+    await reader.readuntil(b"HTTP/1.1 100 \r\n\r\n")  # the probe: it is taken for a client that may have left
+    gate.set()
+    answer = await finish(reader, writer)
+    assert b"HTTP/1.1 200 OK" in answer
+    assert b'"completion_tokens":3' in answer
 
 
 @pytest.mark.parametrize("body", [BODY, STREAMED])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-async def test_a_client_that_left_frees_the_nodes(
-    cluster: Cluster, tokenizer: Tokenizer, version: str, body: bytes
-) -> None:
+async def test_a_client_that_left_frees_the_nodes(cluster: Cluster, port: int, version: str, body: bytes) -> None:
     cluster.gate(Point.TOKEN)
-    async with listening(cluster, tokenizer) as (port, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head(len(body), version=version) + body)
-        await cluster.script.reached[Point.TOKEN].wait()
-        if body is STREAMED:
-            await reader.readuntil(b"data: ")
-        writer.close()
-        await until(lambda: not any(node.open for node in cluster.prefill.values()))
-        await until(lambda: not any(node.open for node in cluster.decode.values()))
-    cluster.assert_idle()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head(len(body), version=version) + body)
+    await cluster.script.reached[Point.TOKEN].wait()
+    if body is STREAMED:
+        await reader.readuntil(b"data: ")
+    writer.close()
+    await until(lambda: not cluster.open)
 
 
-async def test_a_stream_is_chunked_as_http_has_it(cluster: Cluster, tokenizer: Tokenizer) -> None:
+async def test_a_stream_is_chunked_as_http_has_it(port: int) -> None:
     """h11 reads what was written without it, and the connection goes on."""
-    async with listening(cluster, tokenizer) as (port, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        texts = []
-        for _ in range(2):
-            client = h11.Connection(h11.CLIENT)
-            client.send(h11.Request(method="POST", target="/", headers=[("host", "x"), ("content-length", "0")]))
-            client.send(h11.EndOfMessage())
-            writer.write(head(len(STREAMED)) + STREAMED)
-            body = b""
-            while not isinstance(event := client.next_event(), h11.EndOfMessage):
-                if event is h11.NEED_DATA:
-                    client.receive_data(await reader.read(1 << 16))
-                elif isinstance(event, h11.Data):
-                    body += event.data
-            *events, end, rest = body.split(b"\n\n")
-            assert (end, rest) == (b"data: [DONE]", b"")
-            choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
-            assert [choice["finish_reason"] for choice in choices] == [None, None, None, "length"]
-            texts.append("".join(choice["text"] for choice in choices))
-        assert len(texts[0]) == 4
-        writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    texts = []
+    for _ in range(2):
+        client = h11.Connection(h11.CLIENT)
+        client.send(h11.Request(method="POST", target="/", headers=[("host", "x"), ("content-length", "0")]))
+        client.send(h11.EndOfMessage())
+        writer.write(head(len(STREAMED)) + STREAMED)
+        body = b""
+        while not isinstance(event := client.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                client.receive_data(await reader.read(1 << 16))
+            elif isinstance(event, h11.Data):
+                body += event.data
+        *events, end, rest = body.split(b"\n\n")
+        assert (end, rest) == (b"data: [DONE]", b"")
+        choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+        assert [choice["finish_reason"] for choice in choices] == [None, None, None, "length"]
+        texts.append("".join(choice["text"] for choice in choices))
+    assert len(texts[0]) == 4
+    writer.close()
 
 
 @pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "streamed"])
@@ -210,17 +219,16 @@ async def test_a_request_leaves_the_garbage_collector_nothing(
     assert not [name for name in left if name.startswith(("router.", "hackkv.", "uvicorn.", "_asyncio.Task"))]
 
 
-async def test_a_client_can_read_why_its_body_was_refused(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    async with listening(cluster, tokenizer) as (port, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head(1 << 23))
-        for _ in range(1 << 7):
-            writer.write(b" " * (1 << 16))
-            await writer.drain()
-        writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        answer = await finish(reader, writer)
-        assert answer.startswith(b"HTTP/1.1 413 ")
-        assert b"HTTP/1.1 200 OK" in answer  # the body was dropped, and the connection goes on
+async def test_a_client_can_read_why_its_body_was_refused(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head(1 << 23))
+    for _ in range(1 << 7):
+        writer.write(b" " * (1 << 16))
+        await writer.drain()
+    writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    answer = await finish(reader, writer)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"HTTP/1.1 200 OK" in answer  # the body was dropped, and the connection goes on
 
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages"])
@@ -240,14 +248,13 @@ async def test_a_body_in_crumbs_is_refused(cluster: Cluster, tokenizer: Tokenize
             assert set(json.loads(answer.partition(b"\r\n\r\n")[2])) == {"error"}
 
 
-async def test_what_is_not_http_is_a_400_in_our_envelope(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    async with listening(cluster, tokenizer) as (port, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"\x16\x03\x01\r\n\r\n")
-        writer.write_eof()
-        answer = await finish(reader, writer)
-        assert answer.startswith(b"HTTP/1.1 400 ")
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_http"
+async def test_what_is_not_http_is_a_400_in_our_envelope(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"\x16\x03\x01\r\n\r\n")
+    writer.write_eof()
+    answer = await finish(reader, writer)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_http"
 
 
 async def test_a_client_that_takes_nothing_is_given_up(cluster: Cluster, tokenizer: Tokenizer) -> None:

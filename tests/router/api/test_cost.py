@@ -23,8 +23,9 @@ from router.api.schema import ChatRequest, CompletionRequest
 from router.api.sse import OpenAiEvents
 from router.api.structured import Thinking
 from router.api.tokenize import validate
-from tests.router.conftest import Api
+from tests.router.conftest import INSIDE, Inside
 
+pytestmark = INSIDE
 LEGS = {"Reply._watch": 1, "Attempt._run_prefill": 1, "Attempt._run_decode": 1}
 
 
@@ -45,7 +46,7 @@ def counting_tasks() -> Iterator[Counter[str]]:
         loop.set_task_factory(None)
 
 
-async def sends(api: Api, **body: Any) -> int:
+async def sends(api: Inside, **body: Any) -> int:
     """Messages that the application sends in answer to a completion request."""
     data = json.dumps({"prompt": "x", **body}).encode()
     arriving = [{"type": "http.request", "body": data, "more_body": False}]
@@ -67,7 +68,7 @@ async def sends(api: Api, **body: Any) -> int:
 
 
 @pytest.mark.parametrize("tokens", [2, 9])
-async def test_tasks_are_a_requests_and_pieces_are_its_tokens(api: Api, tokens: int) -> None:
+async def test_tasks_are_a_requests_and_pieces_are_its_tokens(api: Inside, tokens: int) -> None:
     with counting_tasks() as started:
         assert await sends(api, max_tokens=tokens) == 2
     assert started == LEGS
@@ -83,7 +84,7 @@ async def test_tasks_are_a_requests_and_pieces_are_its_tokens(api: Api, tokens: 
 )
 @pytest.mark.parametrize("chat", [False, True])
 async def test_an_event_that_is_filled_in_is_the_event_that_would_be_written(
-    api: Api, chat: bool, texts: list[str], usage: bool
+    api: Inside, chat: bool, texts: list[str], usage: bool
 ) -> None:
     options = {"stream_options": {"include_usage": usage}}
     renderer: OpenAiEvents
@@ -93,7 +94,7 @@ async def test_an_event_that_is_filled_in_is_the_event_that_would_be_written(
     else:
         asked = json.dumps({"prompt": "x", **options}).encode()
         renderer = CompletionRenderer(api.served, validate(CompletionRequest, asked, "tiny", False), "<text>")
-    choice = Choice(0, (1,), api.served.tokenizer)
+    choice = Choice(0, (1,), api.tokenizer)
     for index, text in enumerate(texts):
         delta = Delta(choice, text, Token(index, 5), None)
         first = renderer.written(delta)

@@ -12,7 +12,7 @@ import pytest
 from hackkv.errors import HackkvError, NodeLost, NonFiniteError, Overloaded
 from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
-from tests.router.conftest import Api, check_error, make_served
+from tests.router.conftest import INSIDE, Api, Inside, check_error, make_served
 from tests.router.scripted import Cluster, Point
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -21,7 +21,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 def say(api: Api, text: str) -> None:
     """Make the cluster answer every request with a text."""
-    ids = api.served.tokenizer.encode(text)
+    ids = api.tokenizer.encode(text)
     api.cluster.script.answer = lambda request: ids
 
 
@@ -44,12 +44,12 @@ def usage(prompt: int, completion: int) -> dict[str, Any]:
 
 
 async def test_text_comes_back_whole(api: Api) -> None:
-    ids = [*api.served.tokenizer.encode("over the lazy dog"), 1]  # 1 is </s>, which has no text
+    ids = [*api.tokenizer.encode("over the lazy dog"), 1]  # 1 is </s>, which has no text
     api.cluster.script.answer = lambda request: ids
     answer = (await api.http.post(COMPLETIONS, json={"prompt": "the quick", "max_tokens": 50})).json()
     assert answer["choices"] == [{"text": "over the lazy dog", "index": 0, "logprobs": None, "finish_reason": "stop"}]
     assert answer["object"] == "text_completion"
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -61,13 +61,13 @@ async def test_stop_strings_are_found_across_tokens(
     api: Api, stop: object, text: str, reason: str, stream: bool
 ) -> None:
     say(api, "over the lazy dogdog")
-    length = len(api.served.tokenizer.encode("over the lazy dogdog"))
+    length = len(api.tokenizer.encode("over the lazy dogdog"))
     body = {"prompt": "x", "max_tokens": length, "stop": stop, "stream": stream}
     response = await api.http.post(COMPLETIONS, json=body)
     choices = [event["choices"][0] for event in events(response)[:-1]] if stream else response.json()["choices"]
     assert "".join(choice["text"] for choice in choices) == text
     assert choices[-1]["finish_reason"] == reason
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -77,13 +77,13 @@ async def test_a_salt_goes_along_and_cached_tokens_are_told(api: Api, path: str)
     answer = (await api.http.post(path, json={**body, "n": 2, "max_tokens": 2, "cache_salt": "tenant"})).json()
     prompts = 1 if path == CHAT else 2
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": prompts}
-    jobs = [job for node in api.cluster.prefill.values() for job in node.jobs]
+    jobs = api.cluster.jobs
     assert [job.request.cache_salt for job in jobs] == ["tenant"] * 2 * prompts
 
 
 async def test_stop_strings_wait_for_min_tokens(api: Api) -> None:
     say(api, "aaaaaaaa")
-    count = len(api.served.tokenizer.encode("aaaaaaaa"))
+    count = len(api.tokenizer.encode("aaaaaaaa"))
     body = {"prompt": "x", "max_tokens": count, "stop": "a", "min_tokens": 3}
     answer = (await api.http.post(COMPLETIONS, json=body)).json()
     assert answer["usage"]["completion_tokens"] == 4
@@ -105,7 +105,7 @@ async def test_batches_and_n_are_numbered_and_counted(api: Api) -> None:
     answer = (await api.http.post(COMPLETIONS, json=body)).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert answer["usage"] == usage(3, 12)
-    seeds = sorted(job.request.sampling.seed for node in api.cluster.prefill.values() for job in node.jobs)
+    seeds = sorted(job.request.sampling.seed for job in api.cluster.jobs)
     assert seeds == [5, 5, 6, 6]
 
 
@@ -128,7 +128,7 @@ async def test_echo_with_logprobs_scores_the_prompt(api: Api) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_echo_repeats_the_prompt_first(api: Api, stream: bool) -> None:
     say(api, "dog!")
-    ids = api.served.tokenizer.encode("dog!")
+    ids = api.tokenizer.encode("dog!")
     body = {"prompt": ids, "max_tokens": len(ids), "echo": True, "logprobs": 0, "stream": stream}
     response = await api.http.post(COMPLETIONS, json=body)
     choices = [event["choices"][0] for event in events(response)[:-1]] if stream else response.json()["choices"]
@@ -145,7 +145,7 @@ async def test_every_sampling_field_reaches_the_nodes(api: Api) -> None:
         "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9], "logprobs": 2,
     }  # fmt: skip
     assert (await api.http.post(COMPLETIONS, json=body)).status_code == 200
-    sampling = api.cluster.prefill["p0"].jobs[0].request.sampling
+    sampling = api.cluster.jobs[0].request.sampling
     for name, value in {**body, "logit_bias": ((4, -1.0), (5, 10.0)), "stop_token_ids": (9,)}.items():
         if name != "prompt":
             assert getattr(sampling, name) == value
@@ -175,7 +175,7 @@ async def test_chat_uses_the_template_and_its_own_default_length(api: Api) -> No
     ]
     answer = (await api.http.post(CHAT, json={"messages": messages})).json()
     assert answer["usage"]["completion_tokens"] == 24
-    prompt = api.served.tokenizer.decode(api.cluster.prefill["p0"].jobs[0].request.prompt_ids, False)
+    prompt = api.tokenizer.decode(api.cluster.jobs[0].request.prompt_ids, False)
     assert prompt == "<|turn|>system:be\nkind<|turn|>user:hi<|turn|>assistant:<|turn|>assistant:"
 
 
@@ -204,8 +204,8 @@ async def test_an_empty_prompt_is_bos(api: Api) -> None:
     prompts: list[Any] = ["", [], [[]], [""]]
     for prompt in prompts:
         assert (await api.http.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1})).status_code == 200
-    jobs = [job for node in api.cluster.prefill.values() for job in node.jobs]
-    assert {job.request.prompt_ids for job in jobs} == {(api.served.tokenizer.bos_id,)}
+    jobs = api.cluster.jobs
+    assert {job.request.prompt_ids for job in jobs} == {(api.tokenizer.bos_id,)}
 
 
 async def test_special_tokens_can_be_shown(api: Api) -> None:
@@ -232,7 +232,7 @@ async def test_a_failure_before_the_first_token_has_a_status(
     assert str(error) in check_error(response, status)["message"]
     if status == 429:
         assert response.headers["retry-after"] == "8"
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
 async def test_a_failure_after_the_first_token_ends_the_stream_with_an_error_event(api: Api) -> None:
@@ -241,21 +241,21 @@ async def test_a_failure_after_the_first_token_ends_the_stream_with_an_error_eve
     data = events(await api.http.post(COMPLETIONS, json={"prompt": "x", "stream": True, "max_tokens": 9}))
     assert [len(event.get("choices", [])) for event in data] == [1, 1, 0]
     assert data[-1]["error"]["code"] == "node_lost"
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
 async def test_a_retry_is_invisible_but_in_the_report(api: Api) -> None:
     body = {"prompt": "x", "max_tokens": 6, "seed": 1, "return_stages": True}
     calm = (await api.http.post(COMPLETIONS, json=body)).json()
-    api.cluster.fail("d1", Point.TOKEN)
-    api.cluster.fail("d0", Point.TOKEN)
-    api.cluster.script.faults[("d0", Point.TOKEN)].clear()
+    once: list[HackkvError] = [NodeLost("gone")]
+    api.cluster.script.faults |= {("d0", Point.TOKEN): once, ("d1", Point.TOKEN): once}
     shaken = (await api.http.post(COMPLETIONS, json=body)).json()
     assert shaken["choices"] == calm["choices"]
     assert (calm["hackkv"]["attempts"], shaken["hackkv"]["attempts"]) == (1, 2)
 
 
-async def test_readiness_names_what_is_missing(api: Api) -> None:
+@INSIDE
+async def test_readiness_names_what_is_missing(api: Inside) -> None:
     assert (await api.http.get("/ready")).json()["status"] == "ready"
     api.cluster.now = 10.0
     api.cluster.fleet.nodes.expire()

@@ -39,7 +39,7 @@ def test_the_chosen_token_and_its_alternatives_each_have_a_name(tokenizer: Token
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", [False, True])
 async def test_offsets_point_into_the_text_also_within_characters(api: Api, stream: bool, echo: bool) -> None:
-    ids = api.served.tokenizer.encode(TEXT, add_special_tokens=False)
+    ids = api.tokenizer.encode(TEXT, add_special_tokens=False)
     api.cluster.script.answer = lambda request: ids
     body = {"prompt": ids, "max_tokens": len(ids), "echo": echo, "logprobs": 0, "stream": stream}
     response = await api.http.post("/v1/completions", json=body)

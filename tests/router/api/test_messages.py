@@ -10,18 +10,14 @@ from typing import Any
 
 import anthropic
 import httpx
-import httpx2
 import pytest
 from anthropic import AsyncAnthropic
 
 from hackkv.errors import NodeLost
-from hackkv.tokenizer import Tokenizer
-from router.api.app import build_app
 from router.api.messages.answers import AnthropicError, Counted, MessageEvent, MessageObject
 from router.api.prompts import SMALL
-from router.config import DeadlinesConfig
 from tests.router.api.test_tools import CALL, NATIVE, THINKS
-from tests.router.conftest import TEMPLATE, Api, make_served
+from tests.router.conftest import LIMITS, TEMPLATE, Api
 from tests.router.scripted import Cluster, Point
 from tests.router.speaking import longest_shown, named_events, shown, speaking_http
 
@@ -98,7 +94,7 @@ async def test_blocks_of_an_answer_come_back_as_they_are(checkpoint: Path, tmp_p
     text = longest_shown(cluster, tmp_path / "checkpoint")
     assert f"assistant:So.[{call.id} é]<|turn|>tool:noon{call.id}<|turn|>user:More.<|turn|>assistant:" in text
     assert (text.count("<|turn|>tool:noon"), "hm" in text) == (2, False)
-    jobs = [job for node in cluster.prefill.values() for job in node.jobs]
+    jobs = cluster.jobs
     assert counted.input_tokens == max(len(job.request.prompt_ids) for job in jobs)
 
 
@@ -111,7 +107,7 @@ async def test_turns_of_one_role_are_one_and_an_assistants_last_is_continued(api
     system = [{"type": "text", "text": "Be.", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "Do."}]
     asked = {"messages": turns, "system": system, "max_tokens": 1}
     assert (await api.http.post(MESSAGES, json=asked)).status_code == 200
-    prompt = api.served.tokenizer.decode(api.cluster.prefill["p0"].jobs[0].request.prompt_ids, False)
+    prompt = api.tokenizer.decode(api.cluster.jobs[0].request.prompt_ids, False)
     assert prompt == "<|turn|>system:Be.\nDo.<|turn|>user:hi\nyou<|turn|>assistant:ye"
 
 
@@ -144,19 +140,13 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("choice", "forced"), CHOICES)
-async def test_a_tool_that_has_to_be_called_binds_the_answer(
-    cluster: Cluster, tokenizer: Tokenizer, choice: dict[str, Any], forced: bool
-) -> None:
-    served = make_served(cluster, tokenizer)
+async def test_a_tool_that_has_to_be_called_binds_the_answer(api: Api, choice: dict[str, Any], forced: bool) -> None:
     asked = {"messages": [USER], "max_tokens": 2, "tools": [CLOCK], "tool_choice": choice}
-    transport = httpx.ASGITransport(build_app(served))
-    async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60) as http:
-        response = await http.post(MESSAGES, json=asked)
-    await served.grammars.close()
+    response = await api.http.post(MESSAGES, json=asked)
     assert response.status_code == 200, response.text
-    (job,) = [job for node in cluster.prefill.values() for job in node.jobs]
+    (job,) = api.cluster.jobs
     assert bool(job.request.sampling.grammar) == forced
-    offered = "You may call" in tokenizer.decode(job.request.prompt_ids)
+    offered = "You may call" in api.tokenizer.decode(job.request.prompt_ids)
     assert offered == (choice["type"] != "none")
 
 
@@ -172,20 +162,16 @@ async def test_a_call_that_is_cut_short_is_told_as_far_as_it_came(
                     assert str(block.input.get("zone", "")) in ("", "\ufffd", "é")
 
 
-async def test_large_bodies_are_read_elsewhere_and_answered_alike(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    served = make_served(cluster, tokenizer)
-    transport = httpx.ASGITransport(build_app(served))
-    async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60) as http:
-        asked = {"messages": [USER], "system": "Be.", "tools": [CLOCK]}
-        padding = {"thinking": "x" * SMALL}
-        counts = [(await http.post(COUNT, json={**asked, **more})).json() for more in ({}, padding)]
-        assert counts[0] == counts[1]
-        for more in ({}, padding):
-            assert (await http.post(MESSAGES, json={**asked, **more, "max_tokens": 2, "seed": 1})).status_code == 200
-        told = await http.post(MESSAGES, json={"messages": [{**USER, "content": "\u0001" * 5000}], "max_tokens": 1})
-    await served.prompts.parsers.close()
+async def test_large_bodies_are_read_elsewhere_and_answered_alike(api: Api) -> None:
+    asked = {"messages": [USER], "system": "Be.", "tools": [CLOCK]}
+    padding = {"thinking": "x" * SMALL}
+    counts = [(await api.http.post(COUNT, json={**asked, **more})).json() for more in ({}, padding)]
+    assert counts[0] == counts[1]
+    for more in ({}, padding):
+        assert (await api.http.post(MESSAGES, json={**asked, **more, "max_tokens": 2, "seed": 1})).status_code == 200
+    told = await api.http.post(MESSAGES, json={"messages": [{**USER, "content": "\u0001" * 5000}], "max_tokens": 1})
     assert "messages has" in check_anthropic(told, 400)
-    jobs = [job.request for node in cluster.prefill.values() for job in node.jobs]
+    jobs = [job.request for job in api.cluster.jobs]
     assert jobs[0].prompt_ids == jobs[1].prompt_ids
 
 
@@ -195,7 +181,7 @@ async def test_a_stream_that_breaks_off_says_so(api: Api) -> None:
     seen = named_events(await api.http.post(MESSAGES, json={"messages": [USER], "max_tokens": 9, "stream": True}))
     assert seen[-1] == {"type": "error", "error": {"type": "api_error", "message": seen[-1]["error"]["message"]}}
     MessageEvent.model_validate(seen[-1])
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
 def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
@@ -212,7 +198,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER], "max_tokens": 512}, "max_tokens is 512 and messages has"),
     ({"messages": [{"role": "user", "content": "refuse"}]}, "the chat template refused"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-    (turn({"type": "image", "source": {}}), "messages[0].content[0].type: this model takes text"),
+    (turn({"type": "image", "source": {}}), "messages[0].content[0].type: this model takes text only"),
     (turn({"type": "text"}), "messages[0].content[0].text"),
     (turn(), "messages holds nothing"),
     (turn({"type": "thinking", "thinking": "x"}, role="assistant"), "messages holds nothing"),
@@ -238,27 +224,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 async def test_a_bad_field_is_a_400_that_names_it(api: Api, body: dict[str, Any], fault: str) -> None:
     message = check_anthropic(await api.http.post(MESSAGES, json={"max_tokens": 3, **body}), 400)
     assert fault in message
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
-async def test_every_error_below_the_route_has_anthropics_shape(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    cluster.gate(Point.PREFILL)
-    served = make_served(cluster, tokenizer, DeadlinesConfig(prefill_s=0.01))
-    app = build_app(served, api_keys=("secret",), max_body_bytes=1000)
+@pytest.mark.parametrize(
+    "settings",
+    [{"deadlines": {"prefill_s": 0.01}, "api_keys": ["secret"], "limits": {**LIMITS, "max_body_bytes": 1000}}],
+)
+async def test_every_error_below_the_route_has_anthropics_shape(api: Api) -> None:
+    api.cluster.gate(Point.PREFILL)
     body = {"messages": [USER], "max_tokens": 3}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
-        check_anthropic(await http.post(MESSAGES, json=body), 401)
-        check_anthropic(await http.post(MESSAGES, json=body, headers={"x-api-key": "wrong"}), 401)
-        key = {"x-api-key": "secret"}
-        for path, status in ((MESSAGES, 405), ("/v1/messages/batches", 404)):
-            check_anthropic(await http.get(path, headers=key), status)
-        check_anthropic(await http.post(MESSAGES, json={**body, "model": "other"}, headers=key), 404)
-        check_anthropic(await http.post(MESSAGES, content=b"x" * 1001, headers=key), 413)
-        check_anthropic(await http.post(COUNT, content=b"{", headers=key), 400)
-        check_anthropic(await http.post(MESSAGES, content=b"{}", headers={**key, "content-type": "text/plain"}), 415)
-        check_anthropic(await http.post(MESSAGES, json=body, headers=key), 504)
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http2:
-        client = AsyncAnthropic(api_key="wrong", base_url="http://router", http_client=http2, max_retries=0)
-        with pytest.raises(anthropic.AuthenticationError) as refused:
-            await client.messages.create(model="tiny", messages=[USER], max_tokens=3)
+    check_anthropic(await api.http.post(MESSAGES, json=body), 401)
+    check_anthropic(await api.http.post(MESSAGES, json=body, headers={"x-api-key": "wrong"}), 401)
+    key = {"x-api-key": "secret"}
+    for path, status in ((MESSAGES, 405), ("/v1/messages/batches", 404)):
+        check_anthropic(await api.http.get(path, headers=key), status)
+    check_anthropic(await api.http.post(MESSAGES, json={**body, "model": "other"}, headers=key), 404)
+    check_anthropic(await api.http.post(MESSAGES, content=b"x" * 1001, headers=key), 413)
+    check_anthropic(await api.http.post(COUNT, content=b"{", headers=key), 400)
+    check_anthropic(await api.http.post(MESSAGES, content=b"{}", headers={**key, "content-type": "text/plain"}), 415)
+    check_anthropic(await api.http.post(MESSAGES, json=body, headers=key), 504)
+    url = str(api.http.base_url)
+    client = AsyncAnthropic(api_key="wrong", base_url=url, http_client=api.http2, max_retries=0)
+    with pytest.raises(anthropic.AuthenticationError) as refused:
+        await client.messages.create(model="tiny", messages=[USER], max_tokens=3)
     assert refused.value.request_id

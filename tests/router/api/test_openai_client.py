@@ -1,12 +1,14 @@
-"""The official client, over the same application."""
+"""The official client of a router that is one process, and of one that is two."""
 
 from __future__ import annotations
 
 import openai
 import pytest
 
-from tests.router.conftest import Api
+from tests.router.conftest import ALSO_OUTSIDE, Api
 from tests.router.scripted import Point
+
+pytestmark = ALSO_OUTSIDE
 
 
 async def test_completions(api: Api) -> None:

@@ -18,7 +18,6 @@ from router.api.app import build_app
 from router.api.caller import Caller
 from router.api.prompts import SMALL, Prompts
 from router.api.schema import ChatRequest, CompletionRequest
-from router.config import DeadlinesConfig
 from tests.router.conftest import check_error, make_served
 from tests.router.scripted import Cluster
 
@@ -122,7 +121,7 @@ def slow_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 async def stuck(cluster: Cluster, slow_checkpoint: Path) -> AsyncIterator[Prompts]:
     """Every conversation takes for ever, every completion does not."""
-    prompts = make_served(cluster, Tokenizer(slow_checkpoint), DeadlinesConfig(tokenize_s=600)).prompts
+    prompts = make_served(cluster, Tokenizer(slow_checkpoint), deadlines={"tokenize_s": 600}).prompts
     yield prompts
     await prompts.parsers.close()
 
@@ -143,7 +142,7 @@ def processes(parent: int) -> list[str]:
 
 
 async def test_others_are_served_while_large_prompts_are_parsed(cluster: Cluster, slow_checkpoint: Path) -> None:
-    served = make_served(cluster, Tokenizer(slow_checkpoint), DeadlinesConfig(tokenize_s=600))
+    served = make_served(cluster, Tokenizer(slow_checkpoint), deadlines={"tokenize_s": 600})
     app = build_app(served)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         long = asyncio.create_task(client.post(CHAT, content=HUGE, headers={"content-type": "application/json"}))
@@ -160,7 +159,7 @@ async def test_others_are_served_while_large_prompts_are_parsed(cluster: Cluster
 
 
 async def test_parsing_has_a_deadline(cluster: Cluster, slow_checkpoint: Path) -> None:
-    served = make_served(cluster, Tokenizer(slow_checkpoint), DeadlinesConfig(tokenize_s=0.05))
+    served = make_served(cluster, Tokenizer(slow_checkpoint), deadlines={"tokenize_s": 0.05})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app(served)), base_url="http://router") as client:
         answer = await client.post(CHAT, content=FOREVER, headers={"content-type": "application/json"})
         assert "reading the request took too long" in check_error(answer, 504)["message"]

@@ -15,12 +15,10 @@ from openai.types.responses import ResponseInputItem
 from pydantic import TypeAdapter
 
 from hackkv.errors import NodeLost
-from hackkv.tokenizer import Tokenizer
-from router.api.app import build_app
 from router.api.prompts import SMALL
 from router.api.responses.answers import ResponseEvent, ResponseObject
 from tests.router.api.test_tools import CALL, NATIVE, THINKS
-from tests.router.conftest import TEMPLATE, Api, check_error, make_served
+from tests.router.conftest import TEMPLATE, Api, check_error
 from tests.router.scripted import Cluster, Point
 from tests.router.speaking import longest_shown, named_events, shown, speaking_http
 
@@ -126,33 +124,25 @@ async def test_answers_and_events_have_the_described_fields_and_no_other(api: Ap
     assert len(part["logprobs"]) == (4 if "top_logprobs" in more else 0)
 
 
-async def test_the_answer_has_the_form_that_was_asked_for(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    served = make_served(cluster, tokenizer)
+async def test_the_answer_has_the_form_that_was_asked_for(api: Api) -> None:
     asked = {"input": "x", "max_output_tokens": 9, "text": {"format": {"type": "json_schema", "name": "a"}}}
     asked["text"]["format"]["schema"] = SCHEMA  # type: ignore[index]
-    transport = httpx.ASGITransport(build_app(served))
-    async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60) as http:
-        answer = await http.post(RESPONSES, json=asked)
-    await served.grammars.close()
+    answer = await api.http.post(RESPONSES, json=asked)
     assert answer.status_code == 200, answer.text
-    (job,) = [job for node in cluster.prefill.values() for job in node.jobs]
+    (job,) = api.cluster.jobs
     assert job.request.sampling.grammar
     assert answer.json()["text"]["format"] == {"type": "json_schema", "name": "a", "schema": SCHEMA}
 
 
-async def test_a_large_body_is_read_elsewhere_and_answered_alike(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    served = make_served(cluster, tokenizer)
-    transport = httpx.ASGITransport(build_app(served))
-    async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60) as http:
-        asked = {"input": [USER], "instructions": "Be.", "tools": [CLOCK], "seed": 1, "max_output_tokens": 2}
-        small = (await http.post(RESPONSES, json=asked)).json()
-        large = (await http.post(RESPONSES, json={**asked, "user": "x" * SMALL})).json()
-        told = await http.post(RESPONSES, json={"input": "\u0001" * 5000})
-    await served.prompts.parsers.close()
+async def test_a_large_body_is_read_elsewhere_and_answered_alike(api: Api) -> None:
+    asked = {"input": [USER], "instructions": "Be.", "tools": [CLOCK], "seed": 1, "max_output_tokens": 2}
+    small = (await api.http.post(RESPONSES, json=asked)).json()
+    large = (await api.http.post(RESPONSES, json={**asked, "user": "x" * SMALL})).json()
+    told = await api.http.post(RESPONSES, json={"input": "\u0001" * 5000})
     assert bare(small) == bare(large)
     assert small["instructions"] == "Be."
     assert check_error(told, 400)["param"] == "input"
-    prompts = {job.request.prompt_ids for node in cluster.prefill.values() for job in node.jobs}
+    prompts = {job.request.prompt_ids for job in api.cluster.jobs}
     assert len(prompts) == 1
 
 
@@ -165,7 +155,7 @@ async def test_a_stream_that_breaks_off_says_so(api: Api) -> None:
     failed = seen[-1]["response"]
     assert (failed["status"], failed["error"]["code"], failed["usage"]) == ("failed", "server_error", None)
     assert failed["output"][0]["status"] == "incomplete"
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
 def item(kind: str, **fields: Any) -> dict[str, Any]:
@@ -217,17 +207,13 @@ async def test_a_bad_field_is_a_400_that_names_it(api: Api, body: dict[str, Any]
     error = check_error(await api.http.post(RESPONSES, json=body), 400)
     assert error["param"] == param, error
     assert param.partition("[")[0].partition(".")[0] in error["message"] or "template" in error["message"]
-    api.cluster.assert_idle()
+    await api.assert_idle()
 
 
-async def test_an_encrypted_thought_is_a_hint_that_strict_routers_refuse(
-    cluster: Cluster, tokenizer: Tokenizer
-) -> None:
+@pytest.mark.parametrize(("settings", "status"), [({}, 200), ({"strict": True}, 400)])
+async def test_an_encrypted_thought_is_a_hint_that_strict_routers_refuse(api: Api, status: int) -> None:
     asked = {"input": "x", "include": ["reasoning.encrypted_content"], "max_output_tokens": 1}
-    for strict, status in ((False, 200), (True, 400)):
-        app = build_app(make_served(cluster, tokenizer, strict=strict))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
-            assert (await http.post(RESPONSES, json=asked)).status_code == status
+    assert (await api.http.post(RESPONSES, json=asked)).status_code == status
 
 
 async def test_counts_are_told_in_the_clients_words(api: Api) -> None:

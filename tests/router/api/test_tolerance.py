@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,8 +15,6 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
-from hackkv.tokenizer import Tokenizer
-from router.api.app import build_app
 from router.api.fields import Ignored, Refused
 from router.api.messages.schema import (
     CallBlock,
@@ -42,8 +40,7 @@ from router.api.responses.schema import (
 )
 from router.api.schema import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
 from router.api.texts import TokenizeRequest
-from tests.router.conftest import Api, check_error, make_served
-from tests.router.scripted import Cluster
+from tests.router.conftest import Api, check_error
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES = "/v1/messages"
@@ -147,14 +144,6 @@ def place_of(route: str, response: httpx.Response) -> object:
     return error["message"].partition(": ")[0] if route == MESSAGES else error["param"]
 
 
-@pytest.fixture
-async def strict(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[httpx.AsyncClient]:
-    """A router that refuses hints."""
-    app = build_app(make_served(cluster, tokenizer, strict=True))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
-        yield client
-
-
 def accepted(kind: Ignored | Refused) -> Iterator[object]:
     """Values that a field takes."""
     yield from VALUES if isinstance(kind, Ignored) else kind.neutral
@@ -176,15 +165,16 @@ async def test_a_field_is_ignored_or_refused_as_its_annotation_says(
 
 
 @every_field
+@pytest.mark.parametrize("settings", [{"strict": True}])
 async def test_a_strict_router_takes_no_field_that_has_no_effect(
-    strict: httpx.AsyncClient, model: type[BaseModel], fields: Fields
+    api: Api, model: type[BaseModel], fields: Fields
 ) -> None:
     for name, kind in fields:
         route, body, _ = body_with(model, name, None)
-        assert (await strict.post(route, json=body)).status_code == 200, name
+        assert (await api.http.post(route, json=body)).status_code == 200, name
         for value in accepted(kind):
             route, body, place = body_with(model, name, value)
-            response = await strict.post(route, json=body)
+            response = await api.http.post(route, json=body)
             assert (response.status_code, place_of(route, response)) == (400, place)
             assert "strict" in response.json()["error"]["message"]
 
@@ -211,8 +201,8 @@ async def test_an_answer_can_be_sent_back_as_the_client_dumps_it(api: Api) -> No
         messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": [PART, PART]}]
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     await api.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=3)
-    prompts = [job.request.prompt_ids for node in api.cluster.prefill.values() for job in node.jobs]
-    prompt = api.served.tokenizer.decode(max(prompts, key=len), skip_special_tokens=False)
+    prompts = [job.request.prompt_ids for job in api.cluster.jobs]
+    prompt = api.tokenizer.decode(max(prompts, key=len), skip_special_tokens=False)
     turns = ["user:hi", *(turn for text in said for turn in (f"assistant:{text}", "user:hi\nhi")), "assistant:"]
     assert prompt == "".join(f"<|turn|>{turn}" for turn in turns)
 
@@ -230,7 +220,7 @@ ECHOES: list[dict[str, Any]] = [
 async def test_answers_of_other_servers_mean_what_they_say(api: Api, echo: dict[str, Any]) -> None:
     body = {"messages": [QUESTION, {"role": "assistant", **echo}, QUESTION], "max_tokens": 1}
     assert (await api.http.post(CHAT, json=body)).status_code == 200
-    prompt = api.served.tokenizer.decode(api.cluster.prefill["p0"].jobs[0].request.prompt_ids, False)
+    prompt = api.tokenizer.decode(api.cluster.jobs[0].request.prompt_ids, False)
     assert prompt == "<|turn|>user:hi<|turn|>assistant:x<|turn|>user:hi<|turn|>assistant:"
 
 

@@ -12,24 +12,25 @@ from hackkv.held import HeldKv
 from hackkv.timing import Stage
 from hackkv.types import Role
 from router.watch.journal import ENDED, GONE_S, SAMPLES, TOTALS, Journal
-from tests.router.conftest import Api
+from tests.router.conftest import INSIDE, Inside
 from tests.router.scripted import PAGE_TOKENS, Point, info
 
+pytestmark = INSIDE
 COMPLETIONS = "/v1/completions"
 
 
-async def samples(api: Api, after: int = 0) -> list[dict[str, float]]:
+async def samples(api: Inside, after: int = 0) -> list[dict[str, float]]:
     """What `/api/cluster` says of the last minutes, as objects."""
     told = (await api.http.get("/api/cluster", params={"after": after})).json()["samples"]
     return [dict(zip(told["fields"], row, strict=True)) for row in told["rows"]]
 
 
-async def requests(api: Api, after: int = 0) -> dict[str, Any]:
+async def requests(api: Inside, after: int = 0) -> dict[str, Any]:
     told: dict[str, Any] = (await api.http.get("/api/requests", params={"after": after})).json()
     return told
 
 
-async def test_tokens_that_were_there_already_are_summed(api: Api) -> None:
+async def test_tokens_that_were_there_already_are_summed(api: Inside) -> None:
     api.cluster.script.cached_tokens, api.cluster.script.held = 1, HeldKv(1)
     told = []
     for _ in range(2):
@@ -40,7 +41,7 @@ async def test_tokens_that_were_there_already_are_summed(api: Api) -> None:
     assert [one["held_tokens"] for one in (await requests(api))["ended"]] == [PAGE_TOKENS] * 2
 
 
-async def test_a_request_on_its_way_is_told_with_its_tokens_so_far(api: Api) -> None:
+async def test_a_request_on_its_way_is_told_with_its_tokens_so_far(api: Inside) -> None:
     gate = api.cluster.gate(Point.TOKEN)
     body = {"prompt": "x", "max_tokens": 5}
     task = asyncio.create_task(api.http.post(COMPLETIONS, json=body))
@@ -57,7 +58,7 @@ async def test_a_request_on_its_way_is_told_with_its_tokens_so_far(api: Api) -> 
     assert (await samples(api))[-1]["output_tokens"] == 5
 
 
-async def test_samples_count_up_and_stages_are_those_of_finished_requests(api: Api) -> None:
+async def test_samples_count_up_and_stages_are_those_of_finished_requests(api: Inside) -> None:
     api.served.journal.sample()
     for node_id in ("d0", "d1"):
         api.cluster.fail(node_id, Point.LANDED, *(NodeLost("gone") for _ in range(2)))
@@ -78,7 +79,7 @@ async def test_samples_count_up_and_stages_are_those_of_finished_requests(api: A
     assert await samples(api, after=int(first["seq"])) == [last]
 
 
-async def test_a_node_that_is_gone_is_remembered_for_a_while(api: Api) -> None:
+async def test_a_node_that_is_gone_is_remembered_for_a_while(api: Inside) -> None:
     cluster, now = api.cluster, 0.0
     journal = Journal(cluster.fleet, lambda: now)
     journal.sample()
@@ -95,7 +96,7 @@ async def test_a_node_that_is_gone_is_remembered_for_a_while(api: Api) -> None:
     assert {node["id"] for node in (await api.http.get("/api/cluster")).json()["nodes"]} == {"p0", "p1", "d0"}
 
 
-async def test_memory_is_bounded(api: Api) -> None:
+async def test_memory_is_bounded(api: Inside) -> None:
     journal = api.served.journal
     for _ in range(SAMPLES + 5):
         journal.sample()

@@ -6,12 +6,13 @@ import json
 import math
 
 from hackkv.nodes import CodecLoss
-from tests.router.conftest import Api
+from tests.router.conftest import INSIDE, Inside
 
+pytestmark = INSIDE
 COMPLETIONS = "/v1/completions"
 
 
-async def test_metrics_have_help_and_the_transfer_is_proven(api: Api) -> None:
+async def test_metrics_have_help_and_the_transfer_is_proven(api: Inside) -> None:
     await api.http.post(COMPLETIONS, json={"prompt": "xyz", "max_tokens": 4})
     page = (await api.http.get("/metrics")).text
     for line in (
@@ -36,7 +37,7 @@ async def test_metrics_have_help_and_the_transfer_is_proven(api: Api) -> None:
     assert typed <= helped
 
 
-async def test_what_a_codec_costs_is_told_everywhere_even_if_it_is_no_number(api: Api) -> None:
+async def test_what_a_codec_costs_is_told_everywhere_even_if_it_is_no_number(api: Inside) -> None:
     await api.cluster.report("d0", loss=CodecLoss(0.0125, 0.97, 1.01, 600))
     await api.cluster.report("d1", loss=CodecLoss(math.nan, 0.0, math.inf, 600))
     page = (await api.http.get("/metrics")).text

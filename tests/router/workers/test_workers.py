@@ -18,7 +18,7 @@ import pytest
 
 from hackkv.errors import ConfigError
 from router.front import bind
-from tests.router.processes import PATIENCE_S, nodes, router
+from tests.router.processes import PATIENCE_S, nodes, router, series
 from tests.router.scripted import Point
 
 COMPLETIONS = "/v1/completions"
@@ -55,8 +55,7 @@ async def clients_of(url: str, workers: list[psutil.Process]) -> AsyncIterator[l
 
 async def metric(client: httpx.AsyncClient, name: str) -> float:
     """One series of `/metrics`; 0 if there is none."""
-    lines = (await client.get("/metrics")).text.splitlines()
-    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
+    return series((await client.get("/metrics")).text).get(name, 0.0)
 
 
 async def until_metric(client: httpx.AsyncClient, name: str, wanted: float) -> None:
