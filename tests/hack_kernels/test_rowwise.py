@@ -8,6 +8,7 @@ from hack_kernels import cpu
 from hack_kernels.base import BackendUnavailable, Pool, RowKernels, Spans
 from hack_kernels.cpu.extension import supported_isas
 from hack_kernels.rowwise import Rowwise
+from hack_kernels.turns import Turns
 from torch import Tensor
 
 try:
@@ -174,6 +175,54 @@ def test_a_turned_row_does_not_depend_on_its_place(turning: RowKernels) -> None:
             assert torch.equal(each.turn_heads(x[part].contiguous(), matrices, shift), whole[part])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 80])
+def test_turn_rows_is_a_turn_of_each(turning: RowKernels, dim: int, dtype: torch.dtype) -> None:
+    """To the bit, for no row, one, and rows enough for several threads, of heads that are slices of wider rows."""
+    query, key, value = (rows(26 + nth, groups, dim, dim) for nth, groups in enumerate((3, 3, 1)))
+    shift = rows(29, 3, dim)
+    for count in (0, 1, 3, 70):
+        q, k, v = rows(30, count, 15, dim, dtype=dtype).split_with_sizes((9, 3, 3), dim=1)
+        narrow_k, narrow_v = (x.half().float() for x in (k, v))
+        for each in (turning, TORCH):
+            turned = (each.turn_heads(q.float(), query), each.turn_heads(narrow_k, key, shift))
+            for turns, v_turned in (
+                (Turns(query, key, shift), narrow_v),
+                (Turns(query, key, shift, value, value), each.turn_heads(narrow_v, value)),
+            ):
+                for found, wanted in zip(each.turn_rows(q, k, v, turns), (*turned, v_turned), strict=True):
+                    assert found.is_contiguous()
+                    assert torch.equal(found, wanted)
+            back = turned[0]
+            assert torch.equal(each.turn_heads(back, value, dtype=dtype), each.turn_heads(back, value).to(dtype))
+
+
+def test_a_turn_of_rows_that_fp16_does_not_hold_is_not_finite(turning: RowKernels) -> None:
+    """So that whoever writes them finds out, whether a matrix follows or not."""
+    one = torch.eye(64)[None]
+    x = torch.ones(2, 3, 64)
+    x[1, 2, 5] = 7e4
+    for turns in (Turns(one, one), Turns(one, one, None, one, one)):
+        q, k, v = turning.turn_rows(x, x, x, turns)
+        assert torch.equal(q, x)
+        for found in (k, v):
+            assert torch.isfinite(found).all(-1).tolist() == [[True, True, True], [True, True, False]]
+
+
+def test_turns_of_some_heads() -> None:
+    """What stands for all heads stays; `value` may be of all where `key` is not."""
+    turns = Turns(rows(31, 4, 2, 2), rows(32, 4, 2, 2), rows(33, 4, 2), rows(34, 1, 2, 2), rows(35, 1, 2, 2))
+    assert turns.heads(0, 4) is turns
+    part = turns.heads(1, 2)
+    for found, whole in ((part.query, turns.query), (part.key, turns.key), (part.shift, turns.shift)):
+        assert found is not None
+        assert whole is not None
+        assert torch.equal(found, whole[1:3])
+    assert part.value is turns.value
+    same = Turns(rows(36, 1, 2, 2), rows(37, 1, 2, 2))
+    assert same.heads(3, 1) is same
+
+
 def pool_of(open_k: Tensor, open_v: Tensor) -> Pool:
     return Pool({}, open_k, open_v)
 
@@ -294,6 +343,17 @@ def test_wrong_inputs_are_named(kernels: RowKernels) -> None:
         kernels.rotate(x, 3, rows(14, 4, 16))
     with pytest.raises(ValueError, match="turns must be contiguous"):
         kernels.rotate(x, 2, rows(14, 16, 4).T)
+    eye, two = torch.eye(16)[None], torch.eye(16).repeat(3, 1, 1)
+    for turned, matrices, shift, dtype, name in (
+        (x, eye[..., :8], None, torch.float32, "matrices"),
+        (x, eye.half(), None, torch.float32, "matrices has"),
+        (x, two, None, torch.float32, "matrices do not divide"),
+        (x, eye, rows(14, 1, 8), torch.float32, "shift"),
+        (x, eye, rows(14, 1, 16), torch.float16, "out must be float32"),
+        (x.long(), eye, None, torch.float32, "x "),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}"):
+            kernels.turn_heads(turned, matrices, shift, dtype)
     with pytest.raises(ValueError, match="weight"):
         kernels.norm(x[:, 0], torch.ones(15), 1e-6)
     with pytest.raises(ValueError, match="more"):
