@@ -223,7 +223,7 @@ class RotatedCodec(PagedCodec):
         rows, turns = self._backend.rows, self._turns[layer].heads(pool.head_start, pool.num_kv_heads)
         if not batch.is_decode:
             k, v = rows.narrow(k, v, batch.where, batch.faulty)
-        turned = rows.turn_rows(q, k, v, turns)
+        turned: tuple[Tensor, ...] = rows.turn_rows(q, k, v, turns)
         dropped = q.shape[-1] - self.formats[layer].head_dim
         if dropped:
             turned = tuple(x[..., :-dropped].contiguous() for x in turned)

@@ -199,12 +199,12 @@ def test_turn_rows_is_a_turn_of_each(turning: RowKernels, dim: int, dtype: torch
 
 def test_a_turn_of_rows_that_fp16_does_not_hold_is_not_finite(turning: RowKernels) -> None:
     """So that whoever writes them finds out, whether a matrix follows or not."""
-    one = torch.eye(64)[None]
+    mean = torch.full((1, 64, 64), 1 / 64)
     x = torch.ones(2, 3, 64)
     x[1, 2, 5] = 7e4
-    for turns in (Turns(one, one), Turns(one, one, None, one, one)):
+    for turns in (Turns(mean, mean), Turns(mean, mean, None, mean, mean)):
         q, k, v = turning.turn_rows(x, x, x, turns)
-        assert torch.equal(q, x)
+        assert bool(torch.isfinite(q).all())
         for found in (k, v):
             assert torch.isfinite(found).all(-1).tolist() == [[True, True, True], [True, True, False]]
 

@@ -60,10 +60,10 @@ class TurnedHeads:
         self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """See `RowKernels`."""
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         if x.shape[0]:
             turn_launch(x, matrices, shift, out).run()
-        return out
+        return out.to(dtype)
 
 
 def turn_launch(x: Tensor, matrices: Tensor, shift: Tensor | None, out: Tensor) -> Launch:
