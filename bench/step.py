@@ -1,8 +1,9 @@
 """`python -m bench.step [--model smollm2 --codec rot-k3v2 --batch 1] [--out docs]`: how much of a decode step is not
 arithmetic.
 
-The model, by default the one that ships, decodes a batch through the node's own loop: scheduler, engine thread, sampler,
-events and their readers, in one process. gRPC is left out. A step lasts from the end of the one before to its own end.
+The model, by default the one that ships, decodes a batch through the node's own loop: scheduler, engine thread,
+sampler, events and their readers, in one process. gRPC is left out. A step lasts from the end of the one before to its
+own end.
 
 torch's profiler records some steps in a row. Time of a recorded step outside torch's operators and the C++ kernels
 counts as Python: it includes the cost of recording. The reported share is this Python time plus the time between two
