@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import SpawnProcess
@@ -50,10 +51,11 @@ def main() -> None:
     lines = table(speeds, os.cpu_count() or 1)
     print(HEAD, *lines, sep="\n")
     if args.out:
+        said = " ".join(("python -m bench.busy", *sys.argv[1:]))
         where = f"{this_machine('', args.threads).cpu}, {began}"
         about = (
-            f"`python -m bench.busy --out docs` · {args.model or 'hackkv-small'}, codec {DEFAULT_CODEC}, {CLIENTS} "
-            f"requests at a time of {PROMPT} + {TOKENS} tokens, {args.threads} threads a node; {where}"
+            f"`{said}` · {args.model or 'hackkv-small'}, codec {DEFAULT_CODEC}, {CLIENTS} requests at a time of "
+            f"{PROMPT} + {TOKENS} tokens, {args.threads} threads a node; {where}"
         )
         text = "\n".join(("## Beside busy loops", "", about, "", HEAD, "|" + "---|" * 4, *lines))
         write_section(args.out, "busy", text, {"where": where, "tokens_per_s": speeds})

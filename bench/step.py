@@ -1,7 +1,9 @@
-"""`python -m bench.step [--out docs]`: how much of a decode step is not arithmetic.
+"""`python -m bench.step [--model smollm2 --codec rot-k3v2 --batch 1] [--out docs]`: how much of a decode step is not
+arithmetic.
 
-The shipped model decodes a batch through the node's own loop: scheduler, engine thread, sampler, events and their
-readers, in one process. gRPC is left out. A step lasts from the end of the one before to its own end.
+The model, by default the one that ships, decodes a batch through the node's own loop: scheduler, engine thread,
+sampler, events and their readers, in one process. gRPC is left out. A step lasts from the end of the one before to its
+own end.
 
 torch's profiler records some steps in a row. Time of a recorded step outside torch's operators and the C++ kernels
 counts as Python: it includes the cost of recording. The reported share is this Python time plus the time between two
@@ -15,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -164,19 +168,27 @@ def main() -> None:
     """Measure, print, and write the section if asked."""
     parser = argparse.ArgumentParser("python -m bench.step", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder whose performance.md and .json get this section")
+    parser.add_argument("--model", default="", help="as for hackkv serve; default: the shipped model")
+    parser.add_argument("--codec", default="hack")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    worker = load_worker(ModelConfig(threads=1), CodecConfig(name="hack"))
+    # Which tokens come is not what is measured.
+    codec = CodecConfig(name=arguments.codec, allow_loss=True)
+    worker = load_worker(ModelConfig(path=arguments.model, threads=arguments.threads), codec)
     measure(worker, arguments.batch, GREEDY)  # warm
-    samplings = {"greedy": GREEDY, "as the model proposes": proposed(SHIPPED)}
+    samplings = {"greedy": GREEDY}
+    if not arguments.model:
+        samplings["as the model proposes"] = proposed(SHIPPED)
     found = [
         summary(measure(worker, arguments.batch, sampling), arguments.batch, name)
         for name, sampling in samplings.items()
     ]
-    text = section(worker, found)
+    said = " ".join(("python -m bench.step", *sys.argv[1:]))
+    text = section(worker, found, said)
     print(text)
     if arguments.out:
-        write_section(arguments.out, "step", text, found)
+        write_section(arguments.out, f"step-{worker.name}" if arguments.model else "step", text, found)
 
 
 def proposed(folder: Path) -> Sampling:
@@ -186,15 +198,14 @@ def proposed(folder: Path) -> Sampling:
 
 def measure(worker: Worker, batch: int, sampling: Sampling) -> Times:
     """Decode `STEPS` tokens for each of `batch` sequences."""
-    pages: Any = worker.codec.layers[0].kernels  # type: ignore[attr-defined]
     rows: Any = worker.model.kernels
-    kernels = TimedKernels(pages._native)
+    layers: Any = worker.codec.layers  # type: ignore[attr-defined]
+    kernels = TimedKernels(rows._native)
     clock = Clock(DecodeEngine.step, kernels)
-    with (
-        patch.object(DecodeEngine, "step", lambda engine, parts: clock.step(engine, parts)),
-        patch.object(pages, "_native", kernels),
-        patch.object(rows, "_native", kernels),
-    ):
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(DecodeEngine, "step", lambda engine, parts: clock.step(engine, parts)))
+        for owner in (rows, *dict.fromkeys(layer.kernels for layer in layers)):
+            patched.enter_context(patch.object(owner, "_native", kernels))
         asyncio.run(_run(worker, batch, replace(sampling, max_tokens=STEPS)))
     return clock.times
 
@@ -234,14 +245,16 @@ async def _read(stream: Stream) -> None:
         pass
 
 
-def section(worker: Worker, found: list[dict[str, Any]]) -> str:
+def section(worker: Worker, found: list[dict[str, Any]], command: str = "python -m bench.step --out docs") -> str:
     """The page's section."""
-    spec, machine = worker.model.spec, this_machine(worker.kernels, 1)
-    shape = f"{worker.name}: {spec.num_layers} layers, hidden {spec.hidden}, {PROMPT} tokens each, one compute thread"
+    spec, threads = worker.model.spec, torch.get_num_threads()
+    machine = this_machine(worker.kernels, threads)
+    sizes = f"{spec.num_layers} layers, hidden {spec.hidden}, {PROMPT} tokens each"
+    shape = f"{worker.name}, codec {worker.codec.name}: {sizes}, {threads} compute threads, {worker.kernels}"
     lines = [
-        "## Overhead of a decode step",
+        f"## Overhead of a decode step, {worker.name}",
         "",
-        f"`python -m bench.step --out docs` · {shape}; {machine.cpu}, {load_note()}",
+        f"`{command}` · {shape}; {machine.cpu}, {load_note()}",
         "",
         "| tokens chosen | batch | step, ms | between steps, ms | Python within, ms | operators | kernels "
         "| Python and scheduling | target |",

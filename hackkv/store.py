@@ -10,10 +10,13 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from time import time
+from typing import Final, Generic, TypeVar
 
 from filelock import FileLock
 from platformdirs import user_cache_path
@@ -25,6 +28,15 @@ Key = tuple[tuple[str, str], ...]
 """Everything that a measurement depends on, as named fields."""
 
 Found = TypeVar("Found")
+
+PASSING_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Passing(Generic[Found]):
+    """A measurement that other work disturbed: it is asked for again after `PASSING_S`."""
+
+    found: Found
 
 
 class Store(Generic[Found]):
@@ -39,7 +51,7 @@ class Store(Generic[Found]):
         """The folder of this user."""
         return user_cache_path("hackkv") / self._folder
 
-    def remembered(self, key: Key, measure: Callable[[], Found]) -> Found:
+    def remembered(self, key: Key, measure: Callable[[], Found | Passing[Found]]) -> Found:
         """What was measured for `key`, or what `measure` says now. Several processes may ask at once: one measures.
 
         Where the folder cannot be written the log says so, and every process measures for itself.
@@ -53,7 +65,7 @@ class Store(Generic[Found]):
                 lock.enter_context(FileLock(f"{path}.lock"))
             except OSError as error:
                 self._warn(path.parent, error)
-                return measure()
+                return _plain(measure())
             with contextlib.suppress(_Unknown):
                 return self._read(path, key)
             found = measure()
@@ -61,7 +73,7 @@ class Store(Generic[Found]):
                 self._write(path, key, found)
             except OSError as error:
                 self._warn(path, error)
-            return found
+            return _plain(found)
 
     def _warn(self, path: Path, error: OSError) -> None:
         log.warning("%s is measured at every start: %s: %s", self._what, path, error.strerror or error)
@@ -72,15 +84,20 @@ class Store(Generic[Found]):
             content = json.loads(path.read_bytes())
             if not isinstance(content, dict) or content.get("key") != json.loads(_text(key)):
                 raise _Unknown
+            if not time() < content.get("until", math.inf):
+                raise _Unknown
             return self._kind.validate_python(content.get("found"))
-        except (OSError, ValueError, ValidationError) as error:
+        except (OSError, TypeError, ValueError, ValidationError) as error:
             raise _Unknown from error
 
-    def _write(self, path: Path, key: Key, found: Found) -> None:
+    def _write(self, path: Path, key: Key, found: Found | Passing[Found]) -> None:
         """All or nothing; the caller holds the lock. NaN and infinity are written as Python's `json` reads them."""
         part = path.with_name(f"{path.name}.part")
         with part.open("w", encoding="utf-8") as file:
-            json.dump({"key": key, "found": self._kind.dump_python(found)}, file, indent=1)
+            content = {"key": key, "found": self._kind.dump_python(_plain(found))}
+            if isinstance(found, Passing):
+                content["until"] = time() + PASSING_S
+            json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -88,6 +105,10 @@ class Store(Generic[Found]):
 
 class _Unknown(Exception):
     """No file tells."""
+
+
+def _plain(found: Found | Passing[Found]) -> Found:
+    return found.found if isinstance(found, Passing) else found
 
 
 def _text(key: Key) -> str:

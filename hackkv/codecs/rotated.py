@@ -16,7 +16,7 @@ which the codes of a row of K make up for each other's errors (`LevelKernels.set
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from hack_kernels.base import Backend, Pool
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
 from hack_kernels.reference.levels import LevelReference
+from hack_kernels.turns import Turns
 from hack_kernels.window import Window
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -71,29 +72,6 @@ class LayerBits(Frozen):
 _WRITTEN: Final = TypeAdapter(tuple[LayerBits, ...])
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """How rows of a layer turn: matrices [Hkv, D, D], or [1, D, D] for all KV heads, float32."""
-
-    query: Tensor
-    """T^-1: q' = query @ q. For V, T: out = query @ out'."""
-    key: Tensor
-    """T^T: k' = key @ k + shift."""
-    shift: Tensor | None
-    """[Hkv, D]: -mean T."""
-
-    def of(self, pool: Pool) -> Turn:
-        """For the KV heads of `pool`."""
-        if self.key.shape[0] == 1:
-            return self
-        heads = slice(pool.head_start, pool.head_start + pool.num_kv_heads)
-        return Turn(self.query[heads], self.key[heads], None if self.shift is None else self.shift[heads])
-
-    def to(self, device: torch.device) -> Turn:
-        """On another device."""
-        return Turn(self.query.to(device), self.key.to(device), None if self.shift is None else self.shift.to(device))
-
-
 def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
     """A codec of the family. Raises `ValueError` naming a bad setting, or the file and tensor that are wrong."""
     chosen = RotatedSettings.model_validate(settings)
@@ -102,12 +80,12 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
     digest, origin = UNCALIBRATED, None
     feedback = list[Feedback]()
     if chosen.calibration == UNCALIBRATED:
-        turns = (plain_turn(shape.head_dim).to(backend.device),) * shape.num_layers
+        turns = (plain_turns(shape.head_dim).to(backend.device),) * shape.num_layers
     else:
         artifact = read_artifact(Path(chosen.calibration))
         artifact.check(ROTATED)
         digest, origin, bits = artifact.digest, artifact.origin, layer_bits(artifact, bits)
-        turns = tuple(calibrated_turn(artifact, layer, shape).to(backend.device) for layer in range(shape.num_layers))
+        turns = tuple(calibrated_turns(artifact, layer, shape).to(backend.device) for layer in range(shape.num_layers))
         feedback = [feedback_of(artifact, layer, shape) for layer in range(shape.num_layers)]
     formats = [LevelFormat(shape.head_dim, chosen.page_tokens, *each, window) for each in bits]
     definition: Definition = LevelReference
@@ -157,13 +135,13 @@ def _in_words(bits: list[int]) -> str:
     return ",".join(map(str, bits)) if len(set(bits)) > 1 else str(bits[0])
 
 
-def plain_turn(head_dim: int) -> Turn:
+def plain_turns(head_dim: int) -> Turns:
     """T = H for all KV heads."""
-    rotation = hadamard(head_dim)
-    return Turn(rotation.mT.float().contiguous()[None], rotation.mT.float().contiguous()[None], None)
+    rotation = hadamard(head_dim).mT.float().contiguous()[None]
+    return Turns(rotation, rotation)
 
 
-def calibrated_turn(artifact: Artifact, layer: int, shape: KvShape) -> Turn:
+def calibrated_turns(artifact: Artifact, layer: int, shape: KvShape) -> Turns:
     """T and the means of a layer, and T's inverse in float64. Raises `ValueError` naming file and tensor."""
     name, heads, dim = f"layers.{layer}.basis", shape.num_kv_heads, shape.head_dim
     basis = artifact.tensor(name, (heads, dim, dim)).double()
@@ -177,7 +155,7 @@ def calibrated_turn(artifact: Artifact, layer: int, shape: KvShape) -> Turn:
                 f"more than {WORST_CONDITION:g}"
             )
     shift = -(mean[:, None] @ basis)[:, 0]
-    return Turn(torch.linalg.inv(basis).float().contiguous(), basis.mT.float().contiguous(), shift.float())
+    return Turns(torch.linalg.inv(basis).float().contiguous(), basis.mT.float().contiguous(), shift.float())
 
 
 def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
@@ -206,21 +184,20 @@ class RotatedCodec(PagedCodec):
         layers: tuple[Kept, ...],
         backend: Backend,
         settings: Settings,
-        turns: tuple[Turn, ...],
+        turns: tuple[Turns, ...],
         folded: tuple[Tensor, ...],
     ) -> None:
         """One of each for each layer, of all KV heads of the model. `folded` are rotations of V, [Hkv, D, D], or
         [1, D, D] for all heads, float64; columns of 0 drop channels."""
         super().__init__(name, layers, backend, settings)
-        self._turns, self._folded = turns, folded
-        self._unfolded = dict[int, Turn]()
-        """How V turns, and what comes of it turns back, in layers whose weights do not do that."""
+        self._turns, self._folded = list(turns), folded
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """V' = R^T V, and as the heads' outputs are sums of V', W_o' = W_o R. In float64, rounded to their dtype."""
         if weights.packed:
             rotation = self._folded[layer].float().to(self._backend.device)
-            self._unfolded[layer] = Turn(rotation.contiguous(), rotation.mT.contiguous(), None)
+            value, out = rotation.mT.contiguous(), rotation.contiguous()
+            self._turns[layer] = replace(self._turns[layer], value=value, out=out)
             return weights
         qkv, out, bias = weights.qkv, weights.out, weights.qkv_bias
         rotation = self._folded[layer].to(qkv.device)
@@ -243,19 +220,14 @@ class RotatedCodec(PagedCodec):
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Rows are rounded to FP16 before they turn too: so a value that FP16 does not hold is found, in decode because
         infinity turns into rows that are not finite. V that the weights turned is not."""
-        rows, turn = self._backend.rows, self._turns[layer].of(pool)
-        if batch.is_decode:
-            narrow_k = k.to(torch.float16)
-        else:
-            narrow_k, v = rows.narrow(k, v, batch.where, batch.faulty)
-        turned_q = rows.turn_heads(q.float(), turn.query)
-        turned_k = rows.turn_heads(narrow_k.float(), turn.key, turn.shift)
-        values = self._unfolded[layer].of(pool) if layer in self._unfolded else None
-        v = v.float() if values is None else rows.turn_heads(v.to(torch.float16).float(), values.key)
+        rows, turns = self._backend.rows, self._turns[layer].heads(pool.head_start, pool.num_kv_heads)
+        if not batch.is_decode:
+            k, v = rows.narrow(k, v, batch.where, batch.faulty)
+        turned: tuple[Tensor, ...] = rows.turn_rows(q, k, v, turns)
         dropped = q.shape[-1] - self.formats[layer].head_dim
         if dropped:
-            turned_q, turned_k, v = (x[..., :-dropped].contiguous() for x in (turned_q, turned_k, v))
-        out = super().attend(layer, pool, batch, turned_q, turned_k, v)
+            turned = tuple(x[..., :-dropped].contiguous() for x in turned)
+        out = super().attend(layer, pool, batch, *turned)
         if dropped:
             out = F.pad(out, (0, dropped))
-        return (out if values is None else rows.turn_heads(out, values.query)).to(q.dtype)
+        return out.to(q.dtype) if turns.out is None else rows.turn_heads(out, turns.out, dtype=q.dtype)

@@ -27,6 +27,7 @@ from typing import Annotated, Any, Final
 
 import torch
 from hack_kernels.base import Backend
+from hack_kernels.turns import Turns
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from hackkv.codec import KvCodec, fp16_page_bytes
 from hackkv.codecs.artifact import UNCALIBRATED, ZACK, Artifact, read_artifact
 from hackkv.codecs.hadamard import hadamard
 from hackkv.codecs.paged import PagedCodec
-from hackkv.codecs.rotated import RotatedCodec, Turn
+from hackkv.codecs.rotated import RotatedCodec
 from hackkv.config import Frozen
 from hackkv.types import KvShape
 
@@ -187,7 +188,7 @@ def _made(shape: KvShape, step: int, below: Callable[[KvShape], KvCodec]) -> dic
     return found
 
 
-def _fold(found: Projections, layer: int, width: int) -> tuple[Turn, Tensor]:
+def _fold(found: Projections, layer: int, width: int) -> tuple[Turns, Tensor]:
     """Of a layer that keeps `width` channels: how K and Q turn, and what is folded into the weights around V."""
     turned = {side: torch.zeros_like(each[layer]) for side, each in found.rotations.items()}
     for side, into in turned.items():
@@ -195,4 +196,4 @@ def _fold(found: Projections, layer: int, width: int) -> tuple[Turn, Tensor]:
     key = turned["qk"].mT
     # Kernels divide scores by the root of the channels that they see.
     query = key * (width / key.shape[-1]) ** 0.5
-    return Turn(query.float().contiguous(), key.float().contiguous(), None), turned["vw"]
+    return Turns(query.float().contiguous(), key.float().contiguous()), turned["vw"]

@@ -11,8 +11,11 @@ turned into numbers, for one call: from some number of rows on that pays, and th
 
 from __future__ import annotations
 
+import math
+import resource
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, TypeAlias
 
@@ -22,7 +25,7 @@ from hack_kernels.base import RowKernels
 from hack_kernels.block_weight import BlockWeight, Weight, quantized
 from torch import Tensor
 
-from hackkv.store import Key, Store
+from hackkv.store import Key, Passing, Store
 
 Product: TypeAlias = Callable[[Tensor, Any], Tensor]
 """(x [rows, in], weight [out, in]) -> [rows, out]; the weight is of x's dtype, or packed."""
@@ -37,12 +40,14 @@ SIDE: Final = 1024
 """Inputs and outputs of the weight that is tried: typical, and small enough for slow processors."""
 ROUNDS: Final = 8
 SECONDS: Final = 0.03
-"""Both are timed in turns for so many rounds and so long, at least, and the shortest times count: other work on the
-machine makes some rounds longer, and would have to last for all of them."""
+PATIENCE_S: Final = 0.15
+"""Both are timed in turns for so many rounds and `SECONDS`, at least, and the shortest times count. A call in which
+other work took a processor away is not counted as a round: with two threads it may last for many times its own time. If
+that happens so often that `PATIENCE_S` pass, those calls have to serve, and the answer holds for a while only."""
 GAIN: Final = 1.1
 """The library takes over where it is at least so many times faster."""
 
-VERSION: Final = "2"
+VERSION: Final = "3"
 """Increases with every change of our products or of how they are timed: what was measured before is asked again."""
 
 _STORE: Final = Store("products", int, "who multiplies faster")
@@ -51,7 +56,7 @@ _STORE: Final = Store("products", int, "who multiplies faster")
 def library_rows(own: Product, dtype: torch.dtype, isa: str) -> int:
     """Rows from which on the library multiplies faster than `own`, whose instruction set is `isa`; `NEVER` if at none
     of `ROWS`. Measured once for a processor and number of threads: some tenths of a second."""
-    return _STORE.remembered(_key(dtype, isa, "numbers"), lambda: takeover(measure(own, dtype)))
+    return _STORE.remembered(_key(dtype, isa, "numbers"), lambda: _settled(measure(own, dtype)))
 
 
 def unpack_rows(kernels: RowKernels, bits: int, dtype: torch.dtype, isa: str) -> int:
@@ -60,8 +65,8 @@ def unpack_rows(kernels: RowKernels, bits: int, dtype: torch.dtype, isa: str) ->
     def library(x: Tensor, weight: BlockWeight) -> Tensor:
         return F.linear(x, kernels.unpack(weight, x.dtype))
 
-    def takes_over() -> int:
-        return takeover(measure(kernels.product, dtype, library, lambda weight: quantized(weight, bits)))
+    def takes_over() -> int | Passing[int]:
+        return _settled(measure(kernels.product, dtype, library, lambda weight: quantized(weight, bits)))
 
     return _STORE.remembered(_key(dtype, isa, f"int{bits}"), takes_over)
 
@@ -78,6 +83,21 @@ def _key(dtype: torch.dtype, isa: str, weights: str) -> Key:
         ("threads", str(torch.get_num_threads())),
         ("processor", f"{capabilities.get('cpu_name', '')} {instructions}"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Who multiplies how fast."""
+
+    seconds: Mapping[int, tuple[float, float]]
+    """Rows, ascending -> (our time, the library's)."""
+    disturbed: bool
+    """Whether other work was in some of the times."""
+
+
+def _settled(measured: Measured) -> int | Passing[int]:
+    found = takeover(measured.seconds)
+    return Passing(found) if measured.disturbed else found
 
 
 def _as_numbers(weight: Tensor) -> Weight:
@@ -100,19 +120,48 @@ def takeover(seconds: Mapping[int, tuple[float, float]]) -> int:
 @torch.inference_mode()
 def measure(
     own: Product, dtype: torch.dtype, library: Product = F.linear, form: Callable[[Tensor], Weight] = _as_numbers
-) -> dict[int, tuple[float, float]]:
-    """Rows -> the shortest times in seconds of `own` and of the library, in turns, with a weight that `form` makes."""
+) -> Measured:
+    """The shortest times of `own` and of the library, in turns, with a weight that `form` makes."""
     x, weight = (torch.full(shape, 0.5, dtype=dtype) for shape in ((ROWS[-1], SIDE), (SIDE, SIDE)))
-    return {rows: _in_turns(own, library, x[:rows], form(weight)) for rows in ROWS}
+    made = {rows: _in_turns((own, library), x[:rows], form(weight)) for rows in ROWS}
+    seconds = {rows: (ours.shortest, others.shortest) for rows, (ours, others) in made.items()}
+    return Measured(seconds, any(each.calm == 0 for pair in made.values() for each in pair))
 
 
-def _in_turns(own: Product, library: Product, x: Tensor, weight: Weight) -> tuple[float, float]:
-    best, spent, rounds = [float("inf"), float("inf")], 0.0, 0
-    while spent < SECONDS or rounds < ROUNDS:
+@dataclass(slots=True)
+class _Times:
+    """Of one product."""
+
+    calm: int = 0
+    """Calls that nothing interrupted."""
+    best: float = math.inf
+    """Seconds of the shortest of them."""
+    any: float = math.inf
+    """Seconds of the shortest of all."""
+
+    @property
+    def shortest(self) -> float:
+        return self.best if self.calm else self.any
+
+    def add(self, seconds: float, *, calm: bool) -> None:
+        self.any = min(self.any, seconds)
+        if calm:
+            self.calm, self.best = self.calm + 1, min(self.best, seconds)
+
+
+def _in_turns(products: tuple[Product, Product], x: Tensor, weight: Weight) -> tuple[_Times, _Times]:
+    times, spent, rounds = (_Times(), _Times()), 0.0, 0
+    while rounds < ROUNDS or (spent < PATIENCE_S and (spent < SECONDS or min(each.calm for each in times) < ROUNDS)):
         rounds += 1
-        for who, product in enumerate((own, library)):
-            began = perf_counter()
+        for each, product in zip(times, products, strict=True):
+            before, began = interruptions(), perf_counter()
             product(x, weight)
             took = perf_counter() - began
-            best[who], spent = min(best[who], took), spent + took
-    return best[0], best[1]
+            each.add(took, calm=interruptions() == before)
+            spent += took
+    return times
+
+
+def interruptions() -> int:
+    """How often other work took a processor from a thread of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

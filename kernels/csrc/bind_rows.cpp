@@ -157,21 +157,46 @@ void unpack(const Kernels& kernels, nb::handle weight, std::int64_t count, nb::h
   if (rows > 0) hack::unpack(kernels.rows_of(to), kernels.threads(), codes, chosen, to.strips());
 }
 
-// Heads of rows x [T, H, D], float32, by matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D].
-void turn_heads(const Kernels& kernels, nb::handle x, nb::handle matrices, nb::handle shift, nb::handle out) {
+HeadRows head_rows(const Kernels& kernels, const RowArray& rows) {
+  return {rows.strips(), &kernels.rows_of(rows), bytes_of(rows.dtype())};
+}
+
+// Heads of rows x [T, H, D] by matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D]. Without
+// matrices x only becomes float32. `rounded`: x is rounded to FP16 first.
+HeadTurn head_turn(const Kernels& kernels, nb::handle x, nb::handle matrices, nb::handle shift, bool rounded,
+                   nb::handle out) {
   const RowArray rows(x, "x"), to(out, "out");
+  if (to.strips().count != rows.strips().count || to.elements() != rows.elements()) refuse("out has the wrong shape");
+  const std::size_t d = std::size_t(rows.inner()), heads = std::size_t(rows.elements()) / d;
+  const bool wide = rows.dtype() == Dtype::kFloat && !rounded, plain = to.dtype() == Dtype::kFloat;
+  HeadTurn part{head_rows(kernels, rows), head_rows(kernels, to), wide, rounded, int(heads), int(d)};
+  if (matrices.is_none()) {
+    if (!plain || !shift.is_none()) refuse("out must be float32 without matrices, and nothing is added");
+    return part;
+  }
   const Array turns(matrices, "matrices");
-  if (rows.dtype() != Dtype::kFloat) refuse("x must be float32");
-  to.expect(rows, rows.elements());
-  const std::size_t d = std::size_t(rows.inner()), heads = std::size_t(rows.elements()) / d, groups = turns.shape(0);
+  const std::size_t groups = turns.shape(0);
   expect_shape(turns, {groups, d, d});
   if (groups == 0 || heads % groups) refuse("matrices do not divide the heads of x");
-  const auto* gains = elements<const float>(turns, Type::kFloat, groups * d * d);
-  const float* added = nullptr;
-  if (!shift.is_none()) added = elements<const float>(Array(shift, "shift"), Type::kFloat, groups * d);
+  part.groups = int(groups);
+  part.matrices = elements<const float>(turns, Type::kFloat, groups * d * d);
+  if (!shift.is_none()) {
+    if (!plain) refuse("out must be float32 where a shift is added");
+    part.shift = elements<const float>(Array(shift, "shift"), Type::kFloat, groups * d);
+  }
+  return part;
+}
+
+// Several of them, (x, matrices, shift, rounded, out) each.
+void turn_heads(const Kernels& kernels, nb::tuple parts) {
+  std::vector<HeadTurn> turns;
+  for (const nb::handle each : parts) {
+    const auto part = nb::cast<nb::tuple>(each);
+    if (nb::len(part) != 5) refuse("a part has x, matrices, shift, rounded and out");
+    turns.push_back(head_turn(kernels, part[0], part[1], part[2], nb::cast<bool>(part[3]), part[4]));
+  }
   const nb::gil_scoped_release unlocked;
-  hack::turn_heads(kernels.rows_of(rows), kernels.threads(), rows.strips(), int(heads), int(d), gains, added,
-                   int(groups), to.strips());
+  hack::turn_heads(kernels.threads(), turns);
 }
 
 }  // namespace bound
@@ -187,7 +212,7 @@ void bind_rows(nb::class_<Kernels>& kernels) {
       .def("product", bound::product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
       .def("block_product", bound::block_product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
       .def("unpack", bound::unpack, "weight"_a, "count"_a, "ids"_a.none(), "out"_a)
-      .def("turn_heads", bound::turn_heads, "x"_a, "matrices"_a, "shift"_a.none(), "out"_a);
+      .def("turn_heads", bound::turn_heads);
 }
 
 }  // namespace hack

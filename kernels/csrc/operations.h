@@ -16,9 +16,10 @@ namespace hack {
 
 template <class S, Dtype dtype>
 constexpr RowOperations row_operations_of() {
-  return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>,
-          largest_in_row<S, dtype>, spread_row<S, dtype>, weigh<S>,           product_block<S, dtype>,
-          round_blocks<S, dtype>, block_product_of<S, dtype>, unpack_row_of<S, dtype>};
+  return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>,     gate_row<S, dtype>,
+          largest_in_row<S, dtype>, spread_row<S, dtype>, weigh<S>,               product_block<S, dtype>,
+          widen_row<S, dtype>,      turn_block<S, dtype>, round_blocks<S, dtype>, block_product_of<S, dtype>,
+          unpack_row_of<S, dtype>};
 }
 
 template <class S>

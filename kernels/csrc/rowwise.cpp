@@ -13,6 +13,11 @@ constexpr std::int64_t kBlockDots = 1 << 19;      // and products of codes
 constexpr std::int64_t kFewTiles = 4;             // for which rounded rows of x are worth reading
 constexpr std::int64_t kFewOutputs = 48;          // for which a block of rows of x is worth reading
 
+// Blocks of rows of x in a product.
+std::int64_t blocks_of(std::int64_t rows) {
+  return (rows + kProductBlock - 1) / kProductBlock;
+}
+
 template <class Function>
 void for_rows(int threads, std::int64_t rows, std::int64_t row_elements, Function function) {
   const std::int64_t block = row_elements < kBlockElements ? kBlockElements / row_elements : 1;
@@ -90,7 +95,7 @@ void product(const RowOperations& operations, int threads, const Strips& x, int 
   if (x.count == 0) return;
   const std::int64_t rows = x.count < kProductBlock ? x.count : kProductBlock, alone = kBlockProducts / (rows * k);
   const std::int64_t columns = alone < kFewOutputs ? kFewOutputs : alone;
-  const std::int64_t across = (outputs + columns - 1) / columns, down = (x.count + kProductBlock - 1) / kProductBlock;
+  const std::int64_t across = (outputs + columns - 1) / columns, down = blocks_of(x.count);
   parallel_for(across * down > 1 ? threads : 1, across * down, [&](std::int64_t i) {
     const std::int64_t row = i / across * kProductBlock, first = i % across * columns;
     const std::int64_t last = first + columns < outputs ? first + columns : outputs;
@@ -111,7 +116,7 @@ void product(const RowOperations& operations, int threads, const Strips& x, cons
   });
   const std::int64_t block = x.count < kProductBlock ? x.count : kProductBlock;
   const std::int64_t alone = kBlockDots / (block * k * kLanes), across = alone < kFewTiles ? kFewTiles : alone;
-  const std::int64_t columns = (tiles + across - 1) / across, down = (x.count + kProductBlock - 1) / kProductBlock;
+  const std::int64_t columns = (tiles + across - 1) / across, down = blocks_of(x.count);
   parallel_for(columns * down > 1 ? threads : 1, columns * down, [&](std::int64_t i) {
     const std::int64_t row = i / columns * kProductBlock, tile = i % columns * across;
     const std::int64_t last_row = row + kProductBlock < x.count ? row + kProductBlock : x.count;
@@ -129,18 +134,47 @@ void unpack(const RowOperations& operations, int threads, const BlockWeight& w, 
   });
 }
 
-void turn_heads(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim,
-                const float* matrices, const float* shift, int groups, const Strips& out) {
-  const std::int64_t d = head_dim, bytes = 4 * d, blocks = (x.count + kProductBlock - 1) / kProductBlock;
-  const bool alone = x.count * heads * d * d <= kBlockProducts;
-  parallel_for(alone ? 1 : threads, blocks * heads, [&](std::int64_t i) {
-    const std::int64_t head = i % heads, row = i / heads * kProductBlock, group = head / (heads / groups);
-    const int rows = int(x.count - row < kProductBlock ? x.count - row : kProductBlock);
-    const auto* bias = reinterpret_cast<const std::byte*>(shift == nullptr ? nullptr : shift + group * d);
-    operations.product({x.data + row * x.stride + head * bytes, x.stride, rows, head_dim,
-                        reinterpret_cast<const std::byte*>(matrices + group * d * d), bias, 0, d,
-                        out.data + row * out.stride + head * bytes, out.stride},
-                       thread_scratch(product_scratch_bytes(head_dim)));
+namespace {
+
+// Head `head` of `rows` rows from `row` on.
+void turn_block(const HeadTurn& part, std::int64_t head, std::int64_t row, int rows) {
+  const int d = part.head_dim;
+  const std::byte* x = part.x.at(row, head * d);
+  std::byte* out = part.out.at(row, head * d);
+  std::int64_t stride = part.x.strips.stride;
+  const std::int64_t out_stride = part.out.strips.stride;
+  if (!part.ready || d % kLanes != 0) {
+    const std::int64_t wide_stride = std::int64_t(padded_floats(d) * sizeof(float));
+    std::byte* wide = thread_scratch(std::size_t(rows * wide_stride));
+    for (int r = 0; r < rows; ++r)
+      part.x.operations->widen(x + r * stride, d, part.rounded, reinterpret_cast<float*>(wide + r * wide_stride));
+    x = wide;
+    stride = wide_stride;
+  }
+  if (part.matrices == nullptr) {
+    for (int r = 0; r < rows; ++r) std::memcpy(out + r * out_stride, x + r * stride, 4 * std::size_t(d));
+    return;
+  }
+  const std::int64_t group = head / (part.heads / part.groups);
+  const auto* matrix = reinterpret_cast<const std::byte*>(part.matrices + group * d * d);
+  const auto* bias = reinterpret_cast<const std::byte*>(part.shift == nullptr ? nullptr : part.shift + group * d);
+  part.out.operations->turn({x, stride, rows, d, matrix, bias, 0, d, out, out_stride});
+}
+
+}  // namespace
+
+void turn_heads(int threads, std::span<const HeadTurn> parts) {
+  std::int64_t items = 0, products = 0;
+  for (const HeadTurn& part : parts) {
+    items += blocks_of(part.x.strips.count) * part.heads;
+    products += part.matrices == nullptr ? 0 : part.x.strips.count * part.heads * part.head_dim * part.head_dim;
+  }
+  parallel_for(products <= kBlockProducts ? 1 : threads, items, [&](std::int64_t i) {
+    const HeadTurn* part = parts.data();
+    for (; i >= blocks_of(part->x.strips.count) * part->heads; ++part)
+      i -= blocks_of(part->x.strips.count) * part->heads;
+    const std::int64_t row = i / part->heads * kProductBlock, left = part->x.strips.count - row;
+    turn_block(*part, i % part->heads, row, int(left < kProductBlock ? left : kProductBlock));
   });
 }
 

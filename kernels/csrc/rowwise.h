@@ -11,22 +11,22 @@
 
 namespace hack {
 
-// Lanes at .. at + 15 of a row of n values; zeros past its end.
-template <class S, Dtype dtype>
+// Lanes from `at` on of a row of n values; zeros past its end.
+template <class S, Dtype dtype, int lanes = kLanes>
 typename S::F load_lanes(const std::byte* row, int at, int n) {
   alignas(64) float x[kLanes] = {};
   const int count = n - at;
   if constexpr (dtype == Dtype::kFloat) {
     const auto* values = reinterpret_cast<const float*>(row) + at;
-    if (count >= kLanes) return S::load(values);
+    if (count >= lanes) return S::load(values);
     for (int i = 0; i < count; ++i) x[i] = values[i];
   } else {
     const auto* values = reinterpret_cast<const std::uint16_t*>(row) + at;
     if constexpr (dtype == Dtype::kHalf) {
-      if (count >= kLanes) return S::load_half(values);
+      if (count >= lanes) return S::load_half(values);
       for (int i = 0; i < count; ++i) x[i] = half_to_float(values[i]);
     } else {
-      if (count >= kLanes) return S::load_bfloat(values);
+      if (count >= lanes) return S::load_bfloat(values);
       for (int i = 0; i < count; ++i) x[i] = bfloat_to_float(values[i]);
     }
   }
@@ -62,6 +62,20 @@ bool round_row(const std::byte* row, int n, std::uint16_t* out) {
   bool finite = true;
   for (int i = 0; i < n; ++i) finite &= (out[i] & 0x7C00u) != 0x7C00u;
   return finite;
+}
+
+// n values in FP32, rounded to FP16 before where that is asked; zeros up to whole vectors.
+template <class S, Dtype dtype>
+void widen_row(const std::byte* row, int n, bool rounded, float* out) {
+  for (int i = 0; i < n; i += kLanes) {
+    auto lanes = load_lanes<S, dtype>(row, i, n);
+    if (rounded) {
+      alignas(64) std::uint16_t halves[kLanes];
+      S::store_half(halves, lanes);
+      lanes = S::load_half(halves);
+    }
+    S::store(out + i, lanes);
+  }
 }
 
 // Rotates the pairs (i, i + D/2) of every head [D] of a row by `turn`, which is cos [D/2] and then sin [D/2].

@@ -1,6 +1,8 @@
 // Whole calls of rowwise.h: rows are divided among threads.
 #pragma once
 
+#include <span>
+
 #include "work.h"
 
 namespace hack {
@@ -56,8 +58,30 @@ void product(const RowOperations& operations, int threads, const Strips& x, cons
 // Rows ids[0], .. of w, or all of them where that is null, to rows of out.
 void unpack(const RowOperations& operations, int threads, const BlockWeight& w, const std::int64_t* ids,
             const Strips& out);
-// Head h of x [count, heads, D], FP32, by matrices [groups, D, D], plus shift [groups, D] unless it is null, to out.
-void turn_heads(const RowOperations& operations, int threads, const Strips& x, int heads, int head_dim,
-                const float* matrices, const float* shift, int groups, const Strips& out);
+// Rows of heads, and what their dtype asks for.
+struct HeadRows {
+  Strips strips;
+  const RowOperations* operations;
+  int bytes;  // of an element
+
+  std::byte* at(std::int64_t row, std::int64_t element) const {
+    return strips.data + row * strips.stride + element * bytes;
+  }
+};
+
+// Heads of x [count, heads, D] that turn: head h by matrices [groups, D, D], plus shift [groups, D] unless it is null.
+struct HeadTurn {
+  HeadRows x;
+  HeadRows out;
+  bool ready;    // x is FP32 and is not rounded
+  bool rounded;  // x is rounded to FP16 first
+  int heads;
+  int head_dim;
+  int groups = 1;
+  const float* matrices = nullptr;  // null: x only becomes FP32
+  const float* shift = nullptr;     // null, or out is FP32
+};
+
+void turn_heads(int threads, std::span<const HeadTurn> parts);
 
 }  // namespace hack

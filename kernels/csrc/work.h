@@ -181,6 +181,8 @@ struct RowOperations {
   bool (*spread)(const std::byte* row, int n, const std::uint32_t* allowed, double* values, double* tops);
   void (*weigh)(const double* values, std::int64_t count, double peak, double temperature, std::int64_t* weights);
   void (*product)(const ProductItem&, std::byte* scratch);
+  void (*widen)(const std::byte* row, int n, bool rounded, float* out);
+  void (*turn)(const ProductItem&);
   void (*round_blocks)(const std::byte* row, int k, const BlockRow& out);
   void (*block_product)(const BlockItem&);
   void (*unpack_row)(const BlockItem&, std::int64_t row, std::byte* out);

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hack_kernels.block_weight import BlockWeight, Weight
 from hack_kernels.choosing import ChoiceRules, Chooser, Scores
+from hack_kernels.turns import Turns
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 
@@ -179,11 +180,21 @@ class RowKernels(Protocol):
         """
         ...
 
-    def turn_heads(self, x: Tensor, matrices: Tensor, shift: Tensor | None = None) -> Tensor:
+    def turn_heads(
+        self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """matrices[g] @ x[t, h] + shift[g] with g = h // (H // G), for every row t and head h: [T, H, D], contiguous.
 
         x [T, H, D] float32, H a multiple of G; the heads of a row are contiguous, rows may lie apart. `matrices`
-        [G, D, D] and `shift` [G, D] are contiguous float32.
+        [G, D, D] and `shift` [G, D] are contiguous float32. The result is rounded to `dtype`, which is float32 where
+        there is a shift.
+        """
+        ...
+
+    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+        """Q [T, Hq, D], K and V [T, Hkv, D] as `turns` says: float32, contiguous. K and V are rounded to FP16 first.
+
+        They lie as the model gives them: the heads of a row are contiguous, rows may lie apart.
         """
         ...
 

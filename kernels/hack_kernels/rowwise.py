@@ -17,6 +17,7 @@ from torch import Tensor
 from hack_kernels.base import Pool, Spans
 from hack_kernels.block_weight import BlockWeight, Weight, rounded_rows
 from hack_kernels.choosing import ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
+from hack_kernels.turns import Turns
 
 
 class Rowwise:
@@ -48,7 +49,9 @@ class Rowwise:
         low, high = x[:, :heads].float().chunk(2, dim=-1)
         x[:, :heads].copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
 
-    def turn_heads(self, x: Tensor, matrices: Tensor, shift: Tensor | None = None) -> Tensor:
+    def turn_heads(
+        self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """Summed in float64, for the reason that `product` gives."""
         rows, heads, dim = x.shape
         groups = matrices.shape[0]
@@ -56,7 +59,15 @@ class Rowwise:
         turned = grouped.flatten(1, 2) @ matrices.double().mT
         if shift is not None:
             turned += shift.double()[:, None]
-        return turned.view(groups, rows, heads // groups, dim).transpose(0, 1).flatten(1, 2).float().contiguous()
+        return (
+            turned.view(groups, rows, heads // groups, dim).transpose(0, 1).flatten(1, 2).float().to(dtype).contiguous()
+        )
+
+    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+        """A call of `turn_heads` for each that turns."""
+        k, v = (x.to(torch.float16).float() for x in (k, v))
+        v = v if turns.value is None else self.turn_heads(v, turns.value)
+        return self.turn_heads(q.float(), turns.query), self.turn_heads(k, turns.key, turns.shift), v
 
     def gate(self, x: Tensor) -> Tensor:
         """SwiGLU. torch's float32 silu differs where threads split a tensor off a vector boundary; a form with exp

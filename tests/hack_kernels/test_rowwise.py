@@ -32,15 +32,6 @@ def kernels(request: pytest.FixtureRequest) -> RowKernels:
     return cpu.CpuBackend(request.param, threads=2).rows
 
 
-@pytest.fixture(params=[*ISAS, "triton"])
-def turning(request: pytest.FixtureRequest) -> RowKernels:
-    """Of backends that turn heads themselves."""
-    if request.param == "triton":
-        found: RowKernels = pytest.importorskip("hack_kernels.triton.backend").TritonBackend(torch.device("cpu")).rows
-        return found
-    return cpu.CpuBackend(request.param, threads=2).rows
-
-
 def rows(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
@@ -142,42 +133,6 @@ def test_a_product_depends_on_its_row_alone(kernels: RowKernels, inputs: int, ou
         assert torch.equal(
             cpu.CpuBackend(ISAS[0], threads).rows.product(x, weight), cpu.CpuBackend(ISAS[0], 2).rows.product(x, weight)
         )
-
-
-@pytest.mark.parametrize(("groups", "heads"), [(1, 1), (1, 6), (3, 3), (2, 14)])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-def test_turn_heads(turning: RowKernels, dim: int, groups: int, heads: int) -> None:
-    """Rows that are slices of wider ones, for no row, one and some; within the rounding of a sum in FP32."""
-    matrices, shift = rows(20, groups, dim, dim), rows(21, groups, dim)
-    for count in (0, 1, 3, 40):
-        x = rows(22, count, heads + 2, dim)[:, 1:-1]
-        of_head = matrices.double().repeat_interleave(heads // groups, 0)
-        turned = torch.einsum("hij,thj->thi", of_head, x.double())
-        size = torch.einsum("hij,thj->thi", of_head.abs(), x.double().abs())
-        for b in (None, shift):
-            added = torch.zeros(1) if b is None else b.double().repeat_interleave(heads // groups, 0)
-            for each in (turning, TORCH):
-                found = each.turn_heads(x, matrices, b)
-                assert (found.dtype, found.shape, found.is_contiguous()) == (torch.float32, x.shape, True)
-                assert bool(((found.double() - turned - added).abs() <= 1e-6 * (size + added.abs())).all())
-
-
-def test_a_turned_row_does_not_depend_on_its_place(turning: RowKernels) -> None:
-    """Enough rows for several threads, and rows that lie apart.
-
-    Triton's interpreter leaves a dot to numpy's BLAS, which on some processors adds up a row by its place in the tile.
-    Integers have one sum in any order. On a GPU `bench.gpu` checks other numbers.
-    """
-    wide, matrices, shift = rows(23, 300, 9, 64), rows(24, 2, 64, 64), rows(25, 2, 64)
-    if turning.__class__.__module__.startswith("hack_kernels.triton"):
-        wide, matrices, shift = wide.round(), matrices.round(), shift.round()
-    x = wide[:, 2:8]
-    for each in (turning, TORCH):
-        whole = each.turn_heads(x, matrices, shift)
-        for start, size in [(0, 1), (3, 1), (299, 1), (5, 2), (8, 3), (2, 7), (0, 64), (7, 129)]:
-            part = slice(start, start + size)
-            assert torch.equal(each.turn_heads(x[part], matrices, shift), whole[part])
-            assert torch.equal(each.turn_heads(x[part].contiguous(), matrices, shift), whole[part])
 
 
 def pool_of(open_k: Tensor, open_v: Tensor) -> Pool:

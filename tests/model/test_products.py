@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hackkv import store
 from hackkv.model import products
-from hackkv.model.products import GAIN, NEVER, ROWS, library_rows, measure, takeover, unpack_rows
+from hackkv.model.products import GAIN, NEVER, ROUNDS, ROWS, library_rows, measure, takeover, unpack_rows
 
 TIMES = st.tuples(*(st.floats(1e-6, 1.0) for _ in range(2)))
 
@@ -76,4 +79,54 @@ def test_each_form_is_a_question_of_its_own_and_a_new_version_asks_again(
 
 
 def test_both_are_timed() -> None:
-    assert all(min(times) > 0 for times in measure(F.linear, torch.float32).values())
+    assert all(min(times) > 0 for times in measure(F.linear, torch.float32).seconds.values())
+
+
+class Machine:
+    """A clock on which own products take one second and the library's half, but for calls that are `interrupted`:
+    those of the library take 20."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, interrupted: Callable[[int], bool]) -> None:
+        self.now, self.calls, self.taken, self._interrupted = 0.0, 0, 0, interrupted
+        monkeypatch.setattr(products, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(products, "interruptions", lambda: self.taken)
+        monkeypatch.setattr(products, "SIDE", 4)
+        for name in ("SECONDS", "PATIENCE_S"):
+            monkeypatch.setattr(products, name, getattr(products, name) * 1e4)
+
+    def own(self, x: Tensor, weight: Tensor) -> Tensor:
+        self.now += 1
+        return x
+
+    def library(self, x: Tensor, weight: Tensor) -> Tensor:
+        self.calls += 1
+        if self._interrupted(self.calls):
+            self.now, self.taken = self.now + 20, self.taken + 1
+        else:
+            self.now += 0.5
+        return x
+
+
+def test_calls_that_other_work_interrupts_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rounds at the first number of rows would be such ones, and nine of ten of the others."""
+    machine = Machine(monkeypatch, lambda call: call <= ROUNDS or call % 10 != 0)
+    measured = measure(machine.own, torch.float32, machine.library)
+    assert set(measured.seconds.values()) == {(1.0, 0.5)}
+    assert not measured.disturbed
+
+
+def test_what_a_busy_machine_says_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    busy = [True]
+    machine = Machine(monkeypatch, lambda call: busy[0])
+    monkeypatch.setattr(products, "measure", partial(measure, library=machine.library))
+    now = [1000.0]
+    monkeypatch.setattr(store, "time", lambda: now[0])
+    assert library_rows(machine.own, torch.float32, "here") == NEVER
+    busy[0] = False
+    assert library_rows(machine.own, torch.float32, "here") == NEVER
+    now[0] += store.PASSING_S
+    for _ in range(2):
+        assert library_rows(machine.own, torch.float32, "here") == ROWS[0]
+        now[0] += 2 * store.PASSING_S
+        busy[0] = True

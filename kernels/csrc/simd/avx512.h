@@ -14,8 +14,11 @@ struct Avx512 {
   static constexpr const char* name = "avx512-vnni";
   static constexpr int kTileRows = 4;    // accumulators of an integer product: rows of Q or P
   static constexpr int kTileBlocks = 4;  // times vectors of codes
+  using Products = Avx512;
+  static constexpr int kProductLanes = kLanes;
   static constexpr int kProductRows = 4;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 6;  // times rows of a weight
+  static constexpr int kProductOutputsOfOneRow = 8;
   static constexpr int kProductCache = 1 << 30;  // the tile reads x rarely enough to leave it in the second-level cache
   static constexpr int kBlockRows = 4;   // accumulators of a product with codes of a weight: rows of x
   static constexpr int kBlockTiles = 2;  // times tiles of 16 rows of a weight

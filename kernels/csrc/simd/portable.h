@@ -16,8 +16,11 @@ struct Portable {
   static constexpr const char* name = "portable";
   static constexpr int kTileRows = 4;    // accumulators of an integer product: rows of Q or P
   static constexpr int kTileBlocks = 2;  // times vectors of codes
+  using Products = Portable;
+  static constexpr int kProductLanes = kLanes;
   static constexpr int kProductRows = 1;     // accumulators of a product in FP32: rows of x
   static constexpr int kProductOutputs = 2;  // times rows of a weight
+  static constexpr int kProductOutputsOfOneRow = 2;
   static constexpr int kProductCache = 1 << 14;
   static constexpr int kBlockRows = 1;   // accumulators of a product with codes of a weight: rows of x
   static constexpr int kBlockTiles = 1;  // times tiles of 16 rows of a weight

@@ -14,6 +14,7 @@ from hack_kernels.block_weight import BlockWeight, Weight
 from hack_kernels.choosing import ChoiceRules, Chooser, Scores
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.rowwise import Rowwise
+from hack_kernels.turns import Turns
 
 
 class RowwiseCpu(Rowwise):
@@ -48,11 +49,20 @@ class RowwiseCpu(Rowwise):
         """One pass over each row, bit-equal to torch."""
         self._native.rotate(x, heads, turns)
 
-    def turn_heads(self, x: Tensor, matrices: Tensor, shift: Tensor | None = None) -> Tensor:
+    def turn_heads(
+        self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """Products as those of `product`, head by head."""
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._native.turn_heads(x, matrices, shift, out)
+        out = torch.empty(x.shape, dtype=dtype)
+        self._native.turn_heads(((x, matrices, shift, False, out),))
         return out
+
+    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+        """One call for all three, which reads them as they rest."""
+        to_q, to_k, to_v = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+        of_q, of_k = (q, turns.query, None, False, to_q), (k, turns.key, turns.shift, True, to_k)
+        self._native.turn_heads((of_q, of_k, (v, turns.value, None, True, to_v)))
+        return to_q, to_k, to_v
 
     def gate(self, x: Tensor) -> Tensor:
         """One pass over each row."""

@@ -56,12 +56,14 @@ def turn_kernel(
 class TurnedHeads:
     """`turn_heads` of `RowKernels`."""
 
-    def turn_heads(self, x: Tensor, matrices: Tensor, shift: Tensor | None = None) -> Tensor:
+    def turn_heads(
+        self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """See `RowKernels`."""
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         if x.shape[0]:
             turn_launch(x, matrices, shift, out).run()
-        return out
+        return out.to(dtype)
 
 
 def turn_launch(x: Tensor, matrices: Tensor, shift: Tensor | None, out: Tensor) -> Launch:

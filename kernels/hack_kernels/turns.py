@@ -1,0 +1,39 @@
+"""How the heads of a layer turn around attention, for codecs that rotate them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Matrices [Hkv, D, D], or [1, D, D] for all KV heads; float32, contiguous."""
+
+    query: Tensor
+    """q' = query @ q."""
+    key: Tensor
+    """k' = key @ k + shift."""
+    shift: Tensor | None = None
+    """[Hkv, D]"""
+    value: Tensor | None = None
+    """v' = value @ v; None where V stays as it is."""
+    out: Tensor | None = None
+    """What attention makes of V' turns back: out @ out'. None with `value`."""
+
+    def heads(self, start: int, count: int) -> Turns:
+        """For KV heads [start, start + count)."""
+        if self.key.shape[0] in (1, count):
+            return self
+        return self._each(lambda x: x if x.shape[0] == 1 else x[start : start + count])
+
+    def to(self, device: torch.device) -> Turns:
+        """On another device."""
+        return self._each(lambda x: x.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Turns:
+        others = (None if x is None else change(x) for x in (self.shift, self.value, self.out))
+        return Turns(change(self.query), change(self.key), *others)
