@@ -153,8 +153,10 @@ class Cluster:
         self.sizes = sizes_of(spec.codec, spec.shape.kv_shape)
         faults = Faults(spec.faults)
         scaled = any(pool is not None and pool.scale for pool in (spec.prefill, spec.decode))
-        if spec.faults.rules and (spec.prefill is None or scaled or spec.host is not None):
-            raise ConfigError("faults: clusters that are aggregated, scale or share a host are simulated without them")
+        if spec.faults.rules and (spec.prefill is None or scaled):
+            raise ConfigError("faults: an aggregated cluster, and one that scales, are simulated without them")
+        if spec.faults.rules and spec.host is not None:
+            raise ConfigError("faults: a cluster that shares a host is simulated without them")
         macro = self._options.macro and not faults.at_tokens and spec.host is None
         log = EventLog(self._options.keep_spans)
         self.world = World(self.sizes.footprint, spec.shape.layers, macro, log)
