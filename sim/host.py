@@ -24,7 +24,7 @@ class Host:
 
     def __init__(self, world: World, of: spec.Host) -> None:
         self.cores = Link("cores", of.cores * _UNITS)
-        self._network, self._token_s = Network(world, spec.Sharing.FAIR), of.token_s
+        self._network, self._of = Network(world, spec.Sharing.FAIR), of
         self._router = Thread(self.compute)
 
     def compute(self, seconds: float, call: Callable[[], None]) -> None:
@@ -42,8 +42,9 @@ class Host:
 
     def deliver(self, tokens: int) -> None:
         """See `Cores`."""
-        if tokens and self._token_s:
-            self._router.compute(tokens * self._token_s, lambda: None)
+        seconds = self._of.step_s + tokens * self._of.token_s
+        if tokens and seconds:
+            self._router.compute(seconds, lambda: None)
 
 
 class Thread:

@@ -139,8 +139,10 @@ class Host(Frozen):
 
     cores: float = Field(gt=0)
     """Threads that compute at full speed side by side."""
+    step_s: float = Field(default=0.0, ge=0)
+    """Seconds of a core for the tokens of each step on their way to clients, however many they are."""
     token_s: float = Field(default=0.0, ge=0)
-    """Seconds of a core for each token of an answer, beside its step: from the node to the client."""
+    """The same for each token."""
     byte_s: float = Field(default=0.0, ge=0)
     """Seconds of a core for each byte of KV, beside passes: at both ends of the wire."""
 

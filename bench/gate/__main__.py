@@ -174,7 +174,7 @@ def judge(recording: Recording) -> list[Judged]:
     around, host = Around.of(recording.alone, recording.idle), None
     if not recording.naps:
         sizes = sizes_of(Codec(name=recording.codec), recording.shape.kv_shape)
-        host = host_of(recording.idle, recording.cores, sizes.footprint)
+        host = host_of(recording.idle, recording.alone.decode.rows, recording.cores, sizes.footprint)
     with TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.json"
         profile.write_text(around.profile(recording.alone).model_dump_json(), encoding="utf-8")

@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 from bench import durations
-from bench.gate.live import Cluster
+from bench.gate.live import CLIENT, ROUTER, Cluster
 from bench.gate.recording import Idle, Phase
 from decode_node.config import DecodeSettings
 from hackkv.config import Frozen
@@ -35,6 +35,8 @@ SHORT, TOKENS = 64, 32
 """Prompt and answer of a request whose steps are timed."""
 HANDED_OFF = 2
 """Tokens of the shortest answer whose KV is handed off."""
+BETWEEN = (CLIENT, ROUTER)
+"""Processes that compute neither passes nor steps."""
 LOOPBACK_GBIT_S = 20.0
 NODE_HOST_GIB = 1.0
 """As nodes have by default (`host_bytes`)."""
@@ -101,20 +103,34 @@ def _line(points: Sequence[tuple[int, Sequence[float]]]) -> tuple[float, float]:
     return max(0.0, float(none)), max(0.0, float(each))
 
 
-def host_of(idle: Idle, cores: int, footprint: Footprint) -> Host:
-    """The machine: its cores, and what they compute for a token and for a byte of KV beside passes and steps.
+def host_of(idle: Idle, batches: Sequence[float], cores: int, footprint: Footprint) -> Host:
+    """The machine: its cores, and what they compute for tokens and for KV beside passes and steps. `batches` are those
+    of `idle.steps`.
 
-    Of requests one at a time it is known when a pass or a step computed. What all processes computed beyond that is
-    shared out by least squares: to requests, whose own part the measured stages have, to bytes and to tokens.
+    Router and client compute nothing but that: least squares share it out to requests, tokens of prompts, steps and
+    tokens. Of nodes it is known for one request at a time, when passes and steps take turns: what they compute beyond
+    them goes to requests, bytes and tokens. A request's own part is in the measured stages.
     """
-    work, spent = [], []
-    for phase in (*idle.passes, idle.steps[0]):
+    single = [(phase, 1.0) for phase in (*idle.passes, idle.steps[0])]
+    between, nodes = [], []
+    for phase, batch in (*single, *zip(idle.steps[1:], batches[1:], strict=True)):
+        _, prompts, answers = (sum(part) for part in zip(*phase.sizes, strict=True))
+        requests, tokens = len(phase.sizes), answers - len(phase.sizes)
+        between.append((sum(phase.cpu_s[name] for name in BETWEEN), requests, prompts, tokens, tokens / batch))
+    for phase, _ in single:
         kv_bytes = sum(footprint.wire_bytes(prompt) for _, prompt, _ in phase.sizes)
-        work.append((len(phase.sizes), kv_bytes, sum(tokens for *_, tokens in phase.sizes)))
         computing_s = sum(phase.stages[Stage.PREFILL]) + sum(phase.stages[Stage.DECODE])
-        spent.append(sum(phase.cpu_s.values()) - computing_s)
-    _, byte_s, token_s = np.linalg.lstsq(np.array(work, dtype=float), np.array(spent), rcond=None)[0]
-    return Host(cores=cores, token_s=max(0.0, float(token_s)), byte_s=max(0.0, float(byte_s)))
+        beyond_s = sum(spent for name, spent in phase.cpu_s.items() if name not in BETWEEN) - computing_s
+        nodes.append((beyond_s, len(phase.sizes), kv_bytes, sum(tokens for *_, tokens in phase.sizes)))
+    *_, token_s, step_s = _shares(between)
+    _, byte_s, _ = _shares(nodes)
+    return Host(cores=cores, step_s=step_s, token_s=token_s, byte_s=byte_s)
+
+
+def _shares(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Least squares, none below 0: what one of each takes, where the first number of a row is what all others took."""
+    table = np.array(rows, dtype=float)
+    return [max(0.0, float(share)) for share in np.linalg.lstsq(table[:, 1:], table[:, 0], rcond=None)[0]]
 
 
 def gpus(codec: str) -> Profile:

@@ -80,8 +80,8 @@ class Subject:
 
 _DIGITS = 6
 """Microseconds."""
-CLIENT = "client"
-"""The name of this process beside those of a cluster."""
+CLIENT, ROUTER = "client", "router"
+"""The name of this process, and one of those of a cluster."""
 
 
 class Cluster:

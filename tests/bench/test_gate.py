@@ -86,8 +86,9 @@ def test_capacity_is_that_of_the_slower_role() -> None:
     assert capacity(profile, fixed(64, 100)) == pytest.approx(8 / (0.02 * 100))
 
 
-def one_at_a_time(prompt: int, tokens: int, requests: int = 3) -> Phase:
-    """Requests whose work is known: 20 ms each, and 3 ms a token and 2 ms a thousand bytes beside passes and steps."""
+def one_at_a_time(prompt: int, tokens: int, requests: int = 3, batch: int = 1) -> Phase:
+    """Requests whose work is known. Router and client: 20 ms each, 10 us a token of the prompt, 4 ms a step and 3 ms a
+    token; nodes: 30 ms each and 2 us a byte, beside passes and steps."""
     sizes = ((0.0, prompt, tokens),) * requests
     kv_bytes = SIZES.footprint.wire_bytes(prompt)
     stages = dict.fromkeys(map(str, Stage), (0.0,) * requests)
@@ -97,18 +98,24 @@ def one_at_a_time(prompt: int, tokens: int, requests: int = 3) -> Phase:
         "decode": (0.1 * tokens,) * requests,
     }
     stages[JCT] = tuple(map(sum, zip(*stages.values(), strict=True)))
-    cpu_s = requests * (0.5 + 0.1 * tokens + 0.02 + 0.003 * tokens + 2e-6 * kv_bytes)
-    return Phase(sizes=sizes, stages=stages, wall_s=9.0, cpu_s={"client": cpu_s / 4, "router": cpu_s * 3 / 4})
+    between = requests * (0.02 + 1e-5 * prompt + (tokens - 1) * (0.004 / batch + 0.003))
+    nodes = requests * (0.5 + 0.1 * tokens + 0.03 + 2e-6 * kv_bytes)
+    shares = {"client": between / 4, "router": 3 * between / 4, "prefill-0": nodes / 2, "decode-0": nodes / 2}
+    return Phase(sizes=sizes, stages=stages, wall_s=9.0, cpu_s=shares)
 
 
 SIZES = sizes_of(Codec(name="rot-k4v4"), Subject("", "rot-k4v4").shape.kv_shape)
-IDLE = Idle(passes=tuple(one_at_a_time(prompt, 2) for prompt in (16, 64, 512)), steps=(one_at_a_time(64, 32),) * 2)
+IDLE = Idle(
+    passes=tuple(one_at_a_time(prompt, 2) for prompt in (16, 64, 512)),
+    steps=(one_at_a_time(64, 32), one_at_a_time(64, 32, 12, 4)),
+)
 
 
 def test_what_processes_compute_beyond_passes_and_steps_is_shared_out() -> None:
-    host = host_of(IDLE, 2, SIZES.footprint)
+    host = host_of(IDLE, (1, 4), 2, SIZES.footprint)
     assert host.cores == 2
     assert host.token_s == pytest.approx(0.003)
+    assert host.step_s == pytest.approx(0.004)
     assert host.byte_s == pytest.approx(2e-6)
 
 

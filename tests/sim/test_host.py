@@ -125,14 +125,14 @@ def test_replicas_stretch_each_other_only_when_cores_run_out() -> None:
 def test_every_second_of_work_is_done_on_the_cores() -> None:
     """Passes, steps, handoffs, bytes, requests and tokens: all of them, and no core does more than its time."""
     network = Network(request_s=0.25, call_s=0.125)
-    of = small(1, 1, host=spec.Host(cores=1, token_s=0.001, byte_s=1e-8), network=network)
+    of = small(1, 1, host=spec.Host(cores=1, step_s=0.003, token_s=0.001, byte_s=1e-8), network=network)
     cluster = Cluster(of, costs=lambda *_: Drawn(lambda: 0.5, prefills=True))
     outcome = cluster.run(BUSY)
     assert outcome.rows.ok.all()
     assert isinstance(cluster.world.cores, Host)
     done, passes, steps = cluster.world.cores.worked_s, outcome.prefills[0].tally, outcome.decodes[0].tally
     each = network.request_s + network.call_s + of.efficiency.setup_s
-    work = len(BUSY) * each + 0.5 * (passes.passes + steps.steps) + 0.001 * steps.tokens
+    work = len(BUSY) * each + 0.5 * (passes.passes + steps.steps) + 0.003 * steps.steps + 0.001 * steps.tokens
     assert done == pytest.approx(work + 1e-8 * outcome.rows["wire_bytes"].sum())
     assert done <= outcome.duration_s * (1 + 1e-9)
 
