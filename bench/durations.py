@@ -22,10 +22,14 @@ from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker, load_worker
 from sim.costs import Grid, Profile
 
-TOKENS = (16, 64, 256, 512)
+TOKENS = (16, 63, 64, 255, 256, 512)
+"""Both sides of the numbers of rows from which on a library may multiply (`hackkv.model.products`): durations jump
+there, and a line between points farther apart is wrong by up to twice."""
 BATCHES = (1, 4, 16)
 CONTEXTS = (64, 512, 1024)
 REPEATS = 5
+SECONDS = 0.2
+"""For which each is repeated at least: a few short steps say more of what ran before them."""
 
 
 def measure(
@@ -39,13 +43,15 @@ def measure(
     passes = Passes(runner, pages)
     passes.fill(1, max(contexts))
     quantize, whole = worker.codec.quantize_s, perf_counter()
-    prefill = [[median_s(passes.a_pass(start, count), repeats) for start in contexts] for count in tokens]
+    prefill = [[median_s(passes.a_pass(start, count), repeats, SECONDS) for start in contexts] for count in tokens]
     passes_s = perf_counter() - whole
     quantize_share = (worker.codec.quantize_s - quantize) / passes_s
     passes.fill(max(batches), max(contexts))
     attend, corrected, whole = worker.codec.attend_s, worker.codec.approximation_s, perf_counter()
     # Behind full pages, so that no page fills up, as in nearly all steps.
-    decode = [[median_s(passes.a_step(batch, context + 1), repeats) for context in contexts] for batch in batches]
+    decode = [
+        [median_s(passes.a_step(batch, context + 1), repeats, SECONDS) for context in contexts] for batch in batches
+    ]
     steps_s = perf_counter() - whole
     return Profile(
         machine=f"{platform.machine()}, {worker.kernels}",

@@ -53,11 +53,11 @@ class Passes:
         return Span(slot, held, count, tuple(range(slot * self._pages, (slot + 1) * self._pages)))
 
 
-def median_s(run: Callable[[], None], repeats: int) -> float:
-    """Median seconds, after one that warms up."""
+def median_s(run: Callable[[], None], repeats: int, least_s: float = 0.0) -> float:
+    """Median seconds of so many runs, and of as many more as `least_s` has room for, after one that warms up."""
     run()
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    while len(times) < repeats or sum(times) < least_s:
         began = perf_counter()
         run()
         times.append(perf_counter() - began)

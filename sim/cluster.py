@@ -21,13 +21,14 @@ from sim.costs import CostModel, Profiled, Roofline, read_profile
 from sim.decode import DecodeReplica, Setting
 from sim.eventlog import EventLog
 from sim.faults import Faults
+from sim.host import Host
 from sim.jobs import Arrival, Job, Times
 from sim.network import Link, Network
 from sim.prefill import PrefillReplica, Sender
 from sim.results import Record, Rows
 from sim.rooms import DecodeSite, Rooms
 from sim.router import Router
-from sim.scaled import Scaled, noisy
+from sim.scaled import noisy
 from sim.scaling import TICK_S, Staff, staff_of
 from sim.sizes import CodecSizes, sizes_of
 from sim.spec import GIB, Pool, Spec
@@ -154,9 +155,13 @@ class Cluster:
         scaled = any(pool is not None and pool.scale for pool in (spec.prefill, spec.decode))
         if spec.faults.rules and (spec.prefill is None or scaled):
             raise ConfigError("faults: an aggregated cluster, and one that scales, are simulated without them")
-        macro = self._options.macro and not faults.at_tokens and not self._crowded
+        if spec.faults.rules and spec.host is not None:
+            raise ConfigError("faults: a cluster that shares a host is simulated without them")
+        macro = self._options.macro and not faults.at_tokens and spec.host is None
         log = EventLog(self._options.keep_spans)
         self.world = World(self.sizes.footprint, spec.shape.layers, macro, log)
+        if spec.host is not None:
+            self.world.cores = Host(self.world, spec.host)
         self._network = Network(self.world, spec.network.sharing)
         self._links: list[Link] = []
         self._reuse = False
@@ -269,6 +274,7 @@ class Cluster:
             line,
             flow_of(spec, pool),
             spec.efficiency_of(pool).setup_s,
+            0.0 if spec.host is None else spec.host.byte_s,
             spec.network.sending,
             spec.network.blocking,
         )
@@ -292,21 +298,8 @@ class Cluster:
         return DecodeReplica(number, setting, scheduler, book)
 
     def _cost(self, pool: Pool, number: int, role: str) -> CostModel:
-        cost, beside = self._costs(self.spec, pool, self.sizes), self.spec.efficiency_of(pool).beside
-        if beside > 1:
-            cost = Scaled(cost, lambda: beside if self._others_compute(role) else 1.0)
+        cost = self._costs(self.spec, pool, self.sizes)
         return noisy(cost, self.spec.noise, f"{self._options.seed}/{role}-{number}") if self.spec.noise else cost
-
-    @property
-    def _crowded(self) -> bool:
-        """Whether replicas slow each other down: then a step takes what is true when it begins."""
-        return any(self.spec.efficiency_of(pool).beside > 1 for pool in (self.spec.prefill, self.spec.decode) if pool)
-
-    def _others_compute(self, role: str) -> bool:
-        """Whether a replica of the other role computes now."""
-        if role == "decode":
-            return any(replica.busy for router in self.routers for replica in router.prefills)
-        return any(site.replica.busy for router in self.routers for site in router.rooms.sites)
 
     def _receiving(self, number: int) -> tuple[Link, ...]:
         spec = self.spec

@@ -152,11 +152,6 @@ class DecodeReplica:
         """Tokens of a prompt whose pages are here."""
         return len(self.pool.kept.match(job.names)) * self.scheduler.footprint.page_tokens
 
-    @property
-    def busy(self) -> bool:
-        """Whether a step is under way."""
-        return self._run is not None
-
     # Steps -------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
@@ -206,7 +201,7 @@ class DecodeReplica:
             if self._version == version:
                 self._end()
 
-        self.of.world.after(run.began + run.seconds - self.of.world.now, ended)
+        self.of.world.compute(run.began + run.seconds - self.of.world.now, ended)
 
     def _end(self) -> None:
         run = self._run
@@ -214,16 +209,19 @@ class DecodeReplica:
         self._count(run, run.steps - 1)
         self._run = None
         self.scheduler.stepped(run.turns, advanced=True)
-        now, seconds = self.of.world.now, run.seconds
+        now = self.of.world.now
+        seconds = now - run.began
         self.of.world.log.add(now, Kind.STEP, self.number, len(run.turns))
         self.of.world.log.span(f"decode-{self.number}", "step", run.began, now, len(run.turns))
+        alone_s = run.seconds
+        stretched = seconds / alone_s if alone_s else 1.0
         attend_s, approximation_s = run.cost.attend_s(run.context, run.steps) if run.turns else (0.0, 0.0)
         chosen = 0
         over: list[Job] = []
         for seat, _, replay in run.turns:
             job = seat.owner
-            job.account.attend_s += attend_s
-            job.account.approximation_s += approximation_s
+            job.account.attend_s += attend_s * stretched
+            job.account.approximation_s += approximation_s * stretched
             if replay or seat.place is Place.GONE:
                 continue
             chosen += 1
@@ -236,6 +234,8 @@ class DecodeReplica:
         tally.steps += run.steps
         tally.busy_s += seconds
         tally.page_seconds += seconds * (self.pool.num_pages - self.pool.free_pages)
+        if self.of.world.cores is not None:
+            self.of.world.cores.deliver(chosen)
         if chosen:
             tally.gaps[_step_of(seconds / run.steps)] += chosen * run.steps
         if self.of.beside is not None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from hackkv.held import HeldKv
 from hackkv.timing import Stage
 from prefill_node.host_pool import Claim, HostPool, Tenant
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
-from sim.costs import CostModel
+from sim.costs import CostModel, PassCost
 from sim.eventlog import Kind
 from sim.jobs import Job
 from sim.network import Flow, Link, Network
@@ -78,17 +79,24 @@ class Shipment:
             return
         ready = self.made - self.sent
         if ready > 0:
-            flow = self.flow = Flow((self.sender.line, *self.receiver.links), self.sender.flow_rate, self._arrived)
+            epoch, byte_s = self.epoch, self.sender.byte_s
+            arrived = partial(self._arrived, epoch, ready * byte_s) if byte_s else partial(self._handled, epoch)
+            flow = self.flow = Flow((self.sender.line, *self.receiver.links), self.sender.flow_rate, arrived)
             self.sent = self.made
             self.job.account.wire_bytes += ready
             self.sender.network.start(flow, float(ready))
         elif self.complete:
             epoch = self.epoch
-            self.sender.world.after(self.sender.setup_s, lambda: self._committed(epoch))
+            self.sender.world.compute(self.sender.setup_s, lambda: self._committed(epoch))
 
-    def _arrived(self) -> None:
-        self.flow = None
-        self.pump()
+    def _arrived(self, epoch: int, seconds: float) -> None:
+        """The line has carried bytes; both ends have their work with them."""
+        self.sender.world.compute(seconds, partial(self._handled, epoch))
+
+    def _handled(self, epoch: int) -> None:
+        if epoch == self.epoch:
+            self.flow = None
+            self.pump()
 
     def _committed(self, epoch: int) -> None:
         if epoch == self.epoch and self.receiver is not None:
@@ -105,6 +113,8 @@ class Sender:
     flow_rate: float
     """Bytes per second of one handoff at most."""
     setup_s: float
+    byte_s: float
+    """Seconds of a core for each byte."""
     sending: Sending
     blocking: bool
     """Its replica computes nothing while it sends."""
@@ -126,8 +136,7 @@ class Pass:
 
     chunks: list[Chunk[Job]]
     began: float
-    seconds: float
-    quantize_s: float
+    cost: PassCost
     layers_sent: dict[Job, int] = field(default_factory=dict)
     """Bytes of all layers but the last, which left during the pass."""
 
@@ -199,11 +208,6 @@ class PrefillReplica:
         return min(pages * self._world.footprint.page_tokens, job.prompt_tokens - 1)
 
     @property
-    def busy(self) -> bool:
-        """Whether a pass is under way."""
-        return self._pass is not None
-
-    @property
     def queued_tokens(self) -> int:
         """Prompt tokens that are not computed yet."""
         return self.scheduler.queued_tokens
@@ -220,19 +224,20 @@ class PrefillReplica:
             return
         now = self._world.now
         cost = self._cost.prefill([(chunk.start, chunk.count) for chunk in chunks])
-        run = self._pass = Pass(chunks, now, cost.seconds, cost.quantize_s)
+        run = self._pass = Pass(chunks, now, cost)
         for chunk in chunks:
             chunk.prompt.owner.times.enter(Stage.PREFILL, now)
         if self.sender.sending is Sending.LAYERS and self._world.layers > 1:
-            self._later(cost.seconds / self._world.layers, lambda: self._ship_layers(run))
-        self._later(cost.seconds, lambda: self._end(run))
+            self._compute(cost.seconds / self._world.layers, lambda: self._ship_layers(run))
+        else:
+            self._compute(cost.seconds, lambda: self._end(run))
 
-    def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        def due() -> None:
+    def _compute(self, seconds: float, call: Callable[[], None]) -> None:
+        def done() -> None:
             if not self._dead:
                 call()
 
-        self._world.after(seconds, due)
+        self._world.compute(seconds, done)
 
     def _admit(self, job: Job) -> bool:
         """Claim host memory for a prompt's KV."""
@@ -255,6 +260,8 @@ class PrefillReplica:
                 run.layers_sent[chunk.prompt.owner] = size
                 shipment.made += size
                 shipment.pump()
+        layers = self._world.layers
+        self._compute(run.cost.seconds * (layers - 1) / layers, lambda: self._end(run))
 
     def _chunk_bytes(self, chunk: Chunk[Job]) -> int:
         """What a chunk seals, and what leaves with it: after shared pages, those too."""
@@ -273,13 +280,15 @@ class PrefillReplica:
         tokens = sum(chunk.count for chunk in run.chunks)
         tally.tokens += tokens
         tally.passes += 1
-        tally.busy_s += run.seconds
+        took_s, alone_s = now - run.began, run.cost.seconds
+        tally.busy_s += took_s
+        quantize_s = run.cost.quantize_s * (took_s / alone_s if alone_s else 1.0)
         self._world.log.add(now, Kind.PASS, self.number, tokens)
         self._world.log.span(f"prefill-{self.number}", "pass", run.began, now, tokens)
         first: list[Shipment] = []
         for chunk in run.chunks:
             job = chunk.prompt.owner
-            job.account.quantize_s += run.quantize_s
+            job.account.quantize_s += quantize_s
             shipment = self.shipments.get(job)
             if shipment is None:
                 continue

@@ -42,6 +42,12 @@ class Router:
             if site.prompts is not None:
                 site.prompts.on_complete = self._complete
 
+    def _work(self, seconds: float, call: Callable[[], None]) -> None:
+        if seconds <= 0 or self._world.cores is None:
+            self._world.then(seconds, call)
+        else:
+            self._world.cores.serve(seconds, call)
+
     def arrive(self, job: Job) -> None:
         """Take a request."""
         self._serial += 1
@@ -51,14 +57,15 @@ class Router:
         if tokens > self._largest:
             self._fail(ride, f"{tokens} tokens need more pages or host memory than a replica has for {self._largest}")
         else:
-            self._world.then(self._network.request_s, lambda: self._accepted(ride))
+            of = self._network
+            self._work(of.request_s + job.prompt_tokens * of.request_token_s, lambda: self._accepted(ride))
 
     def _accepted(self, ride: Ride) -> None:
         if not self.prefills:
             self.rooms.stand(ride)
             return
         ride.job.times.enter(Stage.STREAM, self._world.now)
-        self._world.then(self._network.call_s, lambda: self._dispatch(ride))
+        self._work(self._network.call_s, lambda: self._dispatch(ride))
 
     # If all goes well --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Durations that are multiplied by a factor each: noise, and replicas that share a machine's cores."""
+"""Durations that are multiplied by a factor each: noise."""
 
 from __future__ import annotations
 

@@ -57,9 +57,6 @@ class Efficiency(Frozen):
     """Latency of one all-reduce; a layer has two."""
     setup_s: float = Field(default=0.005, ge=0)
     """Fixed seconds of a handoff: handshake and receipt."""
-    beside: float = Field(default=1.0, ge=1)
-    """How many times longer work takes that begins while a replica of the other role computes: for replicas that share
-    the cores of one machine. Every step is an event then."""
 
 
 class Scale(Frozen):
@@ -130,8 +127,24 @@ class Network(Frozen):
     """What a decode replica can verify and write; 0 is no limit."""
     request_s: float = Field(default=0.0, ge=0)
     """Fixed seconds of a request in the router, before it has a node: HTTP, tokens."""
+    request_token_s: float = Field(default=0.0, ge=0)
+    """The same for each token of its prompt."""
     call_s: float = Field(default=0.0, ge=0)
     """Fixed seconds between router and prefill replica, there and back."""
+
+
+class Host(Frozen):
+    """One machine on whose cores all processes compute (`sim.host`): replicas, each with a thread, router and clients.
+    Durations are those alone on it. Every step is an event then."""
+
+    cores: float = Field(gt=0)
+    """Threads that compute at full speed side by side."""
+    step_s: float = Field(default=0.0, ge=0)
+    """Seconds of a core for the tokens of each step on their way to clients, however many they are."""
+    token_s: float = Field(default=0.0, ge=0)
+    """The same for each token."""
+    byte_s: float = Field(default=0.0, ge=0)
+    """Seconds of a core for each byte of KV, beside passes: at both ends of the wire."""
 
 
 class Policy(Frozen):
@@ -224,6 +237,8 @@ class Spec(Frozen):
     decode: Pool
     codec: Codec = Codec()
     network: Network = Network()
+    host: Host | None = None
+    """Set if the whole cluster shares one machine. Seconds of `network` and of handoffs are work on it then."""
     efficiency: Efficiency = Efficiency()
     policy: Policy = Policy()
     slo: Objective = Objective()
@@ -240,6 +255,8 @@ class Spec(Frozen):
         parts = [self.decode.replicas, *([self.prefill.replicas] if self.prefill else [])]
         if self.policy.shards > min(parts):
             raise ValueError(f"policy.shards is {self.policy.shards}, but a role has {min(parts)} replicas")
+        if self.host is not None and self.policy.shards > 1:
+            raise ValueError(f"policy.shards is {self.policy.shards}, but routers that share a host are not simulated")
         return self
 
     @property

@@ -9,9 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Protocol
 
 from hackkv.footprint import Footprint
 from sim.eventlog import EventLog
+
+
+class Cores(Protocol):
+    """What the processes of a simulation share, if they share something (`sim.host`)."""
+
+    def compute(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call `call` when work is done that takes `seconds` alone."""
+        ...
+
+    def serve(self, seconds: float, call: Callable[[], None]) -> None:
+        """The same for work of the router, which does one thing after another."""
+        ...
+
+    def deliver(self, tokens: int) -> None:
+        """Bring tokens of answers to their clients; nobody waits for it."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +40,8 @@ class World:
     macro: bool = True
     """Many decode steps as one event; results are the same."""
     log: EventLog = field(default_factory=EventLog)
+    cores: Cores | None = None
+    """None: whatever computes has cores of its own."""
     now: float = 0.0
     """Seconds since the simulation began."""
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -39,6 +58,13 @@ class World:
         """Call `call` later; at once after what is due now, if `seconds` is not positive."""
         self._count += 1
         heappush(self._due, (self.now + seconds if seconds > 0 else self.now, self._count, call))
+
+    def compute(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call `call` when work is done that takes `seconds` alone."""
+        if self.cores is None:
+            self.after(seconds, call)
+        else:
+            self.cores.compute(seconds, call)
 
     @property
     def is_over(self) -> bool:

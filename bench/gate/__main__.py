@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,8 +23,9 @@ import numpy as np
 
 from bench.cluster import load_note
 from bench.gate.agreement import JCT, Compared, Runs, compare, spread
-from bench.gate.around import Around, gpus, measure, spec_of
-from bench.gate.live import Cluster, Subject, napping, stages_of, started
+from bench.gate.around import Around, gpus, host_of, measure, spec_of
+from bench.gate.live import Cluster, Subject, napping, started
+from bench.gate.recording import Load, Recording, Size, read_recording
 from bench.sections import write_section
 from hackkv.defaults import DEFAULT_CODEC
 from hackkv.errors import HackkvError
@@ -31,12 +33,12 @@ from hackkv.timing import Stage
 from hackkv.types import Role
 from measure.accuracy.machine import this_machine
 from measure.serve.arrivals import arrival_times
-from measure.serve.calls import Call
 from measure.serve.shapes import Shape, Spread
 from sim.cluster import Cluster as Simulated
 from sim.costs import Profile, read_profile
 from sim.jobs import Arrival
-from sim.spec import Spec
+from sim.sizes import sizes_of
+from sim.spec import Codec, Spec
 
 SHAPES: Final = {
     "": Shape(Spread(800, 200, 1600), Spread(128, 32, 256)),
@@ -54,14 +56,16 @@ HEAD = ("load", "stage", "mean live, ms", "simulated", "error", "p90 live, ms", 
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Judged:
     """One load, live and simulated."""
 
-    share: float
-    rate: float
-    requests: int
-    live: Runs
-    simulated: dict[str, list[float]]
+    load: Load
+    simulated: Mapping[str, Sequence[float]]
+
+    @property
+    def live(self) -> Runs:
+        """Stages of every repeat."""
+        return [phase.stages for phase in self.load.repeats]
 
     @property
     def compared(self) -> list[Compared]:
@@ -70,52 +74,70 @@ class Load:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, simulate, compare, print; returns the exit code."""
+    """Measure or read, simulate, compare, print; returns the exit code."""
     parser = argparse.ArgumentParser("python -m bench.gate", description=__doc__)
     parser.add_argument("model", nargs="?", default="", choices=tuple(SHAPES), help="default: the shipped model")
     parser.add_argument("--codec", default=DEFAULT_CODEC, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each load; default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="of each load; default: %(default)s")
     parser.add_argument("--naps", action="store_true", help="nodes without weights, which nap")
+    parser.add_argument("--record", type=Path, metavar="FILE.json", help="keep what was measured live")
+    parser.add_argument("--recorded", type=Path, metavar="FILE.json", help="judge by this record; nothing is measured")
     parser.add_argument("--out", type=Path, help="folder of plan.md, whose section is written")
     args = parser.parse_args(arguments)
-    subject, before = Subject(args.model, args.codec), load_note()
-    loads = asyncio.run(_hold(subject, args.seconds, args.repeats, naps=args.naps))
+    recording = read_recording(args.recorded) if args.recorded else asyncio.run(_record(args))
+    if args.record:
+        args.record.write_text(recording.model_dump_json() + "\n", encoding="utf-8")
+    loads = judge(recording)
     lines = table(loads)
     print("\n".join(lines))
     if args.out:
-        name = args.model or "hackkv-small"
-        where = f"{this_machine('', 1).cpu}, {before}"
-        naps = "--naps" if args.naps else ""
-        length = f"--seconds {args.seconds:g} --repeats {args.repeats}"
-        words = ("python -m bench.gate", args.model, f"--codec {args.codec}", length, naps, "--out docs")
-        command = " ".join(filter(None, words))
-        text = "\n".join((f"`{command}` · {where}", "", *lines))
-        write_section(args.out, f"gate-{name}-{args.codec}{naps}", text, record(loads, where), page="plan")
+        name = f"gate-{recording.model or 'hackkv-small'}-{recording.codec}{'--naps' if recording.naps else ''}"
+        ran = f"`{recording.command}` · {recording.where}"
+        if args.recorded:
+            ran = f"`python -m bench.gate --recorded {args.recorded} --out {args.out}` · recorded by {ran}"
+        text = "\n".join((ran, "", *lines))
+        write_section(args.out, name, text, record(loads, recording.where), page="plan")
     return 0 if all(each.agrees for load in loads for each in load.compared) else 1
 
 
-async def _hold(subject: Subject, seconds: float, repeats: int, *, naps: bool) -> list[Load]:
+def _command(args: argparse.Namespace) -> str:
+    length = f"--seconds {args.seconds:g} --repeats {args.repeats}"
+    naps, kept = "--naps" if args.naps else "", f"--record {args.record}" if args.record else ""
+    return " ".join(filter(None, ("python -m bench.gate", args.model, f"--codec {args.codec}", length, naps, kept)))
+
+
+async def _record(args: argparse.Namespace) -> Recording:
+    """Run the cluster."""
+    where = f"{this_machine('', 1).cpu}, {load_note()}"
+    subject = Subject(args.model, args.codec)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "profile.json"
-        if naps:
+        if args.naps:
             alone = gpus(subject.codec)
             file.write_text(alone.model_dump_json(), encoding="utf-8")
             pages = dict.fromkeys((Role.PREFILL, Role.DECODE), NAP_PAGES)
-            opened = napping(subject, spec_of(subject, pages, file, Around.nothing(alone)), Path(folder))
+            spec = spec_of(subject.shape, subject.codec, pages, file, Around.nothing(alone))
+            opened = napping(subject, spec, Path(folder))
         else:
             alone = await _time_alone(subject, file)
             opened = started(subject)
         async with opened as cluster:
-            around = await measure(cluster, alone)
-            print(around)
-            profile = around.profile(alone)
-            in_node = file.with_name("in_node.json")
-            in_node.write_text(profile.model_dump_json(), encoding="utf-8")
-            spec = spec_of(subject, cluster.pages, in_node, around)
-            shape = SHAPES[subject.model]
-            most = capacity(profile, shape, around.prefill_beside, around.decode_beside)
-            return [await _load(cluster, spec, shape, (share, share * most), seconds, repeats) for share in SHARES]
+            idle = await measure(cluster, alone)
+            most = capacity(Around.of(alone, idle).profile(alone), SHAPES[subject.model])
+            return Recording(
+                command=_command(args),
+                where=where,
+                model=subject.model,
+                codec=subject.codec,
+                naps=args.naps,
+                cores=os.cpu_count() or 1,
+                shape=subject.shape,
+                pages=cluster.pages,
+                alone=alone,
+                idle=idle,
+                loads=tuple([await _load(cluster, share, share * most, args) for share in SHARES]),
+            )
 
 
 async def _time_alone(subject: Subject, file: Path) -> Profile:
@@ -129,43 +151,50 @@ async def _time_alone(subject: Subject, file: Path) -> Profile:
     return read_profile(file)
 
 
-def capacity(profile: Profile, shape: Shape, prefill_beside: float, decode_beside: float) -> float:
+def capacity(profile: Profile, shape: Shape) -> float:
     """Requests a second that the slower role serves."""
     prompt, tokens = shape.prompt.mean, shape.output.mean
     chunk = min(prompt, profile.prefill.rows[-1])
-    pass_s = prompt / chunk * profile.prefill.at(chunk, (prompt - chunk) / 2, "pass") * prefill_beside
-    step_s = profile.decode.at(BATCH, prompt + tokens / 2, "step") * decode_beside
+    pass_s = prompt / chunk * profile.prefill.at(chunk, (prompt - chunk) / 2, "pass")
+    step_s = profile.decode.at(BATCH, prompt + tokens / 2, "step")
     return min(1 / pass_s, BATCH / (step_s * tokens))
 
 
-async def _load(
-    cluster: Cluster, spec: Spec, shape: Shape, load: tuple[float, float], seconds: float, repeats: int
-) -> Load:
-    share, rate = load
-    rng = np.random.default_rng(round(100 * share))
-    count = max(8, round(rate * seconds))
+async def _load(cluster: Cluster, share: float, rate: float, args: argparse.Namespace) -> Load:
+    rng, shape = np.random.default_rng(round(100 * share)), SHAPES[args.model]
+    count = max(8, round(rate * args.seconds))
     arrivals = arrival_times(count, rate, 1.0, rng)
     sizes = list(zip(arrivals, shape.prompt.draw(count, rng), shape.output.draw(count, rng), strict=True))
-    live = []
-    calls: list[Call] = []
-    for _ in range(repeats):
-        calls = [cluster.call(*size) for size in sizes]
-        live.append(stages_of(await cluster.send(calls)))
-    return Load(share, rate, count, live, simulate(spec, calls))
+    repeats = [await cluster.timed([cluster.call(*size) for size in sizes]) for _ in range(args.repeats)]
+    return Load(share=share, rate=rate, repeats=tuple(repeats))
 
 
-def simulate(spec: Spec, calls: Sequence[Call]) -> dict[str, list[float]]:
+def judge(recording: Recording) -> list[Judged]:
+    """Simulate the recorded requests."""
+    around, host = Around.of(recording.alone, recording.idle), None
+    if not recording.naps:
+        sizes = sizes_of(Codec(name=recording.codec), recording.shape.kv_shape)
+        host = host_of(recording.idle, recording.alone.decode.rows, recording.cores, sizes.footprint)
+    with TemporaryDirectory() as folder:
+        profile = Path(folder) / "profile.json"
+        profile.write_text(around.profile(recording.alone).model_dump_json(), encoding="utf-8")
+        spec = spec_of(recording.shape, recording.codec, recording.pages, profile, around, host)
+        return [Judged(load, simulate(spec, load.repeats[-1].sizes)) for load in recording.loads]
+
+
+def simulate(spec: Spec, sizes: Sequence[Size]) -> dict[str, list[float]]:
     """Stage, and `JCT`, -> seconds of the same requests in the simulator."""
-    rows = Simulated(spec).run([Arrival(each.at_s, each.prompt_tokens, each.output_tokens) for each in calls]).rows
+    rows = Simulated(spec).run([Arrival(*size) for size in sizes]).rows
     return {JCT: list(rows["e2el_s"]), **{str(stage): list(rows[f"{stage}_s"]) for stage in Stage}}
 
 
-def table(loads: Sequence[Load]) -> list[str]:
+def table(loads: Sequence[Judged]) -> list[str]:
     """A line for the JCT and for every stage that takes time, and what lies outside the bounds."""
     lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
-    for load in loads:
-        compared = load.compared
-        of = f"{load.share:.0%}: {load.requests} at {load.rate:.2f}/s, repeats within {spread(load.live):.0%}"
+    for judged in loads:
+        compared, load = judged.compared, judged.load
+        requests = len(load.repeats[-1].sizes)
+        of = f"{load.share:.0%}: {requests} at {load.rate:.2f}/s, repeats within {spread(judged.live):.0%}"
         half = len(compared) // 2
         for mean, p90 in zip(compared[:half], compared[half:], strict=True):
             if max(mean.live, mean.simulated) * 1e3 < LEAST_MS:
@@ -184,22 +213,22 @@ def _cells(of: Compared) -> str:
     return f"{1e3 * of.live:.0f} | {1e3 * of.simulated:.0f} | {of.error:+.0%}{mark}"
 
 
-def record(loads: Sequence[Load], where: str) -> dict[str, Any]:
+def record(loads: Sequence[Judged], where: str) -> dict[str, Any]:
     """Numbers for the page's JSON."""
     return {
         "where": where,
         "loads": [
             {
-                "share": load.share,
-                "rate": load.rate,
-                "requests": load.requests,
-                "spread": spread(load.live),
+                "share": judged.load.share,
+                "rate": judged.load.rate,
+                "requests": len(judged.load.repeats[-1].sizes),
+                "spread": spread(judged.live),
                 "compared": [
                     {"stage": each.stage, "statistic": each.statistic, "live": each.live, "simulated": each.simulated}
-                    for each in load.compared
+                    for each in judged.compared
                 ],
             }
-            for load in loads
+            for judged in loads
         ],
     }
 

@@ -1,39 +1,42 @@
 """What surrounds passes and steps in real nodes, measured on an idle cluster, and a specification that holds it.
 
 `bench.durations` times passes and steps alone in a process: how they grow with their context is taken from it. A node
-adds its event loop, the router its calls, a handoff its handshake; and where both roles share a machine, each takes
-longer beside the other. All of that is measured with requests that the gate does not compare later: one at a time, or
-one batch of equal ones.
+adds its event loop, the router its calls, a handoff its handshake; and processes compute more than passes and steps,
+which takes cores from others on the same machine. All of that is measured with requests that the gate does not compare
+later: one at a time, or one batch of equal ones.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from bench import durations
-from bench.gate.live import Cluster, Subject
+from bench.gate.live import CLIENT, ROUTER, Cluster
+from bench.gate.recording import Idle, Phase
 from decode_node.config import DecodeSettings
 from hackkv.config import Frozen
-from hackkv.model.config import read_spec as read_model
+from hackkv.footprint import Footprint
 from hackkv.timing import Stage
 from hackkv.types import Role
-from measure.serve.client import Outcome
+from measure.serve.calls import Call
 from prefill_node.config import PrefillSettings
 from sim.catalogue import Catalogue, Gpu, Instance, Model
 from sim.cluster import cost_of
 from sim.costs import Grid, Profile
 from sim.sizes import sizes_of
-from sim.spec import Codec, Efficiency, Network, Pool, Spec
+from sim.spec import Codec, Efficiency, Host, Network, Pool, Spec
 
 REPEATS = 7
 SHORT, TOKENS = 64, 32
 """Prompt and answer of a request whose steps are timed."""
 HANDED_OFF = 2
 """Tokens of the shortest answer whose KV is handed off."""
-BESIDE_BATCH, BESIDE_PROMPT, BESIDE_TOKENS = 4, 256, 256
+BETWEEN = (CLIENT, ROUTER)
+"""Processes that compute neither passes nor steps."""
 LOOPBACK_GBIT_S = 20.0
 NODE_HOST_GIB = 1.0
 """As nodes have by default (`host_bytes`)."""
@@ -43,20 +46,43 @@ class Around(Frozen):
     """Seconds, and factors, beside those of a profile."""
 
     request_s: float
+    request_token_s: float
     call_s: float
     setup_s: float
     passes: tuple[float, ...]
     """How many times longer than the profile's, by its rows."""
     steps: tuple[float, ...]
-    prefill_beside: float
-    """How many times longer a pass takes beside steps."""
-    decode_beside: float
+
+    @classmethod
+    def of(cls, alone: Profile, idle: Idle) -> Around:
+        """What `idle` has beside `alone`."""
+        context, short = SHORT + TOKENS / 2, idle.steps[0].stages
+        passes, steps = (
+            zip(alone.prefill.rows, idle.passes, strict=True),
+            zip(alone.decode.rows, idle.steps, strict=True),
+        )
+        request_s, request_token_s = _line(
+            [(phase.sizes[0][1], phase.stages[Stage.ROUTER_QUEUE]) for phase in idle.passes]
+        )
+        return cls(
+            request_s=request_s,
+            request_token_s=request_token_s,
+            call_s=median(short[Stage.STREAM]),
+            setup_s=median(short[Stage.TRANSFER]),
+            passes=tuple(
+                median(phase.stages[Stage.PREFILL]) / alone.prefill.at(row, 0, "pass") for row, phase in passes
+            ),
+            steps=tuple(
+                median(phase.stages[Stage.DECODE]) / (TOKENS - 1) / alone.decode.at(batch, context, "step")
+                for batch, phase in steps
+            ),
+        )
 
     @classmethod
     def nothing(cls, alone: Profile) -> Around:
         """A node of nothing but passes and steps."""
         passes, steps = ((1.0,) * len(grid.rows) for grid in (alone.prefill, alone.decode))
-        return cls(request_s=0, call_s=0, setup_s=0, passes=passes, steps=steps, prefill_beside=1.0, decode_beside=1.0)
+        return cls(request_s=0, request_token_s=0, call_s=0, setup_s=0, passes=passes, steps=steps)
 
     def profile(self, alone: Profile) -> Profile:
         """Durations in a node."""
@@ -69,6 +95,42 @@ def _times(grid: Grid, by_row: Sequence[float]) -> Grid:
     """Each row of a grid times a number of its own."""
     rows = zip(grid.seconds, by_row, strict=True)
     return grid.model_copy(update={"seconds": tuple(tuple(old * factor for old in row) for row, factor in rows)})
+
+
+def _line(points: Sequence[tuple[int, Sequence[float]]]) -> tuple[float, float]:
+    """Least squares through medians, neither end below 0: what nothing takes, and what each one more takes."""
+    each, none = np.polyfit([at for at, _ in points], [median(values) for _, values in points], 1)
+    return max(0.0, float(none)), max(0.0, float(each))
+
+
+def host_of(idle: Idle, batches: Sequence[float], cores: int, footprint: Footprint) -> Host:
+    """The machine: its cores, and what they compute for tokens and for KV beside passes and steps. `batches` are those
+    of `idle.steps`.
+
+    Router and client compute nothing but that: least squares share it out to requests, tokens of prompts, steps and
+    tokens. Of nodes it is known for one request at a time, when passes and steps take turns: what they compute beyond
+    them goes to requests, bytes and tokens. A request's own part is in the measured stages.
+    """
+    single = [(phase, 1.0) for phase in (*idle.passes, idle.steps[0])]
+    between, nodes = [], []
+    for phase, batch in (*single, *zip(idle.steps[1:], batches[1:], strict=True)):
+        _, prompts, answers = (sum(part) for part in zip(*phase.sizes, strict=True))
+        requests, tokens = len(phase.sizes), answers - len(phase.sizes)
+        between.append((sum(phase.cpu_s[name] for name in BETWEEN), requests, prompts, tokens, tokens / batch))
+    for phase, _ in single:
+        kv_bytes = sum(footprint.wire_bytes(prompt) for _, prompt, _ in phase.sizes)
+        computing_s = sum(phase.stages[Stage.PREFILL]) + sum(phase.stages[Stage.DECODE])
+        beyond_s = sum(spent for name, spent in phase.cpu_s.items() if name not in BETWEEN) - computing_s
+        nodes.append((beyond_s, len(phase.sizes), kv_bytes, sum(tokens for *_, tokens in phase.sizes)))
+    *_, token_s, step_s = _shares(between)
+    _, byte_s, _ = _shares(nodes)
+    return Host(cores=cores, step_s=step_s, token_s=token_s, byte_s=byte_s)
+
+
+def _shares(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Least squares, none below 0: what one of each takes, where the first number of a row is what all others took."""
+    table = np.array(rows, dtype=float)
+    return [max(0.0, float(share)) for share in np.linalg.lstsq(table[:, 1:], table[:, 0], rcond=None)[0]]
 
 
 def gpus(codec: str) -> Profile:
@@ -88,79 +150,33 @@ def gpus(codec: str) -> Profile:
     )
 
 
-async def measure(cluster: Cluster, alone: Profile) -> Around:
-    """Measure what `alone`, timed on this machine, lacks."""
-    await _one(cluster, SHORT, TOKENS)  # warms up
-    rows = alone.prefill.rows
-    passes = [await _passes(cluster, round(row)) for row in rows]
-    steps = [await _steps(cluster, round(batch)) for batch in alone.decode.rows]
-    beside_s = await _passes(cluster, BESIDE_PROMPT), await _steps(cluster, BESIDE_BATCH)
-    answers = [await _one(cluster, SHORT, TOKENS) for _ in range(2 * REPEATS)]
-    context = SHORT + TOKENS / 2
-    return Around(
-        request_s=_stage(answers, Stage.ROUTER_QUEUE),
-        call_s=_stage(answers, Stage.STREAM),
-        setup_s=_stage(answers, Stage.TRANSFER),
-        passes=tuple(took / alone.prefill.at(row, 0, "pass") for row, took in zip(rows, passes, strict=True)),
-        steps=tuple(
-            took / alone.decode.at(batch, context, "step") for batch, took in zip(alone.decode.rows, steps, strict=True)
-        ),
-        prefill_beside=max(1.0, await _passes_beside_steps(cluster) / beside_s[0]),
-        decode_beside=max(1.0, await _steps_beside_passes(cluster) / beside_s[1]),
+async def measure(cluster: Cluster, alone: Profile) -> Idle:
+    """Measure what surrounds the passes and steps of `alone`, timed on this machine."""
+    await cluster.send([cluster.call(0.0, SHORT, TOKENS)])  # warms up
+    return Idle(
+        passes=tuple([await _passes(cluster, round(row)) for row in alone.prefill.rows]),
+        steps=tuple([await _steps(cluster, round(batch)) for batch in alone.decode.rows]),
     )
 
 
-async def _one(cluster: Cluster, prompt: int, tokens: int) -> Outcome:
-    return (await cluster.send([cluster.call(0.0, prompt, tokens)]))[0]
+def _each(cluster: Cluster, times: int, batch: int, tokens: int, prompt: int = SHORT) -> list[list[Call]]:
+    """So many batches of equal requests."""
+    return [[cluster.call(0.0, prompt, tokens) for _ in range(batch)] for _ in range(times)]
 
 
-def _stage(answers: Sequence[Outcome], stage: Stage) -> float:
-    """Its median, in seconds."""
-    return float(median(answer.report["stages"][stage] for answer in answers if answer.report is not None))
+async def _passes(cluster: Cluster, prompt: int) -> Phase:
+    """A prompt's computation, one at a time, while its KV leaves."""
+    return await cluster.timed(*_each(cluster, REPEATS, 1, HANDED_OFF, prompt))
 
 
-async def _passes(cluster: Cluster, prompt: int) -> float:
-    """Seconds of a prompt's computation, one at a time, while its KV leaves."""
-    return _stage([await _one(cluster, prompt, HANDED_OFF) for _ in range(REPEATS)], Stage.PREFILL)
+async def _steps(cluster: Cluster, batch: int) -> Phase:
+    """Steps of so many sequences, which come at once."""
+    return await cluster.timed(*_each(cluster, max(3, 2 * REPEATS // batch), batch, TOKENS))
 
 
-async def _steps(cluster: Cluster, batch: int) -> float:
-    """Seconds of a step of so many sequences, which come at once."""
-    answers: list[Outcome] = []
-    for _ in range(REPEATS):
-        answers += await cluster.send([cluster.call(0.0, SHORT, TOKENS) for _ in range(batch)])
-    return _stage(answers, Stage.DECODE) / (TOKENS - 1)
-
-
-async def _steps_beside_passes(cluster: Cluster) -> float:
-    """`_steps` while one prompt after another is computed."""
-    timing = asyncio.create_task(_steps(cluster, BESIDE_BATCH))
-    try:
-        while not timing.done():
-            await _one(cluster, BESIDE_PROMPT, HANDED_OFF)
-    finally:
-        timing.cancel()
-        await asyncio.wait([timing])
-    return timing.result()
-
-
-async def _passes_beside_steps(cluster: Cluster) -> float:
-    """`_passes` while a batch decodes."""
-    batch = [cluster.call(0.0, SHORT, BESIDE_TOKENS) for _ in range(BESIDE_BATCH)]
-    decoding = asyncio.create_task(cluster.send(batch))
-    answers: list[Outcome] = []
-    try:
-        await _one(cluster, SHORT, 1)  # stands in line behind the batch's prompts
-        while (not decoding.done() and len(answers) < 2 * REPEATS) or not answers:
-            answers.append(await _one(cluster, BESIDE_PROMPT, HANDED_OFF))
-        await decoding
-    finally:
-        decoding.cancel()
-        await asyncio.wait([decoding])
-    return _stage(answers, Stage.PREFILL)
-
-
-def spec_of(subject: Subject, pages: dict[Role, int], profile: Path, around: Around) -> Spec:
+def spec_of(
+    model: Model, codec: str, pages: dict[Role, int], profile: Path, around: Around, host: Host | None = None
+) -> Spec:
     """The live cluster as the simulator sees it. `profile` holds `around.profile(...)`."""
     here = Instance(gpu="core", gpus=1, network_gbit_s=LOOPBACK_GBIT_S, host_gib=2 * NODE_HOST_GIB, usd_per_hour=0)
     core = Gpu(fp16_tflops=1, memory_gb=1, memory_gb_s=1, bus_gb_s=1)
@@ -169,34 +185,19 @@ def spec_of(subject: Subject, pages: dict[Role, int], profile: Path, around: Aro
         "pages": pages[Role.PREFILL],
         "max_sequences": PrefillSettings().max_prompts,
         "chunk_tokens": PrefillSettings().chunk_tokens,
-        "efficiency": Efficiency(setup_s=around.setup_s, beside=around.prefill_beside),
+        "efficiency": Efficiency(setup_s=around.setup_s),
     }
     decode = {
         "pages": pages[Role.DECODE],
         "max_sequences": DecodeSettings().max_sequences,
         "max_batch": DecodeSettings().max_batch,
-        "efficiency": Efficiency(beside=around.decode_beside),
     }
     return Spec(
-        model=_shape(subject.folder),
+        model=model,
         prefill=node.model_copy(update=prefill),
         decode=node.model_copy(update=decode),
-        codec=Codec(name=subject.codec),
-        network=Network(request_s=around.request_s, call_s=around.call_s),
+        codec=Codec(name=codec),
+        network=Network(request_s=around.request_s, request_token_s=around.request_token_s, call_s=around.call_s),
+        host=host,
         catalogue=Catalogue(gpus={"core": core}, instances={"here": here}),
-    )
-
-
-def _shape(folder: Path) -> Model:
-    model = read_model(folder)
-    wide = model.hidden * (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    return Model(
-        layers=model.num_layers,
-        hidden=model.hidden,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        ffn=model.ffn,
-        vocab=model.vocab,
-        parameters_b=(model.num_layers * (wide + 3 * model.hidden * model.ffn) + model.vocab * model.hidden) / 1e9,
     )

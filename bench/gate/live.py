@@ -13,15 +13,19 @@ from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
+import psutil
 
 from app.cluster import START_S, ClusterPlan, LocalCluster, running
 from bench.cluster import describe, metrics, total, until
 from bench.gate.agreement import JCT
+from bench.gate.recording import Phase
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import HackkvError
+from hackkv.model.config import read_spec as read_model
 from hackkv.model.shipped import find_model
 from hackkv.timing import Stage
 from hackkv.types import Role
@@ -29,6 +33,7 @@ from measure.serve.calls import Call
 from measure.serve.client import Api, Client, Outcome
 from measure.serve.load import run_load
 from measure.serve.prompts import PromptMaker, find_tokenizer
+from sim.catalogue import Model
 from sim.spec import Spec
 
 OWN_CACHE = {"prefix_cache": False}
@@ -50,18 +55,46 @@ class Subject:
         return find_model(self.model, self.dtype).path
 
     @property
+    def shape(self) -> Model:
+        """As the simulator has it."""
+        model = read_model(self.folder)
+        wide = model.hidden * (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        parameters = model.num_layers * (wide + 3 * model.hidden * model.ffn) + model.vocab * model.hidden
+        return Model(
+            layers=model.num_layers,
+            hidden=model.hidden,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            ffn=model.ffn,
+            vocab=model.vocab,
+            parameters_b=parameters / 1e9,
+        )
+
+    @property
     def settings(self) -> tuple[ModelConfig, CodecConfig]:
         """As nodes are told."""
         model = ModelConfig(path=str(self.folder), dtype=self.dtype, threads=1)
         return model, CodecConfig(name=self.codec, allow_loss=True)
 
 
+_DIGITS = 6
+"""Microseconds."""
+CLIENT, ROUTER = "client", "router"
+"""The name of this process, and one of those of a cluster."""
+
+
 class Cluster:
     """A running cluster and its client; made by `started`."""
 
-    def __init__(self, client: Client, prompts: PromptMaker, fields: dict[str, Any], pages: dict[Role, int]) -> None:
-        self._client, self._prompts, self._fields = client, prompts, fields
+    def __init__(
+        self, client: Client, subject: Subject, server: str, pages: dict[Role, int], processes: dict[str, int]
+    ) -> None:
+        """`server` is the model's name, `processes` are names and ids."""
+        self._client, self._prompts = client, PromptMaker(find_tokenizer(str(subject.folder)))
+        self._fields = {"model": server, "temperature": 0, "ignore_eos": True, "return_stages": True}
         self._rng = np.random.default_rng(0)
+        self._processes = {name: psutil.Process(number) for name, number in processes.items()}
         self.pages = pages
         """Of each node's pool."""
 
@@ -77,6 +110,22 @@ class Cluster:
                 raise HackkvError(f"a request of the gate failed: {outcome.error or 'it has no stages'}")
         return outcomes
 
+    async def timed(self, *batches: Sequence[Call]) -> Phase:
+        """Send batches, one after another. Raises `HackkvError` as `send` does."""
+        before, began = self._cpu_s(), perf_counter()
+        outcomes = [outcome for calls in batches for outcome in await self.send(calls)]
+        wall_s, after = perf_counter() - began, self._cpu_s()
+        return Phase(
+            sizes=tuple((call.at_s, call.prompt_tokens, call.output_tokens) for calls in batches for call in calls),
+            stages=stages_of(outcomes),
+            wall_s=round(wall_s, _DIGITS),
+            cpu_s={name: round(after[name] - spent, _DIGITS) for name, spent in before.items()},
+        )
+
+    def _cpu_s(self) -> dict[str, float]:
+        times = {name: process.cpu_times() for name, process in self._processes.items()}
+        return {CLIENT: process_time(), **{name: spent.user + spent.system for name, spent in times.items()}}
+
 
 @contextlib.asynccontextmanager
 async def started(subject: Subject) -> AsyncIterator[Cluster]:
@@ -86,7 +135,8 @@ async def started(subject: Subject) -> AsyncIterator[Cluster]:
     plan = ClusterPlan(_router(subject), worker, 1, 1, prefill=OWN_CACHE, decode=OWN_CACHE)
     async with running(plan, lambda _: None) as cluster:
         pages = {info.role: info.total_pages for info in await describe(cluster)}
-        async with _client(cluster, subject, pages) as client:
+        processes = {child.name: child.process.pid for child in cluster.children}
+        async with _client(cluster, subject, pages, processes) as client:
             yield client
 
 
@@ -110,7 +160,8 @@ async def napping(subject: Subject, spec: Spec, folder: Path) -> AsyncIterator[C
         try:
             await until(lambda: _has_nodes(cluster.url), START_S, "registration of the nodes")
             pages = {Role.PREFILL: spec.prefill.pages, Role.DECODE: spec.decode.pages}
-            async with _client(cluster, subject, pages) as client:
+            processes = {cluster.children[0].name: cluster.children[0].process.pid, "nodes": nodes.pid}
+            async with _client(cluster, subject, pages, processes) as client:
                 yield client
         finally:
             assert nodes.stdin is not None
@@ -127,18 +178,19 @@ async def _has_nodes(url: str) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _client(cluster: LocalCluster, subject: Subject, pages: dict[Role, int]) -> AsyncIterator[Cluster]:
+async def _client(
+    cluster: LocalCluster, subject: Subject, pages: dict[Role, int], processes: dict[str, int]
+) -> AsyncIterator[Cluster]:
     client = Client(cluster.url, Api.COMPLETIONS)
     try:
         server = await client.server()
-        fields = {"model": server.model, "temperature": 0, "ignore_eos": True, "return_stages": True}
-        yield Cluster(client, PromptMaker(find_tokenizer(str(subject.folder))), fields, pages)
+        yield Cluster(client, subject, server.model, pages, processes)
     finally:
         await client.close()
 
 
-def stages_of(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+def stages_of(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, ...]]:
     """Stage, and `JCT` as their sum, -> seconds of every request."""
     reports = [outcome.report["stages"] for outcome in outcomes if outcome.report is not None]
-    seconds = {str(stage): [report[stage] for report in reports] for stage in map(str, Stage)}
-    return {JCT: [sum(report[stage] for stage in map(str, Stage)) for report in reports], **seconds}
+    seconds = {stage: tuple(round(report[stage], _DIGITS) for report in reports) for stage in map(str, Stage)}
+    return {JCT: tuple(map(sum, zip(*seconds.values(), strict=True))), **seconds}

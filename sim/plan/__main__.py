@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from hackkv.errors import HackkvError
+from hackkv.errors import ConfigError, HackkvError
 from sim.plan.objective import parse
 from sim.plan.report import report
 from sim.plan.screen import demand_of
@@ -70,6 +70,8 @@ def _positive(text: str) -> float:
 
 def _plan(args: argparse.Namespace, command: str, notes: Console) -> tuple[list[str], dict[str, Any]]:
     spec, limits = read_spec(args.spec), parse(args.slo)
+    if spec.host is not None:
+        raise ConfigError(f"{args.spec}: host: formulas know machines of their own only; a cluster on one is simulated")
     cells = spec.plan.cells
     demand = demand_of(spec, (args.rate or 1.0) / cells, limits)
     with notes.status("formulas") as status:

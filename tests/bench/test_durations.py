@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.durations import measure
+from bench.durations import TOKENS, measure
+from hackkv.model.products import ROWS
 from sim.cluster import Cluster
 from sim.costs import read_profile
 from sim.jobs import Arrival
@@ -31,3 +32,8 @@ def test_a_profile_is_measured_and_simulated(tmp_path: Path) -> None:
     rows = Cluster(spec).run([Arrival(0.0, 64, 5), Arrival(0.0, 40, 9)]).rows
     assert rows.ok.all()
     assert (rows["e2el_s"] > 0).all()
+
+
+def test_passes_are_timed_on_both_sides_of_where_the_library_takes_over() -> None:
+    """Between 255 and 256 rows a pass of packed weights becomes half as long."""
+    assert {side for rows in ROWS for side in (rows - 1, rows) if side > TOKENS[0]} <= set(TOKENS)

@@ -6,19 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from bench.gate.__main__ import Load, capacity, record, simulate, table
+from bench.gate.__main__ import Judged, capacity, judge, main, record, simulate, table
 from bench.gate.agreement import JCT, compare, spread
-from bench.gate.around import Around, measure, spec_of
-from bench.gate.live import Subject, napping, stages_of
+from bench.gate.around import Around, host_of, measure, spec_of
+from bench.gate.live import Subject, napping
+from bench.gate.recording import Idle, Load, Phase, Recording, read_recording
+from bench.sections import read_section
+from hackkv.timing import Stage
 from hackkv.types import Role
 from measure.serve.shapes import fixed
 from sim.costs import Grid, Profile
+from sim.sizes import sizes_of
+from sim.spec import Codec
 
 # Recorded: SmolLM2, rot-k4v4, the first requests of two repeats; seconds.
-LIVE = (
-    {JCT: [1.52, 1.94, 1.60, 2.05], "prefill": [0.13, 0.29, 0.14, 0.33], "decode": [1.35, 1.61, 1.42, 1.68]},
-    {JCT: [1.50, 1.90, 1.61, 2.01], "prefill": [0.12, 0.28, 0.15, 0.32], "decode": [1.34, 1.58, 1.42, 1.65]},
-    {JCT: [9.50, 9.90, 9.61, 9.01], "prefill": [5.12, 5.28, 5.15, 5.32], "decode": [4.34, 4.58, 4.42, 3.65]},
+LIVE: tuple[dict[str, tuple[float, ...]], ...] = (
+    {JCT: (1.52, 1.94, 1.60, 2.05), "prefill": (0.13, 0.29, 0.14, 0.33), "decode": (1.35, 1.61, 1.42, 1.68)},
+    {JCT: (1.50, 1.90, 1.61, 2.01), "prefill": (0.12, 0.28, 0.15, 0.32), "decode": (1.34, 1.58, 1.42, 1.65)},
+    {JCT: (9.50, 9.90, 9.61, 9.01), "prefill": (5.12, 5.28, 5.15, 5.32), "decode": (4.34, 4.58, 4.42, 3.65)},
 )
 """The last repeat met another program; of three the median counts."""
 
@@ -55,21 +60,20 @@ def test_a_difference_of_milliseconds_says_nothing() -> None:
 
 
 def test_the_page_names_load_stages_and_what_is_off() -> None:
-    load = Load(0.25, 0.7, 4, LIVE, simulated(decode=1.2))
-    lines = table([load])
+    repeats = tuple(Phase(sizes=((0.0, 9, 9),) * 4, stages=stages, wall_s=2, cpu_s={}) for stages in LIVE)
+    judged = Judged(Load(share=0.25, rate=0.7, repeats=repeats), simulated(decode=1.2))
+    lines = table([judged])
     assert lines[2].startswith("| 25%: 4 at 0.70/s, repeats within 4")
     assert "| decode | 1515 | 1818 | +20% **off** | 1659 | 1991 | +20% |" in lines[4]
     assert lines[-1].startswith("5 of 6 statistics agree; mean of decode +20%")
     assert spread(LIVE[:2]) == pytest.approx(0.013, abs=0.001)
-    assert len(record([load], "here")["loads"][0]["compared"]) == 6
+    assert len(record([judged], "here")["loads"][0]["compared"]) == 6
 
 
 def test_a_live_row_is_the_profiles_times_a_factor() -> None:
     grid = Grid(rows=(1, 4), columns=(0, 100), seconds=((1.0, 2.0), (3.0, 4.0)))
-    around = Around(
-        request_s=0, call_s=0, setup_s=0, passes=(0.5, 2.0), steps=(1.0, 3.0), prefill_beside=1, decode_beside=1
-    )
-    more = around.profile(Profile(prefill=grid, decode=grid))
+    alone = Profile(prefill=grid, decode=grid)
+    more = Around.nothing(alone).model_copy(update={"passes": (0.5, 2.0), "steps": (1.0, 3.0)}).profile(alone)
     assert more.prefill.seconds == ((0.5, 1.0), (6.0, 8.0))
     assert more.decode.seconds == ((1.0, 2.0), (9.0, 12.0))
 
@@ -78,31 +82,129 @@ def test_capacity_is_that_of_the_slower_role() -> None:
     passes = Grid(rows=(64, 512), columns=(0, 100), seconds=((0.1, 0.1), (0.8, 0.8)))
     steps = Grid(rows=(1, 8), columns=(0, 1000), seconds=((0.01, 0.01), (0.02, 0.02)))
     profile = Profile(prefill=passes, decode=steps)
-    assert capacity(profile, fixed(64, 10), 1.0, 1.0) == pytest.approx(10)
-    assert capacity(profile, fixed(64, 10), 2.0, 1.0) == pytest.approx(5)
-    assert capacity(profile, fixed(64, 100), 1.0, 1.0) == pytest.approx(8 / (0.02 * 100))
+    assert capacity(profile, fixed(64, 10)) == pytest.approx(10)
+    assert capacity(profile, fixed(64, 100)) == pytest.approx(8 / (0.02 * 100))
+
+
+def one_at_a_time(prompt: int, tokens: int, requests: int = 3, batch: int = 1) -> Phase:
+    """Requests whose work is known. Router and client: 20 ms each, 10 us a token of the prompt, 4 ms a step and 3 ms a
+    token; nodes: 30 ms each and 2 us a byte, beside passes and steps."""
+    sizes = ((0.0, prompt, tokens),) * requests
+    kv_bytes = SIZES.footprint.wire_bytes(prompt)
+    stages = dict.fromkeys(map(str, Stage), (0.0,) * requests)
+    stages |= {
+        "router_queue": (0.004 + 1e-5 * prompt,) * requests,
+        "prefill": (0.5,) * requests,
+        "decode": (0.1 * tokens,) * requests,
+    }
+    stages[JCT] = tuple(map(sum, zip(*stages.values(), strict=True)))
+    between = requests * (0.02 + 1e-5 * prompt + (tokens - 1) * (0.004 / batch + 0.003))
+    nodes = requests * (0.5 + 0.1 * tokens + 0.03 + 2e-6 * kv_bytes)
+    shares = {"client": between / 4, "router": 3 * between / 4, "prefill-0": nodes / 2, "decode-0": nodes / 2}
+    return Phase(sizes=sizes, stages=stages, wall_s=9.0, cpu_s=shares)
+
+
+SIZES = sizes_of(Codec(name="rot-k4v4"), Subject("", "rot-k4v4").shape.kv_shape)
+IDLE = Idle(
+    passes=tuple(one_at_a_time(prompt, 2) for prompt in (16, 64, 512)),
+    steps=(one_at_a_time(64, 32), one_at_a_time(64, 32, 12, 4)),
+)
+
+
+def test_what_processes_compute_beyond_passes_and_steps_is_shared_out() -> None:
+    host = host_of(IDLE, (1, 4), 2, SIZES.footprint)
+    assert host.cores == 2
+    assert host.token_s == pytest.approx(0.003)
+    assert host.step_s == pytest.approx(0.004)
+    assert host.byte_s == pytest.approx(2e-6)
+
+
+def recording(tmp_path: Path) -> Path:
+    """A record of one load, in a file."""
+    steps = Grid(rows=(1, 4), columns=(64, 512), seconds=((0.1, 0.1), (0.2, 0.2)))
+    passes = Grid(rows=(16, 64, 512), columns=(0, 512), seconds=((0.5, 0.5),) * 3)
+    load = Load(share=0.25, rate=0.1, repeats=(one_at_a_time(64, 8), one_at_a_time(64, 8)))
+    made = Recording(
+        command="python -m bench.gate",
+        where="here",
+        model="",
+        codec="rot-k4v4",
+        naps=False,
+        cores=2,
+        shape=Subject("", "rot-k4v4").shape,
+        pages=dict.fromkeys((Role.PREFILL, Role.DECODE), 200),
+        alone=Profile(prefill=passes, decode=steps),
+        idle=IDLE,
+        loads=(load,),
+    )
+    file = tmp_path / "recording.json"
+    file.write_text(made.model_dump_json())
+    assert read_recording(file) == made
+    return file
+
+
+def test_a_record_is_judged_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recording(tmp_path)
+    around = Around.of(read_recording(file).alone, IDLE)
+    assert (around.request_s, around.request_token_s) == pytest.approx((0.004, 1e-5))
+    assert around.passes == pytest.approx((1, 1, 1))
+    assert main(["--recorded", str(file), "--out", str(tmp_path)]) in (0, 1)
+    assert "statistics agree" in capsys.readouterr().out
+    page = (tmp_path / "plan.md").read_text()
+    assert f"`python -m bench.gate --recorded {file} --out {tmp_path}`" in page
+    assert len(read_section(tmp_path, "gate-hackkv-small-rot-k4v4", "plan")["loads"][0]["compared"]) == 18
+
+
+RECORDED = sorted((Path(__file__).parents[2] / "docs" / "gate").glob("*.json"))
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
+def test_the_page_says_what_the_simulator_makes_of_its_records(file: Path) -> None:
+    """A change of the simulator is a change of `docs/plan.md`, by the command that it names."""
+    of = read_recording(file)
+    said = read_section(file.parents[1], f"gate-{of.model or 'hackkv-small'}-{of.codec}", "plan")
+    for judged, load in zip(judge(of), said["loads"], strict=True):
+        for now, then in zip(judged.compared, load["compared"], strict=True):
+            assert (now.stage, now.statistic) == (then["stage"], then["statistic"])
+            assert (now.live, now.simulated) == pytest.approx((then["live"], then["simulated"]), rel=1e-6)
+
+
+def test_there_are_records() -> None:
+    assert RECORDED
+
+
+UNTIL_TOKEN_0 = ("router_queue", "prefill_queue", "prefill")
+"""Stages that end with a window of the router's clock."""
 
 
 @pytest.mark.slow  # starts a cluster of processes
-@pytest.mark.alone  # an event that the router reads late moves time from a stage to the one before (`StageClock`)
+@pytest.mark.alone  # an event that the router reads late moves time from decode to `stream`
 async def test_real_processes_take_no_less_than_the_simulator_says(tmp_path: Path) -> None:
-    """Naps never end early. So single requests spend at least the simulated time in both roles; and all their stages
-    are there."""
+    """Naps never end early. So single requests spend at least the simulated time in both roles, and in what follows
+    token 0; and all their stages are there.
+
+    A router that reads token 0 late opens its next window late, and decode has begun. What it cuts off decode then
+    (`StageClock`) stands in `stream`, and decode has a millisecond for it.
+    """
     steps = Grid(rows=(1, 4), columns=(64, 512), seconds=((0.004, 0.006), (0.005, 0.007)))
     passes = Grid(rows=(64, 512), columns=(0, 512), seconds=((0.02, 0.03), (0.1, 0.15)))
     alone = Profile(prefill=passes, decode=steps)
     file = tmp_path / "profile.json"
     file.write_text(alone.model_dump_json())
-    subject, around = Subject("", "rot-k4v4"), Around.nothing(alone)
-    spec = spec_of(subject, dict.fromkeys((Role.PREFILL, Role.DECODE), 200), file, around)
+    subject, pages = Subject("", "rot-k4v4"), dict.fromkeys((Role.PREFILL, Role.DECODE), 200)
+    spec = spec_of(subject.shape, subject.codec, pages, file, Around.nothing(alone))
     async with napping(subject, spec, tmp_path) as cluster:
-        calls = [cluster.call(0.0, 50 + 200 * number, 6) for number in range(4)]
-        live = [stages_of(await cluster.send([call])) for call in calls]
-        beside = await measure(cluster, alone)
-    for call, stages in zip(calls, live, strict=True):
-        simulated = simulate(spec, [call])
-        assert stages[JCT][0] >= simulated[JCT][0]
-        for stage in ("prefill", "decode"):
-            assert stages[stage][0] >= simulated[stage][0] - 1e-3
-    assert min(beside.passes) >= 1
-    assert len(beside.passes) == len(beside.steps) == 2
+        live = [await cluster.timed([cluster.call(0.0, 50 + 200 * number, 6)]) for number in range(4)]
+        idle = await measure(cluster, alone)
+    for phase in live:
+        real, simulated = (
+            {name: each[0] for name, each in of.items()} for of in (phase.stages, simulate(spec, phase.sizes))
+        )
+        assert real["prefill"] >= simulated["prefill"]
+        assert real["decode"] >= simulated["decode"] - 1e-3
+        assert real[JCT] >= simulated[JCT]
+        after, least = (of[JCT] - sum(of[stage] for stage in UNTIL_TOKEN_0) for of in (real, simulated))
+        assert after >= least >= simulated["decode"] > 0
+    around = Around.of(alone, idle)
+    assert min(around.passes) >= 1
+    assert len(around.passes) == len(around.steps) == 2

@@ -16,7 +16,7 @@ from sim.cluster import Cluster, Options, Outcome
 from sim.eventlog import Kind
 from sim.jobs import Arrival
 from sim.shards import simulate as simulate_shards
-from sim.spec import Codec, Efficiency, Load, Network, Pool, Sending, Sharing, Spec
+from sim.spec import Codec, Load, Network, Pool, Sending, Sharing, Spec
 from sim.summary import summarize
 from sim.workload import synthetic
 from tests.sim.clusters import run, small, stages, tight
@@ -78,21 +78,6 @@ def test_the_router_and_its_calls_take_their_time() -> None:
     assert list(slow.rows["router_queue_s"]) == pytest.approx([0.5] * 5)
     assert list(slow.rows["stream_s"]) == pytest.approx([0.25] * 5)
     np.testing.assert_allclose(slow.rows["ttft_s"] - fast.rows["ttft_s"], 0.75)
-
-
-def test_replicas_on_one_machine_slow_each_other_down_only_while_both_compute() -> None:
-    crowded, free = Efficiency(beside=2.0), Efficiency()
-    alone = [Arrival(100.0 * number, 640, 20) for number in range(5)]
-    together = [Arrival(0.5 * number, 6000, 200) for number in range(60)]
-    slow_alone, fast_alone, slow, fast = (
-        run(small(1, 1, efficiency=efficiency), arrivals)
-        for arrivals in (alone, together)
-        for efficiency in (crowded, free)
-    )
-    np.testing.assert_allclose(slow_alone.rows["e2el_s"], fast_alone.rows["e2el_s"])
-    for stage in ("prefill_s", "decode_s"):
-        assert fast.rows[stage].sum() < slow.rows[stage].sum() < 2.5 * fast.rows[stage].sum()
-    check_books(slow)
 
 
 def test_short_pages_swap_and_everybody_ends() -> None:

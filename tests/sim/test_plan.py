@@ -13,7 +13,7 @@ from sim.plan.objective import Limit, parse
 from sim.plan.region import share_costs, winner
 from sim.plan.screen import Demand, best_batch, candidates, demand_of, prefill_part, rigs
 from sim.plan.search import most, search, settle, try_out
-from sim.spec import Choices, Codec, Load, Pool, Spec, read_spec
+from sim.spec import Choices, Codec, Host, Load, Pool, Spec, read_spec
 
 LIMITS = parse("ttft_p90=2s,tpot_p90=60ms")
 SPEC = """
@@ -151,3 +151,10 @@ def test_errors(tmp_path: Path, spec: Spec, capsys: pytest.CaptureFixture[str]) 
     path = str(tmp_path / "spec.yaml")
     assert main([path, "--slo", "ttft_p90=1ms", "--rate", "1"]) == 2
     assert "hackkv plan: --slo: no instance" in capsys.readouterr().err
+
+
+def test_one_machine_is_not_planned(tmp_path: Path, spec: Spec, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(spec.model_copy(update={"host": Host(cores=2)}).model_dump_json())
+    assert main([str(path), "--slo", "ttft_p90=1s", "--rate", "1"]) == 2
+    assert "host: formulas know machines of their own only" in capsys.readouterr().err

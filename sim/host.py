@@ -1,0 +1,70 @@
+"""One machine on whose cores every process of a cluster computes.
+
+What a process computes is a flow (`sim.network`): its bytes are microseconds of a core, the link that all flows cross
+is as wide as there are cores, and no flow gets more than one, since no process has more than one thread that computes.
+So work takes as long as alone while cores are left, and is stretched by exactly what others take while none are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from sim import spec
+from sim.network import Flow, Link, Network
+from sim.world import World
+
+_UNITS: Final = 1e6
+"""Of work in a second. A flow is empty with a thousandth of one left."""
+
+
+class Host:
+    """`sim.world.Cores`."""
+
+    def __init__(self, world: World, of: spec.Host) -> None:
+        self.cores = Link("cores", of.cores * _UNITS)
+        self._network, self._of = Network(world, spec.Sharing.FAIR), of
+        self._router = Thread(self.compute)
+
+    def compute(self, seconds: float, call: Callable[[], None]) -> None:
+        """See `Cores`."""
+        self._network.start(Flow((self.cores,), _UNITS, call), seconds * _UNITS)
+
+    @property
+    def worked_s(self) -> float:
+        """Seconds of cores that were worked off."""
+        return self.cores.carried / _UNITS
+
+    def serve(self, seconds: float, call: Callable[[], None]) -> None:
+        """See `Cores`."""
+        self._router.compute(seconds, call)
+
+    def deliver(self, tokens: int) -> None:
+        """See `Cores`."""
+        seconds = self._of.step_s + tokens * self._of.token_s
+        if tokens and seconds:
+            self._router.compute(seconds, lambda: None)
+
+
+class Thread:
+    """Does one thing after another."""
+
+    def __init__(self, compute: Callable[[float, Callable[[], None]], None]) -> None:
+        self._compute = compute
+        self._todo: deque[tuple[float, Callable[[], None]]] = deque()
+
+    def compute(self, seconds: float, call: Callable[[], None]) -> None:
+        """Do this after what is there to do."""
+        self._todo.append((seconds, call))
+        if len(self._todo) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._compute(self._todo[0][0], self._end)
+
+    def _end(self) -> None:
+        _, call = self._todo.popleft()
+        if self._todo:
+            self._begin()
+        call()
