@@ -290,7 +290,7 @@ def _counted(url: str, timeout_s: float) -> dict[str, int]:
 async def running(
     plan: ClusterPlan, progress: Callable[[str], None], begun: Begun | None = None
 ) -> AsyncIterator[LocalCluster]:
-    """Start a cluster, on the fork server `begun` if there is one, and stop every process at the end, whatever happened."""
+    """Start a cluster, on the fork server `begun` if there is one; stop every process at the end, whatever happened."""
     with TemporaryDirectory(prefix="hackkv-") as folder, adopting():
         cluster = LocalCluster(plan, Path(folder), progress)
         try:
