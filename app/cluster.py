@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-from app.forking import Forked, ForkServerClient, adopting, failure
+from app.forking import Begun, Forked, ForkServerClient, adopting, failure
 from hackkv.errors import ConfigError, HackkvError, NodeLost
 from node.announcement import read_announcement
 from node.pauses import Pauses
@@ -104,14 +104,14 @@ class LocalCluster:
         """Address of the router's HTTP API."""
         return self.children[0].ready["http"]
 
-    async def start(self, timeout_s: float) -> None:
+    async def start(self, timeout_s: float, begun: Begun | None = None) -> None:
         """Start everything and wait until the router counts every node. Raises `ConfigError` or `NodeLost`.
 
         No port is open before it is known that nodes can serve the model.
         """
         deadline = monotonic() + timeout_s
         plan = self._plan
-        self._server = await ForkServerClient.start()
+        self._server = ForkServerClient.of(begun) if begun else await ForkServerClient.start()
         router = await self._fork("router", "router")
         if plan.num_prefill + plan.num_decode:
             self.model = await self._check(deadline)
@@ -288,13 +288,13 @@ def _counted(url: str, timeout_s: float) -> dict[str, int]:
 
 @contextlib.asynccontextmanager
 async def running(
-    plan: ClusterPlan, progress: Callable[[str], None], timeout_s: float = START_S
+    plan: ClusterPlan, progress: Callable[[str], None], begun: Begun | None = None
 ) -> AsyncIterator[LocalCluster]:
-    """Start a cluster, and stop every process at the end, whatever happened."""
+    """Start a cluster, on the fork server `begun` if there is one; stop every process at the end, whatever happened."""
     with TemporaryDirectory(prefix="hackkv-") as folder, adopting():
         cluster = LocalCluster(plan, Path(folder), progress)
         try:
-            await cluster.start(timeout_s)
+            await cluster.start(START_S, begun)
             yield cluster
         finally:
             await asyncio.shield(cluster.stop())

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import json
 import os
+import signal
 import socket
 import sys
+import traceback
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final, NoReturn
 
+from app.interrupt import SIGNALS, Interrupt
 from app.roles import ENVIRONMENT
 from hackkv.errors import ConfigError, HackkvError, NodeLost
-from node.children import Child
+from node.children import Child, keep_only
 
 MAX_ANSWER: Final = 1 << 16
 """Bytes of an answer."""
@@ -64,16 +70,74 @@ class Forked(Child):
         self._pipe.close()
 
 
-class ForkServerClient:
-    """A fork server and the socket that leads to it. `start` makes one; `close` ends it."""
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A fork server that no event loop knows yet. It ends when `channel` is closed."""
 
-    def __init__(self, process: Process, channel: socket.socket) -> None:
+    pid: int
+    channel: socket.socket
+
+
+def fork_server() -> Begun:
+    """Fork this process into a fork server: it begins at once, and shares what is imported here.
+
+    For a command that has only read its command line: one thread, no event loop, and no library that reads
+    `ENVIRONMENT` when it is loaded.
+    """
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # else both would write what waits
+    gc.collect()
+    gc.freeze()  # a collection would write to what is shared
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    pid = os.fork()
+    if not pid:
+        _become_fork_server(far)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    far.close()
+    near.setblocking(False)
+    return Begun(pid, near)
+
+
+def _become_fork_server(channel: socket.socket) -> NoReturn:
+    """Nothing of the command's own end may run: `os._exit`."""
+    code = 1
+    try:
+        os.setsid()  # Ctrl-C reaches the command alone
+        Interrupt.forget()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        keep_only(channel.fileno())
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1):
+            os.dup2(nothing, standard)
+        os.close(nothing)
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        import_module("app.forkserver").main(channel)
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+class ForkServerClient:
+    """A fork server and the socket that leads to it. `of` and `start` make one; `close` ends it."""
+
+    def __init__(self, process: Process | Child, channel: socket.socket) -> None:
         self._process, self._channel = process, channel
         self._turn = asyncio.Lock()
 
     @classmethod
+    def of(cls, begun: Begun) -> ForkServerClient:
+        """One that runs."""
+        return cls(Child(begun.pid), begun.channel)
+
+    @classmethod
     async def start(cls) -> ForkServerClient:
-        """Start one, in a session of its own: Ctrl-C reaches this process alone, which ends the others."""
+        """Start one that shares nothing with this process, whatever that is, in a session of its own: Ctrl-C reaches
+        this process alone, which ends the others."""
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
             near.setblocking(False)

@@ -1,4 +1,6 @@
-"""The process that the roles of a cluster are forked from: `python -m app.forkserver FD`, started by `app.forking`.
+"""The process that the roles of a cluster are forked from, started by `app.forking`.
+
+It is a fork of the command that needs it, or `python -m app.forkserver FD`.
 
 It imports what all roles need and forks the router. Then it imports what nodes need (`app.stock`), loads the model
 once, and forks the nodes: they share all of this, copy on write, and are ready in a fraction of a second.
@@ -27,18 +29,18 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import node.process
 import transport.rpc_server
 from app.roles import ROLES, ROUTER
 from hackkv.errors import ConfigError, HackkvError
+from node.children import call_me
 
 MAX_REQUEST: Final = 1 << 16
 """Bytes of a request."""
-NAME_BYTES: Final = 15
-"""Linux keeps as much of a process's name."""
+NAME: Final = "fork server"
+"""As `ps` and `top` show it."""
 SHARED: Final = (node.process, transport.rpc_server)
 """What the router shares with nodes, imported before any of them is forked."""
 
@@ -88,7 +90,7 @@ class ForkServer:
         if not between:
             if os.fork():
                 os._exit(0)
-            Path("/proc/self/comm").write_bytes(request["name"].encode()[:NAME_BYTES])
+            call_me(request["name"])
             os.write(writer, os.getpid().to_bytes(8, "little"))
             for fd in (reader, writer, self._channel.fileno()):
                 os.close(fd)
@@ -128,11 +130,12 @@ class ForkServer:
         return int(self._stock.run(request["fork"], arguments, request["loss"]))
 
 
-def main() -> None:
-    """Serve the socket that the command line names."""
+def main(channel: socket.socket) -> None:
+    """Be a fork server until the other end of `channel` closes."""
     gc.disable()
-    ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
+    call_me(NAME)
+    ForkServer(channel).serve()
 
 
 if __name__ == "__main__":
-    main()
+    main(socket.socket(fileno=int(sys.argv[1])))

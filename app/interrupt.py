@@ -34,6 +34,13 @@ class Interrupt:
         """Call `answer`, in the main thread between two steps of it, for the first signal from now on."""
         self._answer = answer
 
+    @staticmethod
+    def forget() -> None:
+        """In a fork: take signals as a process does that has just begun. What is ignored stays so."""
+        for signum in SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, signal.default_int_handler if signum is signal.SIGINT else signal.SIG_DFL)
+
     def _take(self, signum: int, frame: object) -> None:
         answer, self._answer = self._answer, _ignore  # who is impatient must not break off the end
         answer()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from app.cluster import ClusterPlan, LocalCluster, running
+from app.forking import Begun, fork_server
 from app.interrupt import Interrupt
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.packaged import SHIPPED_NAME, SMOLLM2, SMOLLM2_PACKAGE, has_smollm2
@@ -24,12 +26,12 @@ console = Console(stderr=True, highlight=False)
 
 def serve(model: dict[str, Any], codec: str, nodes: tuple[int, int], router: dict[str, Any]) -> int:
     """Serve until a signal comes; return the exit code. `nodes` are the numbers of prefill and decode nodes."""
-    return _run(lambda: _serve(plan_of(model, codec, nodes, router)))
+    return _run(lambda: _serve(plan_of(model, codec, nodes, router), fork_server()))
 
 
 def demo(model: dict[str, Any], codec: str, nodes: tuple[int, int]) -> int:
     """Show the demonstration and stop; return the exit code."""
-    return _run(lambda: _demo(plan_of(model, codec, nodes, {"listen": {"port": 0}})))
+    return _run(lambda: _demo(plan_of(model, codec, nodes, {"listen": {"port": 0}}), fork_server()))
 
 
 def plan_of(model: dict[str, Any], codec: str, nodes: tuple[int, int], router: dict[str, Any]) -> ClusterPlan:
@@ -63,8 +65,8 @@ def _available(model: str) -> str:
     return ""
 
 
-async def _serve(plan: ClusterPlan) -> int:
-    async with _started(plan) as cluster:
+async def _serve(plan: ClusterPlan, begun: Begun) -> int:
+    async with _started(plan, begun) as cluster:
         name = plan.router.get("served_model_name") or cluster.model.name
         body = json.dumps({"model": name, "prompt": "def ", "max_tokens": 32, "stream": True})
         auth = "-H 'Authorization: Bearer KEY' " if "api_key_file" in plan.router else ""
@@ -75,18 +77,19 @@ async def _serve(plan: ClusterPlan) -> int:
         return 1
 
 
-async def _demo(plan: ClusterPlan) -> int:
-    async with _started(plan) as cluster:
+async def _demo(plan: ClusterPlan, begun: Begun) -> int:
+    async with _started(plan, begun) as cluster:
         await import_module("app.demo").demonstrate(cluster.url, cluster.model, Console(highlight=False))
     console.print("all processes stopped")
     return 0
 
 
 @contextlib.asynccontextmanager
-async def _started(plan: ClusterPlan) -> AsyncIterator[LocalCluster]:
+async def _started(plan: ClusterPlan, begun: Begun) -> AsyncIterator[LocalCluster]:
     with console.status("starting the cluster") as status:
         # As it is, however narrow the terminal: a path may hold brackets, and no line is broken.
-        async with running(plan, lambda line: console.print(f"  {line}", markup=False, soft_wrap=True)) as cluster:
+        say = partial(console.print, markup=False, soft_wrap=True)
+        async with running(plan, lambda line: say(f"  {line}"), begun) as cluster:
             status.stop()
             yield cluster
 

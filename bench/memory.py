@@ -1,7 +1,8 @@
 """`python -m bench.memory [MODEL] [--codec NAME] [--dtype NAME] [--weights W]`: memory of a cluster and of one process.
 
 *PSS* is resident memory in which a page that n processes map counts 1/n in each. So the sum over processes is what the
-machine holds. Two things are measured, one after the other, each after the same few requests:
+machine holds. Of files, what other programs map too counts less here; *anonymous* pages, those of no file, do not
+depend on what else runs. Two things are measured, one after the other, each after the same few requests:
 
 - one process that loads the model and answers them (`hackkv.model.generate`), with nobody to share with;
 - `hackkv serve MODEL`, 2 prefill and 2 decode nodes: every node, the router, and the command itself.
@@ -52,6 +53,8 @@ class Held:
     total: int
     weights: int
     """Pages of safetensors files."""
+    anonymous: int
+    """Pages of no file."""
 
     @property
     def own(self) -> int:
@@ -63,7 +66,9 @@ def held(name: str, pid: int) -> Held:
     """What the process `pid` holds now. Raises psutil's errors."""
     process = psutil.Process(pid)
     weights = sum(area.pss for area in process.memory_maps() if area.path.endswith(".safetensors"))
-    return Held(name, process.memory_full_info().pss, weights)
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+    (kibibytes,) = re.findall(r"^Pss_Anon: +(\d+) kB$", rollup, re.MULTILINE)
+    return Held(name, process.memory_full_info().pss, weights, int(kibibytes) << 10)
 
 
 def prompt(seed: int) -> list[int]:
@@ -136,11 +141,13 @@ def main() -> None:
     model = ModelConfig(path=options.model, dtype=options.dtype, weights=options.weights, threads=1)
     one, many = alone(model, codec), cluster(model, codec)
     table = Table("process", title="PSS, MiB", title_justify="left")
-    for column in ("all", "weights, mapped", "own"):
+    for column in ("all", "weights, mapped", "own", "anonymous"):
         table.add_column(column, justify="right")
-    total = Held("sum of the cluster", sum(each.total for each in many), sum(each.weights for each in many))
+    sums = (sum(getattr(each, size) for each in many) for size in ("total", "weights", "anonymous"))
+    total = Held("sum of the cluster", *sums)
     for row in (one, *many, total):
-        table.add_row(row.name, *(f"{size / 2**20:.0f}" for size in (row.total, row.weights, row.own)))
+        sizes = (row.total, row.weights, row.own, row.anonymous)
+        table.add_row(row.name, *(f"{size / 2**20:.0f}" for size in sizes))
     console = Console(highlight=False)
     console.print(table)
     ratio = total.total / one.total

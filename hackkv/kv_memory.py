@@ -113,13 +113,16 @@ class KvMemory:
             due = pages[frame.page_start : frame.page_start + frame.page_count]
             self.install(frame.layer, heads, due, planes)
 
-    def copy_slot(self, source: int, target: int) -> None:
-        """Copy the exact rows of one slot to another; for the thread that computes."""
+    def copy_rows(self, source: int, target: int, rows: int) -> None:
+        """Copy the exact rows of a sequence that holds `rows` rows from one slot to another; for the thread that
+        computes. Nothing else of the slot is written, so it takes no memory for what no row needs."""
+        runs = self.footprint.runs(rows)
 
         def copy() -> None:
             for pool in self.pools:
                 for exact in (pool.open_k, pool.open_v):
-                    exact[target] = exact[source]
+                    for run in runs:
+                        exact[target, :, run] = exact[source, :, run]
 
         self.lanes.compute.run(copy)
         self.lanes.written()

@@ -1,11 +1,35 @@
-"""A child process that was forked here, and not started by a library."""
+"""Child processes that are forked here, and not started by a library."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+_TASKS: Final = Path("/proc/self/task")
+"""The threads of this process, where the system tells them."""
+_NAME_BYTES: Final = 15
+"""Linux keeps as much of a process's name."""
+
+
+def may_fork() -> bool:
+    """Whether this process has one thread: a fork would not have the others, nor what they hold."""
+    return _TASKS.is_dir() and len(list(_TASKS.iterdir())) == 1
+
+
+def call_me(name: str) -> None:
+    """Give this process a name, as `ps` and `top` show it."""
+    Path("/proc/self/comm").write_bytes(name.encode()[:_NAME_BYTES])
+
+
+def keep_only(descriptor: int) -> None:
+    """Close what a fork has inherited, but for the standard streams and `descriptor`."""
+    os.closerange(sys.stderr.fileno() + 1, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 class Child:

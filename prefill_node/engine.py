@@ -104,8 +104,9 @@ class PrefillEngine:
             self._host_pages.save(pages=list(moves.saves.values()), places=list(moves.saves))
         if moves.loads:
             self._host_pages.load(places=list(moves.loads.values()), pages=list(moves.loads))
+        memory = self._runner.memory
         for target, source in (*moves.slots.keeps.items(), *moves.slots.resumes.items()):
-            self._runner.memory.copy_slot(source, target)
+            memory.copy_rows(source.slot, target, source.pages * memory.footprint.page_tokens)
         for install in moves.installs:
             install.write(self._runner.memory)
 

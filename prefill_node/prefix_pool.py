@@ -23,7 +23,7 @@ from hackkv.page_names import PageName
 from prefill_node.fetched import Fetched
 from prefill_node.host_places import HostPlaces, Moves
 from prefill_node.host_pool import Claim, HostPool, Tenant
-from prefill_node.resume_points import ResumePoints
+from prefill_node.resume_points import ResumePoints, Source
 
 
 @dataclass(eq=False, slots=True)
@@ -176,7 +176,7 @@ class PrefixPool:
             cached_tokens = fetched.end * self.page_tokens
             self.places.install(fetched.into(tuple(pages), slot, len(found), cached_tokens))
         elif found and self._points is not None:
-            self._points.resume(found[-1], slot)
+            self._points.resume(found[-1], len(found), slot)
         known_tokens = len(known) * self.page_tokens
         return PrefixGrant(pages, slot, names, found, cached_tokens, known_tokens, publishes=self.reuse)
 
@@ -187,7 +187,7 @@ class PrefixPool:
         """
         self._name(grant, num_pages)
         if self._points is not None and num_pages and len(grant.shared) == num_pages:
-            self._points.keep(grant.shared[-1], grant.slot)
+            self._points.keep(grant.shared[-1], Source(grant.slot, num_pages))
 
     def _name(self, grant: PrefixGrant, num_pages: int) -> None:
         while grant.publishes and len(grant.shared) < min(num_pages, len(grant.names)):

@@ -1,8 +1,8 @@
 """Slots that keep exact rows of prompts, so that later prompts can go on where those rows end. Numbers only.
 
 A prompt that takes over pages needs more than their planes where its queries see some of them exactly (`Window`): the
-rows of those pages, which lie in a slot. So after each pass the slot of a prompt is copied to a slot here, under the
-name of the last page that it has sealed. A prompt that finds known pages and no point at their end computes them once
+rows of those pages, which lie in a slot. So after each pass those rows are copied to a slot here, under the name of
+the last page that the prompt has sealed. A prompt that finds known pages and no point at their end computes them once
 more and leaves one there: that is where prompts part. When slots run short, the least recently used point goes.
 """
 
@@ -10,17 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
+
+
+class Source(NamedTuple):
+    """A slot to copy from, as a sequence of so many sealed pages left it."""
+
+    slot: int
+    pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class SlotMoves:
     """Copies before the next pass: first what is kept, then what prompts take over."""
 
-    keeps: dict[int, int] = field(default_factory=dict)
-    """Slot here -> slot of a prompt to copy from."""
-    resumes: dict[int, int] = field(default_factory=dict)
-    """Slot of a prompt -> slot here to copy from."""
+    keeps: dict[int, Source] = field(default_factory=dict)
+    """Slot here -> slot of a prompt."""
+    resumes: dict[int, Source] = field(default_factory=dict)
+    """Slot of a prompt -> slot here."""
 
 
 Page = TypeVar("Page", bound=Hashable)
@@ -37,20 +44,20 @@ class ResumePoints(Generic[Page]):
     def __contains__(self, page: Page) -> bool:
         return page in self._kept
 
-    def keep(self, page: Page, slot: int) -> None:
-        """Keep the exact rows in `slot`, which are those that a prompt needs to go on after `page`."""
+    def keep(self, page: Page, source: Source) -> None:
+        """Keep the exact rows that a prompt needs to go on after `page`, the last one of `source`."""
         if page in self._kept:
             self._use(page)
             return
         if not self._free:
             self.drop(next(iter(self._kept)))
         kept = self._kept[page] = self._free.pop()
-        self._moves.keeps[kept] = slot
+        self._moves.keeps[kept] = source
 
-    def resume(self, page: Page, slot: int) -> None:
-        """Fill `slot` with the exact rows that are kept for `page`."""
+    def resume(self, page: Page, pages: int, slot: int) -> None:
+        """Fill `slot` with the exact rows that are kept for `page`, the last of `pages`."""
         self._use(page)
-        self._moves.resumes[slot] = self._kept[page]
+        self._moves.resumes[slot] = Source(self._kept[page], pages)
 
     def drop(self, page: Page) -> None:
         """Keep nothing for `page` any more."""

@@ -93,7 +93,7 @@ class Node:
     def rows(self, pages: list[int], slots: list[int], _: int) -> None:
         """From slot to host memory; then the first slot moves to the second one and takes those rows."""
         exact = self.memory.export_rows(0, slots[2], ROWS).own()
-        self.memory.copy_slot(slots[0], slots[1])
+        self.memory.copy_rows(slots[0], slots[1], ROWS)
         with self.memory.lanes.arriving():
             self.memory.install_rows(0, range(2), slots[0], self.memory.footprint.runs(ROWS), exact)
 

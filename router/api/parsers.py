@@ -14,13 +14,12 @@ import socket
 import sys
 from array import array
 from asyncio.subprocess import Process
-from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from hackkv.errors import Unavailable
 from hackkv.heap import trim
 from hackkv.tokenizer import Tokenizer
-from node.children import Child
+from node.children import Child, call_me, keep_only, may_fork
 from router.api.parser import IDS, Job, error_of, job_head, main
 from router.api.strict import Prompted
 from router.api.tokenize import Parsed
@@ -30,8 +29,6 @@ log = logging.getLogger(__name__)
 
 BodyT = TypeVar("BodyT", bound=Prompted)
 
-TASKS: Final = Path("/proc/self/task")
-"""The threads of this process, where the system tells them."""
 _SLICE: Final = 1 << 18
 """Bytes that are written at once; others run in between."""
 _STOP_S: Final = 5.0
@@ -60,7 +57,7 @@ class Parsers:
 
         Returns whether that is possible, which is before this process has a second thread.
         """
-        if not TASKS.is_dir() or len(list(TASKS.iterdir())) > 1:
+        if not may_fork():
             return False
         ours, theirs = socket.socketpair()
         trim()
@@ -154,9 +151,8 @@ def _become_parser(tokenizer: Tokenizer, control: socket.socket) -> NoReturn:
     ours: they must not be used, and not be kept open."""
     code = 1
     try:
-        Path("/proc/self/comm").write_text("parser")
-        os.closerange(sys.stderr.fileno() + 1, control.fileno())
-        os.closerange(control.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        call_me("parser")
+        keep_only(control.fileno())
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code = main(tokenizer, control)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from app.forking import ForkServerClient, adopting
+from app.interrupt import SIGNALS
 from hackkv.packaged import SHIPPED
 from tests.e2e.processes import ENVIRONMENT, START_S, Child, alive, family, hackkv, until
 
@@ -64,12 +66,60 @@ async def test_the_fork_server_has_one_thread_when_nodes_are_forked(tmp_path: Pa
             await server.close()
 
 
+FORKS = """
+import asyncio, json, os, sys
+import app.serving
+from app.forking import ForkServerClient, adopting, fork_server
+from app.interrupt import Interrupt
+
+async def main(begun):
+    with adopting():
+        server = ForkServerClient.of(begun)
+        idle = await server.fork("router", "router")
+        print(json.dumps([server.pid, idle.pid, os.getpid()]), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+Interrupt()
+held = open(os.devnull)
+os.set_inheritable(held.fileno(), True)
+asyncio.run(main(fork_server()))
+"""
+
+
+def test_a_command_that_forks_its_fork_server_leaves_it_nothing_but_what_is_imported() -> None:
+    """No signal, no file and no thread of the command. All that is forked ends with it."""
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as command:
+        try:
+            assert command.stdout is not None
+            forkserver, role, ours = (psutil.Process(pid) for pid in json.loads(command.stdout.readline()))
+            assert (forkserver.name(), role.name()) == ("fork server", "router")
+            for process in (forkserver, role):
+                assert process.ppid() == ours.pid
+                assert process.num_threads() == 1
+                assert os.getsid(process.pid) == forkserver.pid, "Ctrl-C reaches the command alone"
+                assert not signals(process.pid, "SigBlk") & set(SIGNALS)
+                assert signals(process.pid, "SigCgt") & set(SIGNALS) == {signal.SIGINT}, "as Python has it"
+            assert signals(ours.pid, "SigCgt") >= set(SIGNALS)
+            assert {os.readlink(f"/proc/{forkserver.pid}/fd/{fd}") for fd in range(2)} == {os.devnull}
+            assert forkserver.num_fds() == 4, "the standard streams and its socket"
+        finally:
+            command.kill()
+    until(lambda: not alive([forkserver, role]), TIMEOUT_S, "both have ended")
+
+
+def signals(pid: int, kind: str) -> set[int]:
+    """The signals of one of the masks that /proc/PID/status shows."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith(kind))
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
 def named(child: Child) -> set[str]:
     """The processes of a command, by name; those that end meanwhile are left out."""
     names = set()
     for process in family(child)[1:]:
         try:
-            names.add("fork server" if process.name().startswith("python") else process.name())
+            names.add(process.name())
         except psutil.Error:
             continue
     return names
@@ -77,14 +127,12 @@ def named(child: Child) -> set[str]:
 
 def listens(child: Child) -> bool:
     """Whether the command has handlers of its own. Python has one for SIGINT from the first, and none for SIGTERM."""
-    lines = Path(f"/proc/{child.process.pid}/status").read_text(encoding="ascii").splitlines()
-    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
-    return bool(mask >> (signal.SIGTERM - 1) & 1)
+    return signal.SIGTERM in signals(child.process.pid, "SigCgt")
 
 
 MILESTONES: dict[str, Callable[[Child], bool]] = {
     "it listens to signals": listens,
-    "the fork server": lambda child: bool(named(child)),
+    "the fork server": lambda child: "fork server" in named(child),
     "the router is forked": lambda child: "router" in named(child),
     "the check is forked": lambda child: "check" in named(child),
     "the router is ready": lambda child: "router ready" in child.err,

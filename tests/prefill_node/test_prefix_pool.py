@@ -85,7 +85,9 @@ class Pages(RuleBasedStateMachine):
         for page, place in moves.loads.items():
             self.device[page] = self.memory[place]
         for target, source in (*moves.slots.keeps.items(), *moves.slots.resumes.items()):
-            self.slots[target] = self.slots[source]
+            _, held = cast("tuple[str, tuple[int, ...]]", self.slots[source.slot])
+            assert len(held) == source.pages * PI
+            self.slots[target] = self.slots[source.slot]
         for install in moves.installs:
             content, rows = cast("tuple[Callable[[int], object], object]", install.parts)
             for index in range(install.first, install.rows // PI):
