@@ -69,7 +69,7 @@ def test_bits_stay_within_the_target_and_go_where_most_is_lost(losses: list[floa
     widths = torch.tensor([found.k, found.v])
     assert share(sum(found.k) / 4, sum(found.v) / 4, dim) <= max(target, share(2, 2, dim))
     assert bool(((widths >= 2) & (widths <= MOST_BITS)).all())
-    left = table / 4.0 ** (widths - 2)
+    left = table.double() / 4.0 ** (widths - 2)
     taken, open_ones = widths > 2, widths < MOST_BITS
     if bool(taken.any()) and bool(open_ones.any()):  # no bit would have been better spent elsewhere
         assert float((left * 4)[taken].min()) >= float(left[open_ones].max())
