@@ -11,11 +11,12 @@ turned into numbers, for one call: from some number of rows on that pays, and th
 
 from __future__ import annotations
 
+import contextlib
 import math
-import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, TypeAlias
 
@@ -40,16 +41,19 @@ SIDE: Final = 1024
 """Inputs and outputs of the weight that is tried: typical, and small enough for slow processors."""
 ROUNDS: Final = 8
 SECONDS: Final = 0.03
+WAITED_S: Final = 1e-4
 PATIENCE_S: Final = 0.15
-"""Both are timed in turns for so many rounds and `SECONDS`, at least, and the shortest times count. A call in which
-other work took a processor away is not counted as a round: with two threads it may last for many times its own time. If
-that happens so often that `PATIENCE_S` pass, those calls have to serve, and the answer holds for a while only."""
+"""Both are timed in turns for so many rounds and `SECONDS`, at least, and the shortest times count. A call whose
+threads waited for a processor longer than `WAITED_S` is not counted as a round: a thread that wakes waits for
+microseconds, and where other work is in the way for milliseconds. If that happens so often that `PATIENCE_S` pass,
+those calls have to serve, and the answer holds for a while only."""
 GAIN: Final = 1.1
 """The library takes over where it is at least so many times faster."""
 
 VERSION: Final = "3"
 """Increases with every change of our products or of how they are timed: what was measured before is asked again."""
 
+_THREADS: Final = Path("/proc/self/task")
 _STORE: Final = Store("products", int, "who multiplies faster")
 
 
@@ -133,7 +137,7 @@ class _Times:
     """Of one product."""
 
     calm: int = 0
-    """Calls that nothing interrupted."""
+    """Calls that had processors when they wanted them."""
     best: float = math.inf
     """Seconds of the shortest of them."""
     any: float = math.inf
@@ -154,14 +158,19 @@ def _in_turns(products: tuple[Product, Product], x: Tensor, weight: Weight) -> t
     while rounds < ROUNDS or (spent < PATIENCE_S and (spent < SECONDS or min(each.calm for each in times) < ROUNDS)):
         rounds += 1
         for each, product in zip(times, products, strict=True):
-            before, began = interruptions(), perf_counter()
+            before, began = waited_s(), perf_counter()
             product(x, weight)
             took = perf_counter() - began
-            each.add(took, calm=interruptions() == before)
+            each.add(took, calm=waited_s() - before <= WAITED_S)
             spent += took
     return times
 
 
-def interruptions() -> int:
-    """How often other work took a processor from a thread of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def waited_s() -> float:
+    """How long threads of this process that could have run have waited for a processor, in all. Linux counts it; 0
+    where nobody does."""
+    waited_ns = 0
+    for thread in _THREADS.glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # it has ended
+            waited_ns += int(thread.read_bytes().split()[1])
+    return 1e-9 * waited_ns

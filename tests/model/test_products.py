@@ -84,12 +84,12 @@ def test_both_are_timed() -> None:
 
 class Machine:
     """A clock on which own products take one second and the library's half, but for calls that are `interrupted`:
-    those of the library take 20."""
+    those of the library take 20, and wait for most of them. All calls wait a little: a thread that wakes does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, interrupted: Callable[[int], bool]) -> None:
-        self.now, self.calls, self.taken, self._interrupted = 0.0, 0, 0, interrupted
+        self.now, self.calls, self.waited, self._interrupted = 0.0, 0, 0.0, interrupted
         monkeypatch.setattr(products, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(products, "interruptions", lambda: self.taken)
+        monkeypatch.setattr(products, "waited_s", lambda: self.waited)
         monkeypatch.setattr(products, "SIDE", 4)
         for name in ("SECONDS", "PATIENCE_S"):
             monkeypatch.setattr(products, name, getattr(products, name) * 1e4)
@@ -101,9 +101,9 @@ class Machine:
     def library(self, x: Tensor, weight: Tensor) -> Tensor:
         self.calls += 1
         if self._interrupted(self.calls):
-            self.now, self.taken = self.now + 20, self.taken + 1
+            self.now, self.waited = self.now + 20, self.waited + 19
         else:
-            self.now += 0.5
+            self.now, self.waited = self.now + 0.5, self.waited + 1e-5
         return x
 
 
