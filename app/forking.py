@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn
 from app.interrupt import SIGNALS, Interrupt
 from app.roles import ENVIRONMENT
 from hackkv.errors import ConfigError, HackkvError, NodeLost
-from node.children import Child, keep_only
+from node.children import Child, keep_only, may_fork
 
 MAX_ANSWER: Final = 1 << 16
 """Bytes of an answer."""
@@ -78,12 +78,14 @@ class Begun:
     channel: socket.socket
 
 
-def fork_server() -> Begun:
+def fork_server() -> Begun | None:
     """Fork this process into a fork server: it begins at once, and shares what is imported here.
 
-    For a command that has only read its command line: one thread, no event loop, and no library that reads
-    `ENVIRONMENT` when it is loaded.
+    For a command that has only read its command line: no event loop, and no library that reads `ENVIRONMENT` when it is
+    loaded. None if there are threads, as under a debugger: then it takes a new Python (`ForkServerClient.start`).
     """
+    if not may_fork():
+        return None
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else both would write what waits

@@ -65,7 +65,7 @@ def _available(model: str) -> str:
     return ""
 
 
-async def _serve(plan: ClusterPlan, begun: Begun) -> int:
+async def _serve(plan: ClusterPlan, begun: Begun | None) -> int:
     async with _started(plan, begun) as cluster:
         name = plan.router.get("served_model_name") or cluster.model.name
         body = json.dumps({"model": name, "prompt": "def ", "max_tokens": 32, "stream": True})
@@ -77,7 +77,7 @@ async def _serve(plan: ClusterPlan, begun: Begun) -> int:
         return 1
 
 
-async def _demo(plan: ClusterPlan, begun: Begun) -> int:
+async def _demo(plan: ClusterPlan, begun: Begun | None) -> int:
     async with _started(plan, begun) as cluster:
         await import_module("app.demo").demonstrate(cluster.url, cluster.model, Console(highlight=False))
     console.print("all processes stopped")
@@ -85,7 +85,7 @@ async def _demo(plan: ClusterPlan, begun: Begun) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _started(plan: ClusterPlan, begun: Begun) -> AsyncIterator[LocalCluster]:
+async def _started(plan: ClusterPlan, begun: Begun | None) -> AsyncIterator[LocalCluster]:
     with console.status("starting the cluster") as status:
         # As it is, however narrow the terminal: a path may hold brackets, and no line is broken.
         say = partial(console.print, markup=False, soft_wrap=True)

@@ -26,9 +26,9 @@ class Turns:
 
     def heads(self, start: int, count: int) -> Turns:
         """For KV heads [start, start + count)."""
-        if self.key.shape[0] in (1, count):
+        if all(x is None or x.shape[0] in (1, count) for x in (self.key, self.value)):
             return self
-        return self._each(lambda x: x if x.shape[0] == 1 else x[start : start + count])
+        return self._each(lambda x: x if x.shape[0] in (1, count) else x[start : start + count])
 
     def to(self, device: torch.device) -> Turns:
         """On another device."""

@@ -102,6 +102,13 @@ def test_turns_of_some_heads() -> None:
     assert part.value is turns.value
     same = Turns(rows(36, 1, 2, 2), rows(37, 1, 2, 2))
     assert same.heads(3, 1) is same
+    values = Turns(same.query, same.key, None, rows(38, 4, 2, 2), rows(39, 4, 2, 2))
+    some = values.heads(2, 2)
+    assert some.key is same.key
+    for of_some, of_all in ((some.value, values.value), (some.out, values.out)):
+        assert of_some is not None
+        assert of_all is not None
+        assert torch.equal(of_some, of_all[2:])
 
 
 @pytest.mark.parametrize("isa", ISAS)
