@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hackkv.canary import check_codec
+from hackkv.canary.meter import Meter
 from hackkv.codecs import CALIBRATED
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
@@ -19,9 +20,10 @@ from hackkv.model.exact import ExactKv, advance
 from hackkv.model.generate import generate
 from hackkv.model.shipped import smollm2
 from hackkv.model.worker import load_worker
-from hackkv.packaged import SMOLLM2, has_smollm2
+from hackkv.packaged import SHIPPED, SMOLLM2, has_smollm2
 from hackkv.tokenizer import Tokenizer
 from hackkv.types import Request, Sampling
+from measure.accuracy.text import held_out
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,16 +83,29 @@ def test_hack_is_refused_and_the_default_serves() -> None:
         assert f"\n  {name} " in str(caught.value)
 
 
-@pytest.mark.parametrize(("weights", "most"), [("bf16", 0.8), ("auto", 1.0)])
+@pytest.mark.parametrize("weights", ["bf16", "auto"])
 @pytest.mark.parametrize("name", CALIBRATED)
-def test_the_calibration_that_ships_is_of_this_model_and_helps(name: str, weights: str, most: float) -> None:
-    """On codes `rot-k4v4` gains less by it than on numbers; why is not known."""
+def test_the_calibration_that_ships_is_of_this_model(name: str, weights: str) -> None:
     model, said = ModelConfig(path=SMOLLM2, weights=weights), list[str]()
-    plain = check_codec(model, CodecConfig(name=name, settings={"calibration": "none"}), said.append)
+    check_codec(model, CodecConfig(name=name, settings={"calibration": "none"}), said.append)
     assert said[-1].startswith(f"codec {name} is not calibrated for SmolLM2-135M-Instruct")
     shipped = check_codec(model, CodecConfig(name=name), said.append)
     assert said[-1].startswith(f"codec {name} costs SmolLM2-135M-Instruct: KL ")
-    assert plain is not None
     assert shipped is not None
-    assert shipped.kl < most * plain.kl
     assert shipped.kl < 0.02
+
+
+@pytest.mark.parametrize("weights", ["bf16", "auto"])
+def test_the_calibration_that_ships_helps(weights: str) -> None:
+    """On text that no calibration has seen. The canary's is too short: roundings of BF16 weigh as much there."""
+    text = "\n\n".join(page.text for page in held_out(SHIPPED).documents if not page.is_code)
+    meter = Meter(ModelConfig(path=SMOLLM2, weights=weights), lambda planned: planned.encode(text[:8192])[:1024])
+
+    def loss(codec: CodecConfig) -> float:
+        return meter.measure(meter.plan(codec)).kl
+
+    gained = {
+        name: loss(CodecConfig(name=name)) / loss(CodecConfig(name=name, settings={"calibration": "none"}))
+        for name in CALIBRATED
+    }
+    assert max(gained.values()) < 0.7, gained
