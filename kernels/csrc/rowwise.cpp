@@ -30,13 +30,15 @@ void for_rows(int threads, std::int64_t rows, std::int64_t row_elements, Functio
   });
 }
 
-// Rows of x as `pair_rows` orders them, 16 at a time.
+// Rows of x as `pair_rows` orders them, 16 at a time; zeros fill a second 16.
 Strips paired_rows(const RowOperations& operations, int threads, const Strips& x, int k) {
-  const std::int64_t count = (x.count + kLanes - 1) / kLanes, stride = paired_bytes(k);
+  const std::int64_t least = (x.count + kLanes - 1) / kLanes, count = least == 1 ? 1 : (least + 1) / 2 * 2;
+  const std::int64_t stride = paired_bytes(k);
   const Strips pairs{thread_scratch(std::size_t(count * stride)), count, stride};
   for_rows(threads, count, stride, [&](std::int64_t i) {
     const std::int64_t row = i * kLanes, left = x.count - row;
-    operations.pair_rows(x.data + row * x.stride, x.stride, int(left < kLanes ? left : kLanes), k,
+    const int slots = tile_slots(x.count - row / kProductBlock * kProductBlock);
+    operations.pair_rows(x.data + row * x.stride, x.stride, int(left < slots ? left : slots), slots, k,
                          pairs.data + i * stride);
   });
   return pairs;

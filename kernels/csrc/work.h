@@ -114,6 +114,11 @@ inline constexpr int kProductBlock = 64;  // rows of x in an item, at most
 
 inline constexpr int kPairBytes = 1024;  // of rows of x in pairs, for 32 columns (matrix_product.h)
 
+// Rows of x in a tile, which so many `rows` of an item take: 4, 8 or 16.
+constexpr int tile_slots(std::int64_t rows) {
+  return rows <= 4 ? 4 : rows <= 8 ? 8 : kLanes;
+}
+
 // Bytes of 16 rows of x in pairs.
 constexpr std::int64_t paired_bytes(std::int64_t k) {
   return (k + 31) / 32 * kPairBytes;
@@ -193,8 +198,8 @@ struct RowOperations {
   void (*round_blocks)(const std::byte* row, int k, const BlockRow& out);
   void (*block_product)(const BlockItem&);
   void (*unpack_row)(const BlockItem&, std::int64_t row, std::byte* out);
-  // Up to 16 rows of x in the order that `product` asks for. Null: it takes them as they are.
-  void (*pair_rows)(const std::byte* x, std::int64_t stride, int rows, int k, std::byte* out) = nullptr;
+  // Up to `slots` rows of x in the order that `product` asks for. Null: it takes them as they are.
+  void (*pair_rows)(const std::byte* x, std::int64_t stride, int rows, int slots, int k, std::byte* out) = nullptr;
 };
 
 // Operations of one instruction set on pages of one kind; their format is of that kind. Null: not supported.

@@ -7,7 +7,7 @@
 namespace hack {
 
 struct Amx : Avx512 {
-  // While it lives, the thread's tiles have 16 rows; the library's products shape them anew for each call. Tiles 0 to 4
+  // While it lives, the thread's tiles have 16 rows; the library's products shape them anew for each call. Tiles 0 to 5
   // have rows of so many bytes, the others of 64.
   class Tiles {
    public:
@@ -17,7 +17,7 @@ struct Amx : Avx512 {
         std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
       } shape;
-      for (int i = 0; i <= 4; ++i) shape.row_bytes[i] = std::uint16_t(row_bytes);
+      for (int i = 0; i <= 5; ++i) shape.row_bytes[i] = std::uint16_t(row_bytes);
       _tile_loadconfig(&shape);
     }
     ~Tiles() { _tile_release(); }
