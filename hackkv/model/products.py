@@ -35,7 +35,7 @@ ALWAYS: Final = 0
 """From so many rows on the library multiplies: here at all times."""
 NEVER: Final = sys.maxsize
 """The same: a model that is batch invariant."""
-ROWS: Final = (1, 4, 16, 64, 256)
+ROWS: Final = (1, 4, 16, 64, 128, 256)
 """Numbers of rows that are tried."""
 SIDE: Final = 1024
 """Inputs and outputs of the weight that is tried: typical, and small enough for slow processors."""
@@ -50,7 +50,7 @@ those calls have to serve, and the answer holds for a while only."""
 GAIN: Final = 1.1
 """The library takes over where it is at least so many times faster."""
 
-VERSION: Final = "3"
+VERSION: Final = "4"
 """Increases with every change of our products or of how they are timed: what was measured before is asked again."""
 
 _THREADS: Final = Path("/proc/self/task")

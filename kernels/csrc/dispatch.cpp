@@ -31,7 +31,7 @@ bool runs_amx() {
 #if defined(__linux__)
   constexpr int request_permission = 0x1023, tile_data = 18;
   return runs_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
-         syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+         __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 #else
   return false;
 #endif

@@ -13,6 +13,8 @@ constexpr std::int64_t kBlockDots = 1 << 19;      // and products of codes
 constexpr std::int64_t kFewTiles = 4;             // for which rounded rows of x are worth reading
 constexpr std::int64_t kFewOutputs = 48;          // for which a block of rows of x is worth reading
 
+constexpr std::int64_t kMatrixOutputs = 64;       // rows of a weight that a matrix unit takes at a time
+
 // Blocks of rows of x in a product.
 std::int64_t blocks_of(std::int64_t rows) {
   return (rows + kProductBlock - 1) / kProductBlock;
@@ -26,6 +28,20 @@ void for_rows(int threads, std::int64_t rows, std::int64_t row_elements, Functio
     const std::int64_t end = (i + 1) * block < rows ? (i + 1) * block : rows;
     for (std::int64_t row = i * block; row < end; ++row) function(row);
   });
+}
+
+// Rows of x as `pair_rows` orders them, 16 at a time; zeros fill a second 16.
+Strips paired_rows(const RowOperations& operations, int threads, const Strips& x, int k) {
+  const std::int64_t least = (x.count + kLanes - 1) / kLanes, count = least == 1 ? 1 : (least + 1) / 2 * 2;
+  const std::int64_t stride = paired_bytes(k);
+  const Strips pairs{thread_scratch(std::size_t(count * stride)), count, stride};
+  for_rows(threads, count, stride, [&](std::int64_t i) {
+    const std::int64_t row = i * kLanes, left = x.count - row;
+    const int slots = tile_slots(x.count - row / kProductBlock * kProductBlock);
+    operations.pair_rows(x.data + row * x.stride, x.stride, int(left < slots ? left : slots), slots, k,
+                         pairs.data + i * stride);
+  });
+  return pairs;
 }
 
 }  // namespace
@@ -93,16 +109,21 @@ void gate(const RowOperations& operations, int threads, const Strips& x, int n, 
 void product(const RowOperations& operations, int threads, const Strips& x, int k, const std::byte* w,
              const std::byte* bias, std::int64_t outputs, const Strips& out) {
   if (x.count == 0) return;
-  const std::int64_t rows = x.count < kProductBlock ? x.count : kProductBlock, alone = kBlockProducts / (rows * k);
-  const std::int64_t columns = alone < kFewOutputs ? kFewOutputs : alone;
+  const bool paired = operations.pair_rows != nullptr;
+  const Strips pairs = paired ? paired_rows(operations, threads, x, k) : Strips{};
+  const std::int64_t rows = x.count < kProductBlock ? x.count : kProductBlock;
+  const std::int64_t alone = kBlockProducts / ((paired ? (rows + kLanes - 1) / kLanes : rows) * k);
+  const std::int64_t least = alone < kFewOutputs ? kFewOutputs : alone;
+  const std::int64_t columns = paired ? (least + kMatrixOutputs - 1) / kMatrixOutputs * kMatrixOutputs : least;
   const std::int64_t across = (outputs + columns - 1) / columns, down = blocks_of(x.count);
   parallel_for(across * down > 1 ? threads : 1, across * down, [&](std::int64_t i) {
     const std::int64_t row = i / across * kProductBlock, first = i % across * columns;
     const std::int64_t last = first + columns < outputs ? first + columns : outputs;
     const int count = int(x.count - row < kProductBlock ? x.count - row : kProductBlock);
-    operations.product({x.data + row * x.stride, x.stride, count, k, w, bias, first, last, out.data + row * out.stride,
-                        out.stride},
-                       thread_scratch(product_scratch_bytes(k)));
+    const std::byte* from = paired ? pairs.data + row / kLanes * pairs.stride : x.data + row * x.stride;
+    operations.product({from, paired ? pairs.stride : x.stride, count, k, w, bias, first, last,
+                        out.data + row * out.stride, out.stride},
+                       paired ? nullptr : thread_scratch(product_scratch_bytes(k)));
   });
 }
 

@@ -112,6 +112,18 @@ struct ProductItem {
 
 inline constexpr int kProductBlock = 64;  // rows of x in an item, at most
 
+inline constexpr int kPairBytes = 1024;  // of rows of x in pairs, for 32 columns (matrix_product.h)
+
+// Rows of x in a tile, which so many `rows` of an item take: 4, 8 or 16.
+constexpr int tile_slots(std::int64_t rows) {
+  return rows <= 4 ? 4 : rows <= 8 ? 8 : kLanes;
+}
+
+// Bytes of 16 rows of x in pairs.
+constexpr std::int64_t paired_bytes(std::int64_t k) {
+  return (k + 31) / 32 * kPairBytes;
+}
+
 constexpr std::size_t padded_floats(int n) {
   return std::size_t(n + kLanes - 1) / kLanes * kLanes;
 }
@@ -186,6 +198,8 @@ struct RowOperations {
   void (*round_blocks)(const std::byte* row, int k, const BlockRow& out);
   void (*block_product)(const BlockItem&);
   void (*unpack_row)(const BlockItem&, std::int64_t row, std::byte* out);
+  // Up to `slots` rows of x in the order that `product` asks for. Null: it takes them as they are.
+  void (*pair_rows)(const std::byte* x, std::int64_t stride, int rows, int slots, int k, std::byte* out) = nullptr;
 };
 
 // Operations of one instruction set on pages of one kind; their format is of that kind. Null: not supported.
@@ -220,7 +234,7 @@ const Operations& avx2_operations();
 const Operations& avx512_operations();
 // AVX-512 with BF16 products for pages of FP16 rows and queries in bfloat16.
 const Operations& avx512_bf16_operations();
-// The same with AMX for prompts on pages of levels.
+// The same with AMX for prompts on pages of levels and for products in BF16.
 const Operations& amx_operations();
 
 // Bytes of scratch memory that every kind needs: queries, their state, scores of a tile.

@@ -1,4 +1,4 @@
-// AVX-512 beside a unit that multiplies whole tiles of 16 rows of 64 bytes (AMX-INT8).
+// AVX-512 beside a unit that multiplies whole tiles of 16 rows of 64 bytes (AMX).
 #pragma once
 
 #include "../unrolled.h"
@@ -7,21 +7,31 @@
 namespace hack {
 
 struct Amx : Avx512 {
-  // Multiplies kLanes rows at once. While it lives, the thread's tiles have 16 rows of 64 bytes; the library's products
-  // shape them anew for each call.
-  class Matrix {
+  // While it lives, the thread's tiles have 16 rows; the library's products shape them anew for each call. Tiles 0 to 5
+  // have rows of so many bytes, the others of 64.
+  class Tiles {
    public:
-    Matrix() {
-      alignas(64) static constexpr struct {
+    explicit Tiles(int row_bytes) {
+      alignas(64) struct {
         std::uint8_t palette = 1, start_row = 0, unused[14] = {};
         std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
       } shape;
+      for (int i = 0; i <= 5; ++i) shape.row_bytes[i] = std::uint16_t(row_bytes);
       _tile_loadconfig(&shape);
     }
-    ~Matrix() { _tile_release(); }
-    Matrix(const Matrix&) = delete;
-    Matrix& operator=(const Matrix&) = delete;
+    ~Tiles() { _tile_release(); }
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+  };
+
+  // Tiles are loaded and stored behind the compiler's back.
+  static void tiles_see_memory() { __asm__ volatile("" ::: "memory"); }
+
+  // Multiplies kLanes rows at once.
+  class Matrix : Tiles {
+   public:
+    Matrix() : Tiles(64) {}
 
     // Whether it takes rows of so many quads.
     static constexpr bool takes(int quads) { return quads % kRows == 0; }
@@ -29,11 +39,11 @@ struct Amx : Avx512 {
     // dots [16, lanes] = 16 rows of signed bytes, `stride` apart, · codes [quads][blocks of 16 lanes][4] (`WidePage`).
     static void dots(const std::uint8_t* rows, int stride, const std::uint8_t* codes, int blocks, int quads,
                      std::int32_t* out) {
-      __asm__ volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
+      tiles_see_memory();
       int b = 0;
       for (; b + 4 <= blocks; b += 4) some<4>(rows, stride, codes + b * kBytes, blocks, quads, out + b * kRows);
       for (; b < blocks; ++b) some<1>(rows, stride, codes + b * kBytes, blocks, quads, out + b * kRows);
-      __asm__ volatile("" ::: "memory");
+      tiles_see_memory();
     }
 
    private:
