@@ -36,6 +36,8 @@ class SharedPage:
     """Its index in the page pool; None while it lies in host memory."""
     users: int = 0
     """Prompts that hold it."""
+    followers: int = 0
+    """Known pages that come next in some prompt: two and more where prompts part."""
     claim: Claim | None = None
     """Its bytes of host memory."""
     place: int | None = None
@@ -187,7 +189,12 @@ class PrefixPool:
         """
         self._name(grant, num_pages)
         if self._points is not None and num_pages and len(grant.shared) == num_pages:
-            self._points.keep(grant.shared[-1], Source(grant.slot, num_pages))
+            last, before = grant.shared[-1], grant.shared[-1].parent
+            while before is not None and before not in self._points:
+                before = before.parent
+            if before is not None and before.followers < 2:
+                self._points.leave_behind(before)
+            self._points.keep(last, Source(grant.slot, num_pages))
 
     def _name(self, grant: PrefixGrant, num_pages: int) -> None:
         while grant.publishes and len(grant.shared) < min(num_pages, len(grant.names)):
@@ -203,6 +210,8 @@ class PrefixPool:
                 known = None
             if known is None:
                 known = self._known[name.digest] = SharedPage(name, parent, page)
+                if parent is not None:
+                    parent.followers += 1
             elif known.page is None:
                 self._leave_host(known)
                 known.page = page
@@ -298,6 +307,8 @@ class PrefixPool:
     def _drop(self, shared: SharedPage) -> None:
         """Forget a page's name and its copy in host memory. The page itself is free unless a prompt holds it."""
         self._known.pop(shared.name.digest, None)
+        if shared.parent is not None:
+            shared.parent.followers -= 1
         if self._points is not None:
             self._points.drop(shared)
         self._leave_host(shared)

@@ -3,7 +3,9 @@
 A prompt that takes over pages needs more than their planes where its queries see some of them exactly (`Window`): the
 rows of those pages, which lie in a slot. So after each pass those rows are copied to a slot here, under the name of
 the last page that the prompt has sealed. A prompt that finds known pages and no point at their end computes them once
-more and leaves one there: that is where prompts part. When slots run short, the least recently used point goes.
+more and leaves one there: that is where prompts part. When slots run short, points that their only prompt has left
+behind go first, then the others; of each the least recently used one. So a conversation takes one slot however many
+turns it has, and no turn of it takes the slot of another conversation.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class ResumePoints(Generic[Page]):
     def __init__(self, slots: Iterable[int]) -> None:
         self._free = list(slots)
         self._kept: dict[Page, int] = {}
+        self._behind: dict[Page, None] = {}
         self._moves = SlotMoves()
 
     def __contains__(self, page: Page) -> bool:
@@ -50,9 +53,14 @@ class ResumePoints(Generic[Page]):
             self._use(page)
             return
         if not self._free:
-            self.drop(next(iter(self._kept)))
+            self.drop(next(iter(self._behind or self._kept)))
         kept = self._kept[page] = self._free.pop()
         self._moves.keeps[kept] = source
+
+    def leave_behind(self, page: Page) -> None:
+        """The one prompt that goes on after `page` has come farther: this point goes first, unless it is used again."""
+        if page in self._kept:
+            self._behind[page] = None
 
     def resume(self, page: Page, pages: int, slot: int) -> None:
         """Fill `slot` with the exact rows that are kept for `page`, the last of `pages`."""
@@ -61,6 +69,7 @@ class ResumePoints(Generic[Page]):
 
     def drop(self, page: Page) -> None:
         """Keep nothing for `page` any more."""
+        self._behind.pop(page, None)
         kept = self._kept.pop(page, None)
         if kept is not None:
             self._free.append(kept)
@@ -71,4 +80,5 @@ class ResumePoints(Generic[Page]):
         return moves
 
     def _use(self, page: Page) -> None:
+        self._behind.pop(page, None)
         self._kept[page] = self._kept.pop(page)

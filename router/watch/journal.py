@@ -114,15 +114,19 @@ class Journal:
 
     def sample(self) -> None:
         """Take one sample, and note which nodes are in the fleet."""
-        now_s = self.at_s
-        for member in self._fleet.nodes.members():
-            self._seen[member.node_id] = _Seen(member, now_s)
-        self._seen = {node_id: seen for node_id, seen in self._seen.items() if now_s - seen.at_s <= GONE_S}
+        self.see_nodes()
         self._num_samples += 1
         live = self.under_way + self.elsewhere
         totals = {**self._totals, "output_tokens": self._totals["output_tokens"] + live.tokens}
         counts = (live.sequences, self._fleet.waiting, *(totals[name] for name in TOTALS))
-        self._samples.append([self._num_samples, round(now_s, 3), *counts])
+        self._samples.append([self._num_samples, round(self.at_s, 3), *counts])
+
+    def see_nodes(self) -> None:
+        """Note which nodes are in the fleet."""
+        now_s = self.at_s
+        for member in self._fleet.nodes.members():
+            self._seen[member.node_id] = _Seen(member, now_s)
+        self._seen = {node_id: seen for node_id, seen in self._seen.items() if now_s - seen.at_s <= GONE_S}
 
     async def cluster(self, after: int) -> dict[str, Any]:
         """The last minutes: samples with a number above `after`, and nodes that are gone."""
@@ -148,6 +152,10 @@ class Journal:
             for node_id, seen in self._seen.items()
             if node_id not in alive
         ]
+
+    def has_seen(self, node_id: str) -> bool:
+        """Whether a node of that name is or was in the fleet, as far as that is remembered."""
+        return node_id in self._seen
 
     def live(self) -> list[dict[str, Any]]:
         """Sequences on their way in this process, oldest first."""

@@ -48,8 +48,12 @@ class LeadersJournal(Journal):
         self._link.tell("ended", [account, prefilled])
 
     async def cluster(self, after: int) -> dict[str, Any]:
-        """What the leader says. Raises `Unavailable` if it says nothing."""
+        """What the leader says, but nodes are gone that left the fleet of this process: leases do not end in all
+        processes at once. Raises `Unavailable` if the leader says nothing."""
         told: dict[str, Any] = await self._link.ask("cluster", after, ASK_S)
+        self.see_nodes()
+        # The leader knows what left before this process began.
+        told["gone"] = self.gone() + [one for one in told["gone"] if not self.has_seen(one["id"])]
         return told
 
     async def requests(self, after: int) -> dict[str, Any]:
@@ -58,8 +62,9 @@ class LeadersJournal(Journal):
         return told
 
     async def run(self) -> None:
-        """Tell the leader from time to time what is on its way here."""
+        """Tell the leader from time to time what is on its way here, and note which nodes are in the fleet."""
         while True:
+            self.see_nodes()
             self._link.tell("under way", [self.under_way.sequences, self.under_way.tokens])
             await asyncio.sleep(SAMPLE_S)
 

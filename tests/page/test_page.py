@@ -51,10 +51,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("page") / "tiny", Tiny(head_dim=64, max_context=1024))
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, browser: object) -> Iterator[Fleet]:
-    """A router, a prefill and a decode node."""
-    router = {"trace_link": "https://traces.example/{trace_id}"}
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two"])
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, browser: object
+) -> Iterator[Fleet]:
+    """A router of one process and of two, a prefill and a decode node."""
+    router = {"trace_link": "https://traces.example/{trace_id}", "workers": request.param}
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), checkpoint, {"name": "hack"}, router, num_decode=1)
     yield fleet
     fleet.stop()

@@ -225,3 +225,20 @@ def test_the_beginning_of_a_prefix_outlives_its_end() -> None:
         assert grant is not None
         assert grant.cached_tokens == cached
         pool.give_back(grant)
+
+
+def test_what_resume_points_are_kept_for() -> None:
+    """With two slots: two conversations go on turn by turn, and what many prompts begin with outlives their ends."""
+    turns = [((who, *range(turn)), turn) for turn in range(5) for who in (8, 9)]
+    system = [((0, 0, last), 2 * (last > 2)) for last in range(1, 6)]
+    for prompts in (turns, system):
+        points = ResumePoints[SharedPage](range(SLOTS, SLOTS + 2))
+        pool = PrefixPool(50, SLOTS, PI, HostPool(0, lambda _: None), PAGE_BYTES, points=points)
+        for pages, cached in prompts:
+            grant = pool.take(PI * len(pages) + 1, NAMING.names([token for page in pages for token in [page] * PI], ""))
+            assert grant is not None
+            assert grant.cached_tokens == cached * PI, pages
+            for end in sorted({grant.known_tokens // PI, len(pages)}):  # passes end where the known pages do
+                pool.publish(grant, end)
+                pool.moves()
+            pool.give_back(grant)
