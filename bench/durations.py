@@ -25,7 +25,9 @@ from sim.costs import Grid, Profile
 TOKENS = (16, 63, 64, 255, 256, 512)
 """Both sides of the numbers of rows from which on a library may multiply (`hackkv.model.products`): durations jump
 there, and a line between points farther apart is wrong by up to twice."""
-BATCHES = (1, 4, 16)
+BATCHES = (1, 2, 4, 5, 8, 16)
+"""Products take rows in fours: a step of two or five is longer than a line from one to four to sixteen says, by up to a
+tenth."""
 CONTEXTS = (64, 512, 1024)
 REPEATS = 5
 SECONDS = 0.2

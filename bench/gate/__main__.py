@@ -22,23 +22,19 @@ from typing import Any, Final
 import numpy as np
 
 from bench.cluster import load_note
-from bench.gate.agreement import JCT, Compared, Runs, compare, spread
-from bench.gate.around import Around, gpus, host_of, measure, spec_of
+from bench.gate.agreement import Compared, Runs, compare, spread
+from bench.gate.around import Around, gpus, measure, spec_of
 from bench.gate.live import Cluster, Subject, napping, started
-from bench.gate.recording import Load, Recording, Size, read_recording
+from bench.gate.recording import Load, Recording, read_recording
+from bench.gate.simulated import simulate, spec_of_record
 from bench.sections import write_section
 from hackkv.defaults import DEFAULT_CODEC
 from hackkv.errors import HackkvError
-from hackkv.timing import Stage
 from hackkv.types import Role
 from measure.accuracy.machine import this_machine
 from measure.serve.arrivals import arrival_times
 from measure.serve.shapes import Shape, Spread
-from sim.cluster import Cluster as Simulated
 from sim.costs import Profile, read_profile
-from sim.jobs import Arrival
-from sim.sizes import sizes_of
-from sim.spec import Codec, Spec
 
 SHAPES: Final = {
     "": Shape(Spread(800, 200, 1600), Spread(128, 32, 256)),
@@ -171,21 +167,9 @@ async def _load(cluster: Cluster, share: float, rate: float, args: argparse.Name
 
 def judge(recording: Recording) -> list[Judged]:
     """Simulate the recorded requests."""
-    around, host = Around.of(recording.alone, recording.idle), None
-    if not recording.naps:
-        sizes = sizes_of(Codec(name=recording.codec), recording.shape.kv_shape)
-        host = host_of(recording.idle, recording.alone.decode.rows, recording.cores, sizes.footprint)
     with TemporaryDirectory() as folder:
-        profile = Path(folder) / "profile.json"
-        profile.write_text(around.profile(recording.alone).model_dump_json(), encoding="utf-8")
-        spec = spec_of(recording.shape, recording.codec, recording.pages, profile, around, host)
+        spec = spec_of_record(recording, Path(folder) / "profile.json")
         return [Judged(load, simulate(spec, load.repeats[-1].sizes)) for load in recording.loads]
-
-
-def simulate(spec: Spec, sizes: Sequence[Size]) -> dict[str, list[float]]:
-    """Stage, and `JCT`, -> seconds of the same requests in the simulator."""
-    rows = Simulated(spec).run([Arrival(*size) for size in sizes]).rows
-    return {JCT: list(rows["e2el_s"]), **{str(stage): list(rows[f"{stage}_s"]) for stage in Stage}}
 
 
 def table(loads: Sequence[Judged]) -> list[str]:

@@ -51,16 +51,16 @@ class Around(Frozen):
     setup_s: float
     passes: tuple[float, ...]
     """How many times longer than the profile's, by its rows."""
-    steps: tuple[float, ...]
+    step: float
+    """The same, of steps."""
+    sequence_s: float = 0.0
+    """Of a step, for each sequence but the first."""
 
     @classmethod
     def of(cls, alone: Profile, idle: Idle) -> Around:
-        """What `idle` has beside `alone`."""
+        """What `idle` has beside `alone`, of one request at a time."""
         context, short = SHORT + TOKENS / 2, idle.steps[0].stages
-        passes, steps = (
-            zip(alone.prefill.rows, idle.passes, strict=True),
-            zip(alone.decode.rows, idle.steps, strict=True),
-        )
+        step_s = alone.decode.at(alone.decode.rows[0], context, "step")
         request_s, request_token_s = _line(
             [(phase.sizes[0][1], phase.stages[Stage.ROUTER_QUEUE]) for phase in idle.passes]
         )
@@ -70,31 +70,35 @@ class Around(Frozen):
             call_s=median(short[Stage.STREAM]),
             setup_s=median(short[Stage.TRANSFER]),
             passes=tuple(
-                median(phase.stages[Stage.PREFILL]) / alone.prefill.at(row, 0, "pass") for row, phase in passes
+                median(phase.stages[Stage.PREFILL]) / alone.prefill.at(row, 0, "pass")
+                for row, phase in zip(alone.prefill.rows, idle.passes, strict=True)
             ),
-            steps=tuple(
-                median(phase.stages[Stage.DECODE]) / (TOKENS - 1) / alone.decode.at(batch, context, "step")
-                for batch, phase in steps
-            ),
+            step=median(short[Stage.DECODE]) / (TOKENS - 1) / step_s,
         )
 
     @classmethod
     def nothing(cls, alone: Profile) -> Around:
         """A node of nothing but passes and steps."""
-        passes, steps = ((1.0,) * len(grid.rows) for grid in (alone.prefill, alone.decode))
-        return cls(request_s=0, request_token_s=0, call_s=0, setup_s=0, passes=passes, steps=steps)
+        return cls(
+            request_s=0, request_token_s=0, call_s=0, setup_s=0, passes=(1.0,) * len(alone.prefill.rows), step=1.0
+        )
 
     def profile(self, alone: Profile) -> Profile:
         """Durations in a node."""
+        more = [(batch - 1) * self.sequence_s for batch in alone.decode.rows]
         return alone.model_copy(
-            update={"prefill": _times(alone.prefill, self.passes), "decode": _times(alone.decode, self.steps)}
+            update={
+                "prefill": _stretched(alone.prefill, self.passes, [0.0] * len(self.passes)),
+                "decode": _stretched(alone.decode, [self.step] * len(more), more),
+            }
         )
 
 
-def _times(grid: Grid, by_row: Sequence[float]) -> Grid:
-    """Each row of a grid times a number of its own."""
-    rows = zip(grid.seconds, by_row, strict=True)
-    return grid.model_copy(update={"seconds": tuple(tuple(old * factor for old in row) for row, factor in rows)})
+def _stretched(grid: Grid, factors: Sequence[float], more: Sequence[float]) -> Grid:
+    """Each row of a grid times a number of its own, and seconds of its own more."""
+    rows = zip(grid.seconds, factors, more, strict=True)
+    seconds = tuple(tuple(old * factor + added for old in row) for row, factor, added in rows)
+    return grid.model_copy(update={"seconds": seconds})
 
 
 def _line(points: Sequence[tuple[int, Sequence[float]]]) -> tuple[float, float]:

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.gate.__main__ import Judged, capacity, judge, main, record, simulate, table
+from bench.gate.__main__ import Judged, capacity, judge, main, record, table
 from bench.gate.agreement import JCT, compare, spread
 from bench.gate.around import Around, host_of, measure, spec_of
 from bench.gate.live import Subject, napping
 from bench.gate.recording import Idle, Load, Phase, Recording, read_recording
+from bench.gate.simulated import simulate, spec_of_record
 from bench.sections import read_section
 from hackkv.timing import Stage
 from hackkv.types import Role
 from measure.serve.shapes import fixed
-from sim.costs import Grid, Profile
+from sim.costs import Grid, Profile, read_profile
 from sim.sizes import sizes_of
 from sim.spec import Codec
 
@@ -73,9 +74,12 @@ def test_the_page_names_load_stages_and_what_is_off() -> None:
 def test_a_live_row_is_the_profiles_times_a_factor() -> None:
     grid = Grid(rows=(1, 4), columns=(0, 100), seconds=((1.0, 2.0), (3.0, 4.0)))
     alone = Profile(prefill=grid, decode=grid)
-    more = Around.nothing(alone).model_copy(update={"passes": (0.5, 2.0), "steps": (1.0, 3.0)}).profile(alone)
+    more = (
+        Around.nothing(alone).model_copy(update={"passes": (0.5, 2.0), "step": 2.0, "sequence_s": 0.1}).profile(alone)
+    )
     assert more.prefill.seconds == ((0.5, 1.0), (6.0, 8.0))
-    assert more.decode.seconds == ((1.0, 2.0), (9.0, 12.0))
+    assert more.decode.seconds[0] == (2.0, 4.0)
+    assert more.decode.seconds[1] == pytest.approx((6.3, 8.3))
 
 
 def test_capacity_is_that_of_the_slower_role() -> None:
@@ -155,6 +159,20 @@ def test_a_record_is_judged_without_a_cluster(tmp_path: Path, capsys: pytest.Cap
     assert len(read_section(tmp_path, "gate-hackkv-small-rot-k4v4", "plan")["loads"][0]["compared"]) == 18
 
 
+@pytest.mark.parametrize("sequence_s", [0.0, 0.01, 0.02])
+def test_each_sequence_more_takes_what_makes_a_batch_as_long_as_it_was(tmp_path: Path, sequence_s: float) -> None:
+    """The batches are the simulator's own, of steps of which that is known."""
+    of, profile = read_recording(recording(tmp_path)), tmp_path / "profile.json"
+    spec = spec_of_record(of, profile)
+    known = Around.of(of.alone, of.idle).model_copy(update={"sequence_s": sequence_s}).profile(of.alone)
+    profile.write_text(known.model_dump_json())
+    phases = [(phase, simulate(spec, phase.sizes[:batch])) for phase, batch in zip(of.idle.steps, (1, 4), strict=True)]
+    steps = tuple(phase.model_copy(update={"stages": stages}) for phase, stages in phases)
+    spec_of_record(of.model_copy(update={"idle": of.idle.model_copy(update={"steps": steps})}), profile)
+    found = read_profile(profile).decode.seconds
+    assert found[1] == pytest.approx(known.decode.seconds[1], abs=0.002)
+
+
 RECORDED = sorted((Path(__file__).parents[2] / "docs" / "gate").glob("*.json"))
 
 
@@ -206,5 +224,5 @@ async def test_real_processes_take_no_less_than_the_simulator_says(tmp_path: Pat
         after, least = (of[JCT] - sum(of[stage] for stage in UNTIL_TOKEN_0) for of in (real, simulated))
         assert after >= least >= simulated["decode"] > 0
     around = Around.of(alone, idle)
-    assert min(around.passes) >= 1
-    assert len(around.passes) == len(around.steps) == 2
+    assert min(*around.passes, around.step) >= 1
+    assert len(around.passes) == 2
