@@ -42,4 +42,4 @@ def test_a_storm_over_a_link_passes(wire: str) -> None:
     damage = weather(Storm(requests=400, minutes=0.5, joins=6, leaves=3, wire=wire, seed=3))
     assert damage.wrong == []
     assert damage.endings.total() == 400
-    assert {strike.rpartition(" ")[2] for strike in damage.strikes} >= set(AT_LINKS)
+    assert sum(count for strike, count in damage.strikes.items() if " at link." in strike) > 5
