@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-import torch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.split import LARGE_BATCH, batch_block, block_sizes
 from hypothesis import given
@@ -26,7 +25,7 @@ from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.warm import warm_up
 from hackkv.model.worker import Worker, load_worker
 from tests.on_triton import compiled_for, served
-from tests.pair import PI, greedy, paired, prompt
+from tests.pair import PI, greedy, paired, prompt, tiny_worker
 
 MOST = 8
 """Sequences of a batch."""
@@ -87,6 +86,19 @@ def test_what_the_warm_up_leaves_out_would_be_seen() -> None:
     assert not sets[1] <= sets[0]
 
 
+@pytest.mark.parametrize("codec", ["fp16", "hack", "rot-k3v2", "mpcache", "kvcomp"])
+def test_a_warm_up_computes_what_it_says(codec: str) -> None:
+    """With kernels that run, of every kind of codec: exact pages, votes, choices, sizes that vary."""
+    warm_up(tiny_worker(codec), [1, 2, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("codec", ["hack", "rot-k3v2"])
+def test_a_warm_up_runs_on_triton(codec: str) -> None:
+    warm_up(tiny_worker(codec, layers=1, backend="triton"), [1, 2])
+
+
 def test_on_the_processor_nothing_is_compiled() -> None:
     assert worker_in_bf16("hack").backend.batches_to_warm(MOST) == ()
 
@@ -101,6 +113,6 @@ def test_every_batch_runs_the_kernels_of_one_that_is_warmed(most: int, batch: in
 
 def test_a_batch_larger_than_its_slots_is_warmed_too() -> None:
     worker = worker_in_bf16("hack")
-    with compiling() as compiled, torch.inference_mode():
+    with compiling() as compiled:
         warm_up(worker, [LARGE_BATCH + 1])
     assert compiled

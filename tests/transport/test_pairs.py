@@ -121,6 +121,18 @@ async def test_a_link_that_fails_ends_the_push_at_both_ends_and_the_next_one_is_
 
 
 @OVER_EVERY_LINK
+async def test_a_pair_that_ends_before_its_call_has_begun_leaves_no_task(name: str) -> None:
+    kind = frail(name, Faults({(SENDER, "connect"): NodeLost("cut")}))
+    async with listening(kind, Reader()) as address, sending(kind) as sender:
+        before = asyncio.all_tasks()
+        with pytest.raises(NodeLost, match="cut"):
+            await sender.push(address, nouns.handoff(), payloads(b"a"))
+        left = {task for task in asyncio.all_tasks() - before if "Pair." in str(task.get_coro())}
+        if left:
+            assert not (await asyncio.wait(left, timeout=60))[1]
+
+
+@OVER_EVERY_LINK
 async def test_handoffs_share_a_pair_and_one_that_is_cancelled_costs_the_others_nothing(name: str) -> None:
     faults, reader = Faults(), Reader()
     faults.hold.clear()
