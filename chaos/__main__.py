@@ -52,11 +52,12 @@ def storm(
     minutes: Annotated[float, typer.Option(min=0.1, help="virtual length of the storm")] = 12.0,
     joins: Annotated[int, typer.Option(min=0)] = 248,
     leaves: Annotated[int, typer.Option(min=0)] = 149,
+    wire: Annotated[str, typer.Option(help="inproc on a virtual clock; grpc, gloo on the real one")] = "inproc",
     seed: int = 0,
     output: Annotated[Path | None, typer.Option(help="write the result here as JSON")] = None,
 ) -> None:
     """Thousands of requests while clients leave, frames rot and nodes come and go; exit code 1 if anything is wrong."""
-    plan = Storm(requests, minutes, joins, leaves, seed=seed)
+    plan = Storm(requests, minutes, joins, leaves, wire=wire, seed=seed)
     logging.disable(logging.ERROR)  # a storm is loud; what matters is counted
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
         task = bar.add_task("requests ended", total=requests)

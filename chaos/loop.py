@@ -73,7 +73,7 @@ class _Skipping(selectors.SelectSelector):
         return events
 
 
-def run(main: Coroutine[Any, Any, T], seed: int = 0) -> T:
-    """Run `main` to its end on a loop of its own."""
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed)) as runner:
+def run(main: Coroutine[Any, Any, T], seed: int = 0, *, virtual: bool = True) -> T:
+    """Run `main` to its end on a loop of its own; one on the real clock unless `virtual`."""
+    with asyncio.Runner(loop_factory=(lambda: VirtualLoop(seed)) if virtual else None) as runner:
         return runner.run(main)

@@ -13,6 +13,7 @@ from chaos.setup import Setup
 from decode_node.config import DecodeSettings
 from decode_node.service import DecodeService
 from faults.injector import Injector
+from faults.links import faulty_links
 from faults.seams import FaultyDecode, FaultyPrefill, FaultySender, lending
 from hackkv.errors import NodeLost
 from hackkv.held import NOTHING_HELD, HeldKv
@@ -22,10 +23,9 @@ from hackkv.types import DecodeEvent, DecodeJob, PrefillEvent, PrefillJob, Role
 from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
 from transport.closing import closing, reap
+from transport.inproc_wire import InprocNetwork
 from transport.rpc_server import RpcServer
 from transport.wires import Listeners, Site, open_senders
-
-WIRE = "inproc"
 
 EventT = TypeVar("EventT")
 
@@ -44,15 +44,15 @@ class Machine:
 
 
 class Workshop:
-    """Makes machines of one setup around one model; their KV meets on a wire within this process."""
+    """Makes machines of one setup around one model."""
 
     def __init__(self, setup: Setup, worker: Worker) -> None:
         self._setup, self._worker = setup, worker
-        self._site = Site(RpcServer("127.0.0.1", 0), frame_timeout_s=setup.frame_timeout_s)
+        self._network = InprocNetwork()
 
     async def prefill(self, identity: NodeIdentity, faults: Injector, stack: contextlib.AsyncExitStack) -> Machine:
         """A prefill node."""
-        senders = open_senders([WIRE], self._site)
+        senders = open_senders([self._setup.wire], self._site(faults, stack))
         sender = FaultySender(senders, faults)
         stack.push_async_callback(sender.close)
         service = PrefillService(
@@ -74,10 +74,18 @@ class Workshop:
             DecodeSettings(max_sequences=32, max_batch=self._setup.max_batch, host_bytes=self._setup.host_bytes),
         )
         stack.push_async_callback(service.close)
-        listeners = Listeners([WIRE], self._site)
+        listeners = Listeners([self._setup.wire], self._site(faults, stack))
         await service.listen(listeners, lending(service.inbox.lend, faults))
         stack.push_async_callback(listeners.close)
         return Machine(identity.node_id, Role.DECODE, service, FaultyDecode(service, faults), stack)
+
+    def _site(self, faults: Injector, stack: contextlib.AsyncExitStack) -> Site:
+        """A port of a machine's own, whose links suffer its faults."""
+        server = RpcServer("127.0.0.1", 0)
+        stack.push_async_callback(server.close)
+        return Site(
+            server, frame_timeout_s=self._setup.frame_timeout_s, network=self._network, links=faulty_links(faults)
+        )
 
     def _own_worker(self) -> Worker:
         """A worker with the same weights and timers of its own."""

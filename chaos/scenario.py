@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from chaos.cluster import COMPLETE, Cluster, Ending
 from chaos.loop import run
-from chaos.setup import Ask, Scenario
+from chaos.setup import Ask, Scenario, Setup
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.generate import generate
 from hackkv.model.tiny import VOCAB, Tiny, write_tiny
@@ -26,6 +26,8 @@ from hackkv.types import Request, Role, Sampling
 
 QUIET_S = 10.0
 """Virtual seconds after the last request's end until router and nodes must hold nothing."""
+REAL_QUIET_S, POLL_S = 60.0, 0.05
+"""On the real clock nobody waits for longer than until they hold nothing, and at most so long."""
 PAGE_TOKENS = 32
 
 Say = Callable[[float, str], None]
@@ -72,7 +74,20 @@ def undisturbed(codec: str, prompt_ids: tuple[int, ...], sampling: Sampling) -> 
 
 def play(scenario: Scenario, say: Say = lambda at_s, line: None) -> Report:
     """Run a scenario from its first second to its last."""
-    return run(_play(scenario, say), scenario.faults.seed)
+    return run(_play(scenario, say), scenario.faults.seed, virtual=scenario.cluster.virtual)
+
+
+async def quiet(cluster: Cluster, setup: Setup) -> list[str]:
+    """What router and nodes hold when they had time to let go of everything, in words."""
+    if setup.virtual:
+        await asyncio.sleep(QUIET_S)
+        return await cluster.leftovers()
+    found = list[str]()
+    for _ in range(round(REAL_QUIET_S / POLL_S)):
+        if not (found := await cluster.leftovers()):
+            break
+        await asyncio.sleep(POLL_S)
+    return found
 
 
 async def _play(scenario: Scenario, say: Say) -> Report:
@@ -85,10 +100,10 @@ async def _play(scenario: Scenario, say: Say) -> Report:
     await asyncio.sleep(0)  # the nodes register
     asks = [asyncio.create_task(_ask(cluster, ask)) for ask in scenario.requests]
     endings = dict(zip((ask.name for ask in scenario.requests), await asyncio.gather(*asks), strict=True))
-    await asyncio.sleep(QUIET_S)
+    leftovers = await quiet(cluster, scenario.cluster)
     stats = await cluster.stats()
     too_few = [f"{name} is {stats[name]:g}" for name, least in scenario.at_least.items() if stats[name] < least]
-    wrong = [*_wrong(scenario, endings), *too_few, *await cluster.leftovers()]
+    wrong = [*_wrong(scenario, endings), *too_few, *leftovers]
     await cluster.close()
     return Report(endings, tuple(wrong), loop.time())
 

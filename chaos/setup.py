@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from faults.plan import FaultPlan
 from hackkv.config import Frozen
 from transport.delivery import FRAME_TIMEOUT_S
+from transport.wires import WIRES
 
 
 class Setup(Frozen):
@@ -28,6 +29,8 @@ class Setup(Frozen):
     prefill: int = Field(default=2, gt=0)
     decode: int = Field(default=2, gt=0)
     codec: str = "hack"
+    wire: str = "inproc"
+    """How KV travels. Other wires have sockets and threads, so with them the clock is the real one."""
     prefill_pages: int = Field(default=64, gt=0)
     decode_pages: int = Field(default=64, gt=0)
     max_batch: int = Field(default=8, gt=0)
@@ -35,6 +38,18 @@ class Setup(Frozen):
     host_bytes: int = Field(default=64 << 20, gt=0)
     lease_ttl_s: float = Field(default=3.0, gt=0)
     frame_timeout_s: float = Field(default=FRAME_TIMEOUT_S, gt=0)
+
+    @property
+    def virtual(self) -> bool:
+        """Whether time may jump."""
+        return not WIRES[self.wire].leaves_process
+
+    @field_validator("wire")
+    @classmethod
+    def _known(cls, wire: str) -> str:
+        if wire not in WIRES:
+            raise ValueError(f"must be one of {', '.join(WIRES)}")
+        return wire
 
 
 class Ask(Frozen):

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 
 from chaos.cluster import ABORTED, Cluster
 from chaos.loop import run
-from chaos.scenario import QUIET_S, mistakes, request_of, tiny_worker
+from chaos.scenario import mistakes, quiet, request_of, tiny_worker
 from chaos.setup import Ask, Setup
-from faults.plan import Action, FaultPlan, FaultRule, Point
+from faults.plan import AT_LINKS, Action, FaultPlan, FaultRule, Point
 from hackkv.types import Role
 
 PROMPTS = (1, 31, 32, 33, 64, 97, 200, 320)
@@ -24,6 +24,7 @@ PROMPTS = (1, 31, 32, 33, 64, 97, 200, 320)
 ANSWERS = (1, 2, 5, 12, 33)
 TEXTS = 4
 """Different prompts of each length. They are few, so that prefixes are shared."""
+WHERE_CLIENTS_LEAVE = [point for point in Point if point not in AT_LINKS]
 CORE = 2
 """Nodes of each role that never leave, so that the fleet is never empty for long. Faults kill them like any other."""
 
@@ -37,6 +38,7 @@ class Storm:
     joins: int = 248
     leaves: int = 149
     abort_share: float = 0.2
+    wire: str = "inproc"
     seed: int = 0
 
 
@@ -64,7 +66,7 @@ class Damage:
 
 def rules() -> tuple[FaultRule, ...]:
     """What goes wrong in a storm. A client's name says where it leaves."""
-    leaving = [FaultRule(at=point, do=Action.ABORT, request=f"*@{point}", times=0) for point in Point]
+    leaving = [FaultRule(at=point, do=Action.ABORT, request=f"*@{point}", times=0) for point in WHERE_CLIENTS_LEAVE]
     rotten = [
         FaultRule(at=Point.FRAME, do=action, chance=0.002, times=0)
         for action in (Action.DROP, Action.CORRUPT, Action.DUPLICATE, Action.CUT)
@@ -82,17 +84,24 @@ def rules() -> tuple[FaultRule, ...]:
         FaultRule(at=Point.REPORT, do=Action.STALL, chance=0.002, times=0),
         FaultRule(at=Point.RESERVED, do=Action.FILL, seconds=2, chance=0.01, times=0),
     ]
-    return (*leaving, *rotten, *cut, *dying, *slow)
+    # They strike on wires with links only: peers die and links break before, in and after a parcel.
+    at_links = [
+        FaultRule(at=point, do=action, chance=chance, seconds=seconds, times=0)
+        for point in AT_LINKS
+        for action, chance, seconds in ((Action.CUT, 0.01, 0), (Action.KILL, 0.005, 4), (Action.DELAY, 0.01, 0.5))
+    ]
+    at_links.append(FaultRule(at=Point.SEND, do=Action.CORRUPT, chance=0.01, times=0))
+    return (*leaving, *rotten, *cut, *dying, *slow, *at_links)
 
 
 def weather(storm: Storm, on_progress: Callable[[int], None] = lambda ended: None) -> Damage:
     """Run a storm to its end."""
-    return run(_weather(storm, on_progress), storm.seed)
+    setup = Setup(prefill_pages=48, decode_pages=48, wire=storm.wire)
+    return run(_weather(storm, setup, on_progress), storm.seed, virtual=setup.virtual)
 
 
-async def _weather(storm: Storm, on_progress: Callable[[int], None]) -> Damage:
+async def _weather(storm: Storm, setup: Setup, on_progress: Callable[[int], None]) -> Damage:
     loop, chance, damage = asyncio.get_running_loop(), random.Random(storm.seed), Damage(storm)
-    setup = Setup(prefill_pages=48, decode_pages=48)
 
     def hear(line: str) -> None:
         rest = line.partition(": ")[2]
@@ -110,15 +119,14 @@ async def _weather(storm: Storm, on_progress: Callable[[int], None]) -> Damage:
         await asyncio.sleep(chance.expovariate(storm.requests / (60 * storm.minutes)))
     await asyncio.gather(*asks)
     await churn
-    await asyncio.sleep(QUIET_S)
-    damage.wrong += await cluster.leftovers()
+    damage.wrong += await quiet(cluster, setup)
     await cluster.close()
     damage.virtual_s = loop.time()
     return damage
 
 
 def _draw(chance: random.Random, number: int, storm: Storm) -> Ask:
-    leaves = f"@{chance.choice(list(Point))}" if chance.random() < storm.abort_share else ""
+    leaves = f"@{chance.choice(WHERE_CLIENTS_LEAVE)}" if chance.random() < storm.abort_share else ""
     return Ask(
         name=f"{number}{leaves}",
         text=str(number % TEXTS),

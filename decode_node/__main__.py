@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
 from decode_node.config import DecodeConfig
 from decode_node.service import DecodeService
+from faults.links import faulty_links
 from faults.process import suffer
 from faults.seams import FaultyDecode, lending
 from hackkv.types import Role
@@ -24,17 +25,17 @@ async def open_decode(ground: Ground[DecodeConfig]) -> AsyncIterator[Hosted]:
     """A service that takes KV from the node's wires; gRPC's comes in at the port of its control calls."""
     identity, config = ground.identity, ground.config
     service = DecodeService(identity, ground.worker, ground.num_pages, config)
-    listeners = Listeners(config.wire, replace(ground.site, frame_timeout_s=config.frame_timeout_s))
-    try:
+    site = replace(ground.site, frame_timeout_s=config.frame_timeout_s)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(service.close)
+        stack.push_async_callback(ground.server.close)
         faults = suffer(config.faults, identity.node_id, service.pool)
+        listeners = Listeners(config.wire, replace(site, links=faulty_links(faults)) if faults else site)
+        stack.push_async_callback(listeners.close)
         await service.listen(listeners, lending(service.inbox.lend, faults) if faults else None)
         face = traced_decode(FaultyDecode(service, faults) if faults else service, ground.spans)
         ground.server.add_decode(face)
         yield Hosted(service, face)
-    finally:
-        await listeners.close()
-        await ground.server.close()
-        await service.close()
 
 
 serve = partial(serve_node, Role.DECODE, open_decode)

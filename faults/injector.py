@@ -12,7 +12,7 @@ from typing import Protocol
 
 from faults.plan import Action, FaultPlan, FaultRule, Point
 from hackkv.errors import NodeLost
-from hackkv.types import KvFrame
+from hackkv.types import KvFrame, Payload
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +90,21 @@ class Injector:
                 case Action.DUPLICATE:
                     frames = frames * 2
                 case Action.CORRUPT:
-                    frames = [_flipped(each, armed.chance) for each in frames]
+                    frames = [replace(each, payload=_flipped(each.payload, armed.chance)) for each in frames]
                 case Action.SLOW:
                     await asyncio.sleep(len(frame.payload) / armed.rule.bytes_per_s)
                 case _:
                     await self._strike(armed.rule, request)
         return frames
+
+    async def reach_parcel(self, payload: Payload) -> Payload:
+        """What leaves over a link in place of `payload`. Raises `NodeLost` if a rule cuts the connection there."""
+        for armed in self._strikes(Point.SEND, ""):
+            if armed.rule.do is Action.CORRUPT:
+                payload = _flipped(payload, armed.chance)
+            else:
+                await self._strike(armed.rule, "")
+        return payload
 
     def _strikes(self, point: Point, request: str) -> list[Armed]:
         striking = [armed for armed in self._armed if armed.strikes(point, request)]
@@ -120,9 +129,9 @@ class Injector:
                 self._hands.fill(self._node, rule.seconds)
 
 
-def _flipped(frame: KvFrame, chance: random.Random) -> KvFrame:
-    """The frame with one bit of its payload flipped."""
-    payload = bytearray(bytes(frame.payload))
-    bit = chance.randrange(8 * len(payload))
-    payload[bit // 8] ^= 1 << bit % 8
-    return replace(frame, payload=bytes(payload))
+def _flipped(payload: Payload, chance: random.Random) -> Payload:
+    """The payload with one bit flipped."""
+    flipped = bytearray(bytes(payload))
+    bit = chance.randrange(8 * len(flipped))
+    flipped[bit // 8] ^= 1 << bit % 8
+    return bytes(flipped)

@@ -31,7 +31,15 @@ class Point(StrEnum):
     PREFILL_JOB = "prefill.job"
     ASSIGN = "prefill.assign"
     HANDOFF = "wire.handoff"
+    CONNECT = "link.connect"
+    """Before an end of a link meets the other. Links know nothing of requests, so rules that name one miss them."""
     FRAME = "wire.frame"
+    SEND = "link.send"
+    """Before a parcel whose receiver is ready."""
+    ARRIVING = "link.arriving"
+    """The receiver has asked for a parcel, which may be under way."""
+    ARRIVED = "link.arrived"
+    SENT = "link.sent"
     FIRST_TOKEN = "prefill.first_token"
     END = "wire.end"
     RECEIPT = "wire.receipt"
@@ -55,7 +63,7 @@ class Action(StrEnum):
     DROP = "drop"
     """A frame is lost."""
     CORRUPT = "corrupt"
-    """A bit of a frame's payload flips."""
+    """A bit of a frame's payload flips, or of a parcel's."""
     DUPLICATE = "duplicate"
     """A frame comes twice."""
     SLOW = "slow"
@@ -68,6 +76,8 @@ class Action(StrEnum):
     """All pages that a decode node has free are taken for `seconds`."""
 
 
+AT_LINKS = (Point.CONNECT, Point.SEND, Point.ARRIVING, Point.ARRIVED, Point.SENT)
+"""Before, in and after a parcel. Only wires with links reach them."""
 ON_FRAMES = frozenset({Action.DROP, Action.CORRUPT, Action.DUPLICATE, Action.SLOW})
 TIMED = frozenset({Action.DELAY, Action.FILL})
 
@@ -89,8 +99,9 @@ class FaultRule(Frozen):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        if self.do in ON_FRAMES and self.at not in (Point.FRAME, Point.LENT):
-            raise ValueError(f"{self.do} strikes at {Point.LENT} and {Point.FRAME} only")
+        places = (Point.LENT, Point.FRAME, *([Point.SEND] if self.do is Action.CORRUPT else []))
+        if self.do in ON_FRAMES and self.at not in places:
+            raise ValueError(f"{self.do} strikes at {' and '.join(places)} only")
         if self.do is Action.FILL and not self.at.startswith("decode."):
             raise ValueError(f"{self.do} strikes decode nodes only")
         if self.do in TIMED and not self.seconds:

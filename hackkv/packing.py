@@ -40,8 +40,11 @@ def packed(lists: Sequence[Numbers]) -> tuple[npt.NDArray[np.int64], list[slice]
 
 
 def table_of(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Lists of different lengths as rows of a table, zeros past their ends; flat, a whole number of `STRIDE`s a row."""
-    table = np.zeros((len(rows), -(-max(map(len, rows)) // STRIDE) * STRIDE), dtype=np.int64)
+    """Lists of different lengths as rows of a table, zeros past their ends; flat, a whole number of `STRIDE`s a row.
+
+    At least one, since Triton compiles another kernel for rows of no entry: those follow each other at 1.
+    """
+    table = np.zeros((len(rows), max(1, -(-max(map(len, rows)) // STRIDE)) * STRIDE), dtype=np.int64)
     for row, each in zip(table, rows, strict=True):
         row[: len(each)] = each
     return table.reshape(-1)

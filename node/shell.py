@@ -6,6 +6,7 @@ A role gives a function that makes its service from a `Ground`; see `prefill_nod
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import torch
 from hackkv.canary import check_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.device import AUTO, memory_of
+from hackkv.model.warm import warm_up
 from hackkv.model.worker import Worker, load_worker
 from hackkv.nodes import NodeIdentity
 from hackkv.types import Role
@@ -30,6 +32,8 @@ from transport.membership import stay_member
 from transport.rpc_server import RpcServer
 from transport.trust import load_trust
 from transport.wires import Site, check_machine, check_wires
+
+log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=NodeConfig)
 
@@ -98,6 +102,9 @@ async def serve_node(
     if worker.model.device.type == "cuda":
         torch.cuda.set_device(worker.model.device)  # of this thread, whose wires ask for it
     num_pages = worker.pages_in(_kv_bytes(config, worker), prompts=role is Role.PREFILL)
+    if sizes := worker.backend.batches_to_warm(config.busiest.slots):
+        log.info("compiling the kernels of %s", worker.kernels)
+        await asyncio.to_thread(warm_up, worker, sizes)
     listen = config.listen
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:
         address = await server.start()

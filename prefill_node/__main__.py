@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
+from faults.links import faulty_links
 from faults.process import suffer
 from faults.seams import FaultyPrefill, FaultySender
 from hackkv.types import Role
@@ -24,7 +25,7 @@ async def open_prefill(ground: Ground[PrefillConfig]) -> AsyncIterator[Hosted]:
     """A service that sends KV by the node's wires."""
     identity, config = ground.identity, ground.config
     faults = suffer(config.faults, identity.node_id)
-    senders = open_senders(config.wire, ground.site)
+    senders = open_senders(config.wire, replace(ground.site, links=faulty_links(faults)) if faults else ground.site)
     identity = replace(identity, wires=senders.wires)
     sender = FaultySender(senders, faults) if faults else senders
     service = PrefillService(identity, ground.worker, sender, ground.num_pages, config)

@@ -101,6 +101,9 @@ class MetaBackend:
     def stopwatch(self) -> Stopwatch:
         return HostStopwatch()
 
+    def batches_to_warm(self, most: int) -> Series[int]:
+        return ()
+
     def use_threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
 

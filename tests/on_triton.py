@@ -1,8 +1,10 @@
-"""Which codecs compute on Triton's kernels, for the tests that loop over them. Import it only where Triton is."""
+"""Which codecs compute on Triton's kernels, and what it compiles for a launch. Import it only where Triton is."""
 
 from __future__ import annotations
 
 from hack_kernels.triton.backend import TritonBackend
+from hack_kernels.triton.launch import Launch
+from torch import Tensor
 
 from hackkv.codec import KvCodec
 from hackkv.codecs import CODECS, make_codec
@@ -21,3 +23,23 @@ def served() -> list[str]:
     """Names of the codecs for whose pages the backend has kernels."""
     backend = TritonBackend(META)
     return [name for name in sorted(CODECS) if codec_on(backend, name).served_by == backend.name]
+
+
+def compiled_for(launch: Launch) -> object:
+    """What Triton compiles a kernel for: its compile-time values and options, types, whether memory begins at 16 bytes,
+    and whether a number is 1, divisible by 16, or larger than 31 bits."""
+    given = getattr(launch.kernel, "kwargs", None) or vars(launch.kernel)  # interpreted, or compiled
+    free = given.get("do_not_specialize") or ()
+    unaligned = given.get("do_not_specialize_on_alignment") or ()
+
+    def known(name: str, value: object) -> object:
+        if isinstance(value, Tensor):
+            at = value.storage_offset() * value.itemsize if value.is_meta else value.data_ptr()
+            return value.dtype, at % 16 == 0
+        if name.isupper() or not isinstance(value, int):
+            return value
+        wide = not -(2**31) <= value < 2**31
+        return wide if name in free else (wide, value == 1, name not in unaligned and value % 16 == 0)
+
+    arguments = tuple((name, known(name, value)) for name, value in launch.arguments.items())
+    return launch.kernel, arguments, tuple(launch.options.items())

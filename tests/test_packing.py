@@ -21,10 +21,10 @@ def test_every_list_lies_in_the_buffer_and_begins_at_a_stride(lists: list[list[i
     assert [each.tolist() for each in on_device(lists, CPU)] == lists
 
 
-@given(st.lists(st.lists(numbers, min_size=1, max_size=70), min_size=1, max_size=5))
+@given(st.lists(st.lists(numbers, max_size=70), min_size=1, max_size=5))
 def test_a_table_has_whole_strides(rows: list[list[int]]) -> None:
     table = table_of(rows).reshape(len(rows), -1)
-    assert table.shape[1] % STRIDE == 0
+    assert table.shape[1] % STRIDE == 0 < table.shape[1]
     assert [row[: len(each)].tolist() for row, each in zip(table, rows, strict=True)] == rows
     assert not any(row[len(each) :].any() for row, each in zip(table, rows, strict=True))
 

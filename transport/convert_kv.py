@@ -38,6 +38,8 @@ class Announced:
     pair: int
     number: int
     size: int
+    checksum: int | None = None
+    """See `transport.link.Checksum`."""
 
 
 PushRequest = Handoff | KvFrame | HandoffEnd | Announced
@@ -163,14 +165,17 @@ def _unpack_frame(message: pb.KvFrame) -> KvFrame:
 
 
 def _pack_announced(noun: Announced) -> pb.Announced:
-    return pb.Announced(frame=_pack_frame(noun.frame), pair=noun.pair, number=noun.number, bytes=noun.size)
+    return pb.Announced(
+        frame=_pack_frame(noun.frame), pair=noun.pair, number=noun.number, bytes=noun.size, checksum=noun.checksum
+    )
 
 
 def _unpack_announced(message: pb.Announced) -> Announced:
     required("frame", message)
     if message.frame.payload:
         raise Malformed("payload", "must be empty in a frame that is announced")
-    return Announced(_unpack_frame(message.frame), message.pair, message.number, parcel_size(message.bytes))
+    checksum = message.checksum if message.HasField("checksum") else None
+    return Announced(_unpack_frame(message.frame), message.pair, message.number, parcel_size(message.bytes), checksum)
 
 
 def _pack_end(end: HandoffEnd) -> pb.HandoffEnd:

@@ -1,7 +1,8 @@
 """NCCL, for payloads between GPUs: through `nccl4py`'s bindings, in communicators of two that never block.
 
 Payloads lie in host memory today. So each passes through device memory at both ends (`CudaMemory`), on a stream of its
-own. NCCL may take two multiprocessors, since kernels that wait for a peer hold theirs.
+own. NCCL may take two multiprocessors, since kernels that wait for a peer hold theirs. The sender's processor and the
+receiver's GPU sum each parcel up (`mix64`); what does not agree never leaves the GPU.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from time import monotonic, sleep
 from typing import Any, Final, Protocol
 
 import torch
+from hack_kernels.cpu.extension import compiled
 from torch import Tensor
 
-from hackkv.errors import ConfigError, DeadlineExceeded, NodeLost
+from hackkv.errors import ConfigError, DeadlineExceeded, FrameRefused, NodeLost
 from hackkv.types import Payload
-from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Exchange, LinkKind
+from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Checksum, Exchange, LinkKind
 
 RECEIVER: Final = 1
 MAX_CTAS: Final = 2
@@ -52,15 +54,20 @@ class Memory(Protocol):
         """Says whether all that is on the stream now is done."""
         ...
 
+    def checksum(self, buffer: Tensor, seed: int) -> int:
+        """`mix64` of a buffer."""
+        ...
+
     def payload(self, buffer: Tensor) -> Payload:
         """What has arrived."""
         ...
 
 
 class CudaMemory:
-    """Memory of the GPU on which the node computes."""
+    """Memory of the GPU on which the node computes; `mix64` sums buffers up there."""
 
-    def __init__(self) -> None:
+    def __init__(self, mix64: Callable[[Tensor, int], int]) -> None:
+        self._mix64 = mix64
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
 
@@ -90,6 +97,11 @@ class CudaMemory:
         event.record(self._stream)
         return event.query
 
+    def checksum(self, buffer: Tensor, seed: int) -> int:
+        """See `Memory`."""
+        with torch.cuda.stream(self._stream):
+            return self._mix64(buffer, seed)
+
     def payload(self, buffer: Tensor) -> Payload:
         """See `Memory`."""
         with torch.cuda.stream(self._stream):
@@ -97,11 +109,13 @@ class CudaMemory:
 
 
 def create() -> LinkKind:
-    """`nccl`, for the table. Raises `ConfigError` that names what is missing: bindings, library or GPU."""
+    """`nccl`, for the table. Raises `ConfigError` that names what is missing: bindings, library or GPU; `ImportError`
+    without Triton."""
     bindings = load_bindings()
     if not torch.cuda.is_available():
         raise ConfigError("wire: nccl: torch sees no CUDA device (a torch build without CUDA, or no driver)")
-    return nccl_kind(bindings, CudaMemory)
+    triton = importlib.import_module("hack_kernels.triton.mix64")  # it needs Triton, which machines without GPU lack
+    return nccl_kind(bindings, partial(CudaMemory, triton.mix64))
 
 
 def load_bindings() -> Any:
@@ -122,8 +136,13 @@ def load_bindings() -> Any:
 def nccl_kind(bindings: Any, memory: Callable[[], Memory]) -> LinkKind:
     """The kind of link over these bindings. Both ends need the same NCCL, to its minor version."""
     version = _dotted(int(bindings.get_version()))
-    name = f"nccl {version.rpartition('.')[0]}"
-    return LinkKind("nccl", name, lambda rank, host: NcclLink(bindings, memory(), rank))
+    name = f"nccl {version.rpartition('.')[0]}, mix64"
+    return LinkKind("nccl", name, lambda rank, host: NcclLink(bindings, memory(), rank), host_checksum)
+
+
+def host_checksum(payload: Payload, seed: int) -> int:
+    """`mix64` of a payload in host memory, in C++."""
+    return int(compiled().mix64(bytes(payload), seed))
 
 
 class NcclLink:
@@ -157,9 +176,9 @@ class NcclLink:
             self._comm = self._call(partial(nccl.comm_init_rank_config, 2, unique.ptr, self._rank, config.ptr))
         self._wait(lambda: True, CONNECT_TIMEOUT_S)
 
-    def post(self, size: int) -> Callable[[], Payload]:
+    def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
         """See `Link`. NCCL hears of it when its turn comes; the sender's kernel waits as long as that takes."""
-        return partial(self._arrive, self._memory.room(size))
+        return partial(self._arrive, self._memory.room(size), checksum)
 
     def send(self, payload: Payload) -> None:
         """See `Link`."""
@@ -178,8 +197,11 @@ class NcclLink:
         self._call(partial(self._nccl.comm_abort, comm))
         self._buffers.clear()
 
-    def _arrive(self, buffer: Tensor) -> Payload:
+    def _arrive(self, buffer: Tensor, due: Checksum | None) -> Payload:
         self._run(self._nccl.recv, buffer)
+        if due and self._memory.checksum(buffer, due.seed) != due.value:
+            pair, number = divmod(due.seed, 1 << 32)
+            raise FrameRefused(f"checksum of parcel {number} of pair {pair}, {buffer.numel()} bytes over nccl")
         return self._memory.payload(buffer)
 
     def _run(self, operation: Callable[..., object], buffer: Tensor) -> None:

@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from threading import Condition
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
-from hackkv.errors import HackkvError, NodeLost, TransferError
+from hackkv.errors import FrameRefused, HackkvError, NodeLost, TransferError
 from hackkv.types import Payload
 from transport.closing import reap
 from transport.convert_pair import Hello, Paired, PairKey, PairMessage, Ready
-from transport.link import CONNECT_TIMEOUT_S, Link
+from transport.link import CONNECT_TIMEOUT_S, Checksum, Link
 from transport.status import internal
 
 T = TypeVar("T")
@@ -53,6 +53,9 @@ class PairStream(Protocol):
 
 class Pair:
     """What both ends have in common. It belongs to the event loop that made it."""
+
+    tells_why: ClassVar[bool]
+    """Whether the peer still hears why this end has given the pair up."""
 
     def __init__(self, link: Link, stream: PairStream) -> None:
         self._link, self._stream = link, stream
@@ -111,8 +114,9 @@ class Pair:
             self._thread.shutdown(wait=False)
             self.tell(reason)
             self._stream.end()
-            for task in self._tasks - {self._writing}:  # a write that is cancelled spoils the stream
-                task.cancel()
+            for task in self._tasks:
+                if task is not self._writing or not self.tells_why:  # a write that is cancelled spoils the stream
+                    task.cancel()
 
     def tell(self, message: PairMessage) -> None:
         """Say something to the peer, after everything said before."""
@@ -166,7 +170,9 @@ class _Parcel:
 
 
 class OutPair(Pair):
-    """The sender's end."""
+    """The sender's end. It ends by cancelling its call; a write to a call that had not begun would wait forever."""
+
+    tells_why = False
 
     def __init__(self, link: Link, stream: PairStream) -> None:
         super().__init__(link, stream)
@@ -223,27 +229,36 @@ class OutPair(Pair):
 class InPair(Pair):
     """The receiver's end."""
 
+    tells_why = True
+
     def __init__(self, link: Link, stream: PairStream) -> None:
         super().__init__(link, stream)
         self._places = asyncio.Semaphore(POSTED)
 
-    async def take(self, number: int, size: int) -> Payload:
-        """Receive a parcel that was announced. Raises the reason if the pair is lost before.
+    async def take(self, number: int, size: int, checksum: Checksum | None) -> Payload:
+        """Receive a parcel that was announced. Raises the reason if the pair is lost before, and `FrameRefused` for a
+        parcel that is damaged, which costs the others nothing.
 
         A caller that is cancelled leaves the parcel to the pair, which receives and drops it.
         """
-        return await self.or_lost(self._take(number, size))
+        return await self.or_lost(self._take(number, size, checksum))
 
-    async def _take(self, number: int, size: int) -> Payload:
+    async def _take(self, number: int, size: int, checksum: Checksum | None) -> Payload:
         await self._places.acquire()
-        arriving = self._start(self._arrive(number, size))  # it runs up to its first wait in the order of starting
-        return await asyncio.shield(arriving)
+        # It runs up to its first wait in the order of starting.
+        arriving = self._start(self._arrive(number, size, checksum))
+        payload = await asyncio.shield(arriving)
+        if isinstance(payload, FrameRefused):
+            raise payload
+        return payload
 
-    async def _arrive(self, number: int, size: int) -> Payload:
+    async def _arrive(self, number: int, size: int, checksum: Checksum | None) -> Payload | FrameRefused:
         try:
-            arrived = self._link.post(size)
+            arrived = self._link.post(size, checksum)
             self.tell(Ready(number, size))
             return await self._in_thread(arrived)
+        except FrameRefused as damage:  # returned: what a task of the pair raises ends the pair
+            return damage
         finally:
             self._places.release()
 

@@ -39,6 +39,8 @@ class Site:
     """How long a receiver waits for the next frame."""
     network: InprocNetwork = field(default_factory=InprocNetwork)
     """Where ends within one process meet."""
+    links: Callable[[LinkKind], LinkKind] = lambda kind: kind
+    """What becomes of a kind of link before it is used: plans of faults wrap it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ class Wire:
 def linked(kind: Callable[[], LinkKind]) -> Wire:
     """A wire whose payloads travel over a link of that kind."""
     return Wire(
-        sender=lambda site: GrpcSender(trust=site.trust, link=kind(), host=site.server.host),
-        listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s, link=kind()),
+        sender=lambda site: GrpcSender(trust=site.trust, link=site.links(kind()), host=site.server.host),
+        listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s, link=site.links(kind())),
         guarded=False,
         check=kind,
     )

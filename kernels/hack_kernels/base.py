@@ -339,6 +339,10 @@ class Backend(Protocol):
         """A new stopwatch, at 0."""
         ...
 
+    def batches_to_warm(self, most: int) -> Sequence[int]:
+        """Sizes of batches, up to `most`, that launch all that is compiled on first use; none where nothing is."""
+        ...
+
     def use_threads(self, threads: int) -> None:
         """Compute on so many threads of the processor from now on, in torch too; the caller's counts."""
         ...

@@ -109,6 +109,16 @@ async def test_frames_are_lost_and_doubled(action: Action, count: int) -> None:
     assert await injector.reach_frame(frame()) == [frame()]
 
 
+@given(payload=st.binary(min_size=1, max_size=64))
+def test_a_parcel_of_a_link_suffers_too(payload: bytes) -> None:
+    rules = (FaultRule(at=Point.SEND, do=Action.CORRUPT), FaultRule(at=Point.SEND, do=Action.CUT, nth=2))
+    injector = Injector(FaultPlan(rules=rules), "p", Noted())
+    rotten = asyncio.run(injector.reach_parcel(payload))
+    assert sum((a ^ b).bit_count() for a, b in zip(bytes(rotten), payload, strict=True)) == 1
+    with pytest.raises(NodeLost, match=r"p: .*link\.send"):
+        asyncio.run(injector.reach_parcel(payload))
+
+
 async def test_frames_know_their_request_by_the_transfer() -> None:
     rule = FaultRule(at=Point.FRAME, do=Action.DROP, request="victim", times=0)
     injector = Injector(FaultPlan(rules=(rule,)), "p", Noted())
@@ -120,7 +130,8 @@ async def test_frames_know_their_request_by_the_transfer() -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        ("{at: decode.token, do: corrupt}", "wire.frame only"),
+        ("{at: decode.token, do: corrupt}", "wire.frame and link.send only"),
+        ("{at: link.send, do: drop}", "wire.frame only"),
         ("{at: decode.token, do: delay}", "needs seconds"),
         ("{at: wire.frame, do: slow}", "bytes_per_s"),
         ("{at: decode.token, do: cut, bytes_per_s: 5}", "bytes_per_s"),

@@ -29,7 +29,7 @@ from hackkv.config import CodecConfig
 from hackkv.model.llama import Llama
 from hackkv.model.runner import ModelRunner
 from tests.meta import META, NothingComesBack, later, on_device, on_meta, two_sequences
-from tests.on_triton import codec_on, served
+from tests.on_triton import codec_on, compiled_for, served
 from tests.pair import PI, prompt, tiny_worker
 
 
@@ -135,19 +135,6 @@ def test_passes_of_any_prompts_run_what_is_compiled(name: str, monkeypatch: pyte
         compiled.append(set(map(compiled_for, launched)))
     assert all(kernels == compiled[1] for kernels in compiled[1:])
     assert len(compiled[0] | compiled[1]) <= 2 * len(compiled[1])
-
-
-def compiled_for(launch: Launch) -> object:
-    """What Triton compiles a kernel for: its compile-time values, and whether a number is 1 or divisible by 16."""
-    given = getattr(launch.kernel, "kwargs", None) or vars(launch.kernel)  # interpreted, or compiled
-    free = given.get("do_not_specialize") or ()
-    unaligned = given.get("do_not_specialize_on_alignment") or ()
-    known = {
-        name: value if name.isupper() else (value == 1, name not in unaligned and value % 16 == 0)
-        for name, value in launch.arguments.items()
-        if not isinstance(value, Tensor) and name not in free
-    }
-    return launch.kernel, tuple(known.items())
 
 
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in OF_ROWS])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,12 @@ from hack_kernels.cpu import CpuBackend
 from decode_node.config import DecodeConfig
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.tiny import Tiny, write_tiny
-from hackkv.model.worker import load_worker
-from node.shell import Loaded, worker_for
+from hackkv.model.warm import warm_up
+from hackkv.model.worker import Worker, load_worker
+from hackkv.types import Role
+from node import shell
+from node.process import Shutdown
+from node.shell import Ground, Hosted, Loaded, serve_node, worker_for
 
 
 @pytest.fixture
@@ -33,3 +38,40 @@ async def test_a_model_loaded_on_one_thread_computes_on_those_of_its_node(tmp_pa
     assert worker is forked
     assert isinstance(worker.backend, CpuBackend)
     assert worker.backend.threads == torch.get_num_threads() == 3
+
+
+class _NoPort(Exception):
+    """The test ends where a port would open."""
+
+
+@pytest.mark.usefixtures("_own_threads")
+async def test_what_compiles_on_first_use_has_run_before_a_port_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor compiles nothing, so here it says that it does. The warm-up runs in whole."""
+    path = str(write_tiny(tmp_path / "tiny", Tiny()))
+    codec, settings = CodecConfig(name="hack"), ModelConfig(path=path, backend="cpu", threads=1)
+    config, done = DecodeConfig(model=settings, codec=codec, kv_bytes=1 << 20), list[object]()
+
+    def sizes(backend: CpuBackend, most: int) -> Sequence[int]:
+        assert most == config.busiest.slots
+        return 1, 2
+
+    def warm(worker: Worker, sizes: Sequence[int]) -> None:
+        warm_up(worker, sizes)
+        done.append(sizes)
+
+    def port(*_: object, **__: object) -> None:
+        done.append("port")
+        raise _NoPort
+
+    def hosted(ground: Ground[DecodeConfig]) -> AbstractAsyncContextManager[Hosted]:
+        raise AssertionError
+
+    monkeypatch.setattr(CpuBackend, "batches_to_warm", sizes)
+    monkeypatch.setattr(shell, "warm_up", warm)
+    monkeypatch.setattr(shell, "RpcServer", port)
+    loaded = Loaded(settings, codec, load_worker(settings, codec))
+    with pytest.raises(_NoPort):
+        await serve_node(Role.DECODE, hosted, config, Shutdown(), loaded)
+    assert done == [(1, 2), "port"]

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 enum { SUCCESS, SYSTEM_ERROR = 2, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
-enum { NO_FAULT, INIT_FAILS, INIT_HANGS, TRANSFER_HANGS, TRANSFER_FAILS, SEND_REFUSED };
+enum { NO_FAULT, INIT_FAILS, INIT_HANGS, TRANSFER_HANGS, TRANSFER_FAILS, SEND_REFUSED, TRANSFER_FLIPS };
 
 typedef struct { char bytes[128]; } Id;
 typedef struct { int port, listener; } Meeting;
@@ -108,6 +108,7 @@ static void* work(void* argument) {
       free(one);
       continue;
     }
+    if (!one->receives && strikes(TRANSFER_FLIPS)) one->data[one->size / 2] ^= 4;
     if (strikes(TRANSFER_FAILS) || !moved(comm, one)) {
       shutdown(comm->socket, SHUT_RDWR);
       set_state(comm, REMOTE_ERROR);

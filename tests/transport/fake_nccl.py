@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hackkv.types import Payload
 from transport.link import LinkKind
-from transport.nccl_link import load_bindings, nccl_kind
+from transport.nccl_link import host_checksum, load_bindings, nccl_kind
 
 _STREAMS = count(1)
 
@@ -31,6 +31,7 @@ class Fault(IntEnum):
     TRANSFER_HANGS = 3
     TRANSFER_FAILS = 4
     SEND_REFUSED = 5
+    TRANSFER_FLIPS = 6
 
 
 def possible() -> bool:
@@ -42,26 +43,35 @@ def possible() -> bool:
 def library() -> ctypes.CDLL:
     """The library, loaded: whoever asks for libnccl.so.2 after this gets it."""
     with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / "libnccl.so.2"
-        source = Path(__file__).with_suffix(".c")
-        flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{built.name}"]
-        subprocess.run(["cc", *flags, "-o", built, source], check=True)
+        built = built_from(Path(__file__).with_suffix(".c"), Path(folder) / "libnccl.so.2")
         loaded = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
     loaded.fake_done.argtypes = [ctypes.c_long]
     return loaded
 
 
-def kind() -> LinkKind:
-    """The kind of link."""
+def built_from(source: Path, library: Path) -> Path:
+    """A shared library of one file of C."""
+    flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{library.name}"]
+    subprocess.run(["cc", *flags, "-o", library, source], check=True)
+    return library
+
+
+def kind(mix64: Callable[[Tensor, int], int] | None = None) -> LinkKind:
+    """The kind of link; `mix64` is what sums parcels up where they arrive, by default C++."""
     library()
-    return nccl_kind(load_bindings(), HostMemory)
+    return nccl_kind(load_bindings(), partial(HostMemory, mix64 or in_cpp))
+
+
+def in_cpp(buffer: Tensor, seed: int) -> int:
+    """`mix64` of a buffer."""
+    return host_checksum(buffer.numpy().tobytes(), seed)
 
 
 class HostMemory:
     """A `Memory` that the fake can reach. Each link has a stream of its own."""
 
-    def __init__(self) -> None:
-        self.stream = next(_STREAMS)
+    def __init__(self, mix64: Callable[[Tensor, int], int]) -> None:
+        self.stream, self.checksum = next(_STREAMS), mix64
 
     def use(self) -> None:
         """There is no device."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hackkv.errors import NodeLost
-from tests.transport import nouns
+from tests.transport import fake_nccl, nouns
 from tests.transport.ends import Reader, listening, sending
 from tests.wires import EVERY_LINK
 
@@ -20,9 +22,12 @@ PARCEL = bytes(8 << 20)
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("name", EVERY_LINK)]
 
 
-async def start(*arguments: str) -> Process:
+async def start(*arguments: str, ahead: str = "") -> Process:
+    """`ahead` is a library whose functions come before those of others."""
     command = (sys.executable, "-m", "tests.transport.doomed", *arguments)
-    return await asyncio.create_subprocess_exec(*command, stdout=PIPE, cwd=ROOT)
+    return await asyncio.create_subprocess_exec(
+        *command, stdout=PIPE, cwd=ROOT, env={**os.environ, "LD_PRELOAD": ahead}
+    )
 
 
 @pytest.mark.parametrize("step", ["before", "in", "after"])
@@ -39,13 +44,20 @@ async def test_a_receiver_that_dies_is_a_lost_node(name: str, step: str) -> None
         assert (await sender.push(elsewhere, nouns.handoff(), nouns.frames(3, PARCEL))).tokens == 4
 
 
-@pytest.mark.parametrize("step", ["before", "after"])
-async def test_a_sender_that_dies_is_a_lost_node(name: str, step: str) -> None:
-    kind, reader = EVERY_LINK[name](), Reader()
+@pytest.mark.parametrize("step", ["before", "in", "after"])
+async def test_a_sender_that_dies_is_a_lost_node(name: str, step: str, tmp_path: Path) -> None:
+    """In a parcel: 64 KiB of it have left, by a library that ends the process there."""
+    kind, reader, ahead = EVERY_LINK[name](), Reader(), ""
+    if step == "in":
+        if not shutil.which("cc"):
+            pytest.skip("no C compiler")
+        source = Path(__file__).with_name("die_sending.c")
+        ahead = str(fake_nccl.built_from(source, tmp_path / "die_sending.so"))
     async with listening(kind, reader) as address:
-        child = await start(name, step, address)
+        child = await start(name, step, address, ahead=ahead)
         await reader.over.wait()
         assert isinstance(reader.error, NodeLost)
         assert await child.wait() < 0
+        assert step == "after" or not reader.items
         async with sending(kind) as sender:
             assert (await sender.push(address, nouns.handoff(), nouns.frames(3, PARCEL))).tokens >= 4

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from hackkv.errors import ConfigError, DeadlineExceeded, NodeLost
+from hackkv.errors import ConfigError, DeadlineExceeded, FrameRefused, NodeLost
 from tests.transport import fake_nccl, nouns
 from tests.transport.ends import Reader, Source, listening, sending
 from tests.transport.fake_nccl import Fault
 from transport import nccl_link
+from transport.link import Link
 from transport.nccl_link import create, load_bindings
 
 pytestmark = pytest.mark.skipif(not fake_nccl.possible(), reason="nccl4py, a C compiler and a torch without CUDA")
@@ -54,6 +56,33 @@ async def test_a_hang_ends_with_its_deadline_with_the_sender_or_with_the_push(
             push.cancel()
         with pytest.raises(asyncio.CancelledError if ending == "push" else (NodeLost, DeadlineExceeded)):
             await push
+
+
+@pytest.mark.parametrize("module", ["", "hack_kernels.triton.mix64"])
+async def test_a_parcel_that_arrives_changed_is_refused_by_name_and_costs_the_others_nothing(module: str) -> None:
+    """Summed up by C++ where it leaves, and by C++ or Triton where it arrives."""
+    ranks = list[int]()
+    kind = fake_nccl.kind(pytest.importorskip(module).mix64 if module else None)
+
+    def counted(rank: int, host: str) -> Link:
+        ranks.append(rank)
+        return kind.open(rank, host)
+
+    reader, counting = Reader(), replace(kind, open=counted)
+    async with listening(counting, reader) as address, sending(counting) as sender:
+        fake_nccl.library().fake_fault(Fault.TRANSFER_FLIPS)
+        with pytest.raises(FrameRefused, match=r"^checksum of parcel 1 of pair 1, \d+ bytes over nccl$"):
+            await sender.push(address, nouns.handoff(), nouns.frames(3))
+        assert not reader.items
+        assert (await sender.push(address, nouns.handoff("t-2"), nouns.frames(3, transfer_id="t-2"))).tokens == 4
+    assert sorted(ranks) == [0, 1]
+
+
+async def test_a_sender_that_sums_nothing_up_is_refused() -> None:
+    kind = fake_nccl.kind()
+    async with listening(kind, Reader()) as address, sending(replace(kind, checksum=None)) as sender:
+        with pytest.raises(FrameRefused, match="parcel 1: checksum: None on a nccl link"):
+            await sender.push(address, nouns.handoff(), nouns.frames(3))
 
 
 def test_versions_that_do_not_fit_are_both_named() -> None:

@@ -15,7 +15,7 @@ from tests.transport import nouns
 from tests.transport.ends import Frames, Reader, Source, listening, sending
 from tests.wires import EVERY_LINK
 from transport.channels import ChannelPool
-from transport.link import Exchange, Link, LinkKind
+from transport.link import Checksum, Exchange, Link, LinkKind
 from transport.pairs import MAX_PAIRS, OutPairs
 
 SENDER, RECEIVER = 0, 1
@@ -52,9 +52,9 @@ class Frail:
         self._faults.strike(self._rank, "connect")
         self._link.connect(exchange)
 
-    def post(self, size: int) -> Callable[[], Payload]:
+    def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
         self._faults.strike(self._rank, "post")
-        arrived = self._link.post(size)
+        arrived = self._link.post(size, checksum)
 
         def wait() -> Payload:
             payload = arrived()
@@ -121,6 +121,18 @@ async def test_a_link_that_fails_ends_the_push_at_both_ends_and_the_next_one_is_
 
 
 @OVER_EVERY_LINK
+async def test_a_pair_that_ends_before_its_call_has_begun_leaves_no_task(name: str) -> None:
+    kind = frail(name, Faults({(SENDER, "connect"): NodeLost("cut")}))
+    async with listening(kind, Reader()) as address, sending(kind) as sender:
+        before = asyncio.all_tasks()
+        with pytest.raises(NodeLost, match="cut"):
+            await sender.push(address, nouns.handoff(), payloads(b"a"))
+        left = {task for task in asyncio.all_tasks() - before if "Pair." in str(task.get_coro())}
+        if left:
+            assert not (await asyncio.wait(left, timeout=60))[1]
+
+
+@OVER_EVERY_LINK
 async def test_handoffs_share_a_pair_and_one_that_is_cancelled_costs_the_others_nothing(name: str) -> None:
     faults, reader = Faults(), Reader()
     faults.hold.clear()
@@ -174,7 +186,7 @@ async def test_a_receiver_takes_so_many_pairs_and_says_so(name: str) -> None:
         def connect(self, exchange: Exchange) -> None:
             exchange.put("here", b"")
 
-        def post(self, size: int) -> Callable[[], Payload]:
+        def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
             raise AssertionError
 
         def send(self, payload: Payload) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -75,6 +75,10 @@ class CpuBackend:
     def stopwatch(self) -> Stopwatch:
         """The host's clock: calls return when the work is done."""
         return HostStopwatch()
+
+    def batches_to_warm(self, most: int) -> Sequence[int]:
+        """Nothing is compiled."""
+        return ()
 
     def use_threads(self, threads: int) -> None:
         """Torch's and those of the C++ kernels."""

@@ -5,7 +5,7 @@ These files serve reading, not speed: they are never optimised, and every other 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,6 +31,10 @@ class ReferenceBackend:
     def stopwatch(self) -> Stopwatch:
         """The host's clock: calls return when the work is done."""
         return HostStopwatch()
+
+    def batches_to_warm(self, most: int) -> Sequence[int]:
+        """Nothing is compiled."""
+        return ()
 
     def use_threads(self, threads: int) -> None:
         """Torch's are all there are."""

@@ -49,7 +49,7 @@ from hack_kernels.triton.events import EventStopwatch, mark
 from hack_kernels.triton.levels import NARROWEST, LevelTriton
 from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
-from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace
+from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace, block_sizes
 from hack_kernels.triton.turn import TurnedHeads
 
 PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"
@@ -170,6 +170,10 @@ class TritonBackend:
         if self.device.type != "cuda":
             return HostStopwatch()
         return EventStopwatch(partial(mark, self.device))
+
+    def batches_to_warm(self, most: int) -> Sequence[int]:
+        """One of each `batch_block`. Interpreted, nothing is compiled."""
+        return block_sizes(most) if self.device.type == "cuda" else ()
 
     def use_threads(self, threads: int) -> None:
         """Torch's are all there are."""

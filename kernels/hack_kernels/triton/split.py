@@ -32,6 +32,15 @@ def batch_block(batch: int) -> int:
     return 1 if batch == 1 else max(LARGE_BATCH, 1 << (batch - 1).bit_length())
 
 
+def block_sizes(most: int) -> list[int]:
+    """The smallest batch of each `batch_block` that batches of up to `most` sequences have."""
+    sizes, size = [1, 2], LARGE_BATCH + 1
+    while size <= most:
+        sizes.append(size)
+        size = batch_block(size) + 1
+    return [size for size in sizes if size <= most]
+
+
 @triton.jit
 def page_ends(starts, batch, PI: tl.constexpr, BATCH: tl.constexpr, EXACT: tl.constexpr):
     """Where the stretch of each sequence ends, int32 [BATCH]; sequences past `batch` take no room. EXACT pages, the own
