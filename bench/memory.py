@@ -1,10 +1,11 @@
 """`python -m bench.memory [MODEL] [--codec NAME] [--dtype NAME] [--weights W]`: memory of a cluster and of one process.
 
 *PSS* is resident memory in which a page that n processes map counts 1/n in each. So the sum over processes is what the
-machine holds. Of files, what other programs map too counts less here; *anonymous* pages, those of no file, do not
-depend on what else runs. Two things are measured, one after the other, each after the same few requests:
+machine holds. Of files, what other programs map too counts less here; so this process, which measures, loads no library
+that it measures, and says how many others do. *Anonymous* pages, those of no file, do not depend on what else runs. Two
+things are measured, one after the other, each after the same few requests:
 
-- one process that loads the model and answers them (`hackkv.model.generate`), with nobody to share with;
+- one process that loads the model and answers them (`bench.alone`), with nobody to share with;
 - `hackkv serve MODEL`, 2 prefill and 2 decode nodes: every node, the router, and the command itself.
 
 Weights are the pages of a mapped safetensors file. A model in Hugging Face's form is copied at load: then its weights
@@ -14,35 +15,31 @@ count as own memory, which the nodes of `hackkv serve` share, since they are for
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import httpx
 import psutil
 from rich.console import Console
 from rich.table import Table
 
-from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import DEFAULT_CODEC
-from hackkv.model.generate import generate
-from hackkv.model.packing import CHOICES
-from hackkv.model.worker import load_worker
-from hackkv.types import Request, Sampling
 
 REQUESTS: Final = 8
 PROMPT: Final = 200
 NEW_TOKENS: Final = 8
 TIMEOUT_S: Final = 300.0
 TARGET: Final = 1.6
+LIBRARY: Final = "libtorch_cpu.so"
+"""The largest file beside weights: who maps it maps the others, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,47 +73,54 @@ def prompt(seed: int) -> list[int]:
     return list(range(3 + seed, 3 + seed + PROMPT))
 
 
-def alone(model: ModelConfig, codec: CodecConfig) -> Held:
-    """One process that loads the model and answers the requests."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_answer, args=(model, codec, there))
-    process.start()
-    try:
-        if not here.poll(TIMEOUT_S):
-            raise TimeoutError("the single process has not answered")
-        here.recv()
-        return held("one process", process.pid or 0)
-    finally:
-        here.close()
-        process.terminate()
-        process.join()
+def alone(options: argparse.Namespace) -> Held:
+    """One process that loads the model and answers the requests (`bench.alone`)."""
+    command = [sys.executable, "-m", "bench.alone", options.model, options.codec, options.dtype, options.weights]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise RuntimeError("the single process ended before it had answered")
+        return held("one process", process.pid)
 
 
-def _answer(model: ModelConfig, codec: CodecConfig, pipe: Connection) -> None:
-    worker = load_worker(model, codec)
-    for seed in range(REQUESTS):
-        sampling = Sampling(seed=seed, max_tokens=NEW_TOKENS, ignore_eos=True)
-        generate(worker, Request(str(seed), tuple(prompt(seed)), sampling))
-    pipe.send("done")
-    signal.pause()
+def cluster(options: argparse.Namespace) -> tuple[list[Held], int]:
+    """The processes of `hackkv serve`, after it answered the requests, and how many others map their libraries.
 
-
-def cluster(model: ModelConfig, codec: CodecConfig) -> list[Held]:
-    """The processes of `hackkv serve`, after it answered the requests; the command itself comes first."""
-    with _serving(model, codec) as (process, url), httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
-        name = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+    The command itself comes first.
+    """
+    with _serving(options) as (process, url):
+        name = _told(f"{url}/v1/models")["data"][0]["id"]
         for seed in range(REQUESTS):
-            body = {"model": name, "prompt": prompt(seed), "max_tokens": NEW_TOKENS, "seed": seed}
-            client.post("/v1/completions", json=body).raise_for_status()
+            body = {"model": name, "prompt": prompt(seed), "max_tokens": NEW_TOKENS, "seed": seed, "ignore_eos": True}
+            _told(f"{url}/v1/completions", body)
         children = psutil.Process(process.pid).children(recursive=True)
-        return [held("hackkv serve", process.pid), *(held(child.name(), child.pid) for child in children)]
+        many = [held("hackkv serve", process.pid), *(held(child.name(), child.pid) for child in children)]
+        return many, strangers([process.pid, *(child.pid for child in children)])
+
+
+def strangers(known: Iterable[int]) -> int:
+    """How many processes but the `known` map `LIBRARY`, of those that may be asked."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if LIBRARY in maps.read_text(encoding="utf-8", errors="replace"):
+                found.add(int(maps.parent.name))
+    return len(found - set(known))
+
+
+def _told(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the cluster answers to GET, or to POST with a body. Raises `URLError`."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        told: dict[str, Any] = json.load(answer)
+    return told
 
 
 @contextmanager
-def _serving(model: ModelConfig, codec: CodecConfig) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [str(Path(sys.executable).with_name("hackkv")), "serve", model.path, "--port", "0"]
-    command += ["--codec", f"{codec.name},allow_loss", "--dtype", f"{model.dtype},{model.weights}"]
+def _serving(options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [str(Path(sys.executable).with_name("hackkv")), "serve", options.model, "--port", "0"]
+    command += ["--codec", f"{options.codec},allow_loss", "--dtype", f"{options.dtype},{options.weights}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -135,11 +139,9 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--codec", default=DEFAULT_CODEC)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--weights", default="auto", choices=CHOICES)
+    parser.add_argument("--weights", default="auto")
     options = parser.parse_args()
-    codec = CodecConfig(name=options.codec)
-    model = ModelConfig(path=options.model, dtype=options.dtype, weights=options.weights, threads=1)
-    one, many = alone(model, codec), cluster(model, codec)
+    one, (many, others) = alone(options), cluster(options)
     table = Table("process", title="PSS, MiB", title_justify="left")
     for column in ("all", "weights, mapped", "own", "anonymous"):
         table.add_column(column, justify="right")
@@ -151,6 +153,8 @@ def main() -> None:
     console = Console(highlight=False)
     console.print(table)
     ratio = total.total / one.total
+    if others:
+        console.print(f"{others} other processes map {LIBRARY}: pages of files count less than they should")
     console.print(f"the cluster holds {ratio:.2f} times what one process holds; the target is at most {TARGET}")
 
 
