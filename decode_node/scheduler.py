@@ -206,9 +206,11 @@ class DecodeScheduler(Generic[Owner]):
         """Swap out until the batch can go on for `_low_steps`."""
         leaving: list[Seat[Owner]] = []
         batch = self._limits.max_batch
-        while self._demand(self._low_steps, self._device[:batch]) > self.pool.free_pages + self.pool.freed_by(
-            seat.held_grant for seat in self._moving if seat.place is not Place.RETURNING
-        ):
+        while (short := self._demand(self._low_steps, self._device[:batch]) - self.pool.free_pages) > 0:
+            if short <= self.pool.freed_by(
+                seat.held_grant for seat in self._moving if seat.place is not Place.RETURNING
+            ):
+                break
             candidates = [Candidate(seat.order, seat.pages, seat.limit - seat.rows) for seat in self._device]
             chosen = pick_victim(candidates)
             if chosen is None:
@@ -230,6 +232,8 @@ class DecodeScheduler(Generic[Owner]):
         So a sequence that returns never pushes out one that runs.
         """
         returning: list[Seat[Owner]] = []
+        if not self._host:
+            return returning
         coming = sum(seat.place is Place.RETURNING for seat in self._moving)
         while self._host and len(self._device) + coming + len(returning) < self._limits.max_batch:
             seat = self._host[0]
@@ -283,8 +287,12 @@ class DecodeScheduler(Generic[Owner]):
 
     def _demand(self, steps: int, seats: Iterable[Seat[Owner]]) -> int:
         """Pages that `seats` lack to go on for so many steps. A sequence without pages lacks all that it needs."""
-        sealed = self.footprint.sealed
-        return sum(max(0, sealed(seat.reach(steps)) - seat.pages) for seat in seats)
+        sealed, pages = self.footprint.sealed, 0
+        for seat in seats:  # each of them in each plan: a sum of maxima is slower
+            lacks = sealed(seat.reach(steps)) - seat.pages
+            if lacks > 0:
+                pages += lacks
+        return pages
 
     def _release(self, seat: Seat[Owner]) -> None:
         self.host_bytes, seat.host_bytes = self.host_bytes - seat.host_bytes, 0

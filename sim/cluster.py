@@ -95,7 +95,7 @@ def pages_of(spec: Spec, pool: Pool, sizes: CodecSizes) -> int:
     pages = int((memory - pool.max_sequences * sizes.footprint.slot_bytes) // sizes.footprint.page_bytes)
     if pages < 1:
         raise ConfigError(
-            f"{pool.gpus} x {spec.instance_of(pool).gpu} have no room for KV: weights take "
+            f"{spec.role_of(pool)}: {pool.gpus} x {spec.instance_of(pool).gpu} have no room for KV: weights take "
             f"{spec.shape.total_weight_bytes / 1e9:.0f} GB, {pool.max_sequences} open pages "
             f"{pool.max_sequences * sizes.footprint.slot_bytes / 1e9:.0f} GB (tp, pp, max_sequences)"
         )

@@ -56,8 +56,10 @@ class Shipment:
         """Send everything to `receiver`, from the beginning, but for the first pages, which it has. The exact rows of
         those are sent again, as where a prompt does not go on from the end of an earlier one."""
         self.give_up()
-        of, rows = self.sender.world.footprint, self.job.prompt_tokens
-        self.receiver, self.sent = receiver, of.wire_bytes(rows) - of.wire_bytes(rows, HeldKv(held_pages))
+        self.receiver, self.sent = receiver, 0
+        if held_pages:
+            of, rows = self.sender.world.footprint, self.job.prompt_tokens
+            self.sent = of.wire_bytes(rows) - of.wire_bytes(rows, HeldKv(held_pages))
         self.epoch += 1
         if self.complete:
             self.job.times.enter(Stage.TRANSFER, self.sender.world.now)

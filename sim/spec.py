@@ -271,7 +271,11 @@ class Spec(Frozen):
 
     def instance_of(self, pool: Pool) -> Instance:
         """The pool's machine. Raises `ConfigError` for an unknown name."""
-        return named(self.tables.instances, pool.instance, "instance")
+        return named(self.tables.instances, pool.instance, f"{self.role_of(pool)}.instance")
+
+    def role_of(self, pool: Pool) -> str:
+        """The key of a pool."""
+        return "prefill" if pool is self.prefill else "decode"
 
     def gpu_of(self, pool: Pool) -> Gpu:
         """The pool's GPU. Raises `ConfigError` for an unknown name."""

@@ -68,7 +68,9 @@ class Window:
 
     def exact_rows(self, rows: int, page_tokens: int, first: int = 0) -> int:
         """How many rows of a sequence of `rows` rows are kept exactly, of pages from number `first` on."""
-        return sum(run.stop - run.start for run in self.runs(rows, page_tokens, first))
+        page, rest = divmod(rows, page_tokens)
+        coded = self.coded(page)
+        return (max(0, coded.start - first) + max(0, page - max(coded.stop, first))) * page_tokens + rest
 
     def at(self, rows: Tensor, page_tokens: int) -> Tensor:
         """Where in their slots the rows of these numbers lie, int64."""

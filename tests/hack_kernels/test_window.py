@@ -45,6 +45,12 @@ def test_runs_are_the_places_of_exact_rows_in_order(window: Window, rows: int) -
     assert window.exact_rows(rows, PI) == len(numbers)
 
 
+@given(window=windows, rows=st.integers(0, 20 * PI), first=st.integers(0, 21))
+def test_exact_rows_are_those_of_the_runs(window: Window, rows: int, first: int) -> None:
+    runs = window.runs(rows, PI, first)
+    assert window.exact_rows(rows, PI, first) == sum(run.stop - run.start for run in runs)
+
+
 def test_without_sinks_and_recent_pages_a_slot_is_the_open_page() -> None:
     assert [Window().place(page) for page in range(5)] == [0] * 5
     assert Window().runs(2 * PI + 5, PI) == (slice(0, 5),)

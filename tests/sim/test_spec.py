@@ -55,7 +55,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, more: str, words: str) -> None:
     ("old", "new", "words"),
     [
         ("llama-70b", "lama-70b", "model: 'lama-70b' is unknown; did you mean llama-70b?"),
-        ("g5.12xlarge", "g5.12xlargo", "instance: 'g5.12xlargo' is unknown; did you mean g5.12xlarge?"),
+        ("g5.12xlarge", "g5.12xlargo", "prefill.instance: 'g5.12xlargo' is unknown; did you mean g5.12xlarge?"),
+        ("p4de.24xlarge", "p4de.24", "decode.instance: 'p4de.24' is unknown; did you mean p4de.24xlarge?"),
     ],
 )
 def test_an_unknown_row_is_told_the_nearest(tmp_path: Path, old: str, new: str, words: str) -> None:
@@ -107,4 +108,7 @@ def test_pages_fill_the_memory() -> None:
     used = 141.1e9 + 100 * footprint.slot_bytes + pages * footprint.page_bytes
     assert 320e9 - footprint.page_bytes < used <= 320e9
     assert sizes.reads_codes
+    alone = decode.model_copy(update={"tp": 1})
+    with pytest.raises(ConfigError, match="decode: 1 x A100 have no room"):
+        pages_of(spec.model_copy(update={"decode": alone}), alone, sizes)
     assert not sizes_of(Codec(name="fp8"), spec.shape.kv_shape).codes
