@@ -84,6 +84,7 @@ class ForkServer:
 
         The child tells its pid itself, so that it has its name when others learn of it.
         """
+        sys._clear_type_cache()  # each child would write to the names in it as it puts others in their places
         gc.freeze()
         reader, writer = os.pipe()
         between = os.fork()

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import Any, Final
 
 import psutil
@@ -37,6 +38,8 @@ REQUESTS: Final = 8
 PROMPT: Final = 200
 NEW_TOKENS: Final = 8
 TIMEOUT_S: Final = 300.0
+PAUSE_S: Final = 5.0
+"""Seconds between the last answer and the look: idle processes give memory back."""
 TARGET: Final = 1.6
 LIBRARY: Final = "libtorch_cpu.so"
 """The largest file beside weights: who maps it maps the others, too."""
@@ -80,6 +83,7 @@ def alone(options: argparse.Namespace) -> Held:
         assert process.stdout is not None
         if not process.stdout.readline():
             raise RuntimeError("the single process ended before it had answered")
+        sleep(PAUSE_S)
         return held("one process", process.pid)
 
 
@@ -93,6 +97,7 @@ def cluster(options: argparse.Namespace) -> tuple[list[Held], int]:
         for seed in range(REQUESTS):
             body = {"model": name, "prompt": prompt(seed), "max_tokens": NEW_TOKENS, "seed": seed, "ignore_eos": True}
             _told(f"{url}/v1/completions", body)
+        sleep(PAUSE_S)
         children = psutil.Process(process.pid).children(recursive=True)
         many = [held("hackkv serve", process.pid), *(held(child.name(), child.pid) for child in children)]
         return many, strangers([process.pid, *(child.pid for child in children)])

@@ -28,7 +28,9 @@ import yaml
 
 from hackkv.config import Frozen, RoleConfig, load
 from hackkv.errors import ConfigError, HackkvError
+from hackkv.heap import IdleTrim
 from node.logs import log_to_stderr
+from transport.closing import reap
 
 log = logging.getLogger(__name__)
 
@@ -111,10 +113,11 @@ async def _until_stopped(serve: Serve[ConfigT], config: ConfigT, *, supervised: 
     if supervised:
         # The supervisor holds the other end of standard input. However it dies, standard input ends here.
         loop.add_reader(sys.stdin.fileno(), on_stdin)
-    serving = asyncio.ensure_future(serve(config, shutdown))
+    trimming = asyncio.create_task(IdleTrim().run())
     try:
-        await serving
+        await serve(config, shutdown)
     finally:
+        await reap(trimming)
         if supervised:
             loop.remove_reader(sys.stdin.fileno())
 
