@@ -41,7 +41,7 @@ void pair_rows(const std::byte* x, std::int64_t stride, int rows, int slots, int
   }
 }
 
-// One step of sums: 16 rows of a weight for each of `groups`, `apart` bytes from one row to the next, times 16 rows of x
+// One step of sums: 16 rows of a weight for each of `groups`, whose rows lie `apart` bytes apart, times 16 rows of x
 // in pairs for each of `blocks`. Four sums at once hide the unit's latency.
 template <int groups, int blocks>
 [[gnu::always_inline]] inline void tile_step(const std::byte* w, std::int64_t apart, const std::byte* x,
