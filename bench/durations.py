@@ -22,7 +22,7 @@ from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker, load_worker
 from sim.costs import Grid, Profile
 
-TOKENS = (16, 63, 64, 255, 256, 512)
+TOKENS = (16, 63, 64, 127, 128, 255, 256, 512)
 """Both sides of the numbers of rows from which on a library may multiply (`hackkv.model.products`): durations jump
 there, and a line between points farther apart is wrong by up to twice."""
 BATCHES = (1, 2, 4, 5, 8, 16)

@@ -2,7 +2,7 @@
 
 Our own read a weight as it rests and form every sum in one order (`RowKernels.product`), so a row does not depend on
 the rows beside it. A model that uses no other products is *batch invariant*. The library is faster from some number of
-rows on: in BF16 from a few rows on where the processor multiplies matrices (AMX), never where it has no instructions
+rows on: in BF16 from some hundred rows on where our own multiply matrices too (AMX), never where it has no instructions
 for BF16, and somewhere between on others. So each processor is asked once, at the first load, and remembered.
 
 Packed weights (`hack_kernels.block_weight`) are multiplied as they rest by our own kernels. For the library they are

@@ -41,7 +41,7 @@ void pair_rows(const std::byte* x, std::int64_t stride, int rows, int slots, int
   }
 }
 
-// One step of sums: 16 rows of a weight for each of `groups`, `apart` bytes from one row to the next, times 16 rows of x
+// One step of sums: 16 rows of a weight for each of `groups`, whose rows lie `apart` bytes apart, times 16 rows of x
 // in pairs for each of `blocks`. Four sums at once hide the unit's latency.
 template <int groups, int blocks>
 [[gnu::always_inline]] inline void tile_step(const std::byte* w, std::int64_t apart, const std::byte* x,
@@ -90,12 +90,15 @@ template <class S, int groups, int blocks>
     tile_step<groups, blocks>(padded, kTileBytes, x(i), item.x_stride);
     S::tiles_see_memory();
   }
-  // Tiles that are narrower than a vector lie side by side, as in `pair_rows`.
-  const auto at = [&](int tile) { return out + tile / together * kLanes * kLanes + tile % together * slots; };
-  _tile_stored(0, at(0), kTileBytes);
-  _tile_stored(1, at(1), kTileBytes);
-  _tile_stored(2, at(2), kTileBytes);
-  _tile_stored(3, at(3), kTileBytes);
+  // Tiles that are narrower than a vector lie side by side, as in `pair_rows`; those of one row, one after another.
+  const int apart = slots == 1 ? 4 : kTileBytes;
+  const auto at = [&](int tile) {
+    return out + (slots == 1 ? tile * kLanes : tile / together * kLanes * kLanes + tile % together * slots);
+  };
+  _tile_stored(0, at(0), apart);
+  _tile_stored(1, at(1), apart);
+  _tile_stored(2, at(2), apart);
+  _tile_stored(3, at(3), apart);
   S::tiles_see_memory();
 }
 
@@ -105,9 +108,10 @@ void write_sums(const ProductItem& item, const float* sums, int slots, std::int6
   const int together = kLanes / slots;
   for (int tile = 0; tile < groups * blocks; tile += together, sums += kLanes * kLanes) {
     typename S::F lanes[kLanes];
-    for (int i = 0; i < kLanes; ++i) lanes[i] = S::load(sums + i * kLanes);
-    S::transpose(lanes);
-    for (int i = 0; i < kLanes; ++i) {
+    const int count = slots == 1 ? groups : kLanes;
+    for (int i = 0; i < count; ++i) lanes[i] = S::load(sums + i * kLanes);
+    if (slots > 1) S::transpose(lanes);
+    for (int i = 0; i < count; ++i) {
       const int group = (tile + i / slots) / blocks, block = (tile + i / slots) % blocks;
       const int to = row + block * kLanes + i % slots, at = int(first) + group * kLanes;
       if (group >= groups || to >= item.rows || at >= item.last) continue;

@@ -114,9 +114,9 @@ inline constexpr int kProductBlock = 64;  // rows of x in an item, at most
 
 inline constexpr int kPairBytes = 1024;  // of rows of x in pairs, for 32 columns (matrix_product.h)
 
-// Rows of x in a tile, which so many `rows` of an item take: 4, 8 or 16.
+// Rows of x in a tile, which so many `rows` of an item take: 1, 4, 8 or 16.
 constexpr int tile_slots(std::int64_t rows) {
-  return rows <= 4 ? 4 : rows <= 8 ? 8 : kLanes;
+  return rows <= 1 ? 1 : rows <= 4 ? 4 : rows <= 8 ? 8 : kLanes;
 }
 
 // Bytes of 16 rows of x in pairs.

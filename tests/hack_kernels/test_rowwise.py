@@ -8,6 +8,8 @@ from hack_kernels import cpu
 from hack_kernels.base import BackendUnavailable, Pool, RowKernels, Spans
 from hack_kernels.cpu.extension import supported_isas
 from hack_kernels.rowwise import Rowwise
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 try:
@@ -133,6 +135,31 @@ def test_a_product_depends_on_its_row_alone(kernels: RowKernels, inputs: int, ou
         assert torch.equal(
             cpu.CpuBackend(ISAS[0], threads).rows.product(x, weight), cpu.CpuBackend(ISAS[0], 2).rows.product(x, weight)
         )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(st.integers(1, 70), st.integers(1, 100), st.integers(1, 140), st.integers(0, 3))
+def test_products_of_any_shape(dtype: torch.dtype, isa: str, count: int, inputs: int, outputs: int, skip: int) -> None:
+    """Weights that begin anywhere, tiles that are not whole, and a row that is no number, which stays the only one."""
+    kernels = cpu.CpuBackend(isa, threads=2).rows
+    apart, around = rows(20, count, inputs + skip, dtype=dtype), rows(21, outputs * inputs + skip + 40, dtype=dtype)
+    x, end = apart[:, skip:], skip + outputs * inputs
+    around[end:] = torch.nan  # what lies behind a weight is not multiplied
+    weight = around[skip:end].view(outputs, inputs)
+    found = kernels.product(x, weight)
+    exact, size = x.float() @ weight.float().T, x.float().abs() @ weight.float().abs().T
+    assert bool(((found.float() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-6 * size).all())
+    for at in {0, count // 2, count - 1}:
+        assert torch.equal(kernels.product(x[at : at + 1], weight)[0], found[at])
+    x[count // 2, inputs - 1] = torch.nan
+    broken = kernels.product(x, weight)
+    assert bool(torch.isnan(broken[count // 2]).all())
+    others = torch.arange(count) != count // 2
+    assert torch.equal(broken[others], found[others])
+    x[count // 2] = 0
+    around[skip] = torch.inf
+    assert torch.isnan(kernels.product(x, weight)[count // 2]).tolist() == [n == 0 for n in range(outputs)]
 
 
 def pool_of(open_k: Tensor, open_v: Tensor) -> Pool:
