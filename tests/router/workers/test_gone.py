@@ -18,7 +18,7 @@ pytestmark = INSIDE
 class Leader(End):
     """One that counts these nodes as gone."""
 
-    gone = ("d0", "earlier")
+    gone: tuple[str, ...] = ("d0", "earlier")
 
     async def _answer(self, subject: str, value: Any) -> Any:
         return {"asked": [subject, value], "gone": [{"id": node_id, "gone_s": 4.0} for node_id in self.gone]}
