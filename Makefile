@@ -7,6 +7,8 @@ PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed
 PEERS := .venv-peers/.installed
 CLIENTS := .venv-clients/.installed
+# Packages that agree with no other on their requirements: an environment and a test each.
+ALONE := litellm guidellm aiperf
 PRIVATE := .venv-private/.installed
 TORCH := torch==2.13.0
 SOURCES := $(wildcard $(foreach from,kernels/csrc kernels/csrc/simd lab/csrc,$(from)/*.h $(from)/*.cpp $(from)/CMakeLists.txt))
@@ -50,9 +52,10 @@ compose-test: $(STAMP)  ## build and run docker-compose.yml on a real Docker eng
 
 clients: $(CLIENTS)  ## install the client packages of clients-test, pinned, away from ours
 
-clients-test: $(STAMP) $(CLIENTS)  ## openai, LangChain, LiteLLM and schemathesis against `hackkv serve` (tests/clients)
-	.venv-clients/litellm/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/test_litellm.py
-	.venv-clients/openai/bin/python -m pytest -c tests/clients/pytest.ini --ignore tests/clients/test_litellm.py tests/clients
+clients-test: $(STAMP) $(CLIENTS)  ## openai, LangChain, LiteLLM, GuideLLM, AIPerf and schemathesis against `hackkv serve` (tests/clients)
+	for each in $(ALONE); do \
+	  .venv-clients/$$each/bin/python -m pytest -c tests/clients/pytest.ini tests/clients/test_$$each.py || exit 1; done
+	.venv-clients/openai/bin/python -m pytest -c tests/clients/pytest.ini $(ALONE:%=--ignore tests/clients/test_%.py) tests/clients
 
 check: $(STAMP)  ## format, lint, types, layers, sizes
 	$(BIN)/ruff format --check .
@@ -114,9 +117,9 @@ $(PEERS): $(wildcard bench/peers/requirements/*.txt)
 	  || echo "!!! $$each could not be installed" >&2; done
 	@touch $@
 
-# Two environments, since LiteLLM and the newest openai do not agree.
+# An environment for each package that agrees with no other on its requirements, and one for the rest.
 $(CLIENTS): $(wildcard tests/clients/requirements-*.txt)
-	for each in openai litellm; do \
+	for each in openai $(ALONE); do \
 	  $(PYTHON) -m venv .venv-clients/$$each \
 	  && .venv-clients/$$each/bin/python -m pip install --quiet -r tests/clients/requirements-$$each.txt || exit 1; done
 	@touch $@

@@ -5,14 +5,19 @@ Nothing of hackkv is imported here: the packages under test need not agree with 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -22,6 +27,8 @@ MODEL = "hackkv-small"
 KEY = "sk-clients"
 START_S = 180.0
 STOP_S = 30.0
+TOOL_S = 600.0
+TOKENIZER = ROOT / "hackkv" / "shipped"
 
 
 @contextmanager
@@ -45,6 +52,29 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "keys").write_text(KEY)
     with serving(folder, "--api-key-file", str(folder / "keys")) as url:
         yield url
+
+
+Counted = Counter[tuple[int, int]]
+"""Tokens in and out of requests -> how many there were."""
+
+
+def served_to(base_url: str, folder: Path, tool: str, *arguments: str) -> Counted:
+    """Run a tool of this environment to its end in `folder`; returns what the server says of the requests that ended
+    meanwhile, none of which may have failed."""
+    before = _ended(base_url, 0)
+    command = (str(Path(sys.executable).with_name(tool)), *arguments)
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TOOL_S, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ended = _ended(base_url, max((one["seq"] for one in before), default=0))
+    assert {one["outcome"] for one in ended} == {"length"}
+    return Counter((one["prompt_tokens"], one["output_tokens"]) for one in ended)
+
+
+def _ended(base_url: str, after: int) -> list[dict[str, Any]]:
+    address = f"{base_url.removesuffix('/v1')}/api/requests?after={after}"
+    with urlopen(Request(address, headers={"authorization": f"Bearer {KEY}"}), timeout=START_S) as answer:
+        ended: list[dict[str, Any]] = json.load(answer)["ended"]
+        return ended
 
 
 def _address(server: subprocess.Popen[bytes], folder: Path) -> str:
