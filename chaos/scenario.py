@@ -92,8 +92,9 @@ async def quiet(cluster: Cluster, setup: Setup) -> list[str]:
 
 async def _play(scenario: Scenario, say: Say) -> Report:
     loop = asyncio.get_running_loop()
+    began = loop.time()  # a virtual clock begins at 0
     worker = tiny_worker(scenario.cluster.codec)
-    cluster = Cluster(scenario.cluster, worker, scenario.faults, lambda line: say(loop.time(), line))
+    cluster = Cluster(scenario.cluster, worker, scenario.faults, lambda line: say(loop.time() - began, line))
     for role, count in ((Role.PREFILL, scenario.cluster.prefill), (Role.DECODE, scenario.cluster.decode)):
         for index in range(count):
             await cluster.start(role, f"{role}-{index}")
@@ -105,7 +106,7 @@ async def _play(scenario: Scenario, say: Say) -> Report:
     too_few = [f"{name} is {stats[name]:g}" for name, least in scenario.at_least.items() if stats[name] < least]
     wrong = [*_wrong(scenario, endings), *too_few, *leftovers]
     await cluster.close()
-    return Report(endings, tuple(wrong), loop.time())
+    return Report(endings, tuple(wrong), loop.time() - began)
 
 
 async def _ask(cluster: Cluster, ask: Ask) -> Ending:

@@ -102,6 +102,7 @@ def weather(storm: Storm, on_progress: Callable[[int], None] = lambda ended: Non
 
 async def _weather(storm: Storm, setup: Setup, on_progress: Callable[[int], None]) -> Damage:
     loop, chance, damage = asyncio.get_running_loop(), random.Random(storm.seed), Damage(storm)
+    began = loop.time()
 
     def hear(line: str) -> None:
         rest = line.partition(": ")[2]
@@ -121,7 +122,7 @@ async def _weather(storm: Storm, setup: Setup, on_progress: Callable[[int], None
     await churn
     damage.wrong += await quiet(cluster, setup)
     await cluster.close()
-    damage.virtual_s = loop.time()
+    damage.virtual_s = loop.time() - began
     return damage
 
 

@@ -165,9 +165,14 @@ def _unpack_frame(message: pb.KvFrame) -> KvFrame:
 
 
 def _pack_announced(noun: Announced) -> pb.Announced:
-    return pb.Announced(
-        frame=_pack_frame(noun.frame), pair=noun.pair, number=noun.number, bytes=noun.size, checksum=noun.checksum
-    )
+    size = 0 if noun.size == _declared(noun.frame) else noun.size
+    frame = _pack_frame(noun.frame)
+    return pb.Announced(frame=frame, pair=noun.pair, number=noun.number, bytes=size, checksum=noun.checksum)
+
+
+def _declared(frame: KvFrame) -> int:
+    """Bytes of a frame's payload, as its planes say."""
+    return sum(plane.coded_bytes for plane in frame.planes)
 
 
 def _unpack_announced(message: pb.Announced) -> Announced:
@@ -175,7 +180,9 @@ def _unpack_announced(message: pb.Announced) -> Announced:
     if message.frame.payload:
         raise Malformed("payload", "must be empty in a frame that is announced")
     checksum = message.checksum if message.HasField("checksum") else None
-    return Announced(_unpack_frame(message.frame), message.pair, message.number, parcel_size(message.bytes), checksum)
+    frame = _unpack_frame(message.frame)
+    size = parcel_size(message.bytes or _declared(frame))
+    return Announced(frame, message.pair, message.number, size, checksum)
 
 
 def _pack_end(end: HandoffEnd) -> pb.HandoffEnd:

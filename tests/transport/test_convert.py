@@ -236,6 +236,13 @@ def test_sampling_values_that_no_sampler_takes_are_refused(field: str, value: ob
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize("size", [1, 5, 70_000])
+@pytest.mark.parametrize("checksum", [None, 0, 2**64 - 1])
+def test_an_announced_parcel_comes_back_whether_its_planes_say_its_size_or_not(size: int, checksum: int | None) -> None:
+    said = convert_kv.Announced(replace(nouns.frame(0), payload=b""), 1, 2, size, checksum)
+    assert convert_kv.PUSH_REQUEST.decode(convert_kv.PUSH_REQUEST.encode(said)) == said
+
+
 def test_absurd_sizes_are_refused() -> None:
     sampling = Sampling(seed=1, max_tokens=1)
     long_prompt = DecodeJob(types.Request("r", (1,) * (MAX_PROMPT_TOKENS + 1), sampling), "t", 0)
