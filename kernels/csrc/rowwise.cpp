@@ -12,7 +12,6 @@ constexpr std::int64_t kBlockProducts = 1 << 19;  // and products
 constexpr std::int64_t kBlockDots = 1 << 19;      // and products of codes
 constexpr std::int64_t kFewTiles = 4;             // for which rounded rows of x are worth reading
 constexpr std::int64_t kFewOutputs = 48;          // for which a block of rows of x is worth reading
-
 constexpr std::int64_t kMatrixOutputs = 64;       // rows of a weight that a matrix unit takes at a time
 
 // Blocks of rows of x in a product.
