@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.usefixtures("browser"), pytest.mark.slow]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with a chat template."""
-    return write_tiny(tmp_path_factory.mktemp("chat") / "tiny", Tiny(head_dim=64, max_context=1024))
+    return write_tiny(tmp_path_factory.mktemp("chat") / "tiny", Tiny(head_dim=64, max_context=8192))
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two"])
@@ -108,13 +108,13 @@ def test_stop_keeps_what_was_said_and_an_error_gives_the_message_back(fleet: Fle
     page = chat(open_page(fleet.api.url, may_complain=True))  # a browser notes a refused request as an error
     page.route("**/v1/chat/completions", endless)
     page.evaluate(STOP_EARLY)
-    say(page, "go on", 900)
+    say(page, "go on", 8000)
     expect(page.locator("#chat-status")).to_have_text("Stopped.")
     page.unroute("**/v1/chat/completions")
     expect(page.locator(".turn.assistant .said")).not_to_be_empty()
     expect(page.locator("#chat-send")).to_be_enabled()
-    say(page, "more", 5000)
-    expect(page.locator("#chat-status.wrong")).to_contain_text("serves at most 1024")
+    say(page, "more", 9000)
+    expect(page.locator("#chat-status.wrong")).to_contain_text("serves at most 8192")
     expect(page.locator(".turn")).to_have_count(2)
     expect(page.locator("#chat-message")).to_have_value("more")
     page.context.set_offline(True)

@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.usefixtures("browser"), pytest.mark.slow]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama."""
-    return write_tiny(tmp_path_factory.mktemp("page") / "tiny", Tiny(head_dim=64, max_context=1024))
+    return write_tiny(tmp_path_factory.mktemp("page") / "tiny", Tiny(head_dim=64, max_context=8192))
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two"])
@@ -118,15 +118,15 @@ def test_prompts_that_were_there_already_are_shown(fleet: Fleet, open_page: Open
 def test_stop_stops_and_an_error_is_shown(fleet: Fleet, open_page: Open) -> None:
     page = ready(open_page(fleet.api.url, may_complain=True))  # a browser notes a refused request as an error
     page.fill("#prompt", "hello world")
-    page.fill("#max-tokens", "900")
+    page.fill("#max-tokens", "8000")
     page.evaluate(STOP_EARLY)
     page.route("**/v1/completions", endless)
     page.click("#run")
     expect(page.locator("#playground-status")).to_have_text("Stopped.")
     page.unroute("**/v1/completions")
-    page.fill("#max-tokens", "5000")
+    page.fill("#max-tokens", "9000")
     page.click("#run")
-    expect(page.locator("#playground-status.wrong")).to_contain_text("serves at most 1024")
+    expect(page.locator("#playground-status.wrong")).to_contain_text("serves at most 8192")
     expect(page.locator("#requests-rows tr.wrong").first).to_contain_text("cancelled")
 
 
