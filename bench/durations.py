@@ -26,8 +26,7 @@ TOKENS = (16, 63, 64, 127, 128, 255, 256, 512)
 """Both sides of the numbers of rows from which on a library may multiply (`hackkv.model.products`): durations jump
 there, and a line between points farther apart is wrong by up to twice."""
 BATCHES = (1, 2, 4, 5, 8, 16)
-"""Products take rows in fours: a step of two or five is longer than a line from one to four to sixteen says, by up to a
-tenth."""
+"""Products take rows in blocks, so a step does not grow by a line from one to four to sixteen."""
 CONTEXTS = (64, 512, 1024)
 REPEATS = 5
 SECONDS = 0.2

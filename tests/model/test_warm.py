@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model.generate import generate
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.warm import warm_up
 from hackkv.model.worker import Worker, load_worker
@@ -87,16 +88,24 @@ def test_what_the_warm_up_leaves_out_would_be_seen() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp16", "hack", "rot-k3v2", "mpcache", "kvcomp"])
-def test_a_warm_up_computes_what_it_says(codec: str) -> None:
+def test_a_warm_up_leaves_answers_as_they_were(codec: str) -> None:
     """With kernels that run, of every kind of codec: exact pages, votes, choices, sizes that vary."""
-    warm_up(tiny_worker(codec), [1, 2, 3])
+    check_answers(tiny_worker(codec), [1, 2, 3])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("codec", ["hack", "rot-k3v2"])
-def test_a_warm_up_runs_on_triton(codec: str) -> None:
-    warm_up(tiny_worker(codec, layers=1, backend="triton"), [1, 2])
+def test_a_warm_up_on_triton_leaves_answers_as_they_were(codec: str) -> None:
+    check_answers(tiny_worker(codec, layers=1, backend="triton"), [1, 2])
+
+
+def check_answers(worker: Worker, sizes: list[int]) -> None:
+    """A request has the same answer before and after a warm-up."""
+    request = greedy("r", prompt(0, PI + 1), 3, ignore_eos=True)
+    before = generate(worker, request)
+    warm_up(worker, sizes)
+    assert generate(worker, request) == before
 
 
 def test_on_the_processor_nothing_is_compiled() -> None:
