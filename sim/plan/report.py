@@ -53,11 +53,11 @@ def _head(spec: Spec, demand: Demand, best: Trial, command: str) -> Iterator[str
 
 def _describe(trial: Trial) -> str:
     parts = trial.candidate.parts
-    roles = ("prefill", "decode") if len(parts) > 1 else ("replicas",)
-    counts = [
-        f"{part.count} {role} x {part.rig.pool.gpus} GPUs ({part.rig})" for role, part in zip(roles, parts, strict=True)
+    roles, purpose = (("prefill ", "decode "), "") if len(parts) > 1 else (("",), " for both")
+    machines = [
+        f"{part.count} {role}x {part.rig.pool.gpus} GPUs ({part.rig})" for role, part in zip(roles, parts, strict=True)
     ]
-    return f"{' and '.join(counts)}, {trial.candidate.kind}"
+    return f"{' and '.join(machines)}{purpose}, {trial.candidate.codec.label}"
 
 
 def _kinds(spec: Spec, trials: list[Trial]) -> Iterator[str]:
