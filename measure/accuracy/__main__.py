@@ -4,12 +4,14 @@ Without arguments it takes the model that ships with hackkv and all rows; a mode
 Every row and task has a file of its own, OUT/MODEL/ROW/TASK.json. A file is made once, point by point: the command may
 be stopped and given again, and after a change of a codec it measures that codec alone. OUT.md tells of all models in
 OUT.
-`--recommend MODEL` prints one table instead: every preset, what it weighs and what it costs this model.
+`--recommend MODEL` prints one table instead: every preset, what it weighs and what it costs this model, and
+which one to serve over a link of `--link-gbit-s`.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,7 @@ from measure.accuracy import cells, results, run, suite, variants
 from measure.accuracy.data import read_records
 from measure.accuracy.machine import commit, this_machine
 from measure.accuracy.plot import draw
-from measure.accuracy.recommend import as_markdown, recommend, show
+from measure.accuracy.recommend import LINK_GBIT_S, as_markdown, recommend, show
 from measure.accuracy.report import markdown, terminal_tables
 from measure.accuracy.run import Pending, Place
 from measure.accuracy.subject import Subject, load_subject
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.recommend is not None:
             how = {"dtype": args.dtype, "weights": args.weights, "threads": args.jobs, "backend": args.backend}
-            _recommend(ModelConfig(path=args.recommend, **how), args.out, console, notes)
+            _recommend(ModelConfig(path=args.recommend, **how), args.link_gbit_s, args.out, console, notes)
             return 0
         args.out = args.out or OUT
         if not args.render:
@@ -94,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         help="only measure what each preset costs this model (default: the shipped one), and recommend one; with --out "
         "the report tells it too",
     )
+    parser.add_argument(
+        "--link-gbit-s",
+        type=_rate,
+        default=LINK_GBIT_S,
+        help=f"with --recommend: the link between prefill and decode; default: {LINK_GBIT_S:g}",
+    )
     parser.add_argument("--render", action="store_true", help="only write the report of the files in OUT")
     return parser
 
@@ -106,6 +114,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value:g} is no rate")
     return value
 
 
@@ -127,8 +142,8 @@ def _measure(args: argparse.Namespace, console: Console) -> None:
     _run(subject, missing, tasks, Place(args.out, load(args.backend).name, args.jobs), console)
 
 
-def _recommend(model: ModelConfig, out: Path | None, console: Console, notes: Console) -> None:
-    found = recommend(model, notes)
+def _recommend(model: ModelConfig, link_gbit_s: float, out: Path | None, console: Console, notes: Console) -> None:
+    found = recommend(model, link_gbit_s, notes)
     show(found, console)
     if out is not None:
         machine = this_machine("", model.threads)

@@ -16,32 +16,30 @@ from hackkv.canary import Meter, Pace, Row, loss_key, survey
 from hackkv.codec import rows_held
 from hackkv.codecs import CODECS
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.defaults import DEFAULT_MAX_KL
 from hackkv.errors import ConfigError
 from hackkv.footprint import footprint_of
 from hackkv.model.worker import Unloaded, model_folder
 from hackkv.nodes import CodecLoss
 from hackkv.store import Store
+from measure.accuracy.advice import advice
 from measure.accuracy.text import held_out
 
 TOKENS: Final = 1024
 """The most tokens that are read."""
 TOKEN_CHARS: Final = 16
 """More characters than a token has on average in any text."""
-CLOSE_KL: Final = 0.03
-"""Below it a codec is hard to tell from exact KV."""
-
-
-JOB_PROMPT, JOB_ANSWER, JOB_LINK_BPS = 1024, 128, 1e9
-"""The job whose time is estimated: tokens of prompt and answer, and the link between prefill and decode."""
+JOB_PROMPT, JOB_ANSWER = 1024, 128
+"""The job whose time is estimated: tokens of prompt and answer."""
+LINK_GBIT_S: Final = 1.0
+"""Between prefill and decode, unless the user has another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a preset costs a model, and the time of its job."""
+    """What a preset costs a model, and how fast it was."""
 
     loss: CodecLoss
-    jct_s: float
+    pace: Pace
 
 
 _STORE: Final = Store("recommended", Measured, "what a preset costs")
@@ -58,16 +56,18 @@ class Recommendation:
     """Smallest first."""
     jct_s: Mapping[str, float]
     """By preset, an estimate from this machine's pace: one request alone, nothing overlapping."""
+    link_gbit_s: float
+    """Of the estimate."""
 
     @property
     def advice(self) -> str:
-        """One line: the smallest preset that serves, and the smallest that is hard to tell from exact KV."""
-        picks = (f"{_smallest(self.rows, kl)} is the smallest below KL {kl:g}" for kl in (DEFAULT_MAX_KL, CLOSE_KL))
-        return "; ".join(picks)
+        """One line (`measure.accuracy.advice`)."""
+        return advice(self.rows, self.jct_s)
 
 
-def recommend(model: ModelConfig, console: Console) -> Recommendation:
-    """Measure every preset on held-out text, under a progress bar. Raises `ConfigError`, `CheckpointError`.
+def recommend(model: ModelConfig, link_gbit_s: float, console: Console) -> Recommendation:
+    """Measure every preset on held-out text, under a progress bar; KV of the job whose time is estimated crosses a link
+    of `link_gbit_s`. Raises `ConfigError`, `CheckpointError`.
 
     What was measured stays in the user's cache, so that a run that was stopped goes on there.
     """
@@ -95,7 +95,7 @@ def recommend(model: ModelConfig, console: Console) -> Recommendation:
                 console.print(f"measuring {planned.codec.name} ...", markup=False)
             key = (*loss_key(planned, written, TOKENS), ("threads", str(torch.get_num_threads())))
             found = _STORE.remembered(key, lambda: _measured(meter, planned))
-            jct_s[planned.codec.name] = found.jct_s
+            jct_s[planned.codec.name] = _jct(planned, found.pace, link_gbit_s)
             progress.update(bar, advance=1)
             return found.loss
 
@@ -104,28 +104,24 @@ def recommend(model: ModelConfig, console: Console) -> Recommendation:
         minutes = (len(CODECS) - 1) * (perf_counter() - began) / 60
         console.print(f"{len(CODECS)} presets, some {minutes:.0f} minutes, less for what was measured before")
         rows = survey(meter, measure)
-    return Recommendation(folder.name, text.source, tuple(rows), jct_s)
+    return Recommendation(folder.name, text.source, tuple(rows), jct_s, link_gbit_s)
 
 
 def _measured(meter: Meter, planned: Unloaded) -> Measured:
     pace = Pace()
     loss = meter.measure(planned, pace)
-    return Measured(loss, _jct(planned, pace))
+    return Measured(loss, pace)
 
 
-def _jct(planned: Unloaded, pace: Pace) -> float:
+def _jct(planned: Unloaded, pace: Pace, link_gbit_s: float) -> float:
     """Seconds that the job takes: prefill and decode at their measured pace, and the bytes over the link."""
     sizes = footprint_of(planned.codec, planned.spec.kv_layout(planned.codec.page_tokens))
     sent = rows_held(planned.codec, JOB_PROMPT) * sizes.wire_page_bytes / sizes.page_tokens
     prefill = JOB_PROMPT * pace.prefill_s / max(1, pace.prefill_tokens)
-    return prefill + 8 * sent / JOB_LINK_BPS + JOB_ANSWER * pace.decode_s / max(1, pace.decode_tokens)
+    return prefill + 8 * sent / (1e9 * link_gbit_s) + JOB_ANSWER * pace.decode_s / max(1, pace.decode_tokens)
 
 
 HEADS: Final = ("of FP16's bytes", "KL", "first choices kept", "perplexity ×", "JCT")
-JOB: Final = (
-    f"JCT: an estimate for {JOB_PROMPT:,} tokens of prompt and {JOB_ANSWER} of answer, one request alone on this "
-    f"machine, KV over {JOB_LINK_BPS / 1e9:g} Gbit/s."
-)
 
 
 def show(found: Recommendation, console: Console) -> None:
@@ -137,8 +133,8 @@ def show(found: Recommendation, console: Console) -> None:
     for line in _lines(found):
         table.add_row(*line)
     console.print(table)
-    console.print(JOB, soft_wrap=True)
-    console.print(found.advice, markup=False, soft_wrap=True)
+    console.print(_job(found), soft_wrap=True)
+    console.print(f"Advice: {found.advice}", markup=False, soft_wrap=True)
 
 
 def as_markdown(found: Recommendation, where: str) -> str:
@@ -150,9 +146,16 @@ def as_markdown(found: Recommendation, where: str) -> str:
         f"|---|{'---|' * len(HEADS)}",
         *(f"| `{name}` | {' | '.join(cells)} |" for name, *cells in _lines(found)),
         "",
-        f"{JOB} Its advice: {found.advice}.",
+        f"{_job(found)} Advice: {found.advice}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _job(found: Recommendation) -> str:
+    return (
+        f"JCT: an estimate for {JOB_PROMPT:,} tokens of prompt and {JOB_ANSWER} of answer, one request alone on this "
+        f"machine, KV over {found.link_gbit_s:g} Gbit/s (--link-gbit-s)."
+    )
 
 
 def _text(found: Recommendation) -> str:
@@ -166,21 +169,17 @@ def _lines(found: Recommendation) -> list[tuple[str, ...]]:
             row.name,
             f"{100 * row.share:.1f}%",
             *_cells(row.loss),
-            _seconds(found.jct_s[row.name]) if row.name in found.jct_s else "",
+            _seconds(found.jct_s[row.name]),
         )
         for row in found.rows
     ]
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds:.2g} s"
 
 
 def _cells(loss: CodecLoss | None) -> tuple[str, str, str]:
     if loss is None:
         return "lossless", "", ""
     return f"{loss.kl:.4f}", f"{100 * loss.top1:.1f}%", f"{loss.perplexity_ratio:.4f}"
-
-
-def _smallest(rows: Sequence[Row], kl: float) -> str:
-    return next((row.name for row in rows if row.stays_below(kl) and not row.evicts), "none")

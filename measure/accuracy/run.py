@@ -82,14 +82,17 @@ def pending(
 
 
 def _check_points(path: Path, key: Key, points: Sequence[int]) -> None:
-    """Raise `ConfigError` if other material alone, as `--longest` asks for, would cost the file points."""
+    """Raise `ConfigError` if the run would cost the file points that the task still has, as `--longest` does.
+
+    A file that is not current any more counts, too: of exact KV, all other rows are compared with it.
+    """
     there = cells.read(path)
-    if there is None or {**there.key, MATERIAL: key[MATERIAL]} != key:
+    if there is None or there.key.get("task") != key["task"]:
         return
     if gone := sorted(there.points.keys() - set(points)):
         raise ConfigError(
             f"{path}: was measured at {', '.join(map(str, gone))}, too, which this run leaves out; without --longest "
-            "it is current, --out takes another folder, and with --again it is measured anew"
+            "it keeps them, --out takes another folder, and with --again it is measured anew"
         )
 
 

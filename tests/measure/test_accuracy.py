@@ -316,6 +316,9 @@ def test_points_that_were_measured_are_not_lost_to_a_shorter_run(
     assert main([*arguments, "--longest", "300"]) == 2
     assert "copy.json: was measured at 512, too, which this run leaves out" in capsys.readouterr().err
     assert file.read_bytes() == before
+    file.write_bytes(before.replace(b'"wire_version":"', b'"wire_version":"not '))
+    assert main([*arguments, "--longest", "300"]) == 2, "other rows are compared with a file that is not current, too"
+    assert "was measured at 512, too" in capsys.readouterr().err
     assert main([*arguments, "--longest", "300", "--again"]) == 0
     assert list(json.loads(file.read_text())["points"]) == ["128"]
 

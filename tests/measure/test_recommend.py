@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hackkv.canary import Meter, Row
+from hackkv.canary import Meter
 from hackkv.codecs import CODECS
 from hackkv.model.tiny import Tiny, write_tiny
-from hackkv.nodes import CodecLoss
 from measure.accuracy.__main__ import main
-from measure.accuracy.recommend import Recommendation
-
-
-def row(name: str, share: float, kl: float | None) -> Row:
-    return Row(name, share, None if kl is None else CodecLoss(kl, 0.9, 1.1, 2048))
-
-
-def test_the_advice_is_the_smallest_below_each_bound() -> None:
-    rows = (row("a", 0.1, float("nan")), row("b", 0.2, 0.1), row("c", 0.3, 0.01), row("exact", 1.0, None))
-    advice = Recommendation("tiny", "a text", rows, {}).advice
-    assert advice == "b is the smallest below KL 0.15; c is the smallest below KL 0.03"
-    few = replace(rows[2], name="few", evicts=True)
-    assert Recommendation("tiny", "a text", (few, *rows), {}).advice == advice, (
-        "who asks for what is gone, nobody knows"
-    )
-    advice = Recommendation("tiny", "a text", rows[:1] + rows[3:], {}).advice
-    assert advice == "exact is the smallest below KL 0.15; exact is the smallest below KL 0.03"
+from measure.accuracy.advice import HARD_TO_TELL
 
 
 def test_every_preset_is_measured_once(
@@ -42,7 +24,9 @@ def test_every_preset_is_measured_once(
     table = {line.split()[1]: line.split() for line in told.out.splitlines() if line.startswith("│")}
     assert set(table) == set(CODECS)
     assert "tiny: 192 tokens of" in told.out
-    assert "is the smallest below KL 0.15; " in told.out.splitlines()[-1]
+    assert "KV over 1 Gbit/s" in told.out
+    assert told.out.splitlines()[-1].startswith("Advice: ")
+    assert HARD_TO_TELL in told.out.splitlines()[-1]
     shares = [float(cells[3].rstrip("%")) for cells in table.values()]
     assert shares == sorted(shares)
     assert all(float(cells[-3]) > 0 and cells[-2] == "s" for cells in table.values()), "no preset lacks its time"
@@ -52,6 +36,19 @@ def test_every_preset_is_measured_once(
     monkeypatch.setattr(Meter, "measure", None)
     assert main(arguments) == 0
     assert capsys.readouterr().out == told.out
+    assert main([*arguments, "--link-gbit-s", "0.001"]) == 0
+    slow = capsys.readouterr().out
+    assert "KV over 0.001 Gbit/s" in slow
+    times = {line.split()[1]: float(line.split()[-3]) for line in slow.splitlines() if line.startswith("│")}
+    sent = {name: times[name] - float(cells[-3]) for name, cells in table.items()}
+    assert sent["fp16"] > sent["fp8"] > 0, "what was measured before is told for another link"
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "fast"])
+def test_a_link_that_is_no_rate_is_refused(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--recommend", "--link-gbit-s", rate])
+    assert "--link-gbit-s" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,75 @@
+"""Which preset to serve: one rule, and what it says of a table of presets.
+
+Of the presets that are hard to tell from exact KV, those count as fast whose job takes hardly longer than the shortest.
+Of these the smallest is advised. Whatever the canary lets pass (`codec.max_kl`) is not good for that alone: just below
+its bound one first choice in six is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from hackkv.canary import Row
+from hackkv.defaults import DEFAULT_MAX_KL
+
+MAX_KL: Final = DEFAULT_MAX_KL / 5
+MIN_TOP1: Final = 0.9
+MAX_PERPLEXITY_RATIO: Final = 1.03
+SAME_JCT: Final = 1.05
+"""Times this close are as good as equal: they were taken once, and people do not feel the difference."""
+HARD_TO_TELL: Final = (
+    f"KL at most {MAX_KL:g}, at least {100 * MIN_TOP1:.0f}% of first choices kept, "
+    f"perplexity times {MAX_PERPLEXITY_RATIO:g} at most"
+)
+
+
+def hard_to_tell(row: Row) -> bool:
+    """Whether all three numbers of a preset's loss are near those of exact KV. One that is not a number never is."""
+    loss = row.loss
+    return loss is None or (
+        loss.kl <= MAX_KL and loss.top1 >= MIN_TOP1 and loss.perplexity_ratio <= MAX_PERPLEXITY_RATIO
+    )
+
+
+def ranked(rows: Sequence[Row], jct_s: Mapping[str, float]) -> list[Row]:
+    """The presets that may be advised, best first; `jct_s` has the seconds of each one's job.
+
+    A preset is best if it is the smallest of those within `SAME_JCT` of the shortest job. Of equally small ones the one
+    that loses less is better. Presets that evict rows are never advised.
+    """
+    left = [row for row in rows if hard_to_tell(row) and not row.evicts]
+    order = list[Row]()
+    while left:
+        limit = SAME_JCT * min(jct_s[row.name] for row in left)
+        best = min((row for row in left if jct_s[row.name] <= limit), key=lambda row: (row.share, _kl(row)))
+        order.append(best)
+        left.remove(best)
+    return order
+
+
+def advice(rows: Sequence[Row], jct_s: Mapping[str, float]) -> str:
+    """One line: the preset to serve, why, and the runner-up, with what it is behind in."""
+    order = ranked(rows, jct_s)
+    if not order:
+        return f"none: no preset is hard to tell from exact KV ({HARD_TO_TELL})"
+    best, *others = order
+    if not others:
+        return f"{best.name}: the only preset that is hard to tell from exact KV ({HARD_TO_TELL})"
+    return (
+        f"{best.name}: of the presets that are hard to tell from exact KV ({HARD_TO_TELL}) and within "
+        f"{SAME_JCT - 1:.0%} of the shortest JCT the smallest; next {_behind(others[0], best, jct_s)}"
+    )
+
+
+def _behind(row: Row, best: Row, jct_s: Mapping[str, float]) -> str:
+    ours, theirs = jct_s[best.name], jct_s[row.name]
+    if theirs > SAME_JCT * ours:
+        return f"{row.name}, which takes {theirs / ours - 1:.0%} longer"
+    if row.share > best.share:
+        return f"{row.name}, which holds {100 * row.share:.1f}% of FP16's bytes, not {100 * best.share:.1f}%"
+    return f"{row.name}, as small, with a KL of {_kl(row):.4f}, not {_kl(best):.4f}"
+
+
+def _kl(row: Row) -> float:
+    return 0.0 if row.loss is None else row.loss.kl
