@@ -151,8 +151,11 @@ async def handle(request: Request, error: Exception) -> Response:
 
 
 def from_validation(error: ValidationError, known: Collection[str]) -> RequestError:
-    """Name the field that pydantic refused; if there is no such field, the most similar of the `known` ones too."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    """Name the field that pydantic refused; if there is no such field, the most similar of the `known` ones too.
+
+    What stands in the body and is wrong comes before what is missing: a misspelt field is both.
+    """
+    first = min(error.errors(include_url=False, include_input=False), key=lambda found: found["type"] == "missing")
     kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
         why = context["error"]

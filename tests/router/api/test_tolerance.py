@@ -247,6 +247,23 @@ async def test_a_misspelt_field_is_told_its_name(api: Api) -> None:
         assert (error["param"], error["message"]) == (name, f"unknown field: {name}{meant}")
 
 
+@pytest.mark.parametrize(
+    ("path", "misspelt", "meant"),
+    [
+        (CHAT, "mesages", "messages"),
+        (MESSAGES, "mesages", "messages"),
+        (COMPLETIONS, "promt", "prompt"),
+        (RESPONSES, "inputs", "input"),
+    ],
+)
+async def test_a_required_field_that_is_misspelt_is_not_said_to_be_missing(
+    api: Api, path: str, misspelt: str, meant: str
+) -> None:
+    answer = await api.http.post(path, json={misspelt: "hi", "max_tokens": 1, "model": "hackkv-small"})
+    assert answer.status_code == 400
+    assert f"unknown field: {misspelt}; did you mean {meant}?" in answer.json()["error"]["message"]
+
+
 async def test_a_whole_number_may_be_written_with_a_point(api: Api) -> None:
     body = {"prompt": [65.0, 66], "max_tokens": 2.0, "n": 1.0, "seed": 3.0, "stop_token_ids": [9.0]}
     assert (await api.http.post(COMPLETIONS, json=body)).json()["usage"]["completion_tokens"] == 2
