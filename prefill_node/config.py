@@ -26,6 +26,9 @@ class PrefillSettings(Frozen):
     """How long KV is kept after its handoff, in seconds. It goes earlier when the request ends."""
     prefix_cache: bool = True
     """Whether prompts share the pages of a common beginning; idle ones stay in the page pool, then in host memory."""
+    resume_points: int = Field(default=64, gt=0)
+    """Conversations and shared beginnings that a node goes on with, of a codec that keeps rows exact at their end; each
+    takes the memory of those rows when it is first used."""
     prefix_fetch: PrefixFetch = PrefixFetch.AUTO
     """Whether pages that a prompt lacks here come from the decode node that holds them."""
     fetch_s: float = Field(default=10.0, gt=0)
@@ -39,8 +42,8 @@ class PrefillSettings(Frozen):
 
     @property
     def busiest(self) -> Busiest:
-        """A pass of whose rows all are scored, and as many resume points as prompts."""
-        return Busiest(2 * self.max_prompts, self.chunk_tokens, self.chunk_tokens)
+        """A pass of whose rows all are scored, and all resume points."""
+        return Busiest(self.max_prompts + self.resume_points, self.chunk_tokens, self.chunk_tokens)
 
 
 class PrefillConfig(PrefillSettings, NodeConfig):

@@ -56,8 +56,8 @@ class PrefillService:
         self._host = HostPool(settings.host_bytes, self._left)
         reuse = settings.prefix_cache and worker.codec.bytes_follow_tokens
         prompts = settings.max_prompts
-        # As many resume points as prompts: each is a slot more, which takes memory when it is first used.
-        kept = range(prompts, 2 * prompts) if reuse and worker.codec.window.pages > 1 else range(0)
+        resumes = reuse and worker.codec.window.pages > 1
+        kept = range(prompts, prompts + settings.resume_points) if resumes else range(0)
         runner = ModelRunner(worker.model, worker.codec, num_pages, prompts + len(kept))
         page_tokens, page_bytes = worker.footprint.page_tokens, worker.footprint.page_bytes
         points = ResumePoints[SharedPage](kept) if kept else None

@@ -53,6 +53,7 @@ class Bench:
         chunk_pages: int = 2,
         host_bytes: int = 1 << 24,
         prefix_cache: bool = True,
+        resume_points: int = 8,
         codec_object: GatedCodec | None = None,
         **settings: int | float | str | bool,
     ) -> None:
@@ -68,7 +69,11 @@ class Bench:
             self.wire.sender(),
             num_pages,
             PrefillSettings(
-                max_prompts=8, chunk_tokens=chunk_pages * PI, host_bytes=host_bytes, prefix_cache=prefix_cache
+                max_prompts=8,
+                chunk_tokens=chunk_pages * PI,
+                host_bytes=host_bytes,
+                prefix_cache=prefix_cache,
+                resume_points=resume_points,
             ),
         )
         self.count = 0
@@ -161,6 +166,18 @@ async def test_pages_go_to_host_memory_and_come_back_bit_equal(codec: str) -> No
         assert (again.token, again.planes) == (first.token, first.planes)
         assert await bench.stat("hackkv_prefix_hits_total") == 3 * PI
         assert await bench.stat("hackkv_prefix_queries_total") == 2 * len(ids) + len(other)
+
+
+@pytest.mark.parametrize("resume_points", [1, 3])
+async def test_a_node_goes_on_with_as_many_conversations_as_it_has_resume_points(resume_points: int) -> None:
+    """Second turns in the order of the first. With a point for each they cost what is new; else the points of those
+    that come later are gone when they come."""
+    turns = [prompt(seed, 2 * PI) for seed in range(3)]
+    async with Bench("rot-window", resume_points=resume_points) as bench:
+        for turn in turns:
+            await bench.serve(turn)
+        again = [(await bench.serve(turn + prompt(9, 7))).computed_tokens for turn in turns]
+    assert again == [7 if resume_points == len(turns) else 2 * PI + 7] * len(turns)
 
 
 async def test_a_prompt_goes_on_after_a_pass_of_another_and_after_its_end() -> None:
