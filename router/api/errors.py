@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -153,9 +154,10 @@ async def handle(request: Request, error: Exception) -> Response:
 def from_validation(error: ValidationError, known: Collection[str]) -> RequestError:
     """Name the field that pydantic refused; if there is no such field, the most similar of the `known` ones too.
 
-    What stands in the body and is wrong comes before what is missing: a misspelt field is both.
+    A misspelt field is unknown, and the field that was meant is missing: the one that stands in the body is named.
     """
-    first = min(error.errors(include_url=False, include_input=False), key=lambda found: found["type"] == "missing")
+    errors = error.errors(include_url=False, include_input=False)
+    first = next((each for each in errors if _misspells(each, errors[0])), errors[0])
     kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
         why = context["error"]
@@ -171,6 +173,13 @@ def from_validation(error: ValidationError, known: Collection[str]) -> RequestEr
     if not names:
         return RequestError("the body must be a JSON object")
     return RequestError(f"{_path(names)}: {first['msg']}", param=_path(names))
+
+
+def _misspells(unknown: ErrorDetails, missing: ErrorDetails) -> bool:
+    """Whether an unknown field resembles a missing one beside it."""
+    (*beside, name), (*place, meant) = unknown["loc"] or ("",), missing["loc"] or ("",)
+    kinds = (unknown["type"], missing["type"])
+    return kinds == ("extra_forbidden", "missing") and beside == place and bool(did_you_mean(str(name), [str(meant)]))
 
 
 def _path(names: Sequence[str | int]) -> str:
