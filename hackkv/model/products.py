@@ -2,8 +2,9 @@
 
 Our own read a weight as it rests and form every sum in one order (`RowKernels.product`), so a row does not depend on
 the rows beside it. A model that uses no other products is *batch invariant*. The library is faster from some number of
-rows on: in BF16 from some hundred rows on where our own multiply matrices too (AMX), never where it has no instructions
-for BF16, and somewhere between on others. So each processor is asked once, at the first load, and remembered.
+rows on: in BF16 from some hundred rows on where our own multiply matrices too (AMX), from some dozens where both have
+`vdpbf16ps`, never where the processor has no instructions for BF16. So each processor is asked once, at the first load,
+and remembered.
 
 Packed weights (`hack_kernels.block_weight`) are multiplied as they rest by our own kernels. For the library they are
 turned into numbers, for one call: from some number of rows on that pays, and the same question settles it.
@@ -50,7 +51,7 @@ those calls have to serve, and the answer holds for a while only."""
 GAIN: Final = 1.1
 """The library takes over where it is at least so many times faster."""
 
-VERSION: Final = "4"
+VERSION: Final = "5"
 """Increases with every change of our products or of how they are timed: what was measured before is asked again."""
 
 _THREADS: Final = Path("/proc/self/task")

@@ -6,23 +6,17 @@
 // As for the library, numbers below the normal range count as 0.
 #pragma once
 
+#include "bf16_columns.h"
 #include "product.h"
 #include "simd/amx.h"
 
 namespace hack {
 
-inline constexpr int kTileColumns = 32;  // of a weight, in a step
-inline constexpr int kTileBytes = 64;    // of a row of a tile
+inline constexpr int kTileColumns = kBfloatColumns;  // of a weight, in a step
+inline constexpr int kTileBytes = 64;                // of a row of a tile
 
 constexpr int tile_steps(int k) {
   return (k + kTileColumns - 1) / kTileColumns;
-}
-
-// Columns from `at` on of a row of n values in BF16, zeros past its end.
-[[gnu::always_inline]] inline __m512i load_columns(const std::byte* row, int at, int n) {
-  const std::byte* from = row + 2 * std::int64_t(at);
-  if (at + kTileColumns <= n) return _mm512_loadu_si512(from);
-  return _mm512_maskz_loadu_epi16(__mmask32((std::uint64_t(1) << (n - at)) - 1), from);
 }
 
 // Up to `slots` rows of x in pairs. A turn of 16 vectors serves as many steps as fit beside one another.

@@ -1,4 +1,5 @@
 #include "bf16.h"
+#include "dot_product.h"
 
 namespace hack {
 namespace {
@@ -16,6 +17,7 @@ const Operations& avx512_bf16_operations() {
   static const Operations operations = [] {
     Operations all = avx512_operations();
     all.pages[int(Kind::kRows)].attend = attend_rows_by_dtype;
+    all.rows[int(Dtype::kBfloat)].product = dot_product_block<Avx512>;
     return all;
   }();
   return operations;
