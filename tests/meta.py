@@ -139,13 +139,18 @@ class NothingComesBack(TorchDispatchMode):
 
 def on_meta(value: Any, dtype: torch.dtype | None = None) -> Any:
     """Tensors of a dataclass of weights, without their values; of `dtype`, if that is given."""
+    return placed(value, META, dtype)
+
+
+def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """A dataclass of weights whose tensors lie on `device`; of `dtype`, if that is given."""
     if isinstance(value, Tensor):
-        return value.to(META, dtype)
+        return value.to(device, dtype)
     if isinstance(value, tuple):
-        return tuple(on_meta(each, dtype) for each in value)
+        return tuple(placed(each, device, dtype) for each in value)
     if value is None:
         return None
-    return replace(value, **{each.name: on_meta(getattr(value, each.name), dtype) for each in fields(value)})
+    return replace(value, **{each.name: placed(getattr(value, each.name), device, dtype) for each in fields(value)})
 
 
 def two_sequences() -> list[StepPart]:
