@@ -69,10 +69,17 @@ def main() -> None:
                         lines.append(row(CpuBackend(isa, args.threads), form, shape, rows))
                         print(lines[-1], flush=True)
     if args.out:
+        unit = bf16_unit()
         where = f"{this_machine('', args.threads).cpu}, {args.threads} threads, {began}"
         about = f"`python -m bench.products --threads {args.threads} --out docs` · {where}"
-        text = "\n".join(("## Matrix products", "", about, "", HEAD, "|" + "---|" * 8, *lines))
-        write_section(args.out, "products", text, {"where": where, "rows": lines})
+        text = "\n".join((f"## Matrix products, {unit} for BF16", "", about, "", HEAD, "|" + "---|" * 8, *lines))
+        write_section(args.out, f"products-{unit}", text, {"where": where, "rows": lines})
+
+
+def bf16_unit() -> str:
+    """What multiplies in BF16 on this processor: each has a section of its own."""
+    present = torch.cpu.get_capabilities()
+    return next((unit for unit in ("amx_bf16", "avx512_bf16") if present.get(unit)), "fp32").replace("_", "-")
 
 
 def row(backend: CpuBackend, form: Form, shape: tuple[int, int], rows: int) -> str:
