@@ -183,7 +183,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
     def __init__(self, census: Census, waits: Waits, refused: Callable[[int], None], **given: Any) -> None:
         """`refused` is called with the status of each refusal; `given` is what uvicorn gives its protocols."""
         super().__init__(**given)
-        self.conn = _Requests()
+        self.conn: _Requests = _Requests()
         self.app = self._noting_events
         self._streams_events = self._chunked = False
         self._census, self._waits, self._refused = census, waits, refused
