@@ -17,11 +17,24 @@ LOOK_S: Final = 1.0
 """Seconds between two looks at what this process does."""
 IDLE_S: Final = 0.05
 """A process that took less processor time than that from look to look is idle."""
+_ARENA_MAX: Final = -8
+"""M_ARENA_MAX of glibc's malloc.h."""
 _AREA: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ *(.*)")
 
 
+def keep_one_heap() -> None:
+    """Let all threads of this process allocate from one heap, before it has a second thread. Only glibc has several.
+
+    Of its other heaps glibc gives no end back when it is asked to `trim`: a thread that had allocated the tensors of one
+    pass kept up to 5 MiB. Threads here take turns at Python's lock, so one heap holds nobody up.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_ARENA_MAX, 1)
+
+
 def trim() -> None:
-    """Give it back to the system. Only glibc keeps it that way; elsewhere nothing happens.
+    """Give freed memory back to the system. Only glibc keeps it; elsewhere nothing happens.
 
     Reading a tokenizer or a checkpoint frees many small pieces at once. A process that goes on for days asks for this
     when it has loaded what it needs.
