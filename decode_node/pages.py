@@ -57,6 +57,11 @@ class PagePool:
         """Slots that no grant holds."""
         return len(self._slots)
 
+    @property
+    def idle_slots(self) -> tuple[int, ...]:
+        """Those slots."""
+        return tuple(self._slots)
+
     def taken_by(self, num_pages: int, names: Sequence[PageName] = ()) -> int:
         """How many free pages `take` would take: pages that others hold too cost nothing."""
         return num_pages - sum(kept.users > 0 for kept in self.kept.match(names[:num_pages]))

@@ -20,6 +20,7 @@ from decode_node.seats import Place, Plan, Turn, publish
 from decode_node.stream import Stream
 from hackkv.batch import Span
 from hackkv.errors import HackkvError, SequenceError
+from hackkv.heap import REST_S, within
 from hackkv.model.runner import ModelRunner
 from hackkv.types import Decoded, Token
 
@@ -31,7 +32,7 @@ class Steps:
 
     def __init__(self, runner: ModelRunner, scheduler: DecodeScheduler[Stream], rows: KeptRows) -> None:
         self._scheduler = scheduler
-        self._engine = DecodeEngine(runner)
+        self._engine, self._memory = DecodeEngine(runner), runner.memory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-engine")
         self._wake = asyncio.Event()
         self.copies = Copies(runner.memory, scheduler, self._fail, self._wake.set, rows)
@@ -91,7 +92,9 @@ class Steps:
             if step is None:
                 chosen = []
                 self._wake.clear()
-                await self._wake.wait()
+                if not await within(REST_S, self._wake.wait()):
+                    self._memory.forget_slots(self._scheduler.pool.idle_slots)
+                    await self._wake.wait()
             else:
                 chosen = await self._end(step, plan.turns)
 

@@ -9,11 +9,13 @@ end of `lanes.arriving`. Whoever frees pages, or tells of them, waits for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from hack_kernels.base import Planes, Pool
+from hack_kernels.pools import forget
 from torch import Tensor
 
 from hackkv.batch import Batch, Span
@@ -126,6 +128,15 @@ class KvMemory:
 
         self.lanes.compute.run(copy)
         self.lanes.written()
+
+    def forget_slots(self, slots: Iterable[int]) -> None:
+        """Give the memory of slots back to the system that no sequence holds and no copy reads. What they held is lost.
+        Not while anything computes or copies in these slots."""
+        for _, run in groupby(enumerate(sorted(slots)), lambda numbered: numbered[1] - numbered[0]):
+            numbers = [slot for _, slot in run]
+            for pool in self.pools:
+                for exact in (pool.open_k, pool.open_v):
+                    forget(exact, range(numbers[0], numbers[-1] + 1))
 
     def rest(self, layer: int, pages: Tensor) -> Iterator[Leaving]:
         """Sealed pages, [P] int64, as they rest: name -> [P, Hkv, ...]; in order, some at a time."""

@@ -18,6 +18,7 @@ from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import CalibrationMismatch, CheckpointError, ConfigError
 from hackkv.footprint import Footprint, footprint_of, fp16_bytes
 from hackkv.guide import Guides
+from hackkv.heap import trim
 from hackkv.model import check_dtype, load_model
 from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.device import ON_PROCESSOR_BYTES, Memory, auto_kv_bytes, backend_on, memory_of, pass_bytes, places
@@ -211,6 +212,7 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
     llama = planned.load()
     guides = Guides(planned.folder.path, sorted(planned.spec.eos_ids))
     kernels = f"{planned.kernels}, {_products(llama)}"
+    trim()  # loading frees some 50 MiB, of which more or less stays, depending on what lies above it
     return Worker(planned.folder.name, llama, planned.codec, planned.backend, planned.fingerprint(), kernels, guides)
 
 
