@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from faults.plan import FaultPlan
 from hackkv.config import Frozen, load
+from hackkv.defaults import DEFAULT_CODEC
 from hackkv.errors import ConfigError
 from sim.catalogue import Catalogue, Gpu, Instance, Model, named, shipped
 
@@ -160,7 +161,7 @@ class Policy(Frozen):
 class Codec(Frozen):
     """A codec of `hackkv.codecs.CODECS` with its settings, and what it costs to compute."""
 
-    name: str = "rot-k4v4"
+    name: str = DEFAULT_CODEC
     settings: dict[str, int | float | str | bool] = Field(default_factory=dict)
     dequantizes: bool = False
     """A step makes FP16 of the KV before it attends, as CacheGen and KVQuant do."""

@@ -53,7 +53,7 @@ from transport.closing import closing
 from transport.wires import Loopback
 
 PI = 32
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 EVICTING = tuple(name for name, preset in CODECS.items() if preset.make is make_evicting)
 """Codecs that evict rows of prompts, and whose pages nobody shares."""
 SHARING = tuple(sorted(set(CODECS) - set(EVICTING)))

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from hack_kernels import load
+from hack_kernels import gpus, load
 from hack_kernels.base import Backend, BackendUnavailable
-from hack_kernels.triton.support import gpus
 
 from hackkv.config import ModelConfig
 from hackkv.errors import ConfigError

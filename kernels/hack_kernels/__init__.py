@@ -13,6 +13,7 @@ from typing import Final, cast
 import torch
 
 from hack_kernels.base import Backend, BackendUnavailable
+from hack_kernels.triton.support import gpus as gpus
 
 BACKENDS: Final = {
     "reference": "hack_kernels.reference",
@@ -25,7 +26,8 @@ the backend cannot run. Without a device the backend takes its own."""
 AUTO: Final = ("cpu", "reference")
 """What `auto` tries on the processor, fastest first."""
 AUTO_ON_GPU: Final = ("triton",)
-"""The same on a GPU. The definitions alone are so slow there that they have to be asked for."""
+"""The same on a GPU: on those that `gpus` calls usable. The definitions alone are so slow there that they have to be
+asked for."""
 
 
 def load(name: str = "auto", device: torch.device | None = None) -> Backend:

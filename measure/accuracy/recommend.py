@@ -16,6 +16,7 @@ from hackkv.canary import Meter, Pace, Row, loss_key, survey
 from hackkv.codec import rows_held
 from hackkv.codecs import CODECS
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.defaults import EXACT_CODEC
 from hackkv.errors import ConfigError
 from hackkv.footprint import footprint_of
 from hackkv.model.worker import Unloaded, model_folder
@@ -100,7 +101,7 @@ def recommend(model: ModelConfig, link_gbit_s: float, console: Console) -> Recom
             return found.loss
 
         began = perf_counter()
-        measure(meter.plan(CodecConfig(name="fp16")))  # it loses nothing, but it takes its time
+        measure(meter.plan(CodecConfig(name=EXACT_CODEC)))  # it loses nothing, but it takes its time
         minutes = (len(CODECS) - 1) * (perf_counter() - began) / 60
         console.print(f"{len(CODECS)} presets, some {minutes:.0f} minutes, less for what was measured before")
         rows = survey(meter, measure)

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.defaults import EXACT_CODEC
 from hackkv.model.worker import Unloaded, Worker, load_worker, model_folder, plan_worker
 from hackkv.tokenizer import BROKEN, Tokenizer
 from measure.accuracy.data import Record
@@ -76,7 +77,7 @@ def load_subject(model: ModelConfig, records: Sequence[Record] = ()) -> Subject:
     """Load the checkpoint, once for all rows. Raises `ConfigError` or `CheckpointError`."""
     folder = model_folder(model)
     model = model.model_copy(update={"path": str(folder.path)})
-    worker = load_worker(model, CodecConfig(name="fp16"))
+    worker = load_worker(model, CodecConfig(name=EXACT_CODEC))
     tokenizer = Tokenizer(folder.path)
     text = held_out(folder.path)
     named = replace(worker, name=folder.name)

@@ -31,6 +31,7 @@ from hackkv.codecs.artifact import KVQUANT, METADATA, ROTATED, VERSION, ZACK, re
 from hackkv.codecs.rotated import LayerBits
 from hackkv.codecs.zack import Projections
 from hackkv.config import CodecConfig, ModelConfig
+from hackkv.defaults import EXACT_CODEC
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.model.identity import source_hash
 from hackkv.model.shipped import find_model
@@ -131,7 +132,7 @@ def _load(args: argparse.Namespace) -> tuple[Worker, str, Windows]:
     """Everything that the run needs, and the hash of the model. Raises `ConfigError`, also if the text is too short."""
     folder = find_model(args.model, args.dtype)
     config = ModelConfig(path=str(folder.path), dtype=args.dtype, threads=args.threads, backend=args.backend)
-    worker = replace(load_worker(config, CodecConfig(name="fp16")), name=folder.name)
+    worker = replace(load_worker(config, CodecConfig(name=EXACT_CODEC)), name=folder.name)
     windows = windows_of(Tokenizer(folder.path), args.text, args.tokens, worker.model.spec.max_context)
     rows, needed = counted_rows(windows.windows), worker.model.spec.head_dim
     if rows < needed:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from http import HTTPStatus
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Any, Final
 
@@ -37,7 +38,8 @@ LINGER_S: Final = 10.0
 """How long a body is read and dropped whose request has been refused."""
 FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
 
-_REASONS: Final = {400: "Bad Request", 408: "Request Timeout", 429: "Too Many Requests", 503: "Service Unavailable"}
+LONGEST_FAULT: Final = 200
+"""Characters of what is said about bytes that are not HTTP; h11 repeats them."""
 
 _REMEMBERED: Final = 4096
 """Addresses whose owners need not be found again."""
@@ -151,9 +153,17 @@ class _Requests(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._chunks, self._bytes = 0, 0
+        self.fault = h11.RemoteProtocolError("no HTTP")
+        """Why the peer was not understood, once it was not."""
 
     def next_event(self) -> Any:
-        event = super().next_event()
+        try:
+            return self._counted(super().next_event())
+        except h11.RemoteProtocolError as error:
+            self.fault = error
+            raise
+
+    def _counted(self, event: Any) -> Any:
         if isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
         elif isinstance(event, h11.Data):
@@ -173,7 +183,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
     def __init__(self, census: Census, waits: Waits, refused: Callable[[int], None], **given: Any) -> None:
         """`refused` is called with the status of each refusal; `given` is what uvicorn gives its protocols."""
         super().__init__(**given)
-        self.conn = _Requests()
+        self.conn: _Requests = _Requests()
         self.app = self._noting_events
         self._streams_events = self._chunked = False
         self._census, self._waits, self._refused = census, waits, refused
@@ -238,8 +248,12 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
             self._arm("linger", LINGER_S, self._half_close)
 
     def send_400_response(self, msg: str) -> None:
-        """The peer does not speak HTTP."""
-        self._refuse(HTTPError(400, msg, "bad_http"))
+        """The peer does not speak HTTP, or its headers are too long. Clients read what h11 says of it, and not `msg`."""
+        status = HTTPStatus(self.conn.fault.error_status_hint)
+        if status is HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+            self._refuse(HTTPError(status, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes", "long_head"))
+        else:
+            self._refuse(HTTPError(status, f"this is not HTTP/1.1: {self.conn.fault}"[:LONGEST_FAULT], "bad_http"))
         self._half_close()
 
     # Our own --------------------------------------------------------------------------------------------------------
@@ -294,7 +308,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
             return
         path = self.cycle.scope["path"] if self._has_request else None
         body = json.dumps(told(error, path)).encode("ascii")
-        head = f"HTTP/1.1 {error.status} {_REASONS[error.status]}\r\ncontent-type: application/json\r\n"
+        head = f"HTTP/1.1 {error.status:d} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
 

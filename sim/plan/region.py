@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from hackkv.defaults import EXACT_CODEC
 from measure.serve.shapes import Spread, fixed
 from sim.plan.screen import Candidate, Demand, candidates, demand_of
 from sim.spec import Efficiency, Spec
@@ -64,7 +65,7 @@ def region(spec: Spec, demand: Demand) -> list[Cell]:
             part = spec.model_copy(update={"network": network})
             costs = share_costs(part, demand_of(part, demand.rate, limits, shape))
             kind = winner(costs)
-            fp16 = min((cost for name, cost in costs.items() if name.startswith("fp16")), default=float("nan"))
+            fp16 = min((cost for name, cost in costs.items() if name.startswith(EXACT_CODEC)), default=float("nan"))
             cells.append(Cell(prompt, link, kind, costs[kind] / fp16 if kind else float("nan")))
     return cells
 

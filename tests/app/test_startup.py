@@ -18,7 +18,7 @@ from app.interrupt import SIGNALS
 from hackkv.packaged import SHIPPED
 from tests.e2e.processes import ENVIRONMENT, START_S, Child, alive, family, hackkv, until
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 HEAVY = ("torch", "transformers", "accelerate", "huggingface_hub", "scipy", "gguf")
 
 IMPORTS = {

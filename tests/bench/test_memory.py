@@ -9,7 +9,7 @@ import sys
 def test_the_process_that_measures_memory_loads_no_library_that_it_measures() -> None:
     """Its own pages of them would halve those of a process alone, and not those of a cluster."""
     code = "import bench.memory, sys; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60.0)
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert not {"torch", "numpy", "grpc", "pydantic", "tokenizers", "hack_kernels", "httpx"} & set(
         loaded.stdout.split()
     )

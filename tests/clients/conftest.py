@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 HACKKV = Path(os.environ.get("HACKKV", ROOT / ".venv" / "bin" / "hackkv"))
 MODEL = "hackkv-small"
 KEY = "sk-clients"
-START_S = 180.0
-STOP_S = 30.0
+START_S = 240.0
+STOP_S = 240.0
 TOOL_S = 600.0
 TOKENIZER = ROOT / "hackkv" / "shipped"
 

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
 
 def run(*command: str) -> str:
     """Run a checker; its output. Fails with it if the checker does."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

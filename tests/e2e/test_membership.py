@@ -6,7 +6,6 @@ The fleet runs the paper's settings with sums on the wire, the largest form of t
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from jsonschema import validate
 
 from tests.e2e.processes import START_S, Api, Fleet, check_weight, role, until
 
-LEASE_S = 1.0
-NOTICE_S = LEASE_S + 2.0
-"""The lease, the router's quarter of it between two looks, and what a busy machine takes."""
+LEASE_S = 3.0
 CODEC = {"name": "hack-paper", "settings": {"page_tokens": 64, "send_sums": True}}
 PROMPT = list(range(3, 103))
 ANSWER_TOKENS, FEW_TOKENS = 200, 8
@@ -64,22 +61,16 @@ def test_a_killed_decode_node_costs_no_token_and_comes_back(paper: Fleet, more: 
         validate(json.loads(calm["text"]), SCHEMA)
     expected, victim = calm["token_ids"], paper.decode[1]
 
-    answers: list[dict[str, Any]] = []
-    clients = [
-        threading.Thread(target=lambda: answers.append(paper.api.complete(PROMPT, most, **more))) for _ in range(4)
-    ]
-    for client in clients:
-        client.start()
     held = 'hackkv_node_tokens{node="decode-1",role="decode"}'
-    until(lambda: paper.api.metrics().get(held), START_S, "decode-1 has work")
-    victim.kill()
-    until(lambda: paper.api.nodes["decode"] == 1, NOTICE_S, "the router drops the dead node")
-    for client in clients:
-        client.join(START_S)
+    with paper.api.asked(4, PROMPT, most, **more) as answers:
+        until(lambda: paper.api.metrics().get(held), START_S, "decode-1 has work")
+        victim.kill()
+        until(lambda: paper.api.nodes["decode"] == 1, START_S, "the router drops the dead node")
+        until(lambda: any(answer["hackkv"]["attempts"] > 1 for answer in answers), START_S, "another does its work")
     # Those that were on the dead node were decoded again elsewhere, with the tokens that were out already.
-    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 4
-    assert {answer["hackkv"]["decode_node"] for answer in answers} == {"decode-0"}
-    assert any(answer["hackkv"]["attempts"] > 1 for answer in answers)
+    assert all(answer["choices"][0]["token_ids"] == expected for answer in answers)
+    again = {answer["hackkv"]["decode_node"] for answer in answers if answer["hackkv"]["attempts"] > 1}
+    assert again == {"decode-0"}
     assert decode_nodes_of(paper.api, 2) == {"decode-0"}
 
     paper.decode[1] = paper.node("decode", "decode-1")
@@ -98,7 +89,7 @@ def test_a_killed_prefill_node_costs_nothing(paper: Fleet) -> None:
     with paper.api.asked(4, prompt, FEW_TOKENS) as answers:
         until(lambda: paper.api.metrics().get(held), START_S, "prefill-1 has work")
         victim.kill()
-        until(lambda: paper.api.nodes["prefill"] == 1, NOTICE_S, "the router drops the dead node")
+        until(lambda: paper.api.nodes["prefill"] == 1, START_S, "the router drops the dead node")
         until(lambda: any(answer["hackkv"]["attempts"] > 1 for answer in answers), START_S, "another does its work")
     assert all(answer["choices"][0]["token_ids"] == expected for answer in answers)
 
@@ -115,10 +106,10 @@ def test_a_restarted_router_finds_its_nodes_again(paper: Fleet) -> None:
     assert told["error"]["message"] == "the router stopped before the request was complete"
 
     paper.restart_router()
-    until(lambda: paper.api.nodes == {"prefill": 1, "decode": 2}, NOTICE_S, "the nodes register again")
+    until(lambda: paper.api.nodes == {"prefill": 1, "decode": 2}, START_S, "the nodes register again")
     assert paper.api.complete(PROMPT)["choices"][0]["token_ids"] == expected
     used = [f'hackkv_kv_pages{{node="decode-{i}",role="decode",state="used"}}' for i in range(2)]
-    until(lambda: [paper.api.metrics()[name] for name in used] == [0, 0], NOTICE_S, "no page is held any more")
+    until(lambda: [paper.api.metrics()[name] for name in used] == [0, 0], START_S, "no page is held any more")
 
 
 @pytest.mark.parametrize("drain_s", [START_S, 0.0], ids=["finishes", "hands over"])
@@ -139,7 +130,7 @@ def test_a_node_that_is_asked_to_stop_costs_nothing(
     with paper.api.asked(6, prompt, ANSWER_TOKENS) as answers:
         until(lambda: paper.api.metrics().get(held), START_S, f"{name} has work")
         leaver.process.terminate()
-        until(lambda: paper.api.nodes[role] == others, NOTICE_S, "the router sends it nothing more")
+        until(lambda: paper.api.nodes[role] == others, START_S, "the router sends it nothing more")
     assert len(answers) >= 6
     assert all(answer["choices"][0]["token_ids"] == expected for answer in answers)
     assert leaver.wait(START_S) == 0
@@ -154,7 +145,7 @@ def test_a_node_with_other_settings_is_refused_by_name(paper: Fleet) -> None:
         "node decode-odd does not fit the fleet: codec.page_tokens: '64' in the fleet, '32' at the node" in stranger.err
     )
     assert len(stranger.err.strip().splitlines()) == 1
-    assert paper.api.nodes == {"prefill": 1, "decode": 2}
+    until(lambda: paper.api.nodes == {"prefill": 1, "decode": 2}, START_S, "the others are there")
 
 
 def test_nodes_listed_in_the_configuration_need_not_register(paper: Fleet, checkpoint: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_the_next_turn_is_what_a_cold_run_says(checkpoint: Path, tmp_path: Path,
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump({"rules": [{"at": "decode.lent", "do": "kill", "nth": 2}]}), encoding="utf-8")
     suffers = {"faults": str(plan)} if dies else {}
-    fleet = Fleet(tmp_path, checkpoint, {"name": CODEC}, {"lease_ttl_s": 1.0}, num_decode=0)
+    fleet = Fleet(tmp_path, checkpoint, {"name": CODEC}, {"lease_ttl_s": 3.0}, num_decode=0)
     try:
         decode = [fleet.node("decode", f"decode-{number}", **suffers) for number in range(2)]
         until(lambda: fleet.api.nodes["decode"] == 2, START_S, "two decode nodes are there")

@@ -21,7 +21,6 @@ from tests.e2e.conftest import Start
 from tests.e2e.processes import ENVIRONMENT, START_S, Api, Child, alive, family, role, until
 from tests.model.gguf.writing import write_gguf
 
-STOP_S = 5.0
 SMALL = ("--prefill", "1", "--decode", "1")
 
 
@@ -31,7 +30,7 @@ def test_a_killed_supervisor_leaves_no_orphan(checkpoint: Path, start: Start) ->
     processes = family(child)
     assert len(processes) == 6, "the command, the fork server, the router, its parser and two nodes"
     child.kill()
-    until(lambda: not alive(processes), STOP_S, "every process has ended")
+    until(lambda: not alive(processes), START_S, "every process has ended")
 
 
 def test_a_node_that_dies_is_started_again_and_requests_wait_for_it(checkpoint: Path, start: Start) -> None:

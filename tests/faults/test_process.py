@@ -23,7 +23,8 @@ async def test_a_flipped_bit_and_cut_streams_are_survived(tmp_path: Path) -> Non
     model = write_tiny(tmp_path / "model", Tiny())
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump(PLAN))
-    router = {"listen": {"port": 0}, "control": {"port": 0}, "model": str(model)}
+    ports = {"listen": {"port": 0}, "control": {"port": 0}}
+    router = {**ports, "model": str(model), "lease_ttl_s": 15.0}  # a node that is late is not lost
     worker = {"model": {"path": str(model), "dtype": "float32", "threads": 1}, "faults": str(plan)}
     body = {"prompt": "a flipped bit " * 20, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     cluster_plan = ClusterPlan(router, worker, num_prefill=1, num_decode=2)

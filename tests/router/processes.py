@@ -20,7 +20,7 @@ from transport.channels import ChannelPool
 from transport.rpc_client import RegistryClient
 from transport.rpc_server import RpcServer
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 WORKERS = pytest.mark.parametrize("workers", [1, 2])
 """For tests of the router as processes: what one process keeps, several keep together."""
 ROUTERS = pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])

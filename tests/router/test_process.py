@@ -41,7 +41,7 @@ async def test_requests_go_through_real_sockets_and_the_stages_sum_to_the_client
     checkpoint: Path, workers: int
 ) -> None:
     async with (
-        router(checkpoint, "lease_ttl_s=60", f"workers={workers}") as (process, address),
+        router(checkpoint, "lease_ttl_s=3600", f"workers={workers}") as (process, address),
         nodes(address["control"]) as (prefill, _),
         httpx.AsyncClient(base_url=address["http"], timeout=PATIENCE_S) as client,
     ):
@@ -70,7 +70,7 @@ async def test_a_client_that_hangs_up_frees_the_nodes_and_a_signal_ends_what_is_
     checkpoint: Path, workers: int
 ) -> None:
     async with (
-        router(checkpoint, "lease_ttl_s=60", "shutdown_grace_s=1", f"workers={workers}") as (process, address),
+        router(checkpoint, "lease_ttl_s=3600", "shutdown_grace_s=1", f"workers={workers}") as (process, address),
         nodes(address["control"]) as (prefill, decode),
         httpx.AsyncClient(base_url=address["http"], timeout=PATIENCE_S) as client,
     ):
@@ -112,7 +112,11 @@ def test_a_bad_configuration_is_one_line_and_exit_code_2(checkpoint: Path, setti
         base = [f"model={checkpoint}", "listen.port=0", "control.port=0"]
         arguments = [argument for item in (*base, *settings) for argument in ("--set", item.replace("{taken}", port))]
         done = subprocess.run(
-            [sys.executable, "-m", "router", *arguments], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "router", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -138,7 +142,7 @@ def test_limits_are_divided_but_no_request_is_too_large_for_its_process(processe
 
 async def test_large_bodies_are_parsed_by_a_fork_of_the_router_that_holds_no_socket_of_it(checkpoint: Path) -> None:
     async with (
-        router(checkpoint, "lease_ttl_s=60") as (process, address),
+        router(checkpoint, "lease_ttl_s=3600") as (process, address),
         nodes(address["control"]),
         httpx.AsyncClient(base_url=address["http"], timeout=PATIENCE_S) as client,
     ):

@@ -102,7 +102,8 @@ function showFigures() {
   setText("now-ttft", first ? seconds(first.mean) : "–");
   setText("now-ttft-99", first ? `mean; p99 ${seconds(first.p99)}` : "mean of the last minute");
   setText("now-ratio", last.fp16_bytes ? percent(last.kv_bytes / last.fp16_bytes) : "–");
-  setText("now-kv", last.fp16_bytes ? `${bytes(last.fp16_bytes - last.kv_bytes)} not sent` : "nothing moved yet");
+  const saved = last.fp16_bytes - last.kv_bytes;
+  setText("now-kv", last.fp16_bytes ? `${bytes(Math.abs(saved))} ${saved < 0 ? "more sent" : "not sent"}` : "nothing moved yet");
   setText("now-finished", compact(last.finished));
   setText("now-failed", last.failed ? `${compact(last.failed)} did not finish` : "all finished");
 }
@@ -145,7 +146,7 @@ function showKv() {
   const page = cluster.nodes[0]?.page_tokens ?? 64;
   const open = `The last page of a prompt travels as FP16 until its ${page} tokens are full.`;
   const ratio = fp16_bytes ? `${percent(kv_bytes / fp16_bytes)} since the router started, headers included.` : "Nothing moved yet.";
-  setText("kv-note", cluster.codec === "fp16" ? ratio : `${ratio} ${open}`);
+  setText("kv-note", cluster.nodes.some((node) => node.codec_loss) ? `${ratio} ${open}` : ratio);
 }
 
 // Pages that nodes keep after a request: what a prefill node need not compute again, and a decode node need not get again.

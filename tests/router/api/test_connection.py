@@ -257,6 +257,28 @@ async def test_what_is_not_http_is_a_400_in_our_envelope(port: int) -> None:
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_http"
 
 
+@pytest.mark.parametrize(
+    ("head", "status", "reason"),
+    [
+        (b"GET /live HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 200_000 + b"\r\n\r\n", 431, "longer than 65536 bytes"),
+        (b"GET /live HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", 400, "bad Content-Length"),
+        (b"GET /live HTTP/1.1\r\n\r\n", 400, "Missing mandatory Host"),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: zip\r\n\r\n", 501, "Transfer-Encoding"),
+        (b"GET /live HTTP/1.1\r\nhost: x\r\n" + b"\xff" * 3000 + b": 1\r\n\r\n", 400, "illegal header"),
+    ],
+    ids=["long", "length", "host", "coding", "name"],
+)
+async def test_headers_that_cannot_be_taken_are_told_why(port: int, head: bytes, status: int, reason: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head)
+    writer.write_eof()
+    answer = await finish(reader, writer)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    message = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert reason in message
+    assert len(message) <= 200
+
+
 async def test_a_client_that_takes_nothing_is_given_up(cluster: Cluster, tokenizer: Tokenizer) -> None:
     async with listening(cluster, tokenizer, waits=Waits(600, 0.05)) as (port, _):
         with socket.socket() as client:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from chaos.loop import run as on_a_virtual_clock
 from hackkv.errors import (
     DeadlineExceeded,
     FrameRefused,
@@ -210,29 +211,42 @@ async def test_word_of_a_push_that_is_over_is_counted_and_ignored(
 
 
 @pytest.mark.parametrize(("point", "field"), [(Point.LANDED, "transfer_s"), (Point.TOKEN, "token_s")])
-async def test_a_decode_node_that_stalls_is_left_for_another(cluster: Cluster, point: Point, field: str) -> None:
-    gate = cluster.gate(point)
-    run = Run(cluster, deadlines=DeadlinesConfig(**{field: 0.05, "transfer_ktoken_s": 0.0}))
-    serving = asyncio.create_task(run.serve())
-    await until(lambda: len(decode_jobs(cluster)) == 2)
-    gate.set()
-    await serving
-    assert_served(run, cluster)
-    assert counted(run, "hackkv_failovers") == {'{cause="stalled",kind="reassigned"}': 1}
+def test_a_decode_node_that_stalls_is_left_for_another(point: Point, field: str) -> None:
+    """On a clock that jumps: no other node is ever late."""
+
+    async def serve() -> None:
+        cluster = await Cluster().join()
+        gate = cluster.gate(point)
+        run = Run(cluster, deadlines=DeadlinesConfig(**{field: 5.0, "transfer_ktoken_s": 0.0}))
+        serving = asyncio.create_task(run.serve())
+        await asyncio.wait([serving], timeout=7.5)
+        assert len(decode_jobs(cluster)) == 2
+        gate.set()
+        await serving
+        assert_served(run, cluster)
+        assert counted(run, "hackkv_failovers") == {'{cause="stalled",kind="reassigned"}': 1}
+
+    on_a_virtual_clock(serve())
 
 
-async def test_a_swapped_sequence_has_a_deadline_of_its_own(cluster: Cluster) -> None:
-    cluster.script.swaps = True
-    gate = cluster.gate(Point.TOKEN)
-    run = Run(cluster, deadlines=DeadlinesConfig(token_s=0.01))
-    serving = asyncio.create_task(run.serve())
-    await cluster.script.reached[Point.TOKEN].wait()
-    assert run.flight.life.state is State.SWAPPED
-    await asyncio.wait([serving], timeout=0.05)
-    gate.set()
-    await serving
-    assert_served(run, cluster)
-    assert run.flight.route.attempts == 1
+def test_a_swapped_sequence_has_a_deadline_of_its_own() -> None:
+    """On a clock that jumps: no token is late, but for those that were held up."""
+
+    async def serve() -> None:
+        cluster = await Cluster().join()
+        cluster.script.swaps = True
+        gate = cluster.gate(Point.TOKEN)
+        run = Run(cluster, deadlines=DeadlinesConfig(token_s=5.0))
+        serving = asyncio.create_task(run.serve())
+        await cluster.script.reached[Point.TOKEN].wait()
+        assert run.flight.life.state is State.SWAPPED
+        await asyncio.wait([serving], timeout=50.0)
+        gate.set()
+        await serving
+        assert_served(run, cluster)
+        assert run.flight.route.attempts == 1
+
+    on_a_virtual_clock(serve())
 
 
 async def test_a_client_with_tokens_is_not_told_that_prefill_is_full(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from router.packets import pack
 from router.workers import link as link_module
 from router.workers.link import Link
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 class End:

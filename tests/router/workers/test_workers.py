@@ -83,7 +83,7 @@ async def until_served(client: httpx.AsyncClient, path: str, wanted: int) -> lis
 
 async def test_every_worker_shows_the_whole(checkpoint: Path) -> None:
     async with (
-        router(checkpoint, "lease_ttl_s=60", "workers=2") as (process, address),
+        router(checkpoint, "lease_ttl_s=3600", "workers=2") as (process, address),
         nodes(address["control"]) as (_, decode),
         clients_of(address["http"], workers_of(process)) as clients,
     ):
@@ -113,7 +113,7 @@ async def test_every_worker_shows_the_whole(checkpoint: Path) -> None:
 
 async def test_a_worker_that_dies_takes_only_its_own_requests_with_it(checkpoint: Path) -> None:
     async with (
-        router(checkpoint, "lease_ttl_s=60", "workers=2") as (process, address),
+        router(checkpoint, "lease_ttl_s=3600", "workers=2") as (process, address),
         nodes(address["control"]) as (prefill, decode),
         clients_of(address["http"], before := workers_of(process)) as (doomed, other),
     ):
@@ -152,7 +152,7 @@ async def test_a_worker_that_dies_takes_only_its_own_requests_with_it(checkpoint
 async def test_a_signal_to_all_ends_all_and_tells_who_is_being_served(checkpoint: Path, signum: signal.Signals) -> None:
     """As a terminal or a service manager sends it: to every process of the group."""
     async with (
-        router(checkpoint, "lease_ttl_s=60", "workers=2", "shutdown_grace_s=0.1") as (process, address),
+        router(checkpoint, "lease_ttl_s=3600", "workers=2", "shutdown_grace_s=0.1") as (process, address),
         nodes(address["control"]) as (_, decode),
         clients_of(address["http"], workers := workers_of(process)) as clients,
         AsyncExitStack() as stack,
