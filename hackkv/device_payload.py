@@ -30,8 +30,8 @@ class DevicePayload:
         xxh3_64: Callable[[Sequence[Tensor], int], list[int]],
         stream: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`buffer` is uint8 [bytes]. `xxh3_64` gives the checksums of tensors of more than `SHORT` bytes there; `stream`
-        makes a block whose work stands on the stream to which the buffer belongs."""
+        """`buffer` is uint8 [bytes]. `xxh3_64` gives the checksums of tensors of more than `SHORT` bytes there.
+        `stream` makes a block whose work stands on the stream to which the buffer belongs."""
         self._buffer, self._xxh3_64, self._stream = buffer, xxh3_64, stream
 
     def __len__(self) -> int:
@@ -48,7 +48,9 @@ class DevicePayload:
             copies = [piece.clone() for piece in self._buffer.split(list(sizes))]
             short = [copy for copy in copies if copy.numel() <= SHORT]
             there = iter(self._xxh3_64([copy for copy in copies if copy.numel() > SHORT], seed))
-            here = iter((torch.cat(short).cpu() if short else self._buffer[:0].cpu()).split([len(copy) for copy in short]))
+            here = iter(
+                (torch.cat(short).cpu() if short else self._buffer[:0].cpu()).split([len(copy) for copy in short])
+            )
             return [
                 (copy, next(there) if copy.numel() > SHORT else xxhash.xxh3_64_intdigest(next(here).numpy().data, seed))
                 for copy in copies

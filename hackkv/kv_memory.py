@@ -74,8 +74,8 @@ class KvMemory:
     def install(
         self, layer: int, heads: range, pages: Sequence[int], planes: Planes, *, resident: bool = False
     ) -> None:
-        """Write what `export` of an equal codec gave at once, for some of the KV heads, bit-exact; `resident` planes lie
-        on the device already."""
+        """Write what `export` of an equal codec gave at once, for some of the KV heads, bit-exact. `resident` planes
+        lie on the device already."""
         pool = self.pools[layer].heads(heads.start, len(heads))
 
         def write(ids: Tensor, here: Planes) -> None:

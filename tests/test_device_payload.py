@@ -21,7 +21,7 @@ from hackkv.model.generate import generate
 from hackkv.types import KvFrame
 from hackkv.wire_form import wire_form
 from tests.handoffs import FORMS, Shipment, same_bytes, ship
-from tests.lanes import CPU, SLOTS, Lagging, RubbishRing, on_lanes
+from tests.lanes import SLOTS, Lagging, RubbishRing, on_lanes
 from tests.pair import PI, greedy, paired, prompt, tiny_worker
 from tests.transport import fake_nccl
 from transport.wires import linked
@@ -108,7 +108,9 @@ def test_what_lies_on_a_device_is_written_to_pages_from_there(codec: str) -> Non
         expected = shipment.expected()
         runs = memory.footprint.runs(shipment.num_tokens)
         for frame in shipment.frames:
-            checked = CheckedFrame(on_device(frame) if resident else frame, expected.planes(frame.layer, frame.rows), expected.form)
+            checked = CheckedFrame(
+                on_device(frame) if resident else frame, expected.planes(frame.layer, frame.rows), expected.form
+            )
             with memory.lanes.arriving():
                 memory.install_frame(checked.frame, checked.open(), pages, 1, runs)
         ends.append([x for pool in memory.pools for x in (*pool.planes.values(), pool.open_k, pool.open_v)])

@@ -2,8 +2,8 @@
 
 A sender has payloads in host memory, and stages each on the device (`CudaMemory`), on a stream of the link's own. At
 the receiver they stay where they have arrived (`DevicePayload`). NCCL may take two multiprocessors, since kernels that
-wait for a peer hold theirs. The sender's processor and the receiver's GPU sum each parcel up (`mix64`); of what does not
-agree nothing is used.
+wait for a peer hold theirs. The sender's processor and the receiver's GPU sum each parcel up (`mix64`); nothing is used
+of one that does not agree.
 """
 
 from __future__ import annotations

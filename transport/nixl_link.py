@@ -114,7 +114,9 @@ class NixlLink:
             if self._over:
                 raise NodeLost("the link is closed")
             self._slab = slab
-            self._agent = api.nixl_agent(uuid4().hex, api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND]))
+            self._agent = api.nixl_agent(
+                uuid4().hex, api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
+            )
             self._agent.register_memory(slab)
             own = slab.data_ptr().to_bytes(ADDRESS_BYTES, "little") + self._agent.get_agent_metadata()
         exchange.put(str(self._rank), own)

@@ -56,6 +56,18 @@ def ends(exchange: Exchange) -> Iterator[tuple[Link, Link, ThreadPoolExecutor]]:
             receiver.abort()
 
 
+def fails(sender: Link) -> threading.Thread:
+    """Sends a parcel of three bytes that does not arrive, beside the test."""
+
+    def send() -> None:
+        with pytest.raises(NodeLost):
+            sender.send(b"abc")
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
 def test_parcels_of_any_size_arrive_in_order() -> None:
     parcels = [bytes([size % 251]) * size for size in (1, 1 << 10, 8 << 20, 3, 70_001)]
     with ends(Table()) as (sender, receiver, thread):
@@ -70,12 +82,11 @@ def test_a_slab_that_is_elsewhere_than_its_owner_says_is_not_read() -> None:
         return (int.from_bytes(said[:ADDRESS_BYTES], "little") ^ 1 << 40).to_bytes(8, "little") + said[ADDRESS_BYTES:]
 
     with ends(Table(moved)) as (sender, receiver, thread):
-        sending_it = threading.Thread(target=lambda: pytest.raises(NodeLost, sender.send, b"abc"))
-        sending_it.start()
+        failing = fails(sender)
         with pytest.raises(NodeLost, match="nixl: NIXL_ERR_NOT_FOUND"):
             thread.submit(receiver.post(3)).result()
         sender.abort()
-        sending_it.join()
+        failing.join()
 
 
 @pytest.mark.parametrize("of", ["0", "1"])
@@ -92,8 +103,7 @@ def test_a_parcel_of_another_place_is_a_lost_node() -> None:
     with ends(Table()) as (sender, receiver, thread):
         assert isinstance(sender, NixlLink)
         next(sender._numbers)
-        failing = threading.Thread(target=lambda: pytest.raises(NodeLost, sender.send, b"abc"))
-        failing.start()
+        failing = fails(sender)
         with pytest.raises(NodeLost, match=r"^nixl: the peer says b'here 2' where b'here 1' is due$"):
             thread.submit(receiver.post(3)).result()
         sender.abort()

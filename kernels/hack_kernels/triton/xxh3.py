@@ -1,4 +1,4 @@
-"""XXH3-64 of bytes where they lie, so that a frame that lands on a GPU is checked there: bit for bit what `xxhash` says.
+"""XXH3-64 of bytes where they lie, so that a frame that lands on a GPU is checked there. It is what `xxhash` says.
 
 XXH3 reads 1024 bytes, a block, as 16 stripes. What a block adds to the 8 accumulators does not depend on what they are,
 so all blocks are read at once (`block_sums_kernel`). Between blocks the accumulators are scrambled, one block after
