@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hackkv.batch import Batch, Span
 from hackkv.codec import KvCodec
+from hackkv.device_payload import lies_on_device
 from hackkv.footprint import Footprint, footprint_of
 from hackkv.lanes import Leaving, lanes_on
 from hackkv.types import KvFrame, KvLayout
@@ -72,12 +73,21 @@ class KvMemory:
             _ids(()), lambda _: {name: self._read(slots[slot], rows, first)[:, None] for name, slots in exact.items()}
         )
 
-    def install(self, layer: int, heads: range, pages: Sequence[int], planes: Planes) -> None:
-        """Write what `export` of an equal codec gave at once, for some of the KV heads, bit-exact."""
+    def install(
+        self, layer: int, heads: range, pages: Sequence[int], planes: Planes, *, resident: bool = False
+    ) -> None:
+        """Write what `export` of an equal codec gave at once, for some of the KV heads, bit-exact. `resident` planes
+        lie on the device already."""
         pool = self.pools[layer].heads(heads.start, len(heads))
-        self.lanes.bring(_ids(pages), planes, lambda ids, here: self._codec.from_wire(layer, pool, ids, here))
 
-    def install_rows(self, layer: int, heads: range, slot: int, runs: Sequence[slice], planes: Planes) -> None:
+        def write(ids: Tensor, here: Planes) -> None:
+            self._codec.from_wire(layer, pool, ids, here)
+
+        self.lanes.bring(_ids(pages), planes, write, resident=resident)
+
+    def install_rows(
+        self, layer: int, heads: range, slot: int, runs: Sequence[slice], planes: Planes, *, resident: bool = False
+    ) -> None:
         """Write what `export_rows` gave of these runs (`Footprint.runs`), for some of the KV heads."""
         pool = self.pools[layer].heads(heads.start, len(heads))
 
@@ -85,7 +95,7 @@ class KvMemory:
             for name, exact in zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True):
                 _write(exact[slot], runs, here[name][:, 0])
 
-        self.lanes.bring(_ids(()), planes, write)
+        self.lanes.bring(_ids(()), planes, write, resident=resident)
 
     def seal_rows(self, layer: int, pages: Sequence[int], slot: int, rows: int, first: int) -> None:
         """Seal those of the first `pages` of a sequence of `rows` rows, from number `first` on, whose rows came exactly
@@ -109,11 +119,12 @@ class KvMemory:
     ) -> None:
         """Write a frame's planes to the pages that a sequence holds, or its exact rows to these runs of `slot`."""
         heads = range(frame.head_start, frame.head_start + frame.head_count)
+        resident = lies_on_device(frame)
         if frame.rows:
-            self.install_rows(frame.layer, heads, slot, runs, planes)
+            self.install_rows(frame.layer, heads, slot, runs, planes, resident=resident)
         else:
             due = pages[frame.page_start : frame.page_start + frame.page_count]
-            self.install(frame.layer, heads, due, planes)
+            self.install(frame.layer, heads, due, planes, resident=resident)
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy the exact rows of a sequence that holds `rows` rows from one slot to another; for the thread that
