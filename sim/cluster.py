@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from struct import pack
 
 from decode_node.pages import PagePool
@@ -200,7 +200,7 @@ class Cluster:
             if concurrency:
                 begin(number, arrival)
             else:
-                self.world.after(arrival.at_s - self.world.now, lambda: arrive(number, arrival))
+                self.world.after(arrival.at_s - self.world.now, partial(arrive, number, arrival))
 
         def arrive(number: int, arrival: Arrival) -> None:
             begin_next()

@@ -88,8 +88,7 @@ class Shipment:
             self.job.account.wire_bytes += ready
             self.sender.network.start(flow, float(ready))
         elif self.complete:
-            epoch = self.epoch
-            self.sender.world.compute(self.sender.setup_s, lambda: self._committed(epoch))
+            self.sender.world.compute(self.sender.setup_s, partial(self._committed, self.epoch))
 
     def _arrived(self, epoch: int, seconds: float) -> None:
         """The line has carried bytes; both ends have their work with them."""
@@ -230,16 +229,9 @@ class PrefillReplica:
         for chunk in chunks:
             chunk.prompt.owner.times.enter(Stage.PREFILL, now)
         if self.sender.sending is Sending.LAYERS and self._world.layers > 1:
-            self._compute(cost.seconds / self._world.layers, lambda: self._ship_layers(run))
+            self._world.compute(cost.seconds / self._world.layers, partial(self._ship_layers, run))
         else:
-            self._compute(cost.seconds, lambda: self._end(run))
-
-    def _compute(self, seconds: float, call: Callable[[], None]) -> None:
-        def done() -> None:
-            if not self._dead:
-                call()
-
-        self._world.compute(seconds, done)
+            self._world.compute(cost.seconds, partial(self._end, run))
 
     def _admit(self, job: Job) -> bool:
         """Claim host memory for a prompt's KV."""
@@ -255,6 +247,8 @@ class PrefillReplica:
         shipment.claim = None
 
     def _ship_layers(self, run: Pass) -> None:
+        if self._dead:
+            return
         for chunk in run.chunks:
             shipment = self.shipments.get(chunk.prompt.owner)
             if shipment is not None:
@@ -263,7 +257,7 @@ class PrefillReplica:
                 shipment.made += size
                 shipment.pump()
         layers = self._world.layers
-        self._compute(run.cost.seconds * (layers - 1) / layers, lambda: self._end(run))
+        self._world.compute(run.cost.seconds * (layers - 1) / layers, partial(self._end, run))
 
     def _chunk_bytes(self, chunk: Chunk[Job]) -> int:
         """What a chunk seals, and what leaves with it: after shared pages, those too."""
@@ -276,6 +270,8 @@ class PrefillReplica:
         return len(pages) * of.wire_page_bytes + (of.exact_rows(end) * of.row_bytes if chunk.is_last else 0)
 
     def _end(self, run: Pass) -> None:
+        if self._dead:
+            return
         self._pass = None
         self.scheduler.commit()
         now, tally = self._world.now, self.tally
@@ -286,7 +282,8 @@ class PrefillReplica:
         tally.busy_s += took_s
         quantize_s = run.cost.quantize_s * (took_s / alone_s if alone_s else 1.0)
         self._world.log.add(now, Kind.PASS, self.number, tokens)
-        self._world.log.span(f"prefill-{self.number}", "pass", run.began, now, tokens)
+        if self._world.log.keep_spans:
+            self._world.log.span(f"prefill-{self.number}", "pass", run.began, now, tokens)
         first: list[Shipment] = []
         for chunk in run.chunks:
             job = chunk.prompt.owner

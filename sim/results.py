@@ -19,6 +19,7 @@ from sim.spec import Spec
 Floats = npt.NDArray[np.float64]
 
 SUB_STAGES: Final = (SubStage.QUANTIZE, SubStage.ATTEND, SubStage.APPROXIMATION)
+STAGES: Final = tuple(Stage)
 COLUMNS: Final = (
     "at_s",
     "input_length",
@@ -26,7 +27,7 @@ COLUMNS: Final = (
     "ttft_s",
     "tpot_s",
     "e2el_s",
-    *(f"{stage}_s" for stage in Stage),
+    *(f"{stage}_s" for stage in STAGES),
     *(f"{stage}_s" for stage in SUB_STAGES),
     "cached_tokens",
     "swaps",
@@ -54,11 +55,11 @@ class Rows:
         self._table[self._numbers.index(job.number)] = (
             job.arrived,
             job.prompt_tokens,
-            job.arrival.output_tokens,
+            job.output_tokens,
             job.ttft_s,
             np.nan if tpot_s is None else tpot_s,
             job.jct_s,
-            *(spent.get(stage, 0.0) for stage in Stage),
+            *[spent.get(stage, 0.0) for stage in STAGES],
             account.quantize_s,
             account.attend_s,
             account.approximation_s,

@@ -56,8 +56,8 @@ class World:
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call `call` later; at once after what is due now, if `seconds` is not positive."""
-        self._count += 1
-        heappush(self._due, (self.now + seconds if seconds > 0 else self.now, self._count, call))
+        self._count = count = self._count + 1
+        heappush(self._due, (self.now + seconds if seconds > 0 else self.now, count, call))
 
     def compute(self, seconds: float, call: Callable[[], None]) -> None:
         """Call `call` when work is done that takes `seconds` alone."""
