@@ -123,7 +123,7 @@ class DecodeReplica:
         self._note_pages()
         run = self._run
         if run is not None and run.steps - run.counted > 1 and not self.scheduler.is_roomy:
-            steady = self._steady_steps(run.turns)
+            steady = self._steady_steps(run.turns, run.counted)
             if run.counted + steady < run.steps:
                 self._cut(run.counted + steady)
         return seat
@@ -252,17 +252,19 @@ class DecodeReplica:
         for job in over:
             self.on_ended(job)
 
-    def _steady_steps(self, turns: list[Turn[Job]]) -> int:
+    def _steady_steps(self, turns: list[Turn[Job]], over: int = 0) -> int:
         """How many steps from the present one on the scheduler would plan alike: until the first sequence ends, a
-        landed one waits for a place, or the batch comes near the end of the pages."""
+        landed one waits for a place, or the batch comes near the end of the pages. None of `turns` is a replay, and
+        `over` of their steps are over."""
         scheduler = self.scheduler
-        if scheduler.swapped or any([turn.replay for turn in turns]):
+        if scheduler.swapped:
             return 1
+        most = max(1, min([turn.seat.owner.left for turn in turns]) - over)
+        if scheduler.is_roomy:
+            return most
         if len(turns) < self.of.max_batch and scheduler.waiting:
             return 1
-        ahead = 0 if self._run is None else self._run.counted
-        most = max(1, min([turn.seat.owner.left for turn in turns]) - ahead)
-        if scheduler.is_roomy or self._has_pages(turns, most - 1):
+        if self._has_pages(turns, most - 1):
             return most
         low, high = 1, most
         while low < high:
@@ -308,7 +310,7 @@ class DecodeReplica:
                 grown = self.pool.extend(seat.grant, missing)
                 assert grown is not None, "steady steps do not run out of pages"
                 seat.grant = grown
-        self._note_pages()
+                self._note_pages()
 
     def _note_pages(self) -> None:
         used = self.pool.num_pages - self.pool.free_pages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from hackkv.page_names import PageName
 from hackkv.timing import Stage
@@ -18,9 +19,8 @@ class Fate(Enum):
     FAILED = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request of a trace."""
+class Arrival(NamedTuple):
+    """One request of a trace. There are millions of them, which travel to other processes."""
 
     at_s: float
     prompt_tokens: int

@@ -199,8 +199,9 @@ class PrefillReplica:
 
     def wake(self) -> None:
         """There may be something to compute."""
-        idle = self._pass is None and not self._dead
-        if idle and (self.scheduler.waiting or self.scheduler.running) and not self._sends:
+        if self._pass is not None or self._dead:
+            return
+        if (self.scheduler.waiting or self.scheduler.running) and not (self.sender.blocking and self._sends):
             self._start()
 
     def held_tokens(self, job: Job) -> int:
@@ -215,9 +216,7 @@ class PrefillReplica:
 
     @property
     def _sends(self) -> bool:
-        return self.sender.blocking and any(
-            one.complete and one.receiver is not None for one in self.shipments.values()
-        )
+        return any(one.complete and one.receiver is not None for one in self.shipments.values())
 
     def _start(self) -> None:
         chunks = self.scheduler.schedule(self._admit)
@@ -238,7 +237,7 @@ class PrefillReplica:
         shipment = self.shipments.get(job)
         if shipment is None or shipment.claim is not None:
             return True
-        num_bytes = self._world.footprint.wire_bytes(job.prompt_tokens)
+        num_bytes = self._world.wire_bytes(job.prompt_tokens)
         shipment.claim = self._host.claim(Tenant.WAITING, num_bytes, lambda: self._pushed_out(shipment))
         return shipment.claim is not None
 
@@ -262,9 +261,9 @@ class PrefillReplica:
     def _chunk_bytes(self, chunk: Chunk[Job]) -> int:
         """What a chunk seals, and what leaves with it: after shared pages, those too."""
         end, of = chunk.start + chunk.count, self._world.footprint
-        first = chunk.start
-        if chunk.start == chunk.prompt.cached_tokens:
-            first = 0
+        first = 0 if chunk.start == chunk.prompt.cached_tokens else chunk.start
+        if not first and chunk.is_last:
+            return self._world.wire_bytes(end)
         due = of.sent_pages(chunk.prompt.num_tokens)
         pages = range(max(of.sealed(first), due.start), min(of.sealed(end), due.stop))
         return len(pages) * of.wire_page_bytes + (of.exact_rows(end) * of.row_bytes if chunk.is_last else 0)

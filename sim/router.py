@@ -128,7 +128,7 @@ class Router:
         self.rooms.sites[ride.decode].replica.land(ride.seat)
 
     def _unqueue(self, ride: Ride) -> None:
-        if ride.prefill is not None:
+        if ride.prefill is not None and ride.queued:
             self.shelf.book(ride.prefill, -ride.queued)
         ride.queued = 0
 

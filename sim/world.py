@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -42,10 +43,15 @@ class World:
     log: EventLog = field(default_factory=EventLog)
     cores: Cores | None = None
     """None: whatever computes has cores of its own."""
+    wire_bytes: Callable[[int], int] = field(init=False)
+    """`Footprint.wire_bytes` of a prompt of so many tokens."""
     now: float = 0.0
     """Seconds since the simulation began."""
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _count: int = 0
+
+    def __post_init__(self) -> None:
+        self.wire_bytes = cache(self.footprint.wire_bytes)
 
     def then(self, seconds: float, call: Callable[[], None]) -> None:
         """Call `call` later; here and now if there is nothing to wait for."""
