@@ -140,7 +140,9 @@ class DecodeReplica:
         self.wake()
 
     def leave(self, seat: Seat[Job]) -> None:
-        """End a job. Its pages are free when no step uses them any more."""
+        """End a job. Its pages are free when no step uses them any more. Without effect once it has all its tokens."""
+        if seat.place is Place.GONE:
+            return
         self._catch_up()
         self.scheduler.leave(seat)
         self.wake()
