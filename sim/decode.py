@@ -118,8 +118,7 @@ class DecodeReplica:
     def admit(self, job: Job) -> Seat[Job]:
         """Room for a job. Raises `RequestError` or `Overloaded`."""
         self._catch_up()
-        rows = job.prompt_tokens
-        seat = self.scheduler.admit(job, rows, rows + job.max_tokens - 1, job.names)
+        seat = self.scheduler.admit(job, job.rows, job.rows + job.max_tokens - 1, job.names)
         self._note_pages()
         run = self._run
         if run is not None and run.steps - run.counted > 1 and not self.scheduler.is_roomy:

@@ -77,6 +77,8 @@ class Job:
     arrival: Arrival
     arrived: float
     times: Times
+    rows: int
+    """Of its prompt, that stay once it is computed."""
     names: Sequence[PageName] = ()
     first_at: float | None = None
     """When the client had token 0."""

@@ -237,7 +237,7 @@ class PrefillReplica:
         shipment = self.shipments.get(job)
         if shipment is None or shipment.claim is not None:
             return True
-        num_bytes = self._world.wire_bytes(job.prompt_tokens)
+        num_bytes = self._world.wire_bytes(job.rows)
         shipment.claim = self._host.claim(Tenant.WAITING, num_bytes, lambda: self._pushed_out(shipment))
         return shipment.claim is not None
 
@@ -259,11 +259,12 @@ class PrefillReplica:
         self._world.compute(run.cost.seconds * (layers - 1) / layers, partial(self._end, run))
 
     def _chunk_bytes(self, chunk: Chunk[Job]) -> int:
-        """What a chunk seals, and what leaves with it: after shared pages, those too."""
-        end, of = chunk.start + chunk.count, self._world.footprint
+        """What a chunk seals, and what leaves with it: after shared pages, those too. Where rows are evicted, the last
+        chunk seals all that stay."""
+        end, of, rows = chunk.start + chunk.count, self._world.footprint, chunk.prompt.owner.rows
         first = 0 if chunk.start == chunk.prompt.cached_tokens else chunk.start
-        if not first and chunk.is_last:
-            return self._world.wire_bytes(end)
+        if rows < chunk.prompt.num_tokens or (not first and chunk.is_last):
+            return self._world.wire_bytes(rows) if chunk.is_last else 0
         due = of.sent_pages(chunk.prompt.num_tokens)
         pages = range(max(of.sealed(first), due.start), min(of.sealed(end), due.stop))
         return len(pages) * of.wire_page_bytes + (of.exact_rows(end) * of.row_bytes if chunk.is_last else 0)

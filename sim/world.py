@@ -44,7 +44,7 @@ class World:
     cores: Cores | None = None
     """None: whatever computes has cores of its own."""
     wire_bytes: Callable[[int], int] = field(init=False)
-    """`Footprint.wire_bytes` of a prompt of so many tokens."""
+    """`Footprint.wire_bytes` of so many rows."""
     now: float = 0.0
     """Seconds since the simulation began."""
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
