@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from decode_node.kept_pages import Copy, KeptPage, KeptPages
 from hackkv.page_names import PageName
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """What one sequence holds: pool indices of its pages, in order, and its open page's slot."""
 
     pages: tuple[int, ...]
@@ -157,7 +156,7 @@ class PagePool:
         return self._pages.pop() if self._pages else self.kept.evict()
 
     def _replace(self, grant: Grant, pages: tuple[int, ...]) -> Grant:
-        renewed = self._held[grant.slot] = replace(grant, pages=pages)
+        renewed = self._held[grant.slot] = grant._replace(pages=pages)
         return renewed
 
     def _check_held(self, grant: Grant) -> None:

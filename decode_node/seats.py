@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -78,10 +78,9 @@ class Turn(NamedTuple, Generic[Owner]):
     replay: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Plan(Generic[Owner]):
+class Plan(NamedTuple, Generic[Owner]):
     """What to do now: one step, and copies that run beside it."""
 
-    turns: list[Turn[Owner]] = field(default_factory=list)
-    leaving: list[Seat[Owner]] = field(default_factory=list)
-    returning: list[Seat[Owner]] = field(default_factory=list)
+    turns: list[Turn[Owner]]
+    leaving: list[Seat[Owner]]
+    returning: list[Seat[Owner]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from hackkv.page_names import PageName
 from hackkv.timing import Stage
@@ -18,9 +19,8 @@ class Fate(Enum):
     FAILED = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request of a trace."""
+class Arrival(NamedTuple):
+    """One request of a trace. There are millions of them, which travel to other processes."""
 
     at_s: float
     prompt_tokens: int
@@ -77,6 +77,8 @@ class Job:
     arrival: Arrival
     arrived: float
     times: Times
+    rows: int
+    """Of its prompt, that stay once it is computed."""
     names: Sequence[PageName] = ()
     first_at: float | None = None
     """When the client had token 0."""
@@ -86,21 +88,20 @@ class Job:
     account: Account = field(default_factory=Account)
     fate: Fate = Fate.UNDER_WAY
     error: str = ""
+    prompt_tokens: int = field(init=False)
+    output_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)
+    """The most tokens that it may get."""
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of its prompt."""
-        return self.arrival.prompt_tokens
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens that it may get."""
-        return self.arrival.max_tokens or self.arrival.output_tokens
+    def __post_init__(self) -> None:
+        arrival = self.arrival
+        self.prompt_tokens, self.output_tokens = arrival.prompt_tokens, arrival.output_tokens
+        self.max_tokens = arrival.max_tokens or arrival.output_tokens
 
     @property
     def left(self) -> int:
         """Tokens that the client does not have yet."""
-        return self.arrival.output_tokens - self.emitted
+        return self.output_tokens - self.emitted
 
     @property
     def jct_s(self) -> float:
@@ -115,5 +116,5 @@ class Job:
     @property
     def tpot_s(self) -> float | None:
         """(JCT - TTFT) / (tokens - 1); None for a single token."""
-        tokens = self.arrival.output_tokens
+        tokens = self.output_tokens
         return (self.jct_s - self.ttft_s) / (tokens - 1) if tokens > 1 else None
