@@ -140,29 +140,41 @@ constexpr std::int64_t block_bytes(int bits) {
   return kBlockColumns * kLanes * bits / 8 + (bits == 4 ? 2 : 1) * kLanes * 2;
 }
 
-inline constexpr int kBlockParts = 2;    // bytes of a value of x that is rounded by blocks
-inline constexpr float kUpperPart = 254;  // what the first counts
+inline constexpr float kLargestCode = 127;  // what the largest value of a block of x becomes
 
-// A row of x in two bytes, upper and lower, by blocks.
+// A row of x in bytes, by blocks.
 struct BlockRow {
-  std::int8_t* codes;  // [blocks, 2, 32]
-  float* scales;       // [blocks]
-  std::int32_t* sums;  // [blocks, 2]: of a block's codes
+  std::int8_t* codes;    // [blocks, 32]
+  float* scales;         // [blocks]
+  float* sums;           // [blocks]: of a block's codes, times its scale
+  std::int32_t* starts;  // [blocks]: -128 times the sum of its codes
+
+  // The row that lies so many bytes after this one.
+  BlockRow after(std::int64_t bytes) const {
+    const auto move = [&](auto* p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<std::byte*>(p) + bytes); };
+    return {move(codes), move(scales), move(sums), move(starts)};
+  }
 };
 
-// Rows of x in two bytes, one after another.
+// Rows of x in bytes, one after another.
 struct BlockRows {
   std::byte* data;
   int blocks;
 
-  std::int64_t stride() const { return std::int64_t(blocks) * (kBlockParts * (kBlockColumns + 4) + 4); }
+  std::int64_t stride() const { return std::int64_t(blocks) * (kBlockColumns + 3 * 4); }
   BlockRow row(std::int64_t at) const {
-    std::byte* sums = data + at * stride();
-    std::byte* scales = sums + kBlockParts * 4 * std::int64_t(blocks);
-    return {reinterpret_cast<std::int8_t*>(scales + 4 * std::int64_t(blocks)), reinterpret_cast<float*>(scales),
-            reinterpret_cast<std::int32_t*>(sums)};
+    std::byte* codes = data + at * stride();
+    auto* numbers = codes + std::int64_t(blocks) * kBlockColumns;
+    const std::int64_t bytes = 4 * std::int64_t(blocks);
+    return {reinterpret_cast<std::int8_t*>(codes), reinterpret_cast<float*>(numbers),
+            reinterpret_cast<float*>(numbers + bytes), reinterpret_cast<std::int32_t*>(numbers + 2 * bytes)};
   }
 };
+
+// Scratch of an item: a tile of the weight with a byte for each code, and its numbers in FP32.
+constexpr std::size_t block_scratch_bytes(int blocks) {
+  return std::size_t(blocks) * kLanes * (kBlockColumns + 2 * sizeof(float));
+}
 
 // Rows [first_row, last_row) of x times tiles [first_tile, last_tile) of 16 rows of a weight w of `outputs` rows.
 struct BlockItem {
@@ -196,7 +208,7 @@ struct RowOperations {
   void (*widen)(const std::byte* row, int n, bool rounded, float* out);
   void (*turn)(const ProductItem&);
   void (*round_blocks)(const std::byte* row, int k, const BlockRow& out);
-  void (*block_product)(const BlockItem&);
+  void (*block_product)(const BlockItem&, std::byte* scratch);
   void (*unpack_row)(const BlockItem&, std::int64_t row, std::byte* out);
   // Up to `slots` rows of x in the order that `product` asks for. Null: it takes them as they are.
   void (*pair_rows)(const std::byte* x, std::int64_t stride, int rows, int slots, int k, std::byte* out) = nullptr;
