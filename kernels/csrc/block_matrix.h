@@ -10,9 +10,6 @@
 
 namespace hack {
 
-inline constexpr int kTurns = 4;  // blocks whose sums lie in memory
-inline constexpr int kAhead = 2;  // sums are formed so many blocks before they are added: neither waits
-
 // 16 rows of a weight, unpacked.
 struct WideTile {
   std::int8_t* codes;  // [blocks, 8 quads, 16, 4]: of 8 bits less 128
@@ -20,7 +17,7 @@ struct WideTile {
   float* minima;       // [blocks, 16]
 };
 
-// Codes and numbers of a tile of w in `scratch` (`block_scratch_bytes`).
+// Codes and numbers of a tile of w in `scratch` (`wide_tile_bytes`).
 template <class S, int bits>
 WideTile widen_tile(const BlockItem& item, std::int64_t tile, std::byte* scratch) {
   constexpr int kWide = kBlockColumns * kLanes, kCodes = kWide * bits / 8;
@@ -46,74 +43,80 @@ WideTile widen_tile(const BlockItem& item, std::int64_t tile, std::byte* scratch
   return wide;
 }
 
-// Sums [16 rows, 16] of a block of 16 rows of x and of a tile, which are `x_stride` and 64 bytes apart. Turns follow one
-// another and have registers of their own.
-template <class S, int turn>
-[[gnu::always_inline]] inline void matrix_sums(const std::int8_t* x, std::int64_t x_stride, const std::int8_t* w,
-                                               std::int32_t* sums) {
+// Forms the sums [16 rows, 16] of four blocks of 16 rows of x and of a tile, in tiles 0 to 3. Blocks past the last one
+// are read too: there is memory behind (`wide_tile_bytes`), and nobody adds their sums.
+template <class S>
+[[gnu::always_inline]] inline void form_sums(const RowBlock* x, const std::int8_t* w) {
+  constexpr int kWide = kBlockColumns * kLanes;
   S::tiles_see_memory();
-  if constexpr (turn == 0) {
-    _tile_zero(0);
-    _tile_loadd(4, x, x_stride);
-    _tile_loadd(6, w, 64);
-    _tile_dpbssd(0, 4, 6);
-    _tile_stored(0, sums, 64);
-  } else if constexpr (turn == 1) {
-    _tile_zero(1);
-    _tile_loadd(5, x, x_stride);
-    _tile_loadd(7, w, 64);
-    _tile_dpbssd(1, 5, 7);
-    _tile_stored(1, sums, 64);
-  } else if constexpr (turn == 2) {
-    _tile_zero(2);
-    _tile_loadd(4, x, x_stride);
-    _tile_loadd(6, w, 64);
-    _tile_dpbssd(2, 4, 6);
-    _tile_stored(2, sums, 64);
-  } else {
-    _tile_zero(3);
-    _tile_loadd(5, x, x_stride);
-    _tile_loadd(7, w, 64);
-    _tile_dpbssd(3, 5, 7);
-    _tile_stored(3, sums, 64);
-  }
+  _tile_zero(0);
+  _tile_loadd(4, x[0].codes, kBlockColumns);
+  _tile_loadd(6, w, 64);
+  _tile_dpbssd(0, 4, 6);
+  _tile_zero(1);
+  _tile_loadd(5, x[1].codes, kBlockColumns);
+  _tile_loadd(7, w + kWide, 64);
+  _tile_dpbssd(1, 5, 7);
+  _tile_zero(2);
+  _tile_loadd(4, x[2].codes, kBlockColumns);
+  _tile_loadd(6, w + 2 * kWide, 64);
+  _tile_dpbssd(2, 4, 6);
+  _tile_zero(3);
+  _tile_loadd(5, x[3].codes, kBlockColumns);
+  _tile_loadd(7, w + 3 * kWide, 64);
+  _tile_dpbssd(3, 5, 7);
+}
+
+template <class S, int tile>
+[[gnu::always_inline]] inline void store_sums(std::int32_t* sums) {
+  if constexpr (tile == 0) _tile_stored(0, sums, 64);
+  if constexpr (tile == 1) _tile_stored(1, sums, 64);
+  if constexpr (tile == 2) _tile_stored(2, sums, 64);
+  if constexpr (tile == 3) _tile_stored(3, sums, 64);
   S::tiles_see_memory();
 }
 
-// 16 rows of x, from row `row` on, times a tile of w.
+// 16 rows of x, from row `row` on, times a tile of w. The unit forms sums of four blocks while those of the four before
+// are added.
 template <class S, Dtype dtype, int bits>
 void matrix_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const WideTile& w) {
-  alignas(64) std::int32_t sums[kTurns][kLanes * kLanes];
-  const BlockRow x = item.x.row(row);
-  const std::int64_t stride = item.x.stride();
+  alignas(64) std::int32_t sums[2][kMatrixBlocks][kLanes * kLanes];
+  const RowBlock* x = item.x.group_of(row);
   const int blocks = item.x.blocks;
   typename S::F totals[kLanes];
   unrolled<kLanes>([&](auto r) __attribute__((always_inline)) { totals[r] = S::zero(); });
-  for (int first = 0; first < blocks + kAhead; first += kTurns) {
-    unrolled<kTurns>([&](auto turn) __attribute__((always_inline)) {
-      if (const int b = first + turn; b < blocks)
-        matrix_sums<S, turn>(x.codes + b * kBlockColumns, stride, w.codes + b * kBlockColumns * kLanes, sums[turn]);
-      const int b = first + turn - kAhead;
-      if (b < 0 || b >= blocks) return;
-      const BlockScales<S, bits> scales(w.scales + b * kLanes, w.minima + b * kLanes);
-      unrolled<kLanes>([&](auto r) __attribute__((always_inline)) {
-        const auto of_row = S::load_int(sums[(turn + kTurns - kAhead) % kTurns] + r * kLanes);
-        totals[r] = scales.add(totals[r], of_row, x.after(r * stride), b);
-      });
+  const auto add = [&](int b, const std::int32_t* from) __attribute__((always_inline)) {
+    const BlockScales<S, bits> scales(w.scales + b * kLanes, w.minima + b * kLanes);
+    unrolled<kLanes>([&](auto r) __attribute__((always_inline)) {
+      totals[r] = scales.add(totals[r], S::load_int(from + r * kLanes), x[b], r);
+    });
+  };
+  int b = 0;
+  for (; b < blocks; b += kMatrixBlocks) {
+    form_sums<S>(x + b, w.codes + b * kBlockColumns * kLanes);
+    const int turn = b / kMatrixBlocks % 2;
+    unrolled<kMatrixBlocks>([&](auto i) __attribute__((always_inline)) {
+      if (b > 0) add(b - kMatrixBlocks + i, sums[1 - turn][i]);
+      store_sums<S, i>(sums[turn][i]);
     });
   }
+  for (int i = b - kMatrixBlocks; i < blocks; ++i) add(i, sums[i / kMatrixBlocks % 2][i % kMatrixBlocks]);
   unrolled<kLanes>([&](auto r) __attribute__((always_inline)) {
     write_block<S, dtype>(item, row + r, tile, totals[r]);
   });
 }
 
+// Tiles are taken in pairs, so that rows of x are read from the second-level cache half as often.
 template <class S, Dtype dtype, int bits>
 void matrix_rows(const BlockItem& item, std::int64_t last, std::byte* scratch) {
   const typename S::BlockTiles tiles;
-  for (std::int64_t tile = item.first_tile; tile < item.last_tile; ++tile) {
-    const WideTile wide = widen_tile<S, bits>(item, tile, scratch);
+  for (std::int64_t tile = item.first_tile; tile < item.last_tile; tile += kWideTiles) {
+    const int count = tile + kWideTiles <= item.last_tile ? kWideTiles : 1;
+    WideTile wide[kWideTiles];
+    for (int i = 0; i < count; ++i)
+      wide[i] = widen_tile<S, bits>(item, tile + i, scratch + i * wide_tile_bytes(item.x.blocks));
     for (std::int64_t row = item.first_row; row < last; row += kLanes)
-      matrix_tile<S, dtype, bits>(item, row, tile, wide);
+      for (int i = 0; i < count; ++i) matrix_tile<S, dtype, bits>(item, row, tile + i, wide[i]);
   }
 }
 

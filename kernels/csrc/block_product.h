@@ -11,10 +11,10 @@ namespace hack {
 
 inline constexpr float kSmallestBlock = 1e-30f;  // values of a block that are all smaller count as 0
 
-// A row of k values -> nearest(value / scale), scale = largest / 127. A block that holds a value which is not finite has
-// NaN as its scale.
+// A row of k values -> nearest(value / scale), scale = largest / 127, at a place in blocks of 16 rows. A block that holds
+// a value which is not finite has NaN as its scale.
 template <class S, Dtype dtype>
-void round_blocks(const std::byte* row, int k, const BlockRow& out) {
+void round_blocks(const std::byte* row, int k, RowBlock* out, int place) {
   for (int b = 0; b < k / kBlockColumns; ++b) {
     typename S::F x[2];
     for (int h = 0; h < 2; ++h) x[h] = load_lanes<S, dtype>(row, b * kBlockColumns + h * kLanes, k);
@@ -26,12 +26,12 @@ void round_blocks(const std::byte* row, int k, const BlockRow& out) {
     std::int32_t sum = 0;
     for (int h = 0; h < 2; ++h) {
       const auto codes = some ? S::nearest(S::mul(x[h], inverse)) : S::zero_int();
-      S::store_low_bytes(reinterpret_cast<std::uint8_t*>(out.codes) + b * kBlockColumns + h * kLanes, codes);
+      S::store_low_bytes(reinterpret_cast<std::uint8_t*>(out[b].codes[place] + h * kLanes), codes);
       sum += S::reduce_add_int(codes);
     }
-    out.scales[b] = largest / kLargestCode + faults;
-    out.sums[b] = float(sum) * out.scales[b];
-    out.starts[b] = -128 * sum;
+    out[b].scales[place] = largest / kLargestCode + faults;
+    out[b].sums[place] = float(sum) * out[b].scales[place];
+    out[b].starts[place] = -128 * sum;
   }
 }
 
@@ -67,10 +67,10 @@ struct BlockScales {
     if constexpr (bits == 4) minimum = S::load(minima);
   }
 
-  // total + what the sums of a block add with block b of x.
-  [[gnu::always_inline]] typename S::F add(typename S::F total, typename S::I sums, const BlockRow& x, int b) const {
-    total = S::fused(S::to_float(sums), S::mul(scale, S::splat(x.scales[b])), total);
-    if constexpr (bits == 4) total = S::fused(minimum, S::splat(x.sums[b]), total);
+  // total + what the sums of a block add with a row of x.
+  [[gnu::always_inline]] typename S::F add(typename S::F total, typename S::I sums, const RowBlock& x, int row) const {
+    total = S::fused(S::to_float(sums), S::mul(scale, S::splat(x.scales[row])), total);
+    if constexpr (bits == 4) total = S::fused(minimum, S::splat(x.sums[row]), total);
     return total;
   }
 
@@ -92,13 +92,17 @@ template <class S, Dtype dtype, int bits, int R, int N>
 void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
   constexpr int kFields = 8 / bits, kCodes = kBlockColumns * kLanes * bits / 8;
   typename S::F totals[R * N];
-  BlockRow x[R];
-  unrolled<R>([&](auto r) __attribute__((always_inline)) { x[r] = item.x.row(row + r); });
+  const RowBlock* x[R];
+  int place[R];
+  unrolled<R>([&](auto r) __attribute__((always_inline)) {
+    x[r] = item.x.group_of(row + r);
+    place[r] = int((row + r) % kLanes);
+  });
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) { totals[i] = S::zero(); });
   const std::byte* block = item.w + tile * item.tile_bytes;
   for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(bits)) {
     typename S::I sums[R * N];
-    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = block_start<S, bits>(x[i / N].starts[b]); });
+    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = block_start<S, bits>(x[i / N][b].starts[place[i / N]]); });
     unrolled<8 / kFields>([&](auto quad) __attribute__((always_inline)) {
       typename S::I packed[N];
       unrolled<N>([&](auto n) __attribute__((always_inline)) {
@@ -110,7 +114,7 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
           codes[n] = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
         });
         unrolled<R>([&](auto r) __attribute__((always_inline)) {
-          const auto four = S::broadcast_quad(x[r].codes + b * kBlockColumns + 16 * f + 4 * quad);
+          const auto four = S::broadcast_quad(x[r][b].codes[place[r]] + 16 * f + 4 * quad);
           unrolled<N>([&](auto n) __attribute__((always_inline)) {
             sums[r * N + n] = block_dot<S, bits>(sums[r * N + n], codes[n], four);
           });
@@ -121,7 +125,7 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
       const BlockScales<S, bits> scales(block + n * item.tile_bytes + kCodes);
       unrolled<R>([&](auto r) __attribute__((always_inline)) {
         constexpr int at = r * N + n;
-        totals[at] = scales.add(totals[at], block_total<S, bits>(sums[at]), x[r], b);
+        totals[at] = scales.add(totals[at], block_total<S, bits>(sums[at]), x[r][b], place[r]);
       });
     });
   }

@@ -137,10 +137,11 @@ void product(const RowOperations& operations, int threads, const Strips& x, int 
 void product(const RowOperations& operations, int threads, const Strips& x, const BlockWeight& w, const std::byte* bias,
              const Strips& out) {
   const std::int64_t k = std::int64_t(w.blocks) * kBlockColumns, tiles = (w.outputs + kLanes - 1) / kLanes;
-  const std::size_t rounded = std::size_t(x.count * BlockRows{nullptr, w.blocks}.stride() + 63) / 64 * 64;
-  const BlockRows rows{thread_scratch(rounded + block_scratch_bytes(w.blocks)), w.blocks};
+  const std::size_t rounded = BlockRows::bytes(x.count, w.blocks);
+  auto* blocks = reinterpret_cast<RowBlock*>(thread_scratch(rounded + block_scratch_bytes(w.blocks)));
+  const BlockRows rows{blocks, w.blocks};
   for_rows(threads, x.count, k, [&](std::int64_t row) {
-    operations.round_blocks(x.data + row * x.stride, int(k), rows.row(row));
+    operations.round_blocks(x.data + row * x.stride, int(k), rows.group_of(row), int(row % kLanes));
   });
   const std::int64_t down = (x.count + kCodedRows - 1) / kCodedRows;
   const std::int64_t dots = (x.count + kReadingDots) * tiles * w.blocks;
