@@ -162,6 +162,22 @@ class RowKernels(Protocol):
         """
         ...
 
+    def finish_layer(
+        self,
+        x: Tensor,
+        mixed: Tensor,
+        matrices: tuple[Weight, Weight, Weight],
+        norms: tuple[Tensor, Tensor],
+        epsilon: float,
+    ) -> Tensor:
+        """What a layer does after its attention; `mixed` [T, m] are the heads of rows x [T, n].
+
+        `matrices` are out [n, m], gate_up [2 f, n] and down [n, f]; `norms` [n] are that of the feed-forward and that
+        of the next layer. x += mixed @ out^T; x += gate(norm(x) @ gate_up^T) @ down^T; the result is the norm of x,
+        [T, n]. x changes in place.
+        """
+        ...
+
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
         """The rows `ids` (int64), or all, as numbers (`BlockWeight.unpacked`)."""
         ...

@@ -32,6 +32,19 @@ class Rowwise:
             return F.linear(x, weight, bias)
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
 
+    def finish_layer(
+        self,
+        x: Tensor,
+        mixed: Tensor,
+        matrices: tuple[Weight, Weight, Weight],
+        norms: tuple[Tensor, Tensor],
+        epsilon: float,
+    ) -> Tensor:
+        """Operation by operation."""
+        out, gate_up, down = matrices
+        normed = self.norm(x, norms[0], epsilon, self.product(mixed, out))
+        return self.norm(x, norms[1], epsilon, self.product(self.gate(self.product(normed, gate_up)), down))
+
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
         """By the definition."""
         return weight.unpacked(dtype, ids)

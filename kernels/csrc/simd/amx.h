@@ -25,6 +25,23 @@ struct Amx : Avx512 {
     Tiles& operator=(const Tiles&) = delete;
   };
 
+  // While it lives, tiles 4 and 5 have 16 rows of a block of x, tiles 6 and 7 a block of 16 rows of a weight in quads,
+  // and the others 16 rows of 16 sums (block_matrix.h).
+  class BlockTiles {
+   public:
+    BlockTiles() {
+      alignas(64) struct {
+        std::uint8_t palette = 1, start_row = 0, unused[14] = {};
+        std::uint16_t row_bytes[16] = {64, 64, 64, 64, 32, 32, 64, 64};
+        std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 8, 8};
+      } shape;
+      _tile_loadconfig(&shape);
+    }
+    ~BlockTiles() { _tile_release(); }
+    BlockTiles(const BlockTiles&) = delete;
+    BlockTiles& operator=(const BlockTiles&) = delete;
+  };
+
   // Tiles are loaded and stored behind the compiler's back.
   static void tiles_see_memory() { __asm__ volatile("" ::: "memory"); }
 

@@ -20,7 +20,7 @@ struct Avx512 {
   static constexpr int kProductOutputs = 6;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 8;
   static constexpr int kProductCache = 1 << 30;  // the tile reads x rarely enough to leave it in the second-level cache
-  static constexpr int kBlockRows = 4;   // accumulators of a product with codes of a weight: rows of x
+  static constexpr int kBlockRows = 6;   // accumulators of a product with codes of a weight: rows of x
   static constexpr int kBlockTiles = 2;  // times tiles of 16 rows of a weight
   static constexpr int kBlockTilesOfOneRow = 6;
   using F = __m512;
@@ -55,6 +55,7 @@ struct Avx512 {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F fused(F a, F b, F c) { return fma(a, b, c); }  // rounds once on every instruction set
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F floor(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
