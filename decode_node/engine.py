@@ -58,6 +58,10 @@ class DecodeEngine:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
+    def record(self) -> None:
+        """See `ModelRunner.record`."""
+        self._runner.record()
+
     # A thread that stayed in the mode would save 2 of a step's 2,400 us, and would have to leave it before its guard is
     # collected: whichever thread collects a guard that was never left leaves inference mode.
     @torch.inference_mode()

@@ -44,6 +44,10 @@ class Steps:
         """Whether the loop ended without being told to. No step will run again."""
         return self._loop.done() and not self._loop.cancelled()
 
+    async def record(self) -> None:
+        """Let the device record steps, on the thread that will run them."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.record)
+
     def join(self, stream: Stream, sequence: Sequence) -> None:
         """Run a sequence whose KV has landed. Its prompt's pages may be shared from now on."""
         stream.sequence = sequence

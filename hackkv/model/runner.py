@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Final
 
 from torch import Tensor
 
@@ -12,22 +13,48 @@ from hackkv.batch import Batch, Span, non_finite
 from hackkv.codec import KvCodec, rows_held
 from hackkv.errors import NonFiniteError
 from hackkv.kv_memory import KvMemory
+from hackkv.model.graphs import Graphs, recorder_on
 from hackkv.model.llama import Attend, Llama
 from hackkv.model.sampler import FaultyRow, SamplerState, sample
+from hackkv.step_input import Spare
 from hackkv.types import KvLayout, Token
+
+HALF: Final = 2
+"""Bytes of a weight of 16 bits."""
 
 
 class ModelRunner:
     """A model, a codec, and the KV of all sequences on this node."""
 
-    def __init__(self, model: Llama, codec: KvCodec, num_pages: int, num_slots: int, *, prompts: bool = True) -> None:
-        """`prompts` says whether whole prompts are computed here."""
+    def __init__(
+        self,
+        model: Llama,
+        codec: KvCodec,
+        num_pages: int,
+        num_slots: int,
+        *,
+        prompts: bool = True,
+        recorded: int = 0,
+    ) -> None:
+        """`prompts` says whether whole prompts are computed here. `record` records steps of up to `recorded` sequences,
+        where the device and the codec can."""
         spec = model.spec
         self.model = model
         self.codec = codec
         self.layout: KvLayout = spec.kv_layout(codec.page_tokens)
-        self.memory = KvMemory(codec, self.layout, num_pages, num_slots, prompts=prompts)
+        records = recorded and codec.records and model.dtype.itemsize == HALF
+        self._recorder = recorder_on(model.device) if records else None
+        spare = 0 if self._recorder is None else 1
+        self.memory = KvMemory(codec, self.layout, num_pages + spare, num_slots + spare, prompts=prompts)
+        self._graphs: Graphs | None = None
+        if self._recorder is not None:
+            self._graphs = Graphs(model, codec, self.memory, Spare(num_pages, num_slots), recorded)
         self._last: Batch | None = None
+
+    def record(self) -> None:
+        """Record decode steps if this runner was told to, before it serves anybody. Raises `ConfigError`."""
+        if self._graphs is not None and self._recorder is not None:
+            self._graphs.record(self._recorder)
 
     def forward(
         self,
@@ -51,8 +78,8 @@ class ModelRunner:
             return out
 
         hidden = self._run(batch, attend)
-        if self.model.kernels.set_in(batch.faulty):
-            raise self._named(batch)
+        if faulty := self.model.kernels.set_in(batch.faulty):
+            raise self._named(batch, faulty[0])
         return hidden
 
     def choose(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> list[Token]:
@@ -60,13 +87,12 @@ class ModelRunner:
 
         Raises `NonFiniteError` or `GuideError` naming the span; no state has advanced then.
         """
-        batch = self._lay_out(spans, ids)
-        hidden = self._run(batch, partial(self._attend, batch))
+        hidden, faulty = self._step(spans, ids)
         kernels = self.model.kernels
         try:
-            return sample(self.model.logits(hidden), states, kernels, batch.faulty)
+            return sample(self.model.logits(hidden), states, kernels, faulty)
         except FaultyRow as error:
-            raise self._named(batch) from error
+            raise self._named(self._lay_out(spans, ids), kernels.set_in(faulty)[0]) from error
 
     def end_prompt(self, span: Span) -> int:
         """Evict what the codec does not keep of a whole prompt that is computed. Returns the rows that it holds."""
@@ -74,6 +100,13 @@ class ModelRunner:
             for layer in range(len(self.memory.pools)):
                 self.codec.eviction.evict(layer, self.memory.pools, span)
         return rows_held(self.codec, span.count)
+
+    def _step(self, spans: Sequence[Span], ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, hidden] of a row of each sequence, and which sequences are at fault, [B] bool."""
+        if self._graphs is not None and self._graphs.takes(spans):
+            return self._graphs.run(spans, ids)
+        batch = self._lay_out(spans, ids)
+        return self._run(batch, partial(self._attend, batch)), batch.faulty
 
     def _lay_out(self, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int] | None = None) -> Batch:
         """A batch that brings along what the model reads: tokens, positions, and which rows are wanted if not all."""
@@ -88,9 +121,8 @@ class ModelRunner:
     def _attend(self, batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.codec.attend(layer, self.memory.pools[layer], batch, q, k, v)
 
-    def _named(self, batch: Batch) -> NonFiniteError:
-        """The error of a batch with a faulty sequence; repeats the pass up to the layer at fault."""
-        first = self.model.kernels.set_in(batch.faulty)[0]
+    def _named(self, batch: Batch, first: int) -> NonFiniteError:
+        """The error of a batch whose first faulty sequence is `first`; repeats the pass up to the layer at fault."""
         batch.faulty.zero_()
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
