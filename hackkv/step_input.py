@@ -23,8 +23,9 @@ from hackkv.streams import DONE, Lane, Mark
 
 STARTS, IDS, POSITIONS, SLOTS, PAGE_IDS, PAGE_STARTS, PAGE_SLOTS = range(7)
 LISTS: Final = 7
-MIRRORS: Final = 2
-"""Steps whose input the host may have written while the device has not copied it yet."""
+MIRRORS: Final = 4
+"""Inputs that the host may have written while the device has not copied them yet: of two steps, of which each may have
+sequences that join and pages to seal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +99,15 @@ class StepInput:
         """Those that fill a page with their row."""
         return [span for span in spans if (span.held + 1) % self._page_tokens == 0]
 
-    def put(self, spans: Sequence[Span], ids: Sequence[int], size: int, fills: int, lane: Lane) -> None:
-        """Bring a step to the device in one copy on the stream that computes, which is `lane`. It has `size` rows and
-        seals `fills` pages, as many as there are or more; `ids` are the tokens of `spans`."""
+    def put(
+        self, spans: Sequence[Span], ids: Sequence[int], size: int, filled: Sequence[Span], fills: int, lane: Lane
+    ) -> None:
+        """Bring a step to the device in one copy on the stream that computes, which is `lane`. It has `size` rows;
+        `ids` are the tokens of `spans`. It seals the pages that `filled` fill, and has `fills` of them."""
         here = self._mirrors[0]
         self._mirrors.reverse()
         here.copied.wait()
-        filled, spare = self.filled(spans), self._spare
+        spare = self._spare
         rows, pages = size - len(spans), fills - len(filled)
         for each, numbers, nobody, padded in (
             (STARTS, [span.held for span in spans], 0, rows),

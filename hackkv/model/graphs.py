@@ -92,7 +92,7 @@ class Graphs:
     def record(self, recorder: Recorder) -> None:
         """Record all steps, the largest first: it takes the memory that all share. Raises `ConfigError`."""
         most = self._input.most
-        self._input.put([], [], most, most, self._memory.lanes.compute)
+        self._input.put([], [], most, [], most, self._memory.lanes.compute)
         try:
             for size in reversed(step_sizes(most)):
                 self._steps[size] = recorder.record(partial(self._step, size))
@@ -105,17 +105,33 @@ class Graphs:
         """Whether a step of so many sequences is recorded."""
         return bool(self._steps) and len(spans) <= self._input.most
 
-    def run(self, spans: Sequence[Span], ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def run(self, spans: Sequence[Span], ids: Sequence[int], after: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """A step: hidden states [B, hidden] after the final norm, and which sequences are at fault [B] bool (`Batch`).
-        The next step overwrites both."""
-        count, filled = len(spans), len(self._input.filled(spans))
-        size = _at_least(count, step_sizes(self._input.most))
-        fills = _at_least(filled, fill_sizes(self._input.most)) if filled else 0
-        self._input.put(spans, ids, size, fills, self._memory.lanes.compute)
+        The next step overwrites both.
+
+        With `after` [B] int64 the tokens are these, on the device, and `ids` does not count. Then the pages that the
+        step fills are left open, and no span has to know them: `seal` follows before the next step.
+        """
+        count = len(spans)
+        filled = [] if after is not None else self._input.filled(spans)
+        size, fills = _at_least(count, step_sizes(self._input.most)), self._fills(filled)
+        self._input.put(spans, ids, size, filled, fills, self._memory.lanes.compute)
+        if after is not None:
+            self._input.ids[:count].copy_(after.clamp(min=0))  # a row without a token has no id
         self._steps[size]()
         if fills:
             self._seals[fills]()
         return self._hidden[:count], self._faulty[:count]
+
+    def seal(self, spans: Sequence[Span]) -> None:
+        """Seal the pages that a step has left open. `spans` are those of the step, with these pages."""
+        if filled := self._input.filled(spans):
+            fills = self._fills(filled)
+            self._input.put([], [], 0, filled, fills, self._memory.lanes.compute)
+            self._seals[fills]()
+
+    def _fills(self, filled: Sequence[Span]) -> int:
+        return _at_least(len(filled), fill_sizes(self._input.most)) if filled else 0
 
     def _step(self, size: int) -> None:
         codec, pools = self._codec, self._memory.pools

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Final
 
+import torch
+from hack_kernels.choosing import FAULTY, Choice
+from hack_kernels.device_choosing import brought
 from torch import Tensor
 
 from hackkv.batch import Batch, Span, non_finite
@@ -15,12 +19,21 @@ from hackkv.errors import NonFiniteError
 from hackkv.kv_memory import KvMemory
 from hackkv.model.graphs import Graphs, recorder_on
 from hackkv.model.llama import Attend, Llama
-from hackkv.model.sampler import FaultyRow, SamplerState, sample
+from hackkv.model.sampler import SamplerState, accept, choosing, no_choice
 from hackkv.step_input import Spare
 from hackkv.types import KvLayout, Token
 
 HALF: Final = 2
 """Bytes of a weight of 16 bits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """A step that the device was given."""
+
+    logits: Tensor
+    """[B, vocab]"""
+    choice: Choice
 
 
 class ModelRunner:
@@ -85,14 +98,79 @@ class ModelRunner:
     def choose(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> list[Token]:
         """Run one row of each sequence and choose the token after it: the host waits for the device once.
 
-        Raises `NonFiniteError` or `GuideError` naming the span; no state has advanced then.
+        Raises `NonFiniteError` naming the first span at fault, while others have advanced, or `GuideError` while nobody
+        has.
         """
-        hidden, faulty = self._step(spans, ids)
-        kernels = self.model.kernels
-        try:
-            return sample(self.model.logits(hidden), states, kernels, faulty)
-        except FaultyRow as error:
-            raise self._named(self._lay_out(spans, ids), kernels.set_in(faulty)[0]) from error
+        found = self.end(self.begin(spans, ids, states), range(len(spans)), spans, ids, states)
+        for error in found:
+            if isinstance(error, NonFiniteError):
+                raise error
+        return [token for token in found if isinstance(token, Token)]
+
+    def looks_ahead(self, spans: Sequence[Span]) -> bool:
+        """Whether `begin_after` takes these, none of which waits for the host then."""
+        return self._graphs is not None and self._graphs.takes(spans)
+
+    def begin(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> Begun:
+        """Give the device a step of `choose`. Raises `GuideError` naming the span."""
+        return self._begin(self._step(spans, ids), states)
+
+    def begin_after(
+        self, spans: Sequence[Span], before: Sequence[tuple[Begun, int]], states: Sequence[SamplerState]
+    ) -> Begun:
+        """Give the device the step after one that is under way, whose tokens nobody has seen: those of `spans` are the
+        choices that rows of steps will make. The runner has to look ahead, and the states to foresee it.
+
+        The pages that it fills stay open, and no span has to know them: `end_after` follows before the next step.
+        """
+        assert self._graphs is not None
+        chosen = list(dict.fromkeys(begun.choice.there for begun, _ in before))
+        firsts = dict(zip(chosen, accumulate(map(len, chosen), initial=0), strict=False))
+        rows = [firsts[begun.choice.there] + row for begun, row in before]
+        tokens = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+        if rows != list(range(len(tokens))):
+            tokens = tokens[brought(rows, self.model.device)]
+        return self._begin(self._graphs.run(spans, [0] * len(spans), tokens), states, later=True)
+
+    def end_after(self, spans: Sequence[Span]) -> None:
+        """Seal what a step of `begin_after` has filled; `spans` are those of its rows that count."""
+        assert self._graphs is not None
+        self._graphs.seal(spans)
+
+    def end(
+        self,
+        begun: Begun,
+        rows: Sequence[int],
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        states: Sequence[SamplerState],
+    ) -> list[Token | NonFiniteError]:
+        """Wait for the choices of those `rows` of a step that `spans`, `ids` and `states` tell of. Each is a token, by
+        which its state advances, or the error that names the span, its index there."""
+        every = begun.choice.ids()
+        found: list[Token | NonFiniteError | None] = [
+            self._fault(at, every[row], spans[at], ids[at]) for at, row in enumerate(rows)
+        ]
+        sound = [at for at, error in enumerate(found) if error is None]
+        chosen = {rows[at]: every[rows[at]] for at in sound}
+        tokens = accept(chosen, begun.logits, [states[at] for at in sound], self.model.kernels)
+        for at, token in zip(sound, tokens, strict=True):
+            found[at] = token
+        return [each for each in found if each is not None]
+
+    def _fault(self, at: int, found: int, span: Span, token_id: int) -> NonFiniteError | None:
+        """What is wrong with a row whose choice is `found`. If it is the cache, the row is computed once more, alone: a
+        step that is under way already may have gone on in the slots of others."""
+        if found >= 0:
+            return None
+        error = self._named(self._lay_out([span], [token_id]), 0) if found == FAULTY else no_choice(at, found)
+        error.span = at
+        return error
+
+    def _begin(self, step: tuple[Tensor, Tensor], states: Sequence[SamplerState], *, later: bool = False) -> Begun:
+        hidden, faulty = step
+        logits = self.model.logits(hidden)
+        return Begun(logits, choosing(logits, states, self.model.kernels, faulty, later=later))
 
     def end_prompt(self, span: Span) -> int:
         """Evict what the codec does not keep of a whole prompt that is computed. Returns the rows that it holds."""

@@ -8,6 +8,7 @@ from the tokens' ids to the hidden states. The choice after them is not part of 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from decode_node.engine import DecodeEngine, Sequence, StepPart
 from hackkv.batch import Span
 from hackkv.errors import ConfigError, NonFiniteError
 from hackkv.kv_memory import HostKv
@@ -29,7 +31,7 @@ from hackkv.model.graphs import fill_sizes, step_sizes
 from hackkv.model.llama import Llama
 from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
-from hackkv.types import Request
+from hackkv.types import Request, Token
 from tests.pair import DECODING, PI, greedy, paired, prompt
 from tests.standing import InvariantRows, standing, worker_in_16_bits
 from tests.tape import Tape, TapeRecorder, differences, on_tape
@@ -107,16 +109,24 @@ def test_recorded_steps_on_kernels_give_the_bytes_of_others(codec: str, monkeypa
         assert found == expected
         held, ids = [rows + 1 for rows in held], expected
     assert both.recorder.replays - before == 3 + 2, "steps, and two programs that seal"
-    assert_same_kv(both)
+    assert_same_pages(both)
+    for slot in range(SLOTS):
+        assert_same_rows(both, slot, [slice(None)])
 
 
-def assert_same_kv(both: Runners) -> None:
-    """But for what nobody reads."""
+def assert_same_pages(both: Runners) -> None:
+    """All that sequences can have."""
     for found, expected in zip(both.recorded.memory.pools, both.eager.memory.pools, strict=True):
         for name, plane in expected.planes.items():
             assert torch.equal(_bits(found.planes[name][:PAGES]), _bits(plane)), name
-        for mine, its in ((found.open_k, expected.open_k), (found.open_v, expected.open_v)):
-            assert torch.equal(_bits(mine[:SLOTS]), _bits(its))
+
+
+def assert_same_rows(both: Runners, slot: int, runs: Iterable[slice]) -> None:
+    """In these places of a slot."""
+    for found, expected in zip(both.recorded.memory.pools, both.eager.memory.pools, strict=True):
+        for run in runs:
+            assert torch.equal(_bits(found.open_k[slot, :, run]), _bits(expected.open_k[slot, :, run]))
+            assert torch.equal(_bits(found.open_v[slot, :, run]), _bits(expected.open_v[slot, :, run]))
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -130,8 +140,7 @@ class Going:
     slot: int
     pages: tuple[int, ...]
     held: int
-    token: int
-    sampler: SamplerState
+    sequence: Sequence
     said: list[int] = field(default_factory=list)
 
     @property
@@ -140,11 +149,14 @@ class Going:
 
 
 class Schedule:
-    """Sequences that join, grow, leave, and move to host memory and to other pages and slots, drawn from a seed."""
+    """Sequences that join, grow, stop, leave, and move to host memory and to other pages and slots, as a seed draws."""
 
-    def __init__(self, runner: ModelRunner, seed: int) -> None:
+    def __init__(self, runner: ModelRunner, seed: int, backward: float) -> None:
+        """`backward` is the share of sequences whose rules look at their tokens."""
         self._runner, self._chance = runner, Random(seed)
+        self.engine = DecodeEngine(runner)
         self._slots, self._pages = list(range(SLOTS)), list(range(PAGES))
+        self._backward = backward
         self.going = list[Going]()
         self.said = list[list[int]]()
         """Tokens of each sequence."""
@@ -166,9 +178,13 @@ class Schedule:
         if rows // SMALL > len(self._pages):
             return
         ids = prompt(number, rows)
-        sampling = greedy("r", ids, 999, ignore_eos=True, temperature=self._chance.choice([0.0, 0.9]), seed=number)
+        rules: dict[str, object] = {"temperature": self._chance.choice([0.0, 0.9]), "seed": number, "min_tokens": 3}
+        if self._chance.random() < self._backward:
+            rules |= {"presence_penalty": 0.5, "logprobs": 1}
+        stops = frozenset(range(self._chance.randrange(SMALL), 600, 12))
+        sampling = greedy("r", ids, self._chance.choice([5, 999]), ignore_eos=True, stop_token_ids=stops, **rules)
         sampler = SamplerState(sampling.sampling, ids, (), kernels=self._runner.model.kernels)
-        one = Going(self._slots.pop(), self._take(rows // SMALL), rows, ids[0], sampler)
+        one = Going(self._slots.pop(), self._take(rows // SMALL), rows, Sequence([ids[0]], sampler, 0.0))
         self._runner.forward([Span(one.slot, 0, rows, one.pages)], ids)
         self.said.append(one.said)
         self.going.append(one)
@@ -199,34 +215,45 @@ class Schedule:
                 one.pages += self._take(1)
         if not self.going:
             return
-        spans, ids = [one.span for one in self.going], [one.token for one in self.going]
-        tokens = self._runner.choose(spans, ids, [one.sampler for one in self.going])
-        for one, token in zip(self.going, tokens, strict=True):
-            one.held, one.token = one.held + 1, token.token_id
+        tokens = self.engine.step([StepPart(one.sequence, one.span, replay=False) for one in self.going])
+        for one, token in zip(list(self.going), tokens, strict=True):
+            assert isinstance(token, Token)
+            one.held += 1
             one.said.append(token.token_id)
+            if token.finish is not None:
+                self._leave(one)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "backward"), [(1, 0.0), (2, 0.0), (3, 0.2), (4, 1.0)])
 @torch.inference_mode()
-def test_random_schedules_give_the_bytes_and_tokens_of_steps_enqueued_anew(seed: int) -> None:
-    """Across joins, leaves, full pages and swaps; what is nobody's is rubbish before each step."""
+def test_random_schedules_give_the_bytes_and_tokens_of_steps_enqueued_anew(seed: int, backward: float) -> None:
+    """Across joins, leaves, full pages and swaps; what is nobody's is rubbish before each step. Steps are begun ahead
+    where no rule looks back."""
     with standing():
         both = runners("fp16", SMALL, SLOTS, layers=2)
-    recorded = both.recorded._step
+    assert both.recorded._graphs is not None
+    run = both.recorded._graphs.run
 
-    def poisoned(spans: list[Span], ids: list[int]) -> tuple[Tensor, Tensor]:
+    def poisoned(spans: list[Span], ids: list[int], after: Tensor | None = None) -> tuple[Tensor, Tensor]:
         for pool in both.recorded.memory.pools:
             for plane in (pool.open_k, pool.open_v, *pool.planes.values()):
                 plane[-1:].fill_(torch.nan)
-        return recorded(spans, ids)
+        return run(spans, ids, after)
 
     before = both.recorder.replays
-    both.recorded._step = poisoned  # type: ignore[method-assign, assignment]
-    found, expected = (Schedule(runner, seed).run(70) for runner in (both.recorded, both.eager))
-    assert found == expected
-    assert sum(map(len, expected)) > 150
+    both.recorded._graphs.run = poisoned  # type: ignore[method-assign, assignment]
+    mine, its = (Schedule(runner, seed, backward) for runner in (both.recorded, both.eager))
+    assert mine.run(70) == its.run(70)
+    said = sum(map(len, its.said))
+    assert said > 100
     assert both.recorder.replays - before > 80, "steps, and programs that seal"
-    assert_same_kv(both)
+    assert its.engine.foreseen == 0
+    assert (mine.engine.foreseen > said / 2) == (backward == 0.0), (mine.engine.foreseen, said)
+    assert (mine.engine.foreseen == 0) == (backward == 1.0)
+    for one in mine.going:
+        runs = both.eager.memory.footprint.runs(one.held)
+        assert_same_rows(both, one.slot, runs)
+    assert_same_pages(both)
 
 
 def requests() -> list[Request]:
@@ -274,6 +301,44 @@ def test_a_faulty_sequence_is_named_as_by_a_step_enqueued_anew() -> None:
         weights.embed[9] = 0
     found, expected = (step(runner, spans_of(5, 3, 6), [7, 9, 8]) for runner in (both.recorded, both.eager))
     assert found == expected, "the fault is gone with its token"
+
+
+@torch.inference_mode()
+def test_a_fault_in_a_step_that_was_begun_ahead_ends_its_sequence_alone() -> None:
+    """A token that a sequence comes to has no finite embedding. Others go on."""
+    with standing():
+        both, sound = (runners("fp16", SMALL, 4, layers=2) for _ in range(2))
+    weights = both.eager.model.weights
+    assert isinstance(weights.embed, Tensor)
+
+    def run(runner: ModelRunner) -> tuple[list[list[int]], list[str], int]:
+        engine, said, errors = DecodeEngine(runner), [list[int]() for _ in range(3)], list[str]()
+        going = [Sequence([7 + at], state, 0.0) for at, state in enumerate(states(3))]
+        spans, alive = spans_of(3, 5, 0, pages=3), [0, 1, 2]
+        for _ in range(12):
+            batch = [
+                StepPart(going[at], replace(spans[at], held=spans[at].held + len(said[at])), False) for at in alive
+            ]
+            for at, token in zip(list(alive), engine.step(batch), strict=True):
+                if isinstance(token, NonFiniteError):
+                    errors.append(str(token))
+                    alive.remove(at)
+                else:
+                    assert token is not None
+                    said[at].append(token.token_id)
+        return said, errors, engine.foreseen
+
+    said, errors, _ = run(sound.eager)
+    assert not errors
+    others = {*said[0], *said[2], *said[1][:3], 7, 8, 9}
+    at, faulty = next((at, token) for at, token in enumerate(said[1]) if at >= 3 and token not in others)
+    weights.embed[faulty] = torch.nan
+    found, expected = run(both.recorded), run(both.eager)
+    assert found[:2] == expected[:2]
+    assert len(found[1]) == 1
+    assert f"at token {5 + at + 1}, " in found[1][0]
+    assert found[2] > 20
+    assert expected[2] == 0
 
 
 def test_what_cannot_be_recorded_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
