@@ -18,7 +18,7 @@ from hack_kernels.base import Planes, Pool
 from hack_kernels.pools import forget
 from torch import Tensor
 
-from hackkv.batch import Batch, Span
+from hackkv.batch import Fills
 from hackkv.codec import KvCodec
 from hackkv.device_payload import lies_on_device
 from hackkv.footprint import Footprint, footprint_of
@@ -104,15 +104,15 @@ class KvMemory:
         if not numbers:
             return
         pool, page_tokens = self.pools[layer], self.footprint.page_tokens
-        spans = [Span(slot, number * page_tokens, page_tokens, tuple(pages)) for number in numbers]
-        places = [self.footprint.window.place(number) * page_tokens for number in numbers]
+        where = {
+            "starts": _ids([number * page_tokens for number in numbers]),
+            "slots": _ids([slot for _ in numbers]),
+        }
 
-        def seal(_: Tensor, __: Planes) -> None:
-            exact = (pool.open_k[slot], pool.open_v[slot])
-            k, v = (torch.cat([held[:, at : at + page_tokens] for at in places], 1).transpose(0, 1) for held in exact)
-            self._codec.seal(layer, pool, Batch.of(spans, page_tokens, pool.device), k, v)
+        def seal(ids: Tensor, here: Planes) -> None:
+            self._codec.seal_held(layer, pool, Fills(ids, here["starts"], here["slots"]))
 
-        self.lanes.bring(_ids(()), {}, seal)
+        self.lanes.bring(_ids([pages[number] for number in numbers]), where, seal)
 
     def install_frame(
         self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, runs: Sequence[slice]

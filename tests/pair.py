@@ -249,6 +249,7 @@ async def paired(
         decoding,
     )
     try:
+        await decode_service.record()
         address = await listener.serve(decode_service.inbox.deliver, decode_service.inbox.lend)
         yield Pair(prefill_service, decode_service, address, sender)
     finally:

@@ -19,7 +19,16 @@ from hackkv.guide import Guides
 from hackkv.heap import trim
 from hackkv.model import check_dtype, load_model
 from hackkv.model.config import ModelSpec, read_spec
-from hackkv.model.device import ON_PROCESSOR_BYTES, Memory, auto_kv_bytes, backend_on, memory_of, pass_bytes, places
+from hackkv.model.device import (
+    ON_PROCESSOR_BYTES,
+    Memory,
+    auto_kv_bytes,
+    backend_on,
+    memory_of,
+    pass_bytes,
+    places,
+    recorded_bytes,
+)
 from hackkv.model.dtypes import DTYPES
 from hackkv.model.identity import model_hash, source_hash
 from hackkv.model.llama import Llama
@@ -93,6 +102,8 @@ class Worker:
         if memory.swaps:
             return ON_PROCESSOR_BYTES
         work = pass_bytes(model.spec, model.dtype, busiest) + busiest.slots * self.footprint.slot_bytes
+        if busiest.recorded:
+            work += recorded_bytes(model.spec, model.dtype, self.footprint, busiest.recorded)
         found = auto_kv_bytes(memory, model.weights.nbytes, work, nodes)
         if found < self.footprint.page_bytes:
             raise ConfigError(

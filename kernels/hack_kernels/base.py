@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.block_weight import BlockWeight, Weight
-from hack_kernels.choosing import ChoiceRules, Chooser, Scores
+from hack_kernels.choosing import Choice, ChoiceRules, Chooser, Scores
 from hack_kernels.turns import Turns
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
@@ -230,6 +230,21 @@ class RowKernels(Protocol):
         `choosers` [B] were made by these kernels; the call changes none. `allowed` [B, ceil(n / 32)] int32 holds a bit
         for each id, bit i of word w that of id 32 w + i; a row of -1 allows all. Where a row has no next id the result
         is `NOT_FINITE`, `NONE_ALLOWED`, or `FAULTY` for a row that is set in `faulty` [B] bool. Raises `ValueError`.
+        """
+        ...
+
+    def choosing(
+        self,
+        logits: Tensor,
+        choosers: Sequence[Chooser],
+        faulty: Tensor | None = None,
+        allowed: Tensor | None = None,
+        *,
+        later: bool = False,
+    ) -> Choice:
+        """`choose` whose ids need not be there when the call returns.
+
+        With `later` the choosers lack one token, which no rule asks for but by number (`ChoiceRules.foresees`).
         """
         ...
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
 from hack_kernels.block_weight import BlockWeight, Weight, rounded_rows
-from hack_kernels.choosing import ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
+from hack_kernels.choosing import Choice, ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
 from hack_kernels.turns import Turns
 
 
@@ -98,6 +98,20 @@ class Rowwise:
     ) -> list[int]:
         """In numpy, on the host."""
         return choose(logits, cast(Sequence[NumpyChooser], choosers), faulty, allowed)
+
+    def choosing(
+        self,
+        logits: Tensor,
+        choosers: Sequence[Chooser],
+        faulty: Tensor | None = None,
+        allowed: Tensor | None = None,
+        *,
+        later: bool = False,
+    ) -> Choice:
+        """`choose`, which waits. Nothing waits for a device here, so nobody asks for a later choice."""
+        assert not later
+        found = self.choose(logits, choosers, faulty, allowed)
+        return Choice(torch.tensor(found, device=logits.device), lambda: found)
 
     def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
         """In numpy, on the host."""
