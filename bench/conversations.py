@@ -1,9 +1,9 @@
 """What it is worth that KV stays where it is: `python -m bench.conversations`.
 
-Three clusters of two prefill and two decode nodes serve the same conversations: one that keeps nothing, one whose
-prefill nodes keep pages, and one whose decode nodes keep them too and whose router knows. Turn after turn of every
-conversation goes to each cluster, one request at a time, so ratios of times hold also on a busy machine. Then requests
-with one long system prompt follow. Each cluster's answers become part of the next prompt; all give the same ones.
+Three clusters of two prefill and two decode nodes serve the same conversations. The first keeps nothing. The prefill
+nodes of the second keep pages. In the third decode nodes keep pages too, and the router knows of them. Each turn goes
+to one cluster after another, one request at a time, so ratios of times hold on a busy machine too. Then requests with
+one long system prompt follow. Each cluster's answers become part of the next prompt; all give the same ones.
 """
 
 from __future__ import annotations

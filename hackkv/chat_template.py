@@ -1,7 +1,7 @@
 """A checkpoint's chat template: Jinja in a sandbox, with the words that templates on the hub expect.
 
-What a template sees and what becomes of it is what transformers makes of it (`chat_template_utils`, whose tests of
-meaning ours repeat against it). It stands here because importing transformers takes longer than starting a router.
+A template sees the same names and gives the same text as in transformers (`chat_template_utils`); tests compare the
+two. The code stands here because importing transformers takes longer than starting a router.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class HeldKv:
     pages: int = 0
     """The prompt's first pages, as they rest."""
     exact: int = 0
-    """Of as many first pages it also has the rows that the prompt's queries see exactly, if they see any of them."""
+    """A prompt may go on after so many of these pages: the rows that its queries then see exactly are here too."""
 
     @property
     def words(self) -> str:

@@ -8,7 +8,7 @@ On the processor host memory is the device's own: lanes do what they are given a
 
 Rules that every copy keeps:
 
-    A copy begins after what `written` has seen, and waits for nothing that compute was given later.
+    A copy begins when all is done that compute had been given at the last `written`. It waits for nothing later.
     The host tells nobody of a copy before its mark is done: neither that pages are filled nor that they are free.
     A slot has one owner; the ring gives it to the next one when the last copy that touches it is done.
 """

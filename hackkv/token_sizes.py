@@ -44,8 +44,8 @@ def text_per_token(tokenizer: dict[str, Any]) -> int | None:
     byte_level = any(cutter["type"] == "ByteLevel" for cutter in cutters)
     if model.get("type") != "BPE" or not _knows_every_byte(model, byte_level):
         return None
-    # Each character of a byte-level piece stands for one byte. Other pieces are text, at least as long as what they
-    # stand for: "▁" has three bytes, the blank that became it has one.
+    # Each character of a byte-level piece stands for one byte. Other pieces are text. Such a piece is never shorter
+    # than the text that became it: "▁" has three bytes, and the blank that it replaces has one.
     longest = max((len(piece) if byte_level else len(piece.encode()) for piece in model["vocab"]), default=1)
     return normalizing * max([longest, *(len(token["content"].encode()) for token in added)])
 

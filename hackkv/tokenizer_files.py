@@ -1,7 +1,8 @@
 """The files beside tokenizer.json: special tokens, tokens that were added later, and the chat template.
 
-Tokenizers of Hugging Face's form spread over several files, of which older checkpoints have other ones than newer.
-What wins over what is as in transformers, which takes longer to import than a router to start.
+Tokenizers of Hugging Face's form spread over several files; older checkpoints have other files than newer ones. Where
+two files disagree, the same one wins as in transformers. transformers itself is not imported: that takes longer than a
+router takes to start.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ CODER: Final = "zstd"
 FIRST_BYTES: Final = 64 << 10
 """Bytes at rest that are coded to measure the coder, once the link is measured; about as many are remembered."""
 PROBE_EVERY: Final = 16
-"""Of so many planes that are not coded one is, so that the coder's numbers do not grow old ..."""
+"""While planes travel uncoded, one in so many is coded all the same. So the coder's numbers do not grow old ..."""
 PLAUSIBLE: Final = 8.0
-"""... unless coding would not pay either if it were so many times faster."""
+"""... But none is, if coding would not pay even at so many times its speed."""
 MEMORY: Final = 0.5
-"""What a measurement of a rate leaves of those before it."""
+"""The weight that earlier measurements of a rate keep when another one comes."""
 
 
 class Rate:

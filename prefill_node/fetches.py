@@ -71,7 +71,7 @@ class Fetches:
         return sum(ask.then_tokens for ask in self._under_way)
 
     def wanted(self, job: PrefillJob, known: int, resumable: int) -> Ask | None:
-        """What to fetch for a prompt of whose first pages `known` are here, and which can go on after `resumable`."""
+        """What to fetch for a prompt whose first `known` pages are here, and which can go on after `resumable`."""
         footprint = self._worker.footprint
         page_tokens, num_tokens = footprint.page_tokens, len(job.request.prompt_ids)
         end = min(job.held.pages, (num_tokens - 1) // page_tokens)

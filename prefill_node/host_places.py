@@ -56,7 +56,7 @@ class HostPlaces:
             del self._fetched[name]
 
     def fetched(self, names: Sequence[PageName], known: int) -> Fetched | None:
-        """What is offered of the pages `names`, of which the first `known` are here, and reaches farthest."""
+        """The offer that reaches farthest into the pages `names`. The first `known` of them are here."""
         if not self._fetched:
             return None
         offers = (self._fetched.get(name) for name in reversed(names))

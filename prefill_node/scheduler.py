@@ -185,8 +185,8 @@ class PrefillScheduler(Generic[Owner]):
         return count
 
     def _stretch(self, prompt: Prompt[Owner]) -> int:
-        """Tokens of a prompt that one pass may take: up to where known pages end that it computes for want of a resume
-        point, so that there is one afterwards, else all that remain."""
+        """Tokens of a prompt that one pass may take. A prompt that computes known pages again, since there is no resume
+        point at their end, stops there and leaves one. Any other prompt may take all that remain."""
         known = 0 if prompt.grant is None else prompt.grant.known_tokens - prompt.done
         return known if known > 0 else prompt.remaining
 

@@ -97,7 +97,7 @@ class LimitsConfig(Frozen):
     """Lost nodes, failed transfers and missed deadlines that one request survives. Nodes that drain do not count."""
 
     def shared_by(self, processes: int) -> LimitsConfig:
-        """What each of so many processes allows, so that all of them together allow as much as this says.
+        """The limits of one of so many processes, such that all of them together allow as much as these limits say.
 
         What holds for one request, or for one address, stays as it is. One process takes a request of `max_sequences`
         if all of them together do. It reads two large bodies at least, so that a small one need not wait until a large

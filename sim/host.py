@@ -1,8 +1,8 @@
 """One machine on whose cores every process of a cluster computes.
 
-What a process computes is a flow (`sim.network`): its bytes are microseconds of a core, the link that all flows cross
-is as wide as there are cores, and no flow gets more than one, since no process has more than one thread that computes.
-So work takes as long as alone while cores are left, and is stretched by exactly what others take while none are.
+The work of a process is a flow (`sim.network`) whose bytes are microseconds of a core. All flows cross one link, which
+is as wide as there are cores. No flow gets more than one core, since no process has more than one thread that computes.
+While a core is left, work takes as long as it takes alone. While none is, work is stretched by what the others take.
 """
 
 from __future__ import annotations

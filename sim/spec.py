@@ -12,9 +12,11 @@ from faults.plan import FaultPlan
 from hackkv.config import Frozen, load
 from hackkv.defaults import DEFAULT_CODEC
 from hackkv.errors import ConfigError
+from router.config import LimitsConfig
 from sim.catalogue import Catalogue, Gpu, Instance, Model, named, shipped
 
 GIB = 1 << 30
+_LIMITS = LimitsConfig()
 
 
 class Sharing(StrEnum):
@@ -149,13 +151,13 @@ class Host(Frozen):
 
 
 class Policy(Frozen):
-    """The router's settings that decide."""
+    """The router's settings that decide, with its own defaults."""
 
-    ageing_s: float = Field(default=5.0, ge=0)
-    max_passed: int = Field(default=16, ge=0)
+    ageing_s: float = Field(default=_LIMITS.ageing_s, ge=0)
+    max_passed: int = Field(default=_LIMITS.max_passed, ge=0)
     shards: int = Field(default=1, gt=0)
     """Routers; each owns an equal part of all replicas and of all requests."""
-    max_failovers: int = Field(default=3, ge=0)
+    max_failovers: int = Field(default=_LIMITS.max_failovers, ge=0)
 
 
 class Codec(Frozen):

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 FAILURE_KEY = "hackkv-failure-bin"
 _DETAIL_CHARS = 256
 _WRITE_FAILED = "Internal error from Core"
-"""What grpc.aio reports at a client whose write failed, in place of the reason."""
+"""grpc.aio reports this to a client whose write failed, in place of the reason."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 

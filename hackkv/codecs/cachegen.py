@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, Final, Literal
 
 from hack_kernels.base import Backend
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.reference.groups import GroupReference
 from pydantic import Field
@@ -41,7 +42,7 @@ class CacheGenSettings(Frozen):
     """Settings of the family."""
 
     level: Level = "2"
-    page_tokens: int = Field(default=64, multiple_of=8, gt=0, le=256)
+    page_tokens: int = Field(default=DEFAULT_PAGE_TOKENS, multiple_of=8, gt=0, le=256)
     unfused: bool = False
     """Write FP16 rows to memory before attention, in every call: what HACK's paper timed."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from hack_kernels.base import Backend
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.reference.floats import FloatReference
 from pydantic import Field
@@ -29,7 +30,7 @@ class FloatSettings(Frozen):
 
     element: Element = Element.E4M3
     scaling: Scaling = Scaling.PAGE
-    page_tokens: int = Field(default=64, multiple_of=8, gt=0, le=256)
+    page_tokens: int = Field(default=DEFAULT_PAGE_TOKENS, multiple_of=8, gt=0, le=256)
     unfused: bool = False
     """Write FP16 rows to memory before attention, in every call: for comparisons."""
 

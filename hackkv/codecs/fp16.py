@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hack_kernels.base import Backend
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from pydantic import Field
@@ -18,7 +19,7 @@ from hackkv.types import KvShape
 class Fp16Settings(Frozen):
     """Settings of `fp16`."""
 
-    page_tokens: int = Field(default=64, multiple_of=8, gt=0, le=256)
+    page_tokens: int = Field(default=DEFAULT_PAGE_TOKENS, multiple_of=8, gt=0, le=256)
 
 
 def make_fp16(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:

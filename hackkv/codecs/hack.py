@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from hack_kernels.base import Backend, Pool, Spans
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.hack_format import Arithmetic, HackFormat, HackKernels, OpenPage, Rounding
 from hack_kernels.reference.hack import HackReference
 from pydantic import Field
@@ -27,7 +28,7 @@ Definition = Callable[[HackFormat, torch.device], HackKernels]
 class HackSettings(Frozen):
     """Settings of the `hack` presets; see `HackFormat`."""
 
-    page_tokens: int = 64
+    page_tokens: int = DEFAULT_PAGE_TOKENS
     k_bits: int = 2
     v_bits: int = 2
     rounding: Rounding = Rounding.NEAREST

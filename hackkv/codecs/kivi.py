@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hack_kernels.base import Backend
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.reference.groups import GroupReference
 from pydantic import Field
@@ -32,7 +33,7 @@ class KiviSettings(Frozen):
     v_bits: Bits = 4
     group: int = Field(default=32, ge=8, le=128)
     """G: rows of a group of K, channels of a group of V."""
-    page_tokens: int = Field(default=64, multiple_of=8, gt=0, le=256)
+    page_tokens: int = Field(default=DEFAULT_PAGE_TOKENS, multiple_of=8, gt=0, le=256)
     unfused: bool = False
     """Write FP16 rows to memory before attention, in every call: for comparisons."""
 

@@ -17,6 +17,7 @@ import math
 from typing import Any, Final
 
 from hack_kernels.base import Backend
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.huffman_format import (
     LEAST_ROOM,
     LEAST_SCALE,
@@ -50,7 +51,7 @@ class KvCompSettings(Frozen):
     k_room: float | None = Field(default=None, ge=LEAST_ROOM, le=MOST_ROOM)
     """Bits a code that a page of K has room for; by default what ρ asks for."""
     v_room: float | None = Field(default=None, ge=LEAST_ROOM, le=MOST_ROOM)
-    page_tokens: int = Field(default=64, multiple_of=8, gt=0, le=256)
+    page_tokens: int = Field(default=DEFAULT_PAGE_TOKENS, multiple_of=8, gt=0, le=256)
     unfused: bool = False
     """Write FP16 rows to memory before attention, in every call: for comparisons."""
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from hack_kernels.base import Backend
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.nuq_format import NuqFormat, NuqKernels, NuqTables
 from hack_kernels.reference.nuq import NuqReference
 from pydantic import Field
@@ -43,7 +44,7 @@ class KvQuantSettings(Frozen):
 
     k_bits: Bits = 4
     v_bits: Bits = 4
-    page_tokens: int = Field(default=64, multiple_of=8, gt=0, le=256)
+    page_tokens: int = Field(default=DEFAULT_PAGE_TOKENS, multiple_of=8, gt=0, le=256)
     unfused: bool = False
     """Write FP16 rows to memory before attention, in every call: for comparisons."""
     calibration: str = UNCALIBRATED

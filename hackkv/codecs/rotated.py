@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from hack_kernels.base import Backend, Pool
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
 from hack_kernels.reference.levels import LevelReference
 from hack_kernels.turns import Turns
@@ -47,7 +48,7 @@ WORST_CONDITION: Final = 1e4
 class RotatedSettings(Frozen):
     """Settings of the `rot-*` presets; see `LevelFormat`."""
 
-    page_tokens: int = 64
+    page_tokens: int = DEFAULT_PAGE_TOKENS
     k_bits: int = 4
     v_bits: int = 4
     sink: int = 0

@@ -222,7 +222,7 @@ class ModelRunner:
 
 
 def _positions(spans: Sequence[Span]) -> list[int]:
-    """Of all rows, or nothing if a span has one row, whose number is its position."""
+    """The positions of all rows. Empty if each span has one row and lost none: then its start is its position."""
     if all(span.count == 1 and not span.evicted for span in spans):
         return []
     return [at for span in spans for at in range(span.position, span.position + span.count)]

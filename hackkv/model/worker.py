@@ -62,8 +62,8 @@ class Worker:
     backend: Backend
     fingerprint: Fingerprint
     kernels: str
-    """Backend and instruction set of the kernels, who computes on pages if the backend does not, and who multiplies;
-    for display."""
+    """For display: backend and instruction set of the kernels, what computes on pages if the backend does not, and what
+    multiplies."""
     guides: Guides
     """Grammars compiled for the model's vocabulary."""
     loss: CodecLoss | None = None

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import Plane
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.read_format import ReadFormat, packed_planes
 
 
@@ -105,7 +106,7 @@ class FloatFormat(ReadFormat):
     head_dim: int
     element: Element = Element.E4M3
     scaling: Scaling = Scaling.PAGE
-    page_tokens: int = 64
+    page_tokens: int = DEFAULT_PAGE_TOKENS
     fused: bool = True
 
     def __post_init__(self) -> None:

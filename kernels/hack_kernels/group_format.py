@@ -27,6 +27,7 @@ from typing import Final
 import torch
 
 from hack_kernels.base import Plane
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.read_format import ReadFormat, packed_planes
 
 WIDTHS: Final = (2, 4, 5)
@@ -64,7 +65,7 @@ class GroupFormat(ReadFormat):
     head_dim: int
     k: Grouping
     v: Grouping
-    page_tokens: int = 64
+    page_tokens: int = DEFAULT_PAGE_TOKENS
     fused: bool = True
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import PageFormat, PageKernels, Plane, Pool, Spans
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 
 PAGE_TOKENS: Final = (32, 64, 128)
 HEAD_DIMS: Final = (64, 96, 128, 256)
@@ -72,7 +73,7 @@ class HackFormat(PageFormat):
     """Everything that fixes the bytes of a page and the arithmetic on it. Raises `ValueError` naming a bad setting."""
 
     head_dim: int
-    page_tokens: int = 64
+    page_tokens: int = DEFAULT_PAGE_TOKENS
     k_bits: int = 2
     v_bits: int = 2
     rounding: Rounding = Rounding.NEAREST

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import Plane
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.read_format import ReadFormat
 
 SLICES: Final = 16
@@ -116,7 +117,7 @@ class HuffmanFormat(ReadFormat):
     head_dim: int
     k: HuffmanSide
     v: HuffmanSide
-    page_tokens: int = 64
+    page_tokens: int = DEFAULT_PAGE_TOKENS
     fused: bool = True
 
     def __post_init__(self) -> None:

@@ -57,6 +57,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import PageFormat, PageKernels, Plane
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 PAGE_TOKENS: Final = (32, 64, 128)
@@ -81,7 +82,7 @@ class LevelFormat(PageFormat):
     """Everything that fixes the bytes of a page, but the feedback. Raises `ValueError` naming a bad setting."""
 
     head_dim: int
-    page_tokens: int = 64
+    page_tokens: int = DEFAULT_PAGE_TOKENS
     k_bits: int = 4
     v_bits: int = 4
     window: Window = OWN_PAGE_ONLY

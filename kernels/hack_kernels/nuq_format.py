@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import PageKernels, Plane
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.read_format import ReadFormat, packed_planes
 
 OUTLIERS: Final = 2
@@ -73,7 +74,7 @@ class NuqFormat(ReadFormat):
     v_bits: int
     calibrated: bool = False
     """Whether `NuqKernels.calibrate` says what a layer's poles and ranges are, and K rests unrotated."""
-    page_tokens: int = 64
+    page_tokens: int = DEFAULT_PAGE_TOKENS
     fused: bool = True
 
     def __post_init__(self) -> None:

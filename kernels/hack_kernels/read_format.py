@@ -1,4 +1,4 @@
-"""What page formats share whose kernels read every value by itself: codes packed along rows, and a way to multiply.
+"""Page formats whose kernels read each value by itself have this in common: how codes are packed, how to multiply.
 
 Codes of K and of V, [Π, D], are packed along rows: byte (r, d) of a plane holds rows f·r .. f·r + f - 1 of channel d,
 f = 8 / bits, the first in the lowest bits. Widths of 3, 5 and 6 bits are a plane of the lower 2 or 4 bits and a plane

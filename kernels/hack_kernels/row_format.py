@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from hack_kernels.base import PageFormat, Plane
+from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class RowFormat(PageFormat):
     """
 
     head_dim: int
-    page_tokens: int = 64
+    page_tokens: int = DEFAULT_PAGE_TOKENS
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:

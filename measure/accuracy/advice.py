@@ -1,8 +1,8 @@
 """Which preset to serve: one rule, and what it says of a table of presets.
 
-Of the presets that are hard to tell from exact KV, those count as fast whose job takes hardly longer than the shortest.
-Of these the smallest is advised. Whatever the canary lets pass (`codec.max_kl`) is not good for that alone: just below
-its bound one first choice in six is another one.
+First come the presets that are hard to tell from exact KV. Of these, a preset counts as fast if its job takes hardly
+longer than the shortest one. The smallest of the fast presets is advised. To pass the canary (`codec.max_kl`) is not
+enough: just below its bound, one first choice in six differs.
 """
 
 from __future__ import annotations

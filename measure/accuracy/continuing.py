@@ -1,9 +1,9 @@
 """Continuing: how well the model predicts what follows a prompt, from what the prompt left in its cache.
 
-The prompt goes through prefill, rows that the codec evicts go, and held-out text goes on behind it under teacher
-forcing, as a replay does: a codec that is read in decode as in prefill takes it in chunks, another token by token. So
-evictions count, and a codec without one is scored on the same tokens. What a text says next seldom needs what it said
-long ago, least of all in code: tasks that ask for it (`questions`) show what perplexity does not.
+The prompt goes through prefill, and the codec evicts its rows. Then held-out text follows under teacher forcing, as in
+a replay. If decode reads a codec's pages as prefill does, the text comes in chunks; else it comes token by token. So
+evictions count, and codecs without evictions are scored on the same tokens. A text, and code most of all, seldom needs
+what it said long ago. Tasks that ask for that (`questions`) show what perplexity does not.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Sums:
         self.query_rows += queries.shape[1]
 
     def moments(self, turns: Tensor) -> Moments:
-        """Of the rows so far, of which there is at least one, spread over the positions of `turns` [P, D]."""
+        """The moments of the rows so far (at least one), spread over the positions of `turns` [P, D]."""
         cos, sin = turns.double().chunk(2, dim=-1)
         mean, keys = spread(self.k / self.rows, self.kk / self.rows, cos, sin)
         _, queries = spread(torch.zeros_like(mean), self.qq / self.query_rows, cos, sin)

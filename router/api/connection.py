@@ -248,10 +248,10 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
             self._arm("linger", LINGER_S, self._half_close)
 
     def send_400_response(self, msg: str) -> None:
-        """The peer does not speak HTTP, or its headers are too long. Clients read what h11 says of it, and not `msg`."""
+        """The peer does not speak HTTP, or its headers are too long. It is told what h11 says, and not `msg`."""
         status = HTTPStatus(self.conn.fault.error_status_hint)
         if status is HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-            self._refuse(HTTPError(status, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes", "long_head"))
+            self._refuse(HTTPError(status, f"the headers are longer than {MAX_HEAD_BYTES} bytes", "long_head"))
         else:
             self._refuse(HTTPError(status, f"this is not HTTP/1.1: {self.conn.fault}"[:LONGEST_FAULT], "bad_http"))
         self._half_close()

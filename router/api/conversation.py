@@ -29,7 +29,7 @@ _INSTRUCTIONS = (
     '<tool_call>\n{"name": FUNCTION, "arguments": OBJECT}\n</tool_call>\n'
     "and nothing else. The functions, as JSON:\n"
 )
-"""What a model is told whose template knows no tools."""
+"""Tells a model of its tools where the chat template cannot."""
 
 
 class Conversations:

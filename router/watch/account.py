@@ -20,7 +20,7 @@ def time_account(clock: StageClock) -> dict[str, Any]:
 
 
 def kv_account(codec: str, receipts: Iterable[Receipt]) -> dict[str, Any]:
-    """What was moved, beside what it would have weighed as FP16."""
+    """The bytes that were moved, by plane, and those that FP16 would have taken; for JSON."""
     planes: Counter[str] = Counter()
     header = fp16 = tokens = 0
     for receipt in receipts:

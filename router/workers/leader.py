@@ -1,9 +1,9 @@
 """The leader of the router's workers: it listens, starts them, starts them again when they die, and knows the nodes.
 
-Nodes register with the leader, which passes every report on, so that each worker has a fleet of its own. What a worker
-books it tells the leader, which passes that on too. The leader keeps the journal of all. It holds the port and takes
-no connection. Each worker listens there on a socket of its own (SO_REUSEPORT): the system gives connections to all of
-them in equal shares, and none to a worker that has died.
+Nodes register with the leader. It passes every report on, so that each worker has a fleet of its own. A worker tells
+the leader what it books, and the leader tells the other workers. The leader keeps the journal of all. It holds the port
+and takes no connection. Each worker listens there on a socket of its own (SO_REUSEPORT): the system gives connections
+to all of them in equal shares, and none to a worker that has died.
 """
 
 from __future__ import annotations

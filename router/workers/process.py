@@ -48,8 +48,8 @@ class LeadersJournal(Journal):
         self._link.tell("ended", [account, prefilled])
 
     async def cluster(self, after: int) -> dict[str, Any]:
-        """What the leader says, but nodes are gone that left the fleet of this process: leases do not end in all
-        processes at once. Raises `Unavailable` if the leader says nothing."""
+        """The leader's answer, with the nodes that have left the fleet of this process as gone: leases do not end in
+        all processes at once. Raises `Unavailable` if the leader says nothing."""
         told: dict[str, Any] = await self._link.ask("cluster", after, ASK_S)
         self.see_nodes()
         # The leader knows what left before this process began.

@@ -1,8 +1,8 @@
 """tokenizer.json and tokenizer_config.json of a GGUF file, built with the `tokenizers` library.
 
-transformers builds tokenizers from GGUF files too. It splits text before merging as GPT-2 does where it does not know
-`tokenizer.ggml.pre`, which gives SmolLM2 other tokens than those that it was trained on ("at  2" is one of them). Here
-a name that is not in the table is refused.
+transformers builds tokenizers from GGUF files too. Where it does not know `tokenizer.ggml.pre`, it splits text as GPT-2
+does before it merges. Then SmolLM2 gets other tokens than it was trained on; "at  2" is an example. Here a name that is
+not in the table is refused.
 """
 
 from __future__ import annotations

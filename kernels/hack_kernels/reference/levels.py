@@ -89,8 +89,8 @@ class LevelReference(WireOrder):
         return _Exact(found[0], found[1], numbers)
 
     def _attend_page(self, q: Tensor, sealed: _Sealed, exact_k: Tensor, exact_v: Tensor, unseen: Tensor) -> Tensor:
-        """Queries q [Hkv, R, D] of one page over the pages that they see as codes, and over rows [Hkv, m, D], exactly,
-        but where `unseen` [R, m] is set; merged. [Hkv, R, D] FP32."""
+        """Attention of the queries q [Hkv, R, D] of one page, [Hkv, R, D] FP32. They see sealed pages as codes, and the
+        rows [Hkv, m, D] exactly, except where `unseen` [R, m] is set. Both parts share one softmax."""
         own = (q @ exact_k.mT).masked_fill(unseen, -torch.inf)
         scores = level_scores(q, self.fmt.k_bits, sealed.k_codes, sealed.k_scale)  # [Hkv, R, P, Π]
         page_max = scores.amax(-1)

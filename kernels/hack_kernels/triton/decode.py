@@ -173,8 +173,8 @@ def add_channels(
 
 @triton.jit
 def new_top_of(top, page_top, valid):
-    """Of the running softmax with W pages whose tops are `page_top` [W, N]; what that leaves of its weights, and the
-    pages' share, which is 0 for pages that are not `valid` [W]."""
+    """The top of the running softmax after W pages whose own tops are `page_top` [W, N]. Also the factor by which the
+    weights so far shrink, and the pages' factor. The latter is 0 for pages that are not `valid` [W]."""
     counted = tl.where(valid[:, None], page_top, 2 * LOWEST)  # below any `top`
     new_top = tl.maximum(top, counted)
     return new_top, tl.exp2(top - new_top), tl.exp2(counted - new_top)

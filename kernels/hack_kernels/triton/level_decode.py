@@ -111,7 +111,7 @@ def code_product(low, top, operand, low_flips, top_flips, SIDE: tl.constexpr, m:
 
 @triton.jit
 def row_of_tiles(tiles, m: tl.constexpr, TILE: tl.constexpr):
-    """Of all stored tiles, those in whose row the row tile `m` lies."""
+    """The stored tiles of the row in which row tile `m` lies."""
     row = ()
     for i in tl.static_range(tl.constexpr(TILE.across)):
         row = row + (tiles[m // TILE.row_fields * TILE.across + i],)

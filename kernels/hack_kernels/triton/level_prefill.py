@@ -45,7 +45,7 @@ def level_query_rows(q_rows, seen_rows, LAYOUT: tl.constexpr):
 
 @triton.jit
 def columns_of(x, c: tl.constexpr, TILE: tl.constexpr):
-    """Of x [M, C], those columns whose codes lie in the fields c·Fr .. of stored tiles: [M, C / Fc], 32 together."""
+    """The columns of x [M, C] whose codes lie in the fields c·Fr .. of stored tiles: [M, C / Fc], in groups of 32."""
     SHARING: tl.constexpr = TILE.sharing
     M: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]

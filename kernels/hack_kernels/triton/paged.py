@@ -153,8 +153,8 @@ def decode_kernel(
 ):
     """Grid (HEADS · ceil(GROUP / N), parts), W warps: N query heads of a KV head, an equal share of all pages.
 
-    PREPARE(q, LAYOUT, heads, W, N) makes of a KV head's query heads what ADD(state, keys, values, valid, query,
-    LAYOUT, W, N) wants, which adds W pages at the pointers keys and values [W] to the running softmax.
+    PREPARE(q, LAYOUT, heads, W, N) turns a KV head's query heads into the `query` of ADD. ADD(state, keys, values,
+    valid, query, LAYOUT, W, N) adds W pages to the running softmax; keys and values [W] point to them.
 
     keys, values: pools [pages, HEADS, ...] with strides `page_stride` and HEAD_STRIDE; table int64 [batch, ...],
     or [batch, HEADS, ...] with BY_HEAD, contiguous;

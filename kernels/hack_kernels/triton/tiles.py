@@ -1,9 +1,9 @@
 """Device functions that read and write the parts of a record (`layout.py`): code tiles, metadata, sums.
 
-Two forms. In decode, W warps read W pages at once: axis 0 of every tensor is the warp, nothing crosses from one warp to
-another, and tiles, fields and units are known when the kernel is compiled, so bytes are operands in the registers that
-they are loaded to (`load_tile` to `load_sums`). Elsewhere a program has one page, and rows are tensors (`load_codes` to
-`store_codes`).
+Two forms. In decode, W warps read W pages at once (`load_tile` to `load_sums`). Axis 0 of every tensor is the warp, and
+nothing crosses from one warp to another. Tiles, fields and units are known when the kernel is compiled, so bytes are
+operands in the very registers that they are loaded to. Elsewhere a program has one page, and rows are tensors
+(`load_codes` to `store_codes`).
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class AnswerCall(Answer):
     id: str
     name: str
     input: dict[str, Any]
-    """Empty where it begins in a stream. Of an answer that was cut short, as far as it came."""
+    """Empty in the event that begins it in a stream. An answer that was cut short has what came of it."""
 
 
 AnswerBlock = Annotated[AnswerText | AnswerThought | AnswerCall, Field(discriminator="type")]

@@ -77,13 +77,14 @@ class ToolCall(Strict):
     """Sent back by clients that put it together from a stream; has no effect."""
 
     def rendered(self, param: str) -> dict[str, Any]:
-        """As chat templates want it: the arguments as an object. Raises `RequestError` naming `param`."""
+        """As chat templates want it: the arguments as an object. Raises `RequestError` naming the field in `param`."""
+        at = f"{param}.function.arguments"
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{param}.function.arguments is not JSON: {error}", param) from error
+            raise RequestError(f"{at} is not JSON: {error}", at) from error
         if not isinstance(arguments, dict):
-            raise RequestError(f"{param}.function.arguments must be a JSON object", param)
+            raise RequestError(f"{at} must be a JSON object", at)
         return {
             "id": self.id or "",
             "type": "function",

@@ -143,10 +143,10 @@ function showKv() {
     tracks[index].fill.style.width = `${(100 * size) / largest}%`;
     tracks[index].size.textContent = size ? bytes(size) : "–";
   });
-  const page = cluster.nodes[0]?.page_tokens ?? 64;
-  const open = `The last page of a prompt travels as FP16 until its ${page} tokens are full.`;
+  const lossy = cluster.nodes.find((node) => node.codec_loss);
+  const open = `The last page of a prompt travels as FP16 until its ${lossy?.page_tokens} tokens are full.`;
   const ratio = fp16_bytes ? `${percent(kv_bytes / fp16_bytes)} since the router started, headers included.` : "Nothing moved yet.";
-  setText("kv-note", cluster.nodes.some((node) => node.codec_loss) ? `${ratio} ${open}` : ratio);
+  setText("kv-note", lossy ? `${ratio} ${open}` : ratio);
 }
 
 // Pages that nodes keep after a request: what a prefill node need not compute again, and a decode node need not get again.

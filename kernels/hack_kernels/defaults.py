@@ -1,0 +1,8 @@
+"""What page formats and codecs are where nothing else is said."""
+
+from __future__ import annotations
+
+from typing import Final
+
+DEFAULT_PAGE_TOKENS: Final = 64
+"""Π, as in HACK: rows of a page."""
