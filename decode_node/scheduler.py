@@ -36,7 +36,7 @@ from typing import Generic, NamedTuple
 
 from decode_node.pages import PagePool
 from decode_node.policy import Candidate, pick_victim, replay_rows
-from decode_node.seats import Owner, Place, Plan, Seat, Turn
+from decode_node.seats import Owner, Place, Plan, Seat, Turn, give_back
 from hackkv.errors import Overloaded, RequestError
 from hackkv.footprint import Footprint
 from hackkv.page_names import PageName
@@ -214,7 +214,7 @@ class DecodeScheduler(Generic[Owner]):
         if seat.place is Place.GONE:
             self._release(seat)
         elif seat.place is Place.LEAVING:
-            self._give_back(seat)
+            give_back(self.pool, seat)
             seat.place = Place.HOST
             insort(self._host, seat, key=_order)
         else:
@@ -319,13 +319,7 @@ class DecodeScheduler(Generic[Owner]):
     def _release(self, seat: Seat[Owner]) -> None:
         self.host_bytes, seat.host_bytes = self.host_bytes - seat.host_bytes, 0
         self._most_pages -= self.footprint.sealed(seat.limit)
-        if seat.grant is not None:
-            self._give_back(seat)
-
-    def _give_back(self, seat: Seat[Owner]) -> None:
-        assert seat.grant is not None
-        self.pool.give_back(seat.grant)
-        seat.grant = None
+        give_back(self.pool, seat)
 
 
 def all_end(footprint: Footprint, most_rows: Sequence[int], num_pages: int, host_bytes: int) -> bool:

@@ -70,6 +70,13 @@ def publish(pool: PagePool, seat: Seat[Any], names: Sequence[PageName]) -> None:
         seat.grant = pool.publish(seat.grant, names)
 
 
+def give_back(pool: PagePool, seat: Seat[Any]) -> None:
+    """Give back what a sequence holds on the device, if it holds anything."""
+    if seat.grant is not None:
+        pool.give_back(seat.grant)
+        seat.grant = None
+
+
 class Turn(NamedTuple, Generic[Owner]):
     """What a sequence does in a step: it runs `rows` rows and chooses a token after them, unless they are a replay."""
 

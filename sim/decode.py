@@ -214,29 +214,26 @@ class DecodeReplica:
         self._count(run, run.steps - 1)
         self._run = None
         self.scheduler.stepped(run.turns, advanced=True)
-        now, log = self._world.now, self._world.log
+        now, log, tally = self._world.now, self._world.log, self.tally
         seconds = now - run.began
         log.add(now, Kind.STEP, self.number, len(run.turns))
         if log.keep_spans:
             log.span(f"decode-{self.number}", "step", run.began, now, len(run.turns))
         stretched = seconds / run.seconds if run.seconds else 1.0
         attend_s, approximation_s = run.cost.attend_s(run.context, run.steps) if run.turns else (0.0, 0.0)
-        attend_s, approximation_s = attend_s * stretched, approximation_s * stretched
         chosen, steps = 0, run.steps
         over: list[Job] = []
         for seat, _, replay in run.turns:
             job = seat.owner
-            account = job.account
-            account.attend_s += attend_s
-            account.approximation_s += approximation_s
+            job.account.attend_s += attend_s * stretched
+            job.account.approximation_s += approximation_s * stretched
             if replay or seat.place is Place.GONE:
                 continue
             chosen += 1
             job.emitted += steps
-            if job.emitted >= job.output_tokens:
+            if job.left <= 0:
                 over.append(job)
                 self.scheduler.leave(seat)
-        tally = self.tally
         tally.tokens += chosen * steps
         tally.steps += steps
         tally.busy_s += seconds

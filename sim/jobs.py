@@ -88,20 +88,26 @@ class Job:
     account: Account = field(default_factory=Account)
     fate: Fate = Fate.UNDER_WAY
     error: str = ""
-    prompt_tokens: int = field(init=False)
-    output_tokens: int = field(init=False)
-    max_tokens: int = field(init=False)
-    """The most tokens that it may get."""
 
-    def __post_init__(self) -> None:
-        arrival = self.arrival
-        self.prompt_tokens, self.output_tokens = arrival.prompt_tokens, arrival.output_tokens
-        self.max_tokens = arrival.max_tokens or arrival.output_tokens
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of its prompt."""
+        return self.arrival.prompt_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that it gets."""
+        return self.arrival.output_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that it may get."""
+        return self.arrival.max_tokens or self.arrival.output_tokens
 
     @property
     def left(self) -> int:
         """Tokens that the client does not have yet."""
-        return self.output_tokens - self.emitted
+        return self.arrival.output_tokens - self.emitted
 
     @property
     def jct_s(self) -> float:

@@ -141,10 +141,7 @@ def _ordered_links(flows: Iterable[Flow]) -> list[Link]:
 
 def _is_alone(flow: Flow) -> bool:
     """Whether it shares no link."""
-    for link in flow.links:
-        if len(link.flows) > 1:
-            return False
-    return True
+    return max([len(link.flows) for link in flow.links]) <= 1
 
 
 def _connected(flow: Flow) -> set[Flow]:

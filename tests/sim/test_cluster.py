@@ -70,7 +70,7 @@ def test_the_wire_carries_what_the_codec_says() -> None:
 
 @pytest.mark.parametrize("chunk", [256, 8192])
 def test_rows_that_a_codec_evicts_are_neither_sent_nor_held(chunk: int) -> None:
-    """A quarter of each prompt stays: so much crosses the wire, when the prompt is complete, and rests while decoding."""
+    """A quarter of each prompt stays: so much is sent when it is complete, and rests while decoding."""
     prefill = Pool(instance="g5.12xlarge", replicas=2, tp=4, chunk_tokens=chunk)
     load = Load(input_len=6400, output_len=40, requests=20, rate=2.0)
     codecs = (Codec(name="snapkv", settings={"budget": "25%", "of": "rot-k4v4"}), Codec(name="rot-k4v4"))
