@@ -29,7 +29,7 @@ MakeTiny = Callable[[Tiny], Path]
 TINY = Tiny(layers=2, max_context=512)
 PACKED = {"int8": {8}, "int4": {4, 8}}
 """Setting -> bits of the matrices of a checkpoint that has numbers."""
-CLOSE = 1e-3
+CLOSE = 3e-2
 """Norm of the differences that rounding rows makes in logits, of the norm of the logits."""
 CODECS = ["fp16", "hack", "rot-k4v4"]
 
@@ -79,7 +79,12 @@ def test_logits_are_near_those_of_the_numbers(weights: str, family: str, make_ti
 def test_the_library_multiplies_no_packed_weight(make_tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """So nobody asks how fast it is if all matrices are packed."""
     asked = list[str]()
-    monkeypatch.setattr("hackkv.model.worker.library_rows", lambda *_: asked.append("asked") or 4)
+
+    def library_rows(*question: object) -> int:
+        asked.append(str(question))
+        return 4
+
+    monkeypatch.setattr("hackkv.model.worker.library_rows", library_rows)
     packed = worker(make_tiny(TINY), "int8", dtype="bfloat16", batch_invariant=False)
     assert packed.kernels.endswith("weights int8, batch invariant")
     before = logits(packed.model)
