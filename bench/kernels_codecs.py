@@ -37,8 +37,8 @@ from bench.row import Row
 D, PI, KV_HEADS, GROUP = 128, 64, 2, 4
 LEVELS: Final = {"rot-k4v4": (4, 4), "rot-k3v3": (3, 3), "rot-k3v2": (3, 2), "rot-k2v2": (2, 2)}
 """Bits of K and V by preset."""
-KVCOMP: Final = HuffmanFormat(D, HuffmanSide(Unit.BLOCK, 0.05, 3.75), HuffmanSide(Unit.TOKEN, 0.15, 2.875), PI)
-READ: Final[dict[str, ReadFormat]] = {
+BY_TOKEN: Final = HuffmanSide(Unit.TOKEN, 0.15, 2.875)
+FUSED: Final[dict[str, ReadFormat]] = {
     "fp8": FloatFormat(D, Element.E4M3, Scaling.PAGE, PI),
     "mxfp8": FloatFormat(D, Element.E4M3, Scaling.POWER, PI),
     "mxfp6": FloatFormat(D, Element.E2M3, Scaling.POWER, PI),
@@ -48,13 +48,27 @@ READ: Final[dict[str, ReadFormat]] = {
     "kivi-2": GroupFormat(D, Grouping(2, 32, by_channel=True), Grouping(2, 32), PI),
     "kvquant-4": NuqFormat(D, 4, 4, page_tokens=PI),
     "kvquant-2": NuqFormat(D, 2, 2, page_tokens=PI),
-    "kvquant-2, calibrated": NuqFormat(D, 2, 2, calibrated=True, page_tokens=PI),
-    "kvcomp": KVCOMP,
-    "kvcomp, unfused": replace(KVCOMP, fused=False),
-    "mxfp4, unfused": FloatFormat(D, Element.E2M1, Scaling.POWER, PI, fused=False),
-    "kivi-2, unfused": GroupFormat(D, Grouping(2, 32, by_channel=True), Grouping(2, 32), PI, fused=False),
+    "kvquant-2-calibrated": NuqFormat(D, 2, 2, calibrated=True, page_tokens=PI),
+    "kvcomp": HuffmanFormat(D, HuffmanSide(Unit.BLOCK, 0.05, 3.75), BY_TOKEN, PI),
+    "kvcomp-channel": HuffmanFormat(D, HuffmanSide(Unit.CHANNEL, 0.25, 2.375), BY_TOKEN, PI),
+    "cachegen": GroupFormat(D, Grouping(4, D, centre=7), Grouping(4, D, centre=7), PI),
+    "cachegen-eq86": GroupFormat(D, Grouping(4, D, centre=3), Grouping(4, D, centre=3), PI),
 }
-"""The formats of the rivals, whose values are read one by one."""
+"""The formats of the rivals, whose values are read one by one. `cachegen` is that of most layers: 16 bins."""
+
+
+def unfused(fmt: ReadFormat) -> ReadFormat:
+    """The same with pages that become FP16 rows first."""
+    assert isinstance(fmt, FloatFormat | GroupFormat | NuqFormat | HuffmanFormat)
+    return replace(fmt, fused=False)
+
+
+STRAW: Final = ("fp8", "mxfp4", "kivi-4", "kivi-2", "kvquant-4", "kvquant-2", "kvcomp", "cachegen", "cachegen-eq86")
+READ: Final[dict[str, ReadFormat]] = {
+    **FUSED,
+    **{f"{name}-unfused": unfused(FUSED[name]) for name in STRAW},
+}
+"""With rivals as HACK's paper timed its own."""
 CPU = torch.device("cpu")
 
 
