@@ -75,6 +75,15 @@ def test_cachegen_gives_early_layers_more_bins() -> None:
     assert make("cachegen").wire_form.name == "zstd"
 
 
+def test_cachegen_that_is_decoded_on_arrival_stands_for_the_same_numbers() -> None:
+    """To what FP16 holds of them; the same codes travel."""
+    counts = [40, 1, 60, 1]
+    ints, decoded = (run(Case(name, 32, backend="cpu"), 102, counts) for name in ("cachegen", "cachegen-fp16"))
+    assert float((ints[2] - decoded[2]).norm() / ints[2].norm()) < 5e-3
+    assert make("cachegen-fp16").wire_planes == make("cachegen").wire_planes
+    assert make("cachegen-fp16").fingerprint() != make("cachegen").fingerprint()
+
+
 def test_cachegen_errors_are_at_most_half_a_bin() -> None:
     fmt = make("cachegen").formats[0]
     assert isinstance(fmt, GroupFormat)
@@ -97,6 +106,8 @@ def test_cachegen_errors_are_at_most_half_a_bin() -> None:
         ("kvcomp", {"v_scale": 0.6}, "codec.settings.v_scale"),
         ("cachegen", {"level": "4"}, "codec.settings.level"),
         ("cachegen", {"wire_form": "auto?"}, "codec.settings.wire_form"),
+        ("cachegen", {"resident": "fp8"}, "codec.settings.resident"),
+        ("cachegen-fp16", {"unfused": True}, "decoded already"),
     ],
 )
 def test_wrong_settings_are_named(name: str, settings: dict[str, Any], said: str) -> None:
