@@ -39,7 +39,7 @@ DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 PAGE: Final = "codecs"
 BYTES_PICTURE, JCT_PICTURE = "codecs-bytes.png", "codecs-jct.png"
 STAGES_PAGE: Final = "codecs-jct.md"
-SIZES: Final = (16384, 8192, 4096)
+SIZES: Final = (16384, 4096, 4096)
 """Tokens of decode, of prefill and of seals."""
 
 
