@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from bench.codecs.facts import SHORT, Facts
 from bench.codecs.jct import LINKS
+from bench.codecs.rows import ROWS
 from bench.codecs.verdict import CODES
 
 PROMPT: Final = "4k"
@@ -74,7 +75,7 @@ def _panel(ax: Axes, title: str, points: Sequence[Point], what: str) -> None:
     best = front(points)
     ax.plot([at for _, at, _ in best], [kl for *_, kl in best], "-", color="0.75", zorder=1)
     for codes, marker, label in ((True, "C0o", "attention on codes"), (False, "C1s", "dequantized or upcast")):
-        some = [(at, kl) for name, at, kl in points if (name in CODES) is codes]
+        some = [(at, kl) for name, at, kl in points if (ROWS[name].codec.name in CODES) is codes]
         ax.plot([at for at, _ in some], [kl for _, kl in some], marker, markersize=5, label=label)
     for name, at, kl in points:
         ax.annotate(name, (at, kl), xytext=(4, 3), textcoords="offset points", fontsize=7)

@@ -15,8 +15,8 @@ JCT: Final = "sudo .venv/bin/python -m bench.codecs jct --rows {}"
 KERNELS: Final = "python -m bench.codecs kernels"
 MISSING: Final = "–"
 INSIDE: Final = (SubStage.QUANTIZE, SubStage.WIRE_ENCODE, SubStage.ATTEND, SubStage.APPROXIMATION, SubStage.WIRE_DECODE)
-SLOWER: Final = "fp8"
-"""The rival that a careful user takes first; times stand beside it as well as beside `fp16`."""
+BESIDE: Final = ("fp16", "fp8")
+"""What times of kernels stand beside: no compression, and the rival that a careful user takes first."""
 
 
 def table(head: Sequence[str], body: Iterable[Iterable[object]]) -> list[str]:
@@ -92,16 +92,17 @@ def kernels(record: Mapping[str, Any] | None) -> str:
     head = ["codec"]
     for row in rows:
         what = f"{row['what'].removeprefix('codecs, ')}, {row['shape'].partition(',')[0]}"
-        head += [f"{what}: ms", "of `fp16`'s", f"of `{SLOWER}`'s"]
+        head += [f"{what}: ms", *(f"of `{other}`'s" for other in BESIDE if other in row["ms"])]
     lines = table(head, ([f"`{name}`", *(text for row in rows for text in _times(row["ms"], name))] for name in names))
     return "\n".join([f"`{KERNELS}` · {record['machine']}.", "", *lines])
 
 
 def _times(ms: Mapping[str, float], name: str) -> list[str]:
+    known = [other for other in BESIDE if other in ms]
     if name not in ms:
-        return ["", "", ""]
-    beside = (f"{ms[name] / ms[other]:.2f}" if other in ms else "" for other in ("fp16", SLOWER))
-    return [f"{ms[name]:.3g}" if ms[name] < 1000 else f"{ms[name]:.0f}", *beside]
+        return [""] * (1 + len(known))
+    told = f"{ms[name]:.3g}" if ms[name] < 1000 else f"{ms[name]:.0f}"
+    return [told, *(f"{ms[name] / ms[other]:.2f}" for other in known)]
 
 
 # Job completion times ------------------------------------------------------------------------------------------------

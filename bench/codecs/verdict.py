@@ -95,7 +95,7 @@ def _beaten(by_name: dict[str, Facts]) -> Iterator[str]:
         better = [
             each.row.name
             for each in by_name.values()
-            if each.row.name not in CODES
+            if each.row.codec.name not in CODES
             and not each.row.is_strawman
             and not each.evicts
             and SHORT in each.lost
