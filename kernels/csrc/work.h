@@ -80,7 +80,7 @@ struct AttendItem {
 };
 
 // Queries per item: enough to unpack a page's codes once for many, few enough to stay in the first two caches.
-inline constexpr int kItemRows = 128;
+inline constexpr int kItemRows = 256;
 
 // State of one row in a split: maximum, weight, sum of values [D].
 constexpr std::int64_t partial_floats(const PageFormat& fmt, int rows) {
@@ -243,9 +243,9 @@ struct Operations {
 const Operations& portable_operations();
 const Operations& avx2_operations();
 const Operations& avx512_operations();
-// AVX-512 with BF16 products for pages of FP16 rows and queries in bfloat16.
+// AVX-512 VNNI with BF16 products for pages of FP16 rows and queries in bfloat16.
 const Operations& avx512_bf16_operations();
-// The same with AMX for prompts on pages of levels and for products in BF16.
+// The same with AMX for prompts and for products in BF16.
 const Operations& amx_operations();
 
 // Bytes of scratch memory that every kind needs: queries, their state, scores of a tile.

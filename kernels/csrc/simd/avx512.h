@@ -164,6 +164,21 @@ struct Avx512 {
     if constexpr (bits <= kNarrow) return acc;
     return add_int(acc, _mm512_slli_epi32(dot(zero_int(), bytes, plane<1, 7>(codes)), 8));
   }
+  // Of products with rows in lanes: their vectors of rows, and the words of a page that share them.
+  static constexpr int kLaneVectors = 2;
+  static constexpr int kLaneRows = 8;
+  template <int bits>
+  static constexpr int kRunOfDots = 0;  // no sum is too small for any number of products
+  template <int bits>
+  static I run_dot(I sum, I codes, I signed_bytes) {
+    return dot(sum, codes, signed_bytes);
+  }
+  static I run_total(I run) { return run; }
+  // Lanes of numbers in 0..127 to lanes of four bytes.
+  static I quads_of(I a, I b, I c, I d) {
+    const I shorts = _mm512_packus_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
+    return _mm512_shuffle_epi8(shorts, _mm512_set4_epi32(0x0F0B0703, 0x0E0A0602, 0x0D090501, 0x0C080400));
+  }
   // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
   static W splat_word(std::uint32_t x) { return _mm512_set1_epi64(x); }
   static W multiply(W x, std::uint32_t y) { return _mm512_mul_epu32(x, _mm512_set1_epi64(y)); }

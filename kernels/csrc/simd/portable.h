@@ -171,6 +171,18 @@ struct Portable {
   static I dot_unsigned(I acc, I codes, I bytes) {
     return sum_products<std::uint8_t>(acc, codes, bytes);
   }
+  // Of products with rows in lanes: their vectors of rows, and the words of a page that share them.
+  static constexpr int kLaneVectors = 1;
+  static constexpr int kLaneRows = 4;
+  template <int bits>
+  static constexpr int kRunOfDots = 0;  // no sum is too small for any number of products
+  template <int bits>
+  static I run_dot(I sum, I codes, I signed_bytes) {
+    return dot(sum, codes, signed_bytes);
+  }
+  static I run_total(I run) { return run; }
+  // Lanes of numbers in 0..127 to lanes of four bytes.
+  static I quads_of(I a, I b, I c, I d) { return a | b << 8 | c << 16 | d << 24; }
   // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
   static W splat_word(std::uint32_t x) { return std::uint64_t(x) + W{}; }
   static W multiply(W x, std::uint32_t y) { return (x & 0xFFFFFFFFu) * std::uint64_t(y); }
