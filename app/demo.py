@@ -1,4 +1,7 @@
-"""The demonstration: real requests through HTTP, what came back, where the time went and what crossed the wire."""
+"""The demonstration: real requests through HTTP, what came back, where the time went and what crossed the wire.
+
+Then one of them again, to a cluster with exact KV: what the codec changed in the answer.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from app.cluster import Checked
 from app.programs import ANSWERS, WRITES, Program
@@ -22,14 +26,23 @@ from hackkv.tokenizer import Tokenizer
 
 SEED = 1
 TIMEOUT_S = 120.0
+EXACT = "fp16"
+"""The codec that changes nothing."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-async def demonstrate(url: str, served: Checked, console: Console) -> None:
-    """Send a streamed, a chat, a long and eight concurrent requests; print texts, stages and bytes."""
-    model, folder = served.name, Path(served.folder)
+async def program_for(served: Checked) -> Program:
+    """What to ask a model."""
+    folder = Path(served.folder)
     talks = folder != SHIPPED and (await asyncio.to_thread(Tokenizer, folder)).has_chat_template
-    program = ANSWERS if talks else WRITES
+    return ANSWERS if talks else WRITES
+
+
+async def demonstrate(url: str, model: str, program: Program, console: Console) -> dict[str, Any]:
+    """Send a streamed, a chat, a long and eight concurrent requests; print texts, stages and bytes.
+
+    Returns the answer to the long one.
+    """
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         console.rule("a streamed answer" if program.talks else "a streamed completion")
         streamed = await _stream(client, model, program, console)
@@ -38,7 +51,7 @@ async def demonstrate(url: str, served: Checked, console: Console) -> None:
         chat = await _post(client, CHAT, body | {"messages": _messages(program.chat)})
         console.print(program.chat, style="dim", markup=False)
         console.print(_text(chat), markup=False)
-        long = await _post(client, *_request(model, program, program.long))
+        long = await _post(client, *_long_request(model, program))
         console.rule(f"{len(program.topics)} {'questions' if program.talks else 'completions'} at once")
         began = perf_counter()
         requests = [_request(model, program, text) for text in program.topics]
@@ -57,6 +70,19 @@ async def demonstrate(url: str, served: Checked, console: Console) -> None:
     }
     _print_stages(console, groups)
     _print_bytes(console, groups)
+    return long
+
+
+async def compare(url: str, model: str, program: Program, codec: str, answer: dict[str, Any], console: Console) -> None:
+    """Send the long request to a cluster with exact KV, and print its answer beside that with `codec`."""
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+        exact = await _post(client, *_long_request(model, program))
+    first, *_, question = program.long.strip().splitlines()
+    console.rule(f"a prompt of {answer['usage']['prompt_tokens']} tokens, with KV in {codec} and with exact KV")
+    console.print(f"{first} [...] {question}", style="dim", markup=False)
+    table = Table(codec, EXACT, show_lines=True)
+    table.add_row(Text(_text(answer)), Text(_text(exact)))
+    console.print(table)
 
 
 def _settings(model: str, program: Program) -> dict[str, Any]:
@@ -75,6 +101,11 @@ def _request(model: str, program: Program, prompt: str) -> tuple[str, dict[str, 
     if program.talks:
         return CHAT, settings | {"messages": _messages(prompt)}
     return COMPLETIONS, settings | {"prompt": prompt}
+
+
+def _long_request(model: str, program: Program) -> tuple[str, dict[str, Any]]:
+    path, body = _request(model, program, program.long)
+    return path, body | program.long_sampling
 
 
 def _messages(prompt: str) -> list[dict[str, str]]:

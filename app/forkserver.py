@@ -8,6 +8,7 @@ once, and forks the nodes: they share all of this, copy on write, and are ready 
 A process may only be forked while it has nothing that a fork does not copy. So here are no threads, no event loop and
 no gRPC channel, and nothing is computed on more than one thread: a child would wait for ever for OpenMP's helpers,
 which it does not have. The garbage collector stands still, since it would write into shared pages (`gc.freeze`).
+When nothing has been asked of it for a while, it gives up the library code that only start-up needed: some 70 MiB.
 
 Requests and answers are JSON, one a packet of the socket FD:
 
@@ -35,6 +36,7 @@ import node.process
 import transport.rpc_server
 from app.roles import ROLES, ROUTER
 from hackkv.errors import ConfigError, HackkvError
+from hackkv.heap import REST_S, unmap_code
 from node.children import call_me
 
 MAX_REQUEST: Final = 1 << 16
@@ -58,8 +60,13 @@ class ForkServer:
         while True:
             try:
                 packet, fds, _, _ = socket.recv_fds(self._channel, MAX_REQUEST, 2)
+            except TimeoutError:
+                unmap_code()
+                self._channel.settimeout(None)
+                continue
             except ConnectionResetError:
                 return  # who asked is gone and has not read our last answer
+            self._channel.settimeout(REST_S)
             if not packet:
                 return
             answer = self._answer(json.loads(packet), fds)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_TEXT = Path(__file__).with_name("bees.txt").read_text(encoding="utf-8")
 _CODE = Path(__file__).with_name("demo.py").read_text(encoding="utf-8")[:5000]
 
 
@@ -16,7 +17,9 @@ class Program:
     streamed: str
     chat: str
     long: str
-    """A prompt of some thousand characters; its answer is not shown."""
+    """A prompt of some thousand characters."""
+    compared: bool
+    """Whether the answer to it is shown, beside that of a cluster with exact KV."""
     topics: tuple[str, ...]
     """Prompts that are sent at once."""
     talks: bool
@@ -27,6 +30,8 @@ class Program:
     sampling: dict[str, Any] = field(default_factory=dict)
     chat_sampling: dict[str, Any] = field(default_factory=dict)
     """Settings of the chat request, over those of `sampling`."""
+    long_sampling: dict[str, Any] = field(default_factory=dict)
+    """The same, of the long prompt's."""
 
 
 WRITES = Program(
@@ -35,6 +40,7 @@ WRITES = Program(
 ''',
     chat="Repeat this text:\nThe quick method returns a list of strings.",
     long=_CODE,
+    compared=False,
     topics=(
         "def __init__(self, name, value):\n",
         "import os\nimport sys\n\n\ndef main(",
@@ -56,7 +62,8 @@ WRITES = Program(
 ANSWERS = Program(
     streamed="Why is the sky blue? Explain it to a curious child.",
     chat="Write a short poem about a lighthouse in the fog.",
-    long=f"Here is a part of a Python program. Say in two sentences what it does.\n\n{_CODE}",
+    long=f"{_TEXT}\nSummarize this text in three sentences.",
+    compared=True,
     topics=(
         "What is the capital of Japan, and what is it known for?",
         "Give me three tips for a good night's sleep.",
@@ -71,5 +78,6 @@ ANSWERS = Program(
     max_tokens=120,
     shown=240,
     sampling={"temperature": 0.2, "top_p": 0.9},
+    long_sampling={"temperature": 0, "repetition_penalty": 1.1},
 )
 """For a model with a chat template. The settings are those that SmolLM2's makers recommend."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -78,8 +79,15 @@ async def _serve(plan: ClusterPlan, begun: Begun | None) -> int:
 
 
 async def _demo(plan: ClusterPlan, begun: Begun | None) -> int:
+    demo, out = import_module("app.demo"), Console(highlight=False)
     async with _started(plan, begun) as cluster:
-        await import_module("app.demo").demonstrate(cluster.url, cluster.model, Console(highlight=False))
+        name, program = cluster.model.name, await demo.program_for(cluster.model)
+        answer = await demo.demonstrate(cluster.url, name, program, out)
+    codec = plan.worker["codec"]["name"]
+    if program.compared and codec != demo.EXACT:
+        exact = replace(plan, worker={**plan.worker, "codec": {"name": demo.EXACT}}, num_prefill=1, num_decode=1)
+        async with _started(exact, None) as cluster:
+            await demo.compare(cluster.url, name, program, codec, answer, out)
     console.print("all processes stopped")
     return 0
 

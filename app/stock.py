@@ -15,7 +15,6 @@ import app.check
 import decode_node.__main__
 import prefill_node.__main__
 from hackkv.config import CodecConfig, ModelConfig
-from hackkv.heap import trim
 from hackkv.model.worker import load_worker
 from hackkv.nodes import CodecLoss
 from node.shell import Loaded
@@ -42,7 +41,6 @@ class Stock:
             return
         worker = load_worker(model.model_copy(update={"threads": 1}), codec)
         self._loaded = Loaded(model, codec, worker)
-        trim()
 
     def run(self, role: str, arguments: Sequence[str], loss: dict[str, Any] | None) -> int:
         """Be `role` until its end, in a forked process; return the exit code."""

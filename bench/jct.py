@@ -32,9 +32,10 @@ from rich.progress import (
 )
 
 from bench.cluster import load_note
-from bench.links.cell import PROMPTS, Cell, Result, run
+from bench.links.cell import PROMPTS, Cell, Result, done, run
 from bench.links.link import FREE, bits_per_s
 from bench.links.page import Setting, page
+from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from measure.accuracy.machine import this_machine
 from measure.serve.plot import Run, draw
@@ -76,7 +77,7 @@ def main() -> int:
 
 def _run_all(arguments: argparse.Namespace, console: Console) -> None:
     links, codecs = arguments.links.split(","), arguments.codecs.split(",")
-    _check(links)
+    check_machine(links)
     arguments.work.mkdir(parents=True, exist_ok=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.resume:
@@ -95,25 +96,38 @@ def _run_all(arguments: argparse.Namespace, console: Console) -> None:
             for codec in codecs:
                 progress.update(bar, description=f"{prompt} prompts, what {codec} can serve")
                 count = min(CAPACITY[prompt], arguments.requests)
-                most = Cell(prompt=prompt, link=FREE, codec=codec, requests=count, concurrency=CONCURRENCY)
-                capacity[prompt][codec] = served = run(most, arguments.work)["request_throughput"]
+                most = _cell(prompt, FREE, codec, count).model_copy(update={"concurrency": CONCURRENCY})
+                capacity[prompt][codec] = served = _measured(most, arguments.work)["request_throughput"]
                 console.print(f"{prompt:>6} {FREE:>8} {codec:>6}: serves {served:.2f} requests/s")
                 progress.advance(bar)
             rate = SHARE * min(capacity[prompt].values())
             requests = max(1, min(arguments.requests, round(rate * arguments.seconds)))
             for link in links:
                 for codec in codecs:
-                    cell = Cell(prompt=prompt, link=link, codec=codec, requests=requests, rate=rate)
+                    cell = _cell(prompt, link, codec, requests).model_copy(update={"rate": rate})
                     progress.update(bar, description=f"{prompt} prompts, {link}, {codec}")
-                    cells[cell.name] = result = run(cell, arguments.work)
+                    cells[cell.name] = result = _measured(cell, arguments.work)
                     console.print(f"{prompt:>6} {link:>8} {codec:>6}: mean JCT {result['mean_e2el_ms']:8.0f} ms")
                     _write(cells, capacity, began, arguments.out)
                     progress.advance(bar)
     console.print(f"wrote {arguments.out / 'jct.md'}")
 
 
-def _check(links: list[str]) -> None:
-    """Raises `ConfigError` if this machine or the arguments cannot be used."""
+def _cell(prompt: str, link: str, codec: str, requests: int) -> Cell:
+    tokens = PROMPTS[prompt]
+    return Cell(prompt=prompt, tokens=tokens, link=link, row=codec, codec=CodecConfig(name=codec), requests=requests)
+
+
+def _measured(cell: Cell, work: Path) -> Result:
+    """Its result, measured with a cluster of its own unless it was before."""
+    run([cell], work)
+    result = done(cell, work)
+    assert result is not None, "the cell ran"
+    return result
+
+
+def check_machine(links: list[str]) -> None:
+    """Raises `ConfigError` if this machine cannot make links, or one has no rate."""
     for link in links:
         if link != FREE:
             bits_per_s(link)

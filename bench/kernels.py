@@ -31,6 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.kernels_codecs import codec_rows
 from bench.kernels_limits import MachineLimits, measure_limits
+from bench.kernels_prefill import isa_rows
 from bench.kernels_report import console_line, write_report
 from bench.race import Calls, copies, race
 from bench.row import Row
@@ -246,7 +247,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder whose performance.md, .json and .png get this section")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
-        "--only", choices=["decode", "prefill", "pages", "fp16", "codecs"], help="one part of the table"
+        "--only", choices=["decode", "prefill", "prompt", "pages", "fp16", "codecs"], help="one part of the table"
     )
     arguments = parser.parse_args()
     priority = take_priority()
@@ -267,6 +268,9 @@ def main() -> None:
             report(row)
     if arguments.only in (None, "prefill"):
         report(prefill_row(backend, 8192, 2, 4))
+    if arguments.only in (None, "prompt"):
+        for row in isa_rows(4096, arguments.threads):
+            report(row)
     if arguments.only in (None, "fp16"):
         for tokens in (2048, 8192):
             for dtype in (torch.float32, torch.bfloat16):

@@ -11,13 +11,15 @@ TITLE = "# {}\n\nEvery section is written by the command that it names, on the m
 
 
 def write_section(folder: Path, name: str, text: str, data: object, page: str = "performance") -> None:
-    """Put `text` between the marks of section `name` of `page`.md, and `data` under that key of `page`.json."""
+    """Put `text` between the marks of section `name` of `page`.md, and `data`, unless it is None, under that key of
+    `page`.json."""
     markdown, record = folder / f"{page}.md", folder / f"{page}.json"
     before = markdown.read_text() if markdown.exists() else TITLE.format(page.capitalize())
     section = f"<!-- {name} -->\n{text.strip()}\n<!-- /{name} -->\n"
     old = re.compile(rf"<!-- {re.escape(name)} -->\n.*?<!-- /{re.escape(name)} -->\n", re.DOTALL)
     markdown.write_text(old.sub(lambda _: section, before) if old.search(before) else f"{before}\n{section}")
-    record.write_text(json.dumps({**_read(record), name: data}, indent=1) + "\n")
+    if data is not None:
+        record.write_text(json.dumps({**_read(record), name: data}, indent=1) + "\n")
 
 
 def read_section(folder: Path, name: str, page: str = "performance") -> Any:

@@ -51,12 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = perf_counter()
     record = simulate(spec, arrivals, Options(), args.processes)
     seconds = perf_counter() - began
-    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    memory_gb = (peaks[0] + args.processes * peaks[1]) / 1e6  # of the children, the largest is known
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    memory_gb = (used[0].ru_maxrss + args.processes * used[1].ru_maxrss) / 1e6  # of the children, the largest is known
+    computed_s = sum(each.ru_utime + each.ru_stime for each in used)
     steps, events = sum(tally.steps for tally in record.decodes), record.counts.total()
     print(
         f"{args.requests:,} requests of {args.shape} on {args.replicas:,} replicas in {args.processes} processes: "
-        f"{seconds:.1f} s, {memory_gb:.2f} GB"
+        f"{seconds:.1f} s, {computed_s:.0f} s of processor time with the making of requests, {memory_gb:.2f} GB"
     )
     print(f"{args.requests / seconds:,.0f} requests/s, {events / seconds:,.0f} events/s, {steps:,} decode steps")
     print(f"target {TARGET_S:g} s and {TARGET_GB:g} GB; {int(record.rows.ok.sum()):,} served; log {record.events}")

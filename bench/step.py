@@ -33,7 +33,7 @@ from torch.autograd.profiler import profile, record_function
 
 from bench.cluster import load_note
 from bench.sections import write_section
-from decode_node.engine import DecodeEngine, Sequence, StepPart
+from decode_node.engine import DecodeEngine, Outcome, Sequence, StepPart
 from decode_node.kept_rows import KeptRows
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, Limits
@@ -45,7 +45,7 @@ from hackkv.model.runner import ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.model.worker import Worker, load_worker
 from hackkv.packaged import SHIPPED
-from hackkv.types import DecodeJob, Request, Sampling, Token
+from hackkv.types import DecodeJob, Request, Sampling
 from measure.accuracy.machine import this_machine
 from router.api.defaults import read_sampling_defaults
 
@@ -57,7 +57,7 @@ TARGET: Final = 0.20
 GREEDY: Final = Sampling(seed=0, max_tokens=STEPS, temperature=0.0, ignore_eos=True)
 STEP: Final = "decode step"
 
-Step = Callable[[DecodeEngine, list[StepPart]], list[Token | None]]
+Step = Callable[[DecodeEngine, list[StepPart]], list[Outcome]]
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Clock:
         self._recording = profile()
         self._kernel_s: list[float] = []
 
-    def step(self, engine: DecodeEngine, parts: list[StepPart]) -> list[Token | None]:
+    def step(self, engine: DecodeEngine, parts: list[StepPart]) -> list[Outcome]:
         """One step, recorded or not."""
         nth = self._steps
         self._steps += 1
@@ -143,7 +143,7 @@ class Clock:
             self._read()
         return tokens
 
-    def _timed(self, engine: DecodeEngine, parts: list[StepPart], *, alone: bool) -> list[Token | None]:
+    def _timed(self, engine: DecodeEngine, parts: list[StepPart], *, alone: bool) -> list[Outcome]:
         """One step that is not recorded. `alone`: the step before was recorded, or there was none."""
         began = perf_counter()
         tokens = self._step(engine, parts)

@@ -29,6 +29,7 @@ async def open_decode(ground: Ground[DecodeConfig]) -> AsyncIterator[Hosted]:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
         stack.push_async_callback(ground.server.close)
+        await service.record()
         faults = suffer(config.faults, identity.node_id, service.pool)
         listeners = Listeners(config.wire, replace(site, links=faulty_links(faults)) if faults else site)
         stack.push_async_callback(listeners.close)

@@ -28,13 +28,16 @@ class DecodeSettings(Frozen):
     """Sequences in one decode step."""
     replay_tokens: int = Field(default=256, gt=0)
     """Tokens of replays (requests that another node began) in one decode step; at least one page runs."""
+    graphs: bool = True
+    """Whether a GPU records decode steps as CUDA graphs before the node serves."""
     landing_s: float = Field(default=600.0, gt=0)
     """How long a reservation waits for its KV, the prompt's computation included."""
 
     @property
     def busiest(self) -> Busiest:
         """A step of the whole batch, or of replays."""
-        return Busiest(self.max_sequences, max(self.max_batch, self.replay_tokens), self.max_batch)
+        recorded = self.max_batch if self.graphs else 0
+        return Busiest(self.max_sequences, max(self.max_batch, self.replay_tokens), self.max_batch, recorded)
 
 
 class DecodeConfig(DecodeSettings, NodeConfig):

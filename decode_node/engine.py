@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from collections.abc import Sequence as Series
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from hackkv.batch import Span
-from hackkv.errors import SequenceError
-from hackkv.model.runner import ModelRunner
+from hackkv.errors import NonFiniteError, SequenceError
+from hackkv.model.runner import Begun, ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.types import Token
+
+Outcome: TypeAlias = Token | NonFiniteError | None
+"""Of a part of a step: the token after its rows, why there is none, or nothing in a replay."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,30 +55,61 @@ class StepPart(NamedTuple):
     """The tokens after these rows are known: none is chosen."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that the device was given before the one before it was over."""
+
+    parts: Series[StepPart]
+    begun: Begun
+
+    def row_of(self, part: StepPart) -> int | None:
+        """The row that is this part of the step that has come, if there is one."""
+        return next((row for row, each in enumerate(self.parts) if _same(each, part)), None)
+
+
 class DecodeEngine:
-    """Runs steps on one `ModelRunner`."""
+    """Runs steps on one `ModelRunner`, looking one step ahead where the runner can.
+
+    While the device computes a step, it is given the next one for the same sequences, whose tokens only the device
+    knows. So it does not wait while the host reads tokens, sends them and plans. When the next step has come, rows of
+    sequences that it lacks were for nothing; those that have joined run behind, as a batch of their own, once.
+
+    Such a step writes a row behind those that its sequences hold, into their slots, and nothing else. The row counts
+    only if the very next step has it. Copies into a slot that is given to somebody else wait for it (`Lanes.written`).
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._ahead: Ahead | None = None
+        self.foreseen = 0
+        """Tokens that were chosen by steps begun ahead."""
+
+    def record(self) -> None:
+        """See `ModelRunner.record`."""
+        self._runner.record()
 
     # A thread that stayed in the mode would save 2 of a step's 2,400 us, and would have to leave it before its guard is
     # collected: whichever thread collects a guard that was never left leaves inference mode.
     @torch.inference_mode()
-    def step(self, batch: list[StepPart]) -> list[Token | None]:
-        """Append the rows of every part to its cache. Return the token after them, or None in a replay.
+    def step(self, batch: list[StepPart]) -> list[Outcome]:
+        """Append the rows of every part to its cache. Return the token after them, None in a replay, or why there is
+        none, while the others have theirs.
 
         Replays run as a batch of their own, so the other sequences do the same arithmetic with and without them.
-        Raises `SequenceError` whose `span` is the index in `batch` at fault. No sequence has advanced then.
+        Raises `SequenceError` whose `span` is the index in `batch` at fault where it is a replay's, or its grammar
+        cannot go on. No sequence has advanced then.
         """
         codec = self._runner.codec
         began, attended, approximated = perf_counter(), codec.attend_s, codec.approximation_s
         replays = [index for index, part in enumerate(batch) if part.replay]
+        ahead, self._ahead = self._ahead, None
         with self._runner.memory.lanes.computing():
             if replays:
                 with _named(replays):
                     self._runner.forward(*_rows(batch, replays))
-            chosen = iter(self._choose(batch, [index for index, part in enumerate(batch) if not part.replay]))
-        tokens = [None if part.replay else next(chosen) for part in batch]
+            at = [index for index, part in enumerate(batch) if not part.replay]
+            chosen = iter(self._choose(batch, at, ahead, alone=not replays))
+        tokens: list[Outcome] = [None if part.replay else next(chosen) for part in batch]
         ended = perf_counter()
         attend_s, approximation_s = codec.attend_s - attended, codec.approximation_s - approximated
         for part, token in zip(batch, tokens, strict=True):
@@ -84,19 +118,66 @@ class DecodeEngine:
                 seq.queue_s = began - seq.joined_at - seq.swapped_s
             seq.stepped_at = ended
             del seq.pending[: part.span.count]
-            if token is not None:
+            if isinstance(token, Token):
                 seq.pending.append(token.token_id)
             # Every sequence of a step is charged the whole step: a stage is the time that a request waited.
             seq.attend_s += attend_s
             seq.approximation_s += approximation_s
         return tokens
 
-    def _choose(self, batch: list[StepPart], at: list[int]) -> list[Token]:
-        """The next token of each of `batch[at]`."""
-        if not at:
-            return []
-        with _named(at):
-            return self._runner.choose(*_rows(batch, at), [batch[index].sequence.sampler for index in at])
+    def forget(self) -> None:
+        """No step comes next: slots and pages may be others' before one does."""
+        self._ahead = None
+
+    def _choose(
+        self, batch: list[StepPart], at: list[int], ahead: Ahead | None, *, alone: bool
+    ) -> list[Token | NonFiniteError]:
+        """The next token of each of `batch[at]`, or why there is none; some may be under way `ahead`. With `alone`
+        nothing else is in the step."""
+        runner = self._runner
+        found = {index: row for index in at if ahead and (row := ahead.row_of(batch[index])) is not None}
+        joined = [index for index in at if index not in found]
+        before = dict[int, tuple[Begun, int]]()
+        if ahead and found:
+            runner.end_after([batch[index].span for index in found])
+            before |= {index: (ahead.begun, row) for index, row in found.items()}
+        if joined:
+            with _named(joined):
+                begun = runner.begin(*_rows(batch, joined), _samplers(batch, joined))
+            before |= {index: (begun, row) for row, index in enumerate(joined)}
+        if alone and at:
+            self._look_ahead([(batch[index], before[index]) for index in at])
+        outcomes = dict[int, Token | NonFiniteError]()
+        for some in (list(found), joined):
+            if some:
+                begun, rows = before[some[0]][0], [before[index][1] for index in some]
+                ended = runner.end(begun, rows, *_rows(batch, some), _samplers(batch, some))
+                outcomes |= zip(some, ended, strict=True)
+        self.foreseen += len(found)
+        return [outcomes[index] for index in at]
+
+    def _look_ahead(self, now: Series[tuple[StepPart, tuple[Begun, int]]]) -> None:
+        """Begin the step after the one of these parts, unless a choice of it would depend on tokens that nobody has
+        seen."""
+        if not self._runner.looks_ahead([part.span for part, _ in now]):
+            return
+        coming = [(part, row) for part, row in now if not part.sequence.sampler.ends]
+        if not coming or not all(part.sequence.sampler.foresees for part, _ in coming):
+            return
+        parts = [part._replace(span=replace(part.span, held=part.span.held + 1)) for part, _ in coming]
+        states = [part.sequence.sampler for part in parts]
+        begun = self._runner.begin_after([part.span for part in parts], [row for _, row in coming], states)
+        self._ahead = Ahead(parts, begun)
+
+
+def _same(begun: StepPart, part: StepPart) -> bool:
+    """Whether a part that was begun ahead is this one. Only its pages may be more by now."""
+    mine, its = begun.span, part.span
+    return begun.sequence is part.sequence and (mine.slot, mine.held) == (its.slot, its.held)
+
+
+def _samplers(batch: list[StepPart], at: list[int]) -> list[SamplerState]:
+    return [batch[index].sequence.sampler for index in at]
 
 
 def _rows(batch: list[StepPart], at: list[int]) -> tuple[list[Span], list[int]]:

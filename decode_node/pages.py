@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from decode_node.kept_pages import Copy, KeptPage, KeptPages
 from hackkv.page_names import PageName
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """What one sequence holds: pool indices of its pages, in order, and its open page's slot."""
 
     pages: tuple[int, ...]
@@ -56,6 +55,11 @@ class PagePool:
     def free_slots(self) -> int:
         """Slots that no grant holds."""
         return len(self._slots)
+
+    @property
+    def idle_slots(self) -> tuple[int, ...]:
+        """Those slots."""
+        return tuple(self._slots)
 
     def taken_by(self, num_pages: int, names: Sequence[PageName] = ()) -> int:
         """How many free pages `take` would take: pages that others hold too cost nothing."""
@@ -152,7 +156,7 @@ class PagePool:
         return self._pages.pop() if self._pages else self.kept.evict()
 
     def _replace(self, grant: Grant, pages: tuple[int, ...]) -> Grant:
-        renewed = self._held[grant.slot] = replace(grant, pages=pages)
+        renewed = self._held[grant.slot] = grant._replace(pages=pages)
         return renewed
 
     def _check_held(self, grant: Grant) -> None:

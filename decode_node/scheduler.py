@@ -32,11 +32,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from decode_node.pages import PagePool
 from decode_node.policy import Candidate, pick_victim, replay_rows
-from decode_node.seats import Owner, Place, Plan, Seat, Turn
+from decode_node.seats import Owner, Place, Plan, Seat, Turn, give_back
 from hackkv.errors import Overloaded, RequestError
 from hackkv.footprint import Footprint
 from hackkv.page_names import PageName
@@ -44,6 +44,18 @@ from hackkv.page_names import PageName
 LOW_PAGES = 1 / 16
 HIGH_PAGES = 1 / 4
 """How far ahead the watermarks look, in pages' worth of steps: farther leaves memory idle, nearer swaps more often."""
+
+
+class Ahead(NamedTuple):
+    """How far ahead the watermarks look, in steps."""
+
+    low: int
+    high: int
+
+
+def ahead(page_tokens: int) -> Ahead:
+    """With pages of so many tokens."""
+    return Ahead(max(1, round(LOW_PAGES * page_tokens)), max(2, round(HIGH_PAGES * page_tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +81,14 @@ class DecodeScheduler(Generic[Owner]):
         self.pool = pool
         self._limits = limits
         self.footprint = footprint
-        self._low_steps = max(1, round(LOW_PAGES * footprint.page_tokens))
-        self._high_steps = max(2, round(HIGH_PAGES * footprint.page_tokens))
+        self.ahead = ahead(footprint.page_tokens)
         self._seats: set[Seat[Owner]] = set()
         self._device: list[Seat[Owner]] = []
         self._host: list[Seat[Owner]] = []
         self._moving: set[Seat[Owner]] = set()
         self._landed = 0
+        self._most_pages = 0
+        """What all sequences that hold something may come to hold."""
         self.running = 0
         """Sequences in the current step."""
         self.host_bytes = 0
@@ -95,6 +108,11 @@ class DecodeScheduler(Generic[Owner]):
     def swapped(self) -> int:
         """Sequences that are in host memory or on their way."""
         return len(self._host) + len(self._moving)
+
+    @property
+    def is_roomy(self) -> bool:
+        """Whether the pool has all pages that its sequences may come to hold, so that nobody ever waits for one."""
+        return self._most_pages <= self.pool.num_pages
 
     @property
     def reserved_tokens(self) -> int:
@@ -117,12 +135,13 @@ class DecodeScheduler(Generic[Owner]):
             raise RequestError(f"{limit} tokens need {worst} pages; this node has {self.pool.num_pages}", too_long)
         if self.swapped:
             raise Overloaded(f"{self.swapped} sequences wait in host memory and go first")
-        everybody = [limit, *(seat.limit for seat in self._seats)]
-        if not all_end(self.footprint, everybody, self.pool.num_pages, self._limits.host_bytes):
+        roomy = self._most_pages + worst <= self.pool.num_pages
+        everybody = () if roomy else (limit, *(seat.limit for seat in self._seats))
+        if not (roomy or all_end(self.footprint, everybody, self.pool.num_pages, self._limits.host_bytes)):
             raise Overloaded(f"{limit} tokens more may not fit into this node's device and host memory")
         seat = Seat(owner, rows, limit, None)
         need = self.footprint.sealed(seat.reach(1))
-        growth = self._demand(self._high_steps, [*self._seats, seat]) - need
+        growth = 0 if roomy else self._demand(self.ahead.high, [*self._seats, seat]) - need
         fresh = self.pool.taken_by(need, names)
         grant = self.pool.take(need, names) if fresh + growth <= self.pool.free_pages else None
         if grant is None:
@@ -132,6 +151,7 @@ class DecodeScheduler(Generic[Owner]):
             )
         seat.grant, seat.loading = grant, bool(grant.loads)
         self._seats.add(seat)
+        self._most_pages += worst
         return seat
 
     def loaded(self, seat: Seat[Owner], *, worked: bool = True) -> None:
@@ -194,7 +214,7 @@ class DecodeScheduler(Generic[Owner]):
         if seat.place is Place.GONE:
             self._release(seat)
         elif seat.place is Place.LEAVING:
-            self._give_back(seat)
+            give_back(self.pool, seat)
             seat.place = Place.HOST
             insort(self._host, seat, key=_order)
         else:
@@ -203,10 +223,12 @@ class DecodeScheduler(Generic[Owner]):
             insort(self._device, seat, key=_order)
 
     def _make_room(self) -> list[Seat[Owner]]:
-        """Swap out until the batch can go on for `_low_steps`."""
+        """Swap out until the batch can go on for `ahead.low` steps."""
         leaving: list[Seat[Owner]] = []
+        if self.is_roomy:
+            return leaving
         batch = self._limits.max_batch
-        while (short := self._demand(self._low_steps, self._device[:batch]) - self.pool.free_pages) > 0:
+        while (short := self._demand(self.ahead.low, self._device[:batch]) - self.pool.free_pages) > 0:
             if short <= self.pool.freed_by(
                 seat.held_grant for seat in self._moving if seat.place is not Place.RETURNING
             ):
@@ -227,7 +249,7 @@ class DecodeScheduler(Generic[Owner]):
         return leaving
 
     def _bring_back(self) -> list[Seat[Owner]]:
-        """Bring back the oldest while those here can go on for `_high_steps` and the batch has a place.
+        """Bring back the oldest while those here can go on for `ahead.high` steps and the batch has a place.
 
         So a sequence that returns never pushes out one that runs.
         """
@@ -239,7 +261,7 @@ class DecodeScheduler(Generic[Owner]):
             seat = self._host[0]
             need = self.footprint.sealed(min(seat.rows + 1, seat.limit))
             here = [other for other in self._seats if other.place in (Place.LANDING, Place.DEVICE, Place.RETURNING)]
-            growth = self._demand(self._high_steps, [*here, seat]) - need if here else 0
+            growth = self._demand(self.ahead.high, [*here, seat]) - need if here else 0
             grant = self.pool.take(need) if need + growth <= self.pool.free_pages else None
             if grant is None:
                 break
@@ -296,16 +318,11 @@ class DecodeScheduler(Generic[Owner]):
 
     def _release(self, seat: Seat[Owner]) -> None:
         self.host_bytes, seat.host_bytes = self.host_bytes - seat.host_bytes, 0
-        if seat.grant is not None:
-            self._give_back(seat)
-
-    def _give_back(self, seat: Seat[Owner]) -> None:
-        assert seat.grant is not None
-        self.pool.give_back(seat.grant)
-        seat.grant = None
+        self._most_pages -= self.footprint.sealed(seat.limit)
+        give_back(self.pool, seat)
 
 
-def all_end(footprint: Footprint, most_rows: list[int], num_pages: int, host_bytes: int) -> bool:
+def all_end(footprint: Footprint, most_rows: Sequence[int], num_pages: int, host_bytes: int) -> bool:
     """Whether sequences that may grow to `most_rows` rows are sure to end; see "Progress" in the module's docstring."""
     worst = [footprint.sealed(rows) for rows in most_rows]
     if sum(worst) <= num_pages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -70,6 +70,13 @@ def publish(pool: PagePool, seat: Seat[Any], names: Sequence[PageName]) -> None:
         seat.grant = pool.publish(seat.grant, names)
 
 
+def give_back(pool: PagePool, seat: Seat[Any]) -> None:
+    """Give back what a sequence holds on the device, if it holds anything."""
+    if seat.grant is not None:
+        pool.give_back(seat.grant)
+        seat.grant = None
+
+
 class Turn(NamedTuple, Generic[Owner]):
     """What a sequence does in a step: it runs `rows` rows and chooses a token after them, unless they are a replay."""
 
@@ -78,10 +85,9 @@ class Turn(NamedTuple, Generic[Owner]):
     replay: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Plan(Generic[Owner]):
+class Plan(NamedTuple, Generic[Owner]):
     """What to do now: one step, and copies that run beside it."""
 
-    turns: list[Turn[Owner]] = field(default_factory=list)
-    leaving: list[Seat[Owner]] = field(default_factory=list)
-    returning: list[Seat[Owner]] = field(default_factory=list)
+    turns: list[Turn[Owner]]
+    leaving: list[Seat[Owner]]
+    returning: list[Seat[Owner]]

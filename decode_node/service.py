@@ -55,7 +55,14 @@ class DecodeService:
         self._identity = identity
         self._worker = worker
         self._landing_s = settings.landing_s
-        runner = ModelRunner(worker.model, worker.codec, num_pages, settings.max_sequences, prompts=False)
+        runner = ModelRunner(
+            worker.model,
+            worker.codec,
+            num_pages,
+            settings.max_sequences,
+            prompts=False,
+            recorded=settings.busiest.recorded,
+        )
         reuse, footprint = settings.prefix_cache and worker.codec.bytes_follow_tokens, runner.memory.footprint
         self._naming = Naming(footprint.page_tokens, worker.fingerprint) if reuse else None
         host_bytes = settings.prefix_host_bytes if reuse else 0
@@ -81,6 +88,10 @@ class DecodeService:
         self._counts: Counter[str] = Counter()
         self.draining = asyncio.Event()
         """Set when the node takes no new request."""
+
+    async def record(self) -> None:
+        """Let the device record decode steps if it can, before the first request. Raises `ConfigError`."""
+        await self._steps.record()
 
     async def listen(self, listeners: Listeners, lend: Lend | None = None) -> None:
         """Take handoffs and lend pages on every listener; from now on `describe` says where. The caller closes them.

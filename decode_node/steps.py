@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from decode_node.copies import Copies
-from decode_node.engine import DecodeEngine, Sequence, StepPart
+from decode_node.engine import DecodeEngine, Outcome, Sequence, StepPart
 from decode_node.kept_rows import KeptRows
 from decode_node.scheduler import DecodeScheduler
 from decode_node.seats import Place, Plan, Turn, publish
 from decode_node.stream import Stream
 from hackkv.batch import Span
-from hackkv.errors import HackkvError, SequenceError
+from hackkv.errors import HackkvError, NonFiniteError, SequenceError
+from hackkv.heap import REST_S, within
 from hackkv.model.runner import ModelRunner
 from hackkv.types import Decoded, Token
 
@@ -31,7 +32,7 @@ class Steps:
 
     def __init__(self, runner: ModelRunner, scheduler: DecodeScheduler[Stream], rows: KeptRows) -> None:
         self._scheduler = scheduler
-        self._engine = DecodeEngine(runner)
+        self._engine, self._memory = DecodeEngine(runner), runner.memory
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-engine")
         self._wake = asyncio.Event()
         self.copies = Copies(runner.memory, scheduler, self._fail, self._wake.set, rows)
@@ -43,6 +44,10 @@ class Steps:
     def failed(self) -> bool:
         """Whether the loop ended without being told to. No step will run again."""
         return self._loop.done() and not self._loop.cancelled()
+
+    async def record(self) -> None:
+        """Let the device record steps, on the thread that will run them."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.record)
 
     def join(self, stream: Stream, sequence: Sequence) -> None:
         """Run a sequence whose KV has landed. Its prompt's pages may be shared from now on."""
@@ -90,28 +95,31 @@ class Steps:
                 _send(stream, token)
             if step is None:
                 chosen = []
+                self._engine.forget()
                 self._wake.clear()
-                await self._wake.wait()
+                if not await within(REST_S, self._wake.wait()):
+                    self._memory.forget_slots(self._scheduler.pool.idle_slots)
+                    await self._wake.wait()
             else:
                 chosen = await self._end(step, plan.turns)
 
-    def _begin(self, plan: Plan[Stream]) -> asyncio.Future[list[Token | None]] | None:
+    def _begin(self, plan: Plan[Stream]) -> asyncio.Future[list[Outcome]] | None:
         """Start the step on the engine's thread, if there is one."""
         if not plan.turns:
             return None
         return asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step, _parts(plan.turns))
 
-    async def _end(
-        self, step: asyncio.Future[list[Token | None]], turns: list[Turn[Stream]]
-    ) -> list[tuple[Stream, Token]]:
+    async def _end(self, step: asyncio.Future[list[Outcome]], turns: list[Turn[Stream]]) -> list[tuple[Stream, Token]]:
         """Wait for the step. Sequences that end with it leave. Returns the tokens to send."""
         advanced = False
         streams = [turn.seat.owner for turn in turns]
         try:
-            tokens = await step
+            outcomes = await step
             advanced = True
-            for turn in turns:
-                if turn.seat.place is Place.GONE and not turn.replay:
+            for turn, outcome in zip(turns, outcomes, strict=True):
+                if isinstance(outcome, NonFiniteError):
+                    self._fail(turn.seat.owner, outcome)
+                elif turn.seat.place is Place.GONE and not turn.replay:
                     self.copies.keep_rows(turn.seat.owner)
         except SequenceError as error:
             self._fail(streams[error.span], error)
@@ -124,13 +132,15 @@ class Steps:
             self._scheduler.stepped(turns, advanced=advanced)
         if not advanced:
             return []
-        chosen = [(stream, token) for stream, token in zip(streams, tokens, strict=True) if token is not None]
+        chosen = [(stream, token) for stream, token in zip(streams, outcomes, strict=True) if isinstance(token, Token)]
         self.counts["replayed_tokens"] += sum(turn.rows for turn in turns if turn.replay)
         self.counts["generated_tokens"] += len(chosen)
         for stream, token in chosen:
             if stream.names is not None:
                 stream.names.chosen([token.token_id])
-        self._publish(turns)
+        self._publish(
+            turn for turn, outcome in zip(turns, outcomes, strict=True) if not isinstance(outcome, NonFiniteError)
+        )
         for stream, token in chosen:
             if token.finish is not None:
                 self.leave(stream)

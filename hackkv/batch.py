@@ -56,12 +56,14 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Fills:
-    """The pages that a batch completes, as kernels take them."""
+    """Pages that are complete, as kernels take them."""
 
     page_ids: Tensor
     """[P] int64 on the device."""
     starts: Tensor
     """[P] int64 on the device: the number of each page's first row."""
+    slots: Tensor
+    """[P] int64 on the device: the slot of each page's sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +122,13 @@ class Batch:
         lists: list[Numbers] = [[span.held for span in spans], *more]
         if filled:
             lists += [[page.page_id for page in filled], [page.start for page in filled]]
+            lists.append([spans[page.span].slot for page in filled])
         if stays is None:
             lists += [[span.count for span in spans], offsets, [span.slot for span in spans]]
             lists.append(table_of([span.pages for span in spans]))
         starts, *rest = on_device(lists, device)
         along, rest = tuple(rest[: len(more)]), rest[len(more) :]
-        fills = Fills(rest.pop(0), rest.pop(0)) if filled else None
+        fills = Fills(rest.pop(0), rest.pop(0), rest.pop(0)) if filled else None
         if stays is None:
             counts, offset, slots, table = rest
             where = Spans(starts, counts, offset, table.view(len(spans), -1), slots)

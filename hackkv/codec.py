@@ -20,7 +20,7 @@ from hack_kernels.base import PageFormat, Plane, Planes, Pool
 from hack_kernels.window import Window
 from torch import Tensor
 
-from hackkv.batch import Batch
+from hackkv.batch import Batch, Fills
 from hackkv.choices import Eviction
 from hackkv.wire_form import WireForm
 
@@ -130,6 +130,12 @@ class KvCodec(Protocol):
         for. Commas separate the names where formats differ."""
         ...
 
+    @property
+    def records(self) -> bool:
+        """Whether `attend` does the same for all decode batches of a size that fill no page, whatever they hold, so
+        that a device may record it once (`hackkv.model.graphs`). Asked of models with weights of 16 bits only."""
+        ...
+
     def fingerprint(self) -> tuple[tuple[str, str], ...]:
         """Every setting that changes bytes or results, as named fields for the handshake."""
         ...
@@ -169,8 +175,9 @@ class KvCodec(Protocol):
         """Planes of a layer that travel, in wire order: name -> [Hkv, P, *plane shape], contiguous."""
         ...
 
-    def seal(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
-        """Seal the pages that `batch` fills; k, v [T, Hkv, D] float16 are all its rows. Any thread may call."""
+    def seal_held(self, layer: int, pool: Pool, fills: Fills) -> None:
+        """Seal pages all of whose rows stand in slots. Neither waits for the device nor asks the host about pages; any
+        thread may call."""
         ...
 
     def from_wire(self, layer: int, pool: Pool, page_ids: Tensor, planes: Planes) -> None:

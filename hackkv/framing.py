@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ import xxhash
 from hack_kernels.base import Plane
 from torch import Tensor
 
+from hackkv.device_payload import DevicePayload, lies_on_device
 from hackkv.errors import FrameRefused
 from hackkv.expected import Expected
 from hackkv.types import HandoffEnd, KvFrame, PlaneSpan
@@ -98,8 +100,24 @@ class CheckedFrame:
         return sum(span.raw_bytes for span in self.frame.planes)
 
     def open(self) -> dict[str, Tensor]:
-        """Verify and decode the planes, [heads, pages, *plane shape]. Any thread may call. Raises `FrameRefused`."""
+        """Verify and decode the planes, [heads, pages, *plane shape]. Any thread may call. Raises `FrameRefused`.
+
+        They are where `device_payload.lies_on_device` says; coded ones are decoded in host memory.
+        """
         frame, tensors = self.frame, dict[str, Tensor]()
+        for span, flat, plane in zip(frame.planes, self._flat(), self.planes, strict=True):
+            tensors[plane.name] = flat.view(plane.dtype).view(frame.head_count, frame.page_count, *plane.shape)
+            if not _sizes_hold(plane, tensors[plane.name]):
+                where = f"plane {span.name}, layer {frame.layer}, frame {frame.seq}"
+                raise FrameRefused(f"{where} has sizes below 0, or beyond {plane.most_sum} in a page", "oversized")
+        return tensors
+
+    def _flat(self) -> Iterator[Tensor]:
+        """Each plane's bytes, verified and decoded, in memory of their own: uint8 [raw bytes]."""
+        frame = self.frame
+        if lies_on_device(frame):
+            yield from _verified_on_device(frame)
+            return
         for (span, piece), plane in zip(_verified_pieces(frame), self.planes, strict=True):
             flat: Bytes = np.empty(span.raw_bytes, dtype=np.uint8)
             try:
@@ -107,20 +125,14 @@ class CheckedFrame:
             except ValueError as error:
                 where = f"plane {span.name}, layer {frame.layer}, frame {frame.seq}"
                 raise FrameRefused(f"{where} cannot be decoded: {error}", "undecodable") from error
-            tensors[plane.name] = (
-                torch.from_numpy(flat).view(plane.dtype).view(frame.head_count, frame.page_count, *plane.shape)
-            )
-            if not _sizes_hold(plane, tensors[plane.name]):
-                where = f"plane {span.name}, layer {frame.layer}, frame {frame.seq}"
-                raise FrameRefused(f"{where} has sizes below 0, or beyond {plane.most_sum} in a page", "oversized")
-        return tensors
+            yield torch.from_numpy(flat)
 
 
 def _sizes_hold(plane: Plane, pages: Tensor) -> bool:
     """Whether the numbers of pages [heads, pages, n] are what `Plane.most_sum` allows."""
     if plane.most_sum is None:
         return True
-    sizes = pages.numpy()
+    sizes = pages.cpu().numpy()
     return bool(sizes.min() >= 0 and sizes.sum(-1).max() <= plane.most_sum)
 
 
@@ -284,10 +296,23 @@ def _verified_pieces(frame: KvFrame) -> Iterator[tuple[PlaneSpan, memoryview]]:
     at = 0
     for span in frame.planes:
         piece = payload[at : at + span.coded_bytes]
-        if _checksum(piece, seed) != span.checksum:
-            raise FrameRefused(f"checksum of plane {span.name}, layer {frame.layer}, frame {frame.seq}", "corrupt")
+        _compare(frame, span, _checksum(piece, seed))
         yield span, piece
         at += span.coded_bytes
+
+
+def _verified_on_device(frame: KvFrame) -> Iterator[Tensor]:
+    """As `_verified_pieces`, of a frame that lies on a device: copies of its planes there, uint8 [bytes]."""
+    payload = cast(DevicePayload, frame.payload)
+    pieces = payload.pieces([span.coded_bytes for span in frame.planes], _seed(frame))
+    for span, (piece, checksum) in zip(frame.planes, pieces, strict=True):
+        _compare(frame, span, checksum)
+        yield piece
+
+
+def _compare(frame: KvFrame, span: PlaneSpan, checksum: int) -> None:
+    if checksum != span.checksum:
+        raise FrameRefused(f"checksum of plane {span.name}, layer {frame.layer}, frame {frame.seq}", "corrupt")
 
 
 def _seed(frame: KvFrame) -> int:

@@ -1,21 +1,40 @@
-"""Memory that was freed, and that the C library keeps because it lies between pieces in use."""
+"""Memory that a process holds and does not need: what the C library keeps of freed memory, and code that has run."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Callable
+import mmap
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from pathlib import Path
 from time import process_time
 from typing import Final
 
+REST_S: Final = 1.0
+"""Seconds without work after which memory is given back that only work needs."""
 LOOK_S: Final = 1.0
 """Seconds between two looks at what this process does."""
 IDLE_S: Final = 0.05
 """A process that took less processor time than that from look to look is idle."""
+_ARENA_MAX: Final = -8
+"""M_ARENA_MAX of glibc's malloc.h."""
+_AREA: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ *(.*)")
+
+
+def keep_one_heap() -> None:
+    """Let all threads of this process allocate from one heap, before it has a second thread. Only glibc has several.
+
+    Of its other heaps glibc gives no end back when it is asked to `trim`: a thread that had allocated the tensors of one
+    pass kept up to 5 MiB. Threads here take turns at Python's lock, so one heap holds nobody up.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_ARENA_MAX, 1)
 
 
 def trim() -> None:
-    """Give it back to the system. Only glibc keeps it that way; elsewhere nothing happens.
+    """Give freed memory back to the system. Only glibc keeps it; elsewhere nothing happens.
 
     Reading a tokenizer or a checkpoint frees many small pieces at once. A process that goes on for days asks for this
     when it has loaded what it needs.
@@ -23,6 +42,46 @@ def trim() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def unmap_code() -> None:
+    """Give up the pages of program files and libraries that this process has touched, for one that hardly runs again.
+
+    A page that is needed again comes from the system's cache of files. What was written, such as addresses that the
+    loader fills in, stays. Linux only; elsewhere nothing happens. No other thread may change what memory is mapped.
+    """
+    maps = Path("/proc/self/smaps")
+    if not maps.is_file():
+        return
+    libc = ctypes.CDLL(None)
+    with maps.open(encoding="utf-8", errors="replace") as lines:
+        areas = list(unwritten_files(lines))
+    for begin, end in areas:
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def unwritten_files(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """The areas (begin, end) of `/proc/PID/smaps` that are mapped from a file, can't be written and hold no page that
+    differs from the file."""
+    area: tuple[int, int] | None = None
+    for line in smaps:
+        if head := _AREA.match(line):
+            begin, end, may, path = head.groups()
+            area = (int(begin, 16), int(end, 16)) if path.startswith("/") and "w" not in may else None
+        elif area and line.startswith("Anonymous:"):
+            if line.split()[1] == "0":
+                yield area
+            area = None
+
+
+async def within(seconds: float, event: Awaitable[object]) -> bool:
+    """Wait for `event`; False if it has not come after so many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event
+    except TimeoutError:
+        return False
+    return True
 
 
 class IdleTrim:

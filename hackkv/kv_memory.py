@@ -9,15 +9,18 @@ end of `lanes.arriving`. Whoever frees pages, or tells of them, waits for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from hack_kernels.base import Planes, Pool
+from hack_kernels.pools import forget
 from torch import Tensor
 
-from hackkv.batch import Batch, Span
+from hackkv.batch import Fills
 from hackkv.codec import KvCodec
+from hackkv.device_payload import lies_on_device
 from hackkv.footprint import Footprint, footprint_of
 from hackkv.lanes import Leaving, lanes_on
 from hackkv.types import KvFrame, KvLayout
@@ -70,12 +73,21 @@ class KvMemory:
             _ids(()), lambda _: {name: self._read(slots[slot], rows, first)[:, None] for name, slots in exact.items()}
         )
 
-    def install(self, layer: int, heads: range, pages: Sequence[int], planes: Planes) -> None:
-        """Write what `export` of an equal codec gave at once, for some of the KV heads, bit-exact."""
+    def install(
+        self, layer: int, heads: range, pages: Sequence[int], planes: Planes, *, resident: bool = False
+    ) -> None:
+        """Write what `export` of an equal codec gave at once, for some of the KV heads, bit-exact. `resident` planes
+        lie on the device already."""
         pool = self.pools[layer].heads(heads.start, len(heads))
-        self.lanes.bring(_ids(pages), planes, lambda ids, here: self._codec.from_wire(layer, pool, ids, here))
 
-    def install_rows(self, layer: int, heads: range, slot: int, runs: Sequence[slice], planes: Planes) -> None:
+        def write(ids: Tensor, here: Planes) -> None:
+            self._codec.from_wire(layer, pool, ids, here)
+
+        self.lanes.bring(_ids(pages), planes, write, resident=resident)
+
+    def install_rows(
+        self, layer: int, heads: range, slot: int, runs: Sequence[slice], planes: Planes, *, resident: bool = False
+    ) -> None:
         """Write what `export_rows` gave of these runs (`Footprint.runs`), for some of the KV heads."""
         pool = self.pools[layer].heads(heads.start, len(heads))
 
@@ -83,7 +95,7 @@ class KvMemory:
             for name, exact in zip(OPEN_PLANES, (pool.open_k, pool.open_v), strict=True):
                 _write(exact[slot], runs, here[name][:, 0])
 
-        self.lanes.bring(_ids(()), planes, write)
+        self.lanes.bring(_ids(()), planes, write, resident=resident)
 
     def seal_rows(self, layer: int, pages: Sequence[int], slot: int, rows: int, first: int) -> None:
         """Seal those of the first `pages` of a sequence of `rows` rows, from number `first` on, whose rows came exactly
@@ -92,26 +104,27 @@ class KvMemory:
         if not numbers:
             return
         pool, page_tokens = self.pools[layer], self.footprint.page_tokens
-        spans = [Span(slot, number * page_tokens, page_tokens, tuple(pages)) for number in numbers]
-        places = [self.footprint.window.place(number) * page_tokens for number in numbers]
+        where = {
+            "starts": _ids([number * page_tokens for number in numbers]),
+            "slots": _ids([slot for _ in numbers]),
+        }
 
-        def seal(_: Tensor, __: Planes) -> None:
-            exact = (pool.open_k[slot], pool.open_v[slot])
-            k, v = (torch.cat([held[:, at : at + page_tokens] for at in places], 1).transpose(0, 1) for held in exact)
-            self._codec.seal(layer, pool, Batch.of(spans, page_tokens, pool.device), k, v)
+        def seal(ids: Tensor, here: Planes) -> None:
+            self._codec.seal_held(layer, pool, Fills(ids, here["starts"], here["slots"]))
 
-        self.lanes.bring(_ids(()), {}, seal)
+        self.lanes.bring(_ids([pages[number] for number in numbers]), where, seal)
 
     def install_frame(
         self, frame: KvFrame, planes: Planes, pages: Sequence[int], slot: int, runs: Sequence[slice]
     ) -> None:
         """Write a frame's planes to the pages that a sequence holds, or its exact rows to these runs of `slot`."""
         heads = range(frame.head_start, frame.head_start + frame.head_count)
+        resident = lies_on_device(frame)
         if frame.rows:
-            self.install_rows(frame.layer, heads, slot, runs, planes)
+            self.install_rows(frame.layer, heads, slot, runs, planes, resident=resident)
         else:
             due = pages[frame.page_start : frame.page_start + frame.page_count]
-            self.install(frame.layer, heads, due, planes)
+            self.install(frame.layer, heads, due, planes, resident=resident)
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy the exact rows of a sequence that holds `rows` rows from one slot to another; for the thread that
@@ -126,6 +139,15 @@ class KvMemory:
 
         self.lanes.compute.run(copy)
         self.lanes.written()
+
+    def forget_slots(self, slots: Iterable[int]) -> None:
+        """Give the memory of slots back to the system that no sequence holds and no copy reads. What they held is lost.
+        Not while anything computes or copies in these slots."""
+        for _, run in groupby(enumerate(sorted(slots)), lambda numbered: numbered[1] - numbered[0]):
+            numbers = [slot for _, slot in run]
+            for pool in self.pools:
+                for exact in (pool.open_k, pool.open_v):
+                    forget(exact, range(numbers[0], numbers[-1] + 1))
 
     def rest(self, layer: int, pages: Tensor) -> Iterator[Leaving]:
         """Sealed pages, [P] int64, as they rest: name -> [P, Hkv, ...]; in order, some at a time."""

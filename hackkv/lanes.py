@@ -234,10 +234,13 @@ class Lanes:
         leaving.mark = self.outflow.mark()
         return leaving
 
-    def bring(self, ids: Tensor, planes: Planes, write: Callable[[Tensor, Planes], None]) -> None:
+    def bring(
+        self, ids: Tensor, planes: Planes, write: Callable[[Tensor, Planes], None], *, resident: bool = False
+    ) -> None:
         """Bring `ids` [P] int64 and `planes` to the device, where `write` takes them; see `arriving`.
 
-        The caller may reuse the memory of both at once.
+        The caller may reuse the memory of both at once; not that of `resident` planes, which lie on the device already
+        and are read where they are.
         """
         if self.ring is None:
             write(ids, planes)
@@ -246,10 +249,10 @@ class Lanes:
 
         def copy() -> None:
             there = {name: plane.to(self.device, non_blocking=True) for name, plane in here.items()}
-            write(there.pop(""), there)
+            write(there.pop(""), planes if resident else there)
 
         try:
-            here = slot.put({"": ids, **planes})
+            here = slot.put({"": ids} if resident else {"": ids, **planes})
             self.inflow.wait(self._written)
             self.inflow.run(copy)
         finally:

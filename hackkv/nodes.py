@@ -105,3 +105,5 @@ class Busiest:
     """Rows of one forward pass."""
     choices: int
     """Rows of a pass whose logits are computed."""
+    recorded: int = 0
+    """Rows of the largest step that a device records (`hackkv.model.graphs`)."""

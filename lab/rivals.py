@@ -3,7 +3,7 @@
 `bf16` keeps pages of BF16 rows. `dequantize` reads the pages of `hack` and turns every code into its value before it
 multiplies, as systems do that only store the cache quantized. Both need AVX-512 BF16, and page_tokens and head_dim that
 are multiples of 64. Their own page is exact, their arguments are those of `PageKernels.attend`. A rival may not use
-better instructions than the kernels that it is compared with, so there is no rival of AVX2 kernels.
+better instructions than the kernels that it is compared with, so there is no rival of AVX2 kernels; no rival uses AMX.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hack_kernels.row_format import RowFormat
 from torch import Tensor
 
 RIVALS: Final = ("bf16", "dequantize")
-ISA: Final = "avx512-vnni"
-"""The instruction set of the kernels that rivals are compared with; rivals also need AVX-512 BF16."""
+ISAS: Final = ("avx512-amx", "avx512-bf16", "avx512-vnni")
+"""Instruction sets of the kernels that rivals are compared with; rivals need AVX-512 BF16, even beside the last."""
 
 SOURCES: Final = Path(__file__).with_name("csrc")
 WORDS: Final = 2**17
@@ -36,11 +36,9 @@ WORDS: Final = 2**17
 class Rival:
     """One of `RIVALS`, to compare with kernels of instruction set `isa`. Raises `BackendUnavailable` if it has none."""
 
-    def __init__(self, name: str, threads: int, isa: str = ISA) -> None:
-        if isa != ISA:
-            raise BackendUnavailable(
-                f"no rival {name!r} with instruction set {isa!r}; rivals need {ISA} and AVX-512 BF16"
-            )
+    def __init__(self, name: str, threads: int, isa: str = ISAS[-1]) -> None:
+        if isa not in ISAS:
+            raise BackendUnavailable(f"no rival {name!r} with instruction set {isa!r}; rivals need AVX-512 BF16")
         try:
             self._kernels = compiled().kernels_of(compiled_lab().rival(name), threads)
         except ValueError as error:

@@ -28,7 +28,7 @@ import yaml
 
 from hackkv.config import Frozen, RoleConfig, load
 from hackkv.errors import ConfigError, HackkvError
-from hackkv.heap import IdleTrim
+from hackkv.heap import IdleTrim, keep_one_heap
 from node.logs import log_to_stderr
 from transport.closing import reap
 
@@ -86,6 +86,7 @@ Serve = Callable[[ConfigT, Shutdown], Awaitable[None]]
 def run_role(role: str, config_class: type[ConfigT], serve: Serve[ConfigT], argv: Sequence[str] | None = None) -> int:
     """Run a role to its end and return the exit code."""
     arguments = _arguments(role, config_class, argv)
+    keep_one_heap()
     try:
         overrides = dict(_override(text) for text in arguments.set)
         config = load(config_class, arguments.config, overrides)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -94,6 +94,10 @@ class PrefillEngine:
             work.wire_encode_s += self._encode_s - encoded
             self._score_prompt(chunk, rows)
         return self._first_tokens(tokens)
+
+    def forget_slots(self, slots: Iterable[int]) -> None:
+        """Between passes: give back the memory of slots that no prompt holds and the next pass does not copy from."""
+        self._runner.memory.forget_slots(slots)
 
     def _prompt_ids(self, chunk: Chunk[Work]) -> tuple[int, ...]:
         return chunk.prompt.owner.job.request.prompt_ids[chunk.start : chunk.start + chunk.count]

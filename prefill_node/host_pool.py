@@ -66,14 +66,15 @@ class HostPool:
 
         Returns None and changes nothing if pushing out all of them is not enough.
         """
-        yielding = _YIELDING[tenant]
-        if num_bytes > self.free_bytes + sum(self._bytes[other] for other in yielding):
-            return None
-        for other in yielding:
-            while self._claims[other] and num_bytes > self.free_bytes:
-                oldest = next(iter(self._claims[other]))
-                self.release(oldest)
-                oldest.pushed_out()
+        if num_bytes > self.free_bytes:
+            yielding = _YIELDING[tenant]
+            if num_bytes > self.free_bytes + sum(self._bytes[other] for other in yielding):
+                return None
+            for other in yielding:
+                while self._claims[other] and num_bytes > self.free_bytes:
+                    oldest = next(iter(self._claims[other]))
+                    self.release(oldest)
+                    oldest.pushed_out()
         claim = Claim(num_bytes, tenant, pushed_out)
         self._add(claim)
         return claim

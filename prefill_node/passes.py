@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from hackkv.errors import HackkvError, SequenceError
+from hackkv.heap import REST_S, within
 from prefill_node.engine import FirstToken, PrefillEngine, Work
 from prefill_node.fetch_choice import PassSpeed
 from prefill_node.prefix_pool import PrefixPool
@@ -88,7 +89,9 @@ class Passes:
                 await self._run_pass(chunks)
             else:
                 self._wake.clear()
-                await self._wake.wait()
+                if not await within(REST_S, self._wake.wait()):
+                    self._engine.forget_slots(self._pool.idle_slots)
+                    await self._wake.wait()
 
     async def _run_pass(self, chunks: list[Chunk[Work]]) -> None:
         loop = asyncio.get_running_loop()

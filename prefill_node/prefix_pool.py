@@ -123,6 +123,12 @@ class PrefixPool:
         return len(self._slots)
 
     @property
+    def idle_slots(self) -> tuple[int, ...]:
+        """Those of them that the next pass does not copy from."""
+        copied = self._points.copied if self._points is not None else frozenset[int]()
+        return tuple(slot for slot in self._slots if slot not in copied)
+
+    @property
     def known_pages(self) -> tuple[int, int]:
         """How many pages could be hit, in the page pool and in host memory."""
         here = sum(shared.page is not None for shared in self._known.values())

@@ -47,6 +47,11 @@ class ResumePoints(Generic[Page]):
     def __contains__(self, page: Page) -> bool:
         return page in self._kept
 
+    @property
+    def copied(self) -> frozenset[int]:
+        """The slots of prompts whose rows are kept by the next moves."""
+        return frozenset(source.slot for source in self._moves.keeps.values())
+
     def keep(self, page: Page, source: Source) -> None:
         """Keep the exact rows that a prompt needs to go on after `page`, the last one of `source`."""
         if page in self._kept:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from struct import pack
 
 from decode_node.pages import PagePool
@@ -31,7 +31,7 @@ from sim.router import Router
 from sim.scaled import noisy
 from sim.scaling import TICK_S, Staff, staff_of
 from sim.sizes import CodecSizes, sizes_of
-from sim.spec import GIB, Pool, Spec
+from sim.spec import GIB, Pool, Sending, Spec
 from sim.world import World
 
 GBIT = 1e9 / 8
@@ -178,7 +178,8 @@ class Cluster:
         shards = self.spec.policy.shards
         mine = range(shards) if shard is None else range(shard, shard + 1)
         numbers = range(mine[0], mine[0] + len(arrivals) * (shards // len(mine)), shards // len(mine))
-        self._reuse = self.spec.prefill is not None and any(arrival.blocks for arrival in arrivals)
+        can_reuse = self.spec.prefill is not None and self.sizes.bytes_follow_tokens
+        self._reuse = can_reuse and any(arrival.blocks for arrival in arrivals)
         self._build(mine)
         rows, jobs = Rows(numbers), list[Job]()
         concurrency = self.spec.load.concurrency
@@ -187,7 +188,8 @@ class Cluster:
 
         def begin(number: int, arrival: Arrival) -> None:
             now = self.world.now
-            job = Job(number, arrival, now, Times(now, keep_marks=self._options.keep_spans), self._names(arrival))
+            times, rows = Times(now, keep_marks=self._options.keep_spans), self.sizes.rows_held(arrival.prompt_tokens)
+            job = Job(number, arrival, now, times, rows, self._names(arrival))
             if self._options.keep_spans:
                 jobs.append(job)
             self.routers[number % len(self.routers)].arrive(job)
@@ -200,7 +202,7 @@ class Cluster:
             if concurrency:
                 begin(number, arrival)
             else:
-                self.world.after(arrival.at_s - self.world.now, lambda: arrive(number, arrival))
+                self.world.after(arrival.at_s - self.world.now, partial(arrive, number, arrival))
 
         def arrive(number: int, arrival: Arrival) -> None:
             begin_next()
@@ -275,7 +277,7 @@ class Cluster:
             flow_of(spec, pool),
             spec.efficiency_of(pool).setup_s,
             0.0 if spec.host is None else spec.host.byte_s,
-            spec.network.sending,
+            spec.network.sending if self.sizes.eviction is None else Sending.AFTER,
             spec.network.blocking,
         )
         replica = PrefillReplica(self.world, number, self._cost(pool, number, "prefill"), scheduler, host, sender)

@@ -12,10 +12,11 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from decode_node.pages import PagePool
-from decode_node.scheduler import LOW_PAGES, DecodeScheduler
+from decode_node.scheduler import DecodeScheduler
 from decode_node.seats import Place, Plan, Seat, Turn, publish
 from hackkv.timing import Stage
 from sim.costs import CostModel, StepCost, whole_steps
@@ -39,11 +40,16 @@ class Run:
     """Seconds of what runs beside them: replays and prompts."""
     counted: int = 0
     """Steps that rows and pages have caught up with, beside the one under way."""
+    seconds: float = field(init=False)
+    """Length of all its steps."""
 
-    @property
-    def seconds(self) -> float:
-        """Length of all its steps."""
-        return self.replay_s + (self.cost.seconds(self.context, self.steps) if self.turns else 0.0)
+    def __post_init__(self) -> None:
+        self.cut(self.steps)
+
+    def cut(self, steps: int) -> None:
+        """Take so many steps."""
+        self.steps = steps
+        self.seconds = self.replay_s + (self.cost.seconds(self.context, steps) if self.turns else 0.0)
 
 
 @dataclass(slots=True)
@@ -98,7 +104,7 @@ class DecodeReplica:
     """Owner of one scheduler. `on_ended` is called with every job that has all its tokens."""
 
     def __init__(self, number: int, of: Setting, scheduler: DecodeScheduler[Job], pool: PagePool) -> None:
-        self.number, self.of = number, of
+        self.number, self.of, self._world = number, of, of.world
         self.pool, self.scheduler = pool, scheduler
         self.on_ended: Callable[[Job], None] = lambda _: None
         self.tally = Tally(pages=pool.num_pages)
@@ -112,12 +118,11 @@ class DecodeReplica:
     def admit(self, job: Job) -> Seat[Job]:
         """Room for a job. Raises `RequestError` or `Overloaded`."""
         self._catch_up()
-        rows = job.prompt_tokens
-        seat = self.scheduler.admit(job, rows, rows + job.max_tokens - 1, job.names)
+        seat = self.scheduler.admit(job, job.rows, job.rows + job.max_tokens - 1, job.names)
         self._note_pages()
         run = self._run
-        if run is not None and run.steps - run.counted > 1:
-            steady = self._steady_steps(run.turns)
+        if run is not None and run.steps - run.counted > 1 and not self.scheduler.is_roomy:
+            steady = self._steady_steps(run.turns, run.counted)
             if run.counted + steady < run.steps:
                 self._cut(run.counted + steady)
         return seat
@@ -125,8 +130,8 @@ class DecodeReplica:
     def land(self, seat: Seat[Job]) -> None:
         """A job's KV is complete."""
         job = seat.owner
-        job.times.enter(Stage.DECODE_QUEUE, self.of.world.now)
-        self.of.world.log.add(self.of.world.now, Kind.LANDED, self.number, job.number)
+        job.times.enter(Stage.DECODE_QUEUE, self._world.now)
+        self._world.log.add(self._world.now, Kind.LANDED, self.number, job.number)
         self._catch_up()
         if job.names:
             publish(self.pool, seat, job.names)
@@ -134,7 +139,9 @@ class DecodeReplica:
         self.wake()
 
     def leave(self, seat: Seat[Job]) -> None:
-        """End a job. Its pages are free when no step uses them any more."""
+        """End a job. Its pages are free when no step uses them any more. Without effect once it has all its tokens."""
+        if seat.place is Place.GONE:
+            return
         self._catch_up()
         self.scheduler.leave(seat)
         self.wake()
@@ -165,58 +172,56 @@ class DecodeReplica:
     def _cut(self, steps: int) -> None:
         run = self._run
         assert run is not None
-        run.steps = steps
+        run.cut(steps)
         self._await_end(run)
 
     def _plan(self) -> None:
         plan = self.scheduler.schedule()
-        self._start_copies(plan)
-        beside_s = 0.0 if self.of.beside is None else self.of.beside.begin()
-        if not plan.turns and not beside_s:
+        turns, beside, now = plan.turns, self.of.beside, self._world.now
+        if plan.leaving or plan.returning:
+            self._start_copies(plan)
+        beside_s = 0.0 if beside is None else beside.begin()
+        if not turns and not beside_s:
             self._run = None
             return
-        now = self.of.world.now
-        chosen = [turn for turn in plan.turns if not turn.replay]
-        replays = [(turn.seat.rows, turn.rows) for turn in plan.turns if turn.replay]
-        for turn in plan.turns:
-            if turn.seat.owner.times.stage is not Stage.DECODE:
-                turn.seat.owner.times.enter(Stage.DECODE, now)
-        run = Run(
-            plan.turns,
-            now,
-            sum(turn.seat.rows for turn in chosen),
-            self.of.cost.decode(max(1, len(chosen))),
-            1 if replays or beside_s or not self.of.world.macro else self._steady_steps(plan.turns),
-            beside_s + (self.of.cost.replay(replays) if replays else 0.0),
-        )
-        self._run = run
+        batch = context = 0
+        replays: list[tuple[int, int]] = []
+        for seat, rows, replay in turns:
+            if replay:
+                replays.append((seat.rows, rows))
+            else:
+                batch += 1
+                context += seat.rows
+            times = seat.owner.times
+            if times.stage is not Stage.DECODE:
+                times.enter(Stage.DECODE, now)
+        cost = self.of.cost.decode(batch or 1)
+        steps = 1 if replays or beside_s or not self._world.macro else self._steady_steps(turns)
+        replay_s = beside_s + (self.of.cost.replay(replays) if replays else 0.0)
+        run = self._run = Run(turns, now, context, cost, steps, replay_s)
         self._note_pages()
         self._await_end(run)
 
     def _await_end(self, run: Run) -> None:
         self._version += 1
-        version = self._version
+        world = self._world
+        world.compute(run.began + run.seconds - world.now, partial(self._end, self._version))
 
-        def ended() -> None:
-            if self._version == version:
-                self._end()
-
-        self.of.world.compute(run.began + run.seconds - self.of.world.now, ended)
-
-    def _end(self) -> None:
+    def _end(self, version: int) -> None:
         run = self._run
-        assert run is not None
+        if version != self._version or run is None:
+            return
         self._count(run, run.steps - 1)
         self._run = None
         self.scheduler.stepped(run.turns, advanced=True)
-        now = self.of.world.now
+        now, log, tally = self._world.now, self._world.log, self.tally
         seconds = now - run.began
-        self.of.world.log.add(now, Kind.STEP, self.number, len(run.turns))
-        self.of.world.log.span(f"decode-{self.number}", "step", run.began, now, len(run.turns))
-        alone_s = run.seconds
-        stretched = seconds / alone_s if alone_s else 1.0
+        log.add(now, Kind.STEP, self.number, len(run.turns))
+        if log.keep_spans:
+            log.span(f"decode-{self.number}", "step", run.began, now, len(run.turns))
+        stretched = seconds / run.seconds if run.seconds else 1.0
         attend_s, approximation_s = run.cost.attend_s(run.context, run.steps) if run.turns else (0.0, 0.0)
-        chosen = 0
+        chosen, steps = 0, run.steps
         over: list[Job] = []
         for seat, _, replay in run.turns:
             job = seat.owner
@@ -225,19 +230,18 @@ class DecodeReplica:
             if replay or seat.place is Place.GONE:
                 continue
             chosen += 1
-            job.emitted += run.steps
+            job.emitted += steps
             if job.left <= 0:
                 over.append(job)
                 self.scheduler.leave(seat)
-        tally = self.tally
-        tally.tokens += chosen * run.steps
-        tally.steps += run.steps
+        tally.tokens += chosen * steps
+        tally.steps += steps
         tally.busy_s += seconds
         tally.page_seconds += seconds * (self.pool.num_pages - self.pool.free_pages)
-        if self.of.world.cores is not None:
-            self.of.world.cores.deliver(chosen)
+        if self._world.cores is not None:
+            self._world.cores.deliver(chosen)
         if chosen:
-            tally.gaps[_step_of(seconds / run.steps)] += chosen * run.steps
+            tally.gaps[_step_of(seconds / steps)] += chosen * steps
         if self.of.beside is not None:
             self.of.beside.end()
         # As in the live loop, the next step is planned before anybody hears of the ends.
@@ -246,16 +250,18 @@ class DecodeReplica:
         for job in over:
             self.on_ended(job)
 
-    def _steady_steps(self, turns: list[Turn[Job]]) -> int:
+    def _steady_steps(self, turns: list[Turn[Job]], over: int = 0) -> int:
         """How many steps from the present one on the scheduler would plan alike: until the first sequence ends, a
-        landed one waits for a place, or the batch comes near the end of the pages."""
+        landed one waits for a place, or the batch comes near the end of the pages. None of `turns` is a replay, and
+        `over` of their steps are over."""
         scheduler = self.scheduler
-        if scheduler.swapped or any(turn.replay for turn in turns):
+        if scheduler.swapped:
             return 1
-        if scheduler.waiting and len(turns) < self.of.max_batch:
+        most = max(1, min([turn.seat.owner.left for turn in turns]) - over)
+        if scheduler.is_roomy:
+            return most
+        if len(turns) < self.of.max_batch and scheduler.waiting:
             return 1
-        ahead = 0 if self._run is None else self._run.counted
-        most = max(1, min(turn.seat.owner.left for turn in turns) - ahead)
         if self._has_pages(turns, most - 1):
             return most
         low, high = 1, most
@@ -272,7 +278,7 @@ class DecodeReplica:
         if not steps:
             return True
         footprint = self.scheduler.footprint
-        sealed, ahead = footprint.sealed, steps + max(1, round(LOW_PAGES * footprint.page_tokens))
+        sealed, ahead = footprint.sealed, steps + self.scheduler.ahead.low
         if len(turns) * (1 + ahead // footprint.page_tokens) <= self.pool.free_pages:
             return True  # whatever each of them has
         wanted = sum(
@@ -284,7 +290,7 @@ class DecodeReplica:
         """Bring rows and pages to what single steps would have made of them by now."""
         run = self._run
         if run is not None and run.steps - run.counted > 1:
-            elapsed = self.of.world.now - run.began - run.replay_s
+            elapsed = self._world.now - run.began - run.replay_s
             self._count(run, whole_steps(run.cost, run.context, run.steps, elapsed) - 1)
 
     def _count(self, run: Run, steps: int) -> None:
@@ -302,28 +308,29 @@ class DecodeReplica:
                 grown = self.pool.extend(seat.grant, missing)
                 assert grown is not None, "steady steps do not run out of pages"
                 seat.grant = grown
-        self._note_pages()
+                self._note_pages()
 
     def _note_pages(self) -> None:
         used = self.pool.num_pages - self.pool.free_pages
-        self.tally.peak_pages = max(self.tally.peak_pages, used)
+        if used > self.tally.peak_pages:
+            self.tally.peak_pages = used
 
     # Copies ------------------------------------------------------------------------------------------------------
 
     def _start_copies(self, plan: Plan[Job]) -> None:
         for seat in plan.leaving:
-            seat.owner.times.enter(Stage.SWAP_WAIT, self.of.world.now)
+            seat.owner.times.enter(Stage.SWAP_WAIT, self._world.now)
             seat.owner.account.swaps += 1
             self.tally.swaps += 1
-            self.of.world.log.add(self.of.world.now, Kind.SWAP_OUT, self.number, seat.owner.number)
+            self._world.log.add(self._world.now, Kind.SWAP_OUT, self.number, seat.owner.number)
             self._copy(seat)
         for seat in plan.returning:
-            self.of.world.log.add(self.of.world.now, Kind.SWAP_IN, self.number, seat.owner.number)
+            self._world.log.add(self._world.now, Kind.SWAP_IN, self.number, seat.owner.number)
             self._copy(seat)
 
     def _copy(self, seat: Seat[Job]) -> None:
         """One copy after another, beside the steps, as the live swapper's thread does them."""
-        now = self.of.world.now
+        now = self._world.now
         seconds = self.of.cost.swap(self.scheduler.footprint.resting_bytes(seat.rows))
         self._copies_until = max(now, self._copies_until) + seconds
 
@@ -331,12 +338,12 @@ class DecodeReplica:
             if not self._dead:
                 self._copied(seat)
 
-        self.of.world.after(self._copies_until - now, copied)
+        self._world.after(self._copies_until - now, copied)
 
     def _copied(self, seat: Seat[Job]) -> None:
         self._catch_up()
         back = seat.place is Place.RETURNING
         self.scheduler.copied(seat)
         if back:
-            seat.owner.times.enter(Stage.DECODE, self.of.world.now)
+            seat.owner.times.enter(Stage.DECODE, self._world.now)
         self.wake()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from hackkv.page_names import PageName
 from hackkv.timing import Stage
@@ -18,9 +19,8 @@ class Fate(Enum):
     FAILED = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request of a trace."""
+class Arrival(NamedTuple):
+    """One request of a trace. There are millions of them, which travel to other processes."""
 
     at_s: float
     prompt_tokens: int
@@ -77,6 +77,8 @@ class Job:
     arrival: Arrival
     arrived: float
     times: Times
+    rows: int
+    """Of its prompt, that stay once it is computed."""
     names: Sequence[PageName] = ()
     first_at: float | None = None
     """When the client had token 0."""
@@ -91,6 +93,11 @@ class Job:
     def prompt_tokens(self) -> int:
         """Length of its prompt."""
         return self.arrival.prompt_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that it gets."""
+        return self.arrival.output_tokens
 
     @property
     def max_tokens(self) -> int:
@@ -115,5 +122,5 @@ class Job:
     @property
     def tpot_s(self) -> float | None:
         """(JCT - TTFT) / (tokens - 1); None for a single token."""
-        tokens = self.arrival.output_tokens
+        tokens = self.output_tokens
         return (self.jct_s - self.ttft_s) / (tokens - 1) if tokens > 1 else None

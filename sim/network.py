@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from sim.spec import Sharing
 from sim.world import World
@@ -83,7 +84,7 @@ class Network:
         self._share(flow)
 
     def _leave(self, flow: Flow) -> None:
-        neighbours = _connected(flow) - {flow}
+        neighbours = set[Flow]() if _is_alone(flow) else _connected(flow) - {flow}
         for link in flow.links:
             link.flows.pop(flow, None)
         queue = self._queues.get(flow.links[0])
@@ -96,8 +97,8 @@ class Network:
             self._set_rates(neighbours)
 
     def _share(self, flow: Flow) -> None:
-        if all(len(link.flows) == 1 for link in flow.links):
-            flow.rate = min(flow.limit, *(link.rate for link in flow.links))
+        if _is_alone(flow):
+            flow.rate = min(flow.limit, *[link.rate for link in flow.links])
             self._plan(flow)
         else:
             self._set_rates(_connected(flow))
@@ -119,27 +120,28 @@ class Network:
         self._after(max(0.0, flow.left) / flow.rate, flow)
 
     def _after(self, seconds: float, flow: Flow) -> None:
-        version = flow.version
+        self._world.after(seconds, partial(self._ended, flow, flow.version))
 
-        def ended() -> None:
-            if flow.version == version:
-                self._ended(flow)
-
-        self._world.after(seconds, ended)
-
-    def _ended(self, flow: Flow) -> None:
+    def _ended(self, flow: Flow, version: int) -> None:
+        if flow.version != version:
+            return
         self.bytes += flow.total
         for link in flow.links:
             link.carried += flow.total
         flow.version += 1
         flow.left, flow.rate = 0.0, 0.0
-        if any(flow in link.flows for link in flow.links):
+        if flow in flow.links[0].flows:
             self._leave(flow)
         flow.on_done()
 
 
 def _ordered_links(flows: Iterable[Flow]) -> list[Link]:
     return sorted({link for flow in flows for link in flow.links}, key=lambda link: link.name)
+
+
+def _is_alone(flow: Flow) -> bool:
+    """Whether it shares no link."""
+    return max([len(link.flows) for link in flow.links]) <= 1
 
 
 def _connected(flow: Flow) -> set[Flow]:

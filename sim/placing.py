@@ -69,9 +69,10 @@ class Shelf:
         """Whether a replica that is here has room once others have ended."""
         return any(self.up) and pages_for(need.whole, self._page_tokens) <= self._total_pages
 
-    def choose(self, index: int) -> None:
-        """Note that a replica was chosen."""
+    def choose(self, index: int, tokens: int = 0) -> None:
+        """Note that a replica was chosen, and add tokens to its account."""
         self._chosen[index] = next(self._choices)
+        self.tokens[index] += tokens
         self._renew(index)
 
     def book(self, index: int, tokens: int) -> None:

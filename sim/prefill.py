@@ -88,8 +88,7 @@ class Shipment:
             self.job.account.wire_bytes += ready
             self.sender.network.start(flow, float(ready))
         elif self.complete:
-            epoch = self.epoch
-            self.sender.world.compute(self.sender.setup_s, lambda: self._committed(epoch))
+            self.sender.world.compute(self.sender.setup_s, partial(self._committed, self.epoch))
 
     def _arrived(self, epoch: int, seconds: float) -> None:
         """The line has carried bytes; both ends have their work with them."""
@@ -200,8 +199,9 @@ class PrefillReplica:
 
     def wake(self) -> None:
         """There may be something to compute."""
-        idle = self._pass is None and not self._dead
-        if idle and (self.scheduler.waiting or self.scheduler.running) and not self._sends:
+        if self._pass is not None or self._dead:
+            return
+        if (self.scheduler.waiting or self.scheduler.running) and not (self.sender.blocking and self._sends):
             self._start()
 
     def held_tokens(self, job: Job) -> int:
@@ -216,9 +216,7 @@ class PrefillReplica:
 
     @property
     def _sends(self) -> bool:
-        return self.sender.blocking and any(
-            one.complete and one.receiver is not None for one in self.shipments.values()
-        )
+        return any(one.complete and one.receiver is not None for one in self.shipments.values())
 
     def _start(self) -> None:
         chunks = self.scheduler.schedule(self._admit)
@@ -230,23 +228,16 @@ class PrefillReplica:
         for chunk in chunks:
             chunk.prompt.owner.times.enter(Stage.PREFILL, now)
         if self.sender.sending is Sending.LAYERS and self._world.layers > 1:
-            self._compute(cost.seconds / self._world.layers, lambda: self._ship_layers(run))
+            self._world.compute(cost.seconds / self._world.layers, partial(self._ship_layers, run))
         else:
-            self._compute(cost.seconds, lambda: self._end(run))
-
-    def _compute(self, seconds: float, call: Callable[[], None]) -> None:
-        def done() -> None:
-            if not self._dead:
-                call()
-
-        self._world.compute(seconds, done)
+            self._world.compute(cost.seconds, partial(self._end, run))
 
     def _admit(self, job: Job) -> bool:
         """Claim host memory for a prompt's KV."""
         shipment = self.shipments.get(job)
         if shipment is None or shipment.claim is not None:
             return True
-        num_bytes = self._world.footprint.wire_bytes(job.prompt_tokens)
+        num_bytes = self._world.wire_bytes(job.rows)
         shipment.claim = self._host.claim(Tenant.WAITING, num_bytes, lambda: self._pushed_out(shipment))
         return shipment.claim is not None
 
@@ -255,6 +246,8 @@ class PrefillReplica:
         shipment.claim = None
 
     def _ship_layers(self, run: Pass) -> None:
+        if self._dead:
+            return
         for chunk in run.chunks:
             shipment = self.shipments.get(chunk.prompt.owner)
             if shipment is not None:
@@ -263,19 +256,22 @@ class PrefillReplica:
                 shipment.made += size
                 shipment.pump()
         layers = self._world.layers
-        self._compute(run.cost.seconds * (layers - 1) / layers, lambda: self._end(run))
+        self._world.compute(run.cost.seconds * (layers - 1) / layers, partial(self._end, run))
 
     def _chunk_bytes(self, chunk: Chunk[Job]) -> int:
-        """What a chunk seals, and what leaves with it: after shared pages, those too."""
-        end, of = chunk.start + chunk.count, self._world.footprint
-        first = chunk.start
-        if chunk.start == chunk.prompt.cached_tokens:
-            first = 0
+        """What a chunk seals, and what leaves with it: after shared pages, those too. Where rows are evicted, the last
+        chunk seals all that stay."""
+        end, of, rows = chunk.start + chunk.count, self._world.footprint, chunk.prompt.owner.rows
+        first = 0 if chunk.start == chunk.prompt.cached_tokens else chunk.start
+        if rows < chunk.prompt.num_tokens or (not first and chunk.is_last):
+            return self._world.wire_bytes(rows) if chunk.is_last else 0
         due = of.sent_pages(chunk.prompt.num_tokens)
         pages = range(max(of.sealed(first), due.start), min(of.sealed(end), due.stop))
         return len(pages) * of.wire_page_bytes + (of.exact_rows(end) * of.row_bytes if chunk.is_last else 0)
 
     def _end(self, run: Pass) -> None:
+        if self._dead:
+            return
         self._pass = None
         self.scheduler.commit()
         now, tally = self._world.now, self.tally
@@ -286,7 +282,8 @@ class PrefillReplica:
         tally.busy_s += took_s
         quantize_s = run.cost.quantize_s * (took_s / alone_s if alone_s else 1.0)
         self._world.log.add(now, Kind.PASS, self.number, tokens)
-        self._world.log.span(f"prefill-{self.number}", "pass", run.began, now, tokens)
+        if self._world.log.keep_spans:
+            self._world.log.span(f"prefill-{self.number}", "pass", run.began, now, tokens)
         first: list[Shipment] = []
         for chunk in run.chunks:
             job = chunk.prompt.owner

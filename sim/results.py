@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,6 +21,7 @@ from sim.spec import Spec
 Floats = npt.NDArray[np.float64]
 
 SUB_STAGES: Final = (SubStage.QUANTIZE, SubStage.ATTEND, SubStage.APPROXIMATION)
+STAGES: Final = tuple(Stage)
 COLUMNS: Final = (
     "at_s",
     "input_length",
@@ -26,7 +29,7 @@ COLUMNS: Final = (
     "ttft_s",
     "tpot_s",
     "e2el_s",
-    *(f"{stage}_s" for stage in Stage),
+    *(f"{stage}_s" for stage in STAGES),
     *(f"{stage}_s" for stage in SUB_STAGES),
     "cached_tokens",
     "swaps",
@@ -44,6 +47,8 @@ class Rows:
         """`numbers` are those of all requests that may come."""
         self._numbers = numbers
         self._table: Floats = np.full((len(numbers), len(COLUMNS)), np.nan)
+        self._fresh, self._fresh_places = array("d"), array("q")
+        """Rows that are not in the table yet, and where they belong: many at once are faster."""
         self._place = {name: index for index, name in enumerate(COLUMNS)}
         self.errors: dict[int, str] = {}
         self.filled = 0
@@ -51,22 +56,25 @@ class Rows:
     def add(self, job: Job) -> None:
         """Keep a job that is over."""
         spent, account, tpot_s = job.times.spent, job.account, job.tpot_s
-        self._table[self._numbers.index(job.number)] = (
-            job.arrived,
-            job.prompt_tokens,
-            job.arrival.output_tokens,
-            job.ttft_s,
-            np.nan if tpot_s is None else tpot_s,
-            job.jct_s,
-            *(spent.get(stage, 0.0) for stage in Stage),
-            account.quantize_s,
-            account.attend_s,
-            account.approximation_s,
-            account.cached_tokens,
-            account.swaps,
-            account.failovers,
-            account.wire_bytes,
-            job.fate is Fate.DONE,
+        self._fresh_places.append(self._numbers.index(job.number))
+        self._fresh.extend(
+            (
+                job.arrived,
+                job.prompt_tokens,
+                job.output_tokens,
+                job.ttft_s,
+                math.nan if tpot_s is None else tpot_s,
+                job.jct_s,
+                *[spent.get(stage, 0.0) for stage in STAGES],
+                account.quantize_s,
+                account.attend_s,
+                account.approximation_s,
+                account.cached_tokens,
+                account.swaps,
+                account.failovers,
+                account.wire_bytes,
+                job.fate is Fate.DONE,
+            )
         )
         self.filled += 1
         if job.error:
@@ -75,13 +83,13 @@ class Rows:
     def take(self, part: Rows) -> None:
         """Take over the rows of a part of the requests."""
         first, step = (self._numbers.index(part._numbers[0]), part._numbers.step) if len(part._numbers) else (0, 1)
-        self._table[first::step][: len(part._numbers)] = part._table
+        self.table[first::step][: len(part._numbers)] = part.table
         self.errors |= part.errors
         self.filled += part.filled
 
     def __getitem__(self, column: str) -> Floats:
         """A column over all requests; not a number where one never ended."""
-        return self._table[:, self._place[column]]
+        return self.table[:, self._place[column]]
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
@@ -91,6 +99,9 @@ class Rows:
     @property
     def table(self) -> Floats:
         """[requests, columns]"""
+        if self._fresh:
+            self._table[self._fresh_places] = np.frombuffer(self._fresh).reshape(-1, len(COLUMNS))
+            self._fresh, self._fresh_places = array("d"), array("q")
         return self._table
 
 

@@ -47,8 +47,8 @@ class Ride:
     """On the decode replica's account."""
     queued: int = 0
     """Tokens on the prefill replica's account."""
-    waits: bool = False
-    """Stands in line for a decode replica."""
+    ticket: Ticket | None = None
+    """Its place in line for a decode replica."""
     avoid: set[int] = field(default_factory=set)
     """Decode replicas that failed it."""
 
@@ -68,49 +68,63 @@ class Rooms:
         self.shelf = Shelf(names(len(sites)), sites[0].replica.pool.num_pages, world.footprint.page_tokens)
         self.on_room: Callable[[Ride], None] = lambda _: None
         self.on_refused: Callable[[Ride, str], None] = lambda _, __: None
-        self._line: list[tuple[Ticket, Ride]] = []
+        self._line: list[Ticket] = []
+        self._standing: dict[int, Ride] = {}
+        """Who stands in line, by serial."""
 
     def __len__(self) -> int:
         """Requests in line."""
         return len(self._line)
 
     def stand(self, ride: Ride) -> None:
-        """Stand in line."""
-        self._join(Ticket(Demand(ride.need, ride.serial, frozenset(map(str, ride.avoid))), self._world.now), ride)
+        """Get room now, or stand in line for it, as `router.fleet.line.Line.wait`."""
+        need = ride.need
+        if not self._line:
+            place = self._place(ride, need)
+            if place is not None and self._open(ride, place):
+                return
+        self._join(ride, Ticket(Demand(need, ride.serial, frozenset(map(str, ride.avoid))), self._world.now))
         self.serve()
 
-    def _join(self, ticket: Ticket, ride: Ride) -> None:
-        ride.waits = True
-        insort(self._line, (ticket, ride), key=lambda entry: entry[0].demand.serial)
+    def _join(self, ride: Ride, ticket: Ticket) -> None:
+        ride.ticket = ticket
+        self._standing[ride.serial] = ride
+        insort(self._line, ticket, key=lambda ticket: ticket.demand.serial)
 
     def forget(self, ride: Ride) -> None:
         """Leave the line, if it stands there."""
-        if ride.waits:
-            self._line = [entry for entry in self._line if entry[1] is not ride]
-            ride.waits = False
+        if ride.ticket is not None:
+            self._line.remove(ride.ticket)
+            del self._standing[ride.serial]
+            ride.ticket = None
 
     def serve(self) -> None:
         """Give out the room that there is now, as `router.fleet.line.Line.serve`."""
+        if not self._line:
+            return
         place: int | None = None
 
         def fits(demand: Demand) -> bool:
             nonlocal place
-            held = self._held(rides[demand.serial].job)
-            place = self.shelf.pick_decode(demand.need, frozenset(map(int, demand.avoid)), held)
+            place = self._place(self._standing[demand.serial], demand.need)
             return place is not None
 
         while self._line:
-            tickets = [ticket for ticket, _ in self._line]
-            rides = {ticket.demand.serial: ride for ticket, ride in self._line}
-            index = next_in_line(tickets, fits, self._could_fit, self._world.now, self._ageing)
+            index = next_in_line(self._line, fits, self._could_fit, self._world.now, self._ageing)
             if index is None:
                 return
-            for passed in tickets[:index]:
+            for passed in self._line[:index]:
                 passed.passed += 1
-            ticket, ride = self._line.pop(index)
-            ride.waits = False
+            ticket = self._line[index]
+            ride = self._standing[ticket.demand.serial]
+            self.forget(ride)
             assert place is not None
-            self._open(ticket, ride, place)
+            if not self._open(ride, place):
+                self._join(ride, ticket)
+
+    def _place(self, ride: Ride, need: Need) -> int | None:
+        """The replica that gets a ride; None if none has room."""
+        return self.shelf.pick_decode(need, frozenset(ride.avoid), self._held(ride.job))
 
     def release(self, ride: Ride) -> None:
         """Give a ride's room back, if it has some."""
@@ -145,8 +159,8 @@ class Rooms:
     def _could_fit(self, demand: Demand) -> bool:
         return self.shelf.could_hold(demand.need)
 
-    def _open(self, ticket: Ticket, ride: Ride, index: int) -> None:
-        """Book a replica and ask it for room. If it has none it counts as full, and the ride stays in line."""
+    def _open(self, ride: Ride, index: int) -> bool:
+        """Book a replica and ask it for room. If it has none it counts as full, and the ride stays in line (False)."""
         job, replica, shelf = ride.job, self.sites[index].replica, self.shelf
         shelf.choose(index)
         try:
@@ -154,17 +168,17 @@ class Rooms:
         except Overloaded:
             self._world.log.add(self._world.now, Kind.REFUSED, replica.number, job.number)
             shelf.free[index] = 0
-            self._join(ticket, ride)
-            return
+            return False
         except RequestError as error:
             self.on_refused(ride, str(error))
-            return
+            return True
         held = seat.held_grant.held * self._world.footprint.page_tokens
-        ride.decode, ride.seat, ride.tokens = index, seat, ticket.demand.need.whole - held
+        ride.decode, ride.seat, ride.tokens = index, seat, job.prompt_tokens + job.max_tokens - held
         shelf.book(index, ride.tokens)
         self._report(index)
         self._world.log.add(self._world.now, Kind.PLACED_DECODE, replica.number, job.number)
         self.on_room(ride)
+        return True
 
     def _report(self, index: int) -> None:
         self.shelf.free[index] = self.sites[index].replica.pool.free_pages

@@ -8,6 +8,7 @@ prefill replica keeps the KV.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from hackkv.timing import Stage
 from sim.decode import DecodeReplica
@@ -53,19 +54,19 @@ class Router:
         self._serial += 1
         ride = self._rides[job] = Ride(job, self._serial)
         self._world.log.add(self._world.now, Kind.ARRIVED, -1, job.number)
-        tokens = ride.need.whole
+        tokens = job.prompt_tokens + job.max_tokens
         if tokens > self._largest:
             self._fail(ride, f"{tokens} tokens need more pages or host memory than a replica has for {self._largest}")
         else:
             of = self._network
-            self._work(of.request_s + job.prompt_tokens * of.request_token_s, lambda: self._accepted(ride))
+            self._work(of.request_s + job.prompt_tokens * of.request_token_s, partial(self._accepted, ride))
 
     def _accepted(self, ride: Ride) -> None:
         if not self.prefills:
             self.rooms.stand(ride)
             return
         ride.job.times.enter(Stage.STREAM, self._world.now)
-        self._work(self._network.call_s, lambda: self._dispatch(ride))
+        self._work(self._network.call_s, partial(self._dispatch, ride))
 
     # If all goes well --------------------------------------------------------------------------------------------
 
@@ -77,11 +78,10 @@ class Router:
             job.times.enter(Stage.ROUTER_QUEUE, self._world.now)
             self._homeless.append(ride)
             return
-        self.shelf.choose(index)
         ride.prefill, ride.queued = index, job.prompt_tokens - (held[index] if held else 0)
-        self.shelf.book(index, ride.queued)
+        self.shelf.choose(index, ride.queued)
         self._world.log.add(self._world.now, Kind.PLACED_PREFILL, self.prefills[index].number, job.number)
-        if job.arrival.output_tokens > 1:
+        if job.output_tokens > 1:
             self.rooms.stand(ride)
             if job.fate is not Fate.UNDER_WAY:
                 return
@@ -128,7 +128,7 @@ class Router:
         self.rooms.sites[ride.decode].replica.land(ride.seat)
 
     def _unqueue(self, ride: Ride) -> None:
-        if ride.prefill is not None:
+        if ride.prefill is not None and ride.queued:
             self.shelf.book(ride.prefill, -ride.queued)
         ride.queued = 0
 

@@ -7,6 +7,7 @@ from functools import cache
 
 from hack_kernels import load as load_backend
 
+from hackkv.choices import Eviction
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
 from hackkv.footprint import Footprint, footprint_of, fp16_bytes
@@ -30,6 +31,13 @@ class CodecSizes:
     dequantizes: bool
     """A step makes FP16 of all pages first."""
     lossless: bool
+    bytes_follow_tokens: bool
+    """Prompts that begin alike share pages."""
+    eviction: Eviction | None = None
+
+    def rows_held(self, tokens: int) -> int:
+        """Rows that stay of a prompt of `tokens` tokens, once it is computed."""
+        return tokens if self.eviction is None else self.eviction.rows_held(tokens)
 
     @property
     def resting_ratio(self) -> float:
@@ -55,4 +63,5 @@ def _sizes(
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, made.page_tokens)
     footprint = footprint_of(made, layout)
     plain = fp16_bytes(layout, made.page_tokens)
-    return CodecSizes(footprint, plain, footprint.page_bytes / plain < _CODES_BELOW, deq, made.lossless)
+    codes = footprint.page_bytes / plain < _CODES_BELOW
+    return CodecSizes(footprint, plain, codes, deq, made.lossless, made.bytes_follow_tokens, made.eviction)

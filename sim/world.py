@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -42,10 +43,15 @@ class World:
     log: EventLog = field(default_factory=EventLog)
     cores: Cores | None = None
     """None: whatever computes has cores of its own."""
+    wire_bytes: Callable[[int], int] = field(init=False)
+    """`Footprint.wire_bytes` of so many rows."""
     now: float = 0.0
     """Seconds since the simulation began."""
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _count: int = 0
+
+    def __post_init__(self) -> None:
+        self.wire_bytes = cache(self.footprint.wire_bytes)
 
     def then(self, seconds: float, call: Callable[[], None]) -> None:
         """Call `call` later; here and now if there is nothing to wait for."""
@@ -56,8 +62,8 @@ class World:
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call `call` later; at once after what is due now, if `seconds` is not positive."""
-        self._count += 1
-        heappush(self._due, (self.now + seconds if seconds > 0 else self.now, self._count, call))
+        self._count = count = self._count + 1
+        heappush(self._due, (self.now + seconds if seconds > 0 else self.now, count, call))
 
     def compute(self, seconds: float, call: Callable[[], None]) -> None:
         """Call `call` when work is done that takes `seconds` alone."""

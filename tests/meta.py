@@ -24,8 +24,9 @@ from hackkv.model.sampler import SamplerState
 from tests.pair import PI, greedy, prompt
 
 META = torch.device("meta")
-ARRIVING = (torch.ops.aten.to, torch.ops.aten._to_copy, torch.ops.aten.lift_fresh, torch.ops.aten.detach)
-"""What brings numbers of the host to the device."""
+_aten = torch.ops.aten
+ARRIVING = (_aten.to, _aten._to_copy, _aten.lift_fresh, _aten.detach, _aten.slice)
+"""What brings numbers of the host to the device, or looks at a part of them first."""
 
 
 class MetaRows(Rowwise):
@@ -119,6 +120,8 @@ class NothingComesBack(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[str] = []
         """All that ran, in order."""
+        self.brought = 0
+        """How often numbers of the host were copied to memory that the device has already."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,7 +131,9 @@ class NothingComesBack(TorchDispatchMode):
         assert name is not torch.ops.aten._local_scalar_dense, f"{func} asks for a value"
         out = func(*args, **kwargs)
         made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
-        if any(x.device == META for x in given):
+        if name is torch.ops.aten.copy_ and [x.device.type for x in given] == ["meta", "cpu"]:
+            self.brought += 1
+        elif any(x.device == META for x in given):
             # A number that Python made, such as a scalar of a formula, is not a tensor that somebody forgot.
             assert all(x.device == META or x.dim() == 0 for x in (*given, *made)), f"{func} mixes devices"
         elif given:

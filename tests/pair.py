@@ -50,7 +50,7 @@ from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
 from transport.base import KvSender
 from transport.closing import closing
-from transport.wires import Loopback
+from transport.wires import Loopback, Wire
 
 PI = 32
 TIMEOUT_S = 240.0
@@ -222,12 +222,13 @@ async def paired(
     queue_tokens: int = 1 << 20,
     decoding: DecodeSettings = DECODING,
     timeout_s: float = TIMEOUT_S,
+    over: str | Wire = "inproc",
 ) -> AsyncIterator[Pair]:
     """Start both nodes; close them at the end. By default the decode node differs from the other in its timers only."""
     if decode is None:
         gated = isinstance(prefill.codec, GatedCodec)
         decode = prefill if gated else replace(prefill, codec=twin(prefill.codec))
-    wire = Loopback("inproc", timeout_s)
+    wire = Loopback(over, timeout_s)
     sender, listener = wire.sender(), wire.listener()
     prefill_service = PrefillService(
         NodeIdentity("p", "p", "1"),
@@ -248,6 +249,7 @@ async def paired(
         decoding,
     )
     try:
+        await decode_service.record()
         address = await listener.serve(decode_service.inbox.deliver, decode_service.inbox.lend)
         yield Pair(prefill_service, decode_service, address, sender)
     finally:

@@ -1,8 +1,12 @@
-"""What a pass does, recorded as a CUDA graph records it, to compare two passes.
+"""What a pass does, recorded as a CUDA graph records it: to compare two passes, and to run one again.
 
 A graph keeps the order of operators and launches, every number of the host, and the place of all memory that the pass
 found; memory that the pass takes for itself is the graph's own. So a tape names a tensor by its place if it comes from
 outside, and by a number if an operator of the tape made it. Two passes with equal tapes are one graph.
+
+Run again, a tape does what a graph's replay does: the same operators and launches with the same numbers on the same
+memory, whatever the host knows by then. What the pass took for itself holds rubbish before, as if another graph of the
+same pool had run.
 
 Unlike a graph it cannot see a copy to the host that torch makes without an operator, such as `Tensor.numpy`:
 `tests/meta.py` refuses those.
@@ -18,13 +22,21 @@ from typing import Any
 
 import pytest
 import torch
+from hack_kernels import check
 from hack_kernels.triton.launch import Launch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-WAITING = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten._unique2)
+from hackkv.model import runner
+
+aten = torch.ops.aten
+WAITING = (aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.nonzero, aten._unique2)
 """Operators for whose result the host waits, to have a value or to know a shape."""
+
+
+RUBBISH = 0x5A
+"""In every byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,11 @@ class Tape(TorchDispatchMode):
         self._numbers = dict[int, int]()
         self._next = count()
         self._kept: list[Tensor] = []
+        self._own = dict[int, torch.UntypedStorage]()
+        """Memory that the pass took, by its place."""
+        self._found = set[int]()
+        """Places of other memory."""
+        self._again: list[Callable[[], None]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket not in WAITING, f"{func} waits for the device"
@@ -72,11 +89,23 @@ class Tape(TorchDispatchMode):
         named = self._named(given)
         out = func(*args, **(kwargs or {}))
         self._add((func, form), named, given, out)
+        made = _tensors(out)
+
+        def again() -> None:
+            for there, new in zip(made, _tensors(func(*args, **(kwargs or {}))), strict=True):
+                if new.data_ptr() != there.data_ptr():
+                    there.copy_(new)
+
+        self._again.append(again)
         return out
 
     def _add(self, what: object, named: tuple[object, ...], given: list[Any], out: Any) -> None:
-        made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+        made = _tensors(out)
+        self._found |= {x.untyped_storage().data_ptr() for x in _tensors(given)} - self._own.keys()
         for x in made:
+            memory = x.untyped_storage()
+            if memory.data_ptr() not in self._found:
+                self._own[memory.data_ptr()] = memory
             if id(x) not in self._numbers and not any(x is y for y in given):
                 self._numbers[id(x)] = next(self._next)
         self._kept += [*made, *(x for x in given if isinstance(x, Tensor))]
@@ -98,6 +127,14 @@ class Tape(TorchDispatchMode):
         with _disable_current_modes():
             run(launch)
         self._add(what, named, given, None)
+        self._again.append(lambda: run(launch))
+
+    def replay(self) -> None:
+        """Run the pass again."""
+        for memory in self._own.values():
+            torch.tensor([], dtype=torch.uint8).set_(memory).fill_(RUBBISH)
+        for again in self._again:
+            again()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -105,7 +142,40 @@ class Tape(TorchDispatchMode):
         run = Launch.run
         with pytest.MonkeyPatch.context() as patched, self:
             patched.setattr(Launch, "run", lambda launch: self.launch(launch, run))
+            patched.setattr(
+                check, "_page_ids", lambda pool, page_ids: None
+            )  # reads host memory only, so never on a GPU
             yield
+
+
+class TapeRecorder:
+    """Implements `Recorder` where there is no GPU."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+        self.replays = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        tape = Tape()
+        with tape.recording():
+            work()
+        self.tapes.append(tape)
+
+        def replay() -> None:
+            self.replays += 1
+            tape.replay()
+
+        return replay
+
+
+@contextmanager
+def on_tape() -> Iterator[TapeRecorder]:
+    """Every `ModelRunner` that is made and told to records on tapes."""
+    recorder = TapeRecorder()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runner, "recorder_on", lambda device: recorder)
+        yield recorder
 
 
 def differences(one: Tape, other: Tape) -> set[str]:
@@ -133,3 +203,7 @@ def _difference(one: object, other: object) -> str:
     if isinstance(one, Found) and isinstance(other, Found) and replace(one, place=other.place) == other:
         return "places"
     return "numbers"
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_flatten(values)[0] if isinstance(x, Tensor)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 
@@ -27,3 +29,27 @@ def test_what_a_sequence_still_needs_is_copied_and_nothing_else_is_written(codec
                     wanted[:, run] = exact[1, :, run]
                 assert torch.equal(exact[2], wanted)
                 assert not exact[0].any()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="only Linux takes memory back that is mapped")
+def test_slots_that_are_forgotten_hold_zeros_and_all_others_what_they_held() -> None:
+    """Slots that fill no page of the system keep what they share a page with."""
+    worker = tiny_worker("rot-k3v2")
+    memory = KvMemory(worker.codec, worker.layout, 2, 16)
+    slots = [2, 3, 4, 5, 6, 7, 12]
+    for pool in memory.pools:
+        for exact in (pool.open_k, pool.open_v):
+            exact.fill_(1)
+    memory.forget_slots(slots)
+    for pool in memory.pools:
+        for exact in (pool.open_k, pool.open_v):
+            assert exact.data_ptr() % mmap.PAGESIZE == 0
+            for number, page in enumerate(exact.view(-1).split(mmap.PAGESIZE // exact.itemsize)):
+                whole = slots_of(number, exact[:1].nbytes) <= set(slots)
+                assert bool(page.any()) != whole
+
+
+def slots_of(number: int, slot_bytes: int) -> set[int]:
+    """The slots that have bytes in a page of the system."""
+    first, last = number * mmap.PAGESIZE, (number + 1) * mmap.PAGESIZE - 1
+    return set(range(first // slot_bytes, last // slot_bytes + 1))

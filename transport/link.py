@@ -91,7 +91,9 @@ class LinkKind:
     then nothing has them in its hands that the checksums of planes do not cover."""
 
 
-LINKS: Final[Mapping[str, str]] = MappingProxyType({"gloo": "transport.gloo_link", "nccl": "transport.nccl_link"})
+LINKS: Final[Mapping[str, str]] = MappingProxyType(
+    {"gloo": "transport.gloo_link", "nccl": "transport.nccl_link", "nixl": "transport.nixl_link"}
+)
 """Name -> module with `create() -> LinkKind`, which raises `ConfigError` in one line where it cannot be used. They are
 loaded on use: they need torch, which the router never loads."""
 

@@ -1,14 +1,15 @@
 """NCCL, for payloads between GPUs: through `nccl4py`'s bindings, in communicators of two that never block.
 
-Payloads lie in host memory today. So each passes through device memory at both ends (`CudaMemory`), on a stream of its
-own. NCCL may take two multiprocessors, since kernels that wait for a peer hold theirs. The sender's processor and the
-receiver's GPU sum each parcel up (`mix64`); what does not agree never leaves the GPU.
+A sender has payloads in host memory, and stages each on the device (`CudaMemory`), on a stream of the link's own. At
+the receiver they stay where they have arrived (`DevicePayload`). NCCL may take two multiprocessors, since kernels that
+wait for a peer hold theirs. The sender's processor and the receiver's GPU sum each parcel up (`mix64`); nothing is used
+of one that does not agree.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock, Thread
 from time import monotonic, sleep
@@ -18,6 +19,7 @@ import torch
 from hack_kernels.cpu.extension import compiled
 from torch import Tensor
 
+from hackkv.device_payload import DevicePayload
 from hackkv.errors import ConfigError, DeadlineExceeded, FrameRefused, NodeLost
 from hackkv.types import Payload
 from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Checksum, Exchange, LinkKind
@@ -64,10 +66,13 @@ class Memory(Protocol):
 
 
 class CudaMemory:
-    """Memory of the GPU on which the node computes; `mix64` sums buffers up there."""
+    """Memory of the GPU on which the node computes."""
 
-    def __init__(self, mix64: Callable[[Tensor, int], int]) -> None:
-        self._mix64 = mix64
+    def __init__(
+        self, mix64: Callable[[Tensor, int], int], xxh3_64: Callable[[Sequence[Tensor], int], list[int]]
+    ) -> None:
+        """How checksums of buffers come about there."""
+        self._mix64, self._xxh3_64 = mix64, xxh3_64
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
 
@@ -104,8 +109,7 @@ class CudaMemory:
 
     def payload(self, buffer: Tensor) -> Payload:
         """See `Memory`."""
-        with torch.cuda.stream(self._stream):
-            return buffer.cpu().numpy().tobytes()
+        return DevicePayload(buffer, self._xxh3_64, lambda: torch.cuda.stream(self._stream))
 
 
 def create() -> LinkKind:
@@ -114,8 +118,9 @@ def create() -> LinkKind:
     bindings = load_bindings()
     if not torch.cuda.is_available():
         raise ConfigError("wire: nccl: torch sees no CUDA device (a torch build without CUDA, or no driver)")
-    triton = importlib.import_module("hack_kernels.triton.mix64")  # it needs Triton, which machines without GPU lack
-    return nccl_kind(bindings, partial(CudaMemory, triton.mix64))
+    # These need Triton, which machines without GPU lack.
+    mix64, xxh3 = (importlib.import_module(f"hack_kernels.triton.{name}") for name in ("mix64", "xxh3"))
+    return nccl_kind(bindings, partial(CudaMemory, mix64.mix64, xxh3.xxh3_64))
 
 
 def load_bindings() -> Any:

@@ -8,6 +8,7 @@ later: one at a time, or one batch of equal ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -35,6 +36,8 @@ SHORT, TOKENS = 64, 32
 """Prompt and answer of a request whose steps are timed."""
 HANDED_OFF = 2
 """Tokens of the shortest answer whose KV is handed off."""
+LONG, LONG_REPEATS = 128, 5
+"""Tokens of an answer beside which prompts are computed."""
 BETWEEN = (CLIENT, ROUTER)
 """Processes that compute neither passes nor steps."""
 LOOPBACK_GBIT_S = 20.0
@@ -160,6 +163,7 @@ async def measure(cluster: Cluster, alone: Profile) -> Idle:
     return Idle(
         passes=tuple([await _passes(cluster, round(row)) for row in alone.prefill.rows]),
         steps=tuple([await _steps(cluster, round(batch)) for batch in alone.decode.rows]),
+        beside=await _beside(cluster, alone),
     )
 
 
@@ -176,6 +180,18 @@ async def _passes(cluster: Cluster, prompt: int) -> Phase:
 async def _steps(cluster: Cluster, batch: int) -> Phase:
     """Steps of so many sequences, which come at once."""
     return await cluster.timed(*_each(cluster, max(3, 2 * REPEATS // batch), batch, TOKENS))
+
+
+async def _beside(cluster: Cluster, alone: Profile) -> Phase:
+    """The steps of one answer, and prompts whose passes take as long as those. They come when it has begun."""
+    prompt, steps_s = alone.prefill.rows[-1], LONG * alone.decode.at(1, SHORT + LONG / 2, "step")
+    count = math.ceil(steps_s / alone.prefill.at(prompt, 0, "pass"))
+    begun_s = 2 * alone.prefill.at(SHORT, 0, "pass")
+    batches = [
+        [cluster.call(0.0, SHORT, LONG), *(cluster.call(begun_s, round(prompt), 1) for _ in range(count))]
+        for _ in range(LONG_REPEATS)
+    ]
+    return await cluster.timed(*batches)
 
 
 def spec_of(

@@ -31,6 +31,9 @@ class Idle(Frozen):
     """Prompts one at a time, a phase for each row of the profile's passes."""
     steps: tuple[Phase, ...]
     """Batches of equal requests, a phase for each row of the profile's steps; the first has batches of one."""
+    beside: Phase | None = None
+    """Batches of one long answer and prompts that are computed beside its steps; the answer comes first. Older records
+    have none."""
 
 
 class Load(Frozen):

@@ -1,14 +1,18 @@
 """The cluster of a record in the simulator, with all that surrounds passes and steps.
 
-What a step takes for each sequence more cannot be read off a batch that was sent at once: its prompts are computed in
-turns, so its first steps have fewer sequences than its last ones. So the same batches are simulated, and the seconds
-are those with which they take as long as they took.
+Two numbers cannot be read off what was measured, so the same requests are simulated, and the numbers are those with
+which they take as long as they took:
+
+- What a step takes for each sequence more: of a batch that was sent at once prompts are computed in turns, so its first
+  steps have fewer sequences than its last ones.
+- How many cores' worth the machine computes when a pass and a step run side by side. Weights that no cache holds come
+  from memory that both share, so that each takes longer beside the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Final
@@ -40,15 +44,26 @@ def spec_of_record(of: Recording, profile: Path) -> Spec:
         sizes = sizes_of(Codec(name=of.codec), of.shape.kv_shape)
         host = host_of(of.idle, of.alone.decode.rows, of.cores, sizes.footprint)
 
-    def spec(sequence_s: float) -> Spec:
+    def spec(sequence_s: float, lost_cores: float) -> Spec:
         at = around.model_copy(update={"sequence_s": sequence_s})
         profile.write_text(at.profile(of.alone).model_dump_json(), encoding="utf-8")
-        return spec_of(of.shape, of.codec, of.pages, profile, at, host)
+        left = host and host.model_copy(update={"cores": host.cores - lost_cores})
+        return spec_of(of.shape, of.codec, of.pages, profile, at, left)
 
-    def too_long(sequence_s: float) -> bool:
-        made = spec(sequence_s)
+    def takes_longer(sequence_s: float) -> bool:
+        made = spec(sequence_s, lost_cores)
         ratios = [median(simulate(made, sizes)[Stage.DECODE]) / live for sizes, live in batches]
         return fmean(map(math.log, ratios)) > 0
+
+    def steps_longer(lost_cores: float) -> bool:
+        assert beside is not None
+        answers = [index for index, (_, _, tokens) in enumerate(beside.sizes) if tokens > 1]
+        sizes = beside.sizes[: answers[1] if len(answers) > 1 else None]
+        live = median(beside.stages[Stage.DECODE][index] for index in answers)
+        return simulate(spec(0.0, lost_cores), sizes)[Stage.DECODE][0] > live
+
+    beside = of.idle.beside
+    lost_cores = _most(host.cores - 1, steps_longer) if host and beside else 0.0
 
     batches = [
         (phase.sizes[: round(batch)], median(phase.stages[Stage.DECODE]))
@@ -56,8 +71,13 @@ def spec_of_record(of: Recording, profile: Path) -> Spec:
         if batch > 1
     ]
     step_s = around.step * of.alone.decode.seconds[0][0]
-    low, high = 0.0, MOST * step_s
-    for _ in range(HALVINGS if batches and not too_long(0.0) else 0):
+    return spec(_most(MOST * step_s, takes_longer) if batches else 0.0, lost_cores)
+
+
+def _most(limit: float, longer: Callable[[float], bool]) -> float:
+    """The most of something, up to `limit`, with which nothing takes longer than it did; 0 if it does without any."""
+    low, high = 0.0, limit
+    for _ in range(0 if longer(0.0) else HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if too_long(middle) else (middle, high)
-    return spec(low)
+        low, high = (low, middle) if longer(middle) else (middle, high)
+    return low

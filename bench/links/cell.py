@@ -1,21 +1,25 @@
-"""One cell of the experiment: a cluster behind a link, a load, and what its clients saw.
+"""Cells of the experiment: a cluster of one prefill and one decode node, a link between them, a load, what clients saw.
 
-Runs as a process of its own, inside the link's namespace: `python -m bench.links.cell CELL.json`.
+Cells of the same codec and model share a cluster, and its link changes from one to the next. They run as a process of
+its own, inside a network namespace: `python -m bench.links.cell ORDERS.json`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from app.cluster import ClusterPlan, running
-from bench.links.link import DECODE_HOST, behind, measure
+from bench.links.link import DECODE_HOST, apart, measure, shape
+from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.model.shipped import find_model
 
@@ -24,9 +28,10 @@ PROMPTS: Final = {"short": 300, "long": 3000}
 OUTPUT_TOKENS: Final = 64
 WARMUPS: Final = 2
 TIMEOUT_S: Final = 600.0
+"""Of one cell."""
 
 Result = dict[str, Any]
-"""What `hackkv bench serve` writes, with `link_bits_per_s` (measured)."""
+"""What `hackkv bench serve` writes, with `link_bits_per_s` (measured) and `load_average` before the cell."""
 
 
 class Cell(BaseModel):
@@ -35,9 +40,17 @@ class Cell(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     prompt: str
+    """What its length is called."""
+    tokens: int
+    """Of a prompt."""
     link: str
-    codec: str
+    row: str
+    """What the codec with its settings is called."""
+    codec: CodecConfig
     requests: int
+    warmups: int = WARMUPS
+    model: str = ""
+    """As `find_model` takes it; empty for the model that ships with hackkv."""
     rate: float | None = None
     """Requests a second; None keeps `concurrency` under way."""
     concurrency: int = 0
@@ -45,55 +58,86 @@ class Cell(BaseModel):
     @property
     def name(self) -> str:
         """Prompt, link and codec."""
-        return f"{self.prompt}/{self.link}/{self.codec}"
+        return f"{self.prompt}/{self.link}/{self.row}"
+
+    def file(self, folder: Path) -> Path:
+        """Where its result is."""
+        load = "" if self.rate else f"-{self.concurrency}-at-once"
+        return folder / (self.name.replace("/", "-") + load + ".json")
 
 
-def run(cell: Cell, folder: Path) -> Result:
-    """Measure a cell, or take its result from `folder` if it is there. Raises `ConfigError` naming the log."""
-    stem = cell.name.replace("/", "-") + ("" if cell.rate else "-capacity")
-    file, log, order = (folder / f"{stem}.{suffix}" for suffix in ("json", "log", "cell"))
-    if not file.exists():
-        order.write_text(cell.model_dump_json(), encoding="utf-8")
-        command = behind(cell.link, [sys.executable, "-m", "bench.links.cell", str(order), str(file)])
-        try:
-            with log.open("wb") as out:
-                subprocess.run(command, stdout=out, stderr=out, check=True, timeout=TIMEOUT_S)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"{cell.name}: {error}; see {log}") from error
-    result: Result = json.loads(file.read_text(encoding="utf-8"))
-    return result
+class Orders(BaseModel):
+    """Cells for one cluster, and the folder of their results."""
+
+    model_config = ConfigDict(frozen=True)
+
+    folder: Path
+    cells: tuple[Cell, ...]
 
 
-async def _serve(cell: Cell, file: Path) -> int:
-    """Start a cluster here and load it; the load generator's exit code."""
-    model = str(find_model("").path)
-    worker = {"model": {"path": model, "threads": 1}, "codec": {"name": cell.codec, "allow_loss": True}}
+_RESULT: Final[TypeAdapter[Result]] = TypeAdapter(Result)
+
+
+def done(cell: Cell, folder: Path) -> Result | None:
+    """The cell's result, if it was measured."""
+    file = cell.file(folder)
+    return _RESULT.validate_json(file.read_bytes()) if file.exists() else None
+
+
+def run(cells: Sequence[Cell], folder: Path) -> None:
+    """Measure those of `cells` that have no result in `folder`. All are of one codec and model.
+
+    Raises `ConfigError` naming the log. What was measured until then stays.
+    """
+    left = [cell for cell in cells if not cell.file(folder).exists()]
+    if not left:
+        return
+    stem = left[0].file(folder.resolve()).with_suffix("")
+    order, log = stem.with_suffix(".orders"), stem.with_suffix(".log")
+    order.write_text(Orders(folder=folder.resolve(), cells=tuple(left)).model_dump_json(), encoding="utf-8")
+    command = apart([sys.executable, "-m", "bench.links.cell", str(order)])
+    try:
+        with log.open("wb") as out:
+            subprocess.run(command, stdout=out, stderr=out, check=True, timeout=TIMEOUT_S * len(left))
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{left[0].name}: {error}; see {log}") from error
+
+
+async def _serve(orders: Orders) -> int:
+    """Start a cluster here and load it cell by cell; 0, or the exit code of the load generator that failed."""
+    first = orders.cells[0]
+    model = str(find_model(first.model).path)
+    codec = first.codec.model_copy(update={"allow_loss": True})
+    worker = {"model": {"path": model, "threads": 1}, "codec": codec.model_dump(mode="json", exclude_defaults=True)}
     router = {"listen": {"port": 0}, "control": {"port": 0}, "model": model}
-    # Prompts are cut from one real text and can begin alike. Prefix reuse would make times depend on the text.
-    prefill, decode = {"prefix_cache": False}, {"listen": {"host": DECODE_HOST}}
-    load = ("--request-rate", str(cell.rate)) if cell.rate else ("--max-concurrency", str(cell.concurrency))
+    # Prompts are cut from one real text and can begin alike, and cells repeat them. Reuse would make times depend on
+    # that.
+    prefill, decode = {"prefix_cache": False}, {"prefix_cache": False, "listen": {"host": DECODE_HOST}}
     async with running(ClusterPlan(router, worker, 1, 1, prefill=prefill, decode=decode), print) as cluster:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "measure.serve", "--base-url", cluster.url, "--tokenizer", model, *load),
-            *("--num-prompts", str(cell.requests), "--num-warmups", str(WARMUPS), "--seed", "1"),
-            *("--input-len", str(PROMPTS[cell.prompt]), "--output-len", str(OUTPUT_TOKENS), "--out", str(file)),
-        )
-        return await process.wait()
-
-
-def main(order: Path, file: Path) -> int:
-    """Measure the link, then the cell that `order` describes; returns the exit code."""
-    cell = Cell.model_validate_json(order.read_bytes())
-    carried = measure(cell.link)
-    unfinished = file.with_suffix(".part")
-    code = asyncio.run(_serve(cell, unfinished))
-    if code not in (0, 1):  # 1: requests failed; the result says how many
-        return code
-    result = json.loads(unfinished.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**result, "link_bits_per_s": carried}), encoding="utf-8")
-    unfinished.unlink()
+        for cell in orders.cells:
+            shape(cell.link)
+            about = {"link_bits_per_s": await asyncio.to_thread(measure, cell.link), "load_average": os.getloadavg()[0]}
+            file = cell.file(orders.folder)
+            unfinished = file.with_suffix(".part")
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "measure.serve", "--base-url", cluster.url, "--tokenizer", model),
+                *_load(cell),
+                *("--out", str(unfinished)),
+            )
+            code = await process.wait()
+            if code not in (0, 1):  # 1: requests failed; the result says how many
+                return code
+            result = json.loads(unfinished.read_text(encoding="utf-8"))
+            file.write_text(json.dumps({**result, **about}), encoding="utf-8")
+            unfinished.unlink()
     return 0
 
 
+def _load(cell: Cell) -> Iterable[str]:
+    yield from ("--request-rate", str(cell.rate)) if cell.rate else ("--max-concurrency", str(cell.concurrency))
+    yield from ("--num-prompts", str(cell.requests), "--num-warmups", str(cell.warmups), "--seed", "1")
+    yield from ("--input-len", str(cell.tokens), "--output-len", str(OUTPUT_TOKENS))
+
+
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:])))
+    sys.exit(asyncio.run(_serve(Orders.model_validate_json(Path(sys.argv[1]).read_bytes()))))

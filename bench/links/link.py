@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import socket
+import subprocess
 import threading
 from collections.abc import Sequence
 from time import perf_counter
@@ -35,22 +36,34 @@ def bits_per_s(link: str) -> float:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def behind(link: str, command: Sequence[str]) -> list[str]:
-    """`command` in a namespace whose packets to `DECODE_HOST` pass the link. Needs root."""
-    steps = ["ip link set lo up"]
-    if link != FREE:
-        burst = max(_PACKET, round(bits_per_s(link) / 8 * _EARLY_S))
-        # Without a default class, packets that match no filter are not shaped.
-        steps += [
-            "tc qdisc add dev lo root handle 1: htb",
-            f"tc class add dev lo parent 1: classid 1:1 htb rate {link} burst {burst} cburst {burst} quantum {_PACKET}",
-            f"tc filter add dev lo parent 1: protocol ip u32 match ip dst {DECODE_HOST}/32 flowid 1:1",
-        ]
-    return ["unshare", "--net", "sh", "-c", " && ".join([*steps, f"exec {shlex.join(command)}"])]
+def apart(command: Sequence[str]) -> list[str]:
+    """`command` in a network namespace of its own, which has loopback and nothing else. Needs root."""
+    return ["unshare", "--net", "sh", "-c", f"ip link set lo up && exec {shlex.join(command)}"]
+
+
+def shaping(link: str) -> list[list[str]]:
+    """The commands after which packets to `DECODE_HOST` pass the link, in a namespace that no link shapes yet."""
+    if link == FREE:
+        return []
+    burst = max(_PACKET, round(bits_per_s(link) / 8 * _EARLY_S))
+    # Without a default class, packets that match no filter are not shaped.
+    steps = (
+        "tc qdisc add dev lo root handle 1: htb",
+        f"tc class add dev lo parent 1: classid 1:1 htb rate {link} burst {burst} cburst {burst} quantum {_PACKET}",
+        f"tc filter add dev lo parent 1: protocol ip u32 match ip dst {DECODE_HOST}/32 flowid 1:1",
+    )
+    return [step.split() for step in steps]
+
+
+def shape(link: str) -> None:
+    """Put `link` in the place of the one that this namespace has. Raises `subprocess.CalledProcessError`."""
+    subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], stderr=subprocess.DEVNULL, check=False)
+    for step in shaping(link):
+        subprocess.run(step, check=True)
 
 
 def measure(link: str) -> float:
-    """Bits a second of the link, measured by sending over it. Call it inside the namespace."""
+    """Bits a second of the link, which shapes this namespace, measured by sending over it."""
     size = _PROBE_BYTES if link == FREE else min(_PROBE_BYTES, round(bits_per_s(link) / 8 * _PROBE_S))
     with socket.create_server((DECODE_HOST, 0)) as server:
         reader = threading.Thread(target=_drain, args=(server, size))

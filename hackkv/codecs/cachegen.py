@@ -1,23 +1,28 @@
-"""Codecs `cachegen` and `cachegen-eq86`: bins around zero, one scale a row, entropy coded on the wire (CacheGen).
+"""Codecs `cachegen`, `cachegen-eq86` and `cachegen-fp16` (CacheGen): bins around zero, entropy coded on the wire.
 
-A row's largest magnitude is its scale; a value becomes one of 2C + 1 symbols around zero, C = bins / 2 - 1. Early
-layers get more bins. A *level* says how many; 2 is the default of the authors' code, `eq86` has 8 everywhere and about
-the compression that HACK's paper compares with. Rows are those of one KV head, so that heads can be split. Codes stay
-integers where they rest, and attention reads them there.
+Each row has one scale, its largest magnitude; a value becomes one of 2C + 1 symbols around zero, C = bins / 2 - 1.
+Early layers get more bins. A *level* says how many; 2 is the default of the authors' code, `eq86` has 8 everywhere and
+about the compression that HACK's paper compares with. Rows are those of one KV head, so that heads can be split;
+`faithful` gives all heads of a layer one scale a row, as the authors do.
+
+`resident` says what rests. With `ints` codes stay integers, and attention reads them there. With `fp16` they travel
+only, and are decoded once on arrival, as the authors do: FP16 in memory, few bytes on the wire.
 
 What differs from the paper: Zstandard takes the place of arithmetic coding, whose tables weigh 2 bits an element on
-chunks of 256 tokens. There are no deltas against anchor tokens; the authors' code has none either. What is missing is
-their way to decode a cache once, when it arrives, and to keep FP16.
+chunks of 256 tokens. There are no deltas against anchor tokens; the authors' code has none either.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from hack_kernels.base import Backend
+from hack_kernels.base import Backend, PageKernels
+from hack_kernels.decoded import DecodedFormat, DecodedKernels
 from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.reference.groups import GroupReference
+from hack_kernels.reference.rows import RowReference
+from hack_kernels.shared_scale import SharedScaleKernels
 from pydantic import Field
 
 from hackkv.codec import KvCodec
@@ -42,18 +47,33 @@ class CacheGenSettings(Frozen):
     """Settings of the family."""
 
     level: Level = "2"
+    resident: Literal["ints", "fp16"] = "ints"
+    """Whether pages rest as codes, or as rows that are decoded once."""
+    faithful: bool = False
+    """One scale a row for all KV heads of a layer, as in the authors' code. Heads cannot be split over processes then.
+    Only with `ints`."""
     page_tokens: int = Field(default=DEFAULT_PAGE_TOKENS, multiple_of=8, gt=0, le=256)
     unfused: bool = False
-    """Write FP16 rows to memory before attention, in every call: what HACK's paper timed."""
+    """Write FP16 rows to memory before attention, in every call: what HACK's paper timed. Only with `ints`."""
 
 
 def make_cachegen(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
     """A codec of the family. Layers with the same bins share kernels."""
     chosen = CacheGenSettings.model_validate(settings)
+    if chosen.resident == "fp16":
+        if chosen.unfused:
+            raise ValueError("unfused: pages that rest as FP16 rows are decoded already (resident: ints)")
+        if chosen.faithful:
+            raise ValueError("faithful: a scale of all heads is for codes that rest (resident: ints)")
 
     def kept(k: Grouping, v: Grouping) -> Kept:
         fmt = GroupFormat(shape.head_dim, k, v, chosen.page_tokens, fused=not chosen.unfused)
-        return Kept(fmt, backend.kernels_for(fmt, GroupReference))
+        if chosen.resident == "ints":
+            kernels: PageKernels = backend.kernels_for(fmt, GroupReference)
+            return Kept(fmt, SharedScaleKernels(fmt, kernels, shape.num_kv_heads) if chosen.faithful else kernels)
+        decoded = DecodedFormat.of(fmt)
+        coder, rows = GroupReference(fmt, backend.device), backend.kernels_for(decoded.rows, RowReference)
+        return Kept(decoded, DecodedKernels(decoded, coder, rows), fmt.planes)
 
     sides = [
         tuple(grouping(bins_of(of, layer), shape.head_dim) for of in LEVELS[chosen.level])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hackkv.batch import Batch
 from hackkv.codec import KvCodec
-from hackkv.codecs.paged import Kept, PagedCodec, Settings
+from hackkv.codecs.paged import Kept, PagedCodec, Settings, decode_rows
 from hackkv.config import Frozen
 from hackkv.types import KvShape
 
@@ -93,3 +93,7 @@ class RequantizingCodec(PagedCodec):
     def seal(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Quantize the pages that the batch touches."""
         self._requantize(layer, pool, batch.where, k, v)
+
+    def seal_decoded(self, layer: int, pool: Pool, batch: Batch) -> None:
+        """As any rows."""
+        self.seal(layer, pool, batch, *decode_rows(pool, batch))

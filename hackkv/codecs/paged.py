@@ -16,7 +16,7 @@ from hack_kernels.bounded import BoundedKernels
 from hack_kernels.pools import new_pools, with_notes
 from torch import Tensor
 
-from hackkv.batch import Batch
+from hackkv.batch import Batch, Fills
 from hackkv.choices import Eviction, Selection
 from hackkv.codec import AttentionWeights, Origin
 from hackkv.wire_form import RAW, WireForm
@@ -111,6 +111,12 @@ class PagedCodec:
         """Whose kernels compute."""
         return ", ".join(dict.fromkeys(kept.kernels.served_by for kept in self.layers))
 
+    @property
+    def records(self) -> bool:
+        """Where the backend has kernels for all pages, and nothing of a batch is looked at on the host."""
+        chooses = type(self).visible is not PagedCodec.visible
+        return self.served_by == self._backend.name and not self.seals_open_page and not chooses
+
     def fingerprint(self) -> Settings:
         """Name and settings; the backend is not among them, since backends agree bit for bit."""
         return (("codec", self.name), *((f"codec.{name}", value) for name, value in self.settings))
@@ -139,7 +145,7 @@ class PagedCodec:
             rows.append(pool, batch.where, k, v, batch.faulty)
             if self.seals(batch):
                 with self.sealing:
-                    self.seal(layer, pool, batch, *decode_rows(pool, batch))
+                    self.seal_decoded(layer, pool, batch)
             with self.attending:
                 out = kernels.attend(layer, pool, self.visible(layer, pool, batch, q), Rows(q))
                 if self.eviction and any(span.prompt for span in batch.spans):  # a chunk of one row
@@ -174,6 +180,15 @@ class PagedCodec:
         assert fills is not None, "the caller asks `seals` first"
         self.layers[layer].kernels.seal(layer, pool, fills.page_ids, fills.starts, *filled_pages(pool, batch, k, v))
 
+    def seal_decoded(self, layer: int, pool: Pool, batch: Batch) -> None:
+        """Seal the pages that a decode batch fills, whose rows stand in the slots by now."""
+        assert batch.fills is not None, "the caller asks `seals` first"
+        self.seal_held(layer, pool, batch.fills)
+
+    def seal_held(self, layer: int, pool: Pool, fills: Fills) -> None:
+        """Seal pages from their slots, in one kernel call."""
+        self.layers[layer].kernels.seal(layer, pool, fills.page_ids, fills.starts, *held_rows(pool, fills))
+
     def to_wire(self, layer: int, pool: Pool, page_ids: Tensor) -> Planes:
         """Derived planes stay behind unless the codec sends them."""
         planes = self.layers[layer].kernels.export(pool, page_ids)
@@ -207,6 +222,15 @@ def decode_rows(pool: Pool, batch: Batch) -> tuple[Tensor, Tensor]:
     """The rows of a decode batch, [B, Hkv, D] float16, from their places in the slots."""
     slots, at = batch.where.slots, pool.window.at(batch.where.starts, batch.page_tokens)
     return pool.open_k[slots, :, at], pool.open_v[slots, :, at]
+
+
+def held_rows(pool: Pool, fills: Fills) -> tuple[Tensor, Tensor]:
+    """K and V of full pages, [P, Hkv, Π, D] float16, from their places in the slots."""
+    pi = pool.page_tokens
+    at = pool.window.at(fills.starts, pi)[:, None] + torch.arange(pi, device=pool.device)
+    slots = fills.slots[:, None]
+    k, v = (exact[slots, :, at].transpose(1, 2).contiguous() for exact in (pool.open_k, pool.open_v))
+    return k, v
 
 
 def filled_pages(pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,13 @@ Rejected: padding the rows to whole groups, which held on AMD's processors and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from hack_kernels.base import RowKernels
-from hack_kernels.block_weight import WIDTHS, BlockWeight, Weight
+from hack_kernels.block_weight import BlockWeight, Weight
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
@@ -76,6 +76,12 @@ class Weights:
         return frozenset(each.bits for each in self._all() if isinstance(each, BlockWeight))
 
     @property
+    def all_packed(self) -> bool:
+        """Whether no matrix is multiplied as numbers."""
+        of_layers = (each for layer in self.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        return all(isinstance(each, BlockWeight) for each in (self.lm_head, *of_layers))
+
+    @property
     def nbytes(self) -> int:
         """Memory of all tensors; one that serves twice counts once."""
         return sum({each.data.data_ptr(): each.nbytes for each in self._all()}.values())
@@ -95,13 +101,12 @@ class Llama:
         self, spec: ModelSpec, weights: Weights, *, library_rows: int = NEVER, kernels: RowKernels | None = None
     ) -> None:
         """`kernels` compute all operations on rows; the default is torch. From `library_rows` rows on the library
-        multiplies in their place; `NEVER` makes every row of the result independent of the rows beside it, bit for bit.
+        multiplies in their place where weights are numbers; `NEVER` makes every row of the result independent of the
+        rows beside it, bit for bit.
         """
         self.spec = spec
         self.weights = weights
         self.library_rows = library_rows
-        self.unpack_rows: Mapping[int, int] = dict.fromkeys(WIDTHS, NEVER)
-        """Bits of a packed weight -> rows from which on it is unpacked, for one call, and the library multiplies."""
         self.device = weights.embed.device
         self.dtype = weights.final_norm.dtype
         self.kernels = kernels or Rowwise()
@@ -123,9 +128,8 @@ class Llama:
             last = index + 1 == len(layers)
             if rows is not None and last:
                 x, mixed = x[rows], mixed[rows]
-            normed = self._norm(x, layer.ffn_norm, self._product(mixed, layer.out))
             next_norm = self.weights.final_norm if last else layers[index + 1].input_norm
-            normed = self._norm(x, next_norm, self._feed_forward(layer, normed))
+            normed = self._finish(layer, x, mixed, next_norm)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -139,12 +143,9 @@ class Llama:
         return embed.index_select(0, ids)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, BlockWeight):
-            if x.shape[0] < self.unpack_rows[weight.bits]:
-                return self.kernels.product(x, weight, bias)
-            return F.linear(x, self.kernels.unpack(weight, x.dtype), bias)
-        product = self.kernels.product if x.shape[0] < self.library_rows else F.linear
-        return product(x, weight, bias)
+        if isinstance(weight, BlockWeight) or x.shape[0] < self.library_rows:
+            return self.kernels.product(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     def _norm(self, x: Tensor, weight: Tensor, more: Tensor | None = None) -> Tensor:
         return self.kernels.norm(x, weight, self.spec.rms_eps, more)
@@ -162,8 +163,14 @@ class Llama:
         q, k, v = heads.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         return q, k, v
 
-    def _feed_forward(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        return self._product(self.kernels.gate(self._product(normed, layer.gate_up)), layer.down)
+    def _finish(self, layer: LayerWeights, x: Tensor, mixed: Tensor, next_norm: Tensor) -> Tensor:
+        """The layer's rows after attention gave `mixed`; returns the norm of the next layer."""
+        matrices = (layer.out, layer.gate_up, layer.down)
+        if x.shape[0] < self.library_rows or all(isinstance(each, BlockWeight) for each in matrices):
+            return self.kernels.finish_layer(x, mixed, matrices, (layer.ffn_norm, next_norm), self.spec.rms_eps)
+        normed = self._norm(x, layer.ffn_norm, self._product(mixed, layer.out))
+        both = self._product(normed, layer.gate_up)
+        return self._norm(x, next_norm, self._product(self.kernels.gate(both), layer.down))
 
 
 def rotation_table(rope: Rope, positions: int, device: torch.device) -> Tensor:

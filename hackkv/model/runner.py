@@ -3,31 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Final
 
+import torch
+from hack_kernels.choosing import FAULTY, Choice
+from hack_kernels.device_choosing import brought
 from torch import Tensor
 
 from hackkv.batch import Batch, Span, non_finite
 from hackkv.codec import KvCodec, rows_held
 from hackkv.errors import NonFiniteError
 from hackkv.kv_memory import KvMemory
+from hackkv.model.graphs import Graphs, recorder_on
 from hackkv.model.llama import Attend, Llama
-from hackkv.model.sampler import FaultyRow, SamplerState, sample
+from hackkv.model.sampler import SamplerState, accept, choosing, no_choice
+from hackkv.step_input import Spare
 from hackkv.types import KvLayout, Token
+
+HALF: Final = 2
+"""Bytes of a weight of 16 bits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """A step that the device was given."""
+
+    logits: Tensor
+    """[B, vocab]"""
+    choice: Choice
 
 
 class ModelRunner:
     """A model, a codec, and the KV of all sequences on this node."""
 
-    def __init__(self, model: Llama, codec: KvCodec, num_pages: int, num_slots: int, *, prompts: bool = True) -> None:
-        """`prompts` says whether whole prompts are computed here."""
+    def __init__(
+        self,
+        model: Llama,
+        codec: KvCodec,
+        num_pages: int,
+        num_slots: int,
+        *,
+        prompts: bool = True,
+        recorded: int = 0,
+    ) -> None:
+        """`prompts` says whether whole prompts are computed here. `record` records steps of up to `recorded` sequences,
+        where the device and the codec can."""
         spec = model.spec
         self.model = model
         self.codec = codec
         self.layout: KvLayout = spec.kv_layout(codec.page_tokens)
-        self.memory = KvMemory(codec, self.layout, num_pages, num_slots, prompts=prompts)
+        records = recorded and codec.records and model.dtype.itemsize == HALF
+        self._recorder = recorder_on(model.device) if records else None
+        spare = 0 if self._recorder is None else 1
+        self.memory = KvMemory(codec, self.layout, num_pages + spare, num_slots + spare, prompts=prompts)
+        self._graphs: Graphs | None = None
+        if self._recorder is not None:
+            self._graphs = Graphs(model, codec, self.memory, Spare(num_pages, num_slots), recorded)
         self._last: Batch | None = None
+
+    def record(self) -> None:
+        """Record decode steps if this runner was told to, before it serves anybody. Raises `ConfigError`."""
+        if self._graphs is not None and self._recorder is not None:
+            self._graphs.record(self._recorder)
 
     def forward(
         self,
@@ -51,22 +91,86 @@ class ModelRunner:
             return out
 
         hidden = self._run(batch, attend)
-        if self.model.kernels.set_in(batch.faulty):
-            raise self._named(batch)
+        if faulty := self.model.kernels.set_in(batch.faulty):
+            raise self._named(batch, faulty[0])
         return hidden
 
     def choose(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> list[Token]:
         """Run one row of each sequence and choose the token after it: the host waits for the device once.
 
-        Raises `NonFiniteError` or `GuideError` naming the span; no state has advanced then.
+        Raises `NonFiniteError` naming the first span at fault, while others have advanced, or `GuideError` while nobody
+        has.
         """
-        batch = self._lay_out(spans, ids)
-        hidden = self._run(batch, partial(self._attend, batch))
-        kernels = self.model.kernels
-        try:
-            return sample(self.model.logits(hidden), states, kernels, batch.faulty)
-        except FaultyRow as error:
-            raise self._named(batch) from error
+        found = self.end(self.begin(spans, ids, states), range(len(spans)), spans, ids, states)
+        for error in found:
+            if isinstance(error, NonFiniteError):
+                raise error
+        return [token for token in found if isinstance(token, Token)]
+
+    def looks_ahead(self, spans: Sequence[Span]) -> bool:
+        """Whether `begin_after` takes these, none of which waits for the host then."""
+        return self._graphs is not None and self._graphs.takes(spans)
+
+    def begin(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> Begun:
+        """Give the device a step of `choose`. Raises `GuideError` naming the span."""
+        return self._begin(self._step(spans, ids), states)
+
+    def begin_after(
+        self, spans: Sequence[Span], before: Sequence[tuple[Begun, int]], states: Sequence[SamplerState]
+    ) -> Begun:
+        """Give the device the step after one that is under way, whose tokens nobody has seen: those of `spans` are the
+        choices that rows of steps will make. The runner has to look ahead, and the states to foresee it.
+
+        The pages that it fills stay open, and no span has to know them: `end_after` follows before the next step.
+        """
+        assert self._graphs is not None
+        chosen = list(dict.fromkeys(begun.choice.there for begun, _ in before))
+        firsts = dict(zip(chosen, accumulate(map(len, chosen), initial=0), strict=False))
+        rows = [firsts[begun.choice.there] + row for begun, row in before]
+        tokens = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+        if rows != list(range(len(tokens))):
+            tokens = tokens[brought(rows, self.model.device)]
+        return self._begin(self._graphs.run(spans, [0] * len(spans), tokens), states, later=True)
+
+    def end_after(self, spans: Sequence[Span]) -> None:
+        """Seal what a step of `begin_after` has filled; `spans` are those of its rows that count."""
+        assert self._graphs is not None
+        self._graphs.seal(spans)
+
+    def end(
+        self,
+        begun: Begun,
+        rows: Sequence[int],
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        states: Sequence[SamplerState],
+    ) -> list[Token | NonFiniteError]:
+        """Wait for the choices of those `rows` of a step that `spans`, `ids` and `states` tell of. Each is a token, by
+        which its state advances, or the error that names the span, its index there."""
+        every = begun.choice.ids()
+        found: list[Token | NonFiniteError | None] = [
+            self._fault(at, every[row], spans[at], ids[at]) for at, row in enumerate(rows)
+        ]
+        sound = [at for at, error in enumerate(found) if error is None]
+        chosen = {rows[at]: every[rows[at]] for at in sound}
+        tokens = accept(chosen, begun.logits, [states[at] for at in sound], self.model.kernels)
+        for at, token in zip(sound, tokens, strict=True):
+            found[at] = token
+        return [each for each in found if each is not None]
+
+    def _fault(self, at: int, found: int, span: Span, token_id: int) -> NonFiniteError | None:
+        """What is wrong with a row whose choice is `found`. If it is the cache, the row is computed once more, alone: a
+        step that is under way already may have gone on in the slots of others."""
+        if found >= 0:
+            return None
+        error = self._named(self._lay_out([span], [token_id]), 0) if found == FAULTY else no_choice(at, found)
+        error.span = at
+        return error
+
+    def _begin(self, step: tuple[Tensor, Tensor], states: Sequence[SamplerState], *, later: bool = False) -> Begun:
+        hidden, faulty = step
+        logits = self.model.logits(hidden)
+        return Begun(logits, choosing(logits, states, self.model.kernels, faulty, later=later))
 
     def end_prompt(self, span: Span) -> int:
         """Evict what the codec does not keep of a whole prompt that is computed. Returns the rows that it holds."""
@@ -74,6 +178,13 @@ class ModelRunner:
             for layer in range(len(self.memory.pools)):
                 self.codec.eviction.evict(layer, self.memory.pools, span)
         return rows_held(self.codec, span.count)
+
+    def _step(self, spans: Sequence[Span], ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, hidden] of a row of each sequence, and which sequences are at fault, [B] bool."""
+        if self._graphs is not None and self._graphs.takes(spans):
+            return self._graphs.run(spans, ids)
+        batch = self._lay_out(spans, ids)
+        return self._run(batch, partial(self._attend, batch)), batch.faulty
 
     def _lay_out(self, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int] | None = None) -> Batch:
         """A batch that brings along what the model reads: tokens, positions, and which rows are wanted if not all."""
@@ -88,9 +199,8 @@ class ModelRunner:
     def _attend(self, batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.codec.attend(layer, self.memory.pools[layer], batch, q, k, v)
 
-    def _named(self, batch: Batch) -> NonFiniteError:
-        """The error of a batch with a faulty sequence; repeats the pass up to the layer at fault."""
-        first = self.model.kernels.set_in(batch.faulty)[0]
+    def _named(self, batch: Batch, first: int) -> NonFiniteError:
+        """The error of a batch whose first faulty sequence is `first`; repeats the pass up to the layer at fault."""
         batch.faulty.zero_()
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

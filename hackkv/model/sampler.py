@@ -16,12 +16,12 @@ The draw for output token i takes one uniform number, Philox(key = seed, counter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from hack_kernels.base import RowKernels
-from hack_kernels.choosing import FAULTY, NONE_ALLOWED, NOT_FINITE, ChoiceRules, Scores
+from hack_kernels.choosing import NONE_ALLOWED, NOT_FINITE, Choice, ChoiceRules, Scores
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
@@ -35,7 +35,7 @@ ROWWISE = Rowwise()
 class SamplerState:
     """All that the choice of a request's next token depends on beside logits: parameters, prompt, output so far."""
 
-    __slots__ = ("_stops", "chooser", "emitted", "guide", "sampling")
+    __slots__ = ("_rules", "_stops", "chooser", "emitted", "guide", "sampling")
 
     def __init__(
         self,
@@ -55,12 +55,23 @@ class SamplerState:
         self.guide: Guide | None = None
         ends = frozenset[int]() if sampling.ignore_eos and guide is None else frozenset(eos_ids)
         self._stops = frozenset(sampling.stop_token_ids) | ends
-        self.chooser = kernels.new_chooser(_rules(sampling, self._stops), prompt_ids)
+        self._rules = _rules(sampling, self._stops)
+        self.chooser = kernels.new_chooser(self._rules, prompt_ids)
         self.emitted = 0
         """Output tokens so far; the next one has this index."""
         for token_id in emitted:
             self.accept(token_id)
         self.guide = guide
+
+    @property
+    def foresees(self) -> bool:
+        """Whether the choice after the next one does not depend on what the next one is."""
+        return self.guide is None and self.sampling.logprobs is None and self._rules.foresees
+
+    @property
+    def ends(self) -> bool:
+        """Whether the next token is the last one whatever it is."""
+        return self.emitted + 1 >= self.sampling.max_tokens
 
     def accept(self, token_id: int) -> Finish | None:
         """Append an output token; says whether, and why, the sequence ends with it."""
@@ -73,34 +84,58 @@ class SamplerState:
         return Finish.LENGTH if self.emitted >= self.sampling.max_tokens else None
 
 
-class FaultyRow(Exception):
-    """A row's logits are undefined, because K or V of its sequence is not finite in FP16."""
-
-
 def sample(
     logits: Tensor,
     states: Sequence[SamplerState],
     kernels: RowKernels = ROWWISE,
-    faulty: Tensor | None = None,
 ) -> list[Token]:
     """Choose one token per row of `logits` [B, vocab] and advance the row's state.
 
-    Raises `FaultyRow` if any of `faulty` [B] bool is set, else `NonFiniteError` whose `span` is the first row that
-    holds NaN or +Inf, or in which no token is left, or `GuideError` with the row whose grammar cannot go on. When it
-    raises, no state has advanced.
+    Raises `NonFiniteError` whose `span` is the first row that has no next token, and what `choosing` raises; then no
+    state has advanced.
+    """
+    chosen = choosing(logits, states, kernels).ids()
+    if min(chosen) < 0:
+        row = next(row for row, token_id in enumerate(chosen) if token_id < 0)
+        raise no_choice(row, chosen[row])
+    return accept(dict(enumerate(chosen)), logits, states, kernels)
+
+
+def choosing(
+    logits: Tensor,
+    states: Sequence[SamplerState],
+    kernels: RowKernels,
+    faulty: Tensor | None = None,
+    *,
+    later: bool = False,
+) -> Choice:
+    """The choice of a token per row of `logits` [B, vocab], which the device may still have to make.
+
+    With `later` it is the choice after the next one, for states that foresee it. Raises `GuideError` with the row whose
+    grammar cannot go on.
     """
     allowed = masks(states, logits.shape[1])
     if allowed is not None:
         allowed = allowed.to(logits.device)
-    chosen = kernels.choose(logits, [state.chooser for state in states], faulty, allowed)
-    if min(chosen) < 0:
-        raise _no_choice(chosen)
+    return kernels.choosing(logits, [state.chooser for state in states], faulty, allowed, later=later)
+
+
+def accept(
+    chosen: Mapping[int, int], logits: Tensor, states: Sequence[SamplerState], kernels: RowKernels
+) -> list[Token]:
+    """Advance each state by its chosen id. `chosen` are rows of `logits`, in the order of `states`, and their ids."""
     scores = _scores(logits, states, chosen, kernels)
     tokens = []
-    for row, (state, token_id) in enumerate(zip(states, chosen, strict=True)):
+    for state, (row, token_id) in zip(states, chosen.items(), strict=True):
         index, finish = state.emitted, state.accept(token_id)
         tokens.append(_token(index, token_id, finish, scores[row]) if row in scores else Token(index, token_id, finish))
     return tokens
+
+
+def no_choice(row: int, found: int) -> NonFiniteError:
+    """The error of a row that has no next id, whose `span` is the row; `found` says why (`RowKernels.choose`)."""
+    what = {NOT_FINITE: "are not finite", NONE_ALLOWED: "allow no token"}[found]
+    return NonFiniteError(f"logits of row {row} {what}", span=row)
 
 
 def prompt_logprobs(
@@ -154,19 +189,12 @@ def _rules(sampling: Sampling, stops: frozenset[int]) -> ChoiceRules:
     )
 
 
-def _no_choice(chosen: list[int]) -> Exception:
-    if FAULTY in chosen:
-        return FaultyRow()
-    row = next(row for row, token_id in enumerate(chosen) if token_id < 0)
-    what = {NOT_FINITE: "are not finite", NONE_ALLOWED: "allow no token"}[chosen[row]]
-    return NonFiniteError(f"logits of row {row} {what}", span=row)
-
-
 def _scores(
-    logits: Tensor, states: Sequence[SamplerState], chosen: list[int], kernels: RowKernels
+    logits: Tensor, states: Sequence[SamplerState], chosen: Mapping[int, int], kernels: RowKernels
 ) -> dict[int, Scores]:
     """The scores of the rows whose requests ask for log-probabilities."""
-    tops = {row: state.sampling.logprobs for row, state in enumerate(states) if state.sampling.logprobs is not None}
+    asked = zip(states, chosen, strict=True)
+    tops = {row: state.sampling.logprobs for state, row in asked if state.sampling.logprobs is not None}
     if not tops:
         return {}
     rows = list(tops)

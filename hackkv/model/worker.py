@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import torch
@@ -18,14 +16,24 @@ from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import CalibrationMismatch, CheckpointError, ConfigError
 from hackkv.footprint import Footprint, footprint_of, fp16_bytes
 from hackkv.guide import Guides
+from hackkv.heap import trim
 from hackkv.model import check_dtype, load_model
 from hackkv.model.config import ModelSpec, read_spec
-from hackkv.model.device import ON_PROCESSOR_BYTES, Memory, auto_kv_bytes, backend_on, memory_of, pass_bytes, places
+from hackkv.model.device import (
+    ON_PROCESSOR_BYTES,
+    Memory,
+    auto_kv_bytes,
+    backend_on,
+    memory_of,
+    pass_bytes,
+    places,
+    recorded_bytes,
+)
 from hackkv.model.dtypes import DTYPES
 from hackkv.model.identity import model_hash, source_hash
 from hackkv.model.llama import Llama
 from hackkv.model.packing import computed_in, packing_of
-from hackkv.model.products import ALWAYS, NEVER, library_rows, unpack_rows
+from hackkv.model.products import ALWAYS, NEVER, library_rows
 from hackkv.model.shipped import ModelFolder, find_model
 from hackkv.model.weights import PrepareWeights, check_weights, progress_bar
 from hackkv.nodes import Busiest, CodecLoss
@@ -94,6 +102,8 @@ class Worker:
         if memory.swaps:
             return ON_PROCESSOR_BYTES
         work = pass_bytes(model.spec, model.dtype, busiest) + busiest.slots * self.footprint.slot_bytes
+        if busiest.recorded:
+            work += recorded_bytes(model.spec, model.dtype, self.footprint, busiest.recorded)
         found = auto_kv_bytes(memory, model.weights.nbytes, work, nodes)
         if found < self.footprint.page_bytes:
             raise ConfigError(
@@ -173,14 +183,12 @@ class Unloaded:
                 kernels=rows,
                 on_bytes=on_bytes,
                 prepare=prepare,
-                library_rows=self._library_rows(partial(library_rows, rows.product)),
             )
-        model.unpack_rows = {
-            bits: self._library_rows(partial(unpack_rows, rows, bits)) for bits in sorted(model.weights.packed_bits)
-        }
+        if not model.weights.all_packed:
+            model.library_rows = self._library_rows()
         return model
 
-    def _library_rows(self, measured: Callable[[torch.dtype, str], int]) -> int:
+    def _library_rows(self) -> int:
         """As `ModelConfig.batch_invariant` says."""
         config, backend = self.config, self.backend
         invariant = config.dtype == "float32" if config.batch_invariant is None else config.batch_invariant
@@ -188,7 +196,7 @@ class Unloaded:
             return NEVER
         if backend.device.type != "cpu":
             return ALWAYS
-        return measured(DTYPES[config.dtype], backend.isa)
+        return library_rows(backend.rows.product, DTYPES[config.dtype], backend.isa)
 
 
 def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
@@ -211,18 +219,17 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
     llama = planned.load()
     guides = Guides(planned.folder.path, sorted(planned.spec.eos_ids))
     kernels = f"{planned.kernels}, {_products(llama)}"
+    trim()  # loading frees some 50 MiB, of which more or less stays, depending on what lies above it
     return Worker(planned.folder.name, llama, planned.codec, planned.backend, planned.fingerprint(), kernels, guides)
 
 
 def _products(llama: Llama) -> str:
     """The forms of packed weights, and who multiplies, for display."""
-    takeovers = {"": llama.library_rows, **{f"int{bits}": rows for bits, rows in llama.unpack_rows.items()}}
-    packed = [form for form in takeovers if form]
     who = "batch invariant"
-    if any(rows != NEVER for rows in takeovers.values()):
-        said = (f"{form} {max(rows, 1)}".strip() for form, rows in takeovers.items() if rows != NEVER)
-        who = f"the library's products from {', '.join(said)} rows on"
-    return f"weights {' and '.join(packed)}, {who}" if packed else who
+    if llama.library_rows != NEVER:
+        who = f"the library's products from {max(llama.library_rows, 1)} rows on"
+    packed = " and ".join(f"int{bits}" for bits in sorted(llama.weights.packed_bits))
+    return f"weights {packed}, {who}" if packed else who
 
 
 def check_worker(model: ModelConfig, codec: CodecConfig) -> None:

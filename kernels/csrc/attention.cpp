@@ -18,6 +18,10 @@ void check(bool holds, const std::string& message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
+std::int64_t ceil_div(std::int64_t x, std::int64_t y) {
+  return (x + y - 1) / y;
+}
+
 std::string name_of(std::int64_t b) {
   return "sequence " + std::to_string(b);
 }
@@ -64,8 +68,9 @@ class Planner {
       check(spans_.slots[b] >= 0 && spans_.slots[b] < slots_.count, name_of(b) + " has a slot outside the pool");
       const std::int64_t end = spans_.starts[b] + spans_.counts[b];
       for (std::int64_t at = spans_.starts[b]; at < end;) {
-        const std::int64_t page_end = (at / fmt_.page_tokens + 1) * fmt_.page_tokens;
-        const std::int64_t stop = std::min({end, page_end, at + std::max(1, kItemRows / group_)});
+        const std::int64_t page_end = std::min(end, (at / fmt_.page_tokens + 1) * fmt_.page_tokens);
+        const std::int64_t parts = ceil_div((page_end - at) * group_, kItemRows);  // of even size
+        const std::int64_t stop = at + ceil_div(page_end - at, parts);
         for (int head = 0; head < pool_.heads; ++head) out.push_back(item(b, head, at, stop));
         at = stop;
       }

@@ -9,6 +9,10 @@ namespace hack {
 namespace {
 namespace bound {  // named like what they call
 
+std::size_t dimensions(nb::handle tensor) {
+  return nb::len(nb::object(tensor.attr("shape")));
+}
+
 // A weight [outputs, k] as codes.
 BlockWeight codes_of(nb::handle tensor, std::int64_t outputs, std::int64_t k) {
   const Array weight(tensor, "weight");
@@ -140,6 +144,68 @@ void block_product(const Kernels& kernels, nb::handle x, nb::handle weight, nb::
     hack::product(kernels.rows_of(rows), kernels.threads(), rows.strips(), codes, added, to.strips());
 }
 
+// A matrix [outputs, k] that rests as numbers or as codes, and rows times it.
+class Matrix {
+ public:
+  Matrix(nb::handle weight, const RowArray& like, std::int64_t outputs, std::int64_t k) : outputs_(outputs), k_(k) {
+    if (dimensions(weight) == 3) {
+      codes_ = codes_of(weight, outputs, k);
+      return;
+    }
+    const Array numbers(weight, "weight");
+    expect_shape(numbers, {std::size_t(outputs), std::size_t(k)});
+    if (float_dtype(numbers.type(), "weight") != like.dtype()) refuse("weight has the wrong dtype for x");
+    numbers_ = static_cast<const std::byte*>(numbers.data());
+  }
+
+  void multiply(const RowOperations& operations, int threads, const Strips& x, const Strips& out) const {
+    if (numbers_ == nullptr) return hack::product(operations, threads, x, codes_, nullptr, out);
+    hack::product(operations, threads, x, int(k_), numbers_, nullptr, outputs_, out);
+  }
+
+ private:
+  std::int64_t outputs_, k_;
+  const std::byte* numbers_ = nullptr;
+  BlockWeight codes_{};
+};
+
+// What a layer does after its attention, whose rows are mixed [T, m]: `out` [n, m], norm, `gate_up` [2 f, n], gate and
+// `down` [n, f]. Both results are added to x [T, n]; out gets its norm for the next layer. room: [T, n + 3 f].
+void finish_layer(const Kernels& kernels, nb::handle x, nb::handle mixed, nb::tuple matrices, nb::handle norm_weight,
+                  nb::handle next_norm, float epsilon, nb::handle room, nb::handle out) {
+  const RowArray rows(x, "x"), heads(mixed, "mixed"), space(room, "room"), to(out, "out");
+  const std::int64_t n = rows.elements(), ffn = (space.elements() - n) / 3;
+  to.expect(rows, n);
+  heads.expect(rows, heads.elements());
+  space.expect(rows, n + 3 * ffn);
+  if (nb::len(matrices) != 3) refuse("matrices are out, gate_up and down");
+  const Matrix after(matrices[0], rows, n, heads.elements()), wide(matrices[1], rows, 2 * ffn, n);
+  const Matrix down(matrices[2], rows, n, ffn);
+  const Array norms[] = {Array(norm_weight, "norm"), Array(next_norm, "next_norm")};
+  for (const Array& each : norms)
+    if (float_dtype(each.type(), "norm") != rows.dtype() || std::int64_t(each.size()) != n)
+      refuse("norm has the wrong shape or dtype for x");
+  const nb::gil_scoped_release unlocked;
+  if (rows.strips().count == 0) return;
+  const RowOperations& operations = kernels.rows_of(rows);
+  const int threads = kernels.threads();
+  const std::int64_t bytes = bytes_of(rows.dtype());
+  const auto from = [&](std::int64_t column) {
+    return Strips{space.strips().data + column * bytes, space.strips().count, space.strips().stride};
+  };
+  const Strips more = from(0), both = from(n), gated = from(n + 2 * ffn);
+  const auto norm = [&](const Array& weight) {
+    hack::norm(operations, threads, rows.strips(), more, static_cast<const std::byte*>(weight.data()), int(n), epsilon,
+               to.strips());
+  };
+  after.multiply(operations, threads, heads.strips(), more);
+  norm(norms[0]);
+  wide.multiply(operations, threads, to.strips(), both);
+  hack::gate(operations, threads, both, int(ffn), std::size_t(ffn * bytes), gated);
+  down.multiply(operations, threads, gated, more);
+  norm(norms[1]);
+}
+
 // Rows `ids` of a weight of `count` rows, or all of them where that is None, to out [rows, k].
 void unpack(const Kernels& kernels, nb::handle weight, std::int64_t count, nb::handle ids, nb::handle out) {
   const RowArray to(out, "out");
@@ -211,6 +277,7 @@ void bind_rows(nb::class_<Kernels>& kernels) {
       .def("gate", bound::gate)
       .def("product", bound::product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
       .def("block_product", bound::block_product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
+      .def("finish_layer", bound::finish_layer)
       .def("unpack", bound::unpack, "weight"_a, "count"_a, "ids"_a.none(), "out"_a)
       .def("turn_heads", bound::turn_heads);
 }

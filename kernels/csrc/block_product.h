@@ -1,8 +1,7 @@
 // Products with weights that rest as codes (block_weight.py): blocks of 32 columns, 16 rows of a weight side by side.
 //
-// Rows of x are rounded to two bytes, with a scale for each block. Sums within a block are integers. Blocks are added in
-// one order, with the product rounded before it is added. So every instruction set gives the same bits, whatever rows
-// stand beside.
+// Rows of x are rounded to bytes, with a scale for each block. Sums within a block are integers. Blocks are added in one
+// order, each with one rounding. So every instruction set gives the same bits, whatever rows stand beside.
 #pragma once
 
 #include "rowwise.h"
@@ -12,10 +11,10 @@ namespace hack {
 
 inline constexpr float kSmallestBlock = 1e-30f;  // values of a block that are all smaller count as 0
 
-// A row of k values -> nearest(value / scale) = 254 upper + lower, scale = largest / (127 * 254); and sums of a block's
-// codes. A block that holds a value which is not finite has NaN as its scale.
+// A row of k values -> nearest(value / scale), scale = largest / 127, at a place in blocks of 16 rows. A block that holds
+// a value which is not finite has NaN as its scale.
 template <class S, Dtype dtype>
-void round_blocks(const std::byte* row, int k, const BlockRow& out) {
+void round_blocks(const std::byte* row, int k, RowBlock* out, int place) {
   for (int b = 0; b < k / kBlockColumns; ++b) {
     typename S::F x[2];
     for (int h = 0; h < 2; ++h) x[h] = load_lanes<S, dtype>(row, b * kBlockColumns + h * kLanes, k);
@@ -23,19 +22,16 @@ void round_blocks(const std::byte* row, int k, const BlockRow& out) {
     const float largest = S::reduce_max(S::max(size(x[0]), size(x[1])));
     const float faults = S::reduce_add(S::add(S::sub(x[0], x[0]), S::sub(x[1], x[1])));  // 0 or NaN
     const bool some = faults == 0.0f && largest > kSmallestBlock;
-    out.scales[b] = largest / (127.0f * kUpperPart) + faults;
-    out.sums[2 * b] = out.sums[2 * b + 1] = 0;
-    const auto inverse = S::splat(some ? 127.0f * kUpperPart / largest : 0.0f);
+    const auto inverse = S::splat(some ? kLargestCode / largest : 0.0f);
+    std::int32_t sum = 0;
     for (int h = 0; h < 2; ++h) {
-      const auto whole = S::to_float(some ? S::nearest(S::mul(x[h], inverse)) : S::zero_int());
-      const auto upper = S::nearest(S::mul(whole, S::splat(1.0f / kUpperPart)));
-      const auto lower = S::nearest(S::sub(whole, S::mul(S::to_float(upper), S::splat(kUpperPart))));
-      auto* codes = reinterpret_cast<std::uint8_t*>(out.codes) + 2 * b * kBlockColumns + h * kLanes;
-      S::store_low_bytes(codes, upper);
-      S::store_low_bytes(codes + kBlockColumns, lower);
-      out.sums[2 * b] += S::reduce_add_int(upper);
-      out.sums[2 * b + 1] += S::reduce_add_int(lower);
+      const auto codes = some ? S::nearest(S::mul(x[h], inverse)) : S::zero_int();
+      S::store_low_bytes(reinterpret_cast<std::uint8_t*>(out[b].codes[place] + h * kLanes), codes);
+      sum += S::reduce_add_int(codes);
     }
+    out[b].scales[place] = largest / kLargestCode + faults;
+    out[b].sums[place] = float(sum) * out[b].scales[place];
+    out[b].starts[place] = -128 * sum;
   }
 }
 
@@ -47,23 +43,48 @@ template <class S, int bits>
 }
 
 template <class S, int bits>
-[[gnu::always_inline]] inline typename S::I block_total(typename S::I acc, std::int32_t x_sum) {
-  if constexpr (!S::kDotTakesBytes) return S::template block_total<bits>(acc);
-  else return bits == 8 ? S::add_int(acc, S::splat_int(-128 * x_sum)) : acc;
+[[gnu::always_inline]] inline typename S::I block_start(std::int32_t start) {
+  if constexpr (S::kDotTakesBytes && bits == 8) return S::splat_int(start);
+  else return S::zero_int();
 }
 
-// What codes of `bits` bits times a block of x add to sums in FP32.
 template <class S, int bits>
-typename S::F block_sum(typename S::I upper, typename S::I lower, const std::byte* after_codes, const BlockRow& x,
-                        int b) {
-  const auto* halves = reinterpret_cast<const std::uint16_t*>(after_codes);
-  const auto scale = S::load_half(halves), row_scale = S::splat(x.scales[b]);
-  const std::int32_t* x_sums = x.sums + 2 * b;
-  const auto whole = S::add(S::mul(S::to_float(block_total<S, bits>(upper, x_sums[0])), S::splat(kUpperPart)),
-                            S::to_float(block_total<S, bits>(lower, x_sums[1])));
-  if constexpr (bits == 8) return S::mul(whole, S::mul(scale, row_scale));
-  const auto offset = S::mul(S::splat(kUpperPart * float(x_sums[0]) + float(x_sums[1])), S::load_half(halves + kLanes));
-  return S::mul(S::add(S::mul(whole, scale), offset), row_scale);
+[[gnu::always_inline]] inline typename S::I block_total(typename S::I acc) {
+  if constexpr (S::kDotTakesBytes) return acc;
+  else return S::template block_total<bits>(acc);
+}
+
+// Scales and, for 4 bits, minima of a block of 16 rows.
+template <class S, int bits>
+struct BlockScales {
+  explicit BlockScales(const std::byte* after_codes) {
+    const auto* halves = reinterpret_cast<const std::uint16_t*>(after_codes);
+    scale = S::load_half(halves);
+    if constexpr (bits == 4) minimum = S::load_half(halves + kLanes);
+  }
+  BlockScales(const float* scales, const float* minima) {
+    scale = S::load(scales);
+    if constexpr (bits == 4) minimum = S::load(minima);
+  }
+
+  // total + what the sums of a block add with a row of x.
+  [[gnu::always_inline]] typename S::F add(typename S::F total, typename S::I sums, const RowBlock& x, int row) const {
+    total = S::fused(S::to_float(sums), S::mul(scale, S::splat(x.scales[row])), total);
+    if constexpr (bits == 4) total = S::fused(minimum, S::splat(x.sums[row]), total);
+    return total;
+  }
+
+  typename S::F scale;
+  typename S::F minimum;
+};
+
+// Sums of a row of x and a tile of w, plus the bias, to the result.
+template <class S, Dtype dtype>
+[[gnu::always_inline]] inline void write_block(const BlockItem& item, std::int64_t row, std::int64_t tile,
+                                               typename S::F total) {
+  const int at = int(tile) * kLanes;
+  if (item.bias != nullptr) total = S::add(total, load_lanes<S, dtype>(item.bias, at, item.outputs));
+  store_lanes<S, dtype>(item.out + row * item.out_stride, at, item.outputs, total);
 }
 
 // R rows of x, from row `row` on, times N tiles of w.
@@ -71,40 +92,45 @@ template <class S, Dtype dtype, int bits, int R, int N>
 void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
   constexpr int kFields = 8 / bits, kCodes = kBlockColumns * kLanes * bits / 8;
   typename S::F totals[R * N];
-  BlockRow x[R];
-  unrolled<R>([&](auto r) __attribute__((always_inline)) { x[r] = item.x.row(row + r); });
+  const RowBlock* x[R];
+  int place[R];
+  unrolled<R>([&](auto r) __attribute__((always_inline)) {
+    x[r] = item.x.group_of(row + r);
+    place[r] = int((row + r) % kLanes);
+  });
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) { totals[i] = S::zero(); });
   const std::byte* block = item.w + tile * item.tile_bytes;
   for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(bits)) {
-    typename S::I sums[R * N * kBlockParts];
-    unrolled<R * N * kBlockParts>([&](auto i) __attribute__((always_inline)) { sums[i] = S::zero_int(); });
+    typename S::I sums[R * N];
+    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = block_start<S, bits>(x[i / N][b].starts[place[i / N]]); });
     unrolled<8 / kFields>([&](auto quad) __attribute__((always_inline)) {
       typename S::I packed[N];
       unrolled<N>([&](auto n) __attribute__((always_inline)) {
         packed[n] = S::load_int(block + n * item.tile_bytes + 64 * quad);
       });
       unrolled<kFields>([&](auto f) __attribute__((always_inline)) {
+        typename S::I codes[N];
+        unrolled<N>([&](auto n) __attribute__((always_inline)) {
+          codes[n] = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
+        });
         unrolled<R>([&](auto r) __attribute__((always_inline)) {
-          unrolled<kBlockParts>([&](auto part) __attribute__((always_inline)) {
-            const auto four = S::broadcast_quad(x[r].codes + (2 * b + part) * kBlockColumns + 16 * f + 4 * quad);
-            unrolled<N>([&](auto n) __attribute__((always_inline)) {
-              const auto codes = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
-              constexpr int at = (r * N + n) * kBlockParts + part;
-              sums[at] = block_dot<S, bits>(sums[at], codes, four);
-            });
+          const auto four = S::broadcast_quad(x[r][b].codes[place[r]] + 16 * f + 4 * quad);
+          unrolled<N>([&](auto n) __attribute__((always_inline)) {
+            sums[r * N + n] = block_dot<S, bits>(sums[r * N + n], codes[n], four);
           });
         });
       });
     });
-    unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
-      const std::byte* after_codes = block + (i % N) * item.tile_bytes + kCodes;
-      totals[i] = S::add(totals[i], block_sum<S, bits>(sums[2 * i], sums[2 * i + 1], after_codes, x[i / N], b));
+    unrolled<N>([&](auto n) __attribute__((always_inline)) {
+      const BlockScales<S, bits> scales(block + n * item.tile_bytes + kCodes);
+      unrolled<R>([&](auto r) __attribute__((always_inline)) {
+        constexpr int at = r * N + n;
+        totals[at] = scales.add(totals[at], block_total<S, bits>(sums[at]), x[r][b], place[r]);
+      });
     });
   }
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
-    const int at = int(tile + i % N) * kLanes;
-    if (item.bias != nullptr) totals[i] = S::add(totals[i], load_lanes<S, dtype>(item.bias, at, item.outputs));
-    store_lanes<S, dtype>(item.out + (row + i / N) * item.out_stride, at, item.outputs, totals[i]);
+    write_block<S, dtype>(item, row + i / N, tile + i % N, totals[i]);
   });
 }
 
@@ -128,7 +154,7 @@ void block_product(const BlockItem& item) {
 }
 
 template <class S, Dtype dtype>
-void block_product_of(const BlockItem& item) {
+void block_product_of(const BlockItem& item, std::byte*) {
   item.bits == 8 ? block_product<S, dtype, 8>(item) : block_product<S, dtype, 4>(item);
 }
 

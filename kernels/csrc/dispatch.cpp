@@ -57,9 +57,7 @@ constexpr Candidate kCandidates[] = {
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
   for (const Candidate& candidate : kCandidates) {
-    if (!candidate.runs()) continue;
-    const std::string name(candidate.operations().name);
-    if (names.empty() || names.back() != name) names.push_back(name);  // several candidates may serve one name
+    if (candidate.runs()) names.emplace_back(candidate.operations().name);
   }
   return names;
 }

@@ -198,7 +198,7 @@ void seal_floats(const PageFormat& format, Place, const std::uint16_t* k, const 
 template <class S>
 constexpr std::size_t float_scratch_bytes(const PageFormat& format, int rows) {
   const std::size_t scales = 8 * as_floats(format).blocks();
-  return query_scratch_bytes(format, rows) + scales + 8 * format.elements() + 64 * 4;
+  return rows_scratch_bytes<S>(format, rows) + scales + 64 * 4;
 }
 
 template <class S>

@@ -236,7 +236,7 @@ template <class S>
 constexpr std::size_t group_scratch_bytes(const PageFormat& format, int rows) {
   const GroupFormat& fmt = as_groups(format);
   const std::size_t factors = 8 * (fmt.groups(fmt.k) + fmt.groups(fmt.v));
-  return query_scratch_bytes(format, rows) + factors + 8 * format.elements() + 64 * 6;
+  return rows_scratch_bytes<S>(format, rows) + factors + 64 * 6;
 }
 
 template <class S>

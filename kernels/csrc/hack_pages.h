@@ -1,6 +1,7 @@
 // Kind::kHack: the engine's operations on pages of codes, on one instruction set S.
 #pragma once
 
+#include "hack_lanes.h"
 #include "hack_own_page.h"
 #include "packed.h"
 #include "quantize.h"
@@ -142,11 +143,28 @@ void attend_strips(const HackFormat& fmt, const Pool& pool, const AttendItem& it
   }
 }
 
-template <class S>
+// Prompts in the symmetric form, whose own page is exact.
+template <class S, class Codes, class Exact>
+void attend_code_lanes(const HackFormat& fmt, const Pool& pool, const AttendItem& item, const HackQuery& query,
+                       Arena<S>& arena) {
+  const LaneState state = make_lane_state<S>(fmt, query.rows, arena);
+  float* scores = arena.template take<float>(std::size_t(S::kLaneVectors) * kLanes * fmt.page_tokens);
+  HackLanes<S, Codes> codes(fmt, query, arena);
+  Exact exact(fmt, item, query, arena);
+  [[maybe_unused]] const typename Codes::Unit unit;
+  for (std::int64_t i = item.first; i < item.last; ++i)
+    codes.attend(hack_page<ConstHackPage>(pool.page(fmt, item.page_ids[i], item.head)), query.rows, state, scores);
+  attend_exact_lanes<S>(fmt, item, exact, state, scores);
+  write_lanes<S>(fmt, item, state);
+}
+
+template <class S, class Codes, class Exact>
 void attend_codes(const PageFormat& format, const Pool& pool, const AttendItem& item, std::byte* scratch) {
   const HackFormat& fmt = as_hack(format);
   Arena<S> arena(scratch);
   const HackQuery query = make_hack_query<S>(fmt, item, arena);
+  if (!fmt.asymmetric && !fmt.own_page_rests && !fmt.own_k_codes && query.rows > kPackedRows)
+    return attend_code_lanes<S, Codes, Exact>(fmt, pool, item, query, arena);
   State state = make_state<S>(fmt, query.rows, arena);
   const WidePage wide = make_wide_page<S>(fmt, arena);
   const auto widen = [&](std::int64_t id) {
@@ -173,22 +191,24 @@ void attend_codes(const PageFormat& format, const Pool& pool, const AttendItem& 
   write_state<S>(fmt, item, query.rows, state);
 }
 
-template <class S>
+template <class S, class Codes, class Exact>
 constexpr std::size_t hack_scratch_bytes(const PageFormat& format, int rows) {
   const HackFormat& fmt = as_hack(format);
   const std::size_t padded = padded_rows(rows), d = fmt.head_dim, query = padded * (2 * d + 12 * fmt.k_groups());
   const std::size_t pages = 4 * fmt.elements(), meta = 4 * (6 * fmt.k_meta() + 6 * d + 256);
-  return query_scratch_bytes(fmt, rows) + query + pages + meta + kLanes * std::size_t(fmt.page_tokens);
+  const std::size_t lanes = lane_scratch_bytes(fmt, rows) + 4 * S::kLaneVectors * kLanes * std::size_t(fmt.page_tokens) +
+                            HackLanes<S, Codes>::scratch_bytes(fmt, rows) + Exact::scratch_bytes(fmt, rows);
+  return query_scratch_bytes(fmt, rows) + query + pages + meta + kLanes * std::size_t(fmt.page_tokens) + lanes;
 }
 
-template <class S>
+template <class S, class Codes = CodeLanes<S>, class Exact = FloatLanes<S>>
 constexpr PageOperations hack_operations() {
   return {seal_codes<S>,
           requantize_codes<S>,
           install_codes<S>,
           export_codes<S>,
-          attend_codes<S>,
-          hack_scratch_bytes<S>,
+          attend_codes<S, Codes, Exact>,
+          hack_scratch_bytes<S, Codes, Exact>,
           96};
 }
 

@@ -310,7 +310,7 @@ void seal_huffman(const PageFormat& format, Place, const std::uint16_t* k, const
 template <class S>
 constexpr std::size_t huffman_scratch_bytes(const PageFormat& format, int rows) {
   const std::size_t factors = 16 * std::size_t(std::max(format.head_dim, format.page_tokens));
-  return query_scratch_bytes(format, rows) + factors + 10 * format.elements() + 64 * 8;
+  return rows_scratch_bytes<S>(format, rows) + factors + 2 * format.elements() + 64 * 8;
 }
 
 template <class S>

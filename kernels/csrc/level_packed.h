@@ -59,7 +59,7 @@ template <class S, int bits, bool of_k, int NR, int NB>
   }
 }
 
-// Scores [NR, Π] of rows r0.. with a page.
+// Products [NR, Π] of rows r0.. with a page: scores, but for the row's scale.
 template <class S, int bits, int NR>
 void level_scores(const LevelFormat& fmt, const ConstLevelPage& page, const ConstLevelPage& next,
                   const LevelQuery& query, int r0, float* scores) {
@@ -78,8 +78,8 @@ void level_scores(const LevelFormat& fmt, const ConstLevelPage& page, const Cons
         unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
           constexpr int r = i / NB, b = i % NB;
           const auto correction = S::splat(zero_point(bits) * query.sums[r0 + r]);
-          const auto score = S::mul(S::mul(S::sub(S::to_float(dots[r][b]), correction), scale[b]), S::splat(query.scale[r0 + r]));
-          S::store(scores + r * pi + t + b * kLanes, score);
+          const auto product = S::mul(S::sub(S::to_float(dots[r][b]), correction), scale[b]);
+          S::store(scores + r * pi + t + b * kLanes, product);
         });
       });
 }
@@ -119,7 +119,7 @@ void level_rows(const LevelFormat& fmt, const LevelStrip& strip, const LevelQuer
     scores_of(fmt, strip.page[i], strip.next[i], query, r0, page_scores);
     if (kRows != NR) std::memset(page_scores + NR * pi, 0, sizeof(float) * (kRows - NR) * pi);
     row_maxima<S>(page_scores, pi, padded);
-    for (int r = 0; r < NR; ++r) tops[i * NR + r] = padded[r];
+    for (int r = 0; r < NR; ++r) tops[i * NR + r] = padded[r] * query.scale[r0 + r];
   }
   take_maxima<S, NR>(fmt, state, r0, strip.pages, tops, takes);
   for (int i = 0; i < strip.pages; ++i) {
@@ -127,10 +127,14 @@ void level_rows(const LevelFormat& fmt, const LevelStrip& strip, const LevelQuer
       S::store(v_scale + t, S::load_half(strip.page[i].v.scale + t));
       fetch(strip.next[i].v.scale + t);
     }
-    for (int r = 0; r < kTile; ++r) padded[r] = r < NR ? tops[i * NR + r] : 0.0f;
+    alignas(64) float scale[kTile];
+    for (int r = 0; r < kTile; ++r) {
+      padded[r] = r < NR ? tops[i * NR + r] : 0.0f;
+      scale[r] = r < NR ? query.scale[r0 + r] : 1.0f;
+    }
     LevelWeights weights[kTile];
     LevelMerge merges[NR];
-    weigh_levels<S>(scores + i * kRows * pi, pi, padded, v_scale, codes, weights);
+    weigh_levels<S>(scores + i * kRows * pi, pi, scale, padded, v_scale, codes, weights);
     merge_levels<S, NR>(state, r0, zero, takes + i * NR, weights, merges);
     values_of(fmt, strip.page[i], strip.next[i], codes, merges, state.out + std::size_t(r0) * fmt.head_dim);
   }

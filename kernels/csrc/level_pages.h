@@ -100,42 +100,54 @@ void attend_level_strips(const LevelFormat& fmt, const Pool& pool, const AttendI
   }
 }
 
-template <class S>
+template <class S, class Codes, class Exact>
+void attend_level_lanes(const LevelFormat& fmt, const Pool& pool, const AttendItem& item, const LevelQuery& query,
+                        Arena<S>& arena) {
+  const LaneState state = make_lane_state<S>(fmt, query.rows, arena);
+  float* scores = arena.template take<float>(std::size_t(S::kLaneVectors) * kLanes * fmt.page_tokens);
+  LevelLanes<S, Codes> levels(fmt, query, arena);
+  Exact exact(fmt, item, query, arena);
+  [[maybe_unused]] const typename Codes::Unit unit;
+  for (std::int64_t i = item.first; i < item.last; ++i) {
+    levels.attend(level_page<ConstLevelPage>(fmt, pool.page(fmt, item.page_ids[i], item.head)), query.rows, state, scores);
+  }
+  attend_exact_lanes<S>(fmt, item, exact, state, scores);
+  write_lanes<S>(fmt, item, state);
+}
+
+// Prompts take the products of `Codes` and `Exact`.
+template <class S, class Codes, class Exact>
 void attend_levels(const PageFormat& format, const Pool& pool, const AttendItem& item, std::byte* scratch) {
   const LevelFormat& fmt = as_levels(format);
   Arena<S> arena(scratch);
   const LevelQuery query = make_level_query<S>(fmt, item, arena);
+  if (query.rows > kPackedRows) return attend_level_lanes<S, Codes, Exact>(fmt, pool, item, query, arena);
   State state = make_state<S>(fmt, query.rows, arena);
-  if (query.rows <= kPackedRows) {
-    attend_level_strips<S>(fmt, pool, item, query, state, arena);
-  } else {
-    const WideLevels wide = make_wide_levels<S>(fmt, arena);
-    for (std::int64_t i = item.first; i < item.last; ++i) {
-      widen_level_page<S>(fmt, level_page<ConstLevelPage>(fmt, pool.page(fmt, item.page_ids[i], item.head)), wide);
-      attend_wide_levels<S>(fmt, wide, query, state, arena);
-    }
-  }
+  attend_level_strips<S>(fmt, pool, item, query, state, arena);
   attend_earlier_exactly<S>(fmt, item, query, state, arena);
   if (item.own.total > 0) attend_own_exactly<S>(fmt, item, query, state, arena);
   write_state<S>(fmt, item, query.rows, state);
 }
 
-template <class S>
+template <class S, class Codes, class Exact>
 constexpr std::size_t level_scratch_bytes(const PageFormat& format, int rows) {
   const std::size_t padded = padded_rows(rows), d = format.head_dim, pi = format.page_tokens;
-  const std::size_t query = (padded + kLanes) * (d + 8), pages = 3 * format.elements(), scales = 2 * 4 * pi;
-  const std::size_t sealing = 3 * 4 * kSealedRows * d, weighing = 5 * kLanes * pi + 4 * kLanes * (pi > d ? pi : d);
-  return query_scratch_bytes(format, rows) + query + pages + scales + sealing + weighing + 64 * 16;
+  const std::size_t query = (padded + kLanes) * (d + 8) + 64 * 4, sealing = 3 * 4 * kSealedRows * d;
+  const std::size_t strips = 4 * kTile * pi * (kStrip + 1) + kTile * pi;
+  const std::size_t lanes = lane_scratch_bytes(format, rows) + 4 * S::kLaneVectors * kLanes * pi +
+                            LevelLanes<S, Codes>::scratch_bytes(as_levels(format), rows) +
+                            Exact::scratch_bytes(format, rows);
+  return query_scratch_bytes(format, rows) + query + (sealing > lanes + strips ? sealing : lanes + strips);
 }
 
-template <class S>
+template <class S, class Codes = CodeLanes<S>, class Exact = FloatLanes<S>>
 constexpr PageOperations level_operations() {
   PageOperations operations;
   operations.seal = seal_levels<S>;
   operations.install = install_levels<S>;
   operations.export_page = export_levels<S>;
-  operations.attend = attend_levels<S>;
-  operations.scratch_bytes = level_scratch_bytes<S>;
+  operations.attend = attend_levels<S, Codes, Exact>;
+  operations.scratch_bytes = level_scratch_bytes<S, Codes, Exact>;
   operations.alone_work = 96;
   return operations;
 }

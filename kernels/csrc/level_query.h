@@ -58,17 +58,18 @@ struct LevelWeights {
   float sum;
 };
 
-// Four rows of scores [4, n] and their maxima -> codes [4, n] in 0..127. `v_scale` [n].
+// Four rows of products with K [4, n], whose scores are `scale` times as large, and their largest scores -> codes [4, n] in
+// 0..127. `v_scale` [n].
 template <class S>
-void weigh_levels(float* scores, int n, const float* tops, const float* v_scale, std::uint8_t* codes,
+void weigh_levels(float* scores, int n, const float* scale, const float* tops, const float* v_scale, std::uint8_t* codes,
                   LevelWeights* weights) {
   typename S::F sums[kTile], most[kTile];
   for (int r = 0; r < kTile; ++r) sums[r] = most[r] = S::zero();
   for (int i = 0; i < n; i += kLanes) {
-    const auto scale = S::load(v_scale + i);
+    const auto of_token = S::load(v_scale + i);
     unrolled<kTile>([&](auto r) __attribute__((always_inline)) {
-      const auto p = exp2<S>(S::sub(S::load(scores + r * n + i), S::splat(tops[r])));
-      const auto w = S::mul(p, scale);
+      const auto p = exp2<S>(S::fma(S::load(scores + r * n + i), S::splat(scale[r]), S::splat(-tops[r])));
+      const auto w = S::mul(p, of_token);
       sums[r] = S::add(sums[r], p);
       most[r] = S::max(most[r], w);
       S::store(scores + r * n + i, w);

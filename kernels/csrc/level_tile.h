@@ -1,27 +1,22 @@
-// Prefill on pages of levels: codes are unpacked once into bytes, products are tiled as in tile.h.
+// Prefill on pages of levels: codes are unpacked once into bytes, rows lie in lanes (lanes.h). Codes of Q and of P equal
+// those of decode to the bit.
 #pragma once
 
+#include "code_lanes.h"
+#include "exact_lanes.h"
+#include "layout.h"
 #include "level_query.h"
 #include "tile.h"
 
 namespace hack {
 
-// One page of one KV head, a byte per code, in the order of WidePage.
+// One page of one KV head, a byte per code, in the order of `CodeLanes`.
 struct WideLevels {
   std::uint8_t* k;
   std::uint8_t* v;
-  float* k_scale;  // [Π]
+  float* k_scale;  // [Π], times the step of the bytes
   float* v_scale;
 };
-
-template <class S>
-WideLevels make_wide_levels(const LevelFormat& fmt, Arena<S>& arena) {
-  const auto bytes = [&] { return arena.template take<std::uint8_t>(fmt.elements()); };
-  const auto floats = [&] { return arena.template take<float>(fmt.page_tokens); };
-  auto *k = bytes(), *v = bytes();
-  float *k_scale = floats(), *v_scale = floats();
-  return {k, v, k_scale, v_scale};
-}
 
 // Codes [lanes, elements] in packed vectors -> [elements / 4][blocks] vectors of bytes; as widen_codes.
 template <class S, bool of_k>
@@ -48,125 +43,174 @@ void widen_levels(int bits, const BasicLevels<const std::uint8_t, const std::uin
   });
 }
 
-template <class S>
-void widen_level_page(const LevelFormat& fmt, const ConstLevelPage& page, const WideLevels& wide) {
-  const int pi = fmt.page_tokens, d = fmt.head_dim;
-  widen_levels<S, true>(fmt.k_bits, page.k, pi, d, wide.k);
-  widen_levels<S, false>(fmt.v_bits, page.v, d, pi, wide.v);
-  widen_halves<S>(page.k.scale, std::size_t(pi), wide.k_scale);
-  widen_halves<S>(page.v.scale, std::size_t(pi), wide.v_scale);
-}
-
-// Integer products [rows, lanes] of bytes with a page's wide codes, tile by tile or, if the matrix unit takes their
-// shape, at once.
-template <class S>
-class LevelDots {
+// A query and a page of levels, in lanes.
+template <class S, class Codes>
+class LevelLanes {
  public:
-  using Matrix = typename S::Matrix;
-
-  LevelDots(const std::uint8_t* codes, int blocks, int quads, const std::uint8_t* rows, std::int32_t* all)
-      : codes_(codes), rows_(rows), all_(all), blocks_(blocks), quads_(quads) {
-    if (Matrix::takes(quads)) Matrix::dots(rows, kQuad * quads, codes, blocks, quads, all);
+  static constexpr std::size_t scratch_bytes(const LevelFormat& fmt, int rows) {
+    const std::size_t padded = lane_rows(rows), d = fmt.head_dim, pi = fmt.page_tokens;
+    const std::size_t pages = fmt.elements() + Codes::bytes(int(pi), int(d)) + Codes::bytes(int(d), int(pi));
+    const std::size_t tile = S::kLaneVectors * kLanes * (4 * d + 4 * Codes::depth(int(pi)));
+    return padded * (4 * Codes::depth(int(d)) + 8) + pages + 8 * pi + tile + 64 * 12;
   }
 
-  // Those of NR rows from r0 with NB blocks from block `b0` on.
-  template <int bits, int NR, int NB>
-  [[gnu::always_inline]] void read(int r0, int b0, typename S::I (&dots)[NR][NB]) const {
-    if (Matrix::takes(quads_)) {
-      unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
-        dots[i / NB][i % NB] = S::load_int(all_ + ((r0 + i / NB) * blocks_ + b0 + i % NB) * kLanes);
-      });
-    } else {
-      wide_dots<S, bits, NR, NB, false>(codes_ + b0 * kVectorBytes, blocks_, quads_, rows_ + r0 * kQuad * quads_,
-                                        kQuad * quads_, dots);
+  LevelLanes(const LevelFormat& fmt, const LevelQuery& query, Arena<S>& arena) : fmt_(fmt) {
+    const int d = fmt.head_dim, pi = fmt.page_tokens, padded = lane_rows(query.rows);
+    const auto floats = [&](std::size_t n) { return arena.template take<float>(n); };
+    const auto bytes = [&](std::size_t n) { return arena.template take<std::uint8_t>(n); };
+    q_ = bytes(4 * std::size_t(padded) * Codes::depth(d));
+    scale_ = floats(padded);
+    correction_ = floats(padded);
+    unpacked_ = bytes(fmt.elements());
+    wide_ = {bytes(Codes::bytes(pi, d)), bytes(Codes::bytes(d, pi)), floats(pi), floats(pi)};
+    p_ = bytes(4 * std::size_t(S::kLaneVectors) * kLanes * Codes::depth(pi));
+    dots_ = arena.template take<std::int32_t>(std::size_t(S::kLaneVectors) * kLanes * d);
+    std::memset(p_, 0, 4 * std::size_t(S::kLaneVectors) * kLanes * Codes::depth(pi));
+    to_lanes<S>(reinterpret_cast<const std::byte*>(query.codes), d, query.rows, d / kQuad, Codes::depth(d),
+                reinterpret_cast<std::byte*>(q_));
+    for (int r = 0; r < padded; ++r) {
+      scale_[r] = r < query.rows ? query.scale[r] : 1.0f;
+      correction_[r] = r < query.rows ? Codes::offset(fmt.k_bits) * query.sums[r] : 0.0f;
     }
+  }
+
+  // Attention of all rows to the page; `scores` is [Π, NV, 16].
+  void attend(const ConstLevelPage& page, int rows, const LaneState& state, float* scores) {
+    open(page);
+    with_level_bits(fmt_.k_bits, [&](auto k_bits) {
+      with_level_bits(fmt_.v_bits, [&](auto v_bits) {
+        each_lane_tile<S>(rows, [&](int r0, auto vectors) { attend_tile<k_bits, v_bits, vectors>(r0, state, scores); });
+      });
+    });
   }
 
  private:
-  const std::uint8_t *codes_, *rows_;
-  std::int32_t* all_;
-  int blocks_, quads_;
-};
-
-// Scores of NR rows from r0 with NB blocks of tokens from t0.
-template <class S, int bits, int NR, int NB>
-void level_score_tile(const LevelFormat& fmt, const WideLevels& wide, const LevelQuery& query,
-                      const LevelDots<S>& products, int r0, int t0, float* scores) {
-  typename S::I dots[NR][NB];
-  products.template read<bits>(r0, t0 / kLanes, dots);
-  const float zero = zero_point(fmt.k_bits);
-  unrolled<NB>([&](auto b) __attribute__((always_inline)) {
-    const auto scale = S::load(wide.k_scale + t0 + b * kLanes);
-    unrolled<NR>([&](auto i) __attribute__((always_inline)) {
-      const int r = r0 + i;
-      const auto exact = S::sub(S::to_float(dots[i][b]), S::splat(zero * query.sums[r]));
-      const auto score = S::mul(S::mul(exact, scale), S::splat(query.scale[r]));
-      S::store(scores + r * fmt.page_tokens + t0 + b * kLanes, score);
-    });
-  });
-}
-
-// P·V of NR rows from r0 with NB blocks of channels from d0, added to `out`.
-template <class S, int bits, int NR, int NB>
-void level_value_tile(const LevelFormat& fmt, const LevelDots<S>& products, const LevelMerge* merges, int r0, int d0,
-                      float* out) {
-  typename S::I dots[NR][NB];
-  products.template read<bits>(r0, d0 / kLanes, dots);
-  unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
-    constexpr int b = i % NB;
-    const int r = r0 + i / NB;
-    float* at = out + r * fmt.head_dim + d0 + b * kLanes;
-    const auto exact = S::sub(S::to_float(dots[i / NB][b]), S::splat(merges[r].correction));
-    S::store(at, S::fma(S::splat(merges[r].take), exact, S::load(at)));
-  });
-}
-
-// Attention of every row of the query to the page.
-template <class S>
-void attend_wide_levels(const LevelFormat& fmt, const WideLevels& wide, const LevelQuery& query, State& state,
-                        Arena<S> arena) {
-  constexpr int NR = S::kTileRows;
-  const int pi = fmt.page_tokens, d = fmt.head_dim;
-  float* scores = arena.template take<float>(std::size_t(kLanes) * pi);
-  auto* codes = arena.template take<std::uint8_t>(std::size_t(kLanes) * pi);
-  auto* dots = arena.template take<std::int32_t>(std::size_t(kLanes) * (pi > d ? pi : d));
-  [[maybe_unused]] const typename LevelDots<S>::Matrix matrix;
-  const float zero = zero_point(fmt.v_bits);
-  alignas(64) float tops[kLanes], takes[kLanes];
-  LevelWeights weights[kLanes];
-  LevelMerge merges[kLanes];
-  for (int r0 = 0; r0 < query.padded; r0 += kLanes) {
-    const int rows = query.padded - r0 < kLanes ? query.padded - r0 : kLanes;
-    for (float& top : tops) top = kUnseen;
-    const LevelQuery tile = query.from(r0, d);
-    const LevelDots<S> of_keys(wide.k, pi / kLanes, d / kQuad, reinterpret_cast<const std::uint8_t*>(tile.codes), dots);
-    with_level_bits(fmt.k_bits, [&](auto bits) {
-      constexpr int width = dot_bits<S>(bits, false);
-      for (int r = 0; r < rows; r += NR) {
-        each_block<S>(pi, [&](int t, auto blocks) {
-          constexpr int NB = decltype(blocks)::value;
-          level_score_tile<S, width, NR, NB>(fmt, wide, tile, of_keys, r, t, scores);
-        });
-      }
-    });
-    for (int r = 0; r < rows; r += kTile) row_maxima<S>(scores + r * pi, pi, tops + r);
-    take_tile_maxima<S>(fmt, state, r0, rows, tops, takes);
-    for (int r = 0; r < rows; r += kTile) {
-      weigh_levels<S>(scores + r * pi, pi, tops + r, wide.v_scale, codes + r * pi, weights + r);
-      merge_levels<S, kTile>(state, r0 + r, zero, takes + r, weights + r, merges + r);
+  void open(const ConstLevelPage& page) {
+    const int pi = fmt_.page_tokens, d = fmt_.head_dim;
+    widen_levels<S, true>(fmt_.k_bits, page.k, pi, d, unpacked_);
+    Codes::arrange(unpacked_, fmt_.k_bits, pi, d, wide_.k);
+    widen_levels<S, false>(fmt_.v_bits, page.v, d, pi, unpacked_);
+    Codes::arrange(unpacked_, fmt_.v_bits, d, pi, wide_.v);
+    const auto step = S::splat(Codes::step(fmt_.k_bits));
+    for (int t = 0; t < pi; t += kLanes) {
+      S::store(wide_.k_scale + t, S::mul(S::load_half(page.k.scale + t), step));
+      S::store(wide_.v_scale + t, S::load_half(page.v.scale + t));
     }
-    float* out = state.out + std::size_t(r0) * d;
-    const LevelDots<S> of_values(wide.v, d / kLanes, pi / kQuad, codes, dots);
-    with_level_bits(fmt.v_bits, [&](auto bits) {
-      constexpr int width = dot_bits<S>(bits, false);
-      for (int r = 0; r < rows; r += NR) {
-        each_block<S, 1>(d, [&](int channel, auto blocks) {
-          constexpr int NB = decltype(blocks)::value;
-          level_value_tile<S, width, NR, NB>(fmt, of_values, merges, r, channel, out);
-        });
-      }
-    });
   }
-}
+
+  template <int k_bits, int v_bits, int NV>
+  void attend_tile(int r0, const LaneState& state, float* scores) const {
+    const int pi = fmt_.page_tokens, d = fmt_.head_dim;
+    typename S::F tops[NV], most[NV], sums[NV], totals[NV];
+    Codes::template products<k_bits, NV>(wide_.k, pi, d, q_ + 4 * std::size_t(r0) * Codes::depth(d),
+                                         reinterpret_cast<std::int32_t*>(scores));
+    scale_products<k_bits, NV>(r0, scores, tops);
+    lift_tops<S, NV>(fmt_, state, r0, tops);
+    weigh<NV>(r0, scores, tops, most, sums);
+    round_weights<!Codes::centred(v_bits), NV>(scores, most, totals);
+    Codes::template products<v_bits, NV>(wide_.v, d, pi, p_, dots_);
+    merge<v_bits, NV>(r0, state, tops, most, sums, totals);
+  }
+
+  // Integer products take the tokens' scales; `tops` are the largest scores, which lack the rows' scales else.
+  template <int bits, int NV>
+  void scale_products(int r0, float* scores, typename S::F (&tops)[NV]) const {
+    typename S::F correction[NV];
+    unrolled<NV>([&](auto v) {
+      correction[v] = S::load(correction_ + r0 + v * kLanes);
+      tops[v] = S::splat(kUnseen);
+    });
+    for (int t = 0; t < fmt_.page_tokens; ++t) {
+      const auto of_token = S::splat(wide_.k_scale[t]);
+      unrolled<NV>([&](auto v) __attribute__((always_inline)) {
+        float* at = scores + (t * NV + v) * kLanes;
+        auto exact = S::to_float(S::load_int(at));
+        if constexpr (!Codes::centred(bits)) exact = S::sub(exact, correction[v]);
+        const auto product = S::mul(exact, of_token);
+        S::store(at, product);
+        tops[v] = S::max(tops[v], product);
+      });
+    }
+    unrolled<NV>([&](auto v) { tops[v] = S::mul(tops[v], S::load(scale_ + r0 + v * kLanes)); });
+  }
+
+  // What `scale_products` leaves becomes weights p times the token's scale of V; Σ p and the largest product.
+  template <int NV>
+  void weigh(int r0, float* scores, const typename S::F (&tops)[NV], typename S::F (&most)[NV],
+             typename S::F (&sums)[NV]) const {
+    typename S::F scale[NV], below[NV];
+    unrolled<NV>([&](auto v) {
+      scale[v] = S::load(scale_ + r0 + v * kLanes);
+      below[v] = S::sub(S::zero(), tops[v]);
+      most[v] = sums[v] = S::zero();
+    });
+    for (int t = 0; t < fmt_.page_tokens; ++t) {
+      const auto of_token = S::splat(wide_.v_scale[t]);
+      unrolled<NV>([&](auto v) __attribute__((always_inline)) {
+        float* at = scores + (t * NV + v) * kLanes;
+        const auto p = exp2<S>(S::fma(S::load(at), scale[v], below[v]));
+        const auto w = S::mul(p, of_token);
+        sums[v] = S::add(sums[v], p);
+        most[v] = S::max(most[v], w);
+        S::store(at, w);
+      });
+    }
+  }
+
+  // Weights become codes in 0..127, four tokens to a word; `totals` are their sums, if asked for.
+  template <bool sum, int NV>
+  void round_weights(const float* weights, const typename S::F (&most)[NV], typename S::F (&totals)[NV]) const {
+    typename S::F steps[NV];
+    typename S::I total[NV];
+    unrolled<NV>([&](auto v) {
+      steps[v] = S::div(S::splat(kSymmetricLevels), most[v]);
+      total[v] = S::zero_int();
+    });
+    for (int t = 0; t < fmt_.page_tokens; t += kQuad) {
+      unrolled<NV>([&](auto v) __attribute__((always_inline)) {
+        typename S::I codes[kQuad];
+        unrolled<kQuad>([&](auto i) {
+          codes[i] = S::nearest(S::mul(S::load(weights + ((t + i) * NV + v) * kLanes), steps[v]));
+        });
+        const auto quads = S::quads_of(codes[0], codes[1], codes[2], codes[3]);
+        if constexpr (sum) total[v] = S::dot(total[v], S::splat_int(0x01010101), quads);
+        S::store_int(p_ + (t / kQuad * NV + v) * kVectorBytes, quads);
+      });
+    }
+    unrolled<NV>([&](auto v) { totals[v] = S::to_float(total[v]); });
+  }
+
+  // Adds the page's weights and products with V to the state.
+  template <int bits, int NV>
+  void merge(int r0, const LaneState& state, const typename S::F (&tops)[NV], const typename S::F (&most)[NV],
+             const typename S::F (&sums)[NV], const typename S::F (&totals)[NV]) const {
+    typename S::F take[NV], correction[NV];
+    unrolled<NV>([&](auto v) {
+      float *top = state.top + r0 + v * kLanes, *weight = state.weight + r0 + v * kLanes;
+      const auto factor = exp2<S>(S::sub(tops[v], S::load(top)));
+      S::store(weight, S::fma(factor, sums[v], S::load(weight)));
+      take[v] = S::mul(factor, S::mul(most[v], S::splat(Codes::step(bits) / kSymmetricLevels)));
+      correction[v] = S::mul(totals[v], S::splat(Codes::offset(bits)));
+    });
+    float* out = state.out + std::size_t(r0) * fmt_.head_dim;
+    for (int i = 0; i < fmt_.head_dim; ++i) {
+      unrolled<NV>([&](auto v) __attribute__((always_inline)) {
+        const int at = (i * NV + v) * kLanes;
+        auto exact = S::to_float(S::load_int(dots_ + at));
+        if constexpr (!Codes::centred(bits)) exact = S::sub(exact, correction[v]);
+        S::store(out + at, S::fma(take[v], exact, S::load(out + at)));
+      });
+    }
+  }
+
+  const LevelFormat& fmt_;
+  std::uint8_t* q_;       // tiles [depth, NV, 16, 4]
+  float* scale_;          // [R]
+  float* correction_;     // [R] offset · Σ codes
+  std::uint8_t* unpacked_;
+  WideLevels wide_;
+  std::uint8_t* p_;       // [Π / 4, NV, 16, 4], zeros up to the depth of the products
+  std::int32_t* dots_;    // [D, NV, 16]
+};
 
 }  // namespace hack

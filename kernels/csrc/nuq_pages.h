@@ -283,7 +283,7 @@ void seal_nuq(const PageFormat& format, Place place, const std::uint16_t* k, con
 template <class S>
 constexpr std::size_t nuq_scratch_bytes(const PageFormat& format, int rows) {
   const std::size_t reach = 8 * std::size_t(std::max(format.head_dim, format.page_tokens));
-  return query_scratch_bytes(format, rows) + reach + 16 * format.elements() + 64 * 6;
+  return rows_scratch_bytes<S>(format, rows) + reach + 8 * format.elements() + 64 * 6;
 }
 
 template <class S>

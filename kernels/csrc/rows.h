@@ -8,7 +8,7 @@
 // multiples of 32, head_dim of FP16 rows one of 16.
 #pragma once
 
-#include "own_page.h"
+#include "exact_lanes.h"
 #include "row_format.h"
 
 namespace hack {
@@ -142,51 +142,6 @@ void resting_values(const PageFormat& fmt, const Reader& v, const Reader& next, 
       });
 }
 
-// A page in FP32: K transposed, [D, Π], and V [Π, D].
-struct FloatPage {
-  float* k;
-  float* v;
-};
-
-template <class S, class Pages>
-void widen_page(const PageFormat& fmt, const Pages& pages, const FloatPage& wide) {
-  const int pi = fmt.page_tokens, d = fmt.head_dim;
-  pages.with_values([&](const auto& v, const auto&) __attribute__((always_inline)) {
-    for (int t = 0; t < pi; ++t)
-      for (int c = 0; c < d; c += kLanes) S::store(wide.v + t * d + c, v.at(t, c));
-  });
-  pages.with_keys([&](const auto& k, const auto&) __attribute__((always_inline)) {
-    for (int t = 0; t < pi; t += kLanes) {
-      for (int c = 0; c < d; c += kLanes) {
-        typename S::F block[kLanes];
-        unrolled<kLanes>([&](auto i) { block[i] = k.at(t + i, c); });
-        S::transpose(block);
-        unrolled<kLanes>([&](auto i) { S::store(wide.k + (c + i) * pi + t, block[i]); });
-      }
-    }
-  });
-}
-
-// out [NR, lanes] += rows [NR, n] · columns [n, lanes]; rows and out are `n` and `lanes` apart.
-template <class S, int NR>
-void add_products_of_rows(const float* rows, int n, const float* columns, int lanes, float* out) {
-  each_block<S, 1>(
-      lanes, [&](int c, auto blocks) __attribute__((always_inline)) {
-        constexpr int NB = blocks;
-        typename S::F sums[NR][NB];
-        unrolled<NR * NB>([&](auto i) { sums[i / NB][i % NB] = S::load(out + i / NB * lanes + c + i % NB * kLanes); });
-        for (int j = 0; j < n; ++j) {
-          typename S::F column[NB];
-          unrolled<NB>([&](auto b) { column[b] = S::load(columns + std::size_t(j) * lanes + c + b * kLanes); });
-          unrolled<NR>([&](auto r) __attribute__((always_inline)) {
-            const auto x = S::splat(rows[r * n + j]);
-            unrolled<NB>([&](auto b) { sums[r][b] = S::fma(x, column[b], sums[r][b]); });
-          });
-        }
-        unrolled<NR * NB>([&](auto i) { S::store(out + i / NB * lanes + c + i % NB * kLanes, sums[i / NB][i % NB]); });
-      });
-}
-
 template <class S, class Pages>
 void attend_resting(const PageFormat& fmt, Pages& pages, const AttendItem& item, const Query& query, State& state,
                     float* scores) {
@@ -205,36 +160,37 @@ void attend_resting(const PageFormat& fmt, Pages& pages, const AttendItem& item,
   }
 }
 
-template <class S, class Pages>
-void attend_widened(const PageFormat& fmt, Pages& pages, const AttendItem& item, const Query& query, State& state,
-                    float* scores, Arena<S>& arena) {
-  const int pi = fmt.page_tokens, d = fmt.head_dim;
-  const FloatPage wide{arena.template take<float>(fmt.elements()), arena.template take<float>(fmt.elements())};
+// Many rows: every page is opened once for all.
+template <class S, class Pages, class Exact>
+void attend_opened(const PageFormat& fmt, Pages& pages, const AttendItem& item, const Query& query, Arena<S>& arena) {
+  const LaneState state = make_lane_state<S>(fmt, query.rows, arena);
+  float* scores = arena.template take<float>(std::size_t(S::kLaneVectors) * kLanes * fmt.page_tokens);
+  Exact exact(fmt, item, query, arena);
+  [[maybe_unused]] const typename Exact::Unit unit;
   for (std::int64_t i = item.first; i < item.last; ++i) {
     pages.open(item.page_ids[i], item.page_ids[i]);
-    widen_page<S>(fmt, pages, wide);
-    each_tile(query.rows, [&](auto rows, int r) {
-      std::memset(scores, 0, sizeof(float) * rows * pi);
-      add_products_of_rows<S, rows>(query.exact + r * d, d, wide.k, pi, scores);
-      weigh_rows<S, rows>(fmt, state, r, scores);
-      add_products_of_rows<S, rows>(scores, pi, wide.v, d, state.out + std::size_t(r) * d);
+    pages.with_keys([&](const auto& k, const auto&) __attribute__((always_inline)) {
+      pages.with_values([&](const auto& v, const auto&) __attribute__((always_inline)) {
+        exact.open(fmt.page_tokens, [&](int t, int c) __attribute__((always_inline)) { return k.at(t, c); },
+                   [&](int t, int c) __attribute__((always_inline)) { return v.at(t, c); });
+      });
     });
+    attend_open_page<S>(fmt, exact, query.rows, state, scores, fmt.page_tokens, [&](int) { return fmt.page_tokens; });
   }
+  attend_exact_lanes<S>(fmt, item, exact, state, scores);
+  write_lanes<S>(fmt, item, state);
 }
 
-// Attention to pages that `Pages` reads.
-template <class S, class Pages>
+// Attention to pages that `Pages` reads; prompts take the products of `Exact`.
+template <class S, class Pages, class Exact = FloatLanes<S>>
 void attend_by_reading(const PageFormat& fmt, const Pool& pool, const AttendItem& item, std::byte* scratch) {
   Arena<S> arena(scratch);
   const Query query = make_query<S>(fmt, item, arena);
+  Pages pages(fmt, pool, item.head, arena);
+  if (query.rows > Pages::kRestingRows) return attend_opened<S, Pages, Exact>(fmt, pages, item, query, arena);
   State state = make_state<S>(fmt, query.rows, arena);
   float* scores = arena.template take<float>(kTile * fmt.page_tokens);
-  Pages pages(fmt, pool, item.head, arena);
-  if (query.rows <= Pages::kRestingRows) {
-    attend_resting<S>(fmt, pages, item, query, state, scores);
-  } else {
-    attend_widened<S>(fmt, pages, item, query, state, scores, arena);
-  }
+  attend_resting<S>(fmt, pages, item, query, state, scores);
   if (item.own.total > 0) attend_own_exactly<S>(fmt, item, query, state, arena);
   write_state<S>(fmt, item, query.rows, state);
 }
@@ -256,10 +212,10 @@ void read_by_reading(const PageFormat& fmt, const Pool& pool, std::int64_t id, i
   pages.with_values([&](const auto& reader, const auto&) { write(reader, v); });
 }
 
-template <class S>
+template <class S, class Exact = FloatLanes<S>>
 constexpr std::size_t rows_scratch_bytes(const PageFormat& fmt, int rows) {
-  const std::size_t query_in_bf16 = 2 * std::size_t(padded_rows(rows)) * fmt.head_dim;
-  return query_scratch_bytes(fmt, rows) + query_in_bf16 + 8 * fmt.elements();
+  const std::size_t scores = 4 * S::kLaneVectors * kLanes * std::size_t(fmt.page_tokens);
+  return query_scratch_bytes(fmt, rows) + lane_scratch_bytes(fmt, rows) + Exact::scratch_bytes(fmt, rows) + scores;
 }
 
 template <class S>

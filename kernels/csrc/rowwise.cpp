@@ -9,14 +9,22 @@ namespace {
 
 constexpr std::int64_t kBlockElements = 1 << 15;  // elements that one thread computes while another wakes up
 constexpr std::int64_t kBlockProducts = 1 << 19;  // and products
-constexpr std::int64_t kBlockDots = 1 << 19;      // and products of codes
-constexpr std::int64_t kFewTiles = 4;             // for which rounded rows of x are worth reading
+constexpr std::int64_t kBlockDots = 1 << 11;      // and blocks of codes of 16 rows of a weight, times a row of x
+constexpr std::int64_t kReadingDots = 8;          // of these, as long as it takes to read one from memory
+constexpr std::int64_t kTilesTogether = 6;        // of 16 rows of a weight: a multiple of what a row of x takes at once
+constexpr std::int64_t kCodedRows = 256;          // of x in bytes, which stay in the second-level cache meanwhile
 constexpr std::int64_t kFewOutputs = 48;          // for which a block of rows of x is worth reading
 constexpr std::int64_t kMatrixOutputs = 64;       // rows of a weight that a matrix unit takes at a time
 
 // Blocks of rows of x in a product.
 std::int64_t blocks_of(std::int64_t rows) {
   return (rows + kProductBlock - 1) / kProductBlock;
+}
+
+// Into how many parts work goes that would be worth `wanted`: as many for each thread, and at most `most`.
+std::int64_t evenly(int threads, std::int64_t wanted, std::int64_t most) {
+  const std::int64_t parts = wanted <= 1 ? 1 : (wanted + threads - 1) / threads * threads;
+  return parts < most ? parts : most;
 }
 
 template <class Function>
@@ -129,20 +137,26 @@ void product(const RowOperations& operations, int threads, const Strips& x, int 
 void product(const RowOperations& operations, int threads, const Strips& x, const BlockWeight& w, const std::byte* bias,
              const Strips& out) {
   const std::int64_t k = std::int64_t(w.blocks) * kBlockColumns, tiles = (w.outputs + kLanes - 1) / kLanes;
-  const BlockRows rounded{nullptr, w.blocks};
-  const BlockRows rows{thread_scratch(std::size_t(x.count * rounded.stride())), w.blocks};
+  const std::size_t rounded = BlockRows::bytes(x.count, w.blocks);
+  auto* blocks = reinterpret_cast<RowBlock*>(thread_scratch(rounded + block_scratch_bytes(w.blocks)));
+  const BlockRows rows{blocks, w.blocks};
   for_rows(threads, x.count, k, [&](std::int64_t row) {
-    operations.round_blocks(x.data + row * x.stride, int(k), rows.row(row));
+    operations.round_blocks(x.data + row * x.stride, int(k), rows.group_of(row), int(row % kLanes));
   });
-  const std::int64_t block = x.count < kProductBlock ? x.count : kProductBlock;
-  const std::int64_t alone = kBlockDots / (block * k * kLanes), across = alone < kFewTiles ? kFewTiles : alone;
-  const std::int64_t columns = (tiles + across - 1) / across, down = blocks_of(x.count);
-  parallel_for(columns * down > 1 ? threads : 1, columns * down, [&](std::int64_t i) {
-    const std::int64_t row = i / columns * kProductBlock, tile = i % columns * across;
-    const std::int64_t last_row = row + kProductBlock < x.count ? row + kProductBlock : x.count;
-    const std::int64_t last_tile = tile + across < tiles ? tile + across : tiles;
-    operations.block_product({rows, w.data, w.tile_bytes(), w.bits, w.outputs, bias, row, last_row, tile, last_tile,
-                              out.data, out.stride});
+  const std::int64_t down = (x.count + kCodedRows - 1) / kCodedRows;
+  const std::int64_t dots = (x.count + kReadingDots) * tiles * w.blocks;
+  const std::int64_t groups = (tiles + kTilesTogether - 1) / kTilesTogether;
+  const std::int64_t parts = evenly(threads, dots / kBlockDots / down, groups);
+  parallel_for(threads, parts * down, [&](std::int64_t i) {
+    const std::int64_t row = i / parts * kCodedRows, part = i % parts;
+    const std::int64_t last_row = row + kCodedRows < x.count ? row + kCodedRows : x.count;
+    // Behind the rows, which lie in the scratch memory of the calling thread.
+    std::byte* scratch = thread_scratch(rounded + block_scratch_bytes(w.blocks)) + rounded;
+    const std::int64_t tile = part * groups / parts * kTilesTogether;
+    const std::int64_t last_tile = (part + 1) * groups / parts * kTilesTogether;
+    operations.block_product({rows, w.data, w.tile_bytes(), w.bits, w.outputs, bias, row, last_row, tile,
+                              last_tile < tiles ? last_tile : tiles, out.data, out.stride},
+                             scratch);
   });
 }
 

@@ -2,7 +2,10 @@
 
 #include <pthread.h>
 
+#include <sched.h>
+
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -14,6 +17,13 @@ namespace {
 
 constexpr std::align_val_t kAlignment{64};
 constexpr int kSpins = 4096;  // some tens of microseconds: less than it takes to sleep and be woken
+
+// A thread of the pool stays awake for so long after its work: longer than a decode step takes from one call to the next.
+constexpr std::chrono::nanoseconds kAwake{60'000};
+// A yield that takes longer has let another thread run. Then the pool's threads sleep at once after so many calls.
+constexpr std::chrono::nanoseconds kShared{15'000};
+constexpr int kCallsAsleep = 256;
+constexpr int kPauses = 16;  // from one yield to the next
 
 void pause() {
 #if defined(__x86_64__)
@@ -43,7 +53,7 @@ class ThreadPool {
     task_ = &task;
     count_ = count;
     places_ = helpers;
-    for (int i = 0; i < helpers; ++i) wake_.notify_one();
+    for (int i = spawned_ - asleep_; i < helpers; ++i) wake_.notify_one();
   }
 
   void close() {
@@ -59,10 +69,37 @@ class ThreadPool {
     for (std::int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
   }
 
+  // Until there is work, but for a short time only, and only while no other thread wants the processor.
+  void wait_awake() {
+    if (calls_asleep_.load(std::memory_order_relaxed) > 0) {
+      calls_asleep_.fetch_sub(1, std::memory_order_relaxed);
+      return;
+    }
+    using Clock = std::chrono::steady_clock;
+    const auto began = Clock::now();
+    for (auto now = began; now - began < kAwake;) {
+      for (int i = 0; i < kPauses; ++i) {
+        if (places_.load(std::memory_order_acquire) > 0) return;
+        pause();
+      }
+      const auto before = Clock::now();
+      sched_yield();
+      now = Clock::now();
+      if (now - before > kShared) return calls_asleep_.store(kCallsAsleep, std::memory_order_relaxed);
+    }
+  }
+
   void serve() {
     std::unique_lock lock(mutex_);
     for (;;) {
+      if (places_ == 0) {
+        lock.unlock();
+        wait_awake();
+        lock.lock();
+      }
+      ++asleep_;
       wake_.wait(lock, [this] { return places_ > 0; });
+      --asleep_;
       --places_;
       ++active_;
       const Task& task = *task_;
@@ -80,7 +117,9 @@ class ThreadPool {
   std::condition_variable done_;
   const Task* task_ = nullptr;
   std::int64_t count_ = 0;
-  int places_ = 0;
+  std::atomic<int> places_{0};  // written under the mutex
+  int asleep_ = 0;
+  std::atomic<int> calls_asleep_{0};
   std::atomic<int> active_{0};
   int spawned_ = 0;
   std::atomic<std::int64_t> next_{0};

@@ -16,6 +16,7 @@ void attend_rows_by_dtype(const PageFormat& fmt, const Pool& pool, const AttendI
 const Operations& avx512_bf16_operations() {
   static const Operations operations = [] {
     Operations all = avx512_operations();
+    all.name = "avx512-bf16";
     all.pages[int(Kind::kRows)].attend = attend_rows_by_dtype;
     all.rows[int(Dtype::kBfloat)].product = dot_product_block<Avx512>;
     return all;

@@ -80,7 +80,7 @@ struct AttendItem {
 };
 
 // Queries per item: enough to unpack a page's codes once for many, few enough to stay in the first two caches.
-inline constexpr int kItemRows = 128;
+inline constexpr int kItemRows = 256;
 
 // State of one row in a split: maximum, weight, sum of values [D].
 constexpr std::int64_t partial_floats(const PageFormat& fmt, int rows) {
@@ -140,29 +140,40 @@ constexpr std::int64_t block_bytes(int bits) {
   return kBlockColumns * kLanes * bits / 8 + (bits == 4 ? 2 : 1) * kLanes * 2;
 }
 
-inline constexpr int kBlockParts = 2;    // bytes of a value of x that is rounded by blocks
-inline constexpr float kUpperPart = 254;  // what the first counts
+inline constexpr float kLargestCode = 127;  // what the largest value of a block of x becomes
 
-// A row of x in two bytes, upper and lower, by blocks.
-struct BlockRow {
-  std::int8_t* codes;  // [blocks, 2, 32]
-  float* scales;       // [blocks]
-  std::int32_t* sums;  // [blocks, 2]: of a block's codes
+// A block of 16 rows of x in bytes.
+struct RowBlock {
+  std::int8_t codes[kLanes][kBlockColumns];
+  float scales[kLanes];
+  float sums[kLanes];           // of a row's codes, times its scale
+  std::int32_t starts[kLanes];  // -128 times the sum of a row's codes
 };
 
-// Rows of x in two bytes, one after another.
+// Rows of x in bytes: [groups of 16 rows, blocks].
 struct BlockRows {
-  std::byte* data;
+  RowBlock* data;
   int blocks;
 
-  std::int64_t stride() const { return std::int64_t(blocks) * (kBlockParts * (kBlockColumns + 4) + 4); }
-  BlockRow row(std::int64_t at) const {
-    std::byte* sums = data + at * stride();
-    std::byte* scales = sums + kBlockParts * 4 * std::int64_t(blocks);
-    return {reinterpret_cast<std::int8_t*>(scales + 4 * std::int64_t(blocks)), reinterpret_cast<float*>(scales),
-            reinterpret_cast<std::int32_t*>(sums)};
+  static std::size_t bytes(std::int64_t rows, int blocks) {
+    return std::size_t((rows + kLanes - 1) / kLanes * blocks) * sizeof(RowBlock);
   }
+  RowBlock* group_of(std::int64_t row) const { return data + row / kLanes * blocks; }
 };
+
+// A unit that multiplies matrices (block_matrix.h) forms the sums of so many blocks at once, with so many tiles of the
+// weight in scratch memory.
+inline constexpr int kMatrixBlocks = 4, kWideTiles = 2;
+
+// A tile of the weight with a byte for each code, and its numbers in FP32; whole turns of blocks.
+constexpr std::int64_t wide_tile_bytes(int blocks) {
+  return (std::int64_t(blocks) + kMatrixBlocks - 1) * kLanes * (kBlockColumns + 2 * 4);
+}
+
+// Scratch of an item. It lies behind the rows of x, which may be read past their end by less than a turn of blocks.
+constexpr std::size_t block_scratch_bytes(int blocks) {
+  return std::size_t(kWideTiles * wide_tile_bytes(blocks));
+}
 
 // Rows [first_row, last_row) of x times tiles [first_tile, last_tile) of 16 rows of a weight w of `outputs` rows.
 struct BlockItem {
@@ -195,8 +206,8 @@ struct RowOperations {
   void (*product)(const ProductItem&, std::byte* scratch);
   void (*widen)(const std::byte* row, int n, bool rounded, float* out);
   void (*turn)(const ProductItem&);
-  void (*round_blocks)(const std::byte* row, int k, const BlockRow& out);
-  void (*block_product)(const BlockItem&);
+  void (*round_blocks)(const std::byte* row, int k, RowBlock* out, int place);
+  void (*block_product)(const BlockItem&, std::byte* scratch);
   void (*unpack_row)(const BlockItem&, std::int64_t row, std::byte* out);
   // Up to `slots` rows of x in the order that `product` asks for. Null: it takes them as they are.
   void (*pair_rows)(const std::byte* x, std::int64_t stride, int rows, int slots, int k, std::byte* out) = nullptr;
@@ -232,9 +243,9 @@ struct Operations {
 const Operations& portable_operations();
 const Operations& avx2_operations();
 const Operations& avx512_operations();
-// AVX-512 with BF16 products for pages of FP16 rows and queries in bfloat16.
+// AVX-512 VNNI with BF16 products for pages of FP16 rows and queries in bfloat16.
 const Operations& avx512_bf16_operations();
-// The same with AMX for prompts on pages of levels and for products in BF16.
+// The same with AMX for prompts and for products in BF16.
 const Operations& amx_operations();
 
 // Bytes of scratch memory that every kind needs: queries, their state, scores of a tile.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.block_weight import BlockWeight, Weight
-from hack_kernels.choosing import ChoiceRules, Chooser, Scores
+from hack_kernels.choosing import Choice, ChoiceRules, Chooser, Scores
 from hack_kernels.turns import Turns
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
@@ -162,6 +162,22 @@ class RowKernels(Protocol):
         """
         ...
 
+    def finish_layer(
+        self,
+        x: Tensor,
+        mixed: Tensor,
+        matrices: tuple[Weight, Weight, Weight],
+        norms: tuple[Tensor, Tensor],
+        epsilon: float,
+    ) -> Tensor:
+        """What a layer does after its attention; `mixed` [T, m] are the heads of rows x [T, n].
+
+        `matrices` are out [n, m], gate_up [2 f, n] and down [n, f]; `norms` [n] are that of the feed-forward and that
+        of the next layer. x += mixed @ out^T; x += gate(norm(x) @ gate_up^T) @ down^T; the result is the norm of x,
+        [T, n]. x changes in place.
+        """
+        ...
+
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
         """The rows `ids` (int64), or all, as numbers (`BlockWeight.unpacked`)."""
         ...
@@ -214,6 +230,21 @@ class RowKernels(Protocol):
         `choosers` [B] were made by these kernels; the call changes none. `allowed` [B, ceil(n / 32)] int32 holds a bit
         for each id, bit i of word w that of id 32 w + i; a row of -1 allows all. Where a row has no next id the result
         is `NOT_FINITE`, `NONE_ALLOWED`, or `FAULTY` for a row that is set in `faulty` [B] bool. Raises `ValueError`.
+        """
+        ...
+
+    def choosing(
+        self,
+        logits: Tensor,
+        choosers: Sequence[Chooser],
+        faulty: Tensor | None = None,
+        allowed: Tensor | None = None,
+        *,
+        later: bool = False,
+    ) -> Choice:
+        """`choose` whose ids need not be there when the call returns.
+
+        With `later` the choosers lack one token, which no rule asks for but by number (`ChoiceRules.foresees`).
         """
         ...
 

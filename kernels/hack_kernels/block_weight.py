@@ -5,9 +5,10 @@ A *block* is 32 columns of a row, with a scale d in FP16 and, for 4 bits, a mini
 exactly. In memory 16 rows are side by side, as processors multiply them: for every block the codes, the 16 scales, the
 16 minima.
 
-A product rounds rows of x to 15 bits, each block of 32 with a scale of its own, multiplies integers and adds blocks in
-FP32. So a value of x is wrong by at most 2^-16 of the largest of its block. Rejected: 8 bits, as llama.cpp has them,
-with 2^-8.
+A product rounds rows of x to 8 bits, each block of 32 with a scale of its own, as llama.cpp does, multiplies integers
+and adds blocks in FP32. So a value of x is wrong by at most 2^-8 of the largest of its block: BF16, in which rows come,
+is wrong by as much of the value itself. Rejected: 15 bits, which take two products for one and change nothing that can
+be measured (docs/gguf.md).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ BLOCK: Final = 32
 TILE: Final = 16
 """Rows side by side."""
 WIDTHS: Final = (4, 8)
-LARGEST: Final = 127 * 254
-"""What the largest value of a block of x becomes: an upper byte, which counts 254, and a lower one."""
+LARGEST: Final = 127
+"""What the largest value of a block of x becomes."""
 SMALLEST: Final = 1e-30
 """Values of a block of x that are all smaller count as 0."""
 
@@ -147,7 +148,7 @@ def _divisor(scale: Tensor) -> Tensor:
 
 
 def rounded_rows(x: Tensor) -> Tensor:
-    """Rows [T, columns] in 15 bits by blocks, as float32: what a product multiplies. A block with a value that is not
+    """Rows [T, columns] in 8 bits by blocks, as float32: what a product multiplies. A block with a value that is not
     finite becomes NaN."""
     blocks = x.float().unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)

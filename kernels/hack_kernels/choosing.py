@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
@@ -85,6 +86,11 @@ class ChoiceRules:
     """Ids that none of the first `barred_until` tokens may be."""
     barred_until: int = 0
 
+    @property
+    def foresees(self) -> bool:
+        """Whether a choice depends on the number of the tokens before it alone, and not on which they are."""
+        return self.repetition == 1.0 and not (self.frequency or self.presence)
+
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
         if not 0 <= self.seed < 2**64:
@@ -116,6 +122,16 @@ class Chooser(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The next ids of a batch, which the device may still have to find."""
+
+    there: Tensor
+    """[B] int64 on the device of the logits."""
+    ids: Callable[[], list[int]]
+    """The same on the host; waits for them."""
+
+
 class NumpyChooser:
     """Implements `Chooser` for `choose` of this module."""
 
@@ -128,6 +144,12 @@ class NumpyChooser:
         self.counts = Counter[int]()
         """Times of each id in the output."""
         self.emitted = 0
+
+    def one_later(self) -> NumpyChooser:
+        """For the choice after the next one, whose rules have to foresee."""
+        later = copy(self)
+        later.emitted += 1
+        return later
 
     def append(self, token_id: int) -> None:
         """Count the token."""

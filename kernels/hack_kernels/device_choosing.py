@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -27,6 +28,7 @@ from hack_kernels.choosing import (
     NOT_FINITE,
     TERMS,
     WEIGHT_BITS,
+    Choice,
     Chooser,
     NumpyChooser,
     Scores,
@@ -50,6 +52,40 @@ class DeviceRows(Rowwise):
         self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
     ) -> list[int]:
         """In torch; the ids are all that comes back."""
+        return self.back(self._chosen(logits, choosers, faulty, allowed))
+
+    def choosing(
+        self,
+        logits: Tensor,
+        choosers: Sequence[Chooser],
+        faulty: Tensor | None = None,
+        allowed: Tensor | None = None,
+        *,
+        later: bool = False,
+    ) -> Choice:
+        """The ids are on their way when the call returns, and work that is enqueued later does not hold them up."""
+        mine = cast(Sequence[NumpyChooser], choosers)
+        chosen = self._chosen(logits, [each.one_later() for each in mine] if later else mine, faulty, allowed)
+        return Choice(chosen, self.later(chosen))
+
+    def later(self, found: Tensor) -> Callable[[], list[Any]]:
+        """`back`, but only what the device has been given so far is waited for, by whoever calls the result."""
+        if found.device.type != "cuda":
+            return partial(self.back, found)
+        here = found.to("cpu", non_blocking=True)  # pinned
+        there = torch.cuda.Event()
+        there.record(torch.cuda.current_stream(found.device))
+
+        def wait() -> list[Any]:
+            there.synchronize()
+            values: list[Any] = here.tolist()
+            return values
+
+        return wait
+
+    def _chosen(
+        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None, allowed: Tensor | None
+    ) -> Tensor:
         check_vocabulary(logits)
         mine = cast(Sequence[NumpyChooser], choosers)
         x = logits.double() + 0.0
@@ -58,12 +94,10 @@ class DeviceRows(Rowwise):
         chosen = x.argmax(dim=1)
         drawn = [row for row, chooser in enumerate(mine) if chooser.rules.temperature]
         if drawn:
-            rows = torch.tensor(drawn, device=x.device)
+            rows = brought(drawn, x.device)
             chosen = chosen.index_put((rows,), drawn_ids(x[rows], [mine[row] for row in drawn]))
         chosen = chosen.masked_fill(x.amax(dim=1) == -torch.inf, NONE_ALLOWED).masked_fill(broken, NOT_FINITE)
-        if faulty is not None:
-            chosen = chosen.masked_fill(faulty, FAULTY)
-        return self.back(chosen)
+        return chosen if faulty is None else chosen.masked_fill(faulty, FAULTY)
 
     def back(self, found: Tensor) -> list[Any]:
         """`found` in host memory, as lists: nothing else waits for the device."""
@@ -79,6 +113,12 @@ class DeviceRows(Rowwise):
         columns = (top, weights(x - top).sum(dim=1, keepdim=True), x.gather(1, _column(ids, x)), best[:, :most])
         found = self.back(torch.cat((*columns, order[:, :most]), dim=1))
         return [_scores(row, most, asked) for row, asked in zip(found, tops, strict=True)]
+
+
+def brought(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers of the host as a tensor on `device`. A copy from memory that is not pinned would wait for the device."""
+    here = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)
 
 
 def adjusted(x: Tensor, choosers: Sequence[NumpyChooser], allowed: Tensor | None) -> Tensor:
@@ -132,8 +172,8 @@ def _at(x: Tensor, places: Sequence[Entry], then: Callable[[Tensor, Tensor], Ten
     """`x` with then(what is there, value) at each of `places`."""
     if not places:
         return x
-    rows, ids = torch.tensor([entry[:VALUE] for entry in places], device=x.device).unbind(1)
-    values = torch.tensor([entry[VALUE] for entry in places], dtype=torch.float64, device=x.device)
+    rows, ids = brought([entry[:VALUE] for entry in places], x.device).unbind(1)
+    values = brought([entry[VALUE] for entry in places], x.device, torch.float64)
     return x.index_put((rows, ids), then(x[rows, ids], values))
 
 
@@ -150,7 +190,7 @@ def drawn_ids(x: Tensor, choosers: Sequence[NumpyChooser]) -> Tensor:
         )
         for rules, u in each
     ]
-    temperature, least, most, share, u = torch.tensor(columns, dtype=torch.float64, device=x.device).T[..., None]
+    temperature, least, most, share, u = brought(columns, x.device, torch.float64).T[..., None]
     values, order = x.sort(dim=1, descending=True, stable=True)
     weight = weights((values - values[:, :1]) / temperature)
     kept = (weight >= least) & (torch.arange(x.shape[1], device=x.device) < most)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from hack_kernels.base import PageFormat, PageKernels, Plane, Pool
+
+_DONT_NEED: Final[int | None] = getattr(mmap, "MADV_DONTNEED", None)
 
 
 def new_pool(
@@ -56,3 +60,17 @@ def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def forget(rows: Tensor, slots: range) -> None:
+    """Give the memory of `slots` of `rows` [S, ...] back to the system, as far as they fill its pages.
+
+    What they held is lost; the next write takes memory again. Linux, on the processor; elsewhere nothing happens.
+    """
+    if rows.device.type != "cpu" or _DONT_NEED is None or not rows.is_contiguous():
+        return
+    at, slot_bytes = rows.data_ptr(), rows[:1].nbytes
+    begin = -(-(at + slots.start * slot_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (at + slots.stop * slot_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONT_NEED)

@@ -20,6 +20,9 @@ class RowFormat(PageFormat):
 
     head_dim: int
     page_tokens: int = DEFAULT_PAGE_TOKENS
+    exact: bool = True
+    """Whether a page holds the very rows that it was made of. If not, it matters that a query sees its own page as it
+    was, and earlier ones as they rest."""
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
 from hack_kernels.block_weight import BlockWeight, Weight, rounded_rows
-from hack_kernels.choosing import ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
+from hack_kernels.choosing import Choice, ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
 from hack_kernels.turns import Turns
 
 
@@ -31,6 +31,19 @@ class Rowwise:
         if x.dtype != torch.float32:
             return F.linear(x, weight, bias)
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
+
+    def finish_layer(
+        self,
+        x: Tensor,
+        mixed: Tensor,
+        matrices: tuple[Weight, Weight, Weight],
+        norms: tuple[Tensor, Tensor],
+        epsilon: float,
+    ) -> Tensor:
+        """Operation by operation."""
+        out, gate_up, down = matrices
+        normed = self.norm(x, norms[0], epsilon, self.product(mixed, out))
+        return self.norm(x, norms[1], epsilon, self.product(self.gate(self.product(normed, gate_up)), down))
 
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
         """By the definition."""
@@ -85,6 +98,20 @@ class Rowwise:
     ) -> list[int]:
         """In numpy, on the host."""
         return choose(logits, cast(Sequence[NumpyChooser], choosers), faulty, allowed)
+
+    def choosing(
+        self,
+        logits: Tensor,
+        choosers: Sequence[Chooser],
+        faulty: Tensor | None = None,
+        allowed: Tensor | None = None,
+        *,
+        later: bool = False,
+    ) -> Choice:
+        """`choose`, which waits. Nothing waits for a device here, so nobody asks for a later choice."""
+        assert not later
+        found = self.choose(logits, choosers, faulty, allowed)
+        return Choice(torch.tensor(found, device=logits.device), lambda: found)
 
     def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
         """In numpy, on the host."""

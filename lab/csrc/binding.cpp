@@ -28,7 +28,7 @@ Dots* dots_for(const std::string& isa) {
   if (isa == "portable") return dots_portable;
 #if defined(__x86_64__)
   if (isa == "avx2") return dots_avx2;
-  if (isa == "avx512-vnni") return dots_avx512;
+  if (isa.starts_with("avx512")) return dots_avx512;
 #endif
   throw std::invalid_argument("no integer dots for '" + isa + "'");
 }

@@ -27,11 +27,13 @@ from hack_kernels.triton.level_exchange import level_exchange_launch
 from hack_kernels.triton.level_layout import new_level_pages
 from hack_kernels.triton.level_prefill import level_prompt_reader
 from hack_kernels.triton.level_seal import level_seal_launch
+from hack_kernels.triton.mix64 import launch_mix64
 from hack_kernels.triton.prefill import prefill_launch, prompt_launch
 from hack_kernels.triton.rows import ROWS_AT_ONCE, rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.turn import turn_launch
+from hack_kernels.triton.xxh3 import xxh3_launches
 from torch import Tensor
 
 from lab.gpu.dequantize import dequantize_launch
@@ -173,6 +175,19 @@ def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def checksums() -> tuple[Example, ...]:
+    """What checks a parcel of 8 MiB where it has arrived."""
+    with torch.device("meta"):
+        data, state = torch.empty(8 << 20, dtype=torch.uint8), torch.empty(2, dtype=torch.int64)
+        keys, out = torch.empty(40, dtype=torch.int64), torch.empty(8, dtype=torch.int64)
+        blocks, chain = xxh3_launches(data, keys, out)
+    return (
+        Example("checksum mix64", launch_mix64(data, state)),
+        Example("checksum XXH3 blocks", blocks),
+        Example("checksum XXH3 chain", chain),
+    )
+
+
 def _code_bytes(fmt: HackFormat | LevelFormat) -> int:
     """Bytes of the codes in a page of one KV head."""
     return fmt.page_tokens * fmt.head_dim * (fmt.k_bits + fmt.v_bits) // 8
@@ -224,8 +239,9 @@ LEVELS: Final = tuple(
     for example in levels(LevelFormat(d, 64, k_bits, v_bits, window), group)
 )
 TURN: Final = (turn(128, 4), turn(64, 3))
+CHECKSUMS: Final = checksums()
 
-EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL, *EXCHANGE, *LEVELS, *TURN)
+EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL, *EXCHANGE, *LEVELS, *TURN, *CHECKSUMS)
 """What the tool prints unless told otherwise; add a kernel's examples here."""
 
 

@@ -235,17 +235,18 @@ def prefill_part(rig: Rig, demand: Demand) -> Part | None:
 
 
 def _mean_bytes(rig: Rig, demand: Demand) -> float:
-    return float(np.mean([rig.sizes.footprint.wire_bytes(tokens) for tokens in demand.prompts]))
+    sizes = rig.sizes
+    return float(np.mean([sizes.footprint.wire_bytes(sizes.rows_held(tokens)) for tokens in demand.prompts]))
 
 
 def best_batch(rig: Rig, demand: Demand, beside_s: float = 0.0) -> tuple[int, float, str]:
     """The largest batch that keeps the limit on TPOT, the seconds of its step, and what bounds it; 0 if none does."""
-    footprint = rig.sizes.footprint
-    held = float(np.mean([footprint.sealed(n + o) for n, o in zip(demand.prompts, demand.outputs, strict=True)]))
+    footprint, rows = rig.sizes.footprint, [rig.sizes.rows_held(tokens) for tokens in demand.prompts]
+    held = float(np.mean([footprint.sealed(n + o) for n, o in zip(rows, demand.outputs, strict=True)]))
     by_memory = int(rig.pages / max(1.0, held))
     most = max(0, min(rig.pool.max_batch, rig.pool.max_sequences, by_memory))
     limit = _TPOT_SHARE * tightest(demand.limits, "tpot")
-    context = demand.prompt + demand.output / 2
+    context = float(np.mean(rows)) + demand.output / 2
 
     def step_s(batch: int) -> float:
         return rig.cost.decode(batch).seconds(round(batch * context), 1) + beside_s
@@ -311,4 +312,4 @@ def _cheapest(parts: Iterator[Part | None], count: int, available: dict[str, int
 
 def handoff_s(rig: Rig, tokens: int) -> float:
     """Seconds of a handoff on an idle line."""
-    return rig.sizes.footprint.wire_bytes(tokens) / flow_of(rig.spec, rig.pool)
+    return rig.sizes.footprint.wire_bytes(rig.sizes.rows_held(tokens)) / flow_of(rig.spec, rig.pool)

@@ -55,6 +55,7 @@ async def test_the_fork_server_has_one_thread_when_nodes_are_forked(tmp_path: Pa
             until(lambda: forkserver.num_threads() == process.num_threads() == 1, TIMEOUT_S, "one thread")
             idle.close_stdin()
             assert await idle.wait() == 0
+            until(lambda: not code_of_torch(forkserver), TIMEOUT_S, "its code is unmapped when it rests")
             victim = await server.fork("decode", "decode-0")
             forkserver.kill()
             assert victim.returncode is None
@@ -64,6 +65,12 @@ async def test_the_fork_server_has_one_thread_when_nodes_are_forked(tmp_path: Pa
             await victim.end()
         finally:
             await server.close()
+
+
+def code_of_torch(process: psutil.Process) -> int:
+    """Bytes of torch's code that a process has in memory."""
+    areas = process.memory_maps(grouped=False)
+    return sum(area.rss for area in areas if area.path.endswith("libtorch_cpu.so") and "x" in area.perms)
 
 
 FORKS = """

@@ -147,6 +147,22 @@ def recording(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize("cores", [2.0, 1.6])
+def test_what_a_pass_takes_from_a_step_beside_it_is_found(tmp_path: Path, cores: float) -> None:
+    """A machine of 1.6 cores' worth is known by the steps of an answer beside which prompts are computed."""
+    known = read_recording(recording(tmp_path))
+    spec = spec_of_record(known, tmp_path / "known.json")
+    assert spec.host is not None
+    there = spec.model_copy(update={"host": spec.host.model_copy(update={"cores": cores})})
+    sizes = ((0.0, 64, 128), *((1.1, 512, 1),) * 20)
+    stages = {name: tuple(seconds) for name, seconds in simulate(there, sizes).items()}
+    beside = Phase(sizes=sizes * 2, stages={name: seconds * 2 for name, seconds in stages.items()}, wall_s=9, cpu_s={})
+    heard = known.model_copy(update={"idle": known.idle.model_copy(update={"beside": beside})})
+    found = spec_of_record(heard, tmp_path / "found.json").host
+    assert found is not None
+    assert found.cores == pytest.approx(cores, abs=0.01)
+
+
 def test_a_record_is_judged_without_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = recording(tmp_path)
     around = Around.of(read_recording(file).alone, IDLE)

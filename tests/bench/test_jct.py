@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.links.link import FREE, behind, bits_per_s
+from bench.links.link import FREE, bits_per_s, shaping
 from bench.links.page import Setting, page
 from hackkv.errors import ConfigError
 from hackkv.timing import Stage
@@ -37,10 +37,11 @@ def result(jct_ms: float, kv_bytes: float) -> dict[str, Any]:
 def test_a_rate_is_read_as_tc_reads_it() -> None:
     assert bits_per_s("200mbit") == 2e8
     assert bits_per_s("10gbit") == 1e10
-    assert not any("tc " in word for word in behind(FREE, ["true"]))
+    assert not shaping(FREE)
+    assert any("rate 200mbit" in " ".join(step) for step in shaping("200mbit"))
     for wrong in ("", "fast", "0mbit", "200Mbps", "1gbit; reboot"):
         with pytest.raises(ConfigError, match="--links"):
-            behind(wrong, ["true"])
+            shaping(wrong)
 
 
 def test_the_page_tells_help_from_none_and_from_harm() -> None:

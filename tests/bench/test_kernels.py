@@ -11,6 +11,7 @@ from hack_kernels.cpu.extension import supported_isas
 from bench import kernels as bench
 from bench.kernels_codecs import LEVELS, READ, codec_rows
 from bench.kernels_limits import MachineLimits
+from bench.kernels_prefill import CODECS, SHAPES, isa_rows
 from bench.kernels_report import console_line, write_report
 from bench.row import Row
 from lab.rivals import RIVALS
@@ -57,3 +58,12 @@ def test_codecs_stand_side_by_side(backend: CpuBackend, monkeypatch: pytest.Monk
     for row in rows:
         assert f"| {row.what.removeprefix('codecs, ')}, {row.shape} " in text
         assert all(f"{name} {speed:.2f}" in console_line(row, []) for name, speed in row.speeds.items())
+
+
+def test_prompts_have_a_time_for_every_instruction_set(tmp_path: Path) -> None:
+    rows = list(isa_rows(128, threads=1))
+    assert len(rows) == len(CODECS) * len(SHAPES)
+    assert all(list(row.ms) == [*supported_isas(), "SDPA"] for row in rows)
+    write_report(tmp_path, bench.machine(CpuBackend(threads=1), LIMITS, priority=False), rows)
+    text = (tmp_path / "performance.md").read_text(encoding="utf-8")
+    assert all(f"| {row.what.removeprefix('prompt, ')} | {row.shape} | " in text for row in rows)

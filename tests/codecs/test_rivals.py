@@ -12,6 +12,7 @@ from hack_kernels.reference.groups import GroupReference
 
 from hackkv.codec import KvCodec
 from hackkv.codecs import CODECS, make_codec
+from hackkv.codecs.paged import PagedCodec
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.types import KvShape
@@ -75,6 +76,37 @@ def test_cachegen_gives_early_layers_more_bins() -> None:
     assert make("cachegen").wire_form.name == "zstd"
 
 
+def test_cachegen_that_is_decoded_on_arrival_stands_for_the_same_numbers() -> None:
+    """To what FP16 holds of them; the same codes travel."""
+    counts = [40, 1, 60, 1]
+    ints, decoded = (run(Case(name, 32, backend="cpu"), 102, counts) for name in ("cachegen", "cachegen-fp16"))
+    assert float((ints[2] - decoded[2]).norm() / ints[2].norm()) < 5e-3
+    assert make("cachegen-fp16").wire_planes == make("cachegen").wire_planes
+    assert make("cachegen-fp16").fingerprint() != make("cachegen").fingerprint()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", ["cachegen", "cachegen-eq86"])
+def test_faithful_cachegen_has_one_scale_for_all_heads(name: str, backend: str) -> None:
+    """The same pages whatever the chunks; as good as a scale of each head where heads are alike."""
+    case = Case(name, 32, backend=backend, settings={"faithful": True})
+    found, whole = run(case, 102, [40, 1, 60, 1]), run(case, 102, [102])
+    assert_same(whole, found)
+    for plane in ("k_scale", "v_scale"):
+        scales, own = found[0][plane], run(Case(name, 32, backend=backend), 102, [102])[0][plane]
+        assert torch.equal(scales, scales[:1].expand_as(scales))
+        assert torch.equal(scales[0], own.amax(0))
+
+
+def test_a_scale_of_all_heads_needs_all_heads() -> None:
+    codec = make("cachegen", faithful=True)
+    (pool,) = codec.new_pools(1, 1, range(2))
+    k, v = torch.randn(2, 1, 1, 64, 64).half()
+    assert isinstance(codec, PagedCodec)
+    with pytest.raises(ValueError, match="1 of 2 KV heads"):
+        codec.layers[0].kernels.seal(0, pool.heads(1, 1), torch.tensor([0]), torch.tensor([0]), k, v)
+
+
 def test_cachegen_errors_are_at_most_half_a_bin() -> None:
     fmt = make("cachegen").formats[0]
     assert isinstance(fmt, GroupFormat)
@@ -97,6 +129,9 @@ def test_cachegen_errors_are_at_most_half_a_bin() -> None:
         ("kvcomp", {"v_scale": 0.6}, "codec.settings.v_scale"),
         ("cachegen", {"level": "4"}, "codec.settings.level"),
         ("cachegen", {"wire_form": "auto?"}, "codec.settings.wire_form"),
+        ("cachegen", {"resident": "fp8"}, "codec.settings.resident"),
+        ("cachegen-fp16", {"unfused": True}, "decoded already"),
+        ("cachegen-fp16", {"faithful": True}, "for codes that rest"),
     ],
 )
 def test_wrong_settings_are_named(name: str, settings: dict[str, Any], said: str) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 from decode_node.inbox import Inbox, Reservation
 from decode_node.pages import Grant
 from hackkv.codec import rows_held
+from hackkv.codecs.paged import PagedCodec
 from hackkv.framing import FrameWriter, handoff_end
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
 from hackkv.types import DecodeJob, Handoff, HandoffEnd, KvFrame
 from hackkv.wire_form import WireForm
-from tests.handoffs import random_plane
 from tests.pair import PI, greedy, prompt, tiny_worker
 from transport.base import KvSender
 from transport.wires import Loopback
@@ -66,22 +66,25 @@ class Decode:
 def planned(
     worker: Worker, transfer_id: str = "t", epoch: int = 2, seed: int = 3, form: WireForm | None = None
 ) -> list[KvFrame | HandoffEnd]:
-    """An honest handoff of random bytes: of each layer the pages that travel sealed, and the exact rows; and token 9.
+    """An honest handoff of random rows: of each layer the pages that travel sealed, and the exact rows; and token 9.
 
     It is coded by `form`, or as the worker's codec does.
     """
     generator = torch.Generator().manual_seed(seed)
     writer = FrameWriter(transfer_id, epoch, form or worker.codec.wire_form)
     items: list[KvFrame | HandoffEnd] = []
-    for layer in range(2):
-        planes = {}
-        for plane in worker.codec.wire_planes[layer]:
-            planes[plane.name] = random_plane(plane, 2, 2, generator)
+    codec, ids = worker.codec, torch.arange(2)
+    assert isinstance(codec, PagedCodec)
+    for layer, pool in enumerate(codec.new_pools(2, 1, range(2))):
+        shape = (2, 2, codec.page_tokens, codec.formats[layer].head_dim)
+        k, v = (torch.randn(shape, generator=generator).half() for _ in range(2))
+        codec.layers[layer].kernels.seal(layer, pool, ids, ids * codec.page_tokens, k, v)
+        planes = codec.to_wire(layer, pool, ids)
         for page in worker.footprint.sent_pages(TOKENS):
             items += writer.frames(layer, page, {name: plane[:, page : page + 1] for name, plane in planes.items()})
         exact = worker.footprint.exact_rows(TOKENS)
-        shape = (2, 1, exact, worker.codec.formats[layer].head_dim)
-        rows = {name: torch.full(shape, layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}
+        held = (2, 1, exact, codec.formats[layer].head_dim)
+        rows = {name: torch.full(held, layer + 0.5, dtype=torch.float16) for name in ("open_k", "open_v")}
         items += writer.frames(layer, 2, rows, exact)
     return [*items, writer.end(9)]
 

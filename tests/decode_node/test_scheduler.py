@@ -182,6 +182,9 @@ class Schedules(RuleBasedStateMachine):
         assert sum(seat.grant is not None for seat in here) == self.pool.num_slots - self.pool.free_slots
         assert sum(seat.host_bytes for seat in here) == self.scheduler.host_bytes <= self.capacity
         assert set(self.scheduler.seats) == {*self.landing, *self.landed}
+        assert self.scheduler.is_roomy == (sum(seat.limit // PI for seat in here) <= self.pool.num_pages)
+        lacking = sum(seat.limit // PI - seat.pages for seat in self.scheduler.seats)
+        assert not self.scheduler.is_roomy or lacking <= self.pool.free_pages
 
     def teardown(self) -> None:
         """No more requests: everybody ends, in a number of steps that their tokens bound."""

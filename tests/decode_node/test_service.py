@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
+from decode_node import steps
 from decode_node.config import DecodeSettings
+from hackkv.kv_memory import KvMemory
 from hackkv.model.generate import generate
 from hackkv.types import (
     Finish,
 )
-from tests.pair import PI, greedy, paired, prompt, tiny_worker
+from prefill_node import passes
+from tests.pair import PI, TIMEOUT_S, greedy, paired, prompt, tiny_worker
 
 LENGTHS = (1, PI - 1, PI, PI + 1, 2 * PI, 70)
 
@@ -72,3 +76,26 @@ async def test_eos_ends_a_sequence_within_the_batch() -> None:
         await nodes.assert_idle()
     assert served.tokens[-1] == replace(stop, finish=Finish.STOP)
     assert served.tokens[:-1] == tokens[: stop.index]
+
+
+async def test_idle_nodes_hold_no_memory_for_rows_of_sequences_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a request that comes afterwards, to slots that were given back, has the answer that it always has."""
+    for room in (steps, passes):
+        monkeypatch.setattr(room, "REST_S", 0.01)
+    forget, given_back = KvMemory.forget_slots, dict[KvMemory, int]()
+
+    def heard(memory: KvMemory, slots: Iterable[int]) -> None:
+        forget(memory, slots := tuple(slots))
+        given_back[memory] = len(slots)
+
+    monkeypatch.setattr(KvMemory, "forget_slots", heard)
+    worker = tiny_worker("rot-k3v2")
+    async with paired(worker) as nodes:
+        for number in range(3):
+            given_back.clear()
+            request = greedy(f"r{number}", prompt(number, 3 * PI + 5), 4)
+            assert (await nodes.serve(request)).tokens == generate(worker, request)
+            async with asyncio.timeout(TIMEOUT_S):
+                # A prefill node copies from the slot of its last prompt before its next pass.
+                while sorted(given_back.values()) != [8, 31]:  # noqa: ASYNC110
+                    await asyncio.sleep(0)

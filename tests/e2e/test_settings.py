@@ -17,7 +17,7 @@ from prefill_node.config import PrefillConfig
 COMMON = [
     ("kv_bytes=10", r"kv_bytes: 10 is less than one page of \d+ bytes"),
     (f"kv_bytes={1 << 60}", rf"kv_bytes: {1 << 60} is more than this machine's memory of \d+ bytes"),
-    ("wire=inproc", r"wire: 'inproc': nodes can use grpc, gloo, nccl"),
+    ("wire=inproc", r"wire: 'inproc': nodes can use grpc, gloo, nccl, nixl"),
     ("faults=/nowhere.yaml", r"/nowhere\.yaml: No such file or directory"),
 ]
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
 from hack_kernels import cpu
 from hack_kernels.base import BackendUnavailable, RowKernels
-from hack_kernels.block_weight import BLOCK, TILE, WIDTHS, BlockWeight, nearest_codes, pack, quantized, rounded_rows
+from hack_kernels.block_weight import (
+    BLOCK,
+    TILE,
+    WIDTHS,
+    BlockWeight,
+    Weight,
+    nearest_codes,
+    pack,
+    quantized,
+    rounded_rows,
+)
 from hack_kernels.cpu.extension import supported_isas
 from hack_kernels.rowwise import Rowwise
 from hypothesis import given
@@ -22,8 +33,9 @@ except BackendUnavailable as error:
 
 TORCH = Rowwise()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SHAPES = [(1, 32), (16, 64), (17, 32), (49, 96), (200, 576)]
+SHAPES = [(1, 32), (16, 64), (17, 32), (33, 128), (49, 96), (200, 576)]
 """Rows and columns: within a tile, whole tiles, tiles with a rest."""
+Matrices = tuple[Weight, Weight, Weight]
 bits_of = pytest.mark.parametrize("bits", WIDTHS)
 
 
@@ -131,3 +143,35 @@ def test_what_does_not_fit_is_refused(kernels: RowKernels, bits: int) -> None:
         with pytest.raises(ValueError, match=r"weight|bias|ids"):
             call()
     assert kernels.product(x[:0], weight).shape == (0, 20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_layer_is_finished_as_its_operations_would(kernels: RowKernels, dtype: torch.dtype, packed: bool) -> None:
+    hidden, heads, ffn = 96, 64, 160
+    shapes = ((hidden, heads), (2 * ffn, hidden), (hidden, ffn))
+    after, gate_up, down = (numbers(seed, *shape, dtype=dtype) / 8 for seed, shape in enumerate(shapes, 13))
+    plain: Matrices = (after, gate_up, down)
+    matrices = (quantized(after, 4), quantized(gate_up, 8), down) if packed else plain
+    norms = (numbers(16, hidden, dtype=dtype), numbers(17, hidden, dtype=dtype))
+    for rows in (1, 3, 40):
+        x, mixed = numbers(18, rows, hidden, dtype=dtype), numbers(19, rows, heads, dtype=dtype)
+        mine, theirs = x.clone(), x.clone()
+        found = kernels.finish_layer(mine, mixed, matrices, norms, 1e-5)
+        wanted = Rowwise.finish_layer(cast(Rowwise, kernels), theirs, mixed, matrices, norms, 1e-5)
+        assert torch.equal(found, wanted)
+        assert torch.equal(mine, theirs)
+        assert not torch.equal(mine, x)
+
+
+def test_a_layer_of_other_shapes_is_refused(kernels: RowKernels) -> None:
+    x, mixed, norms = numbers(20, 3, 96), numbers(21, 3, 64), (numbers(22, 96), numbers(23, 96))
+    fitting = (quantized(numbers(24, 96, 64), 8), quantized(numbers(25, 320, 96), 8), numbers(26, 96, 160))
+    for at, other in enumerate([numbers(27, 96, 32), quantized(numbers(28, 300, 96), 8), numbers(29, 90, 160)]):
+        matrices = cast(Matrices, (*fitting[:at], other, *fitting[at + 1 :]))
+        with pytest.raises(ValueError, match="weight"):
+            kernels.finish_layer(x, mixed, matrices, norms, 1e-5)
+    with pytest.raises(ValueError, match="norm"):
+        kernels.finish_layer(x, mixed, fitting, (norms[0], numbers(30, 95)), 1e-5)
+    with pytest.raises(ValueError, match="mixed"):
+        kernels.finish_layer(x, mixed[:2], fitting, norms, 1e-5)

@@ -13,7 +13,7 @@ from hack_kernels.cpu.extension import supported_isas
 from hack_kernels.hack_format import HackFormat
 from torch import Tensor
 
-from lab.rivals import ISA, RIVALS, Rival, available, bf16_pages, read_all, run_dots
+from lab.rivals import ISAS, RIVALS, Rival, available, bf16_pages, read_all, run_dots
 from tests.hack_kernels.pools import empty_pool, hack_kernels, random_rows
 
 FMT = HackFormat(128, 64)
@@ -119,8 +119,8 @@ def test_unknown_rivals_are_refused() -> None:
 
 @pytest.mark.parametrize("isa", supported_isas())
 def test_rivals_follow_the_instruction_set_in_use(isa: str) -> None:
-    assert available(1, isa).keys() in ([set(RIVALS), set()] if isa == ISA else [set()])
-    if isa != ISA:
+    assert available(1, isa).keys() in ([set(RIVALS), set()] if isa in ISAS else [set()])
+    if isa not in ISAS:
         with pytest.raises(BackendUnavailable, match=f"'bf16' with instruction set '{isa}'"):
             Rival("bf16", threads=1, isa=isa)
 

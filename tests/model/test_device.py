@@ -21,10 +21,21 @@ from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig, ModelConfig, load
 from hackkv.errors import ConfigError
 from hackkv.model import device
-from hackkv.model.device import ON_PROCESSOR_BYTES, RESERVE, Memory, auto_kv_bytes, memory_of, pass_bytes, places
+from hackkv.model.device import (
+    ON_PROCESSOR_BYTES,
+    RESERVE,
+    Memory,
+    auto_kv_bytes,
+    memory_of,
+    pass_bytes,
+    places,
+    recorded_bytes,
+)
+from hackkv.model.graphs import Graphs
 from hackkv.model.llama import Llama
 from hackkv.model.runner import ModelRunner
 from hackkv.nodes import Busiest
+from hackkv.step_input import Spare
 from prefill_node.config import PrefillConfig
 from tests.meta import META, MetaBackend, on_meta
 from tests.pair import PI, prompt, tiny_worker
@@ -177,6 +188,22 @@ def test_a_pass_takes_less_than_is_put_aside_for_it(codec: str, dtype: torch.dty
         llama.logits(hidden).double()
     bound = pass_bytes(model.spec, dtype, Busiest(1, rows, rows))
     assert peak.most <= bound <= 12 * peak.most
+
+
+@pytest.mark.parametrize("codec", ["fp16", "hack", "rot-k4v4"])
+def test_recorded_steps_take_less_than_is_put_aside_for_them(codec: str) -> None:
+    """The largest step and the largest program that seals, with all that lies there for them."""
+    model, backend, rows = tiny_worker("fp16").model, MetaBackend(), 24
+    made = make_codec(CodecConfig(name=codec, settings={"page_tokens": PI}), model.spec.kv_shape, backend)
+    llama = Llama(model.spec, on_meta(model.weights, torch.bfloat16), kernels=backend.rows)
+    memory = ModelRunner(llama, made, 4, 1).memory
+    with torch.inference_mode(), Peak() as peak:
+        graphs = Graphs(llama, made, memory, Spare(3, 0), rows)
+        graphs._step(rows)
+        graphs._seal(rows)
+    spare = memory.footprint.page_bytes + memory.footprint.slot_bytes
+    bound = recorded_bytes(model.spec, torch.bfloat16, memory.footprint, rows)
+    assert peak.most + spare <= bound <= 12 * (peak.most + spare)
 
 
 def test_a_node_on_the_processor_takes_what_it_always_took() -> None:

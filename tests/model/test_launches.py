@@ -6,7 +6,7 @@ The device is `meta` (`tests/meta.py`), and each launch is looked at in place of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from decode_node.engine import DecodeEngine
 from hackkv.batch import Span
 from hackkv.codecs import beneath
 from hackkv.config import CodecConfig
+from hackkv.model import runner as runner_module
 from hackkv.model.llama import Llama
 from hackkv.model.runner import ModelRunner
 from tests.meta import META, NothingComesBack, later, on_device, on_meta, two_sequences
@@ -65,12 +66,13 @@ OF_ROWS = [name for name in SERVED if beneath(CodecConfig(name=name)) == "fp16"]
 """Those whose pages are FP16 rows."""
 
 
-def runner_on_triton(name: str, slots: int = 3) -> ModelRunner:
+def runner_on_triton(name: str, slots: int = 3, recorded: int = 0) -> ModelRunner:
     """A tiny model."""
     backend, model = TritonBackend(META), tiny_worker("fp16").model
     backend.rows = MetaDeviceRows()
     codec = codec_on(backend, name)
-    return ModelRunner(Llama(model.spec, on_meta(model.weights, torch.bfloat16), kernels=backend.rows), codec, 8, slots)
+    llama = Llama(model.spec, on_meta(model.weights, torch.bfloat16), kernels=backend.rows)
+    return ModelRunner(llama, codec, 8, slots, recorded=recorded)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -89,6 +91,34 @@ def test_a_decode_step_launches_on_its_device_and_reads_nothing_back(name: str) 
     assert steps[2] == attending
     assert steps[1] >= attending
     assert name in OF_ROWS or steps[1] > attending, "a step that fills a page seals it"
+
+
+class Again:
+    """Implements `Recorder` on a device without values: to record is to run."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return work
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_recorded_step_takes_one_copy_to_the_device_and_reads_nothing_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same three steps. They launch what was launched while they were recorded."""
+    monkeypatch.setattr(runner_module, "recorder_on", lambda device: Again())
+    engine, parts = DecodeEngine(runner_on_triton(name, recorded=3)), two_sequences()
+    with checked_launches() as recorded, NothingComesBack():
+        engine.record()
+    compiled, copies = set(map(compiled_for, recorded)), list[int]()
+    for _ in range(3):
+        with checked_launches() as launched, NothingComesBack() as watch, torch.inference_mode():
+            engine.step(parts)
+        assert launched
+        assert set(map(compiled_for, launched)) <= compiled
+        copies.append(watch.brought)
+        parts = later(parts)
+    assert copies == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -18,6 +18,7 @@ from hackkv.codecs import CODECS, make_codec
 from hackkv.config import CodecConfig
 from hackkv.model.llama import Llama, Weights
 from hackkv.model.runner import ModelRunner
+from hackkv.types import Token
 from tests.codecs.calibrations import calibration_file
 from tests.meta import META, MetaBackend, MetaRows, NothingComesBack, later, on_meta, two_sequences
 from tests.pair import PI, prompt, tiny_worker
@@ -54,7 +55,7 @@ def test_a_decode_step_waits_for_nothing_but_its_tokens(runner: ModelRunner) -> 
     for _ in range(3):
         with NothingComesBack(), torch.inference_mode():
             tokens = engine.step(parts)
-        assert [token.token_id for token in tokens if token is not None] == [7, 7]
+        assert [token.token_id for token in tokens if isinstance(token, Token)] == [7, 7]
         parts = later(parts)
 
 

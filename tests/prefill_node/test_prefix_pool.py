@@ -144,6 +144,12 @@ class Pages(RuleBasedStateMachine):
         """The node is idle for a moment."""
         self.all_leave()
 
+    @rule()
+    def forget_slots(self) -> None:
+        """An idle node gives the memory of slots back that nobody needs: their rows are lost."""
+        for slot in self.pool.idle_slots:
+            self.slots.pop(slot, None)
+
     def all_leave(self) -> None:
         while self.running:
             self.pool.give_back(self.running.pop().grant)

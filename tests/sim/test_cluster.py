@@ -68,6 +68,22 @@ def test_the_wire_carries_what_the_codec_says() -> None:
     assert list(outcome.rows["wire_bytes"]) == [size] * 5
 
 
+@pytest.mark.parametrize("chunk", [256, 8192])
+def test_rows_that_a_codec_evicts_are_neither_sent_nor_held(chunk: int) -> None:
+    """A quarter of each prompt stays: so much is sent when it is complete, and rests while decoding."""
+    prefill = Pool(instance="g5.12xlarge", replicas=2, tp=4, chunk_tokens=chunk)
+    load = Load(input_len=6400, output_len=40, requests=20, rate=2.0)
+    codecs = (Codec(name="snapkv", settings={"budget": "25%", "of": "rot-k4v4"}), Codec(name="rot-k4v4"))
+    evicting, whole = (simulate(small(prefill=prefill, codec=codec, load=load)) for codec in codecs)
+    check_books(evicting)
+    sizes = Cluster(evicting.spec).sizes
+    assert sizes.rows_held(6400) == 1600
+    assert list(evicting.rows["wire_bytes"]) == [sizes.footprint.wire_bytes(1600)] * 20
+    assert evicting.rows["decode_s"].sum() < whole.rows["decode_s"].sum()
+    peaks = [sum(each.tally.peak_pages for each in outcome.decodes) for outcome in (evicting, whole)]
+    assert peaks[0] < 0.3 * peaks[1]
+
+
 def test_the_router_and_its_calls_take_their_time() -> None:
     load = Load(input_len=640, output_len=4, requests=5, rate=0.01)
     slow, fast = (

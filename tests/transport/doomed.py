@@ -1,4 +1,4 @@
-"""An end of a link in a process that dies at a step of its first parcel.
+"""An end of a link in a process that dies at a step of its first parcel, or never.
 
 `python -m tests.transport.doomed LINK STEP [ADDRESS]`: with an address it sends there; else it receives, and prints
 its address first.

@@ -6,7 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache, partial
 from importlib.util import find_spec
@@ -14,8 +14,10 @@ from itertools import count
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
+from hackkv.device_payload import DevicePayload
 from hackkv.types import Payload
 from transport.link import LinkKind
 from transport.nccl_link import host_checksum, load_bindings, nccl_kind
@@ -56,10 +58,23 @@ def built_from(source: Path, library: Path) -> Path:
     return library
 
 
-def kind(mix64: Callable[[Tensor, int], int] | None = None) -> LinkKind:
-    """The kind of link; `mix64` is what sums parcels up where they arrive, by default C++."""
+def kind(
+    mix64: Callable[[Tensor, int], int] | None = None, make_payload: Callable[[Tensor], Payload] | None = None
+) -> LinkKind:
+    """The kind of link; `mix64` is what sums parcels up where they arrive, by default C++, and `make_payload` makes of
+    them what a frame carries."""
     library()
-    return nccl_kind(load_bindings(), partial(HostMemory, mix64 or in_cpp))
+    return nccl_kind(load_bindings(), partial(HostMemory, mix64 or in_cpp, make_payload or in_memory))
+
+
+def in_memory(buffer: Tensor) -> DevicePayload:
+    """A payload that has arrived."""
+    return DevicePayload(buffer, on_host)
+
+
+def on_host(pieces: Sequence[Tensor], seed: int) -> list[int]:
+    """XXH3-64 of tensors."""
+    return [xxhash.xxh3_64_intdigest(piece.numpy().data, seed) for piece in pieces]
 
 
 def in_cpp(buffer: Tensor, seed: int) -> int:
@@ -70,8 +85,8 @@ def in_cpp(buffer: Tensor, seed: int) -> int:
 class HostMemory:
     """A `Memory` that the fake can reach. Each link has a stream of its own."""
 
-    def __init__(self, mix64: Callable[[Tensor, int], int]) -> None:
-        self.stream, self.checksum = next(_STREAMS), mix64
+    def __init__(self, mix64: Callable[[Tensor, int], int], make_payload: Callable[[Tensor], Payload]) -> None:
+        self.stream, self.checksum, self._make_payload = next(_STREAMS), mix64, make_payload
 
     def use(self) -> None:
         """There is no device."""
@@ -86,4 +101,4 @@ class HostMemory:
         return lambda: bool(library().fake_done(self.stream))
 
     def payload(self, buffer: Tensor) -> Payload:
-        return buffer.numpy().tobytes()
+        return self._make_payload(buffer)

@@ -23,11 +23,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("name", EVERY_LINK)]
 
 
 async def start(*arguments: str, ahead: str = "") -> Process:
-    """`ahead` is a library whose functions come before those of others."""
+    """`ahead` is a library whose functions come before those of others, in a process that sends over sockets alone."""
     command = (sys.executable, "-m", "tests.transport.doomed", *arguments)
-    return await asyncio.create_subprocess_exec(
-        *command, stdout=PIPE, cwd=ROOT, env={**os.environ, "LD_PRELOAD": ahead}
-    )
+    env = {**os.environ, **({"LD_PRELOAD": ahead, "UCX_TLS": "tcp"} if ahead else {})}
+    return await asyncio.create_subprocess_exec(*command, stdout=PIPE, cwd=ROOT, env=env)
 
 
 @pytest.mark.parametrize("step", ["before", "in", "after"])
@@ -46,7 +45,7 @@ async def test_a_receiver_that_dies_is_a_lost_node(name: str, step: str) -> None
 
 @pytest.mark.parametrize("step", ["before", "in", "after"])
 async def test_a_sender_that_dies_is_a_lost_node(name: str, step: str, tmp_path: Path) -> None:
-    """In a parcel: 64 KiB of it have left, by a library that ends the process there."""
+    """In a parcel: at most 1 MiB of it has left, by a library that ends the process there."""
     kind, reader, ahead = EVERY_LINK[name](), Reader(), ""
     if step == "in":
         if not shutil.which("cc"):

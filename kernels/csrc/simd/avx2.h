@@ -89,6 +89,7 @@ struct Avx2 {
   static F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
   static F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
   static F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+  static F fused(F x, F y, F z) { return fma(x, y, z); }  // rounds once on every instruction set
   static F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
   static F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
   static F floor(F x) { return rounded<_MM_FROUND_TO_NEG_INF>(x); }
@@ -244,6 +245,30 @@ struct Avx2 {
     if constexpr (bits <= kNarrow) return {half_dot(acc.a, bytes.a, codes.a), half_dot(acc.b, bytes.b, codes.b)};
     return {byte_dot(acc.a, codes.a, even_unsigned(bytes.a), odd_unsigned(bytes.a)),
             byte_dot(acc.b, codes.b, even_unsigned(bytes.b), odd_unsigned(bytes.b))};
+  }
+  // Of products with rows in lanes: their vectors of rows, and the words of a page that share them.
+  static constexpr int kLaneVectors = 1;
+  static constexpr int kLaneRows = 4;
+  // Sums of so many pairs of products of a code and a byte fit 16 bits; 0: sums have 32 bits.
+  template <int bits>
+  static constexpr int kRunOfDots = bits <= kNarrow ? 128 >> bits : 0;
+  template <int bits>
+  static I run_dot(I sum, I codes, I signed_bytes) {
+    if constexpr (kRunOfDots<bits> == 0) return dot<bits>(sum, codes, signed_bytes);
+    return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, signed_bytes.a)),
+            _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, signed_bytes.b))};
+  }
+  static I run_total(I run) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_madd_epi16(run.a, ones), _mm256_madd_epi16(run.b, ones)};
+  }
+  // Lanes of numbers in 0..127 to lanes of four bytes.
+  static I quads_of(I a, I b, I c, I d) {
+    const auto half = [](__m256i x, __m256i y, __m256i z, __m256i w) {
+      const __m256i low = _mm256_or_si256(x, _mm256_slli_epi32(y, 8));
+      return _mm256_or_si256(low, _mm256_or_si256(_mm256_slli_epi32(z, 16), _mm256_slli_epi32(w, 24)));
+    };
+    return {half(a.a, b.a, c.a, d.a), half(a.b, b.b, c.b, d.b)};
   }
   // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
   static W splat_word(std::uint32_t x) { return {_mm256_set1_epi64x(x), _mm256_set1_epi64x(x)}; }

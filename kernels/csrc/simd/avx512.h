@@ -20,7 +20,7 @@ struct Avx512 {
   static constexpr int kProductOutputs = 6;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 8;
   static constexpr int kProductCache = 1 << 30;  // the tile reads x rarely enough to leave it in the second-level cache
-  static constexpr int kBlockRows = 4;   // accumulators of a product with codes of a weight: rows of x
+  static constexpr int kBlockRows = 6;   // accumulators of a product with codes of a weight: rows of x
   static constexpr int kBlockTiles = 2;  // times tiles of 16 rows of a weight
   static constexpr int kBlockTilesOfOneRow = 6;
   using F = __m512;
@@ -55,6 +55,7 @@ struct Avx512 {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F fused(F a, F b, F c) { return fma(a, b, c); }  // rounds once on every instruction set
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F floor(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
@@ -162,6 +163,21 @@ struct Avx512 {
     acc = dot(acc, bytes, codes);
     if constexpr (bits <= kNarrow) return acc;
     return add_int(acc, _mm512_slli_epi32(dot(zero_int(), bytes, plane<1, 7>(codes)), 8));
+  }
+  // Of products with rows in lanes: their vectors of rows, and the words of a page that share them.
+  static constexpr int kLaneVectors = 2;
+  static constexpr int kLaneRows = 8;
+  template <int bits>
+  static constexpr int kRunOfDots = 0;  // no sum is too small for any number of products
+  template <int bits>
+  static I run_dot(I sum, I codes, I signed_bytes) {
+    return dot(sum, codes, signed_bytes);
+  }
+  static I run_total(I run) { return run; }
+  // Lanes of numbers in 0..127 to lanes of four bytes.
+  static I quads_of(I a, I b, I c, I d) {
+    const I shorts = _mm512_packus_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
+    return _mm512_shuffle_epi8(shorts, _mm512_set4_epi32(0x0F0B0703, 0x0E0A0602, 0x0D090501, 0x0C080400));
   }
   // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
   static W splat_word(std::uint32_t x) { return _mm512_set1_epi64(x); }

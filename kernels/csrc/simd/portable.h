@@ -56,6 +56,17 @@ struct Portable {
   static F mul(F x, F y) { return x * y; }
   static F div(F x, F y) { return x / y; }
   static F fma(F x, F y, F z) { return x * y + z; }  // two roundings: a true fma is a library call on old processors
+  // One rounding. The product is exact in FP64. The sum is rounded to odd there, after which rounding to FP32 is that of
+  // the exact sum (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008).
+  static F fused(F x, F y, F z) {
+    const D product = __builtin_convertvector(x, D) * __builtin_convertvector(y, D), term = __builtin_convertvector(z, D);
+    const D sum = product + term, back = sum - product;
+    const D error = (product - (sum - back)) + (term - back);
+    const Long bits = std::bit_cast<Long>(sum);
+    const Long away = (error > 0.0) == (sum > 0.0) ? Long{} + 1 : Long{} - 1;  // from 0, or towards it
+    const Long odd = (error != 0.0) & (error == error) & ((bits & 1) == 0) ? bits + away : bits;
+    return __builtin_convertvector(std::bit_cast<D>(odd), F);
+  }
   static F min(F x, F y) { return x < y ? x : y; }
   static F max(F x, F y) { return x > y ? x : y; }
   static F round(F x) { return (x + 0x1.8p23f) - 0x1.8p23f; }  // |x| < 2^22
@@ -160,6 +171,18 @@ struct Portable {
   static I dot_unsigned(I acc, I codes, I bytes) {
     return sum_products<std::uint8_t>(acc, codes, bytes);
   }
+  // Of products with rows in lanes: their vectors of rows, and the words of a page that share them.
+  static constexpr int kLaneVectors = 1;
+  static constexpr int kLaneRows = 4;
+  template <int bits>
+  static constexpr int kRunOfDots = 0;  // no sum is too small for any number of products
+  template <int bits>
+  static I run_dot(I sum, I codes, I signed_bytes) {
+    return dot(sum, codes, signed_bytes);
+  }
+  static I run_total(I run) { return run; }
+  // Lanes of numbers in 0..127 to lanes of four bytes.
+  static I quads_of(I a, I b, I c, I d) { return a | b << 8 | c << 16 | d << 24; }
   // W is 8 words of 32 bits, each in the lower half of 64, which a product fills.
   static W splat_word(std::uint32_t x) { return std::uint64_t(x) + W{}; }
   static W multiply(W x, std::uint32_t y) { return (x & 0xFFFFFFFFu) * std::uint64_t(y); }
@@ -176,6 +199,8 @@ struct Portable {
 
  private:
   using Signed = std::int32_t __attribute__((vector_size(64)));
+  using D = double __attribute__((vector_size(128)));
+  using Long = std::int64_t __attribute__((vector_size(128)));
 
   template <class V>
   static V read(const void* p) {

@@ -35,7 +35,7 @@ from hack_kernels.row_format import RowFormat
 from hack_kernels.stopwatch import HostStopwatch
 
 ISA_VARIABLE: Final = "HACKKV_CPU_ISA"
-"""Environment variable that forces an instruction set: avx512-vnni, avx2 or portable."""
+"""Environment variable that forces an instruction set: avx512-amx, avx512-bf16, avx512-vnni, avx2 or portable."""
 
 FORMATS: Final[dict[type[PageFormat], Callable[[Any, Any], PageKernels | None]]] = {
     FloatFormat: for_floats,

@@ -33,6 +33,19 @@ class RowwiseCpu(Rowwise):
         self._native.product(x, weight, bias, out)
         return out
 
+    def finish_layer(
+        self,
+        x: Tensor,
+        mixed: Tensor,
+        matrices: tuple[Weight, Weight, Weight],
+        norms: tuple[Tensor, Tensor],
+        epsilon: float,
+    ) -> Tensor:
+        """One C++ call: six operations of a decode step for the time in Python of one."""
+        room, out = x.new_empty(x.shape[0], x.shape[1] + 3 * matrices[2].shape[1]), torch.empty_like(x)
+        self._native.finish_layer(x, mixed, tuple(map(_data, matrices)), *norms, epsilon, room, out)
+        return out
+
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
         """One pass over the codes."""
         out = torch.empty(weight.rows if ids is None else len(ids), weight.shape[1], dtype=dtype)
@@ -98,3 +111,7 @@ class RowwiseCpu(Rowwise):
         narrow_k, narrow_v = (torch.empty(x.shape, dtype=torch.float16) for x in (k, v))
         self._native.narrow(k, v, spans.counts, faulty, narrow_k, narrow_v)
         return narrow_k, narrow_v
+
+
+def _data(weight: Weight) -> Tensor:
+    return weight.data if isinstance(weight, BlockWeight) else weight

@@ -23,10 +23,7 @@ class GroupReference(ReadingReference):
         """Group by group."""
         side = self.fmt.side(name)
         if side.centre:
-            largest = rows.float().abs().amax(-1, keepdim=True)
-            largest = torch.where(largest == 0, torch.ones_like(largest), largest)
-            codes = (torch.round(rows.float() * side.centre / largest) + side.centre).to(torch.uint8)
-            return pack_codes(name, codes, side.bits, "_codes") | {f"{name}_scale": largest.half()}
+            return centred_planes(name, side, rows, rows.float().abs().amax(-1, keepdim=True))
         made = quantize(_grouped(side, rows), side.bits)
         planes = {f"{name}_scale": made.scale, f"{name}_min": made.minimum}
         return pack_codes(name, _ungrouped(side, made.codes), side.bits, "_codes") | planes
@@ -39,6 +36,13 @@ class GroupReference(ReadingReference):
             return (codes - side.centre) / side.centre * scale
         grouped = _grouped(side, codes) * scale[..., None] + planes[f"{name}_min"].float()[..., None]
         return _ungrouped(side, grouped)
+
+
+def centred_planes(name: str, side: Grouping, rows: Tensor, largest: Tensor) -> Planes:
+    """Codes around zero of rows [..., Π, D], with the scales `largest` [..., Π, 1] FP32, 1 in place of 0."""
+    scale = torch.where(largest == 0, torch.ones_like(largest), largest)
+    codes = (torch.round(rows.float() * side.centre / scale) + side.centre).to(torch.uint8)
+    return pack_codes(name, codes, side.bits, "_codes") | {f"{name}_scale": scale.half()}
 
 
 def _grouped(side: Grouping, x: Tensor) -> Tensor:

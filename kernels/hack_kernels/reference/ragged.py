@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,26 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
     queries, keys, values = (x.float().transpose(0, 1)[None] for x in (q, k, v))
     out = scaled_dot_product_attention(queries, keys, values, attn_mask=visible, enable_gqa=True)
     return out[0].transpose(0, 1).to(q.dtype)
+
+
+def attention_by_page(part: SequenceRows, sealed: Iterable[Tensor], page_tokens: int) -> Tensor:
+    """`exact_attention` of a sequence whose sealed pages differ from their rows: each query sees its own page in FP16.
+
+    `sealed` K and V [rows, Hkv, D]: all sealed pages before the last query's own, as rows -> [n, Hq, D].
+    """
+    k, v = sealed
+    out = torch.empty_like(part.q)
+    end, first = part.start + part.q.shape[0], part.start // page_tokens
+    for page in range(first, (end - 1) // page_tokens + 1):
+        begin, stop = max(part.start, page * page_tokens), min(end, (page + 1) * page_tokens)
+        own = slice((page - first) * page_tokens, stop - first * page_tokens)
+        seen_k, seen_v = (
+            torch.cat((cached[: page * page_tokens].float(), new[own].float()))
+            for cached, new in ((k, part.own_k), (v, part.own_v))
+        )
+        queries = slice(begin - part.start, stop - part.start)
+        out[queries] = exact_attention(part.q[queries], seen_k, seen_v, begin)
+    return out
 
 
 def places(spans: Spans) -> list[tuple[int, int, int]]:

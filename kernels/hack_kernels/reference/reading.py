@@ -12,7 +12,7 @@ from torch import Tensor
 from hack_kernels.base import Planes, Pool, Rows, Spans
 from hack_kernels.check import check_attention, check_seal
 from hack_kernels.read_format import ReadFormat
-from hack_kernels.reference.ragged import exact_attention, held_pages, sequences
+from hack_kernels.reference.ragged import attention_by_page, held_pages, sequences
 from hack_kernels.reference.wire_order import WireOrder
 
 LARGEST_FP16 = 65504.0
@@ -51,22 +51,11 @@ class ReadingReference(WireOrder, ABC):
         check_attention(self._fmt, pool, spans, rows)
         out, page_tokens = torch.empty_like(rows.q), self._fmt.page_tokens
         for part in sequences(pool, spans, rows):
-            end = part.start + part.q.shape[0]
-            last = (end - 1) // page_tokens
+            last = (part.start + part.q.shape[0] - 1) // page_tokens
             began = perf_counter()
             sealed = [self._rows(pool, name, part.table, last) for name in ("k", "v")]
             self.approximation_s += perf_counter() - began
-            first = part.start // page_tokens
-            for page in range(first, last + 1):
-                begin, stop = max(part.start, page * page_tokens), min(end, (page + 1) * page_tokens)
-                own = slice((page - first) * page_tokens, stop - first * page_tokens)
-                k, v = (
-                    torch.cat((cached[: page * page_tokens], new[own].float()))
-                    for cached, new in zip(sealed, (part.own_k, part.own_v), strict=True)
-                )
-                queries = slice(begin - part.start, stop - part.start)
-                rows_out = slice(part.rows.start + queries.start, part.rows.start + queries.stop)
-                out[rows_out] = exact_attention(part.q[queries], k, v, begin)
+            out[part.rows] = attention_by_page(part, sealed, page_tokens)
         return out
 
     def _rows(self, pool: Pool, name: str, table: Tensor, count: int) -> Tensor:

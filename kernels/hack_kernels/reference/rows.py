@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hack_kernels.base import Pool, Rows, Spans
 from hack_kernels.check import check_attention, check_seal
-from hack_kernels.reference.ragged import exact_attention, held_pages, sequences
+from hack_kernels.reference.ragged import attention_by_page, exact_attention, held_pages, sequences
 from hack_kernels.reference.wire_order import WireOrder
 from hack_kernels.row_format import RowFormat
 
@@ -31,9 +31,16 @@ class RowReference(WireOrder):
         out = torch.empty_like(rows.q)
         for part in sequences(pool, spans, rows):
             full = part.start // self.fmt.page_tokens
-            k, v = (
-                torch.cat((held_pages(pool.planes[name], part.table, full).transpose(1, 2).flatten(0, 1), own))
-                for name, own in (("k", part.own_k), ("v", part.own_v))
-            )
-            out[part.rows] = exact_attention(part.q, k, v, part.start)
+            if self.fmt.exact:
+                held = (self._held(pool, name, part.table, full) for name in ("k", "v"))
+                k, v = (torch.cat(each) for each in zip(held, (part.own_k, part.own_v), strict=True))
+                out[part.rows] = exact_attention(part.q, k, v, part.start)
+            else:
+                last = (part.start + part.q.shape[0] - 1) // self.fmt.page_tokens
+                sealed = (self._held(pool, name, part.table, last) for name in ("k", "v"))
+                out[part.rows] = attention_by_page(part, sealed, self.fmt.page_tokens)
         return out
+
+    def _held(self, pool: Pool, name: str, table: Tensor, count: int) -> Tensor:
+        """The first `count` pages of a sequence as rows [count·Π, Hkv, D]."""
+        return held_pages(pool.planes[name], table, count).transpose(1, 2).flatten(0, 1)

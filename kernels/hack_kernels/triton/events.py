@@ -21,17 +21,21 @@ class Event(Protocol):
         ...
 
 
-def mark(device: torch.device) -> Event:
-    """A mark on the current stream of `device`, whichever device the calling thread has."""
+def mark(device: torch.device) -> Event | None:
+    """A mark on the current stream of `device`, whichever device the calling thread has. None while a CUDA graph is
+    captured there: an event in a graph is no mark of a time."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 class EventStopwatch:
-    """Implements `Stopwatch`. Work that the device has not finished is missing until it has; nothing waits for it."""
+    """Implements `Stopwatch`. Work that the device has not finished is missing until it has; nothing waits for it.
+    What a CUDA graph does is not measured."""
 
-    def __init__(self, new_mark: Callable[[], Event]) -> None:
+    def __init__(self, new_mark: Callable[[], Event | None]) -> None:
         self._new_mark = new_mark
         self._seconds = 0.0
         self._running = deque[tuple[Event, Event]]()
@@ -41,8 +45,10 @@ class EventStopwatch:
         self._began = self._new_mark()
 
     def __exit__(self, *exc: object) -> None:
-        self._running.append((self._began, self._new_mark()))
-        self._collect()
+        ended = self._new_mark()
+        if self._began is not None and ended is not None:  # while a graph is captured no event may be asked either
+            self._running.append((self._began, ended))
+            self._collect()
 
     @property
     def seconds(self) -> float:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.hack_kernels import level_pairs as pairs
 from tests.hack_kernels.pools import random_rows
-from tests.hack_kernels.test_levels import add_row, feedback_of, filled, metrics, one_span
+from tests.hack_kernels.test_levels import add_row, exact, feedback_of, filled, metrics, one_span
 
 SHAPES = [(d, pi, 3, 2) for d, pi in itertools.product(HEAD_DIMS, PAGE_TOKENS)]
 WIDTHS = [(64, 32, k, v) for k, v in itertools.product(LEVEL_BITS, LEVEL_BITS)]
@@ -45,6 +45,22 @@ def test_attention_agrees_with_the_definition(backend: cpu.CpuBackend, fmt: Leve
     pi, pages = fmt.page_tokens, fmt.window.pages + 1
     begins = (0, 3, pi - 1, pi, pi + 2, pages * pi - 1, -1)
     pairs.assert_attention_agrees(pairs.kernels_of(backend, fmt), fmt, group, begins)
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS[:: len(PAGE_TOKENS) - 1], *pairs.WINDOWED], ids=str)
+def test_prompts_equal_fp64_attention_on_what_codes_stand_for(backend: cpu.CpuBackend, fmt: LevelFormat) -> None:
+    """Rows around the edges of pages, to 2e-6 relative, plus what weights near a tie may turn."""
+    ours, _ = pairs.kernels_of(backend, fmt)
+    pages = fmt.window.pages + 2
+    n, d = pages * fmt.page_tokens + 3, fmt.head_dim
+    k, v = (random_rows(seed, n, pairs.HEADS, d).half() for seed in (1, 2))
+    q = random_rows(3, n, pairs.HEADS * 3, d)
+    out = ours.attend(0, filled(ours, fmt, k, v), one_span(0, n, pages), Rows(q, k, v))
+    for at, head in ((0, 0), (fmt.page_tokens - 1, 1), (fmt.page_tokens, 4), (n - 1, 5)):
+        kv = head // 3
+        wanted, slack = exact(fmt, q[at, head], k[:, kv], v[:, kv], at, None)
+        error = float((out[at, head].double() - wanted).norm())
+        assert error <= 2e-6 * float(wanted.norm()) + slack, (at, head, error, slack)
 
 
 def test_feedback_goes_by_the_layer_and_the_heads_of_the_model(backend: cpu.CpuBackend) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hack_kernels.triton.events import Event, EventStopwatch
@@ -13,11 +14,14 @@ class Stream:
     """A device that comes to one mark after another, when a test says so. Each takes a millisecond."""
 
     def __init__(self) -> None:
-        self.marks = self.reached = 0
+        self.marks = self.reached = self.asked = 0
 
     def mark(self) -> Event:
         self.marks += 1
         return Mark(self, self.marks)
+
+    def no_mark(self) -> None:
+        """While a graph is captured."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Mark:
     at: int
 
     def query(self) -> bool:
+        self.stream.asked += 1
         return self.at <= self.stream.reached
 
     def elapsed_time(self, end_event: Mark, /) -> float:
@@ -50,3 +55,18 @@ def test_what_is_measured_is_what_the_device_has_finished(acts: list[str]) -> No
             stream.reached += 1
         due = sum(end - begin for begin, end in measured if end <= stream.reached)
         assert abs(watch.seconds * 1000 - due) < 1e-9
+
+
+def test_nothing_is_measured_and_no_mark_is_asked_while_a_graph_is_captured() -> None:
+    """CUDA refuses both then."""
+    stream = Stream()
+    marks: list[Callable[[], Event | None]] = [stream.mark, stream.mark, stream.no_mark, stream.no_mark]
+    watch = EventStopwatch(lambda: marks.pop(0)())
+    with watch:
+        pass
+    asked = stream.asked
+    with watch:
+        pass
+    assert stream.asked == asked
+    stream.reached = 2
+    assert watch.seconds * 1000 == 1

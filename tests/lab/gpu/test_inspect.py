@@ -46,6 +46,9 @@ OF_LEVELS = {
     "install levels D=64 Π=64 K3V3 window 1+2": {"int8_mma": 0, "float_mma": 0},
 }
 """Pages of levels, on sm_90: 3 bits are two products, of 2 and of 1."""
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""What a program may have, by architecture."""
+CHECKSUMS = ("checksum mix64", "checksum XXH3 blocks", "checksum XXH3 chain")
 OF_ROWS = ("rows D=64 Π=64 G=8", "seal D=64 Π=64 K2V2 nearest")
 """Kernels that read FP16 rows, on every architecture."""
 ROWS = "rows D=128 Π=64 G=8"
@@ -72,7 +75,7 @@ Reports = dict[tuple[str, int], dict[str, Any]]
 @pytest.fixture(scope="module")
 def reports() -> Reports:
     """By kernel and architecture, from a process whose Triton compiles instead of interpreting."""
-    lines = inspected([*WITH_CODES, *OF_ROWS], list(ARCHITECTURES))
+    lines = inspected([*WITH_CODES, *OF_ROWS, *CHECKSUMS], list(ARCHITECTURES))
     lines += (
         inspected([DECODE, ROWS, *OF_LEVELS], [90])
         + inspected([*TOGETHER], [80, 90])
@@ -95,9 +98,16 @@ def inspected(kernels: list[str], architectures: list[int], *more: str) -> list[
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", [*WITH_CODES, *OF_ROWS])
+@pytest.mark.parametrize("kernel", [*WITH_CODES, *OF_ROWS, *CHECKSUMS])
 def test_nothing_spills(reports: Reports, kernel: str, arch: int) -> None:
     assert reports[kernel, arch]["local_accesses"] == 0
+
+
+def test_every_kernel_fits_the_shared_memory_of_its_architecture(reports: Reports) -> None:
+    """A launch that asks for more fails where it would serve. Source: CUDA C++ programming guide, compute capabilities."""
+    asked = {key: report["shared_bytes"] for key, report in reports.items()}
+    assert {arch for _, arch in asked} <= SHARED_KIB.keys()
+    assert {key: size for key, size in asked.items() if size > SHARED_KIB[key[1]] << 10} == {}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -38,6 +38,13 @@ def serves(worker: psutil.Process, client: socket.socket) -> bool:
     return any(one.raddr and one.raddr.port == port for one in worker.net_connections("tcp"))
 
 
+async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """A stream's events but for `[DONE]`, as they come."""
+    async for line in answer.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
+
+
 @asynccontextmanager
 async def clients_of(url: str, workers: list[psutil.Process]) -> AsyncIterator[list[httpx.AsyncClient]]:
     """A client of each worker, whose one connection is open. The system chooses workers by clients' ports."""
@@ -148,16 +155,18 @@ async def test_a_signal_to_all_ends_all_and_tells_who_is_being_served(checkpoint
         router(checkpoint, "lease_ttl_s=3600", "workers=2", "shutdown_grace_s=0.1") as (process, address),
         nodes(address["control"]) as (_, decode),
         clients_of(address["http"], workers := workers_of(process)) as clients,
+        AsyncExitStack() as stack,
     ):
         decode.script.gates[Point.TOKEN] = asyncio.Event()
-        sent = [asyncio.create_task(client.post(COMPLETIONS, json=BODY)) for client in clients]
-        async with httpx.AsyncClient(base_url=address["http"], timeout=PATIENCE_S) as third:
-            await until_served(third, "live", 2)
+        streams = [await stack.enter_async_context(client.stream("POST", COMPLETIONS, json=BODY)) for client in clients]
+        answers = [events(answer) for answer in streams]
+        for answer in answers:
+            assert "choices" in await anext(answer), "token 0, from the prefill node"
         for worker in workers:
             worker.send_signal(signum)
         process.send_signal(signum)
-        for answer in sent:
-            told = [json.loads(line[6:]) for line in (await answer).text.splitlines() if line.startswith("data: {")]
+        for answer in answers:
+            told = [event async for event in answer]
             assert told[-1]["error"]["message"] == "the router stopped before the request was complete"
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
         assert not any(one.is_running() for one in workers)

@@ -1,0 +1,89 @@
+"""KL against bytes and against job completion time. A line joins the codecs that no other beats in both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from bench.codecs.facts import SHORT, Facts
+from bench.codecs.jct import LINKS
+from bench.codecs.rows import ROWS
+from bench.codecs.verdict import CODES
+
+PROMPT: Final = "4k"
+DPI: Final = 90
+
+Point = tuple[str, float, float]
+"""Name, what is paid, KL."""
+
+
+def by_bytes(facts: Sequence[Facts], path: Path) -> bool:
+    """KL against bytes at rest; False if there is nothing to draw."""
+    points = [(each.row.name, each.share, each.lost[SHORT].kl) for each in _comparable(facts)]
+    return _draw([("", points)], "bytes at rest, of FP16's", path)
+
+
+def by_jct(facts: Sequence[Facts], path: Path) -> bool:
+    """KL against seconds of a job, one panel for each link; False if there is nothing to draw."""
+    panels = [
+        (
+            f"{PROMPT} tokens, {'free link' if link == 'none' else link}",
+            [
+                (each.row.name, seconds, each.lost[SHORT].kl)
+                for each in _comparable(facts)
+                if (seconds := each.jct_s(PROMPT, link)) is not None
+            ],
+        )
+        for link in LINKS
+    ]
+    return _draw([panel for panel in panels if panel[1]], "seconds of a job", path)
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other one beats in both, the cheapest first."""
+    kept = list[Point]()
+    for point in sorted(points, key=lambda each: (each[1], each[2])):
+        if not kept or point[2] < kept[-1][2]:
+            kept.append(point)
+    return kept
+
+
+def _comparable(facts: Sequence[Facts]) -> Iterator[Facts]:
+    """Lossy, and judged on the same text."""
+    for each in facts:
+        if SHORT in each.lost and each.lost[SHORT].kl > 0 and not each.evicts and not each.row.is_strawman:
+            yield each
+
+
+def _draw(panels: Sequence[tuple[str, Sequence[Point]]], what: str, path: Path) -> bool:
+    if not any(points for _, points in panels):
+        return False
+    figure = Figure(figsize=(6.4 * len(panels), 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, (title, points) in enumerate(panels, 1):
+        _panel(figure.add_subplot(1, len(panels), number), title, points, what)
+    figure.savefig(path, dpi=DPI)
+    return True
+
+
+def _panel(ax: Axes, title: str, points: Sequence[Point], what: str) -> None:
+    best = front(points)
+    ax.plot([at for _, at, _ in best], [kl for *_, kl in best], "-", color="0.75", zorder=1)
+    for codes, marker, label in ((True, "C0o", "attention on codes"), (False, "C1s", "dequantized or upcast")):
+        some = [(at, kl) for name, at, kl in points if (ROWS[name].codec.name in CODES) is codes]
+        ax.plot([at for at, _ in some], [kl for _, kl in some], marker, markersize=5, label=label)
+    for name, at, kl in points:
+        ax.annotate(name, (at, kl), xytext=(4, 3), textcoords="offset points", fontsize=7)
+    ax.set_yscale("log")
+    ax.set_xlabel(what, fontsize=9)
+    ax.set_ylabel(f"KL at {SHORT:,} tokens, nats", fontsize=9)
+    ax.set_title(title, fontsize=9)
+    ax.margins(x=0.12)
+    ax.tick_params(labelsize=8)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8, frameon=False)

@@ -1,0 +1,46 @@
+"""The rows of docs/codecs.md: every preset, some with other settings, and rivals as HACK's paper timed them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from hackkv.codecs import CODECS, PROJECTED
+from hackkv.config import CodecConfig
+from measure.accuracy.variants import VARIANTS
+
+MODEL: Final = "smollm2"
+UNFUSED: Final = ("fp8", "mxfp4", "kivi-4", "kivi-2", "kvquant-4", "kvquant-2", "kvcomp", "cachegen", "cachegen-eq86")
+"""Presets that are also timed writing FP16 rows to memory before they attend, in every call."""
+BESIDE: Final = ("kvquant-3", "kvcomp-channel", "mpcache-static", "snapkv-rot-k4v4")
+"""Rows of `hackkv eval` beside the presets."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecRow:
+    """One codec with its settings."""
+
+    name: str
+    """Also that of its row in `bench.kernels`."""
+    codec: CodecConfig
+    answers: str
+    """The row of `hackkv eval` that says what it loses: its own, but where kernels change no byte."""
+    timed: bool = True
+    """Whether its times are its own; else it differs from another row in what it loses only."""
+
+    @property
+    def is_strawman(self) -> bool:
+        """Whether it writes FP16 rows in every call."""
+        return self.name != self.answers
+
+
+def _rows() -> tuple[CodecRow, ...]:
+    known = {variant.name: variant.codec for variant in VARIANTS}
+    fused = [CodecRow(name, known[name], name) for name in (*CODECS, *BESIDE) if name not in PROJECTED]
+    straw = [CodecRow(f"{name}-unfused", CodecConfig(name=name, settings={"unfused": True}), name) for name in UNFUSED]
+    plain = [CodecRow(name, known[name], name, timed=False) for name in known if name.endswith("-plain")]
+    return (*fused, *plain, *straw)
+
+
+ROWS: Final = {row.name: row for row in _rows()}
+"""`zack` is not among them: it is nothing without a calibration, which nobody should make for this model."""

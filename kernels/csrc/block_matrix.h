@@ -1,0 +1,134 @@
+// Products with weights that rest as codes on a unit that multiplies whole tiles (AMX-INT8): the bits of block_product.h.
+//
+// A tile of a weight is unpacked once for many rows of x. The unit forms the integer sums of a block for 16 rows at
+// once. They pass through memory, and vectors add blocks as those of block_product.h do.
+#pragma once
+
+#include "block_product.h"
+#include "product.h"
+#include "simd/amx.h"
+
+namespace hack {
+
+// 16 rows of a weight, unpacked.
+struct WideTile {
+  std::int8_t* codes;  // [blocks, 8 quads, 16, 4]: of 8 bits less 128
+  float* scales;       // [blocks, 16]
+  float* minima;       // [blocks, 16]
+};
+
+// Codes and numbers of a tile of w in `scratch` (`wide_tile_bytes`).
+template <class S, int bits>
+WideTile widen_tile(const BlockItem& item, std::int64_t tile, std::byte* scratch) {
+  constexpr int kWide = kBlockColumns * kLanes, kCodes = kWide * bits / 8;
+  const std::int64_t blocks = item.x.blocks;
+  auto* numbers = reinterpret_cast<float*>(scratch + blocks * kWide);
+  const WideTile wide{reinterpret_cast<std::int8_t*>(scratch), numbers, numbers + blocks * kLanes};
+  const std::byte* block = item.w + tile * item.tile_bytes;
+  for (std::int64_t b = 0; b < blocks; ++b, block += block_bytes(bits)) {
+    std::int8_t* codes = wide.codes + b * kWide;
+    unrolled<bits>([&](auto quad) __attribute__((always_inline)) {
+      const auto packed = S::load_int(block + 64 * quad);
+      if constexpr (bits == 8) {
+        S::store_int(codes + 64 * quad, _mm512_xor_si512(packed, _mm512_set1_epi8(-128)));
+      } else {
+        S::store_int(codes + 64 * quad, S::template plane<bits, 0>(packed));
+        S::store_int(codes + 64 * (quad + 4), S::template plane<bits, 1>(packed));
+      }
+    });
+    const BlockScales<S, bits> numbers_of(block + kCodes);
+    S::store(wide.scales + b * kLanes, numbers_of.scale);
+    if constexpr (bits == 4) S::store(wide.minima + b * kLanes, numbers_of.minimum);
+  }
+  return wide;
+}
+
+// Forms the sums [16 rows, 16] of four blocks of 16 rows of x and of a tile, in tiles 0 to 3. Blocks past the last one
+// are read too: there is memory behind (`wide_tile_bytes`), and nobody adds their sums.
+template <class S>
+[[gnu::always_inline]] inline void form_sums(const RowBlock* x, const std::int8_t* w) {
+  constexpr int kWide = kBlockColumns * kLanes;
+  S::tiles_see_memory();
+  _tile_zero(0);
+  _tile_loadd(4, x[0].codes, kBlockColumns);
+  _tile_loadd(6, w, 64);
+  _tile_dpbssd(0, 4, 6);
+  _tile_zero(1);
+  _tile_loadd(5, x[1].codes, kBlockColumns);
+  _tile_loadd(7, w + kWide, 64);
+  _tile_dpbssd(1, 5, 7);
+  _tile_zero(2);
+  _tile_loadd(4, x[2].codes, kBlockColumns);
+  _tile_loadd(6, w + 2 * kWide, 64);
+  _tile_dpbssd(2, 4, 6);
+  _tile_zero(3);
+  _tile_loadd(5, x[3].codes, kBlockColumns);
+  _tile_loadd(7, w + 3 * kWide, 64);
+  _tile_dpbssd(3, 5, 7);
+}
+
+template <class S, int tile>
+[[gnu::always_inline]] inline void store_sums(std::int32_t* sums) {
+  if constexpr (tile == 0) _tile_stored(0, sums, 64);
+  if constexpr (tile == 1) _tile_stored(1, sums, 64);
+  if constexpr (tile == 2) _tile_stored(2, sums, 64);
+  if constexpr (tile == 3) _tile_stored(3, sums, 64);
+  S::tiles_see_memory();
+}
+
+// 16 rows of x, from row `row` on, times a tile of w. The unit forms sums of four blocks while those of the four before
+// are added.
+template <class S, Dtype dtype, int bits>
+void matrix_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const WideTile& w) {
+  alignas(64) std::int32_t sums[2][kMatrixBlocks][kLanes * kLanes];
+  const RowBlock* x = item.x.group_of(row);
+  const int blocks = item.x.blocks;
+  typename S::F totals[kLanes];
+  unrolled<kLanes>([&](auto r) __attribute__((always_inline)) { totals[r] = S::zero(); });
+  const auto add = [&](int b, const std::int32_t* from) __attribute__((always_inline)) {
+    const BlockScales<S, bits> scales(w.scales + b * kLanes, w.minima + b * kLanes);
+    unrolled<kLanes>([&](auto r) __attribute__((always_inline)) {
+      totals[r] = scales.add(totals[r], S::load_int(from + r * kLanes), x[b], r);
+    });
+  };
+  int b = 0;
+  for (; b < blocks; b += kMatrixBlocks) {
+    form_sums<S>(x + b, w.codes + b * kBlockColumns * kLanes);
+    const int turn = b / kMatrixBlocks % 2;
+    unrolled<kMatrixBlocks>([&](auto i) __attribute__((always_inline)) {
+      if (b > 0) add(b - kMatrixBlocks + i, sums[1 - turn][i]);
+      store_sums<S, i>(sums[turn][i]);
+    });
+  }
+  for (int i = b - kMatrixBlocks; i < blocks; ++i) add(i, sums[i / kMatrixBlocks % 2][i % kMatrixBlocks]);
+  unrolled<kLanes>([&](auto r) __attribute__((always_inline)) {
+    write_block<S, dtype>(item, row + r, tile, totals[r]);
+  });
+}
+
+// Tiles are taken in pairs, so that rows of x are read from the second-level cache half as often.
+template <class S, Dtype dtype, int bits>
+void matrix_rows(const BlockItem& item, std::int64_t last, std::byte* scratch) {
+  const typename S::BlockTiles tiles;
+  for (std::int64_t tile = item.first_tile; tile < item.last_tile; tile += kWideTiles) {
+    const int count = tile + kWideTiles <= item.last_tile ? kWideTiles : 1;
+    WideTile wide[kWideTiles];
+    for (int i = 0; i < count; ++i)
+      wide[i] = widen_tile<S, bits>(item, tile + i, scratch + i * wide_tile_bytes(item.x.blocks));
+    for (std::int64_t row = item.first_row; row < last; row += kLanes)
+      for (int i = 0; i < count; ++i) matrix_tile<S, dtype, bits>(item, row, tile + i, wide[i]);
+  }
+}
+
+// As block_product_of; what is left of 16 rows goes there.
+template <class S, Dtype dtype>
+void block_matrix_product_of(const BlockItem& item, std::byte* scratch) {
+  const std::int64_t last = item.first_row + (item.last_row - item.first_row) / kLanes * kLanes;
+  if (last > item.first_row)
+    item.bits == 8 ? matrix_rows<S, dtype, 8>(item, last, scratch) : matrix_rows<S, dtype, 4>(item, last, scratch);
+  BlockItem rest = item;
+  rest.first_row = last;
+  if (last < item.last_row) block_product_of<S, dtype>(rest, scratch);
+}
+
+}  // namespace hack

@@ -1,0 +1,79 @@
+"""A node of 16-bit weights on the Triton backend without a launch: what a tape may record and run again quickly.
+
+Decode over FP16 rows is a stand-in in torch, which looks at nothing on the host, as Triton's kernel does. Import it
+only where Triton is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hack_kernels.base import Pool, Rows, Spans
+from hack_kernels.block_weight import BlockWeight, Weight
+from hack_kernels.reference.rows import RowReference
+from hack_kernels.row_format import RowFormat
+from hack_kernels.triton import backend
+from hack_kernels.triton.backend import TritonRows
+from torch import Tensor
+
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.model.llama import Llama
+from hackkv.model.tiny import Tiny, write_tiny
+from hackkv.model.worker import Worker, load_worker
+
+
+class InvariantRows(TritonRows):
+    """A row's products do not depend on the rows beside it, so that padded batches give the same tokens to the bit."""
+
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        assert not isinstance(weight, BlockWeight)
+        return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+
+
+class StandingRows(RowReference):
+    """Decode reads all pages of the table and leaves out what its sequence does not hold."""
+
+    served_by = "triton"
+
+    def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
+        if rows.k is not None:
+            return super().attend(layer, pool, spans, rows)
+        pi, heads, starts = self.fmt.page_tokens, pool.num_kv_heads, spans.starts[:, None]
+        sealed = torch.arange(spans.table.shape[1] * pi) < starts // pi * pi
+        seen = torch.cat((sealed, torch.arange(pi) <= starts % pi), dim=1)[:, None, :, None]
+        keys, values = (
+            torch.cat((plane[spans.table].transpose(1, 2).flatten(2, 3), exact[spans.slots]), 2).double()
+            for plane, exact in ((pool.planes["k"], pool.open_k), (pool.planes["v"], pool.open_v))
+        )
+        q = rows.q.double().unflatten(1, (heads, -1)) / math.sqrt(rows.q.shape[2])
+        scores = (keys.masked_fill(~seen, 0) @ q.mT).masked_fill(~seen, -math.inf)
+        out = scores.softmax(2).mT @ values.masked_fill(~seen, 0)
+        return torch.flatten(out, 1, 2).to(rows.q.dtype)
+
+
+@contextmanager
+def standing() -> Iterator[None]:
+    """Codecs over FP16 rows compute with the stand-in."""
+    with pytest.MonkeyPatch.context() as patched:
+        formats: dict[Any, Any] = backend.FORMATS
+        patched.setitem(formats, RowFormat, lambda fmt, made: StandingRows(fmt, made.device))
+        yield
+
+
+def worker_in_16_bits(codec: str, page_tokens: int, layers: int = 1) -> Worker:
+    """A tiny one."""
+    with TemporaryDirectory() as folder:
+        path = write_tiny(Path(folder), Tiny(layers=layers, max_context=1024))
+        model = ModelConfig(path=str(path), dtype="bfloat16", backend="triton")
+        found = load_worker(model, CodecConfig(name=codec, settings={"page_tokens": page_tokens}))
+    llama = Llama(found.model.spec, found.model.weights, kernels=InvariantRows())
+    return replace(found, model=llama)
