@@ -20,14 +20,13 @@ from rich.text import Text
 
 from app.cluster import Checked
 from app.programs import ANSWERS, WRITES, Program
+from hackkv.defaults import EXACT_CODEC
 from hackkv.packaged import SHIPPED
 from hackkv.timing import Stage
 from hackkv.tokenizer import Tokenizer
 
 SEED = 1
 TIMEOUT_S = 120.0
-EXACT = "fp16"
-"""The codec that changes nothing."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -80,7 +79,7 @@ async def compare(url: str, model: str, program: Program, codec: str, answer: di
     first, *_, question = program.long.strip().splitlines()
     console.rule(f"a prompt of {answer['usage']['prompt_tokens']} tokens, with KV in {codec} and with exact KV")
     console.print(f"{first} [...] {question}", style="dim", markup=False)
-    table = Table(codec, EXACT, show_lines=True)
+    table = Table(codec, EXACT_CODEC, show_lines=True)
     table.add_row(Text(_text(answer)), Text(_text(exact)))
     console.print(table)
 

@@ -84,8 +84,8 @@ async def _demo(plan: ClusterPlan, begun: Begun | None) -> int:
         name, program = cluster.model.name, await demo.program_for(cluster.model)
         answer = await demo.demonstrate(cluster.url, name, program, out)
     codec = plan.worker["codec"]["name"]
-    if program.compared and codec != demo.EXACT:
-        exact = replace(plan, worker={**plan.worker, "codec": {"name": demo.EXACT}}, num_prefill=1, num_decode=1)
+    if program.compared and codec != demo.EXACT_CODEC:
+        exact = replace(plan, worker={**plan.worker, "codec": {"name": demo.EXACT_CODEC}}, num_prefill=1, num_decode=1)
         async with _started(exact, None) as cluster:
             await demo.compare(cluster.url, name, program, codec, answer, out)
     console.print("all processes stopped")
