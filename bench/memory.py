@@ -46,8 +46,8 @@ TIMEOUT_S: Final = 300.0
 PAUSE_S: Final = 5.0
 """Seconds between the last answer and the look: idle processes give memory back."""
 TARGET: Final = 1.6
-LIBRARY: Final = "libtorch_cpu.so"
-"""The largest file beside weights: who maps it maps the others, too."""
+SHARED: Final = ("libtorch_cpu.so", ".safetensors")
+"""How the names of the largest files end: who maps the library maps the others, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def alone(options: argparse.Namespace) -> list[Held]:
 
 
 def cluster(options: argparse.Namespace) -> tuple[list[Held], int]:
-    """The processes of `hackkv serve`, after it answered the requests, and how many others map their libraries.
+    """The processes of `hackkv serve`, after it answered the requests, and how many others map their files.
 
     The command itself comes first.
     """
@@ -116,13 +116,13 @@ def cluster(options: argparse.Namespace) -> tuple[list[Held], int]:
 
 
 def strangers(known: Iterable[int]) -> int:
-    """How many processes but the `known` map the file `LIBRARY` that those map, of those that may be asked. A copy in
-    another environment is another file."""
+    """How many processes but the `known` map a file of `SHARED` that those map, of those that may be asked. A copy in
+    another environment or cache is another file."""
     mapped: dict[int, set[str]] = {}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
-            mapped[int(maps.parent.name)] = {line.split(maxsplit=3)[3] for line in lines if line.endswith(LIBRARY)}
+            mapped[int(maps.parent.name)] = {line.split(maxsplit=3)[3] for line in lines if line.endswith(SHARED)}
     ours = set[str]().union(*(mapped.pop(pid, set()) for pid in known))
     return sum(bool(files & ours) for files in mapped.values())
 
@@ -172,7 +172,7 @@ def main() -> None:
     console = Console(highlight=False)
     console.print(table)
     if others:
-        console.print(f"{others} other processes map {LIBRARY}: pages of files count less than they should")
+        console.print(f"{others} others map the same library or weights, whose pages count less than they should")
     ratio, strict = total.total / one.total, total.total / trimmed.total
     console.print(f"the cluster holds {ratio:.2f} times what one process holds; the target is at most {TARGET}")
     console.print(f"it holds {strict:.2f} times what one process needs that gives memory back, too")

@@ -25,8 +25,8 @@ _AREA: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ *(.*)")
 def keep_one_heap() -> None:
     """Let all threads of this process allocate from one heap, before it has a second thread. Only glibc has several.
 
-    Of its other heaps glibc gives no end back when it is asked to `trim`: a thread that had allocated the tensors of one
-    pass kept up to 5 MiB. Threads here take turns at Python's lock, so one heap holds nobody up.
+    Asked to `trim`, glibc gives back no end of its other heaps: a thread that had allocated the tensors of a pass kept
+    up to 5 MiB. Threads here take turns at Python's lock, so one heap holds nobody up.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -118,13 +118,8 @@ class PrefixPool:
         return len(self._pages) + len(self._idle)
 
     @property
-    def free_slots(self) -> int:
-        """Slots that no prompt holds."""
-        return len(self._slots)
-
-    @property
     def idle_slots(self) -> tuple[int, ...]:
-        """Those of them that the next pass does not copy from."""
+        """Slots that no prompt holds and that the next pass does not copy from."""
         copied = self._points.copied if self._points is not None else frozenset[int]()
         return tuple(slot for slot in self._slots if slot not in copied)
 
