@@ -28,6 +28,8 @@ RECEIVER: Final = 1
 MAX_CTAS: Final = 2
 OLDEST: Final = 21800
 """The version from which a communicator can be told how many multiprocessors it may take, and not to block."""
+WARM_SIZES: Final = (4096, 4097)
+"""Bytes of two parcels that together run all that Triton compiles for any size: it looks at multiples of 16."""
 POLL_S: Final = 100e-6
 SUCCESS, IN_PROGRESS, UINT8 = 0, 7, 1  # ncclResult_t and ncclDataType_t
 
@@ -166,6 +168,7 @@ class NcclLink:
         nccl = self._nccl
         self._memory.use()
         if self._rank == RECEIVER:
+            self._warm_up()
             unique = self._call(nccl.get_unique_id)
             exchange.put("id", bytes(memoryview(unique)))
         else:
@@ -201,6 +204,15 @@ class NcclLink:
         self._memory.use()
         self._call(partial(self._nccl.comm_abort, comm))
         self._buffers.clear()
+
+    def _warm_up(self) -> None:
+        """Compile what checks parcels, of any size, before one waits for it."""
+        for size in WARM_SIZES:
+            buffer = self._memory.room(size)
+            self._memory.checksum(buffer, 0)
+            payload = self._memory.payload(buffer)
+            if isinstance(payload, DevicePayload):
+                payload.pieces((size,), 0)
 
     def _arrive(self, buffer: Tensor, due: Checksum | None) -> Payload:
         self._run(self._nccl.recv, buffer)

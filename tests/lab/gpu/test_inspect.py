@@ -104,7 +104,7 @@ def test_nothing_spills(reports: Reports, kernel: str, arch: int) -> None:
 
 
 def test_every_kernel_fits_the_shared_memory_of_its_architecture(reports: Reports) -> None:
-    """A launch that asks for more fails where it would serve. Source: CUDA C++ programming guide, compute capabilities."""
+    """A launch that asks for more fails where it would serve. Source: CUDA C++ programming guide."""
     asked = {key: report["shared_bytes"] for key, report in reports.items()}
     assert {arch for _, arch in asked} <= SHARED_KIB.keys()
     assert {key: size for key, size in asked.items() if size > SHARED_KIB[key[1]] << 10} == {}
