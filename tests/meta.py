@@ -25,7 +25,7 @@ from tests.pair import PI, greedy, prompt
 
 META = torch.device("meta")
 _aten = torch.ops.aten
-ARRIVING = (_aten.to, _aten._to_copy, _aten.lift_fresh, _aten.detach, _aten.slice)
+ARRIVING = (_aten.to, _aten._to_copy, _aten.lift_fresh, _aten.detach, _aten.detach_, _aten.slice)
 """What brings numbers of the host to the device, or looks at a part of them first."""
 
 

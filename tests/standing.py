@@ -7,9 +7,9 @@ only where Triton is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,10 +25,20 @@ from hack_kernels.triton import backend
 from hack_kernels.triton.backend import TritonRows
 from torch import Tensor
 
+from hackkv.batch import Span
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.model.llama import Llama
+from hackkv.model.runner import ModelRunner
+from hackkv.model.sampler import SamplerState
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker, load_worker
+from tests.pair import greedy
+from tests.tape import TapeRecorder, on_tape
+
+SLOTS = 5
+PAGES = 24
+SMALL = 8
+"""Rows of a page where no kernel of Triton has to know it."""
 
 
 class InvariantRows(TritonRows):
@@ -77,3 +87,47 @@ def worker_in_16_bits(codec: str, page_tokens: int, layers: int = 1) -> Worker:
         found = load_worker(model, CodecConfig(name=codec, settings={"page_tokens": page_tokens}))
     llama = Llama(found.model.spec, found.model.weights, kernels=InvariantRows())
     return replace(found, model=llama)
+
+
+@dataclass
+class Runners:
+    """One that runs recorded steps again, and one that enqueues each."""
+
+    recorded: ModelRunner
+    eager: ModelRunner
+    recorder: TapeRecorder
+
+
+def runners(codec: str, page_tokens: int, most: int, layers: int = 1) -> Runners:
+    worker = worker_in_16_bits(codec, page_tokens, layers)
+    with on_tape() as recorder:
+        recorded = ModelRunner(worker.model, worker.codec, PAGES, SLOTS, recorded=most)
+        recorded.record()
+    return Runners(recorded, ModelRunner(worker.model, worker.codec, PAGES, SLOTS), recorder)
+
+
+def spans_of(*held: int, pages: int = 2) -> list[Span]:
+    return [Span(slot, rows, 1, tuple(range(slot * pages, (slot + 1) * pages))) for slot, rows in enumerate(held)]
+
+
+def states(count: int) -> list[SamplerState]:
+    return [SamplerState(greedy("r", (5,), 99, ignore_eos=True).sampling, (5,), ()) for _ in range(count)]
+
+
+def assert_same_pages(both: Runners) -> None:
+    """All that sequences can have."""
+    for found, expected in zip(both.recorded.memory.pools, both.eager.memory.pools, strict=True):
+        for name, plane in expected.planes.items():
+            assert torch.equal(_bits(found.planes[name][:PAGES]), _bits(plane)), name
+
+
+def assert_same_rows(both: Runners, slot: int, runs: Iterable[slice]) -> None:
+    """In these places of a slot."""
+    for found, expected in zip(both.recorded.memory.pools, both.eager.memory.pools, strict=True):
+        for run in runs:
+            assert torch.equal(_bits(found.open_k[slot, :, run]), _bits(expected.open_k[slot, :, run]))
+            assert torch.equal(_bits(found.open_v[slot, :, run]), _bits(expected.open_v[slot, :, run]))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Series
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Final
 
 import torch
@@ -23,8 +26,10 @@ from hack_kernels.triton.backend import TritonBackend
 from bench.gpu.models import LLAMA, QWEN, TINY, Shape, exact_prompt, exact_step, random_model
 from bench.gpu.processes import Task
 from bench.gpu.shapes import Row, randomize
-from bench.passes import Passes, median_s
+from bench.passes import GREEDY, Passes, median_s
 from bench.wire import ends, push_s
+from decode_node.engine import DecodeEngine, Sequence, StepPart
+from hackkv.batch import Span
 from hackkv.codec import KvCodec
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
@@ -34,6 +39,7 @@ from hackkv.kv_memory import KvMemory
 from hackkv.model.config import ModelSpec
 from hackkv.model.llama import Llama
 from hackkv.model.runner import ModelRunner
+from hackkv.model.sampler import SamplerState
 from transport.wires import WIRES
 
 CODECS: Final = (DEFAULT_CODEC, "hack", "fp16")
@@ -78,20 +84,25 @@ def _step(shape: Shape, tokens: int, batch: int) -> Task:
 
 
 def step_row(shape: Shape, tokens: int, batch: int, backend: TritonBackend) -> Row:
-    """A decode step: whole, one in which every sequence fills a page, and its attention."""
+    """A decode step as one process runs it: each operator enqueued (and what of that is attention), recorded as a CUDA
+    graph, one in which every sequence fills a page, and steps of a node, one after another, which looks ahead."""
     model = random_model(shape, tokens + 2 * PAGE, backend.device, backend.rows)
     us, notes, floors, repeats = dict[str, float](), list[str](), dict[str, float](), repeats_on(backend)
     for name in CODECS:
         with fitting(notes, name):
-            runner, pages = random_kv(model, name, tokens + PAGE, batch, backend)
+            runner, pages = random_kv(model, name, tokens + PAGE, batch, backend, recorded=batch)
             passes = Passes(runner, pages)
             step, codec = passes.a_step(batch, tokens + 1), runner.codec
-            us[name] = median_s(step, repeats) * 1e6
+            us[f"{name}, eager"] = median_s(step, repeats) * 1e6
             before = codec.attend_s
             step()
             torch_ends(backend.device)
             us[f"{name}, attention"] = (codec.attend_s - before) * 1e6
+            with recording(notes, name):
+                runner.record()
+            us[name] = median_s(step, repeats) * 1e6
             us[f"{name}, pages fill"] = median_s(passes.a_step(batch, tokens), repeats) * 1e6
+            us[f"{name}, ahead"] = steady_s(runner, pages, batch, tokens, repeats) * 1e6
             notes.append(f"{name}: {batch / us[name] * 1e6:.0f} tokens/s, {waits(step, backend.device)} waits a step")
             floors[name] = model.weights.nbytes + runner.memory.footprint.resting_bytes(tokens) * batch
             del runner, passes, step
@@ -99,6 +110,33 @@ def step_row(shape: Shape, tokens: int, batch: int, backend: TritonBackend) -> R
         us["sdpa"] = median_s(exact_step(model, tokens, batch), repeats) * 1e6
     target = TARGETS.get((shape, tokens, batch), "")
     return _row("step", f"{shape.name}, {tokens} tokens x {batch}", us, notes, (floors, batch, target))
+
+
+def steady_s(runner: ModelRunner, pages: int, batch: int, tokens: int, steps: int) -> float:
+    """Seconds of a step of a node's engine, of `steps` steps that follow one that warms up."""
+    engine, sampling = DecodeEngine(runner), replace(GREEDY, max_tokens=1 << 30)
+    states = [SamplerState(sampling, (3,), (), kernels=runner.model.kernels) for _ in range(batch)]
+    going = [Sequence([5], state, 0.0) for state in states]
+    tables = [tuple(range(slot * pages, (slot + 1) * pages)) for slot in range(batch)]
+    began = 0.0
+    for number in range(steps + 1):
+        engine.step(
+            [
+                StepPart(sequence, Span(slot, tokens + number, 1, tables[slot]), replay=False)
+                for slot, sequence in enumerate(going)
+            ]
+        )
+        began = began or perf_counter()
+    return (perf_counter() - began) / steps
+
+
+@contextmanager
+def recording(notes: list[str], name: str) -> Iterator[None]:
+    """Notes why a device cannot record steps; they are enqueued then."""
+    try:
+        yield
+    except ConfigError as error:
+        notes.append(f"{name}: {error}")
 
 
 def prompt_row(shape: Shape, tokens: int, backend: TritonBackend) -> Row:
@@ -117,7 +155,7 @@ def prompt_row(shape: Shape, tokens: int, backend: TritonBackend) -> Row:
     return _row("prompt", f"{shape.name}, {tokens} tokens", us, notes, ({}, tokens, ">= 0.95x with exact prefill"))
 
 
-def _each(runs: Sequence[Callable[[], None]]) -> None:
+def _each(runs: Series[Callable[[], None]]) -> None:
     for run in runs:
         run()
 
@@ -210,10 +248,12 @@ def codec_on(backend: TritonBackend, spec: ModelSpec, name: str) -> KvCodec:
     return make_codec(CodecConfig(name=name, settings={"page_tokens": PAGE}), spec.kv_shape, backend)
 
 
-def random_kv(model: Llama, name: str, tokens: int, batch: int, backend: TritonBackend) -> tuple[ModelRunner, int]:
+def random_kv(
+    model: Llama, name: str, tokens: int, batch: int, backend: TritonBackend, recorded: int = 0
+) -> tuple[ModelRunner, int]:
     """A runner whose `batch` sequences have room for `tokens` rows each, full of random bytes, and pages for each."""
     pages = -(-tokens // PAGE) + 1
-    runner = ModelRunner(model, codec_on(backend, model.spec, name), pages * batch, batch)
+    runner = ModelRunner(model, codec_on(backend, model.spec, name), pages * batch, batch, recorded=recorded)
     for pool in runner.memory.pools:
         randomize(pool.planes)
     return runner, pages

@@ -64,9 +64,7 @@ class Evicting:
         heads = torch.arange(pool.num_kv_heads, device=pool.device)[:, None]
         k, v = (pool.notes[name][pages[stay // pi], heads, stay % pi].transpose(0, 1).contiguous() for name in ROWS)
         batch = codec.prepare(Batch.of([Span(span.slot, 0, held, span.pages)], pi, pool.device))
-        if codec.seals(batch):
-            with codec.sealing:
-                codec.seal(layer, pool, batch, k, v)
+        codec.seal(layer, pool, batch, (k, v))
         write_exact_rows(pool, batch, k, v)
 
     def _note(self, pool: Pool, table: Tensor, span: Span, q: Tensor, rows: tuple[Tensor, Tensor]) -> None:

@@ -86,14 +86,7 @@ class RequantizingCodec(PagedCodec):
         """The last page is codes too, however few rows it holds."""
         return True
 
-    def seals(self, batch: Batch) -> bool:
-        """Every row goes into its page's codes."""
-        return True
-
-    def seal(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
-        """Quantize the pages that the batch touches."""
-        self._requantize(layer, pool, batch.where, k, v)
-
-    def seal_decoded(self, layer: int, pool: Pool, batch: Batch) -> None:
-        """As any rows."""
-        self.seal(layer, pool, batch, *decode_rows(pool, batch))
+    def seal(self, layer: int, pool: Pool, batch: Batch, rows: tuple[Tensor, Tensor] | None = None) -> None:
+        """Quantize the pages that the batch touches: every row goes into its page's codes."""
+        with self.sealing:
+            self._requantize(layer, pool, batch.where, *(rows or decode_rows(pool, batch)))

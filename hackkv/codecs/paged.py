@@ -111,12 +111,6 @@ class PagedCodec:
         """Whose kernels compute."""
         return ", ".join(dict.fromkeys(kept.kernels.served_by for kept in self.layers))
 
-    @property
-    def records(self) -> bool:
-        """Where the backend has kernels for all pages, and nothing of a batch is looked at on the host."""
-        chooses = type(self).visible is not PagedCodec.visible
-        return self.served_by == self._backend.name and not self.seals_open_page and not chooses
-
     def fingerprint(self) -> Settings:
         """Name and settings; the backend is not among them, since backends agree bit for bit."""
         return (("codec", self.name), *((f"codec.{name}", value) for name, value in self.settings))
@@ -143,18 +137,14 @@ class PagedCodec:
         kernels, rows = self.layers[layer].kernels, self._backend.rows
         if batch.is_decode:
             rows.append(pool, batch.where, k, v, batch.faulty)
-            if self.seals(batch):
-                with self.sealing:
-                    self.seal_decoded(layer, pool, batch)
+            self.seal(layer, pool, batch)
             with self.attending:
                 out = kernels.attend(layer, pool, self.visible(layer, pool, batch, q), Rows(q))
                 if self.eviction and any(span.prompt for span in batch.spans):  # a chunk of one row
                     self.eviction.observe(pool, batch, q, *decode_rows(pool, batch))
             return out
         narrowed = rows.narrow(k, v, batch.where, batch.faulty)
-        if self.seals(batch):
-            with self.sealing:
-                self.seal(layer, pool, batch, *narrowed)
+        self.seal(layer, pool, batch, narrowed)
         with self.attending:
             out = kernels.attend(layer, pool, batch.where, Rows(q, *narrowed))
             write_exact_rows(pool, batch, *narrowed)
@@ -170,20 +160,18 @@ class PagedCodec:
         """
         return batch.where if self.selection is None else self.selection.visible(layer, pool, batch, q)
 
-    def seals(self, batch: Batch) -> bool:
-        """Whether `seal` has anything to do."""
-        return bool(batch.filled)
-
-    def seal(self, layer: int, pool: Pool, batch: Batch, k: Tensor, v: Tensor) -> None:
-        """Seal the pages that `batch` fills, in one kernel call; k, v [T, Hkv, D] float16 are all rows of the batch."""
+    def seal(self, layer: int, pool: Pool, batch: Batch, rows: tuple[Tensor, Tensor] | None = None) -> None:
+        """Seal the pages that `batch` fills, in one kernel call. `rows` are K and V of the whole batch, [T, Hkv, D]
+        float16; None where they stand in the slots already."""
         fills = batch.fills
-        assert fills is not None, "the caller asks `seals` first"
-        self.layers[layer].kernels.seal(layer, pool, fills.page_ids, fills.starts, *filled_pages(pool, batch, k, v))
-
-    def seal_decoded(self, layer: int, pool: Pool, batch: Batch) -> None:
-        """Seal the pages that a decode batch fills, whose rows stand in the slots by now."""
-        assert batch.fills is not None, "the caller asks `seals` first"
-        self.seal_held(layer, pool, batch.fills)
+        if fills is None:
+            return
+        with self.sealing:
+            if rows is None:
+                self.seal_held(layer, pool, fills)
+            else:
+                pages = filled_pages(pool, batch, *rows)
+                self.layers[layer].kernels.seal(layer, pool, fills.page_ids, fills.starts, *pages)
 
     def seal_held(self, layer: int, pool: Pool, fills: Fills) -> None:
         """Seal pages from their slots, in one kernel call."""

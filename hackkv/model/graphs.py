@@ -28,6 +28,10 @@ from hackkv.kv_memory import KvMemory
 from hackkv.model.llama import Llama
 from hackkv.step_input import Spare, StepInput
 
+DEFINITION: Final = "reference"
+"""Who computes on pages where a backend has no kernels (`KvCodec.served_by`)."""
+HALF: Final = 2
+"""Bytes of 16 bits."""
 STEP: Final = 8
 """From here on numbers of rows are multiples of it."""
 
@@ -63,6 +67,16 @@ class CudaRecorder:
 def recorder_on(device: torch.device) -> Recorder | None:
     """How a device records; None for the processor, which has nothing to gain."""
     return CudaRecorder(device) if device.type == "cuda" else None
+
+
+def recordable(codec: KvCodec, dtype: torch.dtype) -> bool:
+    """Whether a decode step of a model in `dtype` does the same for all batches of a size that fill no page.
+
+    Definitions look at lengths on the host, and so do kernels of FP16 rows for queries of 32 bits. Open pages that are
+    sealed go to the host too. Codecs that read some of their pages are left out: they may choose them anywhere.
+    """
+    kernels = DEFINITION not in codec.served_by.split(", ")
+    return kernels and codec.decodes_as_prefill and not codec.seals_open_page and dtype.itemsize == HALF
 
 
 def step_sizes(most: int) -> list[int]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Final
 
 import torch
 from hack_kernels.choosing import FAULTY, Choice
@@ -17,14 +16,11 @@ from hackkv.batch import Batch, Span, non_finite
 from hackkv.codec import KvCodec, rows_held
 from hackkv.errors import NonFiniteError
 from hackkv.kv_memory import KvMemory
-from hackkv.model.graphs import Graphs, recorder_on
+from hackkv.model.graphs import Graphs, recordable, recorder_on
 from hackkv.model.llama import Attend, Llama
 from hackkv.model.sampler import SamplerState, accept, choosing, no_choice
 from hackkv.step_input import Spare
 from hackkv.types import KvLayout, Token
-
-HALF: Final = 2
-"""Bytes of a weight of 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +51,7 @@ class ModelRunner:
         self.model = model
         self.codec = codec
         self.layout: KvLayout = spec.kv_layout(codec.page_tokens)
-        records = recorded and codec.records and model.dtype.itemsize == HALF
-        self._recorder = recorder_on(model.device) if records else None
+        self._recorder = recorder_on(model.device) if recorded and recordable(codec, model.dtype) else None
         spare = 0 if self._recorder is None else 1
         self.memory = KvMemory(codec, self.layout, num_pages + spare, num_slots + spare, prompts=prompts)
         self._graphs: Graphs | None = None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.block_weight import BlockWeight, Weight
-from hack_kernels.choosing import Choice, ChoiceRules, Chooser, Scores
+from hack_kernels.choosing import ChoiceKernels
 from hack_kernels.turns import Turns
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
@@ -148,7 +148,7 @@ class Rows:
     """[T, Hkv, D] float16, or None with `k`."""
 
 
-class RowKernels(Protocol):
+class RowKernels(ChoiceKernels, Protocol):
     """Operations of a model on rows; `hack_kernels.rowwise` is the definition.
 
     Rows are float32, float16 or bfloat16. Arithmetic is float32. A row's result does not depend on the rows beside it,
@@ -216,44 +216,6 @@ class RowKernels(Protocol):
 
     def gate(self, x: Tensor) -> Tensor:
         """silu(g) * u [T, n], where each row of x [T, 2n] is g [n] and then u [n]."""
-        ...
-
-    def new_chooser(self, rules: ChoiceRules, prompt_ids: Sequence[int]) -> Chooser:
-        """What these kernels keep of a sequence to choose its tokens, in the form that they read."""
-        ...
-
-    def choose(
-        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
-    ) -> list[int]:
-        """The next id of each row of logits [B, n], as `hack_kernels.choosing` defines it; waits for the device.
-
-        `choosers` [B] were made by these kernels; the call changes none. `allowed` [B, ceil(n / 32)] int32 holds a bit
-        for each id, bit i of word w that of id 32 w + i; a row of -1 allows all. Where a row has no next id the result
-        is `NOT_FINITE`, `NONE_ALLOWED`, or `FAULTY` for a row that is set in `faulty` [B] bool. Raises `ValueError`.
-        """
-        ...
-
-    def choosing(
-        self,
-        logits: Tensor,
-        choosers: Sequence[Chooser],
-        faulty: Tensor | None = None,
-        allowed: Tensor | None = None,
-        *,
-        later: bool = False,
-    ) -> Choice:
-        """`choose` whose ids need not be there when the call returns.
-
-        With `later` the choosers lack one token, which no rule asks for but by number (`ChoiceRules.foresees`).
-        """
-        ...
-
-    def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
-        """Log-probabilities under each row of logits [B, n]: of ids[b], and of the tops[b] most probable ids.
-
-        Waits for the device. A row that holds NaN, or whose largest is infinite, has NaN and no ids. Raises
-        `ValueError`.
-        """
         ...
 
     def set_in(self, flags: Tensor) -> list[int]:

@@ -132,6 +132,48 @@ class Choice:
     """The same on the host; waits for them."""
 
 
+class ChoiceKernels(Protocol):
+    """What a backend does with logits."""
+
+    def new_chooser(self, rules: ChoiceRules, prompt_ids: Sequence[int]) -> Chooser:
+        """What these kernels keep of a sequence to choose its tokens, in the form that they read."""
+        ...
+
+    def choose(
+        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
+    ) -> list[int]:
+        """The next id of each row of logits [B, n], as this module defines it; waits for the device.
+
+        `choosers` [B] were made by these kernels; the call changes none. `allowed` [B, ceil(n / 32)] int32 holds a bit
+        for each id, bit i of word w that of id 32 w + i; a row of -1 allows all. Where a row has no next id the result
+        is `NOT_FINITE`, `NONE_ALLOWED`, or `FAULTY` for a row that is set in `faulty` [B] bool. Raises `ValueError`.
+        """
+        ...
+
+    def choosing(
+        self,
+        logits: Tensor,
+        choosers: Sequence[Chooser],
+        faulty: Tensor | None = None,
+        allowed: Tensor | None = None,
+        *,
+        later: bool = False,
+    ) -> Choice:
+        """`choose` whose ids need not be there when the call returns.
+
+        With `later` the choosers lack one token, which no rule asks for but by number (`ChoiceRules.foresees`).
+        """
+        ...
+
+    def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
+        """Log-probabilities under each row of logits [B, n]: of ids[b], and of the tops[b] most probable ids.
+
+        Waits for the device. A row that holds NaN, or whose largest is infinite, has NaN and no ids. Raises
+        `ValueError`.
+        """
+        ...
+
+
 class NumpyChooser:
     """Implements `Chooser` for `choose` of this module."""
 

@@ -22,13 +22,14 @@ from hack_kernels.hack_format import HackFormat
 from hack_kernels.triton.backend import TritonBackend
 
 from bench.gpu.__main__ import WHEELS, Results
-from bench.gpu.engine import CODECS, COPIES, fitting, rows, wires
+from bench.gpu.engine import CODECS, COPIES, fitting, recording, rows, wires
 from bench.gpu.processes import Answer, Task, answers
 from bench.gpu.shapes import Row
 from bench.gpu.timing import measure
+from hackkv.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("", ", attention", ", pages fill")
+PARTS = ("", ", eager", ", attention", ", pages fill", ", ahead")
 """What is timed of a codec's step."""
 TIMEOUT_S = 900
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
@@ -66,6 +67,13 @@ def test_a_contender_that_does_not_fit_is_left_out_by_name() -> None:
     with fitting(notes, "fp16"):
         raise torch.OutOfMemoryError
     assert notes == ["fp16: does not fit memory"]
+
+
+def test_a_device_that_cannot_record_is_measured_all_the_same() -> None:
+    notes = list[str]()
+    with recording(notes, "hack"):
+        raise ConfigError("graphs: cuda:0 cannot record a decode step")
+    assert notes == ["hack: graphs: cuda:0 cannot record a decode step"]
 
 
 @pytest.mark.parametrize("cold", [True, False])

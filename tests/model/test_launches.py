@@ -27,6 +27,7 @@ from hackkv.batch import Span
 from hackkv.codecs import beneath
 from hackkv.config import CodecConfig
 from hackkv.model import runner as runner_module
+from hackkv.model.graphs import recordable
 from hackkv.model.llama import Llama
 from hackkv.model.runner import ModelRunner
 from tests.meta import META, NothingComesBack, later, on_device, on_meta, two_sequences
@@ -101,6 +102,10 @@ class Again:
         return work
 
 
+def test_all_that_has_kernels_is_recorded_but_what_chooses_pages() -> None:
+    assert [name for name in SERVED if not recordable(runner_on_triton(name).codec, torch.bfloat16)] == ["mpcache"]
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_a_recorded_step_takes_one_copy_to_the_device_and_reads_nothing_back(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -115,10 +120,10 @@ def test_a_recorded_step_takes_one_copy_to_the_device_and_reads_nothing_back(
         with checked_launches() as launched, NothingComesBack() as watch, torch.inference_mode():
             engine.step(parts)
         assert launched
-        assert set(map(compiled_for, launched)) <= compiled
+        assert not recorded or set(map(compiled_for, launched)) <= compiled
         copies.append(watch.brought)
         parts = later(parts)
-    assert copies == [1, 1, 1]
+    assert copies == ([1, 1, 1] if recordable(engine._runner.codec, torch.bfloat16) else [0, 0, 0])
 
 
 @pytest.mark.parametrize("name", SERVED)
