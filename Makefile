@@ -48,7 +48,7 @@ browser:  ## install Chromium for the tests of the page, as root on Debian; with
 	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >/dev/null; } \
 	  || echo "!!! no Chromium, and no way to install it: THE TESTS OF THE PAGE WILL BE SKIPPED" >&2
 
-compose-test: $(STAMP) $(NIXL)  ## build and run docker-compose.yml on a real Docker engine (root; starts one if none runs)
+compose-test: $(STAMP)  ## build and run docker-compose.yml on a real Docker engine (root; starts one if none runs)
 	deploy/tests/engine.sh $(BIN)/python -m pytest deploy/tests -s
 
 clients: $(CLIENTS)  ## install the client packages of clients-test, pinned, away from ours

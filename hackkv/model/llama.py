@@ -17,13 +17,13 @@ Rejected: padding the rows to whole groups, which held on AMD's processors and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from hack_kernels.base import RowKernels
-from hack_kernels.block_weight import BlockWeight, Weight
+from hack_kernels.block_weight import WIDTHS, BlockWeight, Weight
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
@@ -76,12 +76,6 @@ class Weights:
         return frozenset(each.bits for each in self._all() if isinstance(each, BlockWeight))
 
     @property
-    def all_packed(self) -> bool:
-        """Whether no matrix is multiplied as numbers."""
-        of_layers = (each for layer in self.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down))
-        return all(isinstance(each, BlockWeight) for each in (self.lm_head, *of_layers))
-
-    @property
     def nbytes(self) -> int:
         """Memory of all tensors; one that serves twice counts once."""
         return sum({each.data.data_ptr(): each.nbytes for each in self._all()}.values())
@@ -101,12 +95,13 @@ class Llama:
         self, spec: ModelSpec, weights: Weights, *, library_rows: int = NEVER, kernels: RowKernels | None = None
     ) -> None:
         """`kernels` compute all operations on rows; the default is torch. From `library_rows` rows on the library
-        multiplies in their place where weights are numbers; `NEVER` makes every row of the result independent of the
-        rows beside it, bit for bit.
+        multiplies in their place; `NEVER` makes every row of the result independent of the rows beside it, bit for bit.
         """
         self.spec = spec
         self.weights = weights
         self.library_rows = library_rows
+        self.unpack_rows: Mapping[int, int] = dict.fromkeys(WIDTHS, NEVER)
+        """Bits of a packed weight -> rows from which on it is unpacked, for one call, and the library multiplies."""
         self.device = weights.embed.device
         self.dtype = weights.final_norm.dtype
         self.kernels = kernels or Rowwise()
@@ -143,9 +138,13 @@ class Llama:
         return embed.index_select(0, ids)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, BlockWeight) or x.shape[0] < self.library_rows:
+        if self._is_ours(weight, x.shape[0]):
             return self.kernels.product(x, weight, bias)
-        return F.linear(x, weight, bias)
+        return F.linear(x, self.kernels.unpack(weight, x.dtype) if isinstance(weight, BlockWeight) else weight, bias)
+
+    def _is_ours(self, weight: Weight, rows: int) -> bool:
+        """Whether our kernels multiply, not the library."""
+        return rows < (self.unpack_rows[weight.bits] if isinstance(weight, BlockWeight) else self.library_rows)
 
     def _norm(self, x: Tensor, weight: Tensor, more: Tensor | None = None) -> Tensor:
         return self.kernels.norm(x, weight, self.spec.rms_eps, more)
@@ -166,7 +165,7 @@ class Llama:
     def _finish(self, layer: LayerWeights, x: Tensor, mixed: Tensor, next_norm: Tensor) -> Tensor:
         """The layer's rows after attention gave `mixed`; returns the norm of the next layer."""
         matrices = (layer.out, layer.gate_up, layer.down)
-        if x.shape[0] < self.library_rows or all(isinstance(each, BlockWeight) for each in matrices):
+        if all(self._is_ours(each, x.shape[0]) for each in matrices):
             return self.kernels.finish_layer(x, mixed, matrices, (layer.ffn_norm, next_norm), self.spec.rms_eps)
         normed = self._norm(x, layer.ffn_norm, self._product(mixed, layer.out))
         both = self._product(normed, layer.gate_up)

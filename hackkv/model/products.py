@@ -6,8 +6,9 @@ rows on: in BF16 from some hundred rows on where our own multiply matrices too (
 `vdpbf16ps`, never where the processor has no instructions for BF16. So each processor is asked once, at the first load,
 and remembered.
 
-Packed weights (`hack_kernels.block_weight`) are multiplied as they rest by our own kernels, whatever the rows: the
-library would need them as numbers, and is not faster with them (`python -m bench.products`).
+Packed weights (`hack_kernels.block_weight`) are multiplied as they rest by our own kernels, as integers. For the
+library they are turned into numbers, for one call. That pays on AMX alone, from some hundred rows on; the same question
+settles it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from hack_kernels.base import RowKernels
+from hack_kernels.block_weight import BlockWeight, Weight, quantized
 from torch import Tensor
 
 from hackkv.store import Key, Passing, Store
 
-Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(x [rows, in], weight [out, in]) -> [rows, out], all of one dtype."""
+Product: TypeAlias = Callable[[Tensor, Any], Tensor]
+"""(x [rows, in], weight [out, in]) -> [rows, out]; the weight is of x's dtype, or packed."""
 
 ALWAYS: Final = 0
 """From so many rows on the library multiplies: here at all times."""
@@ -59,14 +62,27 @@ _STORE: Final = Store("products", int, "who multiplies faster")
 def library_rows(own: Product, dtype: torch.dtype, isa: str) -> int:
     """Rows from which on the library multiplies faster than `own`, whose instruction set is `isa`; `NEVER` if at none
     of `ROWS`. Measured once for a processor and number of threads: some tenths of a second."""
-    return _STORE.remembered(_key(dtype, isa), lambda: _settled(measure(own, dtype)))
+    return _STORE.remembered(_key(dtype, isa, "numbers"), lambda: _settled(measure(own, dtype)))
 
 
-def _key(dtype: torch.dtype, isa: str) -> Key:
+def unpack_rows(kernels: RowKernels, bits: int, dtype: torch.dtype, isa: str) -> int:
+    """The same for weights packed in `bits` bits, which are unpacked for the library."""
+
+    def library(x: Tensor, weight: BlockWeight) -> Tensor:
+        return F.linear(x, kernels.unpack(weight, x.dtype))
+
+    def takes_over() -> int | Passing[int]:
+        return _settled(measure(kernels.product, dtype, library, lambda weight: quantized(weight, bits)))
+
+    return _STORE.remembered(_key(dtype, isa, f"int{bits}"), takes_over)
+
+
+def _key(dtype: torch.dtype, isa: str, weights: str) -> Key:
     capabilities = torch.cpu.get_capabilities()
     instructions = " ".join(sorted(name for name, present in capabilities.items() if present is True))
     return (
         ("version", VERSION),
+        ("weights", weights),
         ("dtype", str(dtype)),
         ("kernels", isa),
         ("torch", torch.__version__),
@@ -90,6 +106,10 @@ def _settled(measured: Measured) -> int | Passing[int]:
     return Passing(found) if measured.disturbed else found
 
 
+def _as_numbers(weight: Tensor) -> Weight:
+    return weight
+
+
 def takeover(seconds: Mapping[int, tuple[float, float]]) -> int:
     """The smallest number of rows from which on the library is always faster, by `GAIN`; `NEVER` if there is none.
 
@@ -104,10 +124,12 @@ def takeover(seconds: Mapping[int, tuple[float, float]]) -> int:
 
 
 @torch.inference_mode()
-def measure(own: Product, dtype: torch.dtype, library: Product = F.linear) -> Measured:
-    """The shortest times of `own` and of the library, in turns."""
+def measure(
+    own: Product, dtype: torch.dtype, library: Product = F.linear, form: Callable[[Tensor], Weight] = _as_numbers
+) -> Measured:
+    """The shortest times of `own` and of the library, in turns, with a weight that `form` makes."""
     x, weight = (torch.full(shape, 0.5, dtype=dtype) for shape in ((ROWS[-1], SIDE), (SIDE, SIDE)))
-    made = {rows: _in_turns((own, library), x[:rows], weight) for rows in ROWS}
+    made = {rows: _in_turns((own, library), x[:rows], form(weight)) for rows in ROWS}
     seconds = {rows: (ours.shortest, others.shortest) for rows, (ours, others) in made.items()}
     return Measured(seconds, any(each.calm == 0 for pair in made.values() for each in pair))
 
@@ -133,7 +155,7 @@ class _Times:
             self.calm, self.best = self.calm + 1, min(self.best, seconds)
 
 
-def _in_turns(products: tuple[Product, Product], x: Tensor, weight: Tensor) -> tuple[_Times, _Times]:
+def _in_turns(products: tuple[Product, Product], x: Tensor, weight: Weight) -> tuple[_Times, _Times]:
     times, spent, rounds = (_Times(), _Times()), 0.0, 0
     while rounds < ROUNDS or (spent < PATIENCE_S and (spent < SECONDS or min(each.calm for each in times) < ROUNDS)):
         rounds += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -33,7 +35,7 @@ from hackkv.model.dtypes import DTYPES
 from hackkv.model.identity import model_hash, source_hash
 from hackkv.model.llama import Llama
 from hackkv.model.packing import computed_in, packing_of
-from hackkv.model.products import ALWAYS, NEVER, library_rows
+from hackkv.model.products import ALWAYS, NEVER, library_rows, unpack_rows
 from hackkv.model.shipped import ModelFolder, find_model
 from hackkv.model.weights import PrepareWeights, check_weights, progress_bar
 from hackkv.nodes import Busiest, CodecLoss
@@ -183,12 +185,14 @@ class Unloaded:
                 kernels=rows,
                 on_bytes=on_bytes,
                 prepare=prepare,
+                library_rows=self._library_rows(partial(library_rows, rows.product)),
             )
-        if not model.weights.all_packed:
-            model.library_rows = self._library_rows()
+        model.unpack_rows = {
+            bits: self._library_rows(partial(unpack_rows, rows, bits)) for bits in sorted(model.weights.packed_bits)
+        }
         return model
 
-    def _library_rows(self) -> int:
+    def _library_rows(self, measured: Callable[[torch.dtype, str], int]) -> int:
         """As `ModelConfig.batch_invariant` says."""
         config, backend = self.config, self.backend
         invariant = config.dtype == "float32" if config.batch_invariant is None else config.batch_invariant
@@ -196,7 +200,7 @@ class Unloaded:
             return NEVER
         if backend.device.type != "cpu":
             return ALWAYS
-        return library_rows(backend.rows.product, DTYPES[config.dtype], backend.isa)
+        return measured(DTYPES[config.dtype], backend.isa)
 
 
 def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
@@ -225,11 +229,13 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
 
 def _products(llama: Llama) -> str:
     """The forms of packed weights, and who multiplies, for display."""
+    takeovers = {"": llama.library_rows, **{f"int{bits}": rows for bits, rows in llama.unpack_rows.items()}}
+    packed = [form for form in takeovers if form]
     who = "batch invariant"
-    if llama.library_rows != NEVER:
-        who = f"the library's products from {max(llama.library_rows, 1)} rows on"
-    packed = " and ".join(f"int{bits}" for bits in sorted(llama.weights.packed_bits))
-    return f"weights {packed}, {who}" if packed else who
+    if any(rows != NEVER for rows in takeovers.values()):
+        said = (f"{form} {max(rows, 1)}".strip() for form, rows in takeovers.items() if rows != NEVER)
+        who = f"the library's products from {', '.join(said)} rows on"
+    return f"weights {' and '.join(packed)}, {who}" if packed else who
 
 
 def check_worker(model: ModelConfig, codec: CodecConfig) -> None:

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hack_kernels.block_weight import BlockWeight, Weight
+from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
 from hack_kernels.choosing import ChoiceKernels
 from hack_kernels.turns import Turns
 from hack_kernels.window import OWN_PAGE_ONLY, Window
@@ -156,26 +156,11 @@ class RowKernels(ChoiceKernels, Protocol):
     """
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """x [T, k] @ weight [n, k]^T + bias [n] -> [T, n], all of one dtype; `weight` is contiguous.
-
-        With a packed weight x is rounded first (`block_weight.rounded_rows`).
-        """
+        """x [T, k] @ weight [n, k]^T + bias [n] -> [T, n], of one dtype. Packed: of `block_weight.rounded_rows(x)`."""
         ...
 
-    def finish_layer(
-        self,
-        x: Tensor,
-        mixed: Tensor,
-        matrices: tuple[Weight, Weight, Weight],
-        norms: tuple[Tensor, Tensor],
-        epsilon: float,
-    ) -> Tensor:
-        """What a layer does after its attention; `mixed` [T, m] are the heads of rows x [T, n].
-
-        `matrices` are out [n, m], gate_up [2 f, n] and down [n, f]; `norms` [n] are that of the feed-forward and that
-        of the next layer. x += mixed @ out^T; x += gate(norm(x) @ gate_up^T) @ down^T; the result is the norm of x,
-        [T, n]. x changes in place.
-        """
+    def finish_layer(self, x: Tensor, mixed: Tensor, matrices: Matrices, norms: Norms, epsilon: float) -> Tensor:
+        """x [T, n] += mixed [T, m] @ out^T; x += gate(norms[0](x) @ gate_up^T) @ down^T; -> norms[1](x) [T, n]."""
         ...
 
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:

@@ -79,6 +79,10 @@ class BlockWeight:
 
 Weight: TypeAlias = Tensor | BlockWeight
 """A matrix [out, in], as numbers or packed."""
+Matrices: TypeAlias = tuple[Weight, Weight, Weight]
+"""Those of a layer after its attention: out [n, m], gate_up [2 f, n] and down [n, f]."""
+Norms: TypeAlias = tuple[Tensor, Tensor]
+"""Weights [n] of the norm before the feed-forward, and of that before the next layer."""
 
 
 Codes: TypeAlias = tuple[Tensor, Tensor, Tensor | None]

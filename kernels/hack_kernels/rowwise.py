@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
-from hack_kernels.block_weight import BlockWeight, Weight, rounded_rows
+from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight, rounded_rows
 from hack_kernels.choosing import Choice, ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
 from hack_kernels.turns import Turns
 
@@ -32,14 +32,7 @@ class Rowwise:
             return F.linear(x, weight, bias)
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
 
-    def finish_layer(
-        self,
-        x: Tensor,
-        mixed: Tensor,
-        matrices: tuple[Weight, Weight, Weight],
-        norms: tuple[Tensor, Tensor],
-        epsilon: float,
-    ) -> Tensor:
+    def finish_layer(self, x: Tensor, mixed: Tensor, matrices: Matrices, norms: Norms, epsilon: float) -> Tensor:
         """Operation by operation."""
         out, gate_up, down = matrices
         normed = self.norm(x, norms[0], epsilon, self.product(mixed, out))

@@ -14,7 +14,7 @@ from hack_kernels.block_weight import (
     TILE,
     WIDTHS,
     BlockWeight,
-    Weight,
+    Matrices,
     nearest_codes,
     pack,
     quantized,
@@ -35,7 +35,6 @@ TORCH = Rowwise()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 32), (16, 64), (17, 32), (33, 128), (49, 96), (200, 576)]
 """Rows and columns: within a tile, whole tiles, tiles with a rest."""
-Matrices = tuple[Weight, Weight, Weight]
 bits_of = pytest.mark.parametrize("bits", WIDTHS)
 
 

@@ -19,7 +19,6 @@ from hackkv.model.config import FAMILIES
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.generate import generate
 from hackkv.model.packing import packing_of
-from hackkv.model.products import ALWAYS
 from hackkv.model.tiny import Tiny
 from hackkv.model.worker import Worker, load_worker
 from tests.model.gguf.writing import KINDS, write_gguf
@@ -76,23 +75,15 @@ def test_logits_are_near_those_of_the_numbers(weights: str, family: str, make_ti
     assert 0 < float((found - wanted).norm() / wanted.norm()) < CLOSE
 
 
-def test_the_library_multiplies_no_packed_weight(make_tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So nobody asks how fast it is if all matrices are packed."""
-    asked = list[str]()
-
-    def library_rows(*question: object) -> int:
-        asked.append(str(question))
-        return 4
-
-    monkeypatch.setattr("hackkv.model.worker.library_rows", library_rows)
-    packed = worker(make_tiny(TINY), "int8", dtype="bfloat16", batch_invariant=False)
-    assert packed.kernels.endswith("weights int8, batch invariant")
-    before = logits(packed.model)
-    packed.model.library_rows = ALWAYS
-    assert torch.equal(logits(packed.model), before)
-    assert not asked
-    numbers_too = worker(make_tiny(replace(TINY, ffn=172)), "int8", dtype="bfloat16", batch_invariant=False)
-    assert numbers_too.kernels.endswith("weights int8, the library's products from 4 rows on")
+@pytest.mark.parametrize("rows", [0, 8])
+def test_many_rows_may_go_to_the_library(rows: int, make_tiny: MakeTiny) -> None:
+    """It has the numbers and rounds no rows; rows that it does not get are multiplied as ever."""
+    model = load_model(make_tiny(TINY), "float32", packing=packing_of("int8", "float32"))
+    before, wanted = logits(model), logits(numbers(model))
+    model.unpack_rows = {8: rows}
+    assert torch.allclose(logits(model), wanted, atol=1e-4)
+    model.unpack_rows = {8: 61}
+    assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize("kind", [KINDS.Q8_0, KINDS.Q4_0, KINDS.Q4_1], ids=lambda kind: kind.name)

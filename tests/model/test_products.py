@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hack_kernels.block_weight import WIDTHS, BlockWeight, Weight
+from hack_kernels.rowwise import Rowwise
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hackkv import store
 from hackkv.model import products
-from hackkv.model.products import GAIN, NEVER, ROUNDS, ROWS, library_rows, measure, takeover
+from hackkv.model.products import GAIN, NEVER, ROUNDS, ROWS, library_rows, measure, takeover, unpack_rows
 
 TIMES = st.tuples(*(st.floats(1e-6, 1.0) for _ in range(2)))
 
@@ -47,10 +49,33 @@ def test_a_processor_is_asked_once(dtype: torch.dtype, tmp_path: Path, monkeypat
     assert not asked
     library_rows(own, dtype, "elsewhere")
     assert asked
-    asked.clear()
-    monkeypatch.setattr(products, "VERSION", "0")
-    library_rows(own, dtype, "here")
-    assert asked
+
+
+class Counted(Rowwise):
+    """Notes the forms of weights that it multiplies."""
+
+    def __init__(self) -> None:
+        self.asked = set[int]()
+
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, BlockWeight):
+            self.asked.add(weight.bits)
+        return super().product(x, weight, bias)
+
+
+def test_each_form_is_a_question_of_its_own_and_a_new_version_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(products, "SIDE", 64)
+    kernels = Counted()
+    for version in ("1", "2"):
+        monkeypatch.setattr(products, "VERSION", version)
+        for bits in WIDTHS:
+            for asked in (set[int]({bits}), set[int]()):
+                kernels.asked.clear()
+                assert unpack_rows(kernels, bits, torch.float32, "here") in (*ROWS, NEVER)
+                assert kernels.asked == asked
 
 
 def test_both_are_timed() -> None:

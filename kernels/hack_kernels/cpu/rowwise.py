@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
-from hack_kernels.block_weight import BlockWeight, Weight
+from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
 from hack_kernels.choosing import ChoiceRules, Chooser, Scores
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.rowwise import Rowwise
@@ -33,14 +33,7 @@ class RowwiseCpu(Rowwise):
         self._native.product(x, weight, bias, out)
         return out
 
-    def finish_layer(
-        self,
-        x: Tensor,
-        mixed: Tensor,
-        matrices: tuple[Weight, Weight, Weight],
-        norms: tuple[Tensor, Tensor],
-        epsilon: float,
-    ) -> Tensor:
+    def finish_layer(self, x: Tensor, mixed: Tensor, matrices: Matrices, norms: Norms, epsilon: float) -> Tensor:
         """One C++ call: six operations of a decode step for the time in Python of one."""
         room, out = x.new_empty(x.shape[0], x.shape[1] + 3 * matrices[2].shape[1]), torch.empty_like(x)
         self._native.finish_layer(x, mixed, tuple(map(_data, matrices)), *norms, epsilon, room, out)
