@@ -128,8 +128,8 @@ def write(accuracy: Path, out: Path) -> None:
     }
     for name, (text, data) in sections.items():
         write_section(out, name, text, data, PAGE)
-    if jct:
-        (out / STAGES_PAGE).write_text(tables.stages(facts, jct["machine"]), encoding="utf-8")
+    where = jct["machine"] if jct else "no machine yet"
+    (out / STAGES_PAGE).write_text(tables.stages(facts, where), encoding="utf-8")
 
 
 def _pictures(facts: Sequence[Facts], out: Path) -> str:

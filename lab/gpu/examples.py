@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 from hack_kernels.base import Pool, Spans
+from hack_kernels.float_format import FloatFormat
 from hack_kernels.hack_format import (
     HEAD_DIMS,
     PAGE_TOKENS,
@@ -20,6 +21,7 @@ from hack_kernels.level_format import Feedback, LevelFormat
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.exchange import exchange_launch
+from hack_kernels.triton.floats import WIDEST, float_decode_launch, new_float_pages
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import new_pages
 from hack_kernels.triton.level_decode import level_decode_launch
@@ -78,6 +80,14 @@ def rows(fmt: HackFormat, group: int) -> Example:
     planes = {name: _empty(*shape, dtype=torch.float16) for name in "kv"}
     launch = rows_launch(replace(_pool(fmt, 0), planes=planes), *_one_step(fmt, group))
     return Example(f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}", launch, ROWS_AT_ONCE.value)
+
+
+def fp8(head_dim: int, page_tokens: int, group: int) -> Example:
+    """Pages of E4M3."""
+    shape, fmt = HackFormat(head_dim, page_tokens), FloatFormat(head_dim, page_tokens=page_tokens)
+    planes = new_float_pages(fmt, TOKENS // page_tokens, KV_HEADS, torch.device("meta"))
+    launch = float_decode_launch(fmt, replace(_pool(shape, 0), planes=planes), *_one_step(shape, group))
+    return Example(f"fp8 D={head_dim} Π={page_tokens} G={group}", launch, ROWS_AT_ONCE.value)
 
 
 def prefill(fmt: HackFormat, group: int) -> Example:
@@ -212,7 +222,10 @@ DECODE: Final = (
     decode(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC, stored_sums=False), 8),
     decode(HackFormat(64, 64, arithmetic=Arithmetic.ASYMMETRIC), 8),
 )
-RIVALS: Final = tuple(rival(HackFormat(d, 64), 8) for rival in (dequantize, rows) for d in (128, 64))
+RIVALS: Final = (
+    *(rival(HackFormat(d, 64), 8) for rival in (dequantize, rows) for d in (128, 64)),
+    *(fp8(d, 64, group) for d, group in ((128, 8), (128, 4), (64, 3))),
+)
 PREFILL: Final = (
     prefill(HackFormat(128, 64), 4),
     prefill(HackFormat(64, 32), 7),
@@ -260,6 +273,7 @@ def grid(head_dim: int, page_tokens: int, bits: int) -> tuple[Example, ...]:
 
 GRID: Final = (
     *(rows(HackFormat(d, pi), 8) for d, pi in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS)),
+    *(fp8(d, pi, 8) for d, pi in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS) if d <= WIDEST),
     *(
         example
         for d, pi, bits in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS, reversed(CODE_BITS))
