@@ -19,6 +19,7 @@ from functools import partial
 from typing import Final, Protocol
 
 import torch
+from hack_kernels.base import DEFINITION
 from torch import Tensor
 
 from hackkv.batch import Span
@@ -28,8 +29,6 @@ from hackkv.kv_memory import KvMemory
 from hackkv.model.llama import Llama
 from hackkv.step_input import Spare, StepInput
 
-DEFINITION: Final = "reference"
-"""Who computes on pages where a backend has no kernels (`KvCodec.served_by`)."""
 HALF: Final = 2
 """Bytes of 16 bits."""
 STEP: Final = 8

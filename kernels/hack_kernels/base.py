@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -224,6 +224,10 @@ class RowKernels(ChoiceKernels, Protocol):
         ...
 
 
+DEFINITION: Final = "reference"
+"""Who serves pages that a backend has no kernels for (`PageKernels.served_by`): the definition of their format."""
+
+
 class PageKernels(Protocol):
     """A backend's operations on pages of one format; each object is bound to its format.
 
@@ -234,7 +238,7 @@ class PageKernels(Protocol):
 
     @property
     def served_by(self) -> str:
-        """Who computes, for display: a backend's name, or "reference" where the format's definition serves."""
+        """Who computes: a backend's name, `DEFINITION` where the format's definition serves; "A, B" if several do."""
         ...
 
     @property

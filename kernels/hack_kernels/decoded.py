@@ -25,6 +25,11 @@ LARGEST_FP16: Final = 65504.0
 class Coder(Protocol):
     """What codes are made of rows, and what they stand for (`ReadingReference`)."""
 
+    @property
+    def served_by(self) -> str:
+        """As `PageKernels` has it."""
+        ...
+
     def quantize(self, name: str, rows: Tensor) -> Planes:
         """K or V of pages, [..., Π, D] FP16 -> its planes."""
         ...
@@ -67,8 +72,8 @@ class DecodedKernels:
 
     @property
     def served_by(self) -> str:
-        """Who attends to rows."""
-        return self._below.served_by
+        """Who attends to rows, and who codes them."""
+        return ", ".join(dict.fromkeys((self._below.served_by, self._coder.served_by)))
 
     @property
     def approximation_s(self) -> float:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hack_kernels.base import PageFormat, Planes, Pool
+from hack_kernels.base import DEFINITION, PageFormat, Planes, Pool
 from hack_kernels.check import check_install
 
 
 class WireOrder:
     """Implements `new_planes`, `install` and `export` of `PageKernels`; a definition adds its arithmetic."""
 
-    served_by = "reference"
+    served_by = DEFINITION
 
     def __init__(self, fmt: PageFormat, device: torch.device) -> None:
         self.format, self.device = fmt, device

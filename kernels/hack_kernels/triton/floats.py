@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hack_kernels.base import PageFormat, Planes, Pool, Rows, Spans
+from hack_kernels.base import DEFINITION, PageFormat, Planes, Pool, Rows, Spans
 from hack_kernels.check import check_attention
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.reference.floats import FloatReference
@@ -133,7 +133,7 @@ class FloatTriton(FloatReference):
     to FP16.
     """
 
-    served_by = "triton"
+    served_by = f"triton, {DEFINITION}"
 
     def __init__(self, fmt: FloatFormat, device: torch.device, workspace: Workspace) -> None:
         super().__init__(fmt, device)
