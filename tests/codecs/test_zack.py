@@ -85,8 +85,8 @@ def test_with_all_channels_the_model_computes_what_it_did(tmp_path: Path, tiny: 
 
 
 def test_packed_weights_stay_as_they_are_and_v_turns_at_run_time(tmp_path: Path) -> None:
-    """With the first channels of V as with weights that are folded, and with all of them the same answers, but for steps
-    of the 8 bits to which rows are rounded."""
+    """With the first channels of V as with weights that are folded, and with all of them the same answers, but for
+    steps of the 8 bits to which rows are rounded."""
     folder, ids = write_tiny(tmp_path / "model", Tiny(max_context=256)), prompt(1, PI)
     exact, projected = worker_of(folder, "int8"), worker_of(folder, "int8", removal="0%")
     wanted, found = (logits_and_pages(each, ids)[0] for each in (exact, projected))
