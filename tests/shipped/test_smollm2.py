@@ -95,6 +95,7 @@ def test_the_calibration_that_ships_is_of_this_model(name: str, weights: str) ->
     assert shipped.kl < 0.02
 
 
+@pytest.mark.timeout(1800)  # a real model reads a thousand tokens twice for each codec
 @pytest.mark.parametrize("weights", ["bf16", "auto"])
 def test_the_calibration_that_ships_helps(weights: str) -> None:
     """On text that no calibration has seen. The canary's is too short: roundings of BF16 weigh as much there."""
