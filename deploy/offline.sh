@@ -31,4 +31,5 @@ print(re.search("ARG TORCH=(.*)", open("deploy/Dockerfile").read())[1], "cmake",
 
 docker image inspect "hackkv-base:$SUITE" >/dev/null 2>&1 || { echo "making hackkv-base:$SUITE"; make_base; }
 echo "collecting wheels"
-"$PYTHON" -m pip download --quiet --only-binary :all: --python-version 3.11 --dest deploy/wheels --requirement <(requirements)
+"$PYTHON" -m pip download --quiet --only-binary :all: --python-version 3.11 --dest deploy/wheels --constraint constraints.txt \
+    --requirement <(requirements)

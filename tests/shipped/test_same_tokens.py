@@ -39,7 +39,7 @@ def make_worker() -> Worker:
 def test_greedy_tokens_equal_transformers(oracle: LlamaForCausalLM, worker: Worker, prompt: str) -> None:
     ids = tuple(Tokenizer(FOLDER).encode(prompt))
     prompt_ids = torch.tensor([ids])
-    whole = oracle.generate(  # type: ignore[misc]
+    whole = oracle.generate(
         prompt_ids,
         attention_mask=torch.ones_like(prompt_ids),
         max_new_tokens=NEW_TOKENS,

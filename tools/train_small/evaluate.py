@@ -79,7 +79,7 @@ def complete(subject: Subject, prompt: str, greedy: bool, tokens: int = 64) -> s
     ids = subject.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     plain = {"do_sample": False, "temperature": None, "top_p": None, "repetition_penalty": None}
     choice: dict[str, Any] = plain if greedy else {}
-    out = subject.model.generate(  # type: ignore[misc]
+    out = subject.model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, pad_token_id=1, **choice
     )
     return str(subject.tokenizer.decode(out[0, ids.shape[1] :]))
