@@ -9,10 +9,6 @@ namespace hack {
 namespace {
 namespace bound {  // named like what they call
 
-std::size_t dimensions(nb::handle tensor) {
-  return nb::len(nb::object(tensor.attr("shape")));
-}
-
 // A weight [outputs, k] as codes.
 BlockWeight codes_of(nb::handle tensor, std::int64_t outputs, std::int64_t k) {
   const Array weight(tensor, "weight");
@@ -144,15 +140,15 @@ void block_product(const Kernels& kernels, nb::handle x, nb::handle weight, nb::
     hack::product(kernels.rows_of(rows), kernels.threads(), rows.strips(), codes, added, to.strips());
 }
 
-// A matrix [outputs, k] that rests as numbers or as codes, and rows times it.
+// A matrix [outputs, k] of numbers or, with three dimensions, of codes; and rows times it.
 class Matrix {
  public:
   Matrix(nb::handle weight, const RowArray& like, std::int64_t outputs, std::int64_t k) : outputs_(outputs), k_(k) {
-    if (dimensions(weight) == 3) {
+    const Array numbers(weight, "weight");
+    if (numbers.ndim() == 3) {
       codes_ = codes_of(weight, outputs, k);
       return;
     }
-    const Array numbers(weight, "weight");
     expect_shape(numbers, {std::size_t(outputs), std::size_t(k)});
     if (float_dtype(numbers.type(), "weight") != like.dtype()) refuse("weight has the wrong dtype for x");
     numbers_ = static_cast<const std::byte*>(numbers.data());

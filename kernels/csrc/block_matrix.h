@@ -43,27 +43,24 @@ WideTile widen_tile(const BlockItem& item, std::int64_t tile, std::byte* scratch
   return wide;
 }
 
-// Forms the sums [16 rows, 16] of four blocks of 16 rows of x and of a tile, in tiles 0 to 3. Blocks past the last one
-// are read too: there is memory behind (`wide_tile_bytes`), and nobody adds their sums.
+// Forms the sums [16 rows, 16] of both bytes of two blocks of 16 rows of x and of a tile, in tiles 0 to 3. The block past
+// the last one is read too: there is memory behind (`wide_tile_bytes`), and nobody adds its sums.
 template <class S>
 [[gnu::always_inline]] inline void form_sums(const RowBlock* x, const std::int8_t* w) {
-  constexpr int kWide = kBlockColumns * kLanes;
   S::tiles_see_memory();
-  _tile_zero(0);
-  _tile_loadd(4, x[0].codes, kBlockColumns);
   _tile_loadd(6, w, 64);
+  _tile_zero(0);
+  _tile_loadd(4, x[0].codes[0], kBlockColumns);
   _tile_dpbssd(0, 4, 6);
   _tile_zero(1);
-  _tile_loadd(5, x[1].codes, kBlockColumns);
-  _tile_loadd(7, w + kWide, 64);
-  _tile_dpbssd(1, 5, 7);
+  _tile_loadd(5, x[0].codes[1], kBlockColumns);
+  _tile_dpbssd(1, 5, 6);
+  _tile_loadd(7, w + kBlockColumns * kLanes, 64);
   _tile_zero(2);
-  _tile_loadd(4, x[2].codes, kBlockColumns);
-  _tile_loadd(6, w + 2 * kWide, 64);
-  _tile_dpbssd(2, 4, 6);
+  _tile_loadd(4, x[1].codes[0], kBlockColumns);
+  _tile_dpbssd(2, 4, 7);
   _tile_zero(3);
-  _tile_loadd(5, x[3].codes, kBlockColumns);
-  _tile_loadd(7, w + 3 * kWide, 64);
+  _tile_loadd(5, x[1].codes[1], kBlockColumns);
   _tile_dpbssd(3, 5, 7);
 }
 
@@ -76,19 +73,20 @@ template <class S, int tile>
   S::tiles_see_memory();
 }
 
-// 16 rows of x, from row `row` on, times a tile of w. The unit forms sums of four blocks while those of the four before
-// are added.
+// 16 rows of x, from row `row` on, times a tile of w. The unit forms sums of two blocks while those of the two before are
+// added.
 template <class S, Dtype dtype, int bits>
 void matrix_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const WideTile& w) {
-  alignas(64) std::int32_t sums[2][kMatrixBlocks][kLanes * kLanes];
+  alignas(64) std::int32_t sums[2][kMatrixBlocks][kRowBytes][kLanes * kLanes];
   const RowBlock* x = item.x.group_of(row);
   const int blocks = item.x.blocks;
   typename S::F totals[kLanes];
   unrolled<kLanes>([&](auto r) __attribute__((always_inline)) { totals[r] = S::zero(); });
-  const auto add = [&](int b, const std::int32_t* from) __attribute__((always_inline)) {
+  const auto add = [&](int b, const std::int32_t (*from)[kLanes * kLanes]) __attribute__((always_inline)) {
     const BlockScales<S, bits> scales(w.scales + b * kLanes, w.minima + b * kLanes);
     unrolled<kLanes>([&](auto r) __attribute__((always_inline)) {
-      totals[r] = scales.add(totals[r], S::load_int(from + r * kLanes), x[b], r);
+      const auto upper = S::load_int(from[0] + r * kLanes), lower = S::load_int(from[1] + r * kLanes);
+      totals[r] = scales.add(totals[r], upper, lower, x[b], r);
     });
   };
   int b = 0;
@@ -97,7 +95,8 @@ void matrix_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, con
     const int turn = b / kMatrixBlocks % 2;
     unrolled<kMatrixBlocks>([&](auto i) __attribute__((always_inline)) {
       if (b > 0) add(b - kMatrixBlocks + i, sums[1 - turn][i]);
-      store_sums<S, i>(sums[turn][i]);
+      store_sums<S, kRowBytes * i>(sums[turn][i][0]);
+      store_sums<S, kRowBytes * i + 1>(sums[turn][i][1]);
     });
   }
   for (int i = b - kMatrixBlocks; i < blocks; ++i) add(i, sums[i / kMatrixBlocks % 2][i % kMatrixBlocks]);

@@ -1,7 +1,7 @@
 // Products with weights that rest as codes (block_weight.py): blocks of 32 columns, 16 rows of a weight side by side.
 //
-// Rows of x are rounded to bytes, with a scale for each block. Sums within a block are integers. Blocks are added in one
-// order, each with one rounding. So every instruction set gives the same bits, whatever rows stand beside.
+// Values of x are rounded to two bytes, with a scale for each block. Sums within a block are integers. Blocks are added in
+// one order, each with one rounding. So every instruction set gives the same bits, whatever rows stand beside.
 #pragma once
 
 #include "rowwise.h"
@@ -11,27 +11,34 @@ namespace hack {
 
 inline constexpr float kSmallestBlock = 1e-30f;  // values of a block that are all smaller count as 0
 
-// A row of k values -> nearest(value / scale), scale = largest / 127, at a place in blocks of 16 rows. A block that holds
-// a value which is not finite has NaN as its scale.
+// A row of k values -> row `at` of `out`: nearest(value / scale) = 254 upper + lower, scale = largest / (127 * 254). A
+// block that holds a value which is not finite has NaN as its scale.
 template <class S, Dtype dtype>
-void round_blocks(const std::byte* row, int k, RowBlock* out, int place) {
-  for (int b = 0; b < k / kBlockColumns; ++b) {
+void round_blocks(const std::byte* row, int k, const BlockRows& out, std::int64_t at) {
+  RowBlock* block = out.group_of(at);
+  const int place = int(at % kLanes);
+  for (int b = 0; b < k / kBlockColumns; ++b, ++block) {
     typename S::F x[2];
     for (int h = 0; h < 2; ++h) x[h] = load_lanes<S, dtype>(row, b * kBlockColumns + h * kLanes, k);
     const auto size = [](typename S::F y) { return S::max(y, S::sub(S::zero(), y)); };
     const float largest = S::reduce_max(S::max(size(x[0]), size(x[1])));
     const float faults = S::reduce_add(S::add(S::sub(x[0], x[0]), S::sub(x[1], x[1])));  // 0 or NaN
     const bool some = faults == 0.0f && largest > kSmallestBlock;
-    const auto inverse = S::splat(some ? kLargestCode / largest : 0.0f);
-    std::int32_t sum = 0;
+    const auto inverse = S::splat(some ? kLargestValue / largest : 0.0f);
+    std::int32_t sums[kRowBytes] = {};
     for (int h = 0; h < 2; ++h) {
-      const auto codes = some ? S::nearest(S::mul(x[h], inverse)) : S::zero_int();
-      S::store_low_bytes(reinterpret_cast<std::uint8_t*>(out[b].codes[place] + h * kLanes), codes);
-      sum += S::reduce_add_int(codes);
+      const auto whole = S::to_float(some ? S::nearest(S::mul(x[h], inverse)) : S::zero_int());
+      const auto upper = S::nearest(S::mul(whole, S::splat(1.0f / kDigitBase)));
+      const auto lower = S::nearest(S::sub(whole, S::mul(S::to_float(upper), S::splat(kDigitBase))));
+      const typename S::I digits[] = {upper, lower};
+      for (int i = 0; i < kRowBytes; ++i) {
+        S::store_low_bytes(reinterpret_cast<std::uint8_t*>(block->codes[i][place] + h * kLanes), digits[i]);
+        sums[i] += S::reduce_add_int(digits[i]);
+      }
     }
-    out[b].scales[place] = largest / kLargestCode + faults;
-    out[b].sums[place] = float(sum) * out[b].scales[place];
-    out[b].starts[place] = -128 * sum;
+    block->scales[place] = largest / kLargestValue + faults;
+    block->sums[place] = (kDigitBase * float(sums[0]) + float(sums[1])) * block->scales[place];
+    for (int i = 0; i < kRowBytes; ++i) block->starts[i][place] = -128 * sums[i];
   }
 }
 
@@ -67,9 +74,11 @@ struct BlockScales {
     if constexpr (bits == 4) minimum = S::load(minima);
   }
 
-  // total + what the sums of a block add with a row of x.
-  [[gnu::always_inline]] typename S::F add(typename S::F total, typename S::I sums, const RowBlock& x, int row) const {
-    total = S::fused(S::to_float(sums), S::mul(scale, S::splat(x.scales[row])), total);
+  // total + what the sums of a block add, of upper and of lower bytes, with a row of x.
+  [[gnu::always_inline]] typename S::F add(typename S::F total, typename S::I upper, typename S::I lower,
+                                           const RowBlock& x, int row) const {
+    const auto sums = S::fused(S::to_float(upper), S::splat(kDigitBase), S::to_float(lower));
+    total = S::fused(sums, S::mul(scale, S::splat(x.scales[row])), total);
     if constexpr (bits == 4) total = S::fused(minimum, S::splat(x.sums[row]), total);
     return total;
   }
@@ -101,8 +110,12 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) { totals[i] = S::zero(); });
   const std::byte* block = item.w + tile * item.tile_bytes;
   for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(bits)) {
-    typename S::I sums[R * N];
-    unrolled<R * N>([&](auto i) __attribute__((always_inline)) { sums[i] = block_start<S, bits>(x[i / N][b].starts[place[i / N]]); });
+    typename S::I sums[R * N][kRowBytes];
+    unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
+      unrolled<kRowBytes>([&](auto byte) __attribute__((always_inline)) {
+        sums[i][byte] = block_start<S, bits>(x[i / N][b].starts[byte][place[i / N]]);
+      });
+    });
     unrolled<8 / kFields>([&](auto quad) __attribute__((always_inline)) {
       typename S::I packed[N];
       unrolled<N>([&](auto n) __attribute__((always_inline)) {
@@ -114,9 +127,11 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
           codes[n] = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
         });
         unrolled<R>([&](auto r) __attribute__((always_inline)) {
-          const auto four = S::broadcast_quad(x[r][b].codes[place[r]] + 16 * f + 4 * quad);
-          unrolled<N>([&](auto n) __attribute__((always_inline)) {
-            sums[r * N + n] = block_dot<S, bits>(sums[r * N + n], codes[n], four);
+          unrolled<kRowBytes>([&](auto byte) __attribute__((always_inline)) {
+            const auto four = S::broadcast_quad(x[r][b].codes[byte][place[r]] + 16 * f + 4 * quad);
+            unrolled<N>([&](auto n) __attribute__((always_inline)) {
+              sums[r * N + n][byte] = block_dot<S, bits>(sums[r * N + n][byte], codes[n], four);
+            });
           });
         });
       });
@@ -125,7 +140,8 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
       const BlockScales<S, bits> scales(block + n * item.tile_bytes + kCodes);
       unrolled<R>([&](auto r) __attribute__((always_inline)) {
         constexpr int at = r * N + n;
-        totals[at] = scales.add(totals[at], block_total<S, bits>(sums[at]), x[r][b], place[r]);
+        totals[at] = scales.add(totals[at], block_total<S, bits>(sums[at][0]), block_total<S, bits>(sums[at][1]), x[r][b],
+                                place[r]);
       });
     });
   }

@@ -52,7 +52,7 @@ struct BlockWeight {
   std::int64_t tile_bytes() const { return blocks * block_bytes(bits); }
 };
 
-// As `product`, of x rounded to bytes.
+// As `product`, of x rounded to two bytes.
 void product(const RowOperations& operations, int threads, const Strips& x, const BlockWeight& w, const std::byte* bias,
              const Strips& out);
 // Rows ids[0], .. of w, or all of them where that is null, to rows of out.

@@ -140,17 +140,19 @@ constexpr std::int64_t block_bytes(int bits) {
   return kBlockColumns * kLanes * bits / 8 + (bits == 4 ? 2 : 1) * kLanes * 2;
 }
 
-inline constexpr float kLargestCode = 127;  // what the largest value of a block of x becomes
+inline constexpr int kRowBytes = 2;        // of a value of x that meets codes of a weight: digits, upper one first,
+inline constexpr float kDigitBase = 254;  // of this base,
+inline constexpr float kLargestValue = 127 * kDigitBase;  // and the largest value of a block becomes that
 
-// A block of 16 rows of x in bytes.
+// A block of 16 rows of x in two bytes.
 struct RowBlock {
-  std::int8_t codes[kLanes][kBlockColumns];
+  std::int8_t codes[kRowBytes][kLanes][kBlockColumns];
   float scales[kLanes];
-  float sums[kLanes];           // of a row's codes, times its scale
-  std::int32_t starts[kLanes];  // -128 times the sum of a row's codes
+  float sums[kLanes];                      // of a row's values as rounded
+  std::int32_t starts[kRowBytes][kLanes];  // -128 times the sum of a row's codes
 };
 
-// Rows of x in bytes: [groups of 16 rows, blocks].
+// Rows of x in two bytes: [groups of 16 rows, blocks].
 struct BlockRows {
   RowBlock* data;
   int blocks;
@@ -163,7 +165,7 @@ struct BlockRows {
 
 // A unit that multiplies matrices (block_matrix.h) forms the sums of so many blocks at once, with so many tiles of the
 // weight in scratch memory.
-inline constexpr int kMatrixBlocks = 4, kWideTiles = 2;
+inline constexpr int kMatrixBlocks = 2, kWideTiles = 2;
 
 // A tile of the weight with a byte for each code, and its numbers in FP32; whole turns of blocks.
 constexpr std::int64_t wide_tile_bytes(int blocks) {
@@ -206,7 +208,7 @@ struct RowOperations {
   void (*product)(const ProductItem&, std::byte* scratch);
   void (*widen)(const std::byte* row, int n, bool rounded, float* out);
   void (*turn)(const ProductItem&);
-  void (*round_blocks)(const std::byte* row, int k, RowBlock* out, int place);
+  void (*round_blocks)(const std::byte* row, int k, const BlockRows& out, std::int64_t at);
   void (*block_product)(const BlockItem&, std::byte* scratch);
   void (*unpack_row)(const BlockItem&, std::int64_t row, std::byte* out);
   // Up to `slots` rows of x in the order that `product` asks for. Null: it takes them as they are.

@@ -5,10 +5,9 @@ A *block* is 32 columns of a row, with a scale d in FP16 and, for 4 bits, a mini
 exactly. In memory 16 rows are side by side, as processors multiply them: for every block the codes, the 16 scales, the
 16 minima.
 
-A product rounds rows of x to 8 bits, each block of 32 with a scale of its own, as llama.cpp does, multiplies integers
-and adds blocks in FP32. So a value of x is wrong by at most 2^-8 of the largest of its block: BF16, in which rows come,
-is wrong by as much of the value itself. `python -m bench.rounding` measures what that costs a model. Before, rows had
-15 bits, which take two products for one.
+A product rounds rows of x to two bytes, each block of 32 with a scale of its own, multiplies integers and adds blocks in
+FP32. A value of x is wrong by at most 2^-16 of the largest of its block, which no model notices. One byte, as in
+llama.cpp, would take half the products; `python -m bench.rounding` measures what it would cost a model.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ BLOCK: Final = 32
 TILE: Final = 16
 """Rows side by side."""
 WIDTHS: Final = (4, 8)
-LARGEST: Final = 127
-"""What the largest value of a block of x becomes."""
+LARGEST: Final = 127 * 254
+"""What the largest value of a block of x becomes. Kernels hold a value as two digits of base 254, a byte each."""
 SMALLEST: Final = 1e-30
 """Values of a block of x that are all smaller count as 0."""
 
@@ -151,13 +150,13 @@ def _divisor(scale: Tensor) -> Tensor:
     return scale.float().masked_fill(scale == 0, 1)[..., None]
 
 
-def rounded_rows(x: Tensor) -> Tensor:
-    """Rows [T, columns] in 8 bits by blocks, as float32: what a product multiplies. A block with a value that is not
-    finite becomes NaN."""
+def rounded_rows(x: Tensor, largest_code: int = LARGEST) -> Tensor:
+    """Rows [T, columns] by blocks, as float32: what a product multiplies. A block with a value that is not finite becomes
+    NaN."""
     blocks = x.float().unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     faults = (blocks - blocks).sum(-1, keepdim=True)
-    # Not LARGEST / largest, which torch computes as a reciprocal and a product: that rounds twice.
-    inverse = torch.full_like(largest, LARGEST).div(largest).masked_fill(largest <= SMALLEST, 0)
-    rounded: Tensor = (blocks * inverse).round() * (largest / LARGEST + faults)
+    # Not largest_code / largest, which torch computes as a reciprocal and a product: that rounds twice.
+    inverse = torch.full_like(largest, largest_code).div(largest).masked_fill(largest <= SMALLEST, 0)
+    rounded: Tensor = (blocks * inverse).round() * (largest / largest_code + faults)
     return rounded.flatten(1)
