@@ -140,7 +140,7 @@ def loaded(folder: Path, dtype: str, weights: str, name: str, **settings: Any) -
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "weights", "tolerance"),
-    [("float32", "auto", 2e-3), ("bfloat16", "auto", 6e-2), ("float32", "int8", 3e-2), ("bfloat16", "int4", 6e-2)],
+    [("float32", "auto", 2e-3), ("bfloat16", "auto", 6e-2), ("float32", "int8", 2e-3), ("bfloat16", "int4", 6e-2)],
 )
 @pytest.mark.parametrize(
     ("architecture", "head_dim"), [("LlamaForCausalLM", 64), ("Qwen2ForCausalLM", 64), ("Qwen3ForCausalLM", 96)]
@@ -149,8 +149,7 @@ def test_turned_rows_do_not_change_the_model(
     tmp_path: Path, architecture: str, head_dim: int, dtype: str, weights: str, tolerance: float, calibrated: bool
 ) -> None:
     """With and without a bias of V, packed weights, which stay as they are, and not. All rows are in the open page,
-    which is exact. Rows that meet packed weights are rounded to 8 bits: what FP16 of turned rows changes may move them
-    by a step."""
+    which is exact."""
     folder = write_tiny(tmp_path, Tiny(architecture, layers=LAYERS, head_dim=head_dim, max_context=256))
     settings = dict[str, Any]()
     if calibrated:
@@ -170,7 +169,7 @@ def test_turned_rows_do_not_change_the_model(
     assert float((values[1] - expected).norm() / expected.norm()) < tolerance
     assert float((values[1] - values[0]).norm() / values[0].norm()) > 0.5
     assert float((logits[1] - logits[0]).norm() / logits[0].norm()) < tolerance
-    if (dtype, weights) == ("float32", "auto"):
+    if dtype == "float32":
         request = greedy("r", prompt(2, 5), PI - 6)
         assert generate(workers[0], request) == generate(workers[1], request)
 

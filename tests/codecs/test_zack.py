@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hack_kernels import load
+from hack_kernels.base import DEFINITION
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -85,12 +86,11 @@ def test_with_all_channels_the_model_computes_what_it_did(tmp_path: Path, tiny: 
 
 
 def test_packed_weights_stay_as_they_are_and_v_turns_at_run_time(tmp_path: Path) -> None:
-    """With the first channels of V as with weights that are folded, and with all of them the same answers, but for
-    steps of the 8 bits to which rows are rounded."""
+    """With the first channels of V as with weights that are folded, and with all of them the same answers."""
     folder, ids = write_tiny(tmp_path / "model", Tiny(max_context=256)), prompt(1, PI)
     exact, projected = worker_of(folder, "int8"), worker_of(folder, "int8", removal="0%")
     wanted, found = (logits_and_pages(each, ids)[0] for each in (exact, projected))
-    assert float((found - wanted).norm() / wanted.norm()) < 3e-2
+    assert float((found - wanted).norm() / wanted.norm()) < 2e-3
     narrow, folded = (logits_and_pages(worker_of(folder, form, removal="5%"), ids) for form in ("int8", "auto"))
     assert narrow[1]["v"].shape == (2, PI, 32)
     assert float((narrow[0] - folded[0]).norm() / folded[0].norm()) < 0.05
@@ -163,7 +163,7 @@ def test_fewer_bytes_rest_and_travel(of: str) -> None:
         fewer, more = (each.formats[layer].page_bytes for each in (narrow, wide))
         assert fewer < 0.6 * more
         sent, before_sent = (planes_bytes(each.wire_planes[layer]) for each in (narrow, wide))
-        assert sent <= fewer
+        assert sent < fewer if of == "cachegen-fp16" else sent == fewer
         assert sent < 0.6 * before_sent
         assert fewer <= 0.5 * fp16_page_bytes(wide.formats[layer])
     layout = KvLayout(layers, HEADS, dim, pi)
@@ -183,7 +183,8 @@ def test_the_pages_of_other_codecs_keep_the_open_page_rule(of: str, backend: str
     """Chunks, decode steps and all at once give the same bytes and outputs, over layers of other widths."""
     case = Case("zack", head_dim=128, backend=backend, settings={"of": of})
     assert case.codec.formats[LAYER].head_dim == 64
-    assert backend in case.codec.served_by.split(", ")
+    coded_by = [DEFINITION] if of == "cachegen-fp16" else []
+    assert case.codec.served_by == ", ".join(dict.fromkeys([backend, *coded_by]))
     tokens = 2 * case.page_tokens + 9
     assert_same(
         run(case, tokens, [case.page_tokens + 5, 1, tokens - case.page_tokens - 6]), run(case, tokens, [tokens])

@@ -28,7 +28,7 @@ MakeTiny = Callable[[Tiny], Path]
 TINY = Tiny(layers=2, max_context=512)
 PACKED = {"int8": {8}, "int4": {4, 8}}
 """Setting -> bits of the matrices of a checkpoint that has numbers."""
-CLOSE = 3e-2
+CLOSE = 1e-3
 """Norm of the differences that rounding rows makes in logits, of the norm of the logits."""
 CODECS = ["fp16", "hack", "rot-k4v4"]
 

@@ -96,16 +96,11 @@ def test_the_calibration_that_ships_is_of_this_model(name: str, weights: str) ->
 
 
 @pytest.mark.timeout(1800)  # a real model reads a thousand tokens twice for each codec
-@pytest.mark.parametrize(
-    ("dtype", "weights", "most"), [("float32", "fp32", 0.7), ("bfloat16", "bf16", 0.7), ("bfloat16", "auto", 0.85)]
-)
-def test_the_calibration_that_ships_helps(dtype: str, weights: str, most: float) -> None:
-    """On text that no calibration has seen. The canary's is too short: roundings of BF16 weigh as much there. Rows that
-    meet packed weights are rounded to 8 bits, which adds as much to both losses that are compared."""
+@pytest.mark.parametrize("weights", ["bf16", "auto"])
+def test_the_calibration_that_ships_helps(weights: str) -> None:
+    """On text that no calibration has seen. The canary's is too short: roundings of BF16 weigh as much there."""
     text = "\n\n".join(page.text for page in held_out(SHIPPED).documents if not page.is_code)
-    meter = Meter(
-        ModelConfig(path=SMOLLM2, dtype=dtype, weights=weights), lambda planned: planned.encode(text[:8192])[:1024]
-    )
+    meter = Meter(ModelConfig(path=SMOLLM2, weights=weights), lambda planned: planned.encode(text[:8192])[:1024])
 
     def loss(codec: CodecConfig) -> float:
         return meter.measure(meter.plan(codec)).kl
@@ -114,4 +109,4 @@ def test_the_calibration_that_ships_helps(dtype: str, weights: str, most: float)
         name: loss(CodecConfig(name=name)) / loss(CodecConfig(name=name, settings={"calibration": "none"}))
         for name in CALIBRATED
     }
-    assert max(gained.values()) < most, gained
+    assert max(gained.values()) < 0.7, gained
