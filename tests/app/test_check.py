@@ -1,0 +1,108 @@
+"""How long a cluster waits for the check of a model, on a clock that jumps: as long as the check says something."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cluster import START_S, Checked, ClusterPlan, LocalCluster
+from chaos.loop import run as on_a_virtual_clock
+from hackkv.errors import NodeLost
+
+FOUND = {"found": {"folder": "model", "name": "m", "devices": ["cpu"]}}
+PASSED = {"passed": {"kl": 0.01}}
+WORDS = (FOUND, *({"say": f"checking codec {number}"} for number in range(10)), PASSED)
+
+
+class Check:
+    """The check's process, as far as the cluster sees it: says `WORDS`, each after its pause in seconds."""
+
+    def __init__(self, pauses: Sequence[float]) -> None:
+        self.stdout, self.ended = asyncio.StreamReader(), False
+        self._pauses, self._at = pauses, 0
+
+    def order(self, arguments: Sequence[str]) -> None:
+        """Begins."""
+        self._say_later()
+
+    async def end(self) -> None:
+        """Says nothing more."""
+        self.ended = True
+
+    def _say_later(self) -> None:
+        if self._at < len(self._pauses):
+            asyncio.get_running_loop().call_later(self._pauses[self._at], self._say)
+
+    def _say(self) -> None:
+        self.stdout.feed_data(json.dumps(WORDS[self._at]).encode() + b"\n")
+        self._at += 1
+        self._say_later()
+
+
+class Forks:
+    """A fork server whose only child is the check. Loading takes `load_s`."""
+
+    alive = True
+
+    def __init__(self, check: Check, load_s: float) -> None:
+        self._check, self._load_s = check, load_s
+        self.loading = 0
+
+    async def fork(self, role: str, name: str) -> Check:
+        """Starts it."""
+        assert role == "check"
+        return self._check
+
+    async def load(self, model: dict[str, Any], codec: dict[str, Any]) -> None:
+        """Loads what nodes share."""
+        self.loading += 1
+        try:
+            await asyncio.sleep(self._load_s)
+        finally:
+            self.loading -= 1
+
+
+async def outcome(folder: Path, pauses: Sequence[float], load_s: float = 1.0) -> tuple[Checked | NodeLost, float]:
+    """What the cluster makes of a check, and after how many seconds; nothing of it is left behind."""
+    check, said = Check(pauses), list[str]()
+    forks = Forks(check, load_s)
+    cluster = LocalCluster(ClusterPlan({}, {}), folder, said.append)
+    cluster._server = forks  # type: ignore[assignment]
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    try:
+        found: Checked | NodeLost = await cluster._check(START_S)
+        assert said == [word["say"] for word in WORDS if "say" in word]
+    except NodeLost as error:
+        found = error
+    assert check.ended
+    assert not forks.loading
+    return found, loop.time() - began
+
+
+def test_a_check_that_goes_on_saying_something_may_take_any_time(tmp_path: Path) -> None:
+    pauses = [START_S - 1] * len(WORDS)
+    checked, took = on_a_virtual_clock(outcome(tmp_path, pauses))
+    assert checked == Checked("model", "m", PASSED["passed"], ("cpu",))
+    assert took == pytest.approx(sum(pauses))
+
+
+@pytest.mark.parametrize("heard", range(len(WORDS)))
+def test_a_check_that_falls_silent_is_given_up(tmp_path: Path, heard: int) -> None:
+    """After any number of its words, counted from the last of them."""
+    pauses = [START_S / 2] * heard + [START_S + 1] * (len(WORDS) - heard)
+    error, took = on_a_virtual_clock(outcome(tmp_path, pauses))
+    assert str(error) == "the model was not checked in time"
+    assert took == pytest.approx(sum(pauses[:heard]) + START_S)
+
+
+def test_a_model_that_is_not_loaded_in_time_is_given_up(tmp_path: Path) -> None:
+    """The check has said its last word by then."""
+    error, took = on_a_virtual_clock(outcome(tmp_path, [1.0] * len(WORDS), load_s=10 * START_S))
+    assert str(error) == "the model was not checked in time"
+    assert took == pytest.approx(len(WORDS) + START_S)
