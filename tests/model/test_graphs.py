@@ -20,7 +20,7 @@ from hackkv.batch import Span
 from hackkv.errors import ConfigError, NonFiniteError
 from hackkv.model import graphs
 from hackkv.model.graphs import fill_sizes, step_sizes
-from hackkv.model.llama import Llama
+from hackkv.model.llama import Attend, Llama
 from hackkv.model.runner import ModelRunner
 from tests.pair import PI
 from tests.standing import (
@@ -68,6 +68,37 @@ def test_a_step_is_one_program_whatever_it_holds(codec: str, monkeypatch: pytest
     tapes += recorder.tapes
     assert len(tapes) == 4
     assert differences(tapes[0], tapes[2]) == differences(tapes[1], tapes[3]) == set()
+
+
+class Taped(Llama):
+    """Records what it is asked for."""
+
+    tape = Tape()
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        with self.tape.recording():
+            return super().forward(ids, positions, attend, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with self.tape.recording():
+            return super().logits(hidden)
+
+
+def test_steps_that_are_enqueued_anew_are_other_programs(codec: str) -> None:
+    """Each brings its input in memory of its own. The host decides who seals. Neither lengths nor tokens are numbers of
+    the program."""
+    worker = worker_in_16_bits(codec, PI)
+    model = Taped(worker.model.spec, worker.model.weights, kernels=InvariantRows())
+    runner = ModelRunner(model, worker.codec, PAGES, SLOTS)
+
+    def tape(*held: int) -> Tape:
+        model.tape = Tape()
+        step(runner, spans_of(*held), [5 + rows for rows in held])
+        return model.tape
+
+    tape(1, 2)  # takes the memory that all later steps share
+    assert differences(tape(3, 40), tape(35, 4)) == {"places"}
+    assert differences(tape(3, 40), tape(PI - 1, 4)) == {"acts"}
 
 
 def test_recorded_steps_on_kernels_give_the_bytes_of_others(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,11 +113,11 @@ def test_a_recorded_step_takes_one_copy_to_the_device_and_reads_nothing_back(
     """The same three steps. They launch what was launched while they were recorded."""
     monkeypatch.setattr(runner_module, "recorder_on", lambda device: Again())
     engine, parts = DecodeEngine(runner_on_triton(name, recorded=3)), two_sequences()
-    with checked_launches() as recorded, NothingComesBack():
+    with checked_launches() as recorded, NothingComesBack(into_place=True):
         engine.record()
     compiled, copies = set(map(compiled_for, recorded)), list[int]()
     for _ in range(3):
-        with checked_launches() as launched, NothingComesBack() as watch, torch.inference_mode():
+        with checked_launches() as launched, NothingComesBack(into_place=True) as watch, torch.inference_mode():
             engine.step(parts)
         assert launched
         assert not recorded or set(map(compiled_for, launched)) <= compiled
