@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 
 from app.cluster import ClusterPlan, running
@@ -22,15 +26,71 @@ from tests.e2e.processes import ENVIRONMENT, START_S, Api, Child, alive, family,
 from tests.model.gguf.writing import write_gguf
 
 SMALL = ("--prefill", "1", "--decode", "1")
+LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+HOUR_S = 3600.0
+
+
+@contextlib.contextmanager
+def endless(url: str, decode: psutil.Process) -> Iterator[Iterator[dict[str, Any]]]:
+    """The events of an answer that has begun and does not end by itself: its decode node stands still."""
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=START_S) as response:
+        events = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {"))
+        assert next(events)["choices"]
+        decode.suspend()
+        try:
+            yield events
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                decode.resume()
+
+
+def named(name: str, processes: list[psutil.Process]) -> psutil.Process:
+    """The one process of that name."""
+    (found,) = (one for one in processes if one.name() == name)
+    return found
 
 
 def test_a_killed_supervisor_leaves_no_orphan(checkpoint: Path, start: Start) -> None:
+    """Nobody waits for an answer that does not end, nor for the node that owes it."""
     child = start("serve", str(checkpoint), *SMALL, "--port", "0")
-    child.serving()
-    processes = family(child)
+    url, processes = child.serving(), family(child)
     assert len(processes) == 6, "the command, the fork server, the router, its parser and two nodes"
-    child.kill()
+    decode = named("decode-0", processes)
+    with endless(url, decode) as events:
+        child.kill()
+        until(lambda: alive(processes) == [decode], START_S, "every process has ended but the one that stands still")
+        assert sum("choices" in event for event in events) < LONG["max_tokens"] - 1
     until(lambda: not alive(processes), START_S, "every process has ended")
+
+
+def test_ctrl_c_ends_a_node_that_stands_still(checkpoint: Path, start: Start) -> None:
+    """By force: it does not end by itself, nor does the answer that it owes."""
+    child = start("serve", str(checkpoint), *SMALL, "--port", "0")
+    url, processes = child.serving(), family(child)
+    with endless(url, named("decode-0", processes)):
+        child.process.send_signal(signal.SIGINT)
+        assert child.wait(START_S) == 130
+        assert not alive(processes)
+
+
+async def test_a_cluster_stops_without_force_and_waits_for_no_answer(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Force would come after an hour, and nodes could drain as long. The third token of the answer never comes."""
+    monkeypatch.setattr("app.cluster.STOP_S", HOUR_S)
+    faults = tmp_path / "plan.yaml"
+    faults.write_text(yaml.safe_dump({"rules": [{"at": "decode.token", "do": "stall", "nth": 3}]}), encoding="utf-8")
+    worker = {"model": {"path": str(checkpoint), "threads": 1}, "faults": str(faults), "drain_s": HOUR_S}
+    plan = ClusterPlan({"listen": {"port": 0}, "control": {"port": 0}}, worker, num_prefill=1, num_decode=1)
+    async with contextlib.AsyncExitStack() as outlives:
+        async with running(plan, lambda _: None) as cluster:
+            client = await outlives.enter_async_context(httpx.AsyncClient(base_url=cluster.url, timeout=START_S))
+            answer = await outlives.enter_async_context(client.stream("POST", "/v1/completions", json=LONG))
+            lines = answer.aiter_lines()
+            assert "choices" in await anext(lines)
+        assert [child.process.returncode for child in cluster.children] == [0, 0, 0], "none was killed"
+        events = [json.loads(line[6:]) async for line in lines if line.startswith("data: {")]
+    assert events[-1]["error"]["message"] == "the router stopped before the request was complete"
 
 
 def test_a_node_that_dies_is_started_again_and_requests_wait_for_it(checkpoint: Path, start: Start) -> None:

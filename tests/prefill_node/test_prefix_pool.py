@@ -68,6 +68,7 @@ class Pages(RuleBasedStateMachine):
     def run_a_pass(self, wanted: list[tuple[tuple[int, ...], str, bool]], data: st.DataObject, succeeds: bool) -> None:
         """Prompts start, pages move, pages are computed, and published if the pass succeeds."""
         started: list[Running] = []
+        taken, waiting = self.held_slots, set(range(SLOTS)) - self.held_slots - set(self.pool.idle_slots)
         for ids, salt, hit in wanted:
             names = NAMING.names(ids, salt)
             room = self.pool.has_room(len(ids), names if hit else ())
@@ -79,6 +80,7 @@ class Pages(RuleBasedStateMachine):
                 assert hit or not grant.cached_tokens
                 started.append(Running(ids, salt, grant))
         moves = self.pool.moves()
+        assert waiting == {source.slot for source in moves.slots.keeps.values()} - taken, "else they were idle"
         for place, page in moves.saves.items():
             assert place < self.pool.places.count
             self.memory[place] = self.device[page]
@@ -150,6 +152,13 @@ class Pages(RuleBasedStateMachine):
         for slot in self.pool.idle_slots:
             self.slots.pop(slot, None)
 
+    @property
+    def held_slots(self) -> set[int]:
+        """One of each prompt."""
+        slots = {each.grant.slot for each in self.running}
+        assert len(slots) == len(self.running)
+        return slots
+
     def all_leave(self) -> None:
         while self.running:
             self.pool.give_back(self.running.pop().grant)
@@ -177,16 +186,18 @@ class Pages(RuleBasedStateMachine):
         """Prompts share pages, but never with the free ones; host memory is counted by the page."""
         held = {page for each in self.running for page in each.grant.pages}
         assert self.pool.free_pages == PAGES - len(held)
-        free = set(range(SLOTS)) - {each.grant.slot for each in self.running}
-        idle = set(self.pool.idle_slots)
+        free, idle = set(range(SLOTS)) - self.held_slots, set(self.pool.idle_slots)
         assert idle <= free if self.exact else idle == free
         assert self.host.bytes_of(Tenant.PREFIX) == PAGE_BYTES * self.pool.known_pages[1]
 
     def teardown(self) -> None:
-        """Nothing is lost: a prompt that needs every page can have them."""
-        for each in self.running:
-            self.pool.give_back(each.grant)
-        self.running.clear()
+        """Nothing is lost: as many prompts as there are slots can have one each, and one that needs every page can have
+        them."""
+        self.all_leave()
+        small = [grant for _ in range(SLOTS) if (grant := self.pool.take(1))]
+        assert sorted(grant.slot for grant in small) == list(range(SLOTS))
+        for grant in small:
+            self.pool.give_back(grant)
         grant = self.pool.take(PAGES * PI)
         assert grant is not None
         assert sorted(grant.pages) == list(range(PAGES))
