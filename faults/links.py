@@ -13,7 +13,7 @@ from faults.injector import Injector
 from faults.plan import Point
 from hackkv.errors import NodeLost
 from hackkv.types import Payload
-from transport.link import Checksum, Exchange, Link, LinkKind
+from transport.link import Exchange, Link, LinkKind
 
 T = TypeVar("T")
 
@@ -38,9 +38,9 @@ class FaultyLink:
         self._suffer(self._faults.reach(Point.CONNECT, ""))
         self._link.connect(exchange)
 
-    def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
+    def post(self, size: int) -> Callable[[], Payload]:
         """See `Link`."""
-        arrived = self._link.post(size, checksum)
+        arrived = self._link.post(size)
 
         def wait() -> Payload:
             self._suffer(self._faults.reach(Point.ARRIVING, ""))

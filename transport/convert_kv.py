@@ -38,8 +38,6 @@ class Announced:
     pair: int
     number: int
     size: int
-    checksum: int | None = None
-    """See `transport.link.Checksum`."""
 
 
 PushRequest = Handoff | KvFrame | HandoffEnd | Announced
@@ -167,7 +165,7 @@ def _unpack_frame(message: pb.KvFrame) -> KvFrame:
 def _pack_announced(noun: Announced) -> pb.Announced:
     size = 0 if noun.size == _declared(noun.frame) else noun.size
     frame = _pack_frame(noun.frame)
-    return pb.Announced(frame=frame, pair=noun.pair, number=noun.number, bytes=size, checksum=noun.checksum)
+    return pb.Announced(frame=frame, pair=noun.pair, number=noun.number, bytes=size)
 
 
 def _declared(frame: KvFrame) -> int:
@@ -179,10 +177,9 @@ def _unpack_announced(message: pb.Announced) -> Announced:
     required("frame", message)
     if message.frame.payload:
         raise Malformed("payload", "must be empty in a frame that is announced")
-    checksum = message.checksum if message.HasField("checksum") else None
     frame = _unpack_frame(message.frame)
     size = parcel_size(message.bytes or _declared(frame))
-    return Announced(frame, message.pair, message.number, size, checksum)
+    return Announced(frame, message.pair, message.number, size)
 
 
 def _pack_end(end: HandoffEnd) -> pb.HandoffEnd:

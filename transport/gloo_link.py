@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from hackkv.errors import ConfigError, DeadlineExceeded, HackkvError, NodeLost
 from hackkv.types import Payload
-from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Checksum, Exchange, LinkKind
+from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Exchange, LinkKind
 
 _PARCEL_TIMEOUT: Final = timedelta(seconds=PARCEL_TIMEOUT_S)
 _WORD: Final = 8
@@ -51,8 +51,8 @@ class GlooLink:
             options._devices = [gloo.create_device(hostname=self._host.strip("[]"))]
             self._group = gloo(_Rendezvous(exchange), self._rank, 2, options)
 
-    def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
-        """See `Link`. There is no checksum: payloads stay in host memory."""
+    def post(self, size: int) -> Callable[[], Payload]:
+        """See `Link`."""
         group, room = self._connected(), torch.empty(size, dtype=torch.uint8)
         with _translating():
             work = group.recv([room], self._peer, 0)

@@ -33,39 +33,19 @@ class Exchange(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Checksum:
-    """What `mix64` (`hack_kernels/mix64.py`) makes of a parcel's bytes with a seed; both are in 0 .. 2**64 - 1.
-
-    A parcel's seed is its place, so that right bytes in place of others fail too. Planes have checksums of their own;
-    this one is compared before the bytes leave the device on which they have arrived.
-    """
-
-    seed: int
-    value: int
-
-
-def parcel_seed(pair: int, number: int) -> int:
-    """Of parcel `number` of pair `pair`, both below 2**32."""
-    return pair << 32 | number
-
-
 class Link(Protocol):
     """One end of a link. One thread calls `connect` and `send`, and what `post` returns; they block, with a deadline.
 
-    They raise `NodeLost` or `DeadlineExceeded`; after that, and after `abort`, the link is of no use any more. A parcel
-    that has arrived damaged raises `FrameRefused`, and the link goes on.
+    They raise `NodeLost` or `DeadlineExceeded`; after that, and after `abort`, the link is of no use any more. A link
+    checks no bytes: planes have checksums, which whoever opens a frame compares.
     """
 
     def connect(self, exchange: Exchange) -> None:
         """Meet the other end, which connects at the same time."""
         ...
 
-    def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
-        """Take memory for the next parcel and expect it. Returns at once; the function returned waits for its bytes.
-
-        `checksum` comes with the parcels of kinds that have one.
-        """
+    def post(self, size: int) -> Callable[[], Payload]:
+        """Take memory for the next parcel and expect it. Returns at once; the function returned waits for its bytes."""
         ...
 
     def send(self, payload: Payload) -> None:
@@ -86,9 +66,6 @@ class LinkKind:
     """What both ends have to agree on: library and version."""
     open: Callable[[int, str], Link]
     """Makes an end, not connected, from its rank (0 sends, 1 receives) and the host at which peers reach it."""
-    checksum: Callable[[Payload, int], int] | None = None
-    """`Checksum.value` of a parcel in host memory, from its seed; None where payloads stay in host memory all the way:
-    then nothing has them in its hands that the checksums of planes do not cover."""
 
 
 LINKS: Final[Mapping[str, str]] = MappingProxyType(

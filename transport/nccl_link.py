@@ -1,9 +1,8 @@
 """NCCL, for payloads between GPUs: through `nccl4py`'s bindings, in communicators of two that never block.
 
 A sender has payloads in host memory, and stages each on the device (`CudaMemory`), on a stream of the link's own. At
-the receiver they stay where they have arrived (`DevicePayload`). NCCL may take two multiprocessors, since kernels that
-wait for a peer hold theirs. The sender's processor and the receiver's GPU sum each parcel up (`mix64`); nothing is used
-of one that does not agree.
+the receiver they stay where they have arrived, and the checksums of their planes are computed there (`DevicePayload`).
+NCCL may take two multiprocessors, since kernels that wait for a peer hold theirs.
 """
 
 from __future__ import annotations
@@ -16,20 +15,19 @@ from time import monotonic, sleep
 from typing import Any, Final, Protocol
 
 import torch
-from hack_kernels.cpu.extension import compiled
 from torch import Tensor
 
 from hackkv.device_payload import DevicePayload
-from hackkv.errors import ConfigError, DeadlineExceeded, FrameRefused, NodeLost
+from hackkv.errors import ConfigError, DeadlineExceeded, NodeLost
 from hackkv.types import Payload
-from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Checksum, Exchange, LinkKind
+from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Exchange, LinkKind
 
 RECEIVER: Final = 1
 MAX_CTAS: Final = 2
 OLDEST: Final = 21800
 """The version from which a communicator can be told how many multiprocessors it may take, and not to block."""
-WARM_SIZES: Final = (4096, 4097)
-"""Bytes of two parcels that together run all that Triton compiles for any size: it looks at multiples of 16."""
+WARM_BYTES: Final = 4096
+"""A parcel that runs all that Triton compiles to check any."""
 POLL_S: Final = 100e-6
 SUCCESS, IN_PROGRESS, UINT8 = 0, 7, 1  # ncclResult_t and ncclDataType_t
 
@@ -58,11 +56,7 @@ class Memory(Protocol):
         """Says whether all that is on the stream now is done."""
         ...
 
-    def checksum(self, buffer: Tensor, seed: int) -> int:
-        """`mix64` of a buffer."""
-        ...
-
-    def payload(self, buffer: Tensor) -> Payload:
+    def payload(self, buffer: Tensor) -> DevicePayload:
         """What has arrived."""
         ...
 
@@ -70,11 +64,9 @@ class Memory(Protocol):
 class CudaMemory:
     """Memory of the GPU on which the node computes."""
 
-    def __init__(
-        self, mix64: Callable[[Tensor, int], int], xxh3_64: Callable[[Sequence[Tensor], int], list[int]]
-    ) -> None:
-        """How checksums of buffers come about there."""
-        self._mix64, self._xxh3_64 = mix64, xxh3_64
+    def __init__(self, xxh3_64: Callable[[Sequence[Tensor], int], list[int]]) -> None:
+        """How checksums come about there; see `DevicePayload`."""
+        self._xxh3_64 = xxh3_64
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
 
@@ -104,12 +96,7 @@ class CudaMemory:
         event.record(self._stream)
         return event.query
 
-    def checksum(self, buffer: Tensor, seed: int) -> int:
-        """See `Memory`."""
-        with torch.cuda.stream(self._stream):
-            return self._mix64(buffer, seed)
-
-    def payload(self, buffer: Tensor) -> Payload:
+    def payload(self, buffer: Tensor) -> DevicePayload:
         """See `Memory`."""
         return DevicePayload(buffer, self._xxh3_64, lambda: torch.cuda.stream(self._stream))
 
@@ -120,9 +107,8 @@ def create() -> LinkKind:
     bindings = load_bindings()
     if not torch.cuda.is_available():
         raise ConfigError("wire: nccl: torch sees no CUDA device (a torch build without CUDA, or no driver)")
-    # These need Triton, which machines without GPU lack.
-    mix64, xxh3 = (importlib.import_module(f"hack_kernels.triton.{name}") for name in ("mix64", "xxh3"))
-    return nccl_kind(bindings, partial(CudaMemory, mix64.mix64, xxh3.xxh3_64))
+    xxh3 = importlib.import_module("hack_kernels.triton.xxh3")  # it needs Triton, which machines without GPU lack
+    return nccl_kind(bindings, partial(CudaMemory, xxh3.xxh3_64))
 
 
 def load_bindings() -> Any:
@@ -143,13 +129,8 @@ def load_bindings() -> Any:
 def nccl_kind(bindings: Any, memory: Callable[[], Memory]) -> LinkKind:
     """The kind of link over these bindings. Both ends need the same NCCL, to its minor version."""
     version = _dotted(int(bindings.get_version()))
-    name = f"nccl {version.rpartition('.')[0]}, mix64"
-    return LinkKind("nccl", name, lambda rank, host: NcclLink(bindings, memory(), rank), host_checksum)
-
-
-def host_checksum(payload: Payload, seed: int) -> int:
-    """`mix64` of a payload in host memory, in C++."""
-    return int(compiled().mix64(bytes(payload), seed))
+    dialect = f"nccl {version.rpartition('.')[0]}"
+    return LinkKind("nccl", dialect, lambda rank, host: NcclLink(bindings, memory(), rank))
 
 
 class NcclLink:
@@ -184,9 +165,9 @@ class NcclLink:
             self._comm = self._call(partial(nccl.comm_init_rank_config, 2, unique.ptr, self._rank, config.ptr))
         self._wait(lambda: True, CONNECT_TIMEOUT_S)
 
-    def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
+    def post(self, size: int) -> Callable[[], Payload]:
         """See `Link`. NCCL hears of it when its turn comes; the sender's kernel waits as long as that takes."""
-        return partial(self._arrive, self._memory.room(size), checksum)
+        return partial(self._arrive, self._memory.room(size))
 
     def send(self, payload: Payload) -> None:
         """See `Link`."""
@@ -206,19 +187,11 @@ class NcclLink:
         self._buffers.clear()
 
     def _warm_up(self) -> None:
-        """Compile what checks parcels, of any size, before one waits for it."""
-        for size in WARM_SIZES:
-            buffer = self._memory.room(size)
-            self._memory.checksum(buffer, 0)
-            payload = self._memory.payload(buffer)
-            if isinstance(payload, DevicePayload):
-                payload.pieces((size,), 0)
+        """Compile what checks parcels before one waits for it."""
+        self._memory.payload(self._memory.room(WARM_BYTES)).pieces((WARM_BYTES,), 0)
 
-    def _arrive(self, buffer: Tensor, due: Checksum | None) -> Payload:
+    def _arrive(self, buffer: Tensor) -> Payload:
         self._run(self._nccl.recv, buffer)
-        if due and self._memory.checksum(buffer, due.seed) != due.value:
-            pair, number = divmod(due.seed, 1 << 32)
-            raise FrameRefused(f"checksum of parcel {number} of pair {pair}, {buffer.numel()} bytes over nccl")
         return self._memory.payload(buffer)
 
     def _run(self, operation: Callable[..., object], buffer: Tensor) -> None:

@@ -30,7 +30,7 @@ import torch
 from hackkv.errors import ConfigError, DeadlineExceeded, NodeLost
 from hackkv.types import Payload
 from transport.coder import MAX_PAYLOAD_BYTES
-from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Checksum, Exchange, LinkKind
+from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Exchange, LinkKind
 
 RECEIVER: Final = 1
 BACKEND: Final = "UCX"
@@ -134,8 +134,8 @@ class NixlLink:
             self._hear(b"there", deadline)
             self._say(b"there")
 
-    def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
-        """See `Link`. There is nothing to prepare, and no checksum: payloads stay in host memory."""
+    def post(self, size: int) -> Callable[[], Payload]:
+        """See `Link`. There is nothing to prepare."""
         return partial(self._read, size)
 
     def send(self, payload: Payload) -> None:

@@ -19,11 +19,11 @@ from itertools import count
 from threading import Condition
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
-from hackkv.errors import FrameRefused, HackkvError, NodeLost, TransferError
+from hackkv.errors import HackkvError, NodeLost, TransferError
 from hackkv.types import Payload
 from transport.closing import reap
 from transport.convert_pair import Hello, Paired, PairKey, PairMessage, Ready
-from transport.link import CONNECT_TIMEOUT_S, Checksum, Link
+from transport.link import CONNECT_TIMEOUT_S, Link
 from transport.status import internal
 
 T = TypeVar("T")
@@ -235,30 +235,24 @@ class InPair(Pair):
         super().__init__(link, stream)
         self._places = asyncio.Semaphore(POSTED)
 
-    async def take(self, number: int, size: int, checksum: Checksum | None) -> Payload:
-        """Receive a parcel that was announced. Raises the reason if the pair is lost before, and `FrameRefused` for a
-        parcel that is damaged, which costs the others nothing.
+    async def take(self, number: int, size: int) -> Payload:
+        """Receive a parcel that was announced. Raises the reason if the pair is lost before.
 
         A caller that is cancelled leaves the parcel to the pair, which receives and drops it.
         """
-        return await self.or_lost(self._take(number, size, checksum))
+        return await self.or_lost(self._take(number, size))
 
-    async def _take(self, number: int, size: int, checksum: Checksum | None) -> Payload:
+    async def _take(self, number: int, size: int) -> Payload:
         await self._places.acquire()
         # It runs up to its first wait in the order of starting.
-        arriving = self._start(self._arrive(number, size, checksum))
-        payload = await asyncio.shield(arriving)
-        if isinstance(payload, FrameRefused):
-            raise payload
-        return payload
+        arriving = self._start(self._arrive(number, size))
+        return await asyncio.shield(arriving)
 
-    async def _arrive(self, number: int, size: int, checksum: Checksum | None) -> Payload | FrameRefused:
+    async def _arrive(self, number: int, size: int) -> Payload:
         try:
-            arrived = self._link.post(size, checksum)
+            arrived = self._link.post(size)
             self.tell(Ready(number, size))
             return await self._in_thread(arrived)
-        except FrameRefused as damage:  # returned: what a task of the pair raises ends the pair
-            return damage
         finally:
             self._places.release()
 

@@ -17,7 +17,7 @@ from transport import methods
 from transport.channels import ChannelPool
 from transport.convert_kv import PUSH_REQUEST, Announced, encode_push_request
 from transport.convert_pair import PAIR_MESSAGE, Hello, Paired, PairMessage
-from transport.link import CONNECT_TIMEOUT_S, Checksum, LinkKind, parcel_seed
+from transport.link import CONNECT_TIMEOUT_S, LinkKind
 from transport.pair import InPair, OutPair
 from transport.rpc_server import WIRE_KEY
 from transport.status import Context, answer, outstay, read_message, translating
@@ -49,7 +49,7 @@ class OutPairs:
             async with berth.connecting:
                 if berth.pair is None or berth.pair.lost:
                     berth.pair = await self._connect(address)
-            consignment = _Consignment(berth.pair, self._kind)
+            consignment = _Consignment(berth.pair)
             try:
                 yield consignment
             finally:
@@ -103,8 +103,8 @@ class _Berth:
 class _Consignment:
     """The `Outlet` of one push over a pair."""
 
-    def __init__(self, pair: OutPair, kind: LinkKind) -> None:
-        self._pair, self._kind = pair, kind
+    def __init__(self, pair: OutPair) -> None:
+        self._pair = pair
         self._room = asyncio.Semaphore(AHEAD)
         self._numbers: list[int] = []
 
@@ -113,13 +113,10 @@ class _Consignment:
         if isinstance(item, HandoffEnd) or not len(item.payload):
             return encode_push_request(item)
         await self._pair.or_lost(self._room.acquire())
-        number, checksum = self._pair.announce(item.payload, self._room.release), None
+        number = self._pair.announce(item.payload, self._room.release)
         self._numbers.append(number)
-        if self._kind.checksum:  # in a thread: 8 MiB take milliseconds
-            seed = parcel_seed(self._pair.number, number)
-            checksum = await asyncio.to_thread(self._kind.checksum, item.payload, seed)
         header = replace(item, payload=b"")
-        return PUSH_REQUEST.encode(Announced(header, self._pair.number, number, len(item.payload), checksum))
+        return PUSH_REQUEST.encode(Announced(header, self._pair.number, number, len(item.payload)))
 
     def end(self) -> None:
         """The push is over."""
@@ -148,20 +145,14 @@ class InPairs:
     async def take(self, announced: Announced) -> Payload:
         """Receive a parcel.
 
-        Raises `NodeLost` or `DeadlineExceeded`, and `FrameRefused` if there never was such a pair, if a checksum is
-        missing where the link has one, or if the parcel is damaged.
+        Raises `NodeLost` or `DeadlineExceeded`, and `FrameRefused` if there never was such a pair.
         """
         pair = self._pairs.get(announced.pair)
         if pair is None and 0 < announced.pair <= self._last:
             raise NodeLost(f"pair {announced.pair} is over")
         if pair is None:
             raise FrameRefused(f"pair {announced.pair} is not known here", reason="order")
-        value, checksum = announced.checksum, None
-        if (value is None) != (self._kind.checksum is None):
-            raise FrameRefused(f"parcel {announced.number}: checksum: {value} on a {self._kind.name} link", "malformed")
-        if value is not None:
-            checksum = Checksum(parcel_seed(announced.pair, announced.number), value)
-        return await pair.take(announced.number, announced.size, checksum)
+        return await pair.take(announced.number, announced.size)
 
     async def close(self) -> None:
         """End every pair, and take no more."""

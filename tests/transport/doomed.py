@@ -17,7 +17,7 @@ from hackkv.types import Payload
 from tests.transport import nouns
 from tests.transport.ends import Reader, listening, sending
 from tests.wires import EVERY_LINK
-from transport.link import Checksum, Exchange, Link
+from transport.link import Exchange, Link
 
 
 class Doomed:
@@ -29,9 +29,9 @@ class Doomed:
     def connect(self, exchange: Exchange) -> None:
         self._link.connect(exchange)
 
-    def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
+    def post(self, size: int) -> Callable[[], Payload]:
         self._reach("before")
-        arrived = self._link.post(size, checksum)
+        arrived = self._link.post(size)
 
         def wait() -> Payload:
             self._reach("in")

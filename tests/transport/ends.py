@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
 from tests.transport import nouns
+from transport.base import Deliver
 from transport.grpc_wire import GrpcListener, GrpcSender
 from transport.link import LinkKind
 from transport.rpc_server import RpcServer
@@ -61,11 +62,11 @@ class Source:
 
 
 @asynccontextmanager
-async def listening(kind: LinkKind, reader: Reader) -> AsyncIterator[str]:
+async def listening(kind: LinkKind, deliver: Deliver) -> AsyncIterator[str]:
     async with RpcServer("127.0.0.1", 0) as server:
         listener = GrpcListener(server, frame_timeout_s=FRAME_TIMEOUT_S, link=kind)
         try:
-            yield await listener.serve(reader)
+            yield await listener.serve(deliver)
         finally:
             await listener.close()
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from hackkv.device_payload import DevicePayload
 from hackkv.types import Payload
 from transport.link import LinkKind
-from transport.nccl_link import host_checksum, load_bindings, nccl_kind
+from transport.nccl_link import load_bindings, nccl_kind
 
 _STREAMS = count(1)
 
@@ -58,13 +58,10 @@ def built_from(source: Path, library: Path) -> Path:
     return library
 
 
-def kind(
-    mix64: Callable[[Tensor, int], int] | None = None, make_payload: Callable[[Tensor], Payload] | None = None
-) -> LinkKind:
-    """The kind of link; `mix64` is what sums parcels up where they arrive, by default C++, and `make_payload` makes of
-    them what a frame carries."""
+def kind(make_payload: Callable[[Tensor], DevicePayload] | None = None) -> LinkKind:
+    """The kind of link; `make_payload` makes of a parcel that has arrived what a frame carries."""
     library()
-    return nccl_kind(load_bindings(), partial(HostMemory, mix64 or in_cpp, make_payload or in_memory))
+    return nccl_kind(load_bindings(), partial(HostMemory, make_payload or in_memory))
 
 
 def in_memory(buffer: Tensor) -> DevicePayload:
@@ -77,16 +74,11 @@ def on_host(pieces: Sequence[Tensor], seed: int) -> list[int]:
     return [xxhash.xxh3_64_intdigest(piece.numpy().data, seed) for piece in pieces]
 
 
-def in_cpp(buffer: Tensor, seed: int) -> int:
-    """`mix64` of a buffer."""
-    return host_checksum(buffer.numpy().tobytes(), seed)
-
-
 class HostMemory:
     """A `Memory` that the fake can reach. Each link has a stream of its own."""
 
-    def __init__(self, mix64: Callable[[Tensor, int], int], make_payload: Callable[[Tensor], Payload]) -> None:
-        self.stream, self.checksum, self._make_payload = next(_STREAMS), mix64, make_payload
+    def __init__(self, make_payload: Callable[[Tensor], DevicePayload]) -> None:
+        self.stream, self._make_payload = next(_STREAMS), make_payload
 
     def use(self) -> None:
         """There is no device."""
@@ -100,5 +92,5 @@ class HostMemory:
     def mark(self) -> Callable[[], bool]:
         return lambda: bool(library().fake_done(self.stream))
 
-    def payload(self, buffer: Tensor) -> Payload:
+    def payload(self, buffer: Tensor) -> DevicePayload:
         return self._make_payload(buffer)

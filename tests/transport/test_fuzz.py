@@ -43,7 +43,7 @@ SEEDS: dict[str, list[bytes]] = {
     methods.REGISTRY_REGISTER: [NODE_INFO.encode(nouns.node_info())],
     methods.KV_PUSH: [
         PUSH_REQUEST.encode(item)
-        for item in (nouns.handoff(), nouns.frame(0), Announced(nouns.frame(1, b""), 1, 1, 5, 7), nouns.end(2))
+        for item in (nouns.handoff(), nouns.frame(0), Announced(nouns.frame(1, b""), 1, 1, 5), nouns.end(2))
     ],
     methods.KV_FETCH: [HANDOFF.encode(nouns.handoff())],
     methods.KV_CONNECT: [

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 from torch import Tensor
 
+from hackkv.device_payload import DevicePayload
 from hackkv.errors import ConfigError, DeadlineExceeded, FrameRefused, NodeLost
+from hackkv.types import Handoff, HandoffEnd, Receipt
+from tests.handoffs import ship
 from tests.transport import fake_nccl, nouns
-from tests.transport.ends import Reader, Source, listening, sending
+from tests.transport.ends import Frames, Reader, Source, listening, sending
 from tests.transport.fake_nccl import Fault
 from transport import nccl_link
 from transport.link import Link
@@ -59,47 +62,56 @@ async def test_a_hang_ends_with_its_deadline_with_the_sender_or_with_the_push(
             await push
 
 
-@pytest.mark.parametrize("module", ["", "hack_kernels.triton.mix64"])
-async def test_a_parcel_that_arrives_changed_is_refused_by_name_and_costs_the_others_nothing(module: str) -> None:
-    """Summed up by C++ where it leaves, and by C++ or Triton where it arrives."""
-    ranks = list[int]()
-    kind = fake_nccl.kind(pytest.importorskip(module).mix64 if module else None)
+@pytest.mark.parametrize("module", ["", "hack_kernels.triton.xxh3"])
+async def test_a_parcel_that_arrives_changed_is_refused_by_its_plane_and_costs_the_pair_nothing(module: str) -> None:
+    """Checked on the host or by Triton, where it has arrived."""
+    xxh3_64 = pytest.importorskip(module).xxh3_64 if module else fake_nccl.on_host
+    shipment, ranks = ship("rot-k3v2", tokens=70), list[int]()
+    kind = fake_nccl.kind(lambda buffer: DevicePayload(buffer, xxh3_64))
+    handoff = Handoff("t-1", 4, nouns.FINGERPRINT, shipment.num_tokens)
 
     def counted(rank: int, host: str) -> Link:
         ranks.append(rank)
         return kind.open(rank, host)
 
-    reader, counting = Reader(), replace(kind, open=counted)
-    async with listening(counting, reader) as address, sending(counting) as sender:
+    async def check(_: Handoff, frames: Frames) -> Receipt:
+        ledger = shipment.ledger()
+        async for item in frames:
+            if isinstance(item, HandoffEnd):
+                ledger.finish(item)
+            else:
+                ledger.accept(item)
+        return nouns.receipt("t-1", shipment.num_tokens)
+
+    async def written() -> Frames:
+        for frame in shipment.frames:
+            yield frame
+        yield shipment.end
+
+    counting = replace(kind, open=counted)
+    async with listening(counting, check) as address, sending(counting) as sender:
         fake_nccl.library().fake_fault(Fault.TRANSFER_FLIPS)
-        with pytest.raises(FrameRefused, match=r"^checksum of parcel 1 of pair 1, \d+ bytes over nccl$"):
-            await sender.push(address, nouns.handoff(), nouns.frames(3))
-        assert not reader.items
-        assert (await sender.push(address, nouns.handoff("t-2"), nouns.frames(3, transfer_id="t-2"))).tokens == 4
+        with pytest.raises(FrameRefused, match=r"^checksum of plane [a-z._]+, layer 0, frame 0$"):
+            await sender.push(address, handoff, written())
+        assert (await sender.push(address, handoff, written())).tokens == shipment.num_tokens
     assert sorted(ranks) == [0, 1]
 
 
 async def test_what_checks_parcels_has_run_before_one_is_sent() -> None:
-    """Triton takes seconds to compile it, and a multiple of 16 bytes and another number are two kernels."""
-    summed, kind = list[int](), fake_nccl.kind()
+    """Triton takes seconds to compile it."""
+    checked, kind = list[int](), fake_nccl.kind()
 
-    def counting(buffer: Tensor, seed: int) -> int:
-        summed.append(buffer.numel())
-        return fake_nccl.in_cpp(buffer, seed)
+    def counting(pieces: Sequence[Tensor], seed: int) -> list[int]:
+        checked.extend(piece.numel() for piece in pieces)
+        return fake_nccl.on_host(pieces, seed)
 
-    async with listening(fake_nccl.kind(counting), Reader()) as address, sending(kind) as sender:
+    receiving = fake_nccl.kind(lambda buffer: DevicePayload(buffer, counting))
+    async with listening(receiving, Reader()) as address, sending(kind) as sender:
         push = asyncio.create_task(sender.push(address, nouns.handoff(), (source := Source(before_block=0)).frames()))
         await source.blocked.wait()
-        assert {size % 16 == 0 for size in summed} == {True, False}
+        assert checked
         push.cancel()
         await asyncio.wait({push})
-
-
-async def test_a_sender_that_sums_nothing_up_is_refused() -> None:
-    kind = fake_nccl.kind()
-    async with listening(kind, Reader()) as address, sending(replace(kind, checksum=None)) as sender:
-        with pytest.raises(FrameRefused, match="parcel 1: checksum: None on a nccl link"):
-            await sender.push(address, nouns.handoff(), nouns.frames(3))
 
 
 def test_versions_that_do_not_fit_are_both_named() -> None:

@@ -15,7 +15,7 @@ from tests.transport import nouns
 from tests.transport.ends import Frames, Reader, Source, listening, sending
 from tests.wires import EVERY_LINK
 from transport.channels import ChannelPool
-from transport.link import Checksum, Exchange, Link, LinkKind
+from transport.link import Exchange, Link, LinkKind
 from transport.pairs import MAX_PAIRS, OutPairs
 
 SENDER, RECEIVER = 0, 1
@@ -52,9 +52,9 @@ class Frail:
         self._faults.strike(self._rank, "connect")
         self._link.connect(exchange)
 
-    def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
+    def post(self, size: int) -> Callable[[], Payload]:
         self._faults.strike(self._rank, "post")
-        arrived = self._link.post(size, checksum)
+        arrived = self._link.post(size)
 
         def wait() -> Payload:
             payload = arrived()
@@ -186,7 +186,7 @@ async def test_a_receiver_takes_so_many_pairs_and_says_so(name: str) -> None:
         def connect(self, exchange: Exchange) -> None:
             exchange.put("here", b"")
 
-        def post(self, size: int, checksum: Checksum | None = None) -> Callable[[], Payload]:
+        def post(self, size: int) -> Callable[[], Payload]:
             raise AssertionError
 
         def send(self, payload: Payload) -> None:

@@ -279,18 +279,16 @@ class Receipt(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes_by_plane: _Optional[_Iterable[_Union[PlaneBytes, _Mapping]]] = ..., header_bytes: _Optional[int] = ..., fp16_bytes: _Optional[int] = ..., receive_s: _Optional[float] = ..., wire_decode_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class Announced(_message.Message):
-    __slots__ = ("frame", "pair", "number", "bytes", "checksum")
+    __slots__ = ("frame", "pair", "number", "bytes")
     FRAME_FIELD_NUMBER: _ClassVar[int]
     PAIR_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     frame: KvFrame
     pair: int
     number: int
     bytes: int
-    checksum: int
-    def __init__(self, frame: _Optional[_Union[KvFrame, _Mapping]] = ..., pair: _Optional[int] = ..., number: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, frame: _Optional[_Union[KvFrame, _Mapping]] = ..., pair: _Optional[int] = ..., number: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("handoff", "frame", "end", "announced")

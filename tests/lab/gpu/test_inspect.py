@@ -48,7 +48,7 @@ OF_LEVELS = {
 """Pages of levels, on sm_90: 3 bits are two products, of 2 and of 1."""
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """What a program may have, by architecture."""
-CHECKSUMS = ("checksum mix64", "checksum XXH3 blocks", "checksum XXH3 chain")
+CHECKSUMS = ("checksum XXH3 blocks", "checksum XXH3 chain")
 OF_ROWS = ("rows D=64 Π=64 G=8", "seal D=64 Π=64 K2V2 nearest")
 """Kernels that read FP16 rows, on every architecture."""
 ROWS = "rows D=128 Π=64 G=8"
