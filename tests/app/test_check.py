@@ -14,9 +14,13 @@ from app.cluster import START_S, Checked, ClusterPlan, LocalCluster
 from chaos.loop import run as on_a_virtual_clock
 from hackkv.errors import NodeLost
 
-FOUND = {"found": {"folder": "model", "name": "m", "devices": ["cpu"]}}
-PASSED = {"passed": {"kl": 0.01}}
-WORDS = (FOUND, *({"say": f"checking codec {number}"} for number in range(10)), PASSED)
+LOSS = {"kl": 0.01}
+LINES = [f"checking codec {number}" for number in range(10)]
+WORDS = (
+    {"found": {"folder": "model", "name": "m", "devices": ["cpu"]}},
+    *({"say": line} for line in LINES),
+    {"passed": LOSS},
+)
 
 
 class Check:
@@ -77,7 +81,7 @@ async def outcome(folder: Path, pauses: Sequence[float], load_s: float = 1.0) ->
     began = loop.time()
     try:
         found: Checked | NodeLost = await cluster._check(START_S)
-        assert said == [word["say"] for word in WORDS if "say" in word]
+        assert said == LINES
     except NodeLost as error:
         found = error
     assert check.ended
@@ -88,7 +92,7 @@ async def outcome(folder: Path, pauses: Sequence[float], load_s: float = 1.0) ->
 def test_a_check_that_goes_on_saying_something_may_take_any_time(tmp_path: Path) -> None:
     pauses = [START_S - 1] * len(WORDS)
     checked, took = on_a_virtual_clock(outcome(tmp_path, pauses))
-    assert checked == Checked("model", "m", PASSED["passed"], ("cpu",))
+    assert checked == Checked("model", "m", LOSS, ("cpu",))
     assert took == pytest.approx(sum(pauses))
 
 
