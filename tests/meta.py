@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from hack_kernels.base import FormatT, KernelsT, PageFormat, Planes, Pool, RowKernels, Rows, Spans, Stopwatch
-from hack_kernels.choosing import Chooser, Scores
+from hack_kernels.choosing import ChoiceInput, Scores
 from hack_kernels.level_format import Feedback
 from hack_kernels.reference.wire_order import WireOrder
 from hack_kernels.rowwise import Rowwise
@@ -34,13 +34,11 @@ INTO_PLACE = (*ARRIVING, _aten.slice)
 class MetaRows(Rowwise):
     """What reads values answers without them, as a device would after a wait."""
 
-    def choose(
-        self, logits: Tensor, choosers: Series[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
-    ) -> list[int]:
-        assert faulty is not None
-        assert faulty.shape == logits.shape[:1] == (len(choosers),)
-        on_device(logits, faulty)
-        return [7] * len(choosers)
+    def choose(self, given: ChoiceInput) -> list[int]:
+        assert given.faulty is not None
+        assert given.faulty.shape == given.logits.shape[:1] == (len(given.choosers),)
+        on_device(given.logits, given.faulty)
+        return [7] * len(given.choosers)
 
     def score(self, logits: Tensor, ids: Series[int], tops: Series[int]) -> list[Scores]:
         on_device(logits)

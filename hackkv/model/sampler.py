@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 from hack_kernels.base import RowKernels
-from hack_kernels.choosing import NONE_ALLOWED, NOT_FINITE, Choice, ChoiceRules, Scores
+from hack_kernels.choosing import NONE_ALLOWED, NOT_FINITE, Choice, ChoiceInput, ChoiceRules, Scores
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
@@ -117,7 +117,8 @@ def choosing(
     allowed = masks(states, logits.shape[1])
     if allowed is not None:
         allowed = allowed.to(logits.device)
-    return kernels.choosing(logits, [state.chooser for state in states], faulty, allowed, later=later)
+    given = ChoiceInput(logits, [state.chooser for state in states], faulty, allowed)
+    return kernels.choosing(given, later=later)
 
 
 def accept(
@@ -152,7 +153,7 @@ def prompt_logprobs(
 
 
 def masks(states: Sequence[SamplerState], vocab: int) -> Tensor | None:
-    """What the grammar of each row allows, [B, ceil(vocab / 32)] int32 as `RowKernels.choose` has it; None for all.
+    """What the grammar of each row allows, [B, ceil(vocab / 32)] int32 as `ChoiceInput` has it; None for all.
 
     Raises `GuideError` whose `span` is the first row whose grammar cannot go on.
     """

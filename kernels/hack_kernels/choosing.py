@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -122,6 +122,20 @@ class Chooser(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChoiceInput:
+    """What the next ids of a batch are chosen from."""
+
+    logits: Tensor
+    """[B, n]"""
+    choosers: Sequence[Chooser]
+    """[B], made by the kernels that choose. No choice changes one."""
+    faulty: Tensor | None = None
+    """[B] bool: rows that get `FAULTY` for an id."""
+    allowed: Tensor | None = None
+    """[B, ceil(n / 32)] int32: bit i of word w says whether id 32 w + i may be chosen; a row of -1 allows all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The next ids of a batch, which the device may still have to find."""
@@ -139,26 +153,14 @@ class ChoiceKernels(Protocol):
         """What these kernels keep of a sequence to choose its tokens, in the form that they read."""
         ...
 
-    def choose(
-        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
-    ) -> list[int]:
-        """The next id of each row of logits [B, n], as this module defines it; waits for the device.
+    def choose(self, given: ChoiceInput) -> list[int]:
+        """The next id of each row, as this module defines it; waits for the device.
 
-        `choosers` [B] were made by these kernels; the call changes none. `allowed` [B, ceil(n / 32)] int32 holds a bit
-        for each id, bit i of word w that of id 32 w + i; a row of -1 allows all. Where a row has no next id the result
-        is `NOT_FINITE`, `NONE_ALLOWED`, or `FAULTY` for a row that is set in `faulty` [B] bool. Raises `ValueError`.
+        Where a row has no next id the result is `NOT_FINITE`, `NONE_ALLOWED` or `FAULTY`. Raises `ValueError`.
         """
         ...
 
-    def choosing(
-        self,
-        logits: Tensor,
-        choosers: Sequence[Chooser],
-        faulty: Tensor | None = None,
-        allowed: Tensor | None = None,
-        *,
-        later: bool = False,
-    ) -> Choice:
+    def choosing(self, given: ChoiceInput, *, later: bool = False) -> Choice:
         """`choose` whose ids need not be there when the call returns.
 
         With `later` the choosers lack one token, which no rule asks for but by number (`ChoiceRules.foresees`).
@@ -201,14 +203,12 @@ class NumpyChooser:
             self.known.add(token_id)
 
 
-def choose(
-    logits: Tensor, choosers: Sequence[NumpyChooser], faulty: Tensor | None = None, allowed: Tensor | None = None
-) -> list[int]:
-    """One id for each row of `logits` [B, n]; `RowKernels.choose` describes the arguments. The host waits once."""
-    check_vocabulary(logits)
-    rows = logits.double().cpu().numpy()
-    flags = np.zeros(len(rows), dtype=bool) if faulty is None else faulty.cpu().numpy()
-    masks = None if allowed is None else unpacked(allowed, rows.shape[1])
+def choose(given: ChoiceInput) -> list[int]:
+    """See `ChoiceKernels.choose`; choosers are `NumpyChooser`s. The host waits once."""
+    check_vocabulary(given.logits)
+    rows, choosers = given.logits.double().cpu().numpy(), cast(Sequence[NumpyChooser], given.choosers)
+    flags = np.zeros(len(rows), dtype=bool) if given.faulty is None else given.faulty.cpu().numpy()
+    masks = None if given.allowed is None else unpacked(given.allowed, rows.shape[1])
     return [
         FAULTY if flags[at] else next_id(row, choosers[at], None if masks is None else masks[at])
         for at, row in enumerate(rows)

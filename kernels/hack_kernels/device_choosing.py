@@ -29,7 +29,7 @@ from hack_kernels.choosing import (
     TERMS,
     WEIGHT_BITS,
     Choice,
-    Chooser,
+    ChoiceInput,
     NumpyChooser,
     Scores,
     check_vocabulary,
@@ -48,24 +48,14 @@ _Of = Callable[[NumpyChooser], Iterable[tuple[int, float]]]
 class DeviceRows(Rowwise):
     """`Rowwise` whose choices and scores are computed where the logits lie. Choosers stay in host memory."""
 
-    def choose(
-        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
-    ) -> list[int]:
+    def choose(self, given: ChoiceInput) -> list[int]:
         """In torch; the ids are all that comes back."""
-        return self.back(self._chosen(logits, choosers, faulty, allowed))
+        return self.choosing(given).ids()
 
-    def choosing(
-        self,
-        logits: Tensor,
-        choosers: Sequence[Chooser],
-        faulty: Tensor | None = None,
-        allowed: Tensor | None = None,
-        *,
-        later: bool = False,
-    ) -> Choice:
+    def choosing(self, given: ChoiceInput, *, later: bool = False) -> Choice:
         """The ids are on their way when the call returns, and work that is enqueued later does not hold them up."""
-        mine = cast(Sequence[NumpyChooser], choosers)
-        chosen = self._chosen(logits, [each.one_later() for each in mine] if later else mine, faulty, allowed)
+        mine = cast(Sequence[NumpyChooser], given.choosers)
+        chosen = self._chosen(given, [each.one_later() for each in mine] if later else mine)
         return Choice(chosen, self.later(chosen))
 
     def later(self, found: Tensor) -> Callable[[], list[Any]]:
@@ -83,21 +73,18 @@ class DeviceRows(Rowwise):
 
         return wait
 
-    def _chosen(
-        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None, allowed: Tensor | None
-    ) -> Tensor:
-        check_vocabulary(logits)
-        mine = cast(Sequence[NumpyChooser], choosers)
-        x = logits.double() + 0.0
+    def _chosen(self, given: ChoiceInput, choosers: Sequence[NumpyChooser]) -> Tensor:
+        check_vocabulary(given.logits)
+        x = given.logits.double() + 0.0
         broken = ~torch.isfinite(x.amax(dim=1))
-        x = adjusted(x, mine, allowed)
+        x = adjusted(x, choosers, given.allowed)
         chosen = x.argmax(dim=1)
-        drawn = [row for row, chooser in enumerate(mine) if chooser.rules.temperature]
+        drawn = [row for row, chooser in enumerate(choosers) if chooser.rules.temperature]
         if drawn:
             rows = brought(drawn, x.device)
-            chosen = chosen.index_put((rows,), drawn_ids(x[rows], [mine[row] for row in drawn]))
+            chosen = chosen.index_put((rows,), drawn_ids(x[rows], [choosers[row] for row in drawn]))
         chosen = chosen.masked_fill(x.amax(dim=1) == -torch.inf, NONE_ALLOWED).masked_fill(broken, NOT_FINITE)
-        return chosen if faulty is None else chosen.masked_fill(faulty, FAULTY)
+        return chosen if given.faulty is None else chosen.masked_fill(given.faulty, FAULTY)
 
     def back(self, found: Tensor) -> list[Any]:
         """`found` in host memory, as lists: nothing else waits for the device."""

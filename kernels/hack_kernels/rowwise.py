@@ -8,7 +8,6 @@ measurement).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight, rounded_rows
-from hack_kernels.choosing import Choice, ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
+from hack_kernels.choosing import Choice, ChoiceInput, ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
 from hack_kernels.turns import Turns
 
 
@@ -86,25 +85,15 @@ class Rowwise:
         """In host memory."""
         return NumpyChooser(rules, prompt_ids)
 
-    def choose(
-        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
-    ) -> list[int]:
+    def choose(self, given: ChoiceInput) -> list[int]:
         """In numpy, on the host."""
-        return choose(logits, cast(Sequence[NumpyChooser], choosers), faulty, allowed)
+        return choose(given)
 
-    def choosing(
-        self,
-        logits: Tensor,
-        choosers: Sequence[Chooser],
-        faulty: Tensor | None = None,
-        allowed: Tensor | None = None,
-        *,
-        later: bool = False,
-    ) -> Choice:
+    def choosing(self, given: ChoiceInput, *, later: bool = False) -> Choice:
         """`choose`, which waits. Nothing waits for a device here, so nobody asks for a later choice."""
         assert not later
-        found = self.choose(logits, choosers, faulty, allowed)
-        return Choice(torch.tensor(found, device=logits.device), lambda: found)
+        found = self.choose(given)
+        return Choice(torch.tensor(found, device=given.logits.device), lambda: found)
 
     def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
         """In numpy, on the host."""

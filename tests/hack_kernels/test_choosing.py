@@ -18,7 +18,9 @@ from hack_kernels.choosing import (
     NONE_ALLOWED,
     NOT_FINITE,
     WEIGHT_BITS,
+    ChoiceInput,
     ChoiceRules,
+    Chooser,
     drawn,
     exponential,
     uniform,
@@ -80,12 +82,12 @@ def batches(draw_from: st.DrawFn) -> tuple[Tensor, Tensor | None]:
 
 def choosers(
     kernels: RowKernels, each: Sequence[ChoiceRules], prompt: Sequence[int], output: Sequence[int]
-) -> list[object]:
+) -> list[Chooser]:
     made = [kernels.new_chooser(one, prompt) for one in each]
     for chooser in made:
         for token_id in output:
             chooser.append(token_id)
-    return list(made)
+    return made
 
 
 def chosen(
@@ -98,7 +100,7 @@ def chosen(
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
 ) -> list[int]:
-    return kernels.choose(x, choosers(kernels, each, prompt, output), faulty, allowed)  # type: ignore[arg-type]
+    return kernels.choose(ChoiceInput(x, choosers(kernels, each, prompt, output), faulty, allowed))
 
 
 @settings(max_examples=400)
@@ -244,9 +246,10 @@ def test_a_choice_depends_on_its_row_alone(isa: str) -> None:
     for threads in (1, 3):
         kernels = cpu.CpuBackend(isa, threads).rows
         made = choosers(kernels, each, [5, 6], [7])
-        found[threads] = kernels.choose(x, made)  # type: ignore[arg-type]
-        assert kernels.choose(x, made) == found[threads]  # type: ignore[arg-type]
-        assert [kernels.choose(x[row : row + 1], made[row : row + 1])[0] for row in range(64)] == found[threads]  # type: ignore[arg-type]
+        found[threads] = kernels.choose(ChoiceInput(x, made))
+        assert kernels.choose(ChoiceInput(x, made)) == found[threads]
+        alone = [ChoiceInput(x[row : row + 1], made[row : row + 1]) for row in range(64)]
+        assert [kernels.choose(one)[0] for one in alone] == found[threads]
     assert found[1] == found[3]
 
 
@@ -310,19 +313,19 @@ def test_wrong_inputs_are_named(isa: str) -> None:
     kernels, x = COMPILED[isa], torch.zeros(2, 40)
     made = [kernels.new_chooser(ChoiceRules(seed=0, temperature=1.0), []) for _ in range(2)]
     good, flags = torch.full((2, 2), -1, dtype=torch.int32), torch.zeros(2, dtype=torch.bool)
-    assert kernels.choose(x, made, flags, good) == kernels.choose(x, made)
+    assert kernels.choose(ChoiceInput(x, made, flags, good)) == kernels.choose(ChoiceInput(x, made))
     for allowed in (good[:, :1], good[:1], good.long(), good.T[::2]):
         with pytest.raises(ValueError, match=r"^allowed"):
-            kernels.choose(x, made, flags, allowed)
+            kernels.choose(ChoiceInput(x, made, flags, allowed))
     for faulty in (flags[:1], flags.int()):
         with pytest.raises(ValueError, match=r"^faulty"):
-            kernels.choose(x, made, faulty, good)
+            kernels.choose(ChoiceInput(x, made, faulty, good))
     for given_choosers in (made[:1], [made[0], NUMPY.new_chooser(ChoiceRules(seed=0, temperature=1.0), [])]):
         with pytest.raises(ValueError, match=r"^choosers"):
-            kernels.choose(x, given_choosers)
+            kernels.choose(ChoiceInput(x, given_choosers))
     for logits in (x.long(), x[0], x.T):
         with pytest.raises(ValueError, match=r"^logits"):
-            kernels.choose(logits, made)
+            kernels.choose(ChoiceInput(logits, made))
     with pytest.raises(ValueError, match=r"^token_id"):
         made[0].append(-1)
     with pytest.raises(ValueError, match=r"^prompt_ids"):

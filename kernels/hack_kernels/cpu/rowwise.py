@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
-from hack_kernels.choosing import ChoiceRules, Chooser, Scores
+from hack_kernels.choosing import ChoiceInput, ChoiceRules, Chooser, Scores
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.turns import Turns
@@ -81,11 +81,9 @@ class RowwiseCpu(Rowwise):
         made: Chooser = compiled().chooser(rules, prompt_ids)
         return made
 
-    def choose(
-        self, logits: Tensor, choosers: Sequence[Chooser], faulty: Tensor | None = None, allowed: Tensor | None = None
-    ) -> list[int]:
+    def choose(self, given: ChoiceInput) -> list[int]:
         """Greedy rows in one pass; other rows select what they sort."""
-        found: list[int] = self._native.choose(logits, choosers, faulty, allowed)
+        found: list[int] = self._native.choose(given.logits, given.choosers, given.faulty, given.allowed)
         return found
 
     def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
