@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from chaos.loop import run as on_a_virtual_clock
 from hackkv.errors import NodeLost
 from hackkv.nodes import Lease, NodeInfo
 from tests.transport import nouns
@@ -100,6 +102,35 @@ async def test_a_router_that_does_not_answer_is_said_once(
     staying.cancel()
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == ["waiting for the router: router:1 is silent", "lost the router: router:1 is silent"]
+
+
+@pytest.mark.parametrize("back_at", [10.4, 15.2])
+def test_a_node_renews_three_times_per_term_and_comes_back_soon_after_its_router(back_at: float) -> None:
+    """On a clock that jumps: when it would have renewed, or at its next attempt."""
+    term_s, away_at, heard = 3.0, 10.2, list[float]()
+
+    class Router:
+        async def register(self, _: NodeInfo) -> Lease:
+            """Answers but for a while."""
+            now = asyncio.get_running_loop().time()
+            if away_at <= now < back_at:
+                raise NodeLost("router:1 is silent")
+            heard.append(now)
+            return Lease(term_s)
+
+    async def describe() -> NodeInfo:
+        return nouns.node_info()
+
+    async def stay() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(20.0):
+                await membership.keep_registered(Router(), describe, asyncio.Event(), asyncio.Event())
+
+    on_a_virtual_clock(stay())
+    before, after = ([now for now in heard if (now < away_at) == early] for early in (True, False))
+    assert before == pytest.approx([number * term_s / 3 for number in range(11)])
+    assert after[0] - back_at <= max(membership.RETRY_S, term_s / 3)
+    assert all(later - now == pytest.approx(term_s / 3) for now, later in pairwise(after))
 
 
 async def test_a_node_that_stops_without_news_says_nothing_more() -> None:

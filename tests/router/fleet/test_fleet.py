@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from chaos.loop import VirtualLoop
+from chaos.loop import run as on_a_virtual_clock
 from hackkv.errors import HandshakeRefused, NodeLost, Overloaded, Unavailable
 from hackkv.types import WIRE_FORM, Fingerprint, Role
 from router.fleet.booking import Booking
@@ -35,6 +36,28 @@ async def test_a_lease_that_is_not_renewed_ends_and_the_node_may_return(cluster:
     assert str(member.gone.result()) == "decode node d0 lost its lease"
     await fleet.nodes.register(info(Role.DECODE, "d0"))
     assert not fleet.nodes.missing
+
+
+def test_a_silent_node_is_gone_a_lease_after_its_last_word_or_a_quarter_of_one_later() -> None:
+    async def silent() -> list[float]:
+        cluster, loop, gone_at = Cluster(prefill=1, decode=1), asyncio.get_running_loop(), list[float]()
+        fleet = Fleet(cluster.prefill.__getitem__, cluster.decode.__getitem__, lease_ttl_s=3.0)
+        housekeeping = asyncio.create_task(fleet.nodes.run())
+        for role, node_id in ((Role.PREFILL, "p0"), (Role.DECODE, "d0"), (Role.PREFILL, "p0")):
+            await fleet.nodes.register(info(role, node_id))
+            await asyncio.sleep(0.7)
+        for role in (Role.DECODE, Role.PREFILL):
+            (member,) = fleet.nodes.members(role)
+            gone = asyncio.Event()
+            member.gone.heed(gone, gone.set)
+            await gone.wait()
+            gone_at.append(loop.time())
+        housekeeping.cancel()
+        return gone_at
+
+    decode, prefill = on_a_virtual_clock(silent())
+    assert 0.7 + 3.0 <= decode <= 0.7 + 3.75
+    assert 1.4 + 3.0 <= prefill <= 1.4 + 3.75
 
 
 def test_a_router_that_was_held_up_does_not_take_its_nodes_for_dead() -> None:
