@@ -79,9 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--naps", action="store_true", help="nodes without weights, which nap")
     parser.add_argument("--record", type=Path, metavar="FILE.json", help="keep what was measured live")
     parser.add_argument("--recorded", type=Path, metavar="FILE.json", help="judge by this record; nothing is measured")
+    parser.add_argument("--cores", type=float, help="judge as if the machine had so many; only prints")
     parser.add_argument("--out", type=Path, help="folder of plan.md, whose section is written")
     args = parser.parse_args(arguments)
+    if args.cores and (args.record or args.out):
+        parser.error("--cores asks what if, and neither records nor writes tables")
     recording = read_recording(args.recorded) if args.recorded else asyncio.run(_record(args))
+    if args.cores:
+        recording = recording.model_copy(update={"cores": args.cores})
     if args.record:
         args.record.write_text(recording.model_dump_json() + "\n", encoding="utf-8")
     loads = judge(recording)

@@ -110,7 +110,7 @@ def _line(points: Sequence[tuple[int, Sequence[float]]]) -> tuple[float, float]:
     return max(0.0, float(none)), max(0.0, float(each))
 
 
-def host_of(idle: Idle, batches: Sequence[float], cores: int, footprint: Footprint) -> Host:
+def host_of(idle: Idle, batches: Sequence[float], cores: float, footprint: Footprint) -> Host:
     """The machine: its cores, and what they compute for tokens and for KV beside passes and steps. `batches` are those
     of `idle.steps`.
 

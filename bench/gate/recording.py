@@ -56,7 +56,7 @@ class Recording(Frozen):
     """Empty: the one that ships along."""
     codec: str
     naps: bool
-    cores: int
+    cores: float
     """Of the machine."""
     shape: Model
     pages: dict[Role, int]

@@ -203,6 +203,18 @@ def test_the_page_says_what_the_simulator_makes_of_its_records(file: Path) -> No
             assert (now.live, now.simulated) == pytest.approx((then["live"], then["simulated"]), rel=1e-6)
 
 
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
+def test_fewer_cores_would_explain_what_is_off_where_weights_come_from_memory(file: Path) -> None:
+    """As `docs/plan.md` says, by the command that it names."""
+    assert main(["--recorded", str(file), "--cores", "1.7"]) == (0 if file.stem.startswith("smollm2") else 1)
+
+
+def test_tables_are_of_the_machine_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--recorded", str(RECORDED[0]), "--cores", "1.7", "--out", str(tmp_path)])
+    assert "--cores asks what if" in capsys.readouterr().err
+
+
 def test_there_are_records() -> None:
     assert RECORDED
 
