@@ -11,7 +11,7 @@ things are measured, one after the other, each after the same few requests:
 - `hackkv serve MODEL`, 2 prefill and 2 decode nodes: every node, the router, and the command itself.
 
 The one process runs once before, unmeasured. The first load on a machine converts the model and times products
-(`hackkv/model/products.py`), which leaves 50 to 110 MiB in the heap; a later one remembers the answer.
+(`hackkv/model/products.py`), which leaves memory in the heap; a later one remembers the answer.
 
 Weights are the pages of a mapped safetensors file. A model in Hugging Face's form is copied at load: then its weights
 count as own memory, which the nodes of `hackkv serve` share, since they are forked from one process that loaded it.
