@@ -188,8 +188,8 @@ class Cluster:
 
         def begin(number: int, arrival: Arrival) -> None:
             now = self.world.now
-            times, rows = Times(now, keep_marks=self._options.keep_spans), self.sizes.rows_held(arrival.prompt_tokens)
-            job = Job(number, arrival, now, times, rows, self._names(arrival))
+            times, held = Times(now, keep_marks=self._options.keep_spans), self.sizes.rows_held(arrival.prompt_tokens)
+            job = Job(number, arrival, now, times, held, self._names(arrival))
             if self._options.keep_spans:
                 jobs.append(job)
             self.routers[number % len(self.routers)].arrive(job)
