@@ -1,8 +1,9 @@
 """`python -m bench.rounding smollm2 [--out docs]`: what it costs that rows which meet packed weights are rounded.
 
-The same weights multiply rows in three ways: rounded to 8 bits by blocks, as our kernels do; in the model's dtype, with
-the weights as numbers for the library; and in FP32 throughout, which is exact. Attention is exact. The text is the
-held-out one of `hackkv eval`: beginnings of its longest documents. KL is from the exact predictions.
+The same weights multiply rows in four ways: in FP32 throughout, which is exact; as rows come, in BF16, with the weights
+as numbers for the library; rounded to two bytes by blocks, by our kernels; and rounded to one, as llama.cpp does it.
+Attention is exact. The text is the held-out one of `hackkv eval`: beginnings of its longest documents. KL is from the
+exact predictions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from hack_kernels.block_weight import Weight, as_numbers
+from hack_kernels.block_weight import BlockWeight, Weight, as_numbers, rounded_rows
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
@@ -41,6 +42,17 @@ class Unrounded(Rowwise):
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Unpacks for each call."""
         return F.linear(x, as_numbers(weight).to(x.dtype), bias)
+
+
+class OneByte(Rowwise):
+    """Rows in one byte by blocks, by the definition."""
+
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """Rows that meet numbers stay as they are."""
+        if not isinstance(weight, BlockWeight):
+            return super().product(x, weight, bias)
+        bias = None if bias is None else bias.float()
+        return F.linear(rounded_rows(x, levels=127), as_numbers(weight).float(), bias).to(x.dtype)
 
 
 def main() -> None:
@@ -78,7 +90,8 @@ def table(model: Llama, windows: list[Ids]) -> Iterator[str]:
     ways = {
         "in FP32, exact": exact,
         "as they come, in BF16": Llama(model.spec, model.weights, kernels=Unrounded()),
-        "in 8 bits by blocks": model,
+        "in two bytes by blocks, as here": model,
+        "in one byte by blocks": Llama(model.spec, model.weights, kernels=OneByte()),
     }
     scores: dict[str, list[Tensor]] = {name: [] for name in ways}
     for window in windows:

@@ -150,13 +150,13 @@ def _divisor(scale: Tensor) -> Tensor:
     return scale.float().masked_fill(scale == 0, 1)[..., None]
 
 
-def rounded_rows(x: Tensor, largest_code: int = LARGEST) -> Tensor:
-    """Rows [T, columns] by blocks, as float32: what a product multiplies. A block with a value that is not finite becomes
-    NaN."""
+def rounded_rows(x: Tensor, levels: int = LARGEST) -> Tensor:
+    """Rows [T, columns] by blocks, as float32: what a product multiplies. `levels` is what the largest value of a block
+    becomes. A block with a value that is not finite becomes NaN."""
     blocks = x.float().unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     faults = (blocks - blocks).sum(-1, keepdim=True)
-    # Not largest_code / largest, which torch computes as a reciprocal and a product: that rounds twice.
-    inverse = torch.full_like(largest, largest_code).div(largest).masked_fill(largest <= SMALLEST, 0)
-    rounded: Tensor = (blocks * inverse).round() * (largest / largest_code + faults)
+    # Not levels / largest, which torch computes as a reciprocal and a product: that rounds twice.
+    inverse = torch.full_like(largest, levels).div(largest).masked_fill(largest <= SMALLEST, 0)
+    rounded: Tensor = (blocks * inverse).round() * (largest / levels + faults)
     return rounded.flatten(1)
