@@ -25,7 +25,7 @@ from router.api.served import ServedModel, serve_model
 from router.config import RouterConfig
 from router.watch.journal import Journal
 from tests.e2e.processes import KILL_S, Child, role
-from tests.router.processes import PATIENCE_S, joined, series
+from tests.router.processes import PATIENCE_S, UNHURRIED, joined, series
 from tests.router.scripted import Cluster
 
 LIMITS = {
@@ -213,7 +213,8 @@ def two_workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     Each test lets its own nodes join, under the same names.
     """
     running: dict[str, Child] = {}
-    always = {"listen": {"port": 0}, "control": {"port": 0}, "workers": 2, "lease_ttl_s": 3600.0}
+    ports = {"listen": {"port": 0}, "control": {"port": 0}}
+    always = {**ports, "workers": 2, "lease_ttl_s": 3600.0, "deadlines": UNHURRIED}
 
     def addresses(settings: dict[str, Any]) -> dict[str, str]:
         name = json.dumps(settings)

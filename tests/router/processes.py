@@ -21,6 +21,8 @@ from transport.rpc_client import RegistryClient
 from transport.rpc_server import RpcServer
 
 PATIENCE_S = 240.0
+UNHURRIED = dict.fromkeys(("transfer_s", "landed_s", "token_s"), 3600.0)
+"""Deadlines of a router that end nothing while a test is patient: what lets go of a node has another reason."""
 WORKERS = pytest.mark.parametrize("workers", [1, 2])
 """For tests of the router as processes: what one process keeps, several keep together."""
 ROUTERS = pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -30,8 +32,9 @@ ROUTERS = pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.ma
 @asynccontextmanager
 async def router(checkpoint: Path, *settings: str) -> AsyncIterator[tuple[Process, dict[str, str]]]:
     """A running router and the addresses it announced."""
-    base = (f"model={checkpoint}", "listen.port=0", "control.port=0", "served_model_name=tiny", *settings)
-    arguments = [argument for setting in base for argument in ("--set", setting)]
+    base = (f"model={checkpoint}", "listen.port=0", "control.port=0", "served_model_name=tiny")
+    deadlines = (f"deadlines.{name}={seconds}" for name, seconds in UNHURRIED.items())
+    arguments = [argument for setting in (*base, *deadlines, *settings) for argument in ("--set", setting)]
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "router", *arguments, stdout=PIPE)
     try:
         assert process.stdout is not None
