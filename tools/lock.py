@@ -19,9 +19,10 @@ def main() -> None:
     """Write the file. What pip says of a conflict ends the command."""
     torch = re.search("^TORCH := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch, "the Makefile pins torch"
-    resolve = ("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", torch[1], "--editable", ".[dev]")
-    found = subprocess.run((sys.executable, "-m", "pip", *resolve), cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    packages = [item["metadata"] for item in json.loads(found.stdout)["install"] if "dir_info" not in item["download_info"]]
+    resolve = ("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-")
+    command = (sys.executable, "-m", "pip", *resolve, torch[1], "--editable", ".[dev]")
+    found = json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    packages = [item["metadata"] for item in found["install"] if "dir_info" not in item["download_info"]]
     pins = sorted(f"{each['name']}=={each['version']}" for each in packages if not OF_TORCH.fullmatch(each["name"]))
     head = "# Written by `make lock`: the packages that checks and tests ran with.\n"
     (ROOT / "constraints.txt").write_text(head + "\n".join(pins) + "\n")
