@@ -145,16 +145,8 @@ class KvCodec(Protocol):
         """An empty pool of KV heads `heads` of each layer; with `prompts` those in which whole prompts are computed."""
         ...
 
-    def prepare(self, batch: Batch) -> Batch:
-        """`batch` with what its attention needs in every layer: called once a step, before the first layer.
-
-        What depends on the batch and not on the layer is computed, copied to the device or captured here.
-        """
-        ...
-
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k, v [T, Hkv, D] to the cache and return the attention of q [T, Hq, D] over it, causal, in q's dtype.
-        `batch` is as `prepare` gave it.
 
         Full pages are sealed into `pool`, exact rows go to the slots. Repeating a call with the same batch and rows
         writes the same bytes, unless a span needs rows of its slot that it overwrites: one that starts inside a page

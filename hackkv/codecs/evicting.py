@@ -63,7 +63,7 @@ class Evicting:
         stay = self._retention.choose(votes.transpose(0, 1).flatten(1)[:, :tokens])
         heads = torch.arange(pool.num_kv_heads, device=pool.device)[:, None]
         k, v = (pool.notes[name][pages[stay // pi], heads, stay % pi].transpose(0, 1).contiguous() for name in ROWS)
-        batch = codec.prepare(Batch.of([Span(span.slot, 0, held, span.pages)], pi, pool.device))
+        batch = Batch.of([Span(span.slot, 0, held, span.pages)], pi, pool.device)
         codec.seal(layer, pool, batch, (k, v))
         write_exact_rows(pool, batch, k, v)
 

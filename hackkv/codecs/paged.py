@@ -128,10 +128,6 @@ class PagedCodec:
             pools[kind] = iter(new_pools(formats, kernels, self._backend.device, num_pages, num_slots, heads))
         return tuple(with_notes(next(pools[laid_out_by(kept.kernels)]), notes) for kept in self.layers)
 
-    def prepare(self, batch: Batch) -> Batch:
-        """As it is."""
-        return batch
-
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append rows and attend; see `KvCodec.attend`."""
         kernels, rows = self.layers[layer].kernels, self._backend.rows

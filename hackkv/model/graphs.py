@@ -149,7 +149,7 @@ class Graphs:
     def _step(self, size: int) -> None:
         codec, pools = self._codec, self._memory.pools
         faulty = self._faulty[:size].zero_()
-        batch = codec.prepare(self._input.batch(size, faulty))
+        batch = self._input.batch(size, faulty)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return codec.attend(layer, pools[layer], batch, q, k, v)

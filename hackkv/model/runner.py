@@ -189,7 +189,7 @@ class ModelRunner:
         if wanted is not None:
             more.append(_last_rows(spans, wanted))
         self._last = Batch.of(spans, self.layout.page_tokens, self.model.device, self._last, more)
-        return self.codec.prepare(self._last)
+        return self._last
 
     def _attend(self, batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.codec.attend(layer, self.memory.pools[layer], batch, q, k, v)

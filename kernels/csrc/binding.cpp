@@ -8,7 +8,6 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "dispatch.h"
-#include "mix64.h"
 
 namespace hack {
 
@@ -18,19 +17,6 @@ Window make_window(int sink, int recent) {
 }
 
 namespace {
-
-// Of contiguous bytes, in any object that offers a buffer.
-std::uint64_t mix64_of(nb::handle data, std::uint64_t seed) {
-  Py_buffer view;
-  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
-  std::uint64_t sum;
-  {
-    nb::gil_scoped_release others;
-    sum = mix64(static_cast<const std::uint8_t*>(view.buf), std::size_t(view.len), seed);
-  }
-  PyBuffer_Release(&view);
-  return sum;
-}
 
 // A table of operations from another extension, built from the same sources: how the lab's rivals get at the engine.
 Kernels kernels_of(const nb::capsule& table, int threads) {
@@ -46,7 +32,6 @@ NB_MODULE(_cpu, m) {
   m.doc() = "C++ kernels of the CPU backend; hack_kernels.cpu is their API.";
   m.attr("SOURCES") = HACK_SOURCES;
   m.def("supported_isas", supported_isas);
-  m.def("mix64", mix64_of, "data"_a, "seed"_a);
   m.def(
       "kernels", [](const std::string& isa, int threads) { return Kernels(operations_for(isa), threads); }, "isa"_a,
       "threads"_a);

@@ -8,12 +8,6 @@ namespace hack {
 
 inline constexpr int kNarrow = 4;  // bits up to which sums of two products of a code and a byte fit 16 bits
 
-// The matrix unit of an instruction set that has none; `Amx::Matrix` is one.
-struct NoMatrix {
-  static constexpr bool takes(int) { return false; }
-  static void dots(const std::uint8_t*, int, const std::uint8_t*, int, int, std::int32_t*) {}
-};
-
 // use(bits) with the width of codes as a compile-time constant.
 template <class Use>
 [[gnu::always_inline]] constexpr decltype(auto) with_bits(int bits, Use use) {

@@ -120,7 +120,7 @@ def advance(pool: Pool, steps: Sequence[tuple[Growing, int]], repeat: int = 1) -
     """One pass over several sequences; `repeat` calls it so often with the same batch."""
     parts = [sequence.next(count) for sequence, count in steps]
     codec = steps[0][0].codec
-    batch = codec.prepare(Batch.of([span for span, _ in parts], codec.page_tokens))
+    batch = Batch.of([span for span, _ in parts], codec.page_tokens)
     q, k, v = (torch.cat([part[i] for _, part in parts]) for i in range(3))
     for _ in range(repeat):
         out = codec.attend(LAYER, pool, batch, q, k, v)

@@ -137,7 +137,7 @@ def test_the_wire_is_bit_exact(case: Case) -> None:
         landed.open_k[0], landed.open_v[0] = pool.open_k[0], pool.open_v[0]
     _, row = sequence.next(1)
     outputs = [
-        codec.attend(LAYER, where, codec.prepare(Batch.of([Span(0, tokens, 1, pages)], pi)), *row)
+        codec.attend(LAYER, where, Batch.of([Span(0, tokens, 1, pages)], pi), *row)
         for where, pages in ((pool, sequence.pages), (target, (*ids, 0)), (by_heads, (*ids, 0)))
     ]
     assert torch.equal(outputs[0], outputs[1])
@@ -160,7 +160,7 @@ def test_in_prefill_what_is_not_finite_is_flagged_and_the_others_are_served(
         pool = codec.new_pools(8, 2, range(HEADS))[LAYER]
         good, bad = (Growing(case, codec, pi + 2, seed=10 * i, slot=i, first=4 * i) for i in range(2))
         parts = [good.next(pi + 1), bad.next(pi + 2)]
-        batch = codec.prepare(Batch.of([span for span, _ in parts], pi))
+        batch = Batch.of([span for span, _ in parts], pi)
         q, k, v = (torch.cat([rest[i] for _, rest in parts]) for i in range(3))
         if broken:
             {"K": k, "V": v}[name][pi + 1 + 9, 1, 3] = value
@@ -192,7 +192,7 @@ def test_in_decode_a_row_that_is_not_finite_is_flagged_and_the_others_are_served
         bad, good = (Growing(case, codec, pi + 1, seed=10 * i, slot=i, first=4 * i) for i in range(2))
         advance(pool, [(bad, pi - 1), (good, pi - 1)])
         parts = [bad.next(1), good.next(1)]
-        batch = codec.prepare(Batch.of([span for span, _ in parts], pi))
+        batch = Batch.of([span for span, _ in parts], pi)
         q, k, v = (torch.cat([rest[i] for _, rest in parts]) for i in range(3))
         if broken:
             {"k": k, "v": v}[name][0, 1, 3] = value
@@ -221,7 +221,7 @@ def test_outputs_have_the_dtype_of_the_query(case: Case) -> None:
     codec = case.codec
     pool = codec.new_pools(2, 1, range(HEADS))[LAYER]
     for held, count in ((0, 5), (5, 1)):
-        batch = codec.prepare(Batch.of([Span(0, held, count, (0,))], case.page_tokens))
+        batch = Batch.of([Span(0, held, count, (0,))], case.page_tokens)
         q, k, v = (rows(i, count, HEADS * case.group if i == 0 else HEADS, case.head_dim).bfloat16() for i in range(3))
         out = codec.attend(LAYER, pool, batch, q, k, v)
         assert (out.dtype, out.shape) == (torch.bfloat16, q.shape)

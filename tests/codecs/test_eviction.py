@@ -55,7 +55,7 @@ def computed(codec: KvCodec, tokens: int, cuts: Sequence[int] = (), repeat: int 
     pools = new_pools(codec)
     assert codec.eviction is not None
     for held, end in pairwise((0, *cuts, tokens)):
-        batch = codec.prepare(Batch.of([Span(0, held, end - held, PAGES, prompt=tokens)], PI))
+        batch = Batch.of([Span(0, held, end - held, PAGES, prompt=tokens)], PI)
         for layer, pool in enumerate(pools):
             q, k, v = (x[held:end] for x in some_rows(layer, tokens))
             for _ in range(repeat):
@@ -115,7 +115,7 @@ def test_what_stays_is_what_the_paper_keeps_sealed_as_if_nothing_else_had_been(n
         stay = torch.tensor(by_the_papers(name, layer, tokens)).T  # [held, Hkv]
         _, k, v = (x[:, :HEADS].gather(0, stay[..., None].expand(-1, -1, DIM)) for x in some_rows(layer, tokens))
         fresh = beneath.new_pools(len(PAGES), 1, range(HEADS))[layer]
-        batch = beneath.prepare(Batch.of([Span(0, 0, held, PAGES)], PI))
+        batch = Batch.of([Span(0, 0, held, PAGES)], PI)
         beneath.attend(layer, fresh, batch, torch.zeros(held, HEADS * GROUP, DIM), k, v)
         found, wanted = left_behind(codec, layer, pool, held), left_behind(beneath, layer, fresh, held)
         assert len(found) == len(wanted)
@@ -216,7 +216,7 @@ def test_nothing_comes_back_from_the_device(name: str) -> None:
         assert codec.eviction is not None
         for held, count in ((0, 2 * PI), (2 * PI, PI + 4), (tokens - 1, 1)):
             spans = [Span(0, held, count, PAGES, prompt=tokens)]
-            batch = codec.prepare(Batch.of(spans, PI, pools[0].device))
+            batch = Batch.of(spans, PI, pools[0].device)
             for layer, pool in enumerate(pools):
                 rows = (torch.empty(count, heads, DIM, device=pool.device) for heads in (HEADS * GROUP, HEADS, HEADS))
                 codec.attend(layer, pool, batch, *rows)

@@ -119,13 +119,13 @@ def test_a_row_that_turns_beyond_fp16_is_named_though_fp16_holds_it() -> None:
     sequence = Growing(case, codec, 4)
     q, k, v = sequence.q, sequence.k.clone(), sequence.v
     k[1, 1] = 3e4
-    prompt = codec.prepare(Batch.of([Span(0, 0, 4, (0,))], case.page_tokens))
+    prompt = Batch.of([Span(0, 0, 4, (0,))], case.page_tokens)
     codec.attend(LAYER, pool, prompt, q, k, v)
     assert prompt.faulty.tolist() == [True]
     error = non_finite(LAYER, prompt, k, v)
     said = f"layer {LAYER}: K or V is beyond FP16 at one of tokens 0 to 3 in the form that rests"
     assert (str(error), error.span) == (said, 0)
-    decode = codec.prepare(Batch.of([Span(0, 0, 1, (0,)), Span(1, 0, 1, (1,))], case.page_tokens))
+    decode = Batch.of([Span(0, 0, 1, (0,)), Span(1, 0, 1, (1,))], case.page_tokens)
     codec.attend(LAYER, pool, decode, q[:2], k[:2], v[:2])
     assert decode.faulty.tolist() == [False, True]
     error = non_finite(LAYER, decode, k[:2], v[:2])

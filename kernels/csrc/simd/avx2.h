@@ -51,7 +51,6 @@ struct Avx2 {
   };
   using W = I;
   using B = __m128i;
-  using Matrix = NoMatrix;
   static constexpr bool kDotTakesBytes = false;  // codes of more than kNarrow bits need a `dot` of their own
 
   static F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }

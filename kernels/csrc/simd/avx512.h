@@ -27,7 +27,6 @@ struct Avx512 {
   using I = __m512i;
   using W = __m512i;
   using B = __m128i;
-  using Matrix = NoMatrix;
   static constexpr bool kDotTakesBytes = true;  // one `dot` serves codes of every width
 
   static F zero() { return _mm512_setzero_ps(); }

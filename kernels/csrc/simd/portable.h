@@ -29,7 +29,6 @@ struct Portable {
   using I = std::uint32_t __attribute__((vector_size(64)));
   using W = std::uint64_t __attribute__((vector_size(64)));
   using B = std::uint8_t __attribute__((vector_size(16)));
-  using Matrix = NoMatrix;
   static constexpr bool kDotTakesBytes = true;  // one `dot` serves codes of every width
 
   static F zero() { return splat(0.0f); }
