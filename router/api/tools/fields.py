@@ -6,6 +6,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from hackkv.errors import RequestError
 from router.api.fields import fault
@@ -19,11 +20,24 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
+def read_arguments(text: str) -> object:
+    """A call's arguments as JSON has them. Those that `max_tokens` cut off are read as far as they go, so that a client
+    can send back whatever it got. Raises `ValueError` and `RecursionError`."""
+    try:
+        return json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # behind what is complete
+            raise
+        found: object = from_json(text, allow_partial="trailing-strings")
+        json.dumps(found)  # which refuses numbers that are too long for the template to write
+        return found
+
+
 def json_object(value: object) -> object:
-    """Refuse a text that is no JSON object; everything else is left to the next validator."""
+    """Refuse a text that is no JSON object, nor the beginning of one; everything else is left to the next validator."""
     if isinstance(value, str):
         try:
-            parsed = json.loads(value or "{}")
+            parsed = read_arguments(value)
         except (ValueError, RecursionError) as error:
             fault(f"is not JSON: {error}")
         if not isinstance(parsed, dict):
@@ -61,7 +75,7 @@ class ToolChoice(Strict):
 
 
 class CalledFunction(Strict):
-    """What was called; `arguments` is JSON."""
+    """What was called; `arguments` is JSON, or as much of it as the model wrote."""
 
     name: str
     arguments: str
@@ -80,7 +94,7 @@ class ToolCall(Strict):
         """As chat templates want it: the arguments as an object. Raises `RequestError` naming the field in `param`."""
         at = f"{param}.function.arguments"
         try:
-            arguments = json.loads(self.function.arguments or "{}")
+            arguments = read_arguments(self.function.arguments)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{at} is not JSON: {error}", at) from error
         if not isinstance(arguments, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -67,6 +68,23 @@ async def test_the_model_sees_tools_and_earlier_calls_in_its_own_format(
     assert '"name": "clock"' in text
     assert f"[{call} é]" in text
     assert f"tool:noon{call}" in text
+
+
+@pytest.mark.parametrize("tokens", range(1, len(CALL.encode()), 7))
+async def test_a_call_that_was_cut_off_can_be_sent_back(
+    checkpoint: Path, tmp_path: Path, cluster: Cluster, tokens: int
+) -> None:
+    """Wherever it was; the model sees its arguments as far as they went."""
+    async with speaking(checkpoint, tmp_path, cluster, CALL, NATIVE) as client:
+        asked = {"model": "tiny", "tools": TOOLS}
+        first = await client.chat.completions.create(messages=[USER], max_tokens=tokens, **asked)
+        message = first.choices[0].message
+        await client.chat.completions.create(messages=[USER, message.model_dump(), USER], max_tokens=1, **asked)
+    text = shown(cluster, checkpoint)
+    for call in message.tool_calls or ():
+        zone = re.fullmatch('(?:{"zone": "([^"]*)"?}?|.*)', call.function.arguments, re.DOTALL)
+        assert zone
+        assert f"[{call.id} {zone[1] or ''}]" in text
 
 
 async def test_a_model_whose_template_knows_no_tools_is_told_in_the_systems_message(
