@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Protocol, SupportsBytes
 
 from hackkv.held import NOTHING_HELD, HeldKv
+from hackkv.logprobs import PromptLogprobs
 
 
 class Role(StrEnum):
@@ -257,8 +258,8 @@ class Prefilled:
     prefill_s: float
     quantize_s: float
     computed_tokens: int
-    prompt_logprobs: tuple[Token, ...] = ()
-    """Position i of the prompt (i >= 1), `index` i: its own log-probability and the alternatives; only on demand."""
+    prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
+    """Only on demand."""
     wire_encode_s: float = 0.0
     """Turning sealed pages into frames: coding, checksums."""
     fetched_tokens: int = 0

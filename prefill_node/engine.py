@@ -18,8 +18,9 @@ from hackkv.framing import FrameWriter
 from hackkv.guide import Guide
 from hackkv.kv_memory import HostPages
 from hackkv.lanes import Departures
+from hackkv.logprobs import PromptLogprobs
 from hackkv.model.runner import ModelRunner
-from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
+from hackkv.model.sampler import SamplerState, sample
 from hackkv.types import HandoffEnd, KvFrame, PrefillJob, Token
 from hackkv.wire_form import RAW, WireForm
 from prefill_node.host_places import Moves
@@ -47,7 +48,7 @@ class Work:
     """Pages that have left or that the decode node held, by layer; a repeated pass does not send them again."""
     quantize_s: float = 0.0
     wire_encode_s: float = 0.0
-    prompt_logprobs: list[Token] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
 
     def __post_init__(self) -> None:
         self.writer = FrameWriter(self.job.transfer_id, self.job.epoch, self.form)
@@ -168,12 +169,13 @@ class PrefillEngine:
         top = request.sampling.prompt_logprobs
         if top is None:
             return
-        del chunk.prompt.owner.prompt_logprobs[chunk.start :]  # of a prompt that starts over
+        scored = chunk.prompt.owner.prompt_logprobs
+        scored.cut(chunk.start)  # of a prompt that starts over
         targets = request.prompt_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
         if targets:
             model = self._runner.model
             logits = model.logits(rows[: len(targets)])
-            chunk.prompt.owner.prompt_logprobs += prompt_logprobs(logits, chunk.start + 1, targets, top, model.kernels)
+            scored.extend(model.kernels.score(logits, targets, [top] * len(targets)))
 
     def _sample(self, chunks: list[Chunk[Work]], hidden: Tensor) -> list[tuple[Work, Token]]:
         """Token 0 of every prompt that this pass completes."""

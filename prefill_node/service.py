@@ -271,7 +271,7 @@ def _prefilled(first: FirstToken, cached_tokens: int, ask: Ask | None) -> Prefil
         prefill_s=work.finished_at - started,
         quantize_s=work.quantize_s,
         computed_tokens=len(work.job.request.prompt_ids) - cached_tokens,
-        prompt_logprobs=tuple(work.prompt_logprobs),
+        prompt_logprobs=work.prompt_logprobs,
         wire_encode_s=work.wire_encode_s,
         fetched_tokens=ask.spared_tokens if ask is not None and ask.fetched.used else 0,
         fetched_bytes=ask.fetched.received_bytes if ask is not None else 0,

@@ -42,7 +42,14 @@ from transport.convert_kv import (
     unpack_held,
     unpack_receipt,
 )
-from transport.convert_request import pack_request, pack_token, unpack_request, unpack_token
+from transport.convert_request import (
+    pack_prompt_logprobs,
+    pack_request,
+    pack_token,
+    unpack_prompt_logprobs,
+    unpack_request,
+    unpack_token,
+)
 from transport.pb import kv_pb2 as pb
 
 _ROLE_TO_PB = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
@@ -124,7 +131,7 @@ def _pack_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
         prefill_s=event.prefill_s,
         quantize_s=event.quantize_s,
         computed_tokens=event.computed_tokens,
-        prompt_logprobs=[pack_token(token) for token in event.prompt_logprobs],
+        prompt_logprobs=pack_prompt_logprobs(event.prompt_logprobs),
         wire_encode_s=event.wire_encode_s,
         fetched_tokens=event.fetched_tokens,
         fetched_bytes=event.fetched_bytes,
@@ -135,14 +142,13 @@ def _pack_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
 
 def _unpack_prefilled(message: pb.Prefilled) -> Prefilled:
     required("token", message)
-    prompt_logprobs = capped("prompt_logprobs", message.prompt_logprobs, MAX_PROMPT_TOKENS)
     return Prefilled(
         token=unpack_token(message.token),
         queue_s=duration("queue_s", message.queue_s),
         prefill_s=duration("prefill_s", message.prefill_s),
         quantize_s=duration("quantize_s", message.quantize_s),
         computed_tokens=message.computed_tokens,
-        prompt_logprobs=tuple(unpack_token(token) for token in prompt_logprobs),
+        prompt_logprobs=unpack_prompt_logprobs(message.prompt_logprobs),
         wire_encode_s=duration("wire_encode_s", message.wire_encode_s),
         fetched_tokens=message.fetched_tokens,
         fetched_bytes=message.fetched_bytes,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from array import array
+from typing import Any
+
+from hackkv.logprobs import PromptLogprobs
 from hackkv.types import MAX_GRAMMAR_CHARS, Finish, Logprob, Request, Sampling, Token
 from transport.coder import (
     MAX_ALTERNATIVES,
@@ -112,3 +117,32 @@ def unpack_token(message: pb.Token) -> Token:
         logprob=not_nan("logprob", message.logprob) if message.HasField("logprob") else None,
         top=tuple(Logprob(item.token_id, not_nan("logprob", item.logprob)) for item in top) if top else (),
     )
+
+
+def pack_prompt_logprobs(columns: PromptLogprobs) -> pb.PromptLogprobs:
+    """To protobuf."""
+    return pb.PromptLogprobs(own=columns.own.tobytes(), top_ids=columns.top_ids.tobytes(), top=columns.top.tobytes())
+
+
+def unpack_prompt_logprobs(message: pb.PromptLogprobs) -> PromptLogprobs:
+    """From protobuf. Raises `Malformed`."""
+    columns = PromptLogprobs()
+    parts: tuple[tuple[str, array[Any], bytes], ...] = (
+        ("own", columns.own, message.own),
+        ("top_ids", columns.top_ids, message.top_ids),
+        ("top", columns.top, message.top),
+    )
+    for name, column, data in parts:
+        if len(data) % column.itemsize:
+            raise Malformed(name, f"{len(data)} bytes are no whole numbers")
+        column.frombytes(data)
+    capped("own", columns.own, MAX_PROMPT_TOKENS)
+    width, alternatives = columns.width, len(columns.top)
+    if not alternatives == len(columns.top_ids) == width * len(columns):
+        raise Malformed("top", f"{alternatives} alternatives and {len(columns.top_ids)} ids of {len(columns)} tokens")
+    if width > MAX_ALTERNATIVES:
+        raise Malformed("top", f"{width} alternatives of a token, at most {MAX_ALTERNATIVES} are accepted")
+    for name, numbers in (("own", columns.own), ("top", columns.top)):
+        if math.isnan(sum(numbers)) and any(map(math.isnan, numbers)):  # a sum is quick, and hides no NaN
+            raise Malformed(name, "must not be NaN")
+    return columns

@@ -29,6 +29,11 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
     yield "16 MiB of conversation", CHAT, _json(messages=[{**message, "content": text}])
     yield "16 MiB, one word", COMPLETIONS, _json(prompt="a" * (LARGEST - 100))
     yield "as much text as could fit", COMPLETIONS, _json(prompt=text[:390_000])
+    yield (
+        "60,000 ids, echoed with logprobs",
+        COMPLETIONS,
+        _json(prompt=list(range(1000, 4000)) * 20, max_tokens=2, echo=True, logprobs=20),
+    )
     yield "100,000 ids", COMPLETIONS, _json(prompt=list(range(1000, 4000)) * 33)
     yield "8 million ids", COMPLETIONS, b'{"prompt": [1' + b",1" * (LARGEST // 2 - 100) + b"]}"
     yield "8 million wrong messages", CHAT, b'{"messages": [1' + b",1" * (LARGEST // 2 - 100) + b"]}"

@@ -13,11 +13,13 @@ import argparse
 import asyncio
 import math
 import sys
+from array import array
 from collections.abc import AsyncIterator
 from time import monotonic
 
 from hackkv.errors import HackkvError
 from hackkv.held import NOTHING_HELD, HeldKv
+from hackkv.logprobs import PromptLogprobs
 from hackkv.nodes import NodeInfo, WireAddress
 from hackkv.types import (
     Decoded,
@@ -92,7 +94,7 @@ class PacedPrefill:
         if job.decode_address:
             assigned.set()
         try:
-            yield Prefilled(token(job.request, 0), 0.0, 0.0, 0.0, len(job.request.prompt_ids))
+            yield Prefilled(token(job.request, 0), 0.0, 0.0, 0.0, len(job.request.prompt_ids), scores(job.request))
             if job.handoff:
                 await assigned.wait()
                 receipt = Receipt(job.transfer_id, len(job.request.prompt_ids), (), 0, 0, 0.0)
@@ -121,6 +123,16 @@ def token(request: Request, index: int) -> Token:
     finish = Finish.LENGTH if index + 1 >= request.sampling.max_tokens else None
     asked = request.sampling.logprobs is not None
     return Token(index, LETTER_A + index % LETTERS, finish, -monotonic() if asked else None)
+
+
+def scores(request: Request) -> PromptLogprobs:
+    """Those of the prompt, if they are asked for; they mean nothing."""
+    width = request.sampling.prompt_logprobs
+    if width is None:
+        return PromptLogprobs()
+    count = len(request.prompt_ids) - 1
+    ids = array("I", range(LETTER_A, LETTER_A + width))
+    return PromptLogprobs(array("d", [-1.5]) * count, ids * count, array("d", [-2.5]) * (count * width))
 
 
 def info(role: Role, node_id: str, address: str, max_context: int) -> NodeInfo:
@@ -168,6 +180,6 @@ async def _renew(registry: RegistryClient, prefill: PacedPrefill, decode: PacedD
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m bench.router.nodes", description=__doc__)
     parser.add_argument("--control", required=True)
-    parser.add_argument("--max-context", type=int, default=8192)
+    parser.add_argument("--max-context", type=int, default=65536)
     arguments = parser.parse_args()
     asyncio.run(serve(arguments.control, arguments.max_context))

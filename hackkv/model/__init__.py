@@ -14,7 +14,7 @@ from hackkv.model.identity import model_hash
 from hackkv.model.llama import Attend, Llama, flat_positions
 from hackkv.model.packing import NOTHING, Packing
 from hackkv.model.products import NEVER
-from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
+from hackkv.model.sampler import SamplerState, sample
 from hackkv.model.shipped import ModelFolder, find_model
 from hackkv.model.weights import Loading, PrepareWeights, load_weights, progress_bar
 
@@ -31,7 +31,6 @@ __all__ = [
     "load_model",
     "model_hash",
     "progress_bar",
-    "prompt_logprobs",
     "read_spec",
     "sample",
 ]

@@ -139,19 +139,6 @@ def no_choice(row: int, found: int) -> NonFiniteError:
     return NonFiniteError(f"logits of row {row} {what}", span=row)
 
 
-def prompt_logprobs(
-    logits: Tensor, first: int, ids: Sequence[int], top: int, kernels: RowKernels = ROWWISE
-) -> list[Token]:
-    """Log-probabilities of prompt tokens `ids`, whose first has position `first` (>= 1), with `top` alternatives.
-
-    Row j of `logits` [len(ids), vocab] is the prediction made at position first + j - 1.
-    """
-    scores = kernels.score(logits, ids, [top] * len(ids))
-    return [
-        _token(first + j, token_id, None, found) for j, (token_id, found) in enumerate(zip(ids, scores, strict=True))
-    ]
-
-
 def masks(states: Sequence[SamplerState], vocab: int) -> Tensor | None:
     """What the grammar of each row allows, [B, ceil(vocab / 32)] int32 as `ChoiceInput` has it; None for all.
 

@@ -101,8 +101,7 @@ class ChatRenderer(OpenAiEvents):
         if answer is not None:
             contents = answer.push(delta.text, delta.finish is not None) or [{}]
             finish = Conversations.finish(self._body, answer, finish)
-        if index not in self._begun:
-            self._begun.add(index)
+        if delta.opening:
             contents[0] = {"role": "assistant", "content": None, **contents[0]}
         logprobs = self._logprobs([delta.token] if delta.token else [])
         events = []

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hackkv.logprobs import PromptLogprobs
 from hackkv.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from hackkv.types import Finish, Token
 from router.life.flight import Flight
@@ -19,6 +20,8 @@ class Delta:
     text: str
     token: Token | None
     finish: Finish | None
+    opening: bool
+    """The first of its choice."""
 
     def usage(self) -> dict[str, Any]:
         """Token counts of its choice up to here."""
@@ -77,10 +80,10 @@ class Choice:
         return self._matcher.matched
 
     @property
-    def prompt_logprobs(self) -> tuple[Token, ...]:
-        """Log-probabilities of the prompt from its second token on, if they were asked for."""
+    def prompt_logprobs(self) -> PromptLogprobs:
+        """Of the prompt, if they were asked for."""
         prefilled = self.flight.route.prefilled if self.flight else None
-        return prefilled.prompt_logprobs if prefilled else ()
+        return prefilled.prompt_logprobs if prefilled else PromptLogprobs()
 
     @property
     def cached_tokens(self) -> int:
@@ -110,6 +113,7 @@ class Choice:
         self.flight, self.on_delta = None, _ignore
 
     def _show(self, text: str, token: Token | None, finish: Finish | None) -> None:
+        opening = not self.pieces
         self.pieces.append(text)
         self.finish = finish
-        self.on_delta(Delta(self, text, token, finish))
+        self.on_delta(Delta(self, text, token, finish, opening))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import time
 from typing import Any
 
@@ -87,7 +89,10 @@ class CompletionRenderer(OpenAiEvents):
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The complete answer."""
-        choices = [self._whole_choice(choice) for choice in generation.choices]
+        echo = self._body.echo
+        choices = [
+            self._choice(choice, choice.text, choice.tokens, choice.finish, echo) for choice in generation.choices
+        ]
         answer = {**self._head, "choices": choices, "usage": generation.usage()}
         if self._body.return_stages:
             answer["hackkv"] = generation.report()
@@ -95,15 +100,9 @@ class CompletionRenderer(OpenAiEvents):
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """One event; the echoed prompt comes with the first."""
-        choice, text, tokens = delta.choice, delta.text, [delta.token] if delta.token else []
-        prompt_tokens: tuple[Token, ...] | None = None
-        if self._body.echo and choice.index not in self._begun:
-            text, prompt_tokens = self._prompt_text(choice) + text, choice.prompt_logprobs
-        self._begun.add(choice.index)
-        event = {
-            **self._head,
-            "choices": [self._choice(choice, text, tokens, prompt_tokens, delta.finish)],
-        }
+        choice, tokens = delta.choice, [delta.token] if delta.token else []
+        echo = self._body.echo and delta.opening
+        event = {**self._head, "choices": [self._choice(choice, delta.text, tokens, delta.finish, echo)]}
         if self._body.include_usage:
             event["usage"] = running_usage(self._body, delta)
         return [event]
@@ -119,41 +118,34 @@ class CompletionRenderer(OpenAiEvents):
             event["hackkv"] = generation.report()
         return [event]
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        if not self._body.echo:
-            return self._choice(choice, choice.text, choice.tokens, None, choice.finish)
-        text = self._prompt_text(choice) + choice.text
-        return self._choice(choice, text, choice.tokens, choice.prompt_logprobs, choice.finish)
-
     def _prompt_text(self, choice: Choice) -> str:
         given = self._prompts[choice.index // self._body.n]
         return self._tokenizer.decode(choice.prompt_ids) if given is None else given
 
-    def _choice(
-        self,
-        choice: Choice,
-        text: str,
-        tokens: list[Token],
-        prompt_tokens: tuple[Token, ...] | None,
-        finish: str | None,
-    ) -> dict[str, Any]:
+    def _choice(self, choice: Choice, text: str, tokens: list[Token], finish: str | None, echo: bool) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = self._logprobs(choice, tokens, prompt_tokens)
+            logprobs = self._logprobs(choice, tokens, echo)
+        if echo:
+            text = self._prompt_text(choice) + text
         answer = {"text": text, "index": choice.index, "logprobs": logprobs, "finish_reason": finish}
         if self._body.return_token_ids:
             answer["token_ids"] = [token.token_id for token in tokens]
         return answer
 
-    def _logprobs(
-        self, choice: Choice, tokens: list[Token], prompt_tokens: tuple[Token, ...] | None
-    ) -> dict[str, list[Any]]:
-        rows = [_row(self._tokenizer, token) for token in tokens]
+    def _logprobs(self, choice: Choice, tokens: list[Token], echo: bool) -> dict[str, list[Any]]:
+        name = partial(token_name, self._tokenizer)
+        rows = [
+            _row(name, token.token_id, token.logprob, [(other.token_id, other.logprob) for other in token.top])
+            for token in tokens
+        ]
         offsets = self._offsets.setdefault(choice.index, Offsets(self._tokenizer, self._body.skip_special_tokens))
         at: list[int] = []
-        if prompt_tokens is not None:  # nothing comes before the first token, so it has no probability
-            first = (token_name(self._tokenizer, choice.prompt_ids[0]), None, None)
-            rows = [first, *(_row(self._tokenizer, token) for token in prompt_tokens), *rows]
+        if echo:
+            first, *others = choice.prompt_ids
+            scores = zip(others, choice.prompt_logprobs, strict=True)
+            # Nothing comes before the first token, so it has no probability.
+            rows = [(name(first), None, None), *(_row(name, token_id, *found) for token_id, found in scores), *rows]
             echoed = Offsets(self._tokenizer, skip_special_tokens=True)
             at = [echoed.push(token_id) for token_id in choice.prompt_ids]
             offsets.start = len(self._prompt_text(choice))
@@ -191,14 +183,16 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
 
 
-def _row(tokenizer: Tokenizer, token: Token) -> tuple[str, float | None, dict[str, float] | None]:
+def _row(
+    name: Callable[[int], str], token_id: int, logprob: float | None, best: Sequence[tuple[int, float]]
+) -> tuple[str, float | None, dict[str, float] | None]:
     """Name, log-probability and alternatives of one token; the chosen one is always among the alternatives.
 
     OpenAI keys alternatives by name, and tokens can share one. The key then belongs to the chosen token if it has that
     name, else to the most probable token.
     """
-    name = token_name(tokenizer, token.token_id)
-    top = {token_name(tokenizer, other.token_id): other.logprob for other in reversed(token.top)}
-    if token.logprob is not None:
-        top[name] = token.logprob
-    return name, token.logprob, top
+    own = name(token_id)
+    top = {name(other): value for other, value in reversed(best)}
+    if logprob is not None:
+        top[own] = logprob
+    return own, logprob, top

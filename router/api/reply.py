@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 from abc import abstractmethod
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol, TypeAlias
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,6 +22,51 @@ from router.scopes import unwrapped
 log = logging.getLogger(__name__)
 
 
+SMALL: Final = 256
+"""Tokens up to which an answer, or an event, is written on the event loop: with log-probabilities it takes some
+milliseconds. Larger ones are written by a thread, and others run meanwhile."""
+PIECE: Final = 64
+"""Elements of a long list that are encoded at once."""
+
+
+# Made once: `json.dumps` with these settings would make one for every token.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
+
+
+def to_json(value: dict[str, Any] | str) -> bytes:
+    """Compact UTF-8."""
+    return _ENCODER.encode(value).encode("utf-8", "replace")
+
+
+def to_json_in_pieces(value: Any) -> bytes:
+    """The bytes of `to_json`, for a thread beside the event loop. The encoder lets nobody else run, so it gets a little
+    at a time."""
+    return "".join(_pieces(value)).encode("utf-8", "replace")
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for nth, (key, item) in enumerate(value.items()):
+            yield f"{',' if nth else '{'}{_ENCODER.encode(key)}:"
+            yield from _pieces(item)
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and len(value) > PIECE:
+        for start in range(0, len(value), PIECE):
+            yield f"{',' if start else '['}{_ENCODER.encode(value[start : start + PIECE])[1:-1]}"
+        yield "]"
+    elif isinstance(value, list):  # a short one may hold long ones
+        for nth, item in enumerate(value):
+            yield "," if nth else "["
+            yield from _pieces(item)
+        yield "]" if value else "[]"
+    else:
+        yield _ENCODER.encode(value)
+
+
+Encode: TypeAlias = Callable[[dict[str, Any]], bytes]
+"""`to_json` or `to_json_in_pieces`."""
+
+
 class Renderer(Protocol):
     """How an endpoint writes its answers."""
 
@@ -28,7 +74,7 @@ class Renderer(Protocol):
         """The complete answer."""
         ...
 
-    def written(self, delta: Delta) -> bytes:
+    def written(self, delta: Delta, encode: Encode = to_json) -> bytes:
         """The events that one delta becomes, as a stream has them."""
         ...
 
@@ -40,7 +86,7 @@ class Renderer(Protocol):
         """The event with which a stream breaks off."""
         ...
 
-    def framed(self, event: dict[str, Any]) -> bytes:
+    def framed(self, event: dict[str, Any], encode: Encode = to_json) -> bytes:
         """An event as a stream has it."""
         ...
 
@@ -53,15 +99,6 @@ class Renderer(Protocol):
 def running_usage(body: Generate, delta: Delta) -> dict[str, Any] | None:
     """The `usage` of an event in a stream: null as with OpenAI, or as with vLLM the counts so far, if asked for."""
     return delta.usage() if body.continuous_usage else None
-
-
-# Made once: `json.dumps` with these settings would make one for every token.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
-
-
-def to_json(value: dict[str, Any] | str) -> bytes:
-    """Compact UTF-8."""
-    return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
 class Reply(Response):
@@ -121,11 +158,17 @@ class JsonReply(Reply):
         await self._generation.run()
 
     async def _finish(self, send: Send) -> None:
-        body = to_json(self._renderer.whole(self._generation))
+        body = await self._whole()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    async def _whole(self) -> bytes:
+        tokens = sum(len(choice.tokens) + len(choice.prompt_logprobs) for choice in self._generation.choices)
+        if tokens <= SMALL:
+            return to_json(self._renderer.whole(self._generation))
+        return await asyncio.to_thread(lambda: to_json_in_pieces(self._renderer.whole(self._generation)))
 
 
 def log_break(generation: Generation, error: Exception) -> None:

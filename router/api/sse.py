@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, Final
 
 from starlette.types import Send
@@ -18,7 +19,7 @@ from hackkv.errors import Cancelled
 from router.api.choices import Delta
 from router.api.errors import envelope
 from router.api.generation import Generation
-from router.api.reply import Renderer, Reply, log_break, to_json
+from router.api.reply import SMALL, Encode, Renderer, Reply, log_break, to_json, to_json_in_pieces
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -72,10 +73,15 @@ class StreamReply(Reply):
     async def _send_deltas(self, send: Send) -> None:
         while self._deltas or self._unsent:
             if not self._unsent:
-                self._unsent = self._renderer.written(self._deltas.popleft())
+                self._unsent = await self._written(self._deltas.popleft())
             if self._unsent:
                 await self._send_body(send, self._unsent)
                 self._unsent = b""  # only now: a failure elsewhere may have cancelled the sending
+
+    async def _written(self, delta: Delta) -> bytes:
+        if delta.opening and len(delta.choice.prompt_logprobs) > SMALL:  # which may come with it
+            return await asyncio.to_thread(self._renderer.written, delta, to_json_in_pieces)
+        return self._renderer.written(delta)
 
     async def _send_body(self, send: Send, data: bytes) -> None:
         if not self._started:
@@ -92,12 +98,12 @@ class Events(ABC):
         """The events that one delta becomes."""
 
     @abstractmethod
-    def framed(self, event: dict[str, Any]) -> bytes:
+    def framed(self, event: dict[str, Any], encode: Encode = to_json) -> bytes:
         """See `Renderer`."""
 
-    def written(self, delta: Delta) -> bytes:
+    def written(self, delta: Delta, encode: Encode = to_json) -> bytes:
         """See `Renderer`."""
-        return b"".join(map(self.framed, self.chunks(delta)))
+        return b"".join(map(self.framed, self.chunks(delta), repeat(encode)))
 
 
 class OpenAiEvents(Events):
@@ -108,20 +114,18 @@ class OpenAiEvents(Events):
     def __init__(self, *, plain: bool) -> None:
         """If the events are `plain`, those in the middle of a choice differ in their text only."""
         self._plain = plain
-        self._begun: set[int] = set()
-        """Choices whose first event is out."""
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """What stands before and after the text of a choice's plain event."""
 
-    def framed(self, event: dict[str, Any]) -> bytes:
+    def framed(self, event: dict[str, Any], encode: Encode = to_json) -> bytes:
         """See `Renderer`."""
-        return b"data: " + to_json(event) + b"\n\n"
+        return b"data: " + encode(event) + b"\n\n"
 
-    def written(self, delta: Delta) -> bytes:
+    def written(self, delta: Delta, encode: Encode = to_json) -> bytes:
         """See `Renderer`. Of plain events only the text is written anew."""
         index = delta.choice.index
-        if not self._plain or delta.finish is not None or index not in self._begun:
-            return super().written(delta)
+        if not self._plain or delta.finish is not None or delta.opening:
+            return super().written(delta, encode)
         if index not in self._around:
             before, _, after = super().written(replace(delta, text=_TEXT)).rpartition(to_json(_TEXT))
             self._around[index] = before, after
@@ -138,6 +142,6 @@ class NamedEvents(Events):
 
     end = b""
 
-    def framed(self, event: dict[str, Any]) -> bytes:
+    def framed(self, event: dict[str, Any], encode: Encode = to_json) -> bytes:
         """See `Renderer`."""
-        return b"event: " + str(event["type"]).encode("ascii") + b"\ndata: " + to_json(event) + b"\n\n"
+        return b"event: " + str(event["type"]).encode("ascii") + b"\ndata: " + encode(event) + b"\n\n"

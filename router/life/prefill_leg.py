@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from hackkv.errors import HandshakeRefused
+from hackkv.errors import HandshakeRefused, NodeLost
 from hackkv.held import HeldKv
 from hackkv.types import Prefilled, PrefillEvent, PrefillJob
 from router.fleet.booking import Booking
@@ -31,8 +31,15 @@ class PrefillLeg:
         return self.booking.member.node_id
 
     async def first(self) -> Prefilled:
-        """Wait for token 0 and release the booking: the prompt has left the node's queue, whatever the handoff does."""
+        """Wait for token 0 and release the booking: the prompt has left the node's queue, whatever the handoff does.
+
+        Raises `NodeLost` if the node breaks the protocol.
+        """
         prefilled = await expect(self.events, Prefilled, f"prefill node {self.node_id}")
+        request, scored = self._job.request, len(prefilled.prompt_logprobs)
+        due = 0 if request.sampling.prompt_logprobs is None else len(request.prompt_ids) - 1
+        if scored != due:
+            raise NodeLost(f"prefill node {self.node_id} scored {scored} tokens of a prompt where {due} were due")
         self.booking.worked()
         self.booking.release()
         return prefilled

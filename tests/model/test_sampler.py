@@ -18,7 +18,8 @@ from torch import Tensor
 
 from hackkv.errors import NonFiniteError
 from hackkv.guide import Bits, Guide
-from hackkv.model.sampler import SamplerState, prompt_logprobs, sample
+from hackkv.logprobs import PromptLogprobs
+from hackkv.model.sampler import SamplerState, sample
 from hackkv.types import Finish, Sampling
 
 BACKENDS = {name: load(name).rows for name in ("reference", "cpu")}
@@ -186,11 +187,12 @@ def test_logprobs_are_of_the_raw_distribution(kernels: RowKernels) -> None:
 @every
 def test_prompt_logprobs(kernels: RowKernels) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
-    tokens = prompt_logprobs(logits, 5, [7, 8, 9], 1, kernels)
+    scores = PromptLogprobs()
+    scores.extend(kernels.score(logits, [7, 8, 9], [1] * 3))
     exact = logits.double().log_softmax(-1)
-    assert [(token.index, token.token_id) for token in tokens] == [(5, 7), (6, 8), (7, 9)]
-    assert [token.logprob for token in tokens] == pytest.approx([exact[j, 7 + j].item() for j in range(3)], abs=1e-9)
-    assert [token.top[0].token_id for token in tokens] == exact.argmax(-1).tolist()
+    assert scores.own.tolist() == pytest.approx([exact[j, 7 + j].item() for j in range(3)], abs=1e-9)
+    assert scores.top_ids.tolist() == exact.argmax(-1).tolist()
+    assert scores.top.tolist() == pytest.approx(exact.amax(-1).tolist(), abs=1e-9)
 
 
 @every

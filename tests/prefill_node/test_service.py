@@ -13,9 +13,9 @@ from hackkv.errors import (
     Overloaded,
     RequestError,
 )
+from hackkv.logprobs import PromptLogprobs
 from hackkv.model.generate import generate
 from hackkv.model.runner import ModelRunner
-from hackkv.model.sampler import prompt_logprobs
 from hackkv.types import (
     Finish,
     Prefilled,
@@ -139,14 +139,13 @@ async def test_prompt_logprobs_cross_chunk_boundaries(chunk_pages: int) -> None:
     async with paired(worker, chunk_pages=chunk_pages) as nodes:
         event = await prefill_only(nodes.prefill, greedy("r", ids, 1, prompt_logprobs=2))
         single = await prefill_only(nodes.prefill, greedy("s", ids[:1], 1, prompt_logprobs=2))
-    assert single.prompt_logprobs == ()
-    assert [(token.index, token.token_id) for token in event.prompt_logprobs] == list(enumerate(ids))[1:]
+    assert (len(single.prompt_logprobs), len(event.prompt_logprobs)) == (0, len(ids) - 1)
     runner = ModelRunner(worker.model, worker.codec, 5, 1)
     hidden = runner.forward([Span(0, 0, len(ids), tuple(range(5)))], ids)
-    expected = prompt_logprobs(worker.model.logits(hidden[:-1]), 1, ids[1:], 2)
-    for found, wanted in zip(event.prompt_logprobs, expected, strict=True):
-        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-        assert [top.token_id for top in found.top] == [top.token_id for top in wanted.top]
+    expected = PromptLogprobs()
+    expected.extend(worker.model.kernels.score(worker.model.logits(hidden[:-1]), ids[1:], [2] * (len(ids) - 1)))
+    assert event.prompt_logprobs.own.tolist() == pytest.approx(expected.own.tolist(), abs=1e-4)
+    assert event.prompt_logprobs.top_ids == expected.top_ids
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from hackkv.errors import HackkvError, HandshakeRefused, NodeLost, Overloaded, TransferError
 from hackkv.held import NOTHING_HELD, HeldKv
+from hackkv.logprobs import PromptLogprobs
 from hackkv.nodes import NodeInfo, WireAddress
 from hackkv.types import (
     Decoded,
@@ -95,6 +96,8 @@ class Script:
     """Of each prompt, on every decode node."""
     swaps: bool = False
     """Whether a sequence is swapped out before `fail_at_token`."""
+    unscored: int = 0
+    """Tokens at a prompt's end whose log-probabilities are missing though they were asked for."""
     babbles: bool = False
     """Whether nodes send events out of turn, too."""
 
@@ -187,10 +190,12 @@ class ScriptedPrefill:
         try:
             await self.script.meet(self.node_id, Point.PREFILL)
             prompt, wanted = job.request.prompt_ids, job.request.sampling.prompt_logprobs
-            logprobs = tuple(Token(index, prompt[index], None, -1.0) for index in range(1, len(prompt)))
+            logprobs = PromptLogprobs()
+            if wanted is not None:
+                logprobs.extend((-1.0, [(1, -0.5)] * wanted) for _ in prompt[1 : len(prompt) - self.script.unscored])
             token = self.script.token(job.request, 0)
             computed = len(prompt) - self.script.cached_tokens
-            prefilled = Prefilled(token, 0.0, 0.0, 0.0, computed, logprobs if wanted is not None else ())
+            prefilled = Prefilled(token, 0.0, 0.0, 0.0, computed, logprobs)
             yield prefilled
             if self.script.babbles:
                 yield prefilled

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hackkv import errors, types
 from hackkv.errors import FrameRefused, HackkvError, RequestError, TransferError
 from hackkv.held import HeldKv
+from hackkv.logprobs import PromptLogprobs
 from hackkv.nodes import CodecLoss, Lease, NodeInfo, WireAddress
 from hackkv.page_names import MARK_BYTES, MOST_MARKS
 from hackkv.types import (
@@ -81,6 +82,19 @@ tokens = st.builds(
     st.none() | LOGPROB,
     short_tuples(st.builds(Logprob, U32, LOGPROB)),
 )
+scores = st.integers(0, 3).flatmap(
+    lambda width: st.lists(
+        st.tuples(LOGPROB, st.lists(st.tuples(U32, LOGPROB), min_size=width, max_size=width)), max_size=4
+    )
+)
+
+
+def in_columns(scored: list[Any]) -> PromptLogprobs:
+    columns = PromptLogprobs()
+    columns.extend(scored)
+    return columns
+
+
 planes = st.builds(PlaneSpan, TEXT, U64, U64, U64, U32)
 kv_frames = st.builds(
     KvFrame, TEXT, U32, U32, U32, U32, U32, U32, U32, U32, short_tuples(planes), st.binary(max_size=200)
@@ -97,7 +111,7 @@ held = st.builds(HeldKv, U32, U32)
 FETCHED = (SECONDS, U32, U64, SECONDS)
 HANDOFF_CODERS: tuple[Coder[Any, Any], ...] = (convert_kv.PUSH_REQUEST, convert_kv.HANDOFF)
 prefill_events = (
-    st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, short_tuples(tokens), *FETCHED)
+    st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, scores.map(in_columns), *FETCHED)
     | st.builds(types.HandedOff, receipts, SECONDS, SECONDS, U64, U32)
     | st.builds(types.HandoffFailed, U32, TEXT, TEXT)
 )

@@ -386,6 +386,16 @@ class Assignment(_message.Message):
     held: HeldKv
     def __init__(self, transfer_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., epoch: _Optional[int] = ..., held: _Optional[_Union[HeldKv, _Mapping]] = ...) -> None: ...
 
+class PromptLogprobs(_message.Message):
+    __slots__ = ("own", "top_ids", "top")
+    OWN_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    own: bytes
+    top_ids: bytes
+    top: bytes
+    def __init__(self, own: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top: _Optional[bytes] = ...) -> None: ...
+
 class Prefilled(_message.Message):
     __slots__ = ("token", "queue_s", "prefill_s", "quantize_s", "computed_tokens", "prompt_logprobs", "wire_encode_s", "fetched_tokens", "fetched_bytes", "fetch_s")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -403,12 +413,12 @@ class Prefilled(_message.Message):
     prefill_s: float
     quantize_s: float
     computed_tokens: int
-    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[Token]
+    prompt_logprobs: PromptLogprobs
     wire_encode_s: float
     fetched_tokens: int
     fetched_bytes: int
     fetch_s: float
-    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., quantize_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., wire_encode_s: _Optional[float] = ..., fetched_tokens: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., quantize_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., wire_encode_s: _Optional[float] = ..., fetched_tokens: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ...) -> None: ...
 
 class HandedOff(_message.Message):
     __slots__ = ("receipt", "swap_wait_s", "transfer_s", "overlapped_bytes", "epoch")

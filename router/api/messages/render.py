@@ -23,7 +23,6 @@ class MessagesRenderer(NamedEvents):
         """`name` is the answer's id."""
         self._segments, self._return_stages = segments, return_stages
         self._head = {"id": name, "type": "message", "role": "assistant", "model": served.name}
-        self._begun = False
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The complete answer."""
@@ -36,8 +35,7 @@ class MessagesRenderer(NamedEvents):
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The events of one delta; the first delta is also where the message begins."""
         events: list[dict[str, Any]] = []
-        if not self._begun:
-            self._begun = True
+        if delta.opening:
             counts = {**_usage(delta.choice), "output_tokens": 0}
             rest: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": counts}
             events.append({"type": "message_start", "message": {**self._head, **rest}})

@@ -70,3 +70,12 @@ async def test_a_client_that_leaves_stops_both_legs(api: Inside, point: Point, s
     assert "hackkv_router_inflight 0.0" in page
     statuses = [message["status"] for message in sent if message["type"] == "http.response.start"]
     assert statuses == ([200] if stream and point in (Point.HANDOFF, Point.TOKEN) else [499])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_node_that_scores_too_few_tokens_of_a_prompt_is_not_believed(api: Api, stream: bool) -> None:
+    api.cluster.script.unscored = 1
+    body = {"prompt": "xyz", "max_tokens": 1, "echo": True, "logprobs": 1, "stream": stream}
+    response = await api.http.post("/v1/completions", json=body)
+    assert "scored 1 tokens of a prompt where 2 were due" in response.json()["error"]["message"]
+    assert response.status_code == 502

@@ -96,7 +96,7 @@ async def test_an_event_that_is_filled_in_is_the_event_that_would_be_written(
         renderer = CompletionRenderer(api.served, validate(CompletionRequest, asked, "tiny", False), "<text>")
     choice = Choice(0, (1,), api.tokenizer)
     for index, text in enumerate(texts):
-        delta = Delta(choice, text, Token(index, 5), None)
+        delta = Delta(choice, text, Token(index, 5), None, index == 0)
         first = renderer.written(delta)
         assert renderer.written(delta) == b"".join(map(renderer.framed, renderer.chunks(delta)))
         assert (b'"role"' in first) == (chat and index == 0)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hackkv.tokenizer import Tokenizer
-from hackkv.types import Logprob, Token
-from router.api.completions import _row, token_name
-from tests.router.conftest import Api
+from router.api.completions import CompletionRenderer, _row, token_name
+from router.api.reply import PIECE, SMALL, to_json, to_json_in_pieces
+from tests.router.conftest import INSIDE, Api
 
 TEXT = "a🦊é b"
 
@@ -29,11 +33,11 @@ def test_a_part_of_a_character_is_named_by_its_bytes(tokenizer: Tokenizer) -> No
 
 def test_the_chosen_token_and_its_alternatives_each_have_a_name(tokenizer: Tokenizer) -> None:
     halves = broken(tokenizer)[:3]
-    top = tuple(Logprob(token_id, -1.0 - rank) for rank, token_id in enumerate(halves))
+    top = [(token_id, -1.0 - rank) for rank, token_id in enumerate(halves)]
     for rank, token_id in enumerate(halves):
-        name, logprob, alternatives = _row(tokenizer, Token(0, token_id, None, -1.0 - rank, top))
+        name, logprob, alternatives = _row(partial(token_name, tokenizer), token_id, -1.0 - rank, top)
         assert (name, logprob) == (token_name(tokenizer, token_id), -1.0 - rank)
-        assert alternatives == {token_name(tokenizer, other.token_id): other.logprob for other in top}
+        assert alternatives == {token_name(tokenizer, other): value for other, value in top}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -55,3 +59,43 @@ async def test_offsets_point_into_the_text_also_within_characters(api: Api, stre
     assert "".join(text[offset] for offset in offsets) == whole * (1 + echo)
     once = [offset for offset in offsets if offset < len(TEXT)]
     assert once == [0, 1, 1, 1, 1, 2, 2, 3, 4]
+
+
+@INSIDE
+@pytest.mark.parametrize("logprobs", [0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt_tokens", [SMALL, SMALL + 2])
+async def test_a_long_echo_is_written_beside_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch, prompt_tokens: int, stream: bool, logprobs: int
+) -> None:
+    """And says what a short one says."""
+    writers, written = list[bool](), CompletionRenderer._logprobs
+
+    def watched(*given: Any) -> Any:
+        writers.append(threading.current_thread() is threading.main_thread())
+        return written(*given)
+
+    monkeypatch.setattr(CompletionRenderer, "_logprobs", watched)
+    ids = api.tokenizer.encode("ab" * (prompt_tokens // 2), add_special_tokens=False)
+    body = {"prompt": ids, "max_tokens": 2, "echo": True, "logprobs": logprobs, "stream": stream}
+    response = await api.http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    choice = json.loads(response.text.split("\n\n")[0][6:])["choices"][0] if stream else response.json()["choices"][0]
+    assert writers[0] is (prompt_tokens + 2 * (not stream) - 1 <= SMALL)
+    columns, names = choice["logprobs"], [token_name(api.tokenizer, token_id) for token_id in ids]
+    assert columns["tokens"][:prompt_tokens] == names
+    assert columns["token_logprobs"][:prompt_tokens] == [None, *[-1.0] * (prompt_tokens - 1)]
+    assert columns["text_offset"][:prompt_tokens] == [len("".join(names[:nth])) for nth in range(prompt_tokens)]
+    best = {token_name(api.tokenizer, 1): -0.5} if logprobs else {}
+    assert columns["top_logprobs"][:prompt_tokens] == [None, *({**best, name: -1.0} for name in names[1:])]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(codec=None)),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.dictionaries(st.text(), VALUES | VALUES.map(lambda value: [value] * (2 * PIECE + 1))))
+def test_pieces_are_the_json(value: dict[str, Any]) -> None:
+    assert to_json_in_pieces(value) == to_json(value)
