@@ -16,12 +16,12 @@ from node.spans import Spans
 from router.api import chat, completions, page, probes, questions
 from router.api.description import describe
 from router.api.errors import HTTPError, error_response, handle
-from router.api.intake import ANTHROPIC_REQUEST_ID, API_KEY, REQUEST_ID, Gate
+from router.api.intake import ANTHROPIC_REQUEST_ID, REQUEST_ID, Gate
 from router.api.messages import route as messages
 from router.api.responses import route as responses
 from router.api.served import ServedModel
 from router.config import DeadlinesConfig, LimitsConfig
-from transport.trail import TRACEPARENT, TRACESTATE
+from transport.trail import TRACEPARENT
 
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()
 ROUTES = tuple(module.routes for module in (completions, chat, responses, messages, questions, probes, page))
@@ -58,14 +58,12 @@ def build_app(
     if not cors_origins:
         return gate
     # Outside the gate: a browser asks for permission without the key.
-    headers = ["authorization", "content-type", REQUEST_ID, API_KEY, "anthropic-version", "anthropic-beta"]
-    shown = [REQUEST_ID, ANTHROPIC_REQUEST_ID, TRACEPARENT]
     return CORSMiddleware(
         gate,
         cors_origins,
         allow_methods=["GET", "POST"],
-        allow_headers=[*headers, TRACEPARENT, TRACESTATE],
-        expose_headers=shown,
+        allow_headers=["*"],  # clients send more of their own than can be listed, and what is not known has no effect
+        expose_headers=[REQUEST_ID, ANTHROPIC_REQUEST_ID, TRACEPARENT],
     )
 
 

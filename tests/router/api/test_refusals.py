@@ -234,6 +234,11 @@ async def test_a_request_has_an_id_in_headers_bodies_and_jobs(api: Api) -> None:
     assert made.isdisjoint(BAD_IDS)
 
 
+SENT_BY_BROWSERS = (
+    "anthropic-dangerous-direct-browser-access,anthropic-version,authorization,content-type,openai-organization,"
+    "openai-project,traceparent,x-api-key,x-request-id,x-stainless-arch,x-stainless-retry-count"
+)
+"""Headers of the official clients' requests, which a browser asks for."""
 ORIGINS = [([], None), (["https://app.example"], "https://app.example"), (["https://b"], None)]
 
 
@@ -243,10 +248,13 @@ ORIGINS = [([], None), (["https://app.example"], "https://app.example"), (["http
 async def test_pages_of_other_hosts_are_let_in_only_if_they_are_named(api: Api, allowed: str | None) -> None:
     asks = {
         "origin": "https://app.example", "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization,content-type",
+        "access-control-request-headers": SENT_BY_BROWSERS,
     }  # fmt: skip
     asked = await api.http.options(COMPLETIONS, headers=asks)
     assert asked.headers.get("access-control-allow-origin") == allowed
+    if allowed is not None:
+        assert asked.status_code == 200
+        assert set(SENT_BY_BROWSERS.split(",")) <= set(asked.headers["access-control-allow-headers"].split(","))
     refused = await api.http.post(COMPLETIONS, json={}, headers={"origin": "https://app.example"})
     check_error(refused, 401)
     assert refused.headers.get("access-control-allow-origin") == allowed
