@@ -12,11 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -33,8 +30,6 @@ from hackkv.errors import (
     Unauthorized,
     Unavailable,
 )
-from hackkv.spelling import did_you_mean
-from router.api.fields import is_tag
 from router.watch.metrics import Outcome
 
 log = logging.getLogger(__name__)
@@ -149,42 +144,3 @@ async def handle(request: Request, error: Exception) -> Response:
     if status_of(error) == 500:
         log.error("request %s: %s %s failed", name, request.method, request.url.path, exc_info=error)
     return error_response(error, request.url.path, name)
-
-
-def from_validation(error: ValidationError, known: Collection[str]) -> RequestError:
-    """Name the field that pydantic refused; if there is no such field, the most similar of the `known` ones too.
-
-    A misspelt field is unknown, and the field that was meant is missing: the one that stands in the body is named.
-    """
-    errors = error.errors(include_url=False, include_input=False)
-    first = next((each for each in errors if _misspells(each, errors[0])), errors[0])
-    kind, context = first["type"], first.get("ctx", {})
-    if kind == "json_invalid":
-        why = context["error"]
-        if why.startswith("recursion limit"):
-            return RequestError(f"the body is nested too deeply: {why}")
-        return RequestError(f"the body is not valid JSON: {why}")
-    if kind == "extra_forbidden":
-        *parents, name = first["loc"]
-        path = _path([*(parent for parent in parents if not is_tag(parent)), name])
-        hint = "" if parents else did_you_mean(path, known)
-        return RequestError(f"unknown field: {path}{hint}", param=path)
-    names = [*(name for name in first["loc"] if not is_tag(name)), *context.get("where", ())]
-    if not names:
-        return RequestError("the body must be a JSON object")
-    return RequestError(f"{_path(names)}: {first['msg']}", param=_path(names))
-
-
-def _misspells(unknown: ErrorDetails, missing: ErrorDetails) -> bool:
-    """Whether an unknown field resembles a missing one beside it."""
-    (*beside, name), (*place, meant) = unknown["loc"] or ("",), missing["loc"] or ("",)
-    kinds = (unknown["type"], missing["type"])
-    return kinds == ("extra_forbidden", "missing") and beside == place and bool(did_you_mean(str(name), [str(meant)]))
-
-
-def _path(names: Sequence[str | int]) -> str:
-    """A place in a body as OpenAI writes it: `messages[1].content[0].type`."""
-    path = ""
-    for name in names:
-        path += f"[{name}]" if isinstance(name, int) else f".{name}" if path else name
-    return path

@@ -32,8 +32,8 @@ STRICT: Final = {"strict": True}
 FAULT: Final = "fault"
 """Type of the errors that `fault` raises."""
 
-TEXT, PARTS, REFUSAL = "<text>", "<parts>", "<refusal>"
-"""Names of the kinds of a message's content and of its parts."""
+TEXT, PARTS, REFUSAL, OBJECT = "<text>", "<parts>", "<refusal>", "<object>"
+"""Names of the kinds of a value, where a field may have several. An error's place has them between its steps."""
 
 
 def fault(message: str, *where: str | int) -> NoReturn:
@@ -63,13 +63,18 @@ Text = Annotated[str, Tag(TEXT)]
 Parts = Annotated[tuple[PartT, ...], Field(max_length=MAX_PARTS, fail_fast=True), Tag(PARTS)]
 
 
-def text_or_parts(message: str, name: str = "content") -> Discriminator:
-    """For a field that is `Text` or `Parts`; with anything else the error is `message`."""
+def text_or(tag: str, *types: type, told: str) -> Discriminator:
+    """For a field that is a text (tagged `TEXT`) or of other `types` (tagged `tag`); else the error is `told`."""
 
-    def kind(content: object) -> str | None:
-        return TEXT if isinstance(content, str) else PARTS if isinstance(content, list | tuple) else None
+    def kind(value: object) -> str | None:
+        return TEXT if isinstance(value, str) else tag if isinstance(value, types) else None
 
-    return Discriminator(kind, custom_error_type=name, custom_error_message=message)
+    return Discriminator(kind, custom_error_type=FAULT, custom_error_message=told)
+
+
+def text_or_parts(told: str) -> Discriminator:
+    """For a field that is `Text` or `Parts`; else the error is `told`."""
+    return text_or(PARTS, list, tuple, told=told)
 
 
 class _Unsupported:

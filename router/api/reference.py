@@ -31,7 +31,7 @@ from router.api.sampled import Sampled
 from router.api.schema import ChatRequest, CompletionRequest, Generate, Message, RefusalPart, StreamOptions, TextPart
 from router.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from router.api.texts import DetokenizeRequest, TokenizeRequest
-from router.api.tools.fields import Function, Tool, ToolCall, ToolChoice
+from router.api.tools.fields import CalledFunction, Function, Tool, ToolCall, ToolChoice
 
 _HUGE: Final = 1 << 30
 """Bounds from here on only keep numbers within their types."""
@@ -51,6 +51,7 @@ _SECTIONS: Final[tuple[tuple[str, type[BaseModel], tuple[type[BaseModel], ...]],
     ("The `function` of a tool", Function, ()),
     ("`tool_choice` as an object", ToolChoice, ()),
     ("A call of a message's `tool_calls`", ToolCall, ()),
+    ("The `function` of a call", CalledFunction, ()),
     ("`/v1/responses` alone", ResponsesRequest, (Sampled,)),
     ("`text` of `/v1/responses`", TextOptions, ()),
     ("`text.format`", TextFormat, ()),

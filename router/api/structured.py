@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from hackkv.errors import RequestError
 from hackkv.types import MAX_GRAMMAR_CHARS
+from router.api.fields import OBJECT, TEXT, text_or
 from router.api.strict import Strict
 
 MAX_CHOICES = 1024
 
-Schema = str | dict[str, Any]
+Schema = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[dict[str, Any], Tag(OBJECT)],
+    text_or(OBJECT, dict, told="must be a JSON schema, as an object or as a text"),
+]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[tuple[Text, ...], Field(min_length=1, max_length=MAX_CHOICES, strict=False)]
 

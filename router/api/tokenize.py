@@ -6,7 +6,7 @@ They take time in proportion to the body. A small body is taken on the event loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from hackkv.errors import RequestError
 from hackkv.tokenizer import Tokenizer
 from router.api.conversation import Conversations
-from router.api.errors import HTTPError, from_validation
+from router.api.errors import HTTPError
+from router.api.faults import from_validation
 from router.api.fields import STRICT
 from router.api.retold import Retold
 from router.api.schema import ChatRequest, CompletionRequest
@@ -55,7 +56,7 @@ def validate(kind: type[BodyT], data: bytes, model_name: str, strict: bool) -> B
     try:
         body = kind.model_validate_json(data, context=STRICT if strict else None)
     except ValidationError as error:
-        raise from_validation(error, kind.model_fields) from error
+        raise from_validation(error, kind) from error
     if body.model not in (None, model_name):
         message = f"the model {body.model!r:.200} does not exist; this is {model_name!r}"
         raise HTTPError(404, message, "model_not_found", "model")
@@ -74,11 +75,12 @@ def tokenize(conversations: Conversations, body: Prompted, bounds: Bounds) -> li
 
 
 def check_token_ids(tokenizer: Tokenizer, ids: Collection[int], param: str) -> None:
-    """Raises `RequestError` if the model has no such token."""
+    """Raises `RequestError` if the model has no such token, and says where it stands in a sequence."""
     size = tokenizer.vocab_size
     if ids and (min(ids) < 0 or max(ids) >= size):
-        bad = next(token for token in ids if not 0 <= token < size)
-        raise RequestError(f"{param}: {bad} is not a token id (0 to {size - 1})", param)
+        index, bad = next((index, token) for index, token in enumerate(ids) if not 0 <= token < size)
+        where = f" at index {index}" if isinstance(ids, Sequence) else ""
+        raise RequestError(f"{param}: {bad}{where} is not a token id (0 to {size - 1})", param)
 
 
 def check_prompt(tokens: int, bounds: Bounds, param: str, least: str = "") -> None:
@@ -94,12 +96,13 @@ def _completion(conversations: Conversations, body: CompletionRequest, bounds: B
     tokenizer = conversations.tokenizer
     _check_sequences(len(body.prompt) * body.n, bounds)
     encoded = []
-    for prompt in body.prompt:
+    for nth, prompt in enumerate(body.prompt):
+        param = "prompt" if len(body.prompt) == 1 else f"prompt[{nth}]"
         if isinstance(prompt, str):
-            ids = tuple(encode(tokenizer, prompt, body.add_special_tokens, bounds, "prompt"))
+            ids = tuple(encode(tokenizer, prompt, body.add_special_tokens, bounds, param))
         else:
-            check_prompt(len(prompt), bounds, "prompt")
-            check_token_ids(tokenizer, prompt, "prompt")
+            check_prompt(len(prompt), bounds, param)
+            check_token_ids(tokenizer, prompt, param)
             ids = prompt
         encoded.append(ids or _bos(tokenizer))
     return encoded

@@ -36,7 +36,7 @@ class TextBlock(Strict):
     parsed_output: Annotated[Any, Ignored("the text says the same")] = None
 
 
-Texts = Annotated[Text | Parts[TextBlock], text_or_parts("must be a text or a list of text blocks", "text")]
+Texts = Annotated[Text | Parts[TextBlock], text_or_parts("must be a text or a list of text blocks")]
 
 
 class CallBlock(Strict):

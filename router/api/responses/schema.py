@@ -7,12 +7,24 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, model_validator
 
-from router.api.fields import STRICT, Ignored, Parts, Refused, Text, Whole, fault, of_kind, text_or_parts
+from router.api.fields import (
+    OBJECT,
+    STRICT,
+    Ignored,
+    Parts,
+    Refused,
+    Text,
+    Whole,
+    fault,
+    of_kind,
+    text_or,
+    text_or_parts,
+)
 from router.api.retold import Retold, Turns
 from router.api.schema import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, RefusalPart
 from router.api.strict import Strict
 from router.api.structured import JsonSchema, ResponseFormat
-from router.api.tools.fields import MAX_TOOLS, Function, FunctionName, Name, Tool, ToolChoice, json_object
+from router.api.tools.fields import MAX_TOOLS, Function, FunctionName, Mode, Name, Tool, ToolChoice, json_object
 
 _KEPT: Final = "answers are not kept"
 _ALL_ALIKE: Final = "requests are all treated alike"
@@ -125,10 +137,6 @@ def _item_kind(item: object) -> str:
     return _ITEM_TAGS.get(kind, "<message>") if isinstance(kind, str) else "<message>"
 
 
-def _input_kind(given: object) -> str | None:
-    return "<text>" if isinstance(given, str) else "<items>" if isinstance(given, list | tuple) else None
-
-
 Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[CallItem, Tag("<call>")]
@@ -137,9 +145,9 @@ Item = Annotated[
     Discriminator(_item_kind),
 ]
 Input = Annotated[
-    Annotated[str, Tag("<text>")]
+    Text
     | Annotated[tuple[Item, ...], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True), Tag("<items>")],
-    Discriminator(_input_kind, custom_error_type="input", custom_error_message="must be a text or a list of items"),
+    text_or("<items>", list, tuple, told="must be a text or a list of items"),
 ]
 
 
@@ -163,13 +171,9 @@ class FunctionChoice(Strict):
     name: str
 
 
-def _choice_kind(given: object) -> str | None:
-    return "<mode>" if isinstance(given, str) else "<function>" if isinstance(given, dict | FunctionChoice) else None
-
-
 Choice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[FunctionChoice, Tag("<function>")],
-    Discriminator(_choice_kind, custom_error_type="choice", custom_error_message="must be a word or a function"),
+    Mode | Annotated[FunctionChoice, Tag(OBJECT)],
+    text_or(OBJECT, dict, FunctionChoice, told="must be a word or a function"),
 ]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 from pydantic_core import from_json
 
 from hackkv.errors import RequestError
-from router.api.fields import fault
+from router.api.fields import OBJECT, TEXT, Ignored, fault, text_or
 from router.api.strict import Strict
 
 MAX_TOOLS = 128
@@ -74,11 +74,19 @@ class ToolChoice(Strict):
     function: FunctionName
 
 
+Mode = Annotated[Literal["none", "auto", "required"], Tag(TEXT)]
+Choice = Annotated[
+    Mode | Annotated[ToolChoice, Tag(OBJECT)], text_or(OBJECT, dict, ToolChoice, told="must be a word or a function")
+]
+
+
 class CalledFunction(Strict):
-    """What was called; `arguments` is JSON, or as much of it as the model wrote."""
+    """What was called."""
 
     name: str
     arguments: str
+    """A JSON object, or as much of it as the model wrote."""
+    parsed_arguments: Annotated[Any, Ignored("the arguments say the same")] = None
 
 
 class ToolCall(Strict):
@@ -110,7 +118,7 @@ class ToolFields(Strict):
     """The fields themselves, a base of chat requests."""
 
     tools: Annotated[tuple[Tool, ...], Field(max_length=MAX_TOOLS, strict=False)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
 
     def offered(self) -> tuple[Function, ...]:

@@ -40,6 +40,7 @@ from router.api.responses.schema import (
 )
 from router.api.schema import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
 from router.api.texts import TokenizeRequest
+from router.api.tools.fields import CalledFunction
 from tests.router.conftest import Api, check_error
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -74,6 +75,17 @@ PLACES: dict[type[BaseModel], Place] = {
     TextPart: (
         CHAT, {"messages": [QUESTION, {"role": "user", "content": [PART]}], **SHORT}, ["messages", 1, "content", 0],
         "messages[1].content[0].",
+    ),
+    CalledFunction: (
+        CHAT,
+        {
+            "messages": [
+                QUESTION,
+                {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "clock", "arguments": "{}"}}]},
+            ],
+            **SHORT,
+        },
+        ["messages", 1, "tool_calls", 0, "function"], "messages[1].tool_calls[0].function.",
     ),
     ResponsesRequest: (RESPONSES, {"input": "x", **BRIEF}, [], ""),
     EventOptions: (RESPONSES, {"input": "x", "stream_options": {}, **BRIEF}, ["stream_options"], "stream_options."),

@@ -55,6 +55,28 @@ async def test_a_call_is_read_whole_and_streamed_alike(
         assert call.id.startswith("call_")
 
 
+@pytest.mark.parametrize("dumped", [False, True], ids=["message", "dump"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["parsed", "streamed"])
+async def test_a_call_that_a_helper_of_the_client_read_can_be_sent_back(
+    checkpoint: Path, tmp_path: Path, cluster: Cluster, streamed: bool, dumped: bool
+) -> None:
+    """openai's helpers put `parsed` and `parsed_arguments` into the message."""
+    strict = {"name": "clock", "strict": True, "parameters": {"type": "object", "properties": {"zone": {}}}}
+    async with speaking(checkpoint, tmp_path, cluster, CALL, NATIVE) as client:
+        asked: dict[str, Any] = {"model": "tiny", "tools": [{"type": "function", "function": strict}]}
+        if streamed:
+            async with client.chat.completions.stream(messages=[USER], max_tokens=200, **asked) as stream:
+                message = (await stream.get_final_completion()).choices[0].message
+        else:
+            parsed = await client.chat.completions.parse(messages=[USER], max_tokens=200, **asked)
+            message = parsed.choices[0].message
+        (call,) = message.tool_calls
+        assert call.function.parsed_arguments == {"zone": "é"}
+        sent = [USER, message.model_dump() if dumped else message, USER]
+        await client.chat.completions.create(messages=sent, max_tokens=1, **asked)
+    assert f"[{call.id} é]" in shown(cluster, checkpoint)
+
+
 async def test_the_model_sees_tools_and_earlier_calls_in_its_own_format(
     checkpoint: Path, tmp_path: Path, cluster: Cluster
 ) -> None:
