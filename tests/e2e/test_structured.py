@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
+from datetime import date, time
 from functools import cache
 from typing import Any
 
@@ -18,9 +20,11 @@ from hackkv.model.worker import Worker, load_worker
 from hackkv.packaged import SHIPPED
 from tests.e2e.in_process import in_process_cluster
 from tests.router.processes import ROUTERS, WORKERS
-from tests.schemas import REAL, random_schema
+from tests.schemas import FORMATS, REAL, random_schema
 
 CONCURRENCY = 8
+CHECKER = jsonschema.FormatChecker(["uuid", "ipv4", "email"])
+"""Of `format`, which validators do not assert by themselves."""
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -39,6 +43,39 @@ TOOLS: list[dict[str, Any]] = [
     for name in ("weather", "traffic")
 ]
 MESSAGES = [{"role": "user", "content": "How is the weather in Oslo?"}]
+
+
+@CHECKER.checks("date", raises=ValueError)
+def _is_date(text: object) -> bool:
+    """RFC 3339, section 5.6, as the next two. Python knows no year 0, whose calendar is that of the year 2000."""
+    return bool(re.fullmatch(r"\d{4}-\d\d-\d\d", str(text)) and date.fromisoformat(re.sub("^0000", "2000", str(text))))
+
+
+@CHECKER.checks("time", raises=ValueError)
+def _is_time(text: object) -> bool:
+    """Python knows no leap seconds."""
+    form = re.fullmatch(r"(\d\d:\d\d):(\d\d)(?:\.\d+)?(Z|[+-]\d\d:\d\d)", str(text).upper())
+    return form is not None and time.fromisoformat(f"{form[1]}:{form[2].replace('60', '59')}{form[3]}") is not None
+
+
+@CHECKER.checks("date-time", raises=ValueError)
+def _is_date_time(text: object) -> bool:
+    day, _, clock = str(text).upper().partition("T")
+    return _is_date(day) and _is_time(clock)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "right"),
+    [
+        *((form, "x", False) for form in (*FORMATS, "date-time")),
+        ("date", "0000-02-29", True), ("date", "2023-02-29", False), ("date", "20230228", False),
+        ("time", "23:59:60.5z", True), ("time", "23:59:60+00:00", True),
+        ("time", "24:00:00Z", False), ("time", "12:00:00", False),
+        ("date-time", "2024-02-29t12:00:00Z", True), ("date-time", "2023-02-29T12:00:00Z", False),
+    ],
+)  # fmt: skip
+def test_formats_are_told_apart(form: str, text: str, right: bool) -> None:
+    assert CHECKER.conforms(text, form) is right
 
 
 @cache
@@ -70,7 +107,7 @@ async def validate(client: httpx.AsyncClient, schemas: Mapping[str, dict[str, An
         if choice["finish_reason"] == "length":
             return 1
         instance = json.loads(choice["text"])
-        jsonschema.Draft202012Validator(schema).validate(instance)
+        jsonschema.Draft202012Validator(schema, format_checker=CHECKER).validate(instance)
         return 0
 
     return sum(await asyncio.gather(*(one(name, schema) for name, schema in schemas.items())))
