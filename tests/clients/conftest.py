@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,37 @@ def served_to(base_url: str, folder: Path, tool: str, *arguments: str) -> Counte
     return Counter((one["prompt_tokens"], one["output_tokens"]) for one in ended)
 
 
+def called(name: str, arguments: str, result: str) -> list[dict[str, Any]]:
+    """A call and its result as OpenAI's API has them, without what clients add."""
+    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_0", "content": result}]
+
+
+def prompt_tokens(base_url: str, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> int:
+    """Tokens that the model is shown of a conversation, among which are every text and every call of it."""
+    conversation = {"messages": list(messages), "tools": list(tools)}
+    tokens: list[int] = _asked(base_url, "/tokenize", conversation)["tokens"]
+    shown = _asked(base_url, "/detokenize", {"tokens": tokens})["prompt"]
+    for message in messages:
+        assert message.get("content", "") in shown
+        for call in message.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+            assert json.dumps({"name": name, "arguments": arguments}) in shown
+    return len(tokens)
+
+
 def _ended(base_url: str, after: int) -> list[dict[str, Any]]:
-    address = f"{base_url.removesuffix('/v1')}/api/requests?after={after}"
-    with urlopen(Request(address, headers={"authorization": f"Bearer {KEY}"}), timeout=START_S) as answer:
-        ended: list[dict[str, Any]] = json.load(answer)["ended"]
-        return ended
+    ended: list[dict[str, Any]] = _asked(base_url, f"/api/requests?after={after}")["ended"]
+    return ended
+
+
+def _asked(base_url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the server answers to a request without a client: a GET, or a POST of a body."""
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    request = Request(base_url.removesuffix("/v1") + path, None if body is None else json.dumps(body).encode(), headers)
+    with urlopen(request, timeout=START_S) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
 
 
 def _address(server: subprocess.Popen[bytes], folder: Path) -> str:

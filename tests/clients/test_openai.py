@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, Literal
 
 import openai
 import pytest
-from conftest import KEY, MODEL
+from conftest import KEY, MODEL, called, prompt_tokens
 from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from pydantic import BaseModel
 
 QUESTION = {"role": "user", "content": "Say something."}
+
+
+class Clock(BaseModel):
+    """Tells the time."""
+
+    zone: Literal["UTC", "CET"]
+
+
+TOOLS = [openai.pydantic_function_tool(Clock)]
+FORCED = {
+    "model": MODEL, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "Clock"}},
+    "max_tokens": 60, "temperature": 0,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -49,6 +65,55 @@ def test_the_streaming_helper_and_its_message_sent_back(client: OpenAI) -> None:
     message = final.choices[0].message
     assert message.content == whole.choices[0].message.content
     client.chat.completions.create(model=MODEL, messages=[QUESTION, message.model_dump(), QUESTION], max_tokens=2)
+
+
+def _create(client: OpenAI, messages: list[Any]) -> ChatCompletion:
+    return client.chat.completions.create(messages=messages, **FORCED)
+
+
+def _parse(client: OpenAI, messages: list[Any]) -> ChatCompletion:
+    return client.chat.completions.parse(messages=messages, **FORCED)
+
+
+def _stream(client: OpenAI, messages: list[Any]) -> ChatCompletion:
+    with client.chat.completions.stream(messages=messages, stream_options={"include_usage": True}, **FORCED) as stream:
+        kinds = {event.type for event in stream}
+        assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+        return stream.get_final_completion()
+
+
+@pytest.mark.parametrize("ask", [_create, _parse, _stream])
+@pytest.mark.parametrize("dumped", [False, True])
+def test_calls_are_made_and_sent_back_with_their_results(
+    base_url: str, client: OpenAI, ask: Callable[[OpenAI, list[Any]], ChatCompletion], dumped: bool
+) -> None:
+    sent: list[ChatCompletionMessage | dict[str, Any]] = [QUESTION]
+    meant = [QUESTION]
+    for _ in range(3):
+        answer = ask(client, sent)
+        assert answer.usage.prompt_tokens == prompt_tokens(base_url, meant, TOOLS)
+        message = answer.choices[0].message
+        (call,) = message.tool_calls
+        assert (call.type, call.function.name) == ("function", "Clock")
+        clock = Clock.model_validate_json(call.function.arguments)
+        assert ask is _create or call.function.parsed_arguments == clock
+        sent += [message.model_dump() if dumped else message]
+        sent += [{"role": "tool", "tool_call_id": call.id, "content": "It is noon."}]
+        meant += called("Clock", call.function.arguments, "It is noon.")
+    said = client.chat.completions.create(model=MODEL, messages=sent, tools=TOOLS, max_tokens=2)
+    assert said.usage.prompt_tokens == prompt_tokens(base_url, meant, TOOLS)
+
+
+@pytest.mark.parametrize("dumped", [False, True])
+def test_a_parsed_answer_can_be_sent_back(base_url: str, client: OpenAI, dumped: bool) -> None:
+    asked = {"model": MODEL, "response_format": Clock, "max_tokens": 60, "temperature": 0}
+    message = client.chat.completions.parse(messages=[QUESTION], **asked).choices[0].message
+    assert message.parsed == Clock.model_validate_json(message.content)
+    sent = [QUESTION, message.model_dump() if dumped else message, QUESTION]
+    answer = client.chat.completions.parse(messages=sent, **asked)
+    assert answer.choices[0].message.parsed
+    meant = [QUESTION, {"role": "assistant", "content": message.content}, QUESTION]
+    assert answer.usage.prompt_tokens == prompt_tokens(base_url, meant)
 
 
 def test_hints_of_its_signature_pass(client: OpenAI) -> None:
