@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -36,6 +39,12 @@ _POSTED = {
 _REFUSALS = {404: ("no such route", "not_found"), 405: ("method not allowed", "method_not_allowed")}
 
 
+@cache
+def document(needs_key: bool) -> dict[str, Any]:
+    """What `/openapi.json` says."""
+    return describe(ROUTES, needs_key)
+
+
 def build_app(
     served: ServedModel,
     api_keys: tuple[str, ...] = (),
@@ -53,7 +62,8 @@ def build_app(
     app.add_exception_handler(HTTPError, handle)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(Exception, handle)
-    app.openapi = lambda: describe(app, bool(api_keys))  # type: ignore[method-assign]
+    described = document(bool(api_keys))  # now: it takes too long for the event loop
+    app.openapi = lambda: described  # type: ignore[method-assign]
     gate = Gate(Direct(app), served.metrics.refused, api_keys, spans, _route_of)
     if not cors_origins:
         return gate

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,11 @@ from typing import Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from node.logs import ACCESS, FIELDS
 from router.api.errors import HTTPError, told
+from router.api.intake import name_headers, name_request
+
+log = logging.getLogger(ACCESS)
 
 READ_BYTES: Final = 1 << 16
 GATHERED_BYTES: Final = 1 << 16
@@ -306,11 +311,15 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         self._refused(error.status)
         if self._has_request and self.cycle.response_started:
             return
-        path = self.cycle.scope["path"] if self._has_request else None
-        body = json.dumps(told(error, path)).encode("ascii")
+        scope = self.cycle.scope if self._has_request else {"headers": (), "path": None}
+        path, name = scope["path"], name_request(scope)
+        body = json.dumps(told(error, path, name)).encode("ascii")
         head = f"HTTP/1.1 {error.status:d} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+        head += "".join(f"{header}: {name}\r\n" for header in name_headers(path))
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
+        fields = {"request_id": name, "address": self._address, "status": error.status}
+        log.info("refused %s: %s", self._address, error, extra={FIELDS: fields})
 
     def _half_close(self) -> None:
         """Close our side, and drop for a while what still comes: hanging up would take back what was just written."""

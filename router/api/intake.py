@@ -66,19 +66,15 @@ class Gate:
         key = headers.get(b"authorization", b"")
         if not key and (alone := headers.get(API_KEY.encode())):
             key = b"Bearer " + alone
-        request_id = _name_of(headers.get(REQUEST_ID.encode(), b""))
-        state = scope.setdefault("state", {})
-        arrived = perf_counter()
-        state.update(arrived=arrived, request_id=request_id, client_id=self._client_of(scope, key))
+        request_id, arrived = name_request(scope), perf_counter()
+        scope["state"].update(arrived=arrived, client_id=self._client_of(scope, key))
         with answering(scope, self._route_of(scope), request_id, arrived, self._spans) as call:
 
             async def send_named(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     call.status = message["status"]
                     answered = MutableHeaders(scope=message)
-                    answered[REQUEST_ID] = request_id
-                    if is_anthropic(scope["path"]):
-                        answered[ANTHROPIC_REQUEST_ID] = request_id
+                    answered.update(dict.fromkeys(name_headers(scope["path"]), request_id))
                     if call.traceparent:
                         answered[TRACEPARENT] = call.traceparent
                 await send(message)
@@ -110,10 +106,18 @@ def is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(PAGE_FILES)
 
 
-def _name_of(given: bytes) -> str:
-    """The client's own request id if it can go into a log as it is, else a new one."""
-    name = given.decode("latin-1")
-    return name if _NAMED.fullmatch(name) else uuid4().hex
+def name_request(scope: Scope) -> str:
+    """A request's id: the client's own if it can go into a log as it is, else a new one. A request keeps it."""
+    given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"").decode("latin-1")
+    name: str = scope.setdefault("state", {}).setdefault(
+        "request_id", given if _NAMED.fullmatch(given) else uuid4().hex
+    )
+    return name
+
+
+def name_headers(path: str | None) -> tuple[str, ...]:
+    """Headers of an answer that carry its request's id; a request without a path may be of either API."""
+    return (REQUEST_ID, ANTHROPIC_REQUEST_ID) if path is None or is_anthropic(path) else (REQUEST_ID,)
 
 
 def request_id(request: Request) -> str:

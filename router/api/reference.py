@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from router.api.app import ROUTES
-from router.api.description import describe
+from router.api.app import document
 from router.api.extras import ChatExtras, LlamaExtras, VllmExtras
 from router.api.fields import Ignored, Refused
 from router.api.messages import schema as anthropic
@@ -85,11 +83,8 @@ def reference() -> str:
 
 
 def _endpoints() -> str:
-    app = FastAPI()
-    for routes in ROUTES:
-        app.include_router(routes)
     lines = ["### Endpoints", "", "| endpoint | what it does | answers |", "|---|---|---|"]
-    for path, operations in describe(app, needs_key=False)["paths"].items():
+    for path, operations in document(needs_key=False)["paths"].items():
         for method, operation in sorted(operations.items()):  # FastAPI keeps methods in a set
             what = " ".join(operation["description"].split())
             lines.append(f"| `{method.upper()} {path}` | {what} | {', '.join(operation['responses'])} |")

@@ -17,9 +17,10 @@ from anthropic.types.shared import ErrorResponse
 
 from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
-from router.api.connection import FREE_CHUNKS, BoundedHttp, Census, Waits
+from router.api.connection import FREE_CHUNKS, BoundedHttp, Census, Network, Waits
+from router.api.served import ServedModel
 from router.front import make_server
-from tests.router.conftest import TwoWorkers, make_served, outside
+from tests.router.conftest import LIMITS, TwoWorkers, make_served, outside
 from tests.router.processes import joined
 from tests.router.runs import until
 from tests.router.scripted import Cluster, Point
@@ -29,13 +30,18 @@ PATIENT = Waits(600.0, 600.0)
 
 @asynccontextmanager
 async def listening(
-    cluster: Cluster, tokenizer: Tokenizer, census: Census | None = None, waits: Waits = PATIENT
+    cluster: Cluster,
+    tokenizer: Tokenizer,
+    census: Census | None = None,
+    waits: Waits = PATIENT,
+    served: ServedModel | None = None,
+    proxies: tuple[Network, ...] = (),
 ) -> AsyncIterator[tuple[int, list[int]]]:
     """The HTTP API on a port; yields it with the statuses of connections that were refused."""
     census = census or Census(100, 100, ())
     refused: list[int] = []
-    app = build_app(make_served(cluster, tokenizer), max_body_bytes=1 << 16)
-    server = make_server(app, partial(BoundedHttp, census, waits, refused.append), ())
+    app = build_app(served or make_served(cluster, tokenizer), max_body_bytes=1 << 16)
+    server = make_server(app, partial(BoundedHttp, census, waits, refused.append), proxies)
     listener = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -75,6 +81,14 @@ REQUEST = head(len(BODY)) + BODY
 STREAMED = json.dumps({"prompt": "x", "max_tokens": 4, "stream": True}).encode()
 
 
+def ids(answer: bytes) -> dict[str, str]:
+    """The headers of an answer that carry its request's id, which they agree on."""
+    lines = [line.split(": ", 1) for line in answer.partition(b"\r\n\r\n")[0].decode().split("\r\n")[1:]]
+    found = {name: value for name, value in lines if name in ("x-request-id", "request-id")}
+    assert len(set(found.values())) == 1
+    return found
+
+
 async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
     """All that the peer still sends."""
     data = await reader.read()
@@ -88,7 +102,9 @@ async def test_a_head_that_does_not_come_is_a_408(cluster: Cluster, tokenizer: T
     async with listening(cluster, tokenizer, waits=Waits(0.05, 600)) as (port, refused):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(begun)
-        assert (await finish(reader, writer)).startswith(b"HTTP/1.1 408 ")
+        answer = await finish(reader, writer)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert set(ids(answer)) == {"x-request-id", "request-id"}
         assert refused == [408]
 
 
@@ -109,6 +125,7 @@ async def test_connections_are_counted_by_address_but_not_those_of_proxies(
         second = await asyncio.open_connection("127.0.0.1", port)
         answer = await finish(*second)
         assert answer.startswith(b"HTTP/1.1 429 ")
+        assert ids(answer)
         body = answer.partition(b"\r\n\r\n")[2]
         assert json.loads(body)["error"]["code"] == "too_many_connections"
         # It has not said which API it speaks. Both can read this.
@@ -122,6 +139,29 @@ async def test_connections_are_counted_by_address_but_not_those_of_proxies(
     full = census.enter("127.0.0.1")
     assert full is not None
     assert full.status == 503
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_only_a_proxy_may_say_whose_turn_it_is(cluster: Cluster, tokenizer: Tokenizer, trusted: bool) -> None:
+    """Two clients of one proxy are two: what one has on its way is not counted as the other's."""
+    size = 60_000
+    served = make_served(cluster, tokenizer, limits={**LIMITS, "max_buffered_bytes": 3 * size})
+    proxies = (ip_network("127.0.0.0/8"),) if trusted else ()
+
+    async def ask(port: int, address: str) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(size, f"x-forwarded-for: {address}", "connection: close") + BODY.ljust(size))
+        return await finish(reader, writer)
+
+    async with listening(cluster, tokenizer, served=served, proxies=proxies) as (port, _):
+        _, slow = await asyncio.open_connection("127.0.0.1", port)
+        slow.write(head(size + 1, "x-forwarded-for: 192.0.2.1") + b" " * size)
+        await until(lambda: served.bodies.held == size)
+        assert (await ask(port, "192.0.2.1")).startswith(b"HTTP/1.1 429 ")  # more than half of all bytes
+        assert (await ask(port, "192.0.2.2")).startswith(b"HTTP/1.1 200 " if trusted else b"HTTP/1.1 429 ")
+        slow.close()
+        await until(lambda: not served.bodies.held)
+    await served.prompts.parsers.close()
 
 
 def test_one_ipv6_network_is_one_client() -> None:
@@ -235,15 +275,17 @@ async def test_a_client_can_read_why_its_body_was_refused(port: int) -> None:
 async def test_a_body_in_crumbs_is_refused(cluster: Cluster, tokenizer: Tokenizer, path: bytes) -> None:
     async with listening(cluster, tokenizer) as (port, refused):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST " + path + b" HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"POST " + path + b" HTTP/1.1\r\nhost: x\r\nx-request-id: mine\r\n")
+        writer.write(b"transfer-encoding: chunked\r\n\r\n")
         writer.write(b"1\r\n \r\n" * (FREE_CHUNKS + 1))
         writer.write_eof()
         answer = await finish(reader, writer)
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert refused == [400]
+        assert ids(answer)["x-request-id"] == "mine"
         if path == b"/v1/messages":
             told = ErrorResponse.model_validate_json(answer.partition(b"\r\n\r\n")[2], extra="forbid")
-            assert told.error.type == "invalid_request_error"
+            assert (told.error.type, told.request_id) == ("invalid_request_error", "mine")
         else:
             assert set(json.loads(answer.partition(b"\r\n\r\n")[2])) == {"error"}
 
@@ -254,6 +296,7 @@ async def test_what_is_not_http_is_a_400_in_our_envelope(port: int) -> None:
     writer.write_eof()
     answer = await finish(reader, writer)
     assert answer.startswith(b"HTTP/1.1 400 ")
+    assert ids(answer)
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_http"
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import applications as openapi
 from pydantic import BaseModel
 
+from router.api import description
 from router.api.answers import ChatCompletion, ChatCompletionChunk, Completion
 from router.api.reference import reference
 from tests.router.api.test_http import events
-from tests.router.conftest import Api
+from tests.router.conftest import INSIDE, Api, Inside
 
 DOCS = Path(__file__).parents[3] / "docs" / "api.md"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -45,6 +47,18 @@ async def test_answers_have_the_described_fields_and_no_other(
     streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
     for data in events(await api.http.post(route, json=streamed))[:-1]:
         event.model_validate(data)
+
+
+@INSIDE
+async def test_the_document_is_made_before_anyone_asks(api: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making it holds up the event loop for longer than a token takes."""
+
+    def too_late(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(openapi, "get_openapi", too_late)
+    monkeypatch.setattr(description, "get_openapi", too_late)
+    assert (await api.http.get("/openapi.json")).status_code == 200
 
 
 async def test_the_document_asks_for_a_key_only_where_one_is_needed(api: Api) -> None:
