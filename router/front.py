@@ -128,9 +128,16 @@ def make_server(
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=_LAST_BYTES_S,
-        forwarded_allow_ips=[str(network) for network in proxies],
+        forwarded_allow_ips=[*map(str, proxies), *map(_mapped, proxies)],
     )
     return _Server(config)
+
+
+def _mapped(network: Network) -> str:
+    """A network as a socket of IPv6 sees it, where peers that speak IPv4 have mapped addresses."""
+    if network.version == 6:
+        return str(network)
+    return f"::ffff:{network.network_address}/{96 + network.prefixlen}"
 
 
 def allow_many_sockets() -> None:

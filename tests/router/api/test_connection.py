@@ -25,6 +25,7 @@ from tests.router.processes import joined
 from tests.router.runs import until
 from tests.router.scripted import Cluster, Point
 
+DUAL = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 PATIENT = Waits(600.0, 600.0)
 
 
@@ -36,13 +37,15 @@ async def listening(
     waits: Waits = PATIENT,
     served: ServedModel | None = None,
     proxies: tuple[Network, ...] = (),
+    dual: bool = False,
 ) -> AsyncIterator[tuple[int, list[int]]]:
-    """The HTTP API on a port; yields it with the statuses of connections that were refused."""
+    """The HTTP API on a port, of IPv6 too if `dual`; yields it with the statuses of connections that were refused."""
     census = census or Census(100, 100, ())
     refused: list[int] = []
     app = build_app(served or make_served(cluster, tokenizer), max_body_bytes=1 << 16)
     server = make_server(app, partial(BoundedHttp, census, waits, refused.append), proxies)
-    listener = socket.create_server(("127.0.0.1", 0))
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    listener = socket.create_server(("::" if dual else "127.0.0.1", 0), family=family, dualstack_ipv6=dual)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield listener.getsockname()[1], refused
@@ -141,8 +144,10 @@ async def test_connections_are_counted_by_address_but_not_those_of_proxies(
     assert full.status == 503
 
 
-@pytest.mark.parametrize("trusted", [True, False])
-async def test_only_a_proxy_may_say_whose_turn_it_is(cluster: Cluster, tokenizer: Tokenizer, trusted: bool) -> None:
+@pytest.mark.parametrize(("trusted", "dual"), [(True, False), (False, False), pytest.param(True, True, marks=DUAL)])
+async def test_only_a_proxy_may_say_whose_turn_it_is(
+    cluster: Cluster, tokenizer: Tokenizer, trusted: bool, dual: bool
+) -> None:
     """Two clients of one proxy are two: what one has on its way is not counted as the other's."""
     size = 60_000
     served = make_served(cluster, tokenizer, limits={**LIMITS, "max_buffered_bytes": 3 * size})
@@ -153,7 +158,7 @@ async def test_only_a_proxy_may_say_whose_turn_it_is(cluster: Cluster, tokenizer
         writer.write(head(size, f"x-forwarded-for: {address}", "connection: close") + BODY.ljust(size))
         return await finish(reader, writer)
 
-    async with listening(cluster, tokenizer, served=served, proxies=proxies) as (port, _):
+    async with listening(cluster, tokenizer, served=served, proxies=proxies, dual=dual) as (port, _):
         _, slow = await asyncio.open_connection("127.0.0.1", port)
         slow.write(head(size + 1, "x-forwarded-for: 192.0.2.1") + b" " * size)
         await until(lambda: served.bodies.held == size)
