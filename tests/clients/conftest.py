@@ -77,16 +77,24 @@ def called(name: str, arguments: str, result: str) -> list[dict[str, Any]]:
 
 
 def prompt_tokens(base_url: str, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> int:
-    """Tokens that the model is shown of a conversation, among which are every text and every call of it."""
+    """Tokens that the model is shown of a conversation. Its texts and calls are among them, one behind the other."""
     conversation = {"messages": list(messages), "tools": list(tools)}
     tokens: list[int] = _asked(base_url, "/tokenize", conversation)["tokens"]
-    shown = _asked(base_url, "/detokenize", {"tokens": tokens})["prompt"]
+    rest = _asked(base_url, "/detokenize", {"tokens": tokens})["prompt"]
     for message in messages:
-        assert message.get("content", "") in shown
-        for call in message.get("tool_calls", ()):
-            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-            assert json.dumps({"name": name, "arguments": arguments}) in shown
+        for text in _texts(message):
+            _, found, rest = rest.partition(text)
+            assert found, text
     return len(tokens)
+
+
+def _texts(message: dict[str, Any]) -> Iterator[str]:
+    """What the model reads of a message."""
+    if "content" in message:
+        yield message["content"]
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        yield json.dumps({"name": function["name"], "arguments": json.loads(function["arguments"])})
 
 
 def _ended(base_url: str, after: int) -> list[dict[str, Any]]:
