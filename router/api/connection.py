@@ -311,7 +311,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         self._refused(error.status)
         if self._has_request and self.cycle.response_started:
             return
-        scope = self.cycle.scope if self._has_request else {"headers": (), "path": None}
+        scope: Any = self.cycle.scope if self._has_request else {"headers": (), "path": None}
         path, name = scope["path"], name_request(scope)
         body = json.dumps(told(error, path, name)).encode("ascii")
         head = f"HTTP/1.1 {error.status:d} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
