@@ -73,7 +73,7 @@ def build_app(
         cors_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],  # clients send more of their own than can be listed, and what is not known has no effect
-        expose_headers=[REQUEST_ID, ANTHROPIC_REQUEST_ID, TRACEPARENT],
+        expose_headers=[REQUEST_ID, ANTHROPIC_REQUEST_ID, TRACEPARENT, "retry-after"],
     )
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.router.conftest import INSIDE, Api, Inside, check_error
@@ -239,6 +240,13 @@ SENT_BY_BROWSERS = (
     "openai-project,traceparent,x-api-key,x-request-id,x-stainless-arch,x-stainless-retry-count"
 )
 """Headers of the official clients' requests, which a browser asks for."""
+
+
+def exposed(answer: httpx.Response) -> set[str]:
+    """Headers that a page of another host may read."""
+    return set(answer.headers["access-control-expose-headers"].split(", "))
+
+
 ORIGINS = [([], None), (["https://app.example"], "https://app.example"), (["https://b"], None)]
 
 
@@ -258,6 +266,8 @@ async def test_pages_of_other_hosts_are_let_in_only_if_they_are_named(api: Api, 
     refused = await api.http.post(COMPLETIONS, json={}, headers={"origin": "https://app.example"})
     check_error(refused, 401)
     assert refused.headers.get("access-control-allow-origin") == allowed
+    if allowed is not None:  # what official clients read of an answer
+        assert {"x-request-id", "request-id", "retry-after"} <= exposed(refused)
 
 
 async def test_errors_do_not_repeat_long_texts(api: Api) -> None:
