@@ -97,6 +97,16 @@ class Tokenizer:
         ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def starts(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Where each token of `encode` begins in the text, in characters: where the one before it ends, or where its
+        character does that tokens share. One that is put around the text takes no room."""
+        encoding = self._core.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        starts, end = list[int](), 0
+        for first, last in encoding.offsets:
+            starts.append(min(first, end) if last > first else end)
+            end = max(end, last)
+        return starts
+
     def least_tokens(self, text: str) -> int:
         """A number of tokens that `text` certainly has, found without tokenizing it; 0 if nothing is certain."""
         if self._text_per_token is None:

@@ -16,7 +16,7 @@ from router.api.choices import Choice, Delta
 from router.api.conversation import Conversations
 from router.api.generation import Generation
 from router.api.intake import arrival, counting_refusals, read_body, request_id, served_by
-from router.api.reply import JsonReply, running_usage
+from router.api.reply import JsonReply, Rows, running_usage
 from router.api.sampling import nth_seed, sampling_of
 from router.api.schema import ChatRequest
 from router.api.served import ServedModel
@@ -147,7 +147,7 @@ class ChatRenderer(OpenAiEvents):
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return {"content": [logprob_of(self._tokenizer, token) for token in tokens], "refusal": None}
+        return {"content": Rows(logprob_of(self._tokenizer, token) for token in tokens), "refusal": None}
 
 
 def logprob_of(tokenizer: Tokenizer, token: Token) -> dict[str, Any]:

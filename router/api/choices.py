@@ -56,11 +56,13 @@ class Choice:
         skip_special_tokens: bool = True,
         wants_tokens: bool = True,
         shown: frozenset[int] = frozenset(),
+        echoes: bool = False,
     ) -> None:
+        """`shown` are special tokens that the text has all the same. What `echoes` answers with the prompt first."""
         self.index, self.prompt_ids, self.tokenizer = index, prompt_ids, tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, shown)
         self._matcher = StopMatcher(stops)
-        self._min_tokens, self._wants_tokens = min_tokens, wants_tokens
+        self._min_tokens, self._wants_tokens, self.echoes = min_tokens, wants_tokens, echoes
         self.pieces: list[str] = []
         """What each token added to the text."""
         self.tokens: list[Token] = []
@@ -73,6 +75,11 @@ class Choice:
     def text(self) -> str:
         """The text so far, without the prompt."""
         return "".join(self.pieces)
+
+    @property
+    def size(self) -> int:
+        """Tokens that its answer tells of so far."""
+        return len(self.tokens) + (len(self.prompt_ids) if self.echoes else 0)
 
     @property
     def stopped_by(self) -> str | None:

@@ -17,7 +17,7 @@ from router.api.caller import Caller
 from router.api.choices import Choice, Delta
 from router.api.generation import Generation
 from router.api.intake import arrival, counting_refusals, read_body, request_id, served_by
-from router.api.reply import JsonReply, running_usage
+from router.api.reply import JsonReply, Rows, running_usage
 from router.api.sampling import nth_seed, sampling_of
 from router.api.schema import CompletionRequest
 from router.api.served import ServedModel
@@ -67,6 +67,7 @@ async def _plan(
                 sampling.min_tokens,
                 body.skip_special_tokens,
                 wants_tokens=not scoring,
+                echoes=body.echo,
             )
             jobs.append((choice, nth_seed(sampling, nth)))
     return jobs
@@ -86,12 +87,14 @@ class CompletionRenderer(OpenAiEvents):
         }
         self._prompts = [prompt if isinstance(prompt, str) else None for prompt in body.prompt]
         self._offsets: dict[int, Offsets] = {}
+        self._echoed: dict[int, str] = {}
+        """Texts of prompts that came as ids."""
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The complete answer."""
-        echo = self._body.echo
         choices = [
-            self._choice(choice, choice.text, choice.tokens, choice.finish, echo) for choice in generation.choices
+            self._choice(choice, choice.text, choice.tokens, choice.finish, choice.echoes)
+            for choice in generation.choices
         ]
         answer = {**self._head, "choices": choices, "usage": generation.usage()}
         if self._body.return_stages:
@@ -101,7 +104,7 @@ class CompletionRenderer(OpenAiEvents):
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """One event; the echoed prompt comes with the first."""
         choice, tokens = delta.choice, [delta.token] if delta.token else []
-        echo = self._body.echo and delta.opening
+        echo = choice.echoes and delta.opening
         event = {**self._head, "choices": [self._choice(choice, delta.text, tokens, delta.finish, echo)]}
         if self._body.include_usage:
             event["usage"] = running_usage(self._body, delta)
@@ -119,8 +122,21 @@ class CompletionRenderer(OpenAiEvents):
         return [event]
 
     def _prompt_text(self, choice: Choice) -> str:
+        nth = choice.index // self._body.n
+        given = self._prompts[nth]
+        if given is not None:
+            return given
+        if nth not in self._echoed:
+            self._echoed[nth] = self._tokenizer.decode(choice.prompt_ids)
+        return self._echoed[nth]
+
+    def _prompt_starts(self, choice: Choice) -> list[int]:
+        """Where each token of the prompt begins in its text."""
         given = self._prompts[choice.index // self._body.n]
-        return self._tokenizer.decode(choice.prompt_ids) if given is None else given
+        if given:
+            return self._tokenizer.starts(given, self._body.add_special_tokens)
+        offsets = Offsets(self._tokenizer, skip_special_tokens=True)
+        return [offsets.push(token_id) for token_id in choice.prompt_ids]
 
     def _choice(self, choice: Choice, text: str, tokens: list[Token], finish: str | None, echo: bool) -> dict[str, Any]:
         logprobs = None
@@ -130,7 +146,7 @@ class CompletionRenderer(OpenAiEvents):
             text = self._prompt_text(choice) + text
         answer = {"text": text, "index": choice.index, "logprobs": logprobs, "finish_reason": finish}
         if self._body.return_token_ids:
-            answer["token_ids"] = [token.token_id for token in tokens]
+            answer["token_ids"] = Rows(token.token_id for token in tokens)
         return answer
 
     def _logprobs(self, choice: Choice, tokens: list[Token], echo: bool) -> dict[str, list[Any]]:
@@ -146,15 +162,14 @@ class CompletionRenderer(OpenAiEvents):
             scores = zip(others, choice.prompt_logprobs, strict=True)
             # Nothing comes before the first token, so it has no probability.
             rows = [(name(first), None, None), *(_row(name, token_id, *found) for token_id, found in scores), *rows]
-            echoed = Offsets(self._tokenizer, skip_special_tokens=True)
-            at = [echoed.push(token_id) for token_id in choice.prompt_ids]
+            at = self._prompt_starts(choice)
             offsets.start = len(self._prompt_text(choice))
         at += [offsets.push(token.token_id) for token in tokens]
         return {
-            "text_offset": at,
-            "token_logprobs": [logprob for _, logprob, _ in rows],
-            "tokens": [text for text, _, _ in rows],
-            "top_logprobs": [top for _, _, top in rows],
+            "text_offset": Rows(at),
+            "token_logprobs": Rows(logprob for _, logprob, _ in rows),
+            "tokens": Rows(text for text, _, _ in rows),
+            "top_logprobs": Rows(top for _, _, top in rows),
         }
 
 

@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 from starlette.responses import Response
@@ -14,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from hackkv.errors import Cancelled, HackkvError
 from router.api.caller import Caller
-from router.api.choices import Delta
+from router.api.choices import Choice, Delta
 from router.api.generation import Generation
 from router.api.schema import Generate
 from router.scopes import unwrapped
@@ -26,7 +27,7 @@ SMALL: Final = 256
 """Tokens up to which an answer, or an event, is written on the event loop: with log-probabilities it takes some
 milliseconds. Larger ones are written by a thread, and others run meanwhile."""
 PIECE: Final = 64
-"""Elements of a long list that are encoded at once."""
+"""Rows that are encoded at once."""
 
 
 # Made once: `json.dumps` with these settings would make one for every token.
@@ -38,9 +39,13 @@ def to_json(value: dict[str, Any] | str) -> bytes:
     return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
+class Rows(list[Any]):
+    """What an answer tells of its tokens, one after another. There may be very many."""
+
+
 def to_json_in_pieces(value: Any) -> bytes:
-    """The bytes of `to_json`, for a thread beside the event loop. The encoder lets nobody else run, so it gets a little
-    at a time."""
+    """The bytes of `to_json`, for a thread beside the event loop. The encoder lets nobody else run, so it gets a few
+    rows at a time."""
     return "".join(_pieces(value)).encode("utf-8", "replace")
 
 
@@ -50,11 +55,11 @@ def _pieces(value: Any) -> Iterator[str]:
             yield f"{',' if nth else '{'}{_ENCODER.encode(key)}:"
             yield from _pieces(item)
         yield "}" if value else "{}"
-    elif isinstance(value, list) and len(value) > PIECE:
+    elif isinstance(value, Rows):
         for start in range(0, len(value), PIECE):
             yield f"{',' if start else '['}{_ENCODER.encode(value[start : start + PIECE])[1:-1]}"
-        yield "]"
-    elif isinstance(value, list):  # a short one may hold long ones
+        yield "]" if value else "[]"
+    elif isinstance(value, list):
         for nth, item in enumerate(value):
             yield "," if nth else "["
             yield from _pieces(item)
@@ -142,6 +147,12 @@ class Reply(Response):
         """Report an error after the status has been sent, when only the body can carry it."""
         raise error
 
+    async def _written(self, choices: Iterable[Choice], write: Callable[[Encode], bytes]) -> bytes:
+        """What `write` writes about these choices: here, or if that is much, in a thread."""
+        if sum(choice.size for choice in choices) <= SMALL:
+            return write(to_json)
+        return await self._generation.beside(partial(write, to_json_in_pieces))
+
     async def _watch(self, receive: Receive) -> None:
         """Raise `Cancelled` when the client leaves. The request's clock stops there, so cleaning up is not counted."""
         await Caller(receive).left()
@@ -158,17 +169,13 @@ class JsonReply(Reply):
         await self._generation.run()
 
     async def _finish(self, send: Send) -> None:
-        body = await self._whole()
+        body = await self._written(
+            self._generation.choices, lambda encode: encode(self._renderer.whole(self._generation))
+        )
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-    async def _whole(self) -> bytes:
-        tokens = sum(len(choice.tokens) + len(choice.prompt_logprobs) for choice in self._generation.choices)
-        if tokens <= SMALL:
-            return to_json(self._renderer.whole(self._generation))
-        return await asyncio.to_thread(lambda: to_json_in_pieces(self._renderer.whole(self._generation)))
 
 
 def log_break(generation: Generation, error: Exception) -> None:

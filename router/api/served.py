@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hackkv.tokenizer import Tokenizer
@@ -32,6 +33,8 @@ class ServedModel:
     dispatcher: Dispatcher
     metrics: Metrics
     journal: Journal
+    writing: ThreadPoolExecutor
+    """One thread, for large answers. More would take more turns from the event loop."""
     default_chat_tokens: int
     """`max_tokens` of a chat request that names none."""
 
@@ -64,5 +67,6 @@ def serve_model(
         Dispatcher(fleet, metrics, deadlines, limits),
         metrics,
         journal or Journal(fleet),
+        ThreadPoolExecutor(1, "answers"),
         limits.default_chat_tokens,
     )

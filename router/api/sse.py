@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from hackkv.errors import Cancelled
 from router.api.choices import Delta
 from router.api.errors import envelope
 from router.api.generation import Generation
-from router.api.reply import SMALL, Encode, Renderer, Reply, log_break, to_json, to_json_in_pieces
+from router.api.reply import Encode, Renderer, Reply, log_break, to_json
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -49,9 +50,12 @@ class StreamReply(Reply):
             await self._send_deltas(send)
 
     async def _finish(self, send: Send) -> None:
-        events = self._renderer.closing(self._generation)
-        await self._send_body(send, b"".join(map(self._renderer.framed, events)) + self._renderer.end)
+        await self._send_body(send, await self._written(self._generation.choices, self._closing))
         await send({"type": "http.response.body", "body": b""})
+
+    def _closing(self, encode: Encode) -> bytes:
+        events = self._renderer.closing(self._generation)
+        return b"".join(map(self._renderer.framed, events, repeat(encode))) + self._renderer.end
 
     async def _break_off(self, error: Exception, send: Send) -> None:
         if isinstance(error, Cancelled):
@@ -73,15 +77,15 @@ class StreamReply(Reply):
     async def _send_deltas(self, send: Send) -> None:
         while self._deltas or self._unsent:
             if not self._unsent:
-                self._unsent = await self._written(self._deltas.popleft())
+                self._unsent = await self._event(self._deltas.popleft())
             if self._unsent:
                 await self._send_body(send, self._unsent)
                 self._unsent = b""  # only now: a failure elsewhere may have cancelled the sending
 
-    async def _written(self, delta: Delta) -> bytes:
-        if delta.opening and len(delta.choice.prompt_logprobs) > SMALL:  # which may come with it
-            return await asyncio.to_thread(self._renderer.written, delta, to_json_in_pieces)
-        return self._renderer.written(delta)
+    async def _event(self, delta: Delta) -> bytes:
+        if not delta.opening and delta.finish is None:  # the others may tell of all tokens
+            return self._renderer.written(delta)
+        return await self._written((delta.choice,), partial(self._renderer.written, delta))
 
     async def _send_body(self, send: Send, data: bytes) -> None:
         if not self._started:

@@ -11,6 +11,7 @@ from router.api.chat import logprob_of
 from router.api.choices import Delta
 from router.api.errors import envelope
 from router.api.generation import Generation
+from router.api.reply import Rows
 from router.api.responses.schema import ResponsesRequest
 from router.api.segments import Closed, Kind, Opened, Segment, Segments, Step
 from router.api.served import ServedModel
@@ -141,7 +142,7 @@ class ResponsesRenderer(NamedEvents):
         }  # fmt: skip
 
     def _logprobs(self, tokens: list[Token] | tuple[Token, ...]) -> list[dict[str, Any]]:
-        return [logprob_of(self._tokenizer, token) for token in tokens] if self._body.logprobs else []
+        return Rows(logprob_of(self._tokenizer, token) for token in tokens if self._body.logprobs)
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hackkv.tokenizer import Tokenizer
+from router.api import reply
 from router.api.completions import CompletionRenderer, _row, token_name
-from router.api.reply import PIECE, SMALL, to_json, to_json_in_pieces
-from tests.router.conftest import INSIDE, Api
+from router.api.reply import PIECE, SMALL, Rows, to_json, to_json_in_pieces
+from tests.router.conftest import INSIDE, Api, Inside
 
 TEXT = "a🦊é b"
 
@@ -61,10 +63,26 @@ async def test_offsets_point_into_the_text_also_within_characters(api: Api, stre
     assert once == [0, 1, 1, 1, 1, 2, 2, 3, 4]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ["<|turn|>a <|turn|> é", "<|turn|>", "a🦊<|turn|>b"])
+async def test_offsets_point_into_an_echoed_text_that_holds_special_tokens(api: Api, text: str, stream: bool) -> None:
+    ids = api.tokenizer.encode(text)
+    assert api.tokenizer.special_ids & set(ids)
+    body = {"prompt": text, "max_tokens": 1, "echo": True, "logprobs": 0, "stream": stream}
+    response = await api.http.post("/v1/completions", json=body)
+    choice = json.loads(response.text.split("\n\n")[0][6:])["choices"][0] if stream else response.json()["choices"][0]
+    assert choice["text"].startswith(text)
+    offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+    for offset, token in zip(offsets, tokens, strict=True):
+        assert choice["text"].startswith(token, offset) or token.startswith("bytes:")
+    assert offsets[: len(ids)] == sorted(offsets[: len(ids)])
+    assert offsets[len(ids)] == len(text)
+
+
 @INSIDE
 @pytest.mark.parametrize("logprobs", [0, 3])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("prompt_tokens", [SMALL, SMALL + 2])
+@pytest.mark.parametrize("prompt_tokens", [SMALL - 2, SMALL + 2])
 async def test_a_long_echo_is_written_beside_the_event_loop(
     api: Api, monkeypatch: pytest.MonkeyPatch, prompt_tokens: int, stream: bool, logprobs: int
 ) -> None:
@@ -81,7 +99,7 @@ async def test_a_long_echo_is_written_beside_the_event_loop(
     response = await api.http.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     choice = json.loads(response.text.split("\n\n")[0][6:])["choices"][0] if stream else response.json()["choices"][0]
-    assert writers[0] is (prompt_tokens + 2 * (not stream) - 1 <= SMALL)
+    assert writers[0] is (prompt_tokens < SMALL)
     columns, names = choice["logprobs"], [token_name(api.tokenizer, token_id) for token_id in ids]
     assert columns["tokens"][:prompt_tokens] == names
     assert columns["token_logprobs"][:prompt_tokens] == [None, *[-1.0] * (prompt_tokens - 1)]
@@ -90,12 +108,52 @@ async def test_a_long_echo_is_written_beside_the_event_loop(
     assert columns["top_logprobs"][:prompt_tokens] == [None, *({**best, name: -1.0} for name in names[1:])]
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(codec=None)),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+@INSIDE
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_long_answers_are_encoded_a_few_rows_at_a_time_and_beside_the_event_loop(
+    api: Inside, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    """Of many choices, too; what the last events of a stream repeat is written there as well."""
+    tokens, n, sizes = SMALL // 2 - 1, 1 if "responses" in path else 3, {True: [0], False: [0]}
+    encode = reply._ENCODER.encode
+
+    def watched(value: Any) -> str:
+        written = encode(value)
+        sizes[threading.current_thread() is threading.main_thread()].append(len(written))
+        return written
+
+    monkeypatch.setattr(reply, "_ENCODER", SimpleNamespace(encode=watched))
+    messages = [{"role": "user", "content": "x"}]
+    asked: dict[str, Any] = {
+        "/v1/completions": {"prompt": "x", "logprobs": 20, "n": n, "max_tokens": tokens},
+        "/v1/chat/completions": {
+            "messages": messages, "logprobs": True, "top_logprobs": 20, "n": n, "max_tokens": tokens,
+        },
+        "/v1/responses": {
+            "input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 20,
+            "max_output_tokens": 3 * tokens,
+        },
+    }[path]  # fmt: skip
+    api.cluster.script.answer = lambda request: [97] * request.sampling.max_tokens
+    response = await api.http.post(path, json={**asked, "stream": stream, "seed": 1})
+    assert response.status_code == 200, response.text
+    here, beside, row = sum(sizes[True]), sum(sizes[False]), len(response.content) / (3 * tokens)
+    assert here + beside > 0.8 * len(response.content)
+    assert max(sizes[False]) < 2 * PIECE * row
+    if not stream:
+        assert here == 0
+    elif path == "/v1/responses":
+        assert beside > 3 * here
+
+
+LEAVES = (
+    st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(codec=None))
 )
+ROWS = st.builds(lambda row, count: Rows([row] * count), LEAVES | st.lists(LEAVES), st.integers(0, 2 * PIECE + 1))
+VALUES = st.recursive(LEAVES | ROWS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
 
-@given(st.dictionaries(st.text(), VALUES | VALUES.map(lambda value: [value] * (2 * PIECE + 1))))
+@given(st.dictionaries(st.text(), VALUES))
 def test_pieces_are_the_json(value: dict[str, Any]) -> None:
     assert to_json_in_pieces(value) == to_json(value)
