@@ -11,8 +11,6 @@ import json
 import random
 import signal
 import socket
-import sys
-import time
 from typing import Any
 
 import httpx
@@ -23,6 +21,8 @@ ROLES = ("prefill-", "decode-")
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
 STRIKES = (("kill", "start"), ("pause", "unpause"))
 """What is done to a node, and what undoes it."""
+STOPS = (signal.SIGTERM, signal.SIGINT)
+"""What tells us to stop."""
 
 
 class Engine:
@@ -51,21 +51,28 @@ class Engine:
         return self._client.get(path, params=query).raise_for_status().json()
 
 
-def strike(engine: Engine, project: str, down_s: float) -> None:
-    """Take one random node away for `down_s` seconds; it comes back whatever interrupts us."""
+def strike(engine: Engine, project: str, down_s: float) -> bool:
+    """Take one random node away for `down_s` seconds, or until we are told to stop; return whether we were.
+
+    Signals wait meanwhile (`STOPS` are blocked): none comes between taking a node away and bringing it back.
+    """
     nodes = engine.nodes(project)
     if not nodes:
         print("no node runs", flush=True)
-        return
+        return False
     name = random.choice(sorted(nodes))
     verb, undo = random.choice(STRIKES)
     print(f"{verb} {name} for {down_s:g} s", flush=True)
     engine.do(verb, nodes[name])
-    try:
-        time.sleep(down_s)
-    finally:
-        engine.do(undo, nodes[name])
-        print(f"{undo} {name}", flush=True)
+    stop = told_to_stop(down_s)
+    engine.do(undo, nodes[name])
+    print(f"{undo} {name}", flush=True)
+    return stop
+
+
+def told_to_stop(within_s: float) -> bool:
+    """Sleep, or wake when we are told to stop."""
+    return signal.sigtimedwait(STOPS, within_s) is not None
 
 
 def main() -> None:
@@ -74,12 +81,11 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds from one strike to the next")
     parser.add_argument("--down", type=float, default=5.0, metavar="S", help="seconds that a node stays away")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     engine = Engine()
     project = engine.own_project()
-    while True:
-        time.sleep(arguments.every)
-        strike(engine, project, arguments.down)
+    while not told_to_stop(arguments.every) and not strike(engine, project, arguments.down):
+        pass
 
 
 if __name__ == "__main__":
