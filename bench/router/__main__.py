@@ -2,10 +2,11 @@
 
 `cost`: processor time of a short request and of a token, by process, which says something on a busy machine too.
 `storm`: 200 clients stream from scripted nodes while others send bodies of 16 MiB, lists of 100,000 ids, deep JSON and
-connections that say nothing, and have 60,000 ids echoed with 20 log-probabilities each. `scale`: 2,000 open streams and
-300 short requests a second. The router, the nodes, these clients and the attackers are processes that share a machine.
-All is measured once more with a server in the router's place that only sends tokens (`bench.router.plain`), while the
-attackers still attack the router: what clients see of that one is the machine's doing and their own.
+connections that say nothing, and have 60,000 ids echoed, or 100 answers given, with 20 log-probabilities a token.
+`scale`: 2,000 open streams and 300 short requests a second. The router, the nodes, these clients and the attackers are
+processes that share a machine. All is measured once more with a server in the router's place that only sends tokens
+(`bench.router.plain`), while the attackers still attack the router: what clients see of that one is the machine's doing
+and their own.
 """
 
 from __future__ import annotations

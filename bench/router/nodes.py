@@ -15,6 +15,7 @@ import math
 import sys
 from array import array
 from collections.abc import AsyncIterator
+from functools import cache
 from time import monotonic
 
 from hackkv.errors import HackkvError
@@ -29,6 +30,7 @@ from hackkv.types import (
     Finish,
     HandedOff,
     Landed,
+    Logprob,
     Prefilled,
     PrefillEvent,
     PrefillJob,
@@ -121,8 +123,15 @@ def next_step(due: float) -> float:
 def token(request: Request, index: int) -> Token:
     """A token that carries the time."""
     finish = Finish.LENGTH if index + 1 >= request.sampling.max_tokens else None
-    asked = request.sampling.logprobs is not None
-    return Token(index, LETTER_A + index % LETTERS, finish, -monotonic() if asked else None)
+    asked = request.sampling.logprobs
+    token_id = LETTER_A + index % LETTERS
+    return Token(index, token_id, finish, None if asked is None else -monotonic(), rivals(asked or 0))
+
+
+@cache
+def rivals(count: int) -> tuple[Logprob, ...]:
+    """Alternatives that mean nothing."""
+    return tuple(Logprob(LETTER_A + nth, -2.5) for nth in range(count))
 
 
 def scores(request: Request) -> PromptLogprobs:

@@ -59,7 +59,7 @@ class Choice:
         echoes: bool = False,
     ) -> None:
         """`shown` are special tokens that the text has all the same. What `echoes` answers with the prompt first."""
-        self.index, self.prompt_ids, self.tokenizer = index, prompt_ids, tokenizer
+        self.index, self.prompt_ids = index, prompt_ids
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, shown)
         self._matcher = StopMatcher(stops)
         self._min_tokens, self._wants_tokens, self.echoes = min_tokens, wants_tokens, echoes
