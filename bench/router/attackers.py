@@ -34,7 +34,7 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
         COMPLETIONS,
         _json(prompt=list(range(1000, 4000)) * 20, max_tokens=2, echo=True, logprobs=20, seed=0),
     )
-    yield "100 answers with logprobs", COMPLETIONS, _json(prompt="x", max_tokens=60, n=100, logprobs=20, seed=0)
+    yield "100 answers with logprobs", COMPLETIONS, _json(prompt="x", max_tokens=60, n=100, logprobs=20, seed=10)
     yield "100,000 ids", COMPLETIONS, _json(prompt=list(range(1000, 4000)) * 33)
     yield "8 million ids", COMPLETIONS, b'{"prompt": [1' + b",1" * (LARGEST // 2 - 100) + b"]}"
     yield "8 million wrong messages", CHAT, b'{"messages": [1' + b",1" * (LARGEST // 2 - 100) + b"]}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, starmap
 from time import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from hackkv.logprobs import Scores
 from hackkv.tokenizer import Detokenizer, Tokenizer
 from hackkv.types import Sampling, Token
 from router.api.answers import Completion
@@ -39,7 +42,7 @@ async def completions(request: Request) -> Response:
         jobs = await _plan(served, parsed, Caller(request.receive))
     body = parsed.body
     generation = Generation(served, f"cmpl-{request_id(request)}", arrival(request), jobs, body.cache_salt)
-    renderer = CompletionRenderer(served, body, generation.request_id)
+    renderer = CompletionRenderer(served, body, generation.request_id, await _starts(served, body))
     return (StreamReply if body.stream else JsonReply)(generation, renderer)
 
 
@@ -73,10 +76,24 @@ async def _plan(
     return jobs
 
 
+async def _starts(served: ServedModel, body: CompletionRequest) -> dict[int, list[int]]:
+    """Where each token of a prompt begins in its text, of prompts that are texts and will be told of."""
+    if not body.echo or body.logprobs is None:
+        return {}
+    return {
+        nth: await asyncio.to_thread(served.tokenizer.starts, prompt, body.add_special_tokens)  # without the GIL
+        for nth, prompt in enumerate(body.prompt)
+        if isinstance(prompt, str) and prompt
+    }
+
+
 class CompletionRenderer(OpenAiEvents):
     """Writes completions as OpenAI does."""
 
-    def __init__(self, served: ServedModel, body: CompletionRequest, name: str) -> None:
+    def __init__(
+        self, served: ServedModel, body: CompletionRequest, name: str, starts: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """`name` is the answer's id; `starts` says of prompts where their tokens begin."""
         super().__init__(plain=body.logprobs is None and not body.return_token_ids and not body.continuous_usage)
         self._body, self._tokenizer = body, served.tokenizer
         self._head = {
@@ -86,6 +103,7 @@ class CompletionRenderer(OpenAiEvents):
             "model": served.name,
         }
         self._prompts = [prompt if isinstance(prompt, str) else None for prompt in body.prompt]
+        self._starts = starts or {}
         self._offsets: dict[int, Offsets] = {}
         self._echoed: dict[int, str] = {}
         """Texts of prompts that came as ids."""
@@ -130,14 +148,6 @@ class CompletionRenderer(OpenAiEvents):
             self._echoed[nth] = self._tokenizer.decode(choice.prompt_ids)
         return self._echoed[nth]
 
-    def _prompt_starts(self, choice: Choice) -> list[int]:
-        """Where each token of the prompt begins in its text."""
-        given = self._prompts[choice.index // self._body.n]
-        if given:
-            return self._tokenizer.starts(given, self._body.add_special_tokens)
-        offsets = Offsets(self._tokenizer, skip_special_tokens=True)
-        return [offsets.push(token_id) for token_id in choice.prompt_ids]
-
     def _choice(self, choice: Choice, text: str, tokens: list[Token], finish: str | None, echo: bool) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
@@ -149,28 +159,36 @@ class CompletionRenderer(OpenAiEvents):
             answer["token_ids"] = Rows(token.token_id for token in tokens)
         return answer
 
-    def _logprobs(self, choice: Choice, tokens: list[Token], echo: bool) -> dict[str, list[Any]]:
+    def _logprobs(self, choice: Choice, tokens: list[Token], echo: bool) -> dict[str, Rows]:
         name = partial(token_name, self._tokenizer)
-        rows = [
-            _row(name, token.token_id, token.logprob, [(other.token_id, other.logprob) for other in token.top])
+        ids = [token.token_id for token in tokens]
+        owns: Iterable[float | None] = (token.logprob for token in tokens)
+        tops: Iterable[Any] = (
+            alternatives(name, token.token_id, token.logprob, [(other.token_id, other.logprob) for other in token.top])
             for token in tokens
-        ]
-        offsets = self._offsets.setdefault(choice.index, Offsets(self._tokenizer, self._body.skip_special_tokens))
-        at: list[int] = []
+        )
         if echo:
-            first, *others = choice.prompt_ids
-            scores = zip(others, choice.prompt_logprobs, strict=True)
-            # Nothing comes before the first token, so it has no probability.
-            rows = [(name(first), None, None), *(_row(name, token_id, *found) for token_id, found in scores), *rows]
-            at = self._prompt_starts(choice)
-            offsets.start = len(self._prompt_text(choice))
-        at += [offsets.push(token.token_id) for token in tokens]
+            ids = [*choice.prompt_ids, *ids]
+            scores, scored = choice.prompt_logprobs, choice.prompt_ids[1:]
+            nothing = (None,)  # comes before the first token, so it has no probability
+            owns = chain(nothing, scores.own, owns)
+            tops = chain(nothing, starmap(partial(_scored, name), zip(scored, scores, strict=True)), tops)
         return {
-            "text_offset": Rows(at),
-            "token_logprobs": Rows(logprob for _, logprob, _ in rows),
-            "tokens": Rows(text for text, _, _ in rows),
-            "top_logprobs": Rows(top for _, _, top in rows),
+            "text_offset": Rows(self._begin(choice, tokens, echo)),
+            "token_logprobs": Rows(owns),
+            "tokens": Rows(map(name, ids)),
+            "top_logprobs": Rows(tops),
         }
+
+    def _begin(self, choice: Choice, tokens: list[Token], echo: bool) -> Iterator[int]:
+        """Where tokens begin in the text."""
+        offsets = self._offsets.setdefault(choice.index, Offsets(self._tokenizer, self._body.skip_special_tokens))
+        if echo:
+            echoed = Offsets(self._tokenizer, skip_special_tokens=True)
+            yield from self._starts.get(choice.index // self._body.n) or map(echoed.push, choice.prompt_ids)
+            offsets.start = len(self._prompt_text(choice))
+        for token in tokens:
+            yield offsets.push(token.token_id)
 
 
 class Offsets:
@@ -198,16 +216,19 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
 
 
-def _row(
+def alternatives(
     name: Callable[[int], str], token_id: int, logprob: float | None, best: Sequence[tuple[int, float]]
-) -> tuple[str, float | None, dict[str, float] | None]:
-    """Name, log-probability and alternatives of one token; the chosen one is always among the alternatives.
+) -> dict[str, float]:
+    """Of one token; the chosen one is always among them.
 
     OpenAI keys alternatives by name, and tokens can share one. The key then belongs to the chosen token if it has that
     name, else to the most probable token.
     """
-    own = name(token_id)
     top = {name(other): value for other, value in reversed(best)}
     if logprob is not None:
-        top[own] = logprob
-    return own, logprob, top
+        top[name(token_id)] = logprob
+    return top
+
+
+def _scored(name: Callable[[int], str], token_id: int, scores: Scores) -> dict[str, float]:
+    return alternatives(name, token_id, *scores)

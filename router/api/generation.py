@@ -77,9 +77,10 @@ class Generation:
         finally:
             TRAIL.reset(token)
 
-    async def beside(self, work: Callable[[], bytes]) -> bytes:
-        """Do long work in the one thread that there is for it; others run meanwhile."""
-        return await asyncio.get_running_loop().run_in_executor(self._served.writing, work)
+    @property
+    def writing(self) -> asyncio.Lock:
+        """See `ServedModel`."""
+        return self._served.writing
 
     def settle(self, error: BaseException | None) -> None:
         """Count every sequence. Called when the last byte has been sent, or when none will follow."""

@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from time import perf_counter
+from typing import Any, Final, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,14 +25,34 @@ log = logging.getLogger(__name__)
 
 
 SMALL: Final = 256
-"""Tokens up to which an answer, or an event, is written on the event loop: with log-probabilities it takes some
-milliseconds. Larger ones are written by a thread, and others run meanwhile."""
+"""Tokens up to which an answer, or an event, is written at once: with log-probabilities it takes some milliseconds."""
 PIECE: Final = 64
 """Rows that are encoded at once."""
+TURN_S: Final = 0.002
+"""For so long a larger answer is written before others have their turn."""
+
+
+class Rows:
+    """What an answer tells of its tokens, one after another. It is made while it is written: there may be very many."""
+
+    def __init__(self, rows: Iterable[Any]) -> None:
+        """`rows` can be read once."""
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rows)
+
+
+def _listed(value: object) -> list[Any]:
+    if not isinstance(value, Rows):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return list(value)
 
 
 # Made once: `json.dumps` with these settings would make one for every token.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False, default=_listed
+)
 
 
 def to_json(value: dict[str, Any] | str) -> bytes:
@@ -39,37 +60,40 @@ def to_json(value: dict[str, Any] | str) -> bytes:
     return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
-class Rows(list[Any]):
-    """What an answer tells of its tokens, one after another. There may be very many."""
+async def to_json_in_turns(value: dict[str, Any]) -> bytes:
+    """The bytes of `to_json`, while others have their turns.
+
+    A thread would be no help: each time that the event loop sends something, it would have to win the interpreter's
+    lock back from it.
+    """
+    pieces, until = [], perf_counter() + TURN_S
+    for piece in _pieces(value):
+        pieces.append(piece.encode("utf-8", "replace"))
+        if perf_counter() >= until:
+            await asyncio.sleep(0)
+            until = perf_counter() + TURN_S
+    return b"".join(pieces)
 
 
-def to_json_in_pieces(value: Any) -> bytes:
-    """The bytes of `to_json`, for a thread beside the event loop. The encoder lets nobody else run, so it gets a few
-    rows at a time."""
-    return "".join(_pieces(value)).encode("utf-8", "replace")
-
-
-def _pieces(value: Any) -> Iterator[str]:
+def _pieces(value: object) -> Iterator[str]:
     if isinstance(value, dict):
         for nth, (key, item) in enumerate(value.items()):
             yield f"{',' if nth else '{'}{_ENCODER.encode(key)}:"
             yield from _pieces(item)
         yield "}" if value else "{}"
-    elif isinstance(value, Rows):
-        for start in range(0, len(value), PIECE):
-            yield f"{',' if start else '['}{_ENCODER.encode(value[start : start + PIECE])[1:-1]}"
-        yield "]" if value else "[]"
     elif isinstance(value, list):
         for nth, item in enumerate(value):
             yield "," if nth else "["
             yield from _pieces(item)
         yield "]" if value else "[]"
+    elif isinstance(value, Rows):
+        begun, rows = False, iter(value)
+        while some := list(islice(rows, PIECE)):
+            yield f"{',' if begun else '['}{_ENCODER.encode(some)[1:-1]}"
+            begun = True
+        yield "]" if begun else "[]"
     else:
         yield _ENCODER.encode(value)
-
-
-Encode: TypeAlias = Callable[[dict[str, Any]], bytes]
-"""`to_json` or `to_json_in_pieces`."""
 
 
 class Renderer(Protocol):
@@ -79,8 +103,12 @@ class Renderer(Protocol):
         """The complete answer."""
         ...
 
-    def written(self, delta: Delta, encode: Encode = to_json) -> bytes:
-        """The events that one delta becomes, as a stream has them."""
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The events that one delta becomes."""
+        ...
+
+    def written(self, delta: Delta) -> bytes:
+        """These events as a stream has them."""
         ...
 
     def closing(self, generation: Generation) -> list[dict[str, Any]]:
@@ -91,8 +119,8 @@ class Renderer(Protocol):
         """The event with which a stream breaks off."""
         ...
 
-    def framed(self, event: dict[str, Any], encode: Encode = to_json) -> bytes:
-        """An event as a stream has it."""
+    def frame(self, event: dict[str, Any]) -> tuple[bytes, bytes]:
+        """What a stream has before and after an event."""
         ...
 
     @property
@@ -147,11 +175,12 @@ class Reply(Response):
         """Report an error after the status has been sent, when only the body can carry it."""
         raise error
 
-    async def _written(self, choices: Iterable[Choice], write: Callable[[Encode], bytes]) -> bytes:
-        """What `write` writes about these choices: here, or if that is much, in a thread."""
+    async def _encoded(self, choices: Iterable[Choice], value: dict[str, Any]) -> bytes:
+        """JSON that tells of these choices: of one large answer at a time."""
         if sum(choice.size for choice in choices) <= SMALL:
-            return write(to_json)
-        return await self._generation.beside(partial(write, to_json_in_pieces))
+            return to_json(value)
+        async with self._generation.writing:
+            return await to_json_in_turns(value)
 
     async def _watch(self, receive: Receive) -> None:
         """Raise `Cancelled` when the client leaves. The request's clock stops there, so cleaning up is not counted."""
@@ -169,9 +198,7 @@ class JsonReply(Reply):
         await self._generation.run()
 
     async def _finish(self, send: Send) -> None:
-        body = await self._written(
-            self._generation.choices, lambda encode: encode(self._renderer.whole(self._generation))
-        )
+        body = await self._encoded(self._generation.choices, self._renderer.whole(self._generation))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})

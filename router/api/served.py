@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
 from dataclasses import dataclass
 
 from hackkv.tokenizer import Tokenizer
@@ -33,8 +33,8 @@ class ServedModel:
     dispatcher: Dispatcher
     metrics: Metrics
     journal: Journal
-    writing: ThreadPoolExecutor
-    """One thread, for large answers. More would take more turns from the event loop."""
+    writing: asyncio.Lock
+    """Held by the large answer that is written now: several at once would let others wait for longer."""
     default_chat_tokens: int
     """`max_tokens` of a chat request that names none."""
 
@@ -67,6 +67,6 @@ def serve_model(
         Dispatcher(fleet, metrics, deadlines, limits),
         metrics,
         journal or Journal(fleet),
-        ThreadPoolExecutor(1, "answers"),
+        asyncio.Lock(),
         limits.default_chat_tokens,
     )

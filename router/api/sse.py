@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import repeat
 from typing import Any, Final
 
 from starlette.types import Send
 
 from hackkv.errors import Cancelled
-from router.api.choices import Delta
+from router.api.choices import Choice, Delta
 from router.api.errors import envelope
 from router.api.generation import Generation
-from router.api.reply import Encode, Renderer, Reply, log_break, to_json
+from router.api.reply import Renderer, Reply, log_break, to_json
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -50,19 +49,16 @@ class StreamReply(Reply):
             await self._send_deltas(send)
 
     async def _finish(self, send: Send) -> None:
-        await self._send_body(send, await self._written(self._generation.choices, self._closing))
+        events = await self._framed(self._generation.choices, self._renderer.closing(self._generation))
+        await self._send_body(send, events + self._renderer.end)
         await send({"type": "http.response.body", "body": b""})
-
-    def _closing(self, encode: Encode) -> bytes:
-        events = self._renderer.closing(self._generation)
-        return b"".join(map(self._renderer.framed, events, repeat(encode))) + self._renderer.end
 
     async def _break_off(self, error: Exception, send: Send) -> None:
         if isinstance(error, Cancelled):
             return
         await self._send_deltas(send)
         log_break(self._generation, error)
-        await self._send_body(send, self._renderer.framed(self._renderer.broken(error)))
+        await self._send_body(send, await self._framed((), [self._renderer.broken(error)]))
         await send({"type": "http.response.body", "body": b""})
 
     async def _produce(self) -> None:
@@ -85,7 +81,14 @@ class StreamReply(Reply):
     async def _event(self, delta: Delta) -> bytes:
         if not delta.opening and delta.finish is None:  # the others may tell of all tokens
             return self._renderer.written(delta)
-        return await self._written((delta.choice,), partial(self._renderer.written, delta))
+        return await self._framed((delta.choice,), self._renderer.chunks(delta))
+
+    async def _framed(self, choices: Sequence[Choice], events: Iterable[dict[str, Any]]) -> bytes:
+        written = b""
+        for event in events:
+            before, after = self._renderer.frame(event)
+            written += before + await self._encoded(choices, event) + after
+        return written
 
     async def _send_body(self, send: Send, data: bytes) -> None:
         if not self._started:
@@ -102,12 +105,16 @@ class Events(ABC):
         """The events that one delta becomes."""
 
     @abstractmethod
-    def framed(self, event: dict[str, Any], encode: Encode = to_json) -> bytes:
+    def frame(self, event: dict[str, Any]) -> tuple[bytes, bytes]:
         """See `Renderer`."""
 
-    def written(self, delta: Delta, encode: Encode = to_json) -> bytes:
+    def written(self, delta: Delta) -> bytes:
         """See `Renderer`."""
-        return b"".join(map(self.framed, self.chunks(delta), repeat(encode)))
+        written = b""
+        for event in self.chunks(delta):
+            before, after = self.frame(event)
+            written += before + to_json(event) + after
+        return written
 
 
 class OpenAiEvents(Events):
@@ -121,15 +128,15 @@ class OpenAiEvents(Events):
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """What stands before and after the text of a choice's plain event."""
 
-    def framed(self, event: dict[str, Any], encode: Encode = to_json) -> bytes:
+    def frame(self, event: dict[str, Any]) -> tuple[bytes, bytes]:
         """See `Renderer`."""
-        return b"data: " + encode(event) + b"\n\n"
+        return b"data: ", b"\n\n"
 
-    def written(self, delta: Delta, encode: Encode = to_json) -> bytes:
+    def written(self, delta: Delta) -> bytes:
         """See `Renderer`. Of plain events only the text is written anew."""
         index = delta.choice.index
         if not self._plain or delta.finish is not None or delta.opening:
-            return super().written(delta, encode)
+            return super().written(delta)
         if index not in self._around:
             before, _, after = super().written(replace(delta, text=_TEXT)).rpartition(to_json(_TEXT))
             self._around[index] = before, after
@@ -146,6 +153,6 @@ class NamedEvents(Events):
 
     end = b""
 
-    def framed(self, event: dict[str, Any], encode: Encode = to_json) -> bytes:
+    def frame(self, event: dict[str, Any]) -> tuple[bytes, bytes]:
         """See `Renderer`."""
-        return b"event: " + str(event["type"]).encode("ascii") + b"\ndata: " + encode(event) + b"\n\n"
+        return b"event: " + str(event["type"]).encode("ascii") + b"\ndata: ", b"\n\n"

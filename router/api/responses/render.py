@@ -141,7 +141,7 @@ class ResponsesRenderer(NamedEvents):
             "type": "output_text", "text": segment.text, "annotations": [], "logprobs": self._logprobs(segment.tokens),
         }  # fmt: skip
 
-    def _logprobs(self, tokens: list[Token] | tuple[Token, ...]) -> list[dict[str, Any]]:
+    def _logprobs(self, tokens: list[Token] | tuple[Token, ...]) -> Rows:
         return Rows(logprob_of(self._tokenizer, token) for token in tokens if self._body.logprobs)
 
 

@@ -19,6 +19,7 @@ from hackkv.types import Token
 from router.api.chat import ChatRenderer
 from router.api.choices import Choice, Delta
 from router.api.completions import CompletionRenderer
+from router.api.reply import to_json
 from router.api.schema import ChatRequest, CompletionRequest
 from router.api.sse import OpenAiEvents
 from router.api.structured import Thinking
@@ -98,5 +99,6 @@ async def test_an_event_that_is_filled_in_is_the_event_that_would_be_written(
     for index, text in enumerate(texts):
         delta = Delta(choice, text, Token(index, 5), None, index == 0)
         first = renderer.written(delta)
-        assert renderer.written(delta) == b"".join(map(renderer.framed, renderer.chunks(delta)))
+        events = [(renderer.frame(event), to_json(event)) for event in renderer.chunks(delta)]
+        assert renderer.written(delta) == b"".join(before + event + after for (before, after), event in events)
         assert (b'"role"' in first) == (chat and index == 0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import threading
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 from hackkv.tokenizer import Tokenizer
 from router.api import reply
-from router.api.completions import CompletionRenderer, _row, token_name
-from router.api.reply import PIECE, SMALL, Rows, to_json, to_json_in_pieces
+from router.api.completions import alternatives, token_name
+from router.api.reply import PIECE, SMALL, Rows, to_json, to_json_in_turns
 from tests.router.conftest import INSIDE, Api, Inside
 
 TEXT = "a🦊é b"
@@ -37,9 +38,8 @@ def test_the_chosen_token_and_its_alternatives_each_have_a_name(tokenizer: Token
     halves = broken(tokenizer)[:3]
     top = [(token_id, -1.0 - rank) for rank, token_id in enumerate(halves)]
     for rank, token_id in enumerate(halves):
-        name, logprob, alternatives = _row(partial(token_name, tokenizer), token_id, -1.0 - rank, top)
-        assert (name, logprob) == (token_name(tokenizer, token_id), -1.0 - rank)
-        assert alternatives == {token_name(tokenizer, other): value for other, value in top}
+        found = alternatives(partial(token_name, tokenizer), token_id, -1.0 - rank, top)
+        assert found == {token_name(tokenizer, other): value for other, value in top}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -79,51 +79,52 @@ async def test_offsets_point_into_an_echoed_text_that_holds_special_tokens(api: 
     assert offsets[len(ids)] == len(text)
 
 
-@INSIDE
 @pytest.mark.parametrize("logprobs", [0, 3])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt_tokens", [SMALL - 2, SMALL + 2])
-async def test_a_long_echo_is_written_beside_the_event_loop(
-    api: Api, monkeypatch: pytest.MonkeyPatch, prompt_tokens: int, stream: bool, logprobs: int
+async def test_a_long_echo_says_what_a_short_one_says(
+    api: Api, prompt_tokens: int, stream: bool, logprobs: int
 ) -> None:
-    """And says what a short one says."""
-    writers, written = list[bool](), CompletionRenderer._logprobs
-
-    def watched(*given: Any) -> Any:
-        writers.append(threading.current_thread() is threading.main_thread())
-        return written(*given)
-
-    monkeypatch.setattr(CompletionRenderer, "_logprobs", watched)
     ids = api.tokenizer.encode("ab" * (prompt_tokens // 2), add_special_tokens=False)
     body = {"prompt": ids, "max_tokens": 2, "echo": True, "logprobs": logprobs, "stream": stream}
     response = await api.http.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     choice = json.loads(response.text.split("\n\n")[0][6:])["choices"][0] if stream else response.json()["choices"][0]
-    assert writers[0] is (prompt_tokens < SMALL)
     columns, names = choice["logprobs"], [token_name(api.tokenizer, token_id) for token_id in ids]
     assert columns["tokens"][:prompt_tokens] == names
     assert columns["token_logprobs"][:prompt_tokens] == [None, *[-1.0] * (prompt_tokens - 1)]
     assert columns["text_offset"][:prompt_tokens] == [len("".join(names[:nth])) for nth in range(prompt_tokens)]
     best = {token_name(api.tokenizer, 1): -0.5} if logprobs else {}
     assert columns["top_logprobs"][:prompt_tokens] == [None, *({**best, name: -1.0} for name in names[1:])]
+    assert {len(column) for column in columns.values()} == {prompt_tokens + (1 if stream else 2)}
 
 
 @INSIDE
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_long_answers_are_encoded_a_few_rows_at_a_time_and_beside_the_event_loop(
-    api: Inside, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+@pytest.mark.parametrize("tokens", [SMALL // 3 - 1, SMALL])
+async def test_others_have_their_turns_while_a_long_answer_is_written(
+    api: Inside, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool, tokens: int
 ) -> None:
-    """Of many choices, too; what the last events of a stream repeat is written there as well."""
-    tokens, n, sizes = SMALL // 2 - 1, 1 if "responses" in path else 3, {True: [0], False: [0]}
-    encode = reply._ENCODER.encode
+    """A few rows at a time, of many choices too, and of what the last events of a stream repeat."""
+    encode, turns, sizes = reply._ENCODER.encode, Counter[int](), [0]
+    turn = 0
+
+    async def others() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
 
     def watched(value: Any) -> str:
         written = encode(value)
-        sizes[threading.current_thread() is threading.main_thread()].append(len(written))
+        turns[turn] += len(written)
+        sizes.append(len(written))
         return written
 
     monkeypatch.setattr(reply, "_ENCODER", SimpleNamespace(encode=watched))
+    monkeypatch.setattr(reply, "TURN_S", 0.0)
+    n = 1 if path == "/v1/responses" else 3
     messages = [{"role": "user", "content": "x"}]
     asked: dict[str, Any] = {
         "/v1/completions": {"prompt": "x", "logprobs": 20, "n": n, "max_tokens": tokens},
@@ -131,29 +132,49 @@ async def test_long_answers_are_encoded_a_few_rows_at_a_time_and_beside_the_even
             "messages": messages, "logprobs": True, "top_logprobs": 20, "n": n, "max_tokens": tokens,
         },
         "/v1/responses": {
-            "input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 20,
-            "max_output_tokens": 3 * tokens,
+            "input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": tokens,
         },
     }[path]  # fmt: skip
     api.cluster.script.answer = lambda request: [97] * request.sampling.max_tokens
+    waiting = asyncio.create_task(others())
     response = await api.http.post(path, json={**asked, "stream": stream, "seed": 1})
+    waiting.cancel()
     assert response.status_code == 200, response.text
-    here, beside, row = sum(sizes[True]), sum(sizes[False]), len(response.content) / (3 * tokens)
-    assert here + beside > 0.8 * len(response.content)
-    assert max(sizes[False]) < 2 * PIECE * row
-    if not stream:
-        assert here == 0
-    elif path == "/v1/responses":
-        assert beside > 3 * here
+    assert sum(turns.values()) > 0.8 * len(response.content)
+    if stream and path != "/v1/responses":  # each event tells of one token
+        return
+    parts = 4 if stream else 1  # of this stream: the answer thrice over, and token by token
+    few = 2 * PIECE * len(response.content) / parts / (n * tokens)
+    if n * tokens > SMALL:
+        assert max(turns.values()) < few
+    elif not stream:
+        assert max(sizes) == sum(turns.values())
 
 
 LEAVES = (
     st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(codec=None))
 )
-ROWS = st.builds(lambda row, count: Rows([row] * count), LEAVES | st.lists(LEAVES), st.integers(0, 2 * PIECE + 1))
+ROWS = st.builds(lambda row, count: (row,) * count, LEAVES | st.lists(LEAVES), st.integers(0, 2 * PIECE + 1))
 VALUES = st.recursive(LEAVES | ROWS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
 
 @given(st.dictionaries(st.text(), VALUES))
-def test_pieces_are_the_json(value: dict[str, Any]) -> None:
-    assert to_json_in_pieces(value) == to_json(value)
+async def test_json_that_is_written_in_turns_is_the_json(value: dict[str, Any]) -> None:
+    written = await to_json_in_turns(read_twice(value))
+    assert written == to_json(read_twice(value)) == to_json(listed(value))
+
+
+def listed(value: Any) -> Any:
+    """With lists in place of rows."""
+    if isinstance(value, dict):
+        return {key: listed(item) for key, item in value.items()}
+    return [listed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_twice(value: Any) -> Any:
+    """With `Rows` in place of tuples, made anew since they can be read once."""
+    if isinstance(value, dict):
+        return {key: read_twice(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [read_twice(item) for item in value]
+    return Rows(iter(value)) if isinstance(value, tuple) else value
