@@ -20,28 +20,44 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-def read_arguments(text: str) -> object:
-    """A call's arguments as JSON has them. Those that `max_tokens` cut off are read as far as they go, so that a client
-    can send back whatever it got. Raises `ValueError` and `RecursionError`."""
+def read_arguments(text: str) -> dict[str, Any] | str:
+    """A call's arguments as an object. A client can send back whatever a model wrote: what `max_tokens` cut off is read
+    as far as it goes, and what stands in braces but is no JSON stays a text.
+
+    Raises `ValueError`, which says what is wrong.
+    """
     try:
-        return json.loads(text or "{}")
+        found = _read(text or "{}")
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and text.startswith("{") and text.endswith("}"):
+            return text
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError("must be a JSON object")
+    return found
+
+
+def _read(text: str) -> object:
+    try:
+        return json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # behind what is complete
             raise
-        found: object = from_json(text, allow_partial="trailing-strings")
-        json.dumps(found)  # which refuses numbers that are too long for the template to write
+        try:
+            found: object = from_json(text, allow_partial="trailing-strings")
+        except ValueError:
+            raise error from None
+        json.dumps(found)  # which refuses numbers that are too long for a template to write
         return found
 
 
 def json_object(value: object) -> object:
-    """Refuse a text that is no JSON object, nor the beginning of one; everything else is left to the next validator."""
+    """Refuse a text that `read_arguments` does; everything else is left to the next validator."""
     if isinstance(value, str):
         try:
-            parsed = read_arguments(value)
-        except (ValueError, RecursionError) as error:
-            fault(f"is not JSON: {error}")
-        if not isinstance(parsed, dict):
-            fault("must be a JSON object")
+            read_arguments(value)
+        except ValueError as error:
+            fault(str(error))
     return value
 
 
@@ -99,14 +115,13 @@ class ToolCall(Strict):
     """Sent back by clients that put it together from a stream; has no effect."""
 
     def rendered(self, param: str) -> dict[str, Any]:
-        """As chat templates want it: the arguments as an object. Raises `RequestError` naming the field in `param`."""
+        """As chat templates want it, the arguments as `read_arguments` has them. Raises `RequestError` naming the field
+        in `param`."""
         at = f"{param}.function.arguments"
         try:
             arguments = read_arguments(self.function.arguments)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{at} is not JSON: {error}", at) from error
-        if not isinstance(arguments, dict):
-            raise RequestError(f"{at} must be a JSON object", at)
+        except ValueError as error:
+            raise RequestError(f"{at} {error}", at) from error
         return {
             "id": self.id or "",
             "type": "function",

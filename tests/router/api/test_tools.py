@@ -109,6 +109,22 @@ async def test_a_call_that_was_cut_off_can_be_sent_back(
         assert f"[{call.id} {zone[1] or ''}]" in text
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, NATIVE.replace("arguments.zone", "arguments")])
+@pytest.mark.parametrize("arguments", ["{zone: Oslo}", "{'zone': 'Oslo'}", '{"zone": True}', '{"zone": "a\nb"}', "{,}"])
+async def test_arguments_that_are_no_json_can_be_sent_back(
+    checkpoint: Path, tmp_path: Path, cluster: Cluster, arguments: str, template: str
+) -> None:
+    """A model may write such, and sees them again as it wrote them."""
+    call = f'<tool_call>\n{{"name": "clock", "arguments": {arguments}}}\n</tool_call>'
+    async with speaking(checkpoint, tmp_path, cluster, call, template) as client:
+        asked = {"model": "tiny", "tools": TOOLS, "max_tokens": 200}
+        message = (await client.chat.completions.create(messages=[USER], **asked)).choices[0].message
+        assert [call.function.arguments for call in message.tool_calls] == [arguments]
+        await client.chat.completions.create(messages=[USER, message.model_dump(), USER], **asked | {"max_tokens": 1})
+    shown_again = json.dumps(arguments) if template == TEMPLATE else arguments
+    assert shown_again in shown(cluster, checkpoint)
+
+
 async def test_a_model_whose_template_knows_no_tools_is_told_in_the_systems_message(
     checkpoint: Path, tmp_path: Path, cluster: Cluster
 ) -> None:
