@@ -7,8 +7,8 @@ rows on: in BF16 from some hundred rows on where our own multiply matrices too (
 and remembered.
 
 Packed weights (`hack_kernels.block_weight`) are multiplied as they rest by our own kernels, as integers. For the
-library they are turned into numbers, for one call. That pays on AMX alone, from some hundred rows on; the same question
-settles it.
+library they are turned into numbers, for one call. That pays from some hundred rows on where the library is fast, as on
+AMX; the same question settles it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ exactly. In memory 16 rows are side by side, as processors multiply them: for ev
 16 minima.
 
 A product rounds rows of x to two bytes, each block of 32 with a scale of its own, multiplies integers and adds blocks
-in FP32. A value of x is wrong by at most 2^-16 of the largest of its block, which no model notices. One byte, as in
+in FP32. A value of x is wrong by at most a 64,000th of the largest of its block. One byte, as in
 llama.cpp, would take half the products; `python -m bench.rounding` measures what it would cost a model.
 """
 

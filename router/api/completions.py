@@ -39,10 +39,12 @@ async def completions(request: Request) -> Response:
     served = served_by(request)
     with counting_refusals(served):
         parsed = await read_body(request, CompletionRequest)
-        jobs = await _plan(served, parsed, Caller(request.receive))
+        caller = Caller(request.receive)
+        jobs = await _plan(served, parsed, caller)
+        starts = await _starts(served, parsed.body, caller)
     body = parsed.body
     generation = Generation(served, f"cmpl-{request_id(request)}", arrival(request), jobs, body.cache_salt)
-    renderer = CompletionRenderer(served, body, generation.request_id, await _starts(served, body))
+    renderer = CompletionRenderer(served, body, generation.request_id, starts)
     return (StreamReply if body.stream else JsonReply)(generation, renderer)
 
 
@@ -76,15 +78,15 @@ async def _plan(
     return jobs
 
 
-async def _starts(served: ServedModel, body: CompletionRequest) -> dict[int, list[int]]:
+async def _starts(served: ServedModel, body: CompletionRequest, caller: Caller) -> dict[int, list[int]]:
     """Where each token of a prompt begins in its text, of prompts that are texts and will be told of."""
     if not body.echo or body.logprobs is None:
         return {}
-    return {
-        nth: await asyncio.to_thread(served.tokenizer.starts, prompt, body.add_special_tokens)  # without the GIL
-        for nth, prompt in enumerate(body.prompt)
-        if isinstance(prompt, str) and prompt
-    }
+    starts, found = served.tokenizer.starts, dict[int, list[int]]()
+    for nth, prompt in enumerate(body.prompt):
+        if isinstance(prompt, str) and prompt:  # a thread does not hold the interpreter's lock meanwhile
+            found[nth] = await caller.unless_left(asyncio.to_thread(starts, prompt, body.add_special_tokens))
+    return found
 
 
 class CompletionRenderer(OpenAiEvents):

@@ -58,7 +58,7 @@ class StreamReply(Reply):
             return
         await self._send_deltas(send)
         log_break(self._generation, error)
-        await self._send_body(send, await self._framed((), [self._renderer.broken(error)]))
+        await self._send_body(send, await self._framed(self._generation.choices, [self._renderer.broken(error)]))
         await send({"type": "http.response.body", "body": b""})
 
     async def _produce(self) -> None:
