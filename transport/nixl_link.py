@@ -141,7 +141,8 @@ class NixlLink:
     def send(self, payload: Payload) -> None:
         """See `Link`."""
         number, deadline = next(self._numbers), monotonic() + PARCEL_TIMEOUT_S
-        self._slab.numpy()[: len(payload)] = np.frombuffer(bytes(payload), dtype=np.uint8)
+        with self._calling():
+            self._slab.numpy()[: len(payload)] = np.frombuffer(bytes(payload), dtype=np.uint8)
         self._say(b"here %d" % number)
         self._hear(b"read %d" % number, deadline)
 
@@ -193,7 +194,7 @@ class NixlLink:
 
     @contextmanager
     def _calling(self) -> Iterator[Any]:
-        """The agent, for a call that returns at once."""
+        """The agent, for a call that returns at once. Until then an abort leaves it and the slab alone."""
         with self._lock, self._translating():
             if self._over or self._agent is None:
                 raise NodeLost("the link is closed")

@@ -130,6 +130,17 @@ def test_an_abort_ends_a_wait_and_may_come_again(who: str) -> None:
             waiting.result()
 
 
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_an_aborted_link_moves_nothing_more(who: str) -> None:
+    with ends(Table()) as (sender, receiver, thread):
+        moves: Callable[[], object] = receiver.post(3) if who == "receiver" else lambda: sender.send(b"abc")
+        (receiver if who == "receiver" else sender).abort()
+        for each in [each for each in threading.enumerate() if each.name == "abort"]:
+            each.join()
+        with pytest.raises(NodeLost, match="the link is closed"):
+            thread.submit(moves).result()
+
+
 async def test_an_error_of_nixl_is_a_lost_node_and_the_next_push_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, reads, broken = create(), nixl_link.NixlLink._read, list[int]()
 
