@@ -1,8 +1,9 @@
 """gRPC connections: their options, and one channel per address.
 
-A dead peer is noticed within `Keepalive.time_s + Keepalive.timeout_s`, with or without calls under way. That is 3 s for
+A dead peer is noticed within `Keepalive.time_s + Keepalive.timeout_s`, with or without calls under way. That is 5 s for
 clients of control calls, and 11 s (`BULK`) for servers and for connections that move KV. On a slow link an answer waits
-behind all KV in flight. So KV in flight is bounded too (`WINDOW_BYTES`): otherwise a busy peer would look dead.
+behind all KV in flight. So KV in flight is bounded too (`WINDOW_BYTES`): otherwise a busy peer would look dead. Control
+calls bear four handoffs at once on a link of 2 Mbit/s; with 2 s of patience two were too many now and then.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Keepalive:
         ]
 
 
-CONTROL = Keepalive(timeout_s=2.0)
+CONTROL = Keepalive(timeout_s=4.0)
 """For clients of control calls."""
 
 BULK = Keepalive(timeout_s=10.0)
