@@ -141,8 +141,8 @@ class NcclLink:
         self._lock = Lock()
         self._comm: int | None = None
         self._over = False
-        self._buffers: list[Tensor] = []
-        """Under way: NCCL may write to them until an abort has returned."""
+        self._buffers: dict[int, Tensor] = {}
+        """Under way, by address: NCCL may write to them until an abort has returned."""
 
     def connect(self, exchange: Exchange) -> None:
         """See `Link`. The receiver's id says where NCCL meets; it travels over the exchange only."""
@@ -197,15 +197,15 @@ class NcclLink:
     def _run(self, operation: Callable[..., object], buffer: Tensor) -> None:
         """Enqueue a transfer and wait until it is done."""
         self._memory.use()
-        self._buffers.append(buffer)
         where = buffer.data_ptr(), buffer.numel(), UINT8, self._peer
+        self._buffers[buffer.data_ptr()] = buffer
         with self._lock:
             if self._comm is None:
                 raise NodeLost("the link is closed")
             self._call(partial(operation, *where, self._comm, self._memory.stream))
         self._wait(lambda: True, PARCEL_TIMEOUT_S)
         self._wait(self._memory.mark(), PARCEL_TIMEOUT_S)
-        self._buffers.remove(buffer)
+        self._buffers.pop(buffer.data_ptr(), None)  # an abort may have let go of it
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> None:
         """Wait until NCCL has taken all that it was told, and `done`."""

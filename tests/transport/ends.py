@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
@@ -15,6 +16,25 @@ from transport.rpc_server import RpcServer
 
 FRAME_TIMEOUT_S = 5.0
 Frames = AsyncIterator[KvFrame | HandoffEnd]
+
+
+class Table:
+    """An `Exchange` of two ends in one process; `change` is what becomes of what one of them says."""
+
+    def __init__(self, change: Callable[[bytes], bytes] = bytes, of: str = "0") -> None:
+        self._said: dict[str, bytes] = {}
+        self._change, self._of = change, of
+        self._news = threading.Condition()
+
+    def put(self, name: str, value: bytes) -> None:
+        with self._news:
+            self._said[name] = self._change(value) if name == self._of else value
+            self._news.notify_all()
+
+    def get(self, name: str) -> bytes:
+        with self._news:
+            assert self._news.wait_for(lambda: name in self._said, 60)
+            return self._said[name]
 
 
 class Reader:

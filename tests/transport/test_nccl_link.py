@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -14,11 +16,11 @@ from hackkv.errors import ConfigError, DeadlineExceeded, FrameRefused, NodeLost
 from hackkv.types import Handoff, HandoffEnd, Receipt
 from tests.handoffs import ship
 from tests.transport import fake_nccl, nouns
-from tests.transport.ends import Frames, Reader, Source, listening, sending
+from tests.transport.ends import Frames, Reader, Source, Table, listening, sending
 from tests.transport.fake_nccl import Fault
 from transport import nccl_link
 from transport.link import Link
-from transport.nccl_link import create, load_bindings
+from transport.nccl_link import NcclLink, create, load_bindings
 
 pytestmark = pytest.mark.skipif(not fake_nccl.possible(), reason="nccl4py, a C compiler and a torch without CUDA")
 
@@ -60,6 +62,35 @@ async def test_a_hang_ends_with_its_deadline_with_the_sender_or_with_the_push(
             push.cancel()
         with pytest.raises(asyncio.CancelledError if ending == "push" else (NodeLost, DeadlineExceeded)):
             await push
+
+
+def test_a_parcel_that_is_done_as_the_link_is_aborted_has_arrived() -> None:
+    class Aborting(fake_nccl.HostMemory):
+        def mark(self) -> Callable[[], bool]:
+            done = super().mark()
+
+            def aborted() -> bool:
+                if not done():
+                    return False
+                receiver.abort()
+                for each in [each for each in threading.enumerate() if each.name == "abort"]:
+                    each.join()
+                return True
+
+            return aborted
+
+    fake_nccl.library()
+    bindings, table = load_bindings(), Table()
+    sender = NcclLink(bindings, fake_nccl.HostMemory(fake_nccl.in_memory), 0)
+    receiver = NcclLink(bindings, Aborting(fake_nccl.in_memory), 1)
+    with ThreadPoolExecutor(1) as thread:
+        meeting = thread.submit(receiver.connect, table)
+        sender.connect(table)
+        meeting.result()
+        arriving = thread.submit(receiver.post(3))
+        sender.send(b"abc")
+        assert bytes(arriving.result()) == b"abc"
+    sender.abort()
 
 
 @pytest.mark.parametrize("module", ["", "hack_kernels.triton.xxh3"])

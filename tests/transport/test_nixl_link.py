@@ -12,32 +12,13 @@ import pytest
 
 from hackkv.errors import ConfigError, DeadlineExceeded, NodeLost
 from tests.transport import nouns
-from tests.transport.ends import Reader, listening, sending
+from tests.transport.ends import Reader, Table, listening, sending
 from tests.wires import lacks
 from transport import nixl_link
 from transport.link import Exchange, Link, link_kind
 from transport.nixl_link import ADDRESS_BYTES, NixlLink, create, load_library
 
 pytestmark = pytest.mark.skipif(bool(lacks("nixl")), reason=lacks("nixl"))
-
-
-class Table:
-    """An `Exchange` of two ends in one process; `change` is what becomes of what one of them says."""
-
-    def __init__(self, change: Callable[[bytes], bytes] = bytes, of: str = "0") -> None:
-        self._said: dict[str, bytes] = {}
-        self._change, self._of = change, of
-        self._news = threading.Condition()
-
-    def put(self, name: str, value: bytes) -> None:
-        with self._news:
-            self._said[name] = self._change(value) if name == self._of else value
-            self._news.notify_all()
-
-    def get(self, name: str) -> bytes:
-        with self._news:
-            assert self._news.wait_for(lambda: name in self._said, 60)
-            return self._said[name]
 
 
 @contextmanager
