@@ -1,17 +1,20 @@
-"""The processes that are measured: a router, its scripted nodes, and a server without a router."""
+"""The processes that are measured: a router, its two scripted nodes, and a server without a router."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from hackkv.types import Role
 
 WORKER = "router.workers.process"
 
@@ -23,7 +26,8 @@ class Cluster:
     url: str
     plain: str
     router: Process
-    nodes: Process
+    nodes: Mapping[Role, Process]
+    """By role."""
 
     def processes(self) -> list[psutil.Process]:
         """Those of the router that serve HTTP: its own, or its leader and the workers."""
@@ -37,8 +41,8 @@ class Cluster:
     def processor_s(self) -> dict[str, float]:
         """Processor time of every process that the router's clients wait for, and their own."""
         routers = {f"router {index}" if index else "router": one for index, one in enumerate(self.processes())}
-        others = {"nodes": psutil.Process(self.nodes.pid), "clients": psutil.Process()}
-        times = {name: one.cpu_times() for name, one in {**routers, **others}.items()}
+        nodes = {f"{role} node": psutil.Process(node.pid) for role, node in self.nodes.items()}
+        times = {name: one.cpu_times() for name, one in {**routers, **nodes, "clients": psutil.Process()}.items()}
         return {name: float(one.user + one.system) for name, one in times.items()}
 
 
@@ -61,20 +65,28 @@ async def running(model: Path, workers: int) -> AsyncIterator[Cluster]:
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*command: str) -> tuple[Process, dict[str, str]]:
-            process, ready = await _start(*command)
+        async def start(*command: str, given: int | None = None) -> tuple[Process, dict[str, str]]:
+            process, ready = await _start(command, () if given is None else (given,))
             stack.push_async_callback(_end, process)
             return process, ready
 
         overrides = (word for setting in settings for word in ("--set", setting))
         router, address = await start("router", "--supervised", *overrides)
-        nodes, _ = await start("bench.router.nodes", "--control", address["control"])
+        # The end for reading first: it is dropped here when its node has it.
+        nodes = {}
+        for role, end in zip((Role.DECODE, Role.PREFILL), os.pipe(), strict=True):
+            with os.fdopen(end, "rb" if role is Role.DECODE else "wb"):
+                words = ("bench.router.nodes", role, "--control", address["control"], "--kv", str(end))
+                nodes[role], _ = await start(*words, given=end)
         _, plain = await start("bench.router.plain")
         yield Cluster(address["http"], plain["http"], router, nodes)
 
 
-async def _start(*command: str) -> tuple[Process, dict[str, str]]:
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdin=PIPE, stdout=PIPE)
+async def _start(command: Sequence[str], given: Sequence[int]) -> tuple[Process, dict[str, str]]:
+    """Start a module. It inherits the file descriptors that it is `given`."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", *command, stdin=PIPE, stdout=PIPE, pass_fds=given
+    )
     assert process.stdout is not None
     ready: dict[str, str] = json.loads(await process.stdout.readline())["ready"]
     return process, ready

@@ -1,10 +1,12 @@
-"""Scripted nodes in a process of their own: `python -m bench.router.nodes --control HOST:PORT`.
+"""A scripted node in a process of its own: `python -m bench.router.nodes prefill|decode --control HOST:PORT --kv FD`.
 
-One prefill and one decode node behind real gRPC servers, which compute nothing. A request's seed is the pause between
-its tokens in milliseconds. Each token carries the time at which it was sent in place of a log-probability, on the clock
-that all processes of a machine share. So a client that asks for `logprobs` can tell how old a token is.
+It has a real gRPC server and computes nothing. A request's seed is the pause between its tokens in milliseconds. Each
+token carries the time at which it was sent in place of a log-probability, on the clock that all processes of a machine
+share. So a client that asks for `logprobs` can tell how old a token is.
 
-It ends when its standard input does.
+There is a process for each node, as with real ones: a long prompt's log-probabilities must not hold up the tokens of
+other requests. The wire between the two is a pipe (`--kv`), on which the prefill node names each transfer whose KV
+lands. It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import sys
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from time import monotonic
 
@@ -52,41 +55,53 @@ STEP_S = 0.01
 """Between two steps. As on a real decode node, tokens of one step leave together."""
 RENEW_S = 1.0
 
-Landings = dict[str, asyncio.Future[Receipt]]
-"""Transfers that a decode node waits for."""
+Land = Callable[[str], None]
+"""Tells the decode node that the KV of a transfer is there."""
 
 
 class PacedDecode:
     """A decode node whose tokens come at the pace that a request asks for."""
 
-    def __init__(self, node_id: str, landings: Landings, max_context: int) -> None:
-        self.node_id, self._landings, self._max_context = node_id, landings, max_context
+    role = Role.DECODE
+
+    def __init__(self, node_id: str, max_context: int) -> None:
+        self.node_id, self._max_context = node_id, max_context
         self.address = ""
+        self._waiting: dict[str, asyncio.Event] = {}
+        """Transfers that have room here."""
+
+    def land(self, transfer_id: str) -> None:
+        """The KV of a transfer is here. One that is unknown was given up meanwhile."""
+        if transfer_id in self._waiting:
+            self._waiting[transfer_id].set()
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """Tokens 1 and on, each when it is due."""
-        landing = self._landings[job.transfer_id] = asyncio.get_running_loop().create_future()
+        landed = self._waiting[job.transfer_id] = asyncio.Event()
         try:
             yield Reserved()
-            yield Landed(await landing)
+            await landed.wait()
+            yield Landed(receipt(job))
             began, pause_s = monotonic(), job.request.sampling.seed / 1000
             for index in range(1, job.request.sampling.max_tokens):
                 await asyncio.sleep(next_step(began + index * pause_s) - monotonic())
                 yield token(job.request, index)
             yield Decoded(0.0, 0.0, 0.0, 0.0)
         finally:
-            del self._landings[job.transfer_id]
+            del self._waiting[job.transfer_id]
 
     async def describe(self) -> NodeInfo:
         """Report."""
-        return info(Role.DECODE, self.node_id, self.address, self._max_context)
+        return info(self.role, self.node_id, self.address, self._max_context)
 
 
 class PacedPrefill:
     """A prefill node that takes no time."""
 
-    def __init__(self, node_id: str, landings: Landings, max_context: int) -> None:
-        self.node_id, self._landings, self._max_context = node_id, landings, max_context
+    role = Role.PREFILL
+
+    def __init__(self, node_id: str, land: Land, max_context: int) -> None:
+        self.node_id, self._land, self._max_context = node_id, land, max_context
         self.address = ""
         self._assigned: dict[str, asyncio.Event] = {}
 
@@ -99,9 +114,8 @@ class PacedPrefill:
             yield Prefilled(token(job.request, 0), 0.0, 0.0, 0.0, len(job.request.prompt_ids), scores(job.request))
             if job.handoff:
                 await assigned.wait()
-                receipt = Receipt(job.transfer_id, len(job.request.prompt_ids), (), 0, 0, 0.0)
-                self._landings[job.transfer_id].set_result(receipt)
-                yield HandedOff(receipt, 0.0, 0.0, 0, job.epoch)
+                self._land(job.transfer_id)
+                yield HandedOff(receipt(job), 0.0, 0.0, 0, job.epoch)
                 await asyncio.Event().wait()  # the KV is kept until the router closes the call
         finally:
             del self._assigned[job.transfer_id]
@@ -112,7 +126,12 @@ class PacedPrefill:
 
     async def describe(self) -> NodeInfo:
         """Report."""
-        return info(Role.PREFILL, self.node_id, self.address, self._max_context)
+        return info(self.role, self.node_id, self.address, self._max_context)
+
+
+def receipt(job: PrefillJob | DecodeJob) -> Receipt:
+    """For KV that weighs nothing."""
+    return Receipt(job.transfer_id, len(job.request.prompt_ids), (), 0, 0, 0.0)
 
 
 def next_step(due: float) -> float:
@@ -155,40 +174,60 @@ def info(role: Role, node_id: str, address: str, max_context: int) -> NodeInfo:
     )  # fmt: skip
 
 
-async def serve(control: str, max_context: int) -> None:
-    """Run both nodes until standard input ends."""
-    landings: Landings = {}
-    prefill, decode = PacedPrefill("p0", landings, max_context), PacedDecode("d0", landings, max_context)
-    async with RpcServer("127.0.0.1", 0) as first, RpcServer("127.0.0.1", 0) as second:
-        first.add_prefill(prefill)
-        second.add_decode(decode)
-        prefill.address, decode.address = await first.start(), await second.start()
-        channels = ChannelPool()
-        registry = RegistryClient(control, channels)
-        over = asyncio.Event()
-        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), over.set)
-        try:
-            await registry.register(await prefill.describe())
-            await registry.register(await decode.describe())
-            announce(prefill=prefill.address, decode=decode.address)
-            while not over.is_set():
-                await _renew(registry, prefill, decode)
-        finally:
-            await channels.close()
+async def serve_prefill(control: str, kv: int, max_context: int) -> None:
+    """Run a prefill node until standard input ends."""
+    pipe = os.fdopen(kv, "wb")
+    transport, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.BaseProtocol, pipe)
+    node = PacedPrefill("p0", lambda transfer_id: transport.write(f"{transfer_id}\n".encode()), max_context)
+    async with RpcServer("127.0.0.1", 0) as server:
+        server.add_prefill(node)
+        node.address = await server.start()
+        await _stay(node, control)
 
 
-async def _renew(registry: RegistryClient, prefill: PacedPrefill, decode: PacedDecode) -> None:
-    await asyncio.sleep(RENEW_S)
+async def serve_decode(control: str, kv: int, max_context: int) -> None:
+    """Run a decode node until standard input ends."""
+    node, reader = PacedDecode("d0", max_context), asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(kv, "rb")
+    )
+
+    async def landings() -> None:
+        while line := await reader.readline():
+            node.land(line.decode().strip())
+
+    async with RpcServer("127.0.0.1", 0) as server:
+        server.add_decode(node)
+        node.address = await server.start()
+        reading = asyncio.create_task(landings())
+        await _stay(node, control)
+        reading.cancel()
+
+
+async def _stay(node: PacedPrefill | PacedDecode, control: str) -> None:
+    """Be a member of the fleet until standard input ends."""
+    channels = ChannelPool()
+    registry, over = RegistryClient(control, channels), asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), over.set)
     try:
-        await registry.register(await prefill.describe())
-        await registry.register(await decode.describe())
-    except HackkvError as error:  # a router that is held up; the next report may reach it
-        print(f"nodes: {error}", file=sys.stderr, flush=True)
+        await registry.register(await node.describe())
+        announce(node=node.address)
+        while not over.is_set():
+            await asyncio.sleep(RENEW_S)
+            try:
+                await registry.register(await node.describe())
+            except HackkvError as error:  # a router that is held up; the next report may reach it
+                print(f"{node.node_id}: {error}", file=sys.stderr, flush=True)
+    finally:
+        await channels.close()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m bench.router.nodes", description=__doc__)
+    parser.add_argument("role", type=Role, choices=tuple(Role))
     parser.add_argument("--control", required=True)
+    parser.add_argument("--kv", type=int, required=True, help="the end of a pipe")
     parser.add_argument("--max-context", type=int, default=65536)
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.control, arguments.max_context))
+    serve = serve_prefill if arguments.role is Role.PREFILL else serve_decode
+    asyncio.run(serve(arguments.control, arguments.kv, arguments.max_context))
