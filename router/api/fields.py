@@ -32,7 +32,7 @@ STRICT: Final = {"strict": True}
 FAULT: Final = "fault"
 """Type of the errors that `fault` raises."""
 
-TEXT, PARTS, REFUSAL, OBJECT = "<text>", "<parts>", "<refusal>", "<object>"
+TEXT, PARTS, REFUSAL, OBJECT, ALLOWED = "<text>", "<parts>", "<refusal>", "<object>", "<allowed>"
 """Names of the kinds of a value, where a field may have several. An error's place has them between its steps."""
 
 

@@ -13,6 +13,7 @@ from router.api.extras import ChatExtras, LlamaExtras, VllmExtras
 from router.api.fields import Ignored, Refused
 from router.api.messages import schema as anthropic
 from router.api.responses.schema import (
+    AllowedFunctions,
     CallItem,
     EventOptions,
     FunctionChoice,
@@ -29,7 +30,7 @@ from router.api.sampled import Sampled
 from router.api.schema import ChatRequest, CompletionRequest, Generate, Message, RefusalPart, StreamOptions, TextPart
 from router.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
 from router.api.texts import DetokenizeRequest, TokenizeRequest
-from router.api.tools.fields import CalledFunction, Function, Tool, ToolCall, ToolChoice
+from router.api.tools.fields import AllowedChoice, AllowedTools, CalledFunction, Function, Tool, ToolCall, ToolChoice
 
 _HUGE: Final = 1 << 30
 """Bounds from here on only keep numbers within their types."""
@@ -48,6 +49,8 @@ _SECTIONS: Final[tuple[tuple[str, type[BaseModel], tuple[type[BaseModel], ...]],
     ("A tool of `tools`", Tool, ()),
     ("The `function` of a tool", Function, ()),
     ("`tool_choice` as an object", ToolChoice, ()),
+    ("`tool_choice` as some of the tools", AllowedChoice, ()),
+    ("`tool_choice.allowed_tools`", AllowedTools, ()),
     ("A call of a message's `tool_calls`", ToolCall, ()),
     ("The `function` of a call", CalledFunction, ()),
     ("`/v1/responses` alone", ResponsesRequest, (Sampled,)),
@@ -55,6 +58,7 @@ _SECTIONS: Final[tuple[tuple[str, type[BaseModel], tuple[type[BaseModel], ...]],
     ("`text.format`", TextFormat, ()),
     ("A tool of `tools` of `/v1/responses`", FunctionTool, ()),
     ("`tool_choice` of `/v1/responses` as an object", FunctionChoice, ()),
+    ("`tool_choice` of `/v1/responses` as some of the tools", AllowedFunctions, ()),
     ("`stream_options` of `/v1/responses`", EventOptions, ()),
     ("A message of `input`", MessageItem, ()),
     ("A part of its `content`", ItemPart, ()),

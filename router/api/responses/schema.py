@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, model_validator
 
 from router.api.fields import (
+    ALLOWED,
     OBJECT,
     STRICT,
     Ignored,
@@ -24,7 +25,20 @@ from router.api.retold import Retold, Turns
 from router.api.schema import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, RefusalPart
 from router.api.strict import Strict
 from router.api.structured import JsonSchema, ResponseFormat
-from router.api.tools.fields import MAX_TOOLS, Function, FunctionName, Mode, Name, Tool, ToolChoice, json_object
+from router.api.tools.fields import (
+    CHOICE_KIND,
+    MAX_TOOLS,
+    AllowedChoice,
+    AllowedMode,
+    AllowedTools,
+    Function,
+    FunctionName,
+    Mode,
+    Name,
+    Tool,
+    ToolChoice,
+    json_object,
+)
 
 _KEPT: Final = "answers are not kept"
 _ALL_ALIKE: Final = "requests are all treated alike"
@@ -165,15 +179,32 @@ class FunctionTool(Strict):
 
 
 class FunctionChoice(Strict):
-    """The function that has to be called."""
+    """A function of the tools: one that has to be called, or one of those that may be."""
 
     type: Annotated[Literal["function"], _TOOL]
     name: str
 
+    def chat(self) -> ToolChoice:
+        """As the chat route has it."""
+        return ToolChoice(type="function", function=FunctionName(name=self.name))
+
+
+class AllowedFunctions(Strict):
+    """Some of the tools: the model is told of no others."""
+
+    type: Literal["allowed_tools"]
+    mode: AllowedMode
+    tools: Annotated[tuple[FunctionChoice, ...], Field(min_length=1, max_length=MAX_TOOLS, strict=False)]
+
+    def chat(self) -> AllowedChoice:
+        """As the chat route has it."""
+        tools = tuple(tool.chat() for tool in self.tools)
+        return AllowedChoice(type="allowed_tools", allowed_tools=AllowedTools(mode=self.mode, tools=tools))
+
 
 Choice = Annotated[
-    Mode | Annotated[FunctionChoice, Tag(OBJECT)],
-    text_or(OBJECT, dict, FunctionChoice, told="must be a word or a function"),
+    Mode | Annotated[FunctionChoice, Tag(OBJECT)] | Annotated[AllowedFunctions, Tag(ALLOWED)],
+    CHOICE_KIND,
 ]
 
 
@@ -272,9 +303,9 @@ class ResponsesRequest(Retold):
     def chat(self) -> ChatRequest:
         """See `Retold`."""
         tools = tuple(_tool(tool) for tool in self.tools or ())
-        choice: ToolChoice | str | None
-        if isinstance(self.tool_choice, FunctionChoice):
-            choice = ToolChoice(type="function", function=FunctionName(name=self.tool_choice.name))
+        choice: ToolChoice | AllowedChoice | str | None
+        if isinstance(self.tool_choice, FunctionChoice | AllowedFunctions):
+            choice = self.tool_choice.chat()
         else:  # auto is the default here, and no wish for tools
             choice = None if self.tool_choice == "auto" and not tools else self.tool_choice
         form = self.text.format if self.text else None

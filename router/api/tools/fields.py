@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, Tag
+from pydantic import Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from hackkv.errors import RequestError
-from router.api.fields import OBJECT, TEXT, Ignored, fault, text_or
+from router.api.fields import ALLOWED, FAULT, OBJECT, TEXT, Ignored, fault
 from router.api.strict import Strict
 
 MAX_TOOLS = 128
@@ -84,15 +84,46 @@ class FunctionName(Strict):
 
 
 class ToolChoice(Strict):
-    """The tool that has to be called."""
+    """A function of the tools: one that has to be called, or one of those that may be."""
 
     type: Literal["function"]
     function: FunctionName
 
 
+AllowedMode = Literal["auto", "required"]
+
+
+class AllowedTools(Strict):
+    """The `allowed_tools` of an `AllowedChoice`."""
+
+    mode: AllowedMode
+    tools: Annotated[tuple[ToolChoice, ...], Field(min_length=1, max_length=MAX_TOOLS, strict=False)]
+
+
+class AllowedChoice(Strict):
+    """Some of the tools: the model is told of no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice_kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return TEXT
+    if not isinstance(value, dict | Strict):
+        return None
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return ALLOWED if kind == "allowed_tools" else OBJECT
+
+
+CHOICE_KIND: Final = Discriminator(
+    _choice_kind, custom_error_type=FAULT, custom_error_message="must be a word, a function or allowed tools"
+)
+"""Tells `Mode`, a function (tagged `OBJECT`) and some of the tools (tagged `ALLOWED`) apart."""
 Mode = Annotated[Literal["none", "auto", "required"], Tag(TEXT)]
 Choice = Annotated[
-    Mode | Annotated[ToolChoice, Tag(OBJECT)], text_or(OBJECT, dict, ToolChoice, told="must be a word or a function")
+    Mode | Annotated[ToolChoice, Tag(OBJECT)] | Annotated[AllowedChoice, Tag(ALLOWED)],
+    CHOICE_KIND,
 ]
 
 
@@ -142,19 +173,30 @@ class ToolFields(Strict):
         names = [function.name for function in functions]
         if len(set(names)) < len(names):
             raise RequestError("tools: two functions have one name", "tools")
-        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            name = self.tool_choice.function.name
-            raise RequestError(f"tool_choice: there is no function {name!r} in tools", "tool_choice")
+        for name in self._chosen():
+            if name not in names:
+                raise RequestError(f"tool_choice: there is no function {name!r} in tools", "tool_choice")
         if self.tool_choice in ("auto", "required") and not functions:
             raise RequestError(f"tool_choice: {self.tool_choice!r} needs tools", "tool_choice")
+        if isinstance(self.tool_choice, AllowedChoice):
+            return tuple(function for function in functions if function.name in self._chosen())
         return () if self.tool_choice == "none" else functions
 
     def forced(self) -> tuple[Function, ...]:
         """The functions of which one has to be called, if one has to be."""
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return tuple(function for function in self.offered() if function.name in self._chosen())
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+        return self.offered() if mode == "required" else ()
+
+    def _chosen(self) -> list[str]:
+        """Names that `tool_choice` holds."""
         if isinstance(self.tool_choice, ToolChoice):
-            chosen = self.tool_choice.function.name
-            return tuple(function for function in self.offered() if function.name == chosen)
-        return self.offered() if self.tool_choice == "required" else ()
+            return [self.tool_choice.function.name]
+        if isinstance(self.tool_choice, AllowedChoice):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return []
 
     @property
     def calls_at_once(self) -> int:

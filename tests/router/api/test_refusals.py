@@ -17,6 +17,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 CHOICE = {"type": "function", "function": {"name": "weather"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [CHOICE]}}
 
 
 def called(arguments: str) -> dict[str, Any]:
@@ -89,6 +90,7 @@ REFUSED = [
     ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
     ({"messages": MESSAGES, "tool_choice": "auto"}, "tool_choice"),
     ({"messages": MESSAGES, "tools": [CLOCK], "tool_choice": CHOICE}, "tool_choice"),
+    ({"messages": MESSAGES, "tools": [CLOCK], "tool_choice": ALLOWED}, "tool_choice"),
     ({"messages": MESSAGES, "tools": [CLOCK], "guided_regex": "a"}, "guided_regex"),
     ({"messages": MESSAGES, "tools": [CLOCK], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ({"messages": [*MESSAGES, called("{]")]}, "messages[1].tool_calls[0].function.arguments"),

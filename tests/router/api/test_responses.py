@@ -195,6 +195,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "tool_choice": 1}, "tool_choice"),
     ({"input": "x", "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
     ({"input": "x", "tool_choice": {"type": "function", "name": "other"}, "tools": [CLOCK]}, "tool_choice"),
+    ({"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
     ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
     ({"input": "x", "text": {"format": {"type": "json_object"}}, "tools": [CLOCK]}, "text.format"),

@@ -144,6 +144,30 @@ async def test_a_model_whose_template_knows_no_tools_is_told_in_the_systems_mess
     assert "You may call" not in shown(cluster, checkpoint)
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_of_allowed_tools_alone_the_model_is_told(
+    checkpoint: Path, tmp_path: Path, cluster: Cluster, mode: str
+) -> None:
+    other = {"type": "function", "function": {"name": "calendar"}}
+    named = {"type": "function", "function": {"name": "clock"}}
+    asked: dict[str, Any] = {"model": "tiny", "messages": [USER], "max_tokens": 200, "tools": [other, *TOOLS]}
+    async with speaking(checkpoint, tmp_path, cluster, CALL, NATIVE) as client:
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        choice = (await client.chat.completions.create(tool_choice=allowed, **asked)).choices[0]
+        assert [call.function.name for call in choice.message.tool_calls] == ["clock"]
+        assert choice.finish_reason == "tool_calls"
+        assert bool(cluster.jobs[-1].request.sampling.grammar) == (mode == "required")
+        assert "calendar" not in shown(cluster, checkpoint)
+        allowed = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "clock"}]}
+        tools = [{"type": "function", **tool["function"]} for tool in asked["tools"]]
+        answer = await client.responses.create(
+            model="tiny", input=[USER], max_output_tokens=200, tools=tools, tool_choice=allowed
+        )
+        assert [item.name for item in answer.output if item.type == "function_call"] == ["clock"]
+        assert answer.tool_choice.model_dump(exclude_none=True) == allowed
+        assert "calendar" not in shown(cluster, checkpoint)
+
+
 @pytest.mark.parametrize(
     ("template", "answer", "thought", "content"),
     [
