@@ -139,11 +139,13 @@ class ToolParser(ABC):
                 held = held[1:]
         return True
 
-    def _maybe(self, literal: str) -> Steps:
-        """Drop `literal` if it comes next."""
+    def _maybe(self, literal: str, *, cut: bool = False) -> Steps:
+        """Drop `literal` if it comes next; with `cut` also a beginning of it, behind which the text ends."""
         held = ""
         while held != literal:
             char = yield from self._next()
+            if cut and not char:
+                held = ""
             held += char
             if not char or not literal.startswith(held):
                 self._back.extendleft(reversed(held if char else (*held, "")))

@@ -24,7 +24,7 @@ class Hermes(ToolParser):
 
     def _skip_blank_then(self, literal: str) -> Steps:
         self._back.appendleft((yield from self._skip_blank()))
-        yield from self._maybe(literal)
+        yield from self._maybe(literal, cut=True)
 
 
 class Llama3(ToolParser):

@@ -152,7 +152,7 @@ async def test_of_allowed_tools_alone_the_model_is_told(
     named = {"type": "function", "function": {"name": "clock"}}
     asked: dict[str, Any] = {"model": "tiny", "messages": [USER], "max_tokens": 200, "tools": [other, *TOOLS]}
     async with speaking(checkpoint, tmp_path, cluster, CALL, NATIVE) as client:
-        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        allowed: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
         choice = (await client.chat.completions.create(tool_choice=allowed, **asked)).choices[0]
         assert [call.function.name for call in choice.message.tool_calls] == ["clock"]
         assert choice.finish_reason == "tool_calls"

@@ -132,3 +132,15 @@ def test_what_is_no_call_is_text(
     parser: type[ToolParser], text: str, said: str | None, calls: list[tuple[str, str]]
 ) -> None:
     assert read(parser(NAMES), [text]) == (text if said is None else said, calls)
+
+
+@pytest.mark.parametrize(("parser", "write"), WRITTEN, ids=lambda value: value.__name__)
+def test_a_call_that_is_cut_off_leaves_none_of_its_marks_in_the_text(parser: type[ToolParser], write: Any) -> None:
+    """Wherever it is cut, once the client knows of it."""
+    whole, known = write([("f", {"a": "x"})]), 0
+    for end in range(len(whole)):
+        text, found = read(parser(NAMES), [whole[:end]])
+        if found:
+            assert text == ""
+            known += 1
+    assert known
