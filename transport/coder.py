@@ -128,7 +128,7 @@ class Coder(Generic[Noun, Pb]):
         """Serialize. Raises the coder's error if a value does not fit its field (negative count, 64-bit token id)."""
         try:
             return self.pack(noun).SerializeToString()
-        except (TypeError, ValueError, EncodeError) as exc:
+        except (TypeError, ValueError, OverflowError, EncodeError) as exc:
             raise self.refuse(f"cannot send {self._name}: {exc}", _field(exc)) from exc
 
     def decode(self, data: bytes) -> Noun:

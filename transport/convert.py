@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hackkv.held import NOTHING_HELD, HeldKv
+from hackkv.logprobs import PromptLogprobs
 from hackkv.nodes import CodecLoss, Lease, NodeInfo, WireAddress
 from hackkv.page_names import MARK_BYTES, MOST_MARKS
 from hackkv.types import (
@@ -54,6 +55,10 @@ from transport.pb import kv_pb2 as pb
 
 _ROLE_TO_PB = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
 _ROLE_FROM_PB = {number: role for role, number in _ROLE_TO_PB.items()}
+
+
+PrefillPart = PrefillEvent | PromptLogprobs
+"""An event, or rows that come before those of a `Prefilled` (`transport.prefill_parts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,9 @@ def _unpack_assignment(message: pb.Assignment) -> Assignment:
     )
 
 
-def _pack_prefill_event(event: PrefillEvent) -> pb.PrefillEvent:
+def _pack_prefill_event(event: PrefillPart) -> pb.PrefillEvent:
+    if isinstance(event, PromptLogprobs):
+        return pb.PrefillEvent(prompt_logprobs=pack_prompt_logprobs(event))
     if isinstance(event, HandedOff):
         handed_off = pb.HandedOff(
             receipt=pack_receipt(event.receipt),
@@ -167,8 +174,10 @@ def _unpack_handed_off(message: pb.HandedOff) -> HandedOff:
     )
 
 
-def _unpack_prefill_event(message: pb.PrefillEvent) -> PrefillEvent:
+def _unpack_prefill_event(message: pb.PrefillEvent) -> PrefillPart:
     match message.WhichOneof("body"):
+        case "prompt_logprobs":
+            return unpack_prompt_logprobs(message.prompt_logprobs)
         case "prefilled":
             return _unpack_prefilled(message.prefilled)
         case "handed_off":

@@ -73,11 +73,20 @@ def _unpack_sampling(message: pb.Sampling) -> Sampling:
     )
 
 
+def column(field: str, kind: str, data: bytes) -> array[Any]:
+    """Numbers of one `array` type code that were sent as they lie in memory."""
+    numbers = array(kind)
+    if len(data) % numbers.itemsize:
+        raise Malformed(field, f"{len(data)} bytes are no whole numbers")
+    numbers.frombytes(data)
+    return numbers
+
+
 def pack_request(request: Request) -> pb.Request:
     """To protobuf."""
     return pb.Request(
         request_id=request.request_id,
-        prompt_ids=request.prompt_ids,
+        prompt_ids=array("I", request.prompt_ids).tobytes(),
         sampling=_pack_sampling(request.sampling),
         cache_salt=request.cache_salt,
     )
@@ -88,7 +97,7 @@ def unpack_request(message: pb.Request) -> Request:
     required("sampling", message)
     return Request(
         request_id=text("request_id", message.request_id),
-        prompt_ids=tuple(capped("prompt_ids", message.prompt_ids, MAX_PROMPT_TOKENS)),
+        prompt_ids=tuple(capped("prompt_ids", column("prompt_ids", "I", message.prompt_ids), MAX_PROMPT_TOKENS)),
         sampling=_unpack_sampling(message.sampling),
         cache_salt=text("cache_salt", message.cache_salt),
     )
@@ -126,16 +135,9 @@ def pack_prompt_logprobs(columns: PromptLogprobs) -> pb.PromptLogprobs:
 
 def unpack_prompt_logprobs(message: pb.PromptLogprobs) -> PromptLogprobs:
     """From protobuf. Raises `Malformed`."""
-    columns = PromptLogprobs()
-    parts: tuple[tuple[str, array[Any], bytes], ...] = (
-        ("own", columns.own, message.own),
-        ("top_ids", columns.top_ids, message.top_ids),
-        ("top", columns.top, message.top),
+    columns = PromptLogprobs(
+        column("own", "d", message.own), column("top_ids", "I", message.top_ids), column("top", "d", message.top)
     )
-    for name, column, data in parts:
-        if len(data) % column.itemsize:
-            raise Malformed(name, f"{len(data)} bytes are no whole numbers")
-        column.frombytes(data)
     capped("own", columns.own, MAX_PROMPT_TOKENS)
     width, alternatives = columns.width, len(columns.top)
     if not alternatives == len(columns.top_ids) == width * len(columns):

@@ -32,6 +32,7 @@ from transport.convert import (
     Empty,
 )
 from transport.convert_kv import HANDOFF, PUSH_REQUEST
+from transport.prefill_parts import PrefillCall
 from transport.replies import replies
 from transport.status import translating
 from transport.trail import outgoing
@@ -68,7 +69,7 @@ class PrefillClient(_Client):
 
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         """Run a prompt there. Raises what the node raised, or `NodeLost`."""
-        return Call(self._trunk_to(methods.PREFILL_SERVE), job, PREFILL_JOB, PREFILL_EVENT)
+        return PrefillCall(self._trunk_to(methods.PREFILL_SERVE), job, PREFILL_JOB, PREFILL_EVENT)
 
     async def assign(self, transfer_id: str, epoch: int, decode_address: str, held: HeldKv = NOTHING_HELD) -> None:
         """Name the decode node of a job, for the first time or again."""

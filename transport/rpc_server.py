@@ -29,6 +29,7 @@ from transport.convert import (
     Empty,
 )
 from transport.convert_kv import HANDOFF, encode_push_request
+from transport.prefill_parts import in_parts
 from transport.status import Context, abort, answer, reporting
 from transport.trail import TRAIL, incoming
 from transport.trunk_server import Calls, Method
@@ -110,7 +111,7 @@ class RpcServer:
         async def describe(_: Empty) -> NodeInfo:
             return await node.describe()
 
-        self._add_calls(Method(methods.PREFILL_SERVE, PREFILL_JOB, PREFILL_EVENT, node.prefill))
+        self._add_calls(Method(methods.PREFILL_SERVE, PREFILL_JOB, PREFILL_EVENT, node.prefill, in_parts))
         self._add_unary(methods.PREFILL_ASSIGN, ASSIGNMENT, EMPTY, assign)
         self._add_unary(methods.PREFILL_DESCRIBE, EMPTY, NODE_INFO, describe)
 

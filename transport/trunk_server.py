@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -31,8 +31,10 @@ class Method(Generic[JobT, EventT]):
 
     path: str
     jobs: Coder[JobT, Any]
-    events: Coder[EventT, Any]
+    events: Coder[Any, Any]
     serve: Callable[[JobT], AsyncIterator[EventT]]
+    parts: Callable[[EventT], Iterable[Any]] = lambda event: (event,)
+    """What is sent for an event, one after another, and encoded by `events`."""
 
 
 class Calls(Generic[JobT, EventT]):
@@ -97,8 +99,9 @@ class Calls(Generic[JobT, EventT]):
         method = self._method
         async with closing(method.serve(method.jobs.decode(job))) as events:
             async for event in events:
-                self._put(number, method.events.encode(event))
-                await self._answers.room()
+                for part in method.parts(event):
+                    self._put(number, method.events.encode(part))
+                    await self._answers.room()
 
     def _put(self, number: int, body: bytes | HackkvError | None) -> None:
         self._answers.put(Answer(number, body), len(body) if isinstance(body, bytes) else 0)

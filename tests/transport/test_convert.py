@@ -284,6 +284,11 @@ def test_absurd_sizes_are_refused() -> None:
         (convert.DECODE_EVENT, pb.DecodeEvent(landed=pb.Landed()), "receipt"),
         (convert.PREFILL_JOB, pb.PrefillJob(), "request"),
         (convert.DECODE_JOB, pb.DecodeJob(request=pb.Request()), "sampling"),
+        (
+            convert.DECODE_JOB,
+            pb.DecodeJob(request=pb.Request(sampling=pb.Sampling(), prompt_ids=b"abc")),
+            "prompt_ids: 3",
+        ),
         (convert.NODE_INFO, pb.NodeInfo(fingerprint=pb.Fingerprint()), "role"),
         (convert.NODE_INFO, pb.NodeInfo(role=pb.ROLE_DECODE), "fingerprint"),
         (convert.NODE_INFO, reported(bytes(MARK_BYTES + 1)), "marks: 9 bytes are no marks of 8 bytes"),
@@ -299,7 +304,15 @@ def test_incomplete_messages_name_the_field(coder: Coder[Any, Any], message: Any
         coder.decode(message.SerializeToString())
 
 
-@pytest.mark.parametrize("job", [PrefillJob(nouns.request(), "t", -1), PrefillJob(nouns.request(), "\ud800", 0)])
+@pytest.mark.parametrize(
+    "job",
+    [
+        PrefillJob(nouns.request(), "t", -1),
+        PrefillJob(nouns.request(), "\ud800", 0),
+        PrefillJob(replace(nouns.request(), prompt_ids=(1, -1)), "t", 0),
+        PrefillJob(replace(nouns.request(), prompt_ids=(1, 2**32)), "t", 0),
+    ],
+)
 def test_values_that_do_not_fit_are_refused_at_the_sender(job: PrefillJob) -> None:
     with pytest.raises(RequestError, match="cannot send PrefillJob"):
         convert.PREFILL_JOB.encode(job)

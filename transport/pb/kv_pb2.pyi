@@ -121,10 +121,10 @@ class Request(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_ids: bytes
     sampling: Sampling
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Logprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -445,14 +445,16 @@ class HandoffFailed(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("prefilled", "handed_off", "handoff_failed")
+    __slots__ = ("prefilled", "handed_off", "handoff_failed", "prompt_logprobs")
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     HANDED_OFF_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     prefilled: Prefilled
     handed_off: HandedOff
     handoff_failed: HandoffFailed
-    def __init__(self, prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., handoff_failed: _Optional[_Union[HandoffFailed, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., handoff_failed: _Optional[_Union[HandoffFailed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class DecodeJob(_message.Message):
     __slots__ = ("request", "transfer_id", "epoch", "emitted")
