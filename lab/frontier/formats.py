@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lab.frontier.calib import Moments
 from lab.frontier.core import Kv, Rounding
-from lab.frontier.quant import Channel, OnLayers, Tok, hadamard, power, upper
+from lab.frontier.lattice import Vectors, d4, e8
+from lab.frontier.quant import Channel, Components, OnLayers, Tok, hadamard, power, upper
 
 PAIRS = ((2, 2), (3, 2), (3, 3), (4, 3), (4, 4))
 """Bits of K and V."""
@@ -49,10 +50,18 @@ def rotated(bits: int | list[int], dim: int, mean: Tensor | None = None) -> Tok:
     return Tok(bits, hadamard(dim), hadamard(dim), mean)
 
 
+def components(kk: Tensor, qq: Tensor, mean: Tensor, count: int, bits: int) -> Components:
+    """`count` principal components of rows of covariance `kk`, and the rest as `basis` has it."""
+    u = torch.linalg.eigh(kk).eigenvectors[..., -count:]
+    without = torch.eye(kk.shape[-1]) - u @ u.mT
+    rest = basis(without @ kk @ without, qq, mean).tok(bits, passes=REFITS)
+    return Components(u, mean, replace(rest, stretch=STRETCH[bits]))
+
+
 def formats(own: Moments, every: Moments) -> list[Kv]:
     """All of them; `own`: moments at the windows' own positions, `every`: at every position of the context."""
     found = [*keys_alone(own), *values_alone(own), *simple(own), *pairs("", own), *pairs("S-", every), *mixed(every)]
-    return [*found, *sealed(every)]
+    return [*found, *sealed(every), *vectors(every)]
 
 
 def keys_alone(c: Moments) -> list[Kv]:
@@ -135,6 +144,18 @@ def sealed(c: Moments) -> list[Kv]:
             ("unfit-", replace(tok, passes=0), v),
         ):
             out.append(Kv(f"{prefix}K{k_bits}V{v_bits}-r2", k, values, recent=2))
+    return out
+
+
+def vectors(c: Moments) -> list[Kv]:
+    """2 bits as `rot-K2V2-r2`, with codes of vectors, or with principal components of K apart."""
+    b, d = basis(c.kk, c.qq, c.k_mean), c.kk.shape[-1]
+    h, out = hadamard(d), list[Kv]()
+    for name, lattice in (("d4", d4()), ("e8", e8())):
+        k = Vectors(lattice, b.to, b.back, b.mean, b.feedback)
+        out.append(Kv(f"{name}-K2V2-r2", k, Vectors(lattice, h, h), recent=2))
+    for count in (4, 8):
+        out.append(Kv(f"pc{count}-K2V2-r2", components(c.kk, c.qq, c.k_mean, count, 2), rotated(2, d), recent=2))
     return out
 
 

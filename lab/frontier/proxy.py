@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lab.frontier.calib import Moments, both
 from lab.frontier.core import Model
-from lab.frontier.formats import basis, rotated
+from lab.frontier.formats import basis, components, rotated
+from lab.frontier.lattice import Vectors, d4, e8
 from lab.frontier.quant import PAGE, Channel, Quantizer
 from lab.frontier.store import add_cache, cached, digest
 from lab.frontier.texts import SCORED
@@ -66,19 +67,34 @@ def variants(own: Moments, every: Moments, bits: int) -> Mapping[str, Quantizer]
     second = every.kk + every.k_mean[..., None] * every.k_mean[..., None, :]
     found: dict[str, Quantizer] = {"rotated": rotated(bits, every.kk.shape[-1]), "channel": Channel(bits)}
     full = basis(every.kk, every.qq, every.k_mean).tok(bits)
-    return found | {
-        "all": full,
-        "own positions": basis(own.kk, own.qq, own.k_mean).tok(bits),
-        "no mean": replace(basis(second, every.qq, every.k_mean).tok(bits), mean=None),
-        "C^0": basis(every.kk, every.qq, every.k_mean, alpha=0).tok(bits),
-        "C^(-3/8)": basis(every.kk, every.qq, every.k_mean, alpha=0.75).tok(bits),
-        "damping 0.03": basis(every.kk, every.qq, every.k_mean, damp=0.03).tok(bits),
-        "no feedback": replace(full, feedback=None),
-        "no refits": replace(full, passes=0),
-        "as sealed": replace(full, passes=REFITS, stretch=STRETCH[bits]),
-        "descent": replace(full, sweeps=1),
-        "FP8 scale": replace(full, fp8_scale=True),
-    }
+    return (
+        found
+        | {
+            "all": full,
+            "own positions": basis(own.kk, own.qq, own.k_mean).tok(bits),
+            "no mean": replace(basis(second, every.qq, every.k_mean).tok(bits), mean=None),
+            "C^0": basis(every.kk, every.qq, every.k_mean, alpha=0).tok(bits),
+            "C^(-3/8)": basis(every.kk, every.qq, every.k_mean, alpha=0.75).tok(bits),
+            "damping 0.03": basis(every.kk, every.qq, every.k_mean, damp=0.03).tok(bits),
+            "no feedback": replace(full, feedback=None),
+            "no refits": replace(full, passes=0),
+            "as sealed": replace(full, passes=REFITS, stretch=STRETCH[bits]),
+            "descent": replace(full, sweeps=1),
+            "FP8 scale": replace(full, fp8_scale=True),
+        }
+        | (vectors(every) if bits == 2 else {})
+    )
+
+
+def vectors(every: Moments) -> dict[str, Quantizer]:
+    """Codes of vectors, with and without feedback, and components apart."""
+    b = basis(every.kk, every.qq, every.k_mean)
+    found = dict[str, Quantizer]()
+    for name, lattice in (("D4", d4()), ("E8", e8())):
+        fed = Vectors(lattice, b.to, b.back, b.mean, b.feedback)
+        found |= {name: fed, f"{name}, no feedback": replace(fed, feedback=None)}
+    found |= {f"{n} components": components(every.kk, every.qq, every.k_mean, n, 2) for n in (4, 8)}
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     proxy = Proxy(model, args.window, args.cache)
     for name, quantize in variants(*both(model, args.cache), args.bits).items():
         losses = [proxy.loss(quantize, layer) for layer in args.layers]
-        print(f"{name:14} {sum(losses) / len(losses):.5f} ", *(f"{x:.4f}" for x in losses), flush=True)
+        print(f"{name:16} {sum(losses) / len(losses):.5f} ", *(f"{x:.4f}" for x in losses), flush=True)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,29 @@ class Tok:
 
 
 @dataclass(frozen=True)
+class Components:
+    """The first principal components of rows apart, in 8 bits; the rest as a `Tok` of a covariance without them."""
+
+    directions: Tensor
+    """[layers, Hkv, D, r], orthonormal."""
+    mean: Tensor
+    """[layers, Hkv, D]"""
+    rest: Tok
+
+    def __call__(self, layer: int, rows: Tensor) -> Tensor:
+        """See `Quantizer`."""
+        u, mean = self.directions[layer], self.mean[layer][:, None]
+        parts = (rows - mean) @ u
+        scale = (parts.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-8).half().float()
+        rest = rows - parts @ u.mT
+        return self.rest(layer, rest) + ((parts / scale).round().clamp(-127, 127) * scale) @ u.mT
+
+    def row_bytes(self, layer: int, dim: int) -> float:
+        """See `Quantizer`."""
+        return self.rest.row_bytes(layer, dim) + self.directions.shape[-1] + FP16_BYTES
+
+
+@dataclass(frozen=True)
 class Channel:
     """KIVI's axis for K: minimum and scale per channel and page."""
 

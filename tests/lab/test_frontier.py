@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lab.frontier.calib import Moments, spread_positions
 from lab.frontier.core import Kv, attend, rotate, rotation
-from lab.frontier.formats import formats
+from lab.frontier.formats import components, formats
+from lab.frontier.lattice import Lattice, Vectors, d4, e8
 from lab.frontier.quant import PAGE, Channel, Quantizer, Tok, hadamard, upper
 from lab.frontier.run import main as run
 from lab.frontier.store import cached, digest
@@ -57,6 +58,49 @@ def test_feedback_makes_the_error_that_counts_smaller(bits: int) -> None:
     assert bool((none < plain).all())
     assert bool((four < none).all())
     assert bool((error(replace(fed, sweeps=1)) < four).all())
+
+
+@pytest.mark.parametrize("lattice", [d4(), e8()], ids=["D4", "E8"])
+def test_a_vector_is_coded_as_its_nearest_point(lattice: Lattice) -> None:
+    n = lattice.patterns.shape[1]
+    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * n)
+    points = (signs[:, None] * lattice.patterns).flatten(0, 1)
+    points = points[points.sum(-1) % 2 == 0]
+    points = torch.cat([points + shift for shift in lattice.shifts])
+    assert len(points.unique(dim=0)) == 2 ** (2 * n)
+    assert lattice.bits == 2
+    x = torch.randn(64, n, generator=torch.Generator().manual_seed(0)) * 1.5
+    found = lattice.nearest(x)
+    assert bool((found[:, None] == points).all(-1).any(-1).all())
+    torch.testing.assert_close((x - found).norm(dim=-1), torch.cdist(x, points).amin(-1))
+
+
+@pytest.mark.parametrize("lattice", [d4(), e8()], ids=["D4", "E8"])
+def test_vectors_lose_less_than_levels_and_least_with_feedback(lattice: Lattice) -> None:
+    generator = torch.Generator().manual_seed(0)
+    metric = definite(generator)
+    rows = torch.randn(HEADS, 128, DIM, generator=generator)
+    h = hadamard(DIM)
+    fed = Vectors(lattice, h, h, None, upper(h @ metric @ h, 0.1))
+
+    def error(quantize: Quantizer) -> Tensor:
+        e = quantize(0, rows) - rows
+        return torch.einsum("htd,hde,hte->h", e, metric[0], e)
+
+    levels, vectors = (error(x) for x in (Tok(2, h, h), replace(fed, feedback=None)))
+    assert bool((vectors < levels).all())
+    assert bool((error(fed) < vectors).all())
+
+
+def test_components_apart_lose_less() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kk, qq = definite(generator), definite(generator)
+    mean = torch.zeros(1, HEADS, DIM)
+    rows = torch.randn(HEADS, 128, DIM, generator=generator) @ torch.linalg.cholesky(kk[0]).mT
+    errors = [
+        (quantize(0, rows) - rows).norm() for quantize in (components(kk, qq, mean, count, 2) for count in (1, 8, 32))
+    ]
+    assert errors == sorted(errors, reverse=True)
 
 
 @pytest.mark.parametrize("reach", [1, 8, 512])
@@ -113,6 +157,9 @@ def test_bytes_per_token(table: dict[str, Kv]) -> None:
         "S-K3V2+late-r2": 44 + 8 * 12 / 30,
         "S-K3V3-r2-int8": 52,
         "S-K4V4-r1": 68,
+        "d4-K2V2-r2": 36,
+        "e8-K2V2-r2": 36,
+        "pc8-K2V2-r2": 46,
     }
     for name, size in expected.items():
         assert table[name].token_bytes(LAYERS, DIM) == pytest.approx(size), name
