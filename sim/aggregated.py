@@ -34,7 +34,7 @@ class Prompts:
     def join(self, job: Job) -> None:
         """Compute a prompt."""
         job.times.enter(Stage.PREFILL_QUEUE, self._world.now)
-        self._scheduler.add(Prompt(job, job.prompt_tokens))
+        self._scheduler.add(Prompt(job, job.arrival.prompt_tokens))
 
     def begin(self) -> float:
         """See `Beside`."""

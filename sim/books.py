@@ -27,6 +27,10 @@ class CountedPages(PagePool):
         """Pages that no grant holds."""
         return self._free
 
+    def taken_by(self, num_pages: int, names: Sequence[PageName] = ()) -> int:
+        """See `PagePool`; nothing is shared."""
+        return num_pages
+
     def take(self, num_pages: int, names: Sequence[PageName] = ()) -> Grant | None:
         """See `PagePool`; nothing is shared."""
         if num_pages > self._free or not self._slots:
@@ -77,11 +81,14 @@ class CountedPrefixes(PrefixPool):
 
     def take(self, num_tokens: int, names: Sequence[PageName] = (), *, hit: bool = True) -> PrefixGrant | None:
         """See `PrefixPool`."""
-        if not self.has_room(num_tokens):
-            return None
         num_pages = self.pages_for(num_tokens)
+        if num_pages > self._free or not self._slots:
+            return None
         self._free -= num_pages
         return PrefixGrant([0] * num_pages, self._slots.pop(), (), [], 0, 0, publishes=False)
+
+    def publish(self, grant: PrefixGrant, num_pages: int) -> None:
+        """See `PrefixPool`; nothing gets a name."""
 
     def give_back(self, grant: PrefixGrant) -> None:
         """See `PrefixPool`."""

@@ -161,7 +161,7 @@ class Cluster:
         log = EventLog(self._options.keep_spans)
         self.world = World(self.sizes.footprint, spec.shape.layers, macro, log)
         if spec.host is not None:
-            self.world.cores = Host(self.world, spec.host)
+            self.world.share(Host(self.world, spec.host))
         self._network = Network(self.world, spec.network.sharing)
         self._links: list[Link] = []
         self._reuse = False
@@ -182,15 +182,16 @@ class Cluster:
         self._reuse = can_reuse and any(arrival.blocks for arrival in arrivals)
         self._build(mine)
         rows, jobs = Rows(numbers), list[Job]()
-        concurrency = self.spec.load.concurrency
+        concurrency, keep_spans = self.spec.load.concurrency, self._options.keep_spans
         todo = iter(zip(numbers, arrivals, strict=True))
         over_count = 0
 
         def begin(number: int, arrival: Arrival) -> None:
             now = self.world.now
-            times, held = Times(now, keep_marks=self._options.keep_spans), self.sizes.rows_held(arrival.prompt_tokens)
-            job = Job(number, arrival, now, times, held, self._names(arrival))
-            if self._options.keep_spans:
+            times, held = Times(now, keep_marks=keep_spans), self.sizes.rows_held(arrival.prompt_tokens)
+            names = self._names(arrival) if self._reuse else ()
+            job = Job(number, arrival, now, times, held, arrival.output_tokens, names)
+            if keep_spans:
                 jobs.append(job)
             self.routers[number % len(self.routers)].arrive(job)
 
@@ -277,7 +278,7 @@ class Cluster:
             flow_of(spec, pool),
             spec.efficiency_of(pool).setup_s,
             0.0 if spec.host is None else spec.host.byte_s,
-            spec.network.sending if self.sizes.eviction is None else Sending.AFTER,
+            spec.network.sending is Sending.LAYERS and self.sizes.eviction is None,
             spec.network.blocking,
         )
         replica = PrefillReplica(self.world, number, self._cost(pool, number, "prefill"), scheduler, host, sender)
@@ -316,8 +317,6 @@ class Cluster:
         return link
 
     def _names(self, arrival: Arrival) -> Sequence[PageName]:
-        if not self._reuse:
-            return ()
         page = self.sizes.footprint.page_tokens
         full = arrival.prompt_tokens // page
         return tuple(

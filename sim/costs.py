@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,7 @@ _CORRECTIONS: Final = 3
 """Row products for each page that correct a product of codes (HACK, eq. 4)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassCost:
+class PassCost(NamedTuple):
     """A prefill pass, in seconds."""
 
     seconds: float
@@ -103,7 +102,8 @@ class LinearStep:
 
     def seconds(self, context: int, steps: int) -> float:
         """See `StepCost`."""
-        return steps * self.fixed_s + self.row_s * self.rows(context, steps)
+        rows = steps * context + self.batch * (steps * (steps - 1) / 2)  # `rows`: of all sums, it is made most often
+        return steps * self.fixed_s + self.row_s * rows
 
     def attend_s(self, context: int, steps: int) -> tuple[float, float]:
         """See `StepCost`."""
@@ -148,9 +148,9 @@ class Roofline:
 
     def prefill(self, chunks: Sequence[tuple[int, int]]) -> PassCost:
         """See `CostModel`."""
-        tokens = sum(count for _, count in chunks)
+        compute_s, tokens = self._compute(chunks)
         quantize_s = tokens * self._quantize_s
-        seconds = (self._compute_s(chunks) + tokens * self._collective_s + self._latency_s) / self._pp
+        seconds = (compute_s + tokens * self._collective_s + self._latency_s) / self._pp
         return PassCost(self._efficiency.pass_s + seconds + quantize_s, quantize_s)
 
     def decode(self, batch: int) -> LinearStep:
@@ -164,14 +164,19 @@ class Roofline:
 
     def replay(self, chunks: Sequence[tuple[int, int]]) -> float:
         """See `CostModel`."""
-        return max(self._weights_s, self._compute_s(chunks))
+        return max(self._weights_s, self._compute(chunks)[0])
 
     def swap(self, num_bytes: int) -> float:
         """See `CostModel`."""
         return num_bytes / self._host_b_s
 
-    def _compute_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        return sum(count * (self._token_s + self._pair_s * (start + count / 2)) for start, count in chunks)
+    def _compute(self, chunks: Sequence[tuple[int, int]]) -> tuple[float, int]:
+        """Seconds, but for what GPUs tell each other, and tokens."""
+        seconds, tokens = 0.0, 0
+        for start, count in chunks:
+            seconds += count * (self._token_s + self._pair_s * (start + count / 2))
+            tokens += count
+        return seconds, tokens
 
 
 class Grid(Frozen):

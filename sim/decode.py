@@ -35,21 +35,13 @@ class Run:
     began: float
     context: int
     cost: StepCost
-    steps: int
-    replay_s: float = 0.0
+    replay_s: float
     """Seconds of what runs beside them: replays and prompts."""
+    steps: int = 0
+    seconds: float = 0.0
+    """Length of all its steps."""
     counted: int = 0
     """Steps that rows and pages have caught up with, beside the one under way."""
-    seconds: float = field(init=False)
-    """Length of all its steps."""
-
-    def __post_init__(self) -> None:
-        self.cut(self.steps)
-
-    def cut(self, steps: int) -> None:
-        """Take so many steps."""
-        self.steps = steps
-        self.seconds = self.replay_s + (self.cost.seconds(self.context, steps) if self.turns else 0.0)
 
 
 @dataclass(slots=True)
@@ -124,7 +116,7 @@ class DecodeReplica:
         if run is not None and run.steps - run.counted > 1 and not self.scheduler.is_roomy:
             steady = self._steady_steps(run.turns, run.counted)
             if run.counted + steady < run.steps:
-                self._cut(run.counted + steady)
+                self._take(run, run.counted + steady)
         return seat
 
     def land(self, seat: Seat[Job]) -> None:
@@ -167,13 +159,7 @@ class DecodeReplica:
         if run is None:
             self._plan()
         elif run.steps > run.counted + 1:
-            self._cut(run.counted + 1)
-
-    def _cut(self, steps: int) -> None:
-        run = self._run
-        assert run is not None
-        run.cut(steps)
-        self._await_end(run)
+            self._take(run, run.counted + 1)
 
     def _plan(self) -> None:
         plan = self.scheduler.schedule()
@@ -185,6 +171,7 @@ class DecodeReplica:
             self._run = None
             return
         batch = context = 0
+        decoding = Stage.DECODE  # a member of an enumeration takes long to look up
         replays: list[tuple[int, int]] = []
         for seat, rows, replay in turns:
             if replay:
@@ -193,16 +180,19 @@ class DecodeReplica:
                 batch += 1
                 context += seat.rows
             times = seat.owner.times
-            if times.stage is not Stage.DECODE:
-                times.enter(Stage.DECODE, now)
+            if times.stage is not decoding:
+                times.enter(decoding, now)
         cost = self.of.cost.decode(batch or 1)
         steps = 1 if replays or beside_s or not self._world.macro else self._steady_steps(turns)
         replay_s = beside_s + (self.of.cost.replay(replays) if replays else 0.0)
-        run = self._run = Run(turns, now, context, cost, steps, replay_s)
+        run = self._run = Run(turns, now, context, cost, replay_s)
         self._note_pages()
-        self._await_end(run)
+        self._take(run, steps)
 
-    def _await_end(self, run: Run) -> None:
+    def _take(self, run: Run, steps: int) -> None:
+        """The run under way has so many steps."""
+        run.steps = steps
+        run.seconds = run.replay_s + (run.cost.seconds(run.context, steps) if run.turns else 0.0)
         self._version += 1
         world = self._world
         world.compute(run.began + run.seconds - world.now, partial(self._end, self._version))
@@ -221,16 +211,19 @@ class DecodeReplica:
             log.span(f"decode-{self.number}", "step", run.began, now, len(run.turns))
         stretched = seconds / run.seconds if run.seconds else 1.0
         attend_s, approximation_s = run.cost.attend_s(run.context, run.steps) if run.turns else (0.0, 0.0)
+        attend_s, approximation_s = attend_s * stretched, approximation_s * stretched
         chosen, steps = 0, run.steps
+        gone = Place.GONE
         over: list[Job] = []
         for seat, _, replay in run.turns:
             job = seat.owner
-            job.account.attend_s += attend_s * stretched
-            job.account.approximation_s += approximation_s * stretched
-            if replay or seat.place is Place.GONE:
+            account = job.account
+            account.attend_s += attend_s
+            account.approximation_s += approximation_s
+            if replay or seat.place is gone:
                 continue
             chosen += 1
-            job.emitted += steps
+            job.left -= steps
             if job.left <= 0:
                 over.append(job)
                 self.scheduler.leave(seat)
@@ -299,11 +292,11 @@ class DecodeReplica:
         if more <= 0:
             return
         run.counted = steps
-        sealed = self.scheduler.footprint.sealed
+        sealed, gone = self.scheduler.footprint.sealed, Place.GONE
         for seat, _, _ in run.turns:
             seat.rows += more
             missing = sealed(seat.rows + 1) - seat.pages
-            if missing > 0 and seat.place is not Place.GONE:
+            if missing > 0 and seat.place is not gone:
                 assert seat.grant is not None
                 grown = self.pool.extend(seat.grant, missing)
                 assert grown is not None, "steady steps do not run out of pages"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from struct import Struct
+from struct import pack
 from typing import Any
 
 import xxhash
@@ -61,8 +61,9 @@ class EventLog:
 
     def add(self, now: float, kind: Kind, node: int = -1, number: int = -1) -> None:
         """Count an event."""
-        self._fresh += (now, node, number, kind)
-        if len(self._fresh) == _AT_ONCE:
+        fresh = self._fresh
+        fresh += (now, node, number, kind)
+        if len(fresh) == _AT_ONCE:
             self._take()
         if self.listeners:
             for hear in self.listeners:
@@ -90,4 +91,4 @@ class EventLog:
         kinds = fresh[3::4]
         self._counts.update(kinds)
         fresh[3::4] = [kind.encode() for kind in kinds]
-        self._digest.update(Struct("<" + len(kinds) * _RECORD).pack(*fresh))
+        self._digest.update(pack("<" + len(kinds) * _RECORD, *fresh))

@@ -33,6 +33,9 @@ class Arrival(NamedTuple):
     """Tokens of a block."""
 
 
+_NOTHING = dict.fromkeys(Stage, 0.0)
+
+
 class Times:
     """Splits a job's life into stages; they sum to its length, since each moment belongs to one of them."""
 
@@ -41,16 +44,18 @@ class Times:
     def __init__(self, now: float, *, keep_marks: bool = False) -> None:
         """`keep_marks` keeps every change of stage, for a trace."""
         self.stage, self.at = Stage.ROUTER_QUEUE, now
-        self.spent: dict[Stage, float] = {}
+        self.spent = _NOTHING.copy()
+        """Seconds of each stage, in their order."""
         self.marks: list[tuple[Stage, float, float]] | None = [] if keep_marks else None
 
     def enter(self, stage: Stage, now: float) -> None:
         """End the present stage and begin another."""
-        if stage is self.stage:
+        over = self.stage
+        if stage is over:
             return
-        self.spent[self.stage] = self.spent.get(self.stage, 0.0) + now - self.at
+        self.spent[over] = self.spent[over] + now - self.at
         if self.marks is not None and now > self.at:
-            self.marks.append((self.stage, self.at, now))
+            self.marks.append((over, self.at, now))
         self.stage, self.at = stage, now
 
 
@@ -79,25 +84,15 @@ class Job:
     times: Times
     rows: int
     """Of its prompt, that stay once it is computed."""
+    left: int
+    """Tokens that the client does not have yet."""
     names: Sequence[PageName] = ()
     first_at: float | None = None
     """When the client had token 0."""
     ended_at: float = 0.0
-    emitted: int = 0
-    """Tokens that the client has."""
     account: Account = field(default_factory=Account)
     fate: Fate = Fate.UNDER_WAY
     error: str = ""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of its prompt."""
-        return self.arrival.prompt_tokens
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens that it gets."""
-        return self.arrival.output_tokens
 
     @property
     def max_tokens(self) -> int:
@@ -105,22 +100,6 @@ class Job:
         return self.arrival.max_tokens or self.arrival.output_tokens
 
     @property
-    def left(self) -> int:
-        """Tokens that the client does not have yet."""
-        return self.arrival.output_tokens - self.emitted
-
-    @property
-    def jct_s(self) -> float:
-        """From arrival to the last token."""
-        return self.ended_at - self.arrived
-
-    @property
-    def ttft_s(self) -> float:
-        """From arrival to token 0."""
-        return (self.ended_at if self.first_at is None else self.first_at) - self.arrived
-
-    @property
-    def tpot_s(self) -> float | None:
-        """(JCT - TTFT) / (tokens - 1); None for a single token."""
-        tokens = self.output_tokens
-        return (self.jct_s - self.ttft_s) / (tokens - 1) if tokens > 1 else None
+    def emitted(self) -> int:
+        """Tokens that the client has."""
+        return self.arrival.output_tokens - self.left

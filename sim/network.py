@@ -59,17 +59,17 @@ class Network:
         """Send `num_bytes` of a flow that has none under way; `flow.on_done` is called when they are there."""
         flow.left, flow.total, flow.since = num_bytes, num_bytes, self._world.now
         if num_bytes <= _EMPTY_BYTES:
-            self._after(0.0, flow)
+            self._end_after(0.0, flow)
+        elif self._sharing is Sharing.FAIR:
+            self._join(flow)
         elif self._sharing is Sharing.INDEPENDENT:
-            flow.rate = min(flow.limit, *(link.rate for link in flow.links))
+            flow.rate = min(flow.limit, *[link.rate for link in flow.links])
             self._plan(flow)
-        elif self._sharing is Sharing.FIFO:
+        else:
             queue = self._queues.setdefault(flow.links[0], [])
             queue.append(flow)
             if len(queue) == 1:
                 self._join(flow)
-        else:
-            self._join(flow)
 
     def cancel(self, flow: Flow) -> None:
         """Give up a flow; what has arrived does not count."""
@@ -78,13 +78,19 @@ class Network:
         self._leave(flow)
 
     def _join(self, flow: Flow) -> None:
-        flow.since = self._world.now
+        flow.since, rate, others = self._world.now, flow.limit, False
         for link in flow.links:
+            others = others or bool(link.flows)
             link.flows[flow] = None
-        self._share(flow)
+            rate = min(rate, link.rate)
+        if not others:
+            flow.rate = rate
+            self._plan(flow)
+        else:
+            self._set_rates(_connected(flow))
 
     def _leave(self, flow: Flow) -> None:
-        neighbours = set[Flow]() if _is_alone(flow) else _connected(flow) - {flow}
+        neighbours = None if _is_alone(flow) else _connected(flow) - {flow}
         for link in flow.links:
             link.flows.pop(flow, None)
         queue = self._queues.get(flow.links[0])
@@ -95,13 +101,6 @@ class Network:
                 self._join(queue[0])
         if neighbours:
             self._set_rates(neighbours)
-
-    def _share(self, flow: Flow) -> None:
-        if _is_alone(flow):
-            flow.rate = min(flow.limit, *[link.rate for link in flow.links])
-            self._plan(flow)
-        else:
-            self._set_rates(_connected(flow))
 
     def _set_rates(self, flows: set[Flow]) -> None:
         # Sets have no order that a seed fixes; rates do not depend on it, but the order of equal events does.
@@ -117,9 +116,9 @@ class Network:
 
     def _plan(self, flow: Flow) -> None:
         flow.version += 1
-        self._after(max(0.0, flow.left) / flow.rate, flow)
+        self._end_after(max(0.0, flow.left) / flow.rate, flow)
 
-    def _after(self, seconds: float, flow: Flow) -> None:
+    def _end_after(self, seconds: float, flow: Flow) -> None:
         self._world.after(seconds, partial(self._ended, flow, flow.version))
 
     def _ended(self, flow: Flow, version: int) -> None:

@@ -20,7 +20,6 @@ from sim.costs import CostModel, PassCost
 from sim.eventlog import Kind
 from sim.jobs import Job
 from sim.network import Flow, Link, Network
-from sim.spec import Sending
 from sim.world import World
 
 
@@ -58,7 +57,7 @@ class Shipment:
         self.give_up()
         self.receiver, self.sent = receiver, 0
         if held_pages:
-            of, rows = self.sender.world.footprint, self.job.prompt_tokens
+            of, rows = self.sender.world.footprint, self.job.arrival.prompt_tokens
             self.sent = of.wire_bytes(rows) - of.wire_bytes(rows, HeldKv(held_pages))
         self.epoch += 1
         if self.complete:
@@ -75,20 +74,19 @@ class Shipment:
 
     def pump(self) -> None:
         """Send what is ready, unless something is under way."""
-        if self.receiver is None or self.flow is not None:
-            return
-        if not self.complete and self.sender.sending is Sending.AFTER:
+        sender = self.sender
+        if self.receiver is None or self.flow is not None or not (self.complete or sender.early):
             return
         ready = self.made - self.sent
         if ready > 0:
-            epoch, byte_s = self.epoch, self.sender.byte_s
+            epoch, byte_s = self.epoch, sender.byte_s
             arrived = partial(self._arrived, epoch, ready * byte_s) if byte_s else partial(self._handled, epoch)
-            flow = self.flow = Flow((self.sender.line, *self.receiver.links), self.sender.flow_rate, arrived)
+            flow = self.flow = Flow((sender.line, *self.receiver.links), sender.flow_rate, arrived)
             self.sent = self.made
             self.job.account.wire_bytes += ready
-            self.sender.network.start(flow, float(ready))
+            sender.network.start(flow, float(ready))
         elif self.complete:
-            self.sender.world.compute(self.sender.setup_s, partial(self._committed, self.epoch))
+            sender.world.compute(sender.setup_s, partial(self._committed, self.epoch))
 
     def _arrived(self, epoch: int, seconds: float) -> None:
         """The line has carried bytes; both ends have their work with them."""
@@ -116,7 +114,8 @@ class Sender:
     setup_s: float
     byte_s: float
     """Seconds of a core for each byte."""
-    sending: Sending
+    early: bool
+    """Layers leave while their pass still computes later ones."""
     blocking: bool
     """Its replica computes nothing while it sends."""
 
@@ -167,7 +166,7 @@ class PrefillReplica:
         """Compute a prompt."""
         shipment = self.shipments[job] = Shipment(job, self.sender, on_landed)
         job.times.enter(Stage.PREFILL_QUEUE, self._world.now)
-        self.scheduler.add(Prompt(job, job.prompt_tokens, job.names))
+        self.scheduler.add(Prompt(job, job.arrival.prompt_tokens, job.names))
         self.wake()
         return shipment
 
@@ -179,6 +178,7 @@ class PrefillReplica:
             shipment.kept = False
             if shipment.claim is not None:
                 self._host.release(shipment.claim)
+                shipment.claim = None
 
     def delivered(self, shipment: Shipment) -> None:
         """A decode replica has the KV: keep it while there is room."""
@@ -207,7 +207,7 @@ class PrefillReplica:
     def held_tokens(self, job: Job) -> int:
         """Tokens of a prompt that need not be computed here: all but the last at most."""
         pages = len(self.scheduler.pool.match(job.names))
-        return min(pages * self._world.footprint.page_tokens, job.prompt_tokens - 1)
+        return min(pages * self._world.footprint.page_tokens, job.arrival.prompt_tokens - 1)
 
     @property
     def queued_tokens(self) -> int:
@@ -227,7 +227,7 @@ class PrefillReplica:
         run = self._pass = Pass(chunks, now, cost)
         for chunk in chunks:
             chunk.prompt.owner.times.enter(Stage.PREFILL, now)
-        if self.sender.sending is Sending.LAYERS and self._world.layers > 1:
+        if self.sender.early and self._world.layers > 1:
             self._world.compute(cost.seconds / self._world.layers, partial(self._ship_layers, run))
         else:
             self._world.compute(cost.seconds, partial(self._end, run))
@@ -238,7 +238,7 @@ class PrefillReplica:
         if shipment is None or shipment.claim is not None:
             return True
         num_bytes = self._world.wire_bytes(job.rows)
-        shipment.claim = self._host.claim(Tenant.WAITING, num_bytes, lambda: self._pushed_out(shipment))
+        shipment.claim = self._host.claim(Tenant.WAITING, num_bytes, partial(self._pushed_out, shipment))
         return shipment.claim is not None
 
     def _pushed_out(self, shipment: Shipment) -> None:
@@ -275,7 +275,7 @@ class PrefillReplica:
         self._pass = None
         self.scheduler.commit()
         now, tally = self._world.now, self.tally
-        tokens = sum(chunk.count for chunk in run.chunks)
+        tokens = sum([chunk.count for chunk in run.chunks])
         tally.tokens += tokens
         tally.passes += 1
         took_s, alone_s = now - run.began, run.cost.seconds

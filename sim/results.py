@@ -37,7 +37,8 @@ COLUMNS: Final = (
     "wire_bytes",
     "ok",
 )
-"""Of a row. `tpot_s` is not a number where there is only one token."""
+"""Of a row. `ttft_s` is from arrival to token 0, `e2el_s` (JCT) to the last one. `tpot_s` is (JCT - TTFT) /
+(tokens - 1), and not a number where there is only one token."""
 
 
 class Rows:
@@ -55,17 +56,19 @@ class Rows:
 
     def add(self, job: Job) -> None:
         """Keep a job that is over."""
-        spent, account, tpot_s = job.times.spent, job.account, job.tpot_s
+        account, prompt, tokens = job.account, job.arrival.prompt_tokens, job.arrival.output_tokens
+        jct_s = job.ended_at - job.arrived
+        ttft_s = jct_s if job.first_at is None else job.first_at - job.arrived
         self._fresh_places.append(self._numbers.index(job.number))
         self._fresh.extend(
             (
                 job.arrived,
-                job.prompt_tokens,
-                job.output_tokens,
-                job.ttft_s,
-                math.nan if tpot_s is None else tpot_s,
-                job.jct_s,
-                *[spent.get(stage, 0.0) for stage in STAGES],
+                prompt,
+                tokens,
+                ttft_s,
+                (jct_s - ttft_s) / (tokens - 1) if tokens > 1 else math.nan,
+                jct_s,
+                *job.times.spent.values(),
                 account.quantize_s,
                 account.attend_s,
                 account.approximation_s,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from decode_node.seats import Seat
 from hackkv.errors import Overloaded, RequestError
@@ -39,6 +39,8 @@ class Ride:
 
     job: Job
     serial: int
+    whole: int
+    """Tokens that it may come to: prompt and answer."""
     prefill: int | None = None
     shipment: Shipment | None = None
     decode: int | None = None
@@ -49,14 +51,13 @@ class Ride:
     """Tokens on the prefill replica's account."""
     ticket: Ticket | None = None
     """Its place in line for a decode replica."""
-    avoid: set[int] = field(default_factory=set)
+    avoid: frozenset[int] = frozenset()
     """Decode replicas that failed it."""
 
     @property
     def need(self) -> Need:
         """As `router.life.flight.Flight.need`."""
-        prompt = self.job.prompt_tokens
-        return Need(prompt + self.job.emitted, prompt + self.job.max_tokens)
+        return Need(self.job.arrival.prompt_tokens + self.job.emitted, self.whole)
 
 
 class Rooms:
@@ -124,7 +125,9 @@ class Rooms:
 
     def _place(self, ride: Ride, need: Need) -> int | None:
         """The replica that gets a ride; None if none has room."""
-        return self.shelf.pick_decode(need, frozenset(ride.avoid), self._held(ride.job))
+        job = ride.job
+        held = [site.replica.held_tokens(job) for site in self.sites] if job.names else ()
+        return self.shelf.pick_decode(need, ride.avoid, held)
 
     def release(self, ride: Ride) -> None:
         """Give a ride's room back, if it has some."""
@@ -152,10 +155,6 @@ class Rooms:
         self._world.log.add(self._world.now, Kind.UP, replica.number)
         self.serve()
 
-    def _held(self, job: Job) -> list[int]:
-        """Tokens of the prompt that each replica has; empty for a prompt that shares nothing."""
-        return [site.replica.held_tokens(job) for site in self.sites] if job.names else []
-
     def _could_fit(self, demand: Demand) -> bool:
         return self.shelf.could_hold(demand.need)
 
@@ -173,7 +172,7 @@ class Rooms:
             self.on_refused(ride, str(error))
             return True
         held = seat.held_grant.held * self._world.footprint.page_tokens
-        ride.decode, ride.seat, ride.tokens = index, seat, job.prompt_tokens + job.max_tokens - held
+        ride.decode, ride.seat, ride.tokens = index, seat, ride.whole - held
         shelf.book(index, ride.tokens)
         self._report(index)
         self._world.log.add(self._world.now, Kind.PLACED_DECODE, replica.number, job.number)

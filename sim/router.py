@@ -43,30 +43,34 @@ class Router:
             if site.prompts is not None:
                 site.prompts.on_complete = self._complete
 
-    def _work(self, seconds: float, call: Callable[[], None]) -> None:
-        if seconds <= 0 or self._world.cores is None:
-            self._world.then(seconds, call)
+    def _work(self, seconds: float, call: Callable[[Ride], None], ride: Ride) -> None:
+        """Call `call` with a request when the router has worked on it for so long."""
+        if seconds <= 0:
+            call(ride)
+        elif self._world.cores is None:
+            self._world.after(seconds, partial(call, ride))
         else:
-            self._world.cores.serve(seconds, call)
+            self._world.cores.serve(seconds, partial(call, ride))
 
     def arrive(self, job: Job) -> None:
         """Take a request."""
         self._serial += 1
-        ride = self._rides[job] = Ride(job, self._serial)
+        prompt = job.arrival.prompt_tokens
+        tokens = prompt + job.max_tokens
+        ride = self._rides[job] = Ride(job, self._serial, tokens)
         self._world.log.add(self._world.now, Kind.ARRIVED, -1, job.number)
-        tokens = job.prompt_tokens + job.max_tokens
         if tokens > self._largest:
             self._fail(ride, f"{tokens} tokens need more pages or host memory than a replica has for {self._largest}")
         else:
             of = self._network
-            self._work(of.request_s + job.prompt_tokens * of.request_token_s, partial(self._accepted, ride))
+            self._work(of.request_s + prompt * of.request_token_s, self._accepted, ride)
 
     def _accepted(self, ride: Ride) -> None:
         if not self.prefills:
             self.rooms.stand(ride)
             return
         ride.job.times.enter(Stage.STREAM, self._world.now)
-        self._work(self._network.call_s, partial(self._dispatch, ride))
+        self._work(self._network.call_s, self._dispatch, ride)
 
     # If all goes well --------------------------------------------------------------------------------------------
 
@@ -78,10 +82,10 @@ class Router:
             job.times.enter(Stage.ROUTER_QUEUE, self._world.now)
             self._homeless.append(ride)
             return
-        ride.prefill, ride.queued = index, job.prompt_tokens - (held[index] if held else 0)
+        ride.prefill, ride.queued = index, job.arrival.prompt_tokens - (held[index] if held else 0)
         self.shelf.choose(index, ride.queued)
         self._world.log.add(self._world.now, Kind.PLACED_PREFILL, self.prefills[index].number, job.number)
-        if job.output_tokens > 1:
+        if job.arrival.output_tokens > 1:
             self.rooms.stand(ride)
             if job.fate is not Fate.UNDER_WAY:
                 return
@@ -101,7 +105,8 @@ class Router:
     def _complete(self, job: Job) -> None:
         """A replica that does both has computed a prompt; its KV is where it is needed."""
         ride = self._rides[job]
-        job.first_at, job.emitted = self._world.now, 1
+        job.first_at = self._world.now
+        job.left -= 1
         if job.left <= 0:
             self._over(ride)
         elif ride.decode is not None and ride.seat is not None:
@@ -115,7 +120,7 @@ class Router:
         self._unqueue(ride)
         if job.first_at is None:
             job.first_at = self._world.now
-            job.emitted = 1
+            job.left -= 1
         if job.left <= 0:
             self._over(ride)
 
@@ -168,7 +173,7 @@ class Router:
             return
         for ride in [ride for ride in self._rides.values() if ride.decode == index]:
             ride.decode, ride.seat = None, None
-            ride.avoid.add(index)
+            ride.avoid |= {index}
             shipment = ride.shipment
             if not self._survives(ride):
                 continue

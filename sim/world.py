@@ -43,6 +43,8 @@ class World:
     log: EventLog = field(default_factory=EventLog)
     cores: Cores | None = None
     """None: whatever computes has cores of its own."""
+    compute: Callable[[float, Callable[[], None]], None] = field(init=False)
+    """Calls something when work is done that takes so many seconds alone."""
     wire_bytes: Callable[[int], int] = field(init=False)
     """`Footprint.wire_bytes` of so many rows."""
     now: float = 0.0
@@ -52,25 +54,16 @@ class World:
 
     def __post_init__(self) -> None:
         self.wire_bytes = cache(self.footprint.wire_bytes)
+        self.compute = self.after
 
-    def then(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` later; here and now if there is nothing to wait for."""
-        if seconds > 0:
-            self.after(seconds, call)
-        else:
-            call()
+    def share(self, cores: Cores) -> None:
+        """From now on whatever computes shares `cores`."""
+        self.cores, self.compute = cores, cores.compute
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call `call` later; at once after what is due now, if `seconds` is not positive."""
         self._count = count = self._count + 1
         heappush(self._due, (self.now + seconds if seconds > 0 else self.now, count, call))
-
-    def compute(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` when work is done that takes `seconds` alone."""
-        if self.cores is None:
-            self.after(seconds, call)
-        else:
-            self.cores.compute(seconds, call)
 
     @property
     def is_over(self) -> bool:
