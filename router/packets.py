@@ -13,7 +13,7 @@ LENGTH: Final = struct.Struct("<II")
 """Before a message: lengths of its JSON object and of its bytes."""
 
 
-def pack(head: dict[str, Any], data: bytes = b"") -> bytes:
+def pack(head: dict[str, Any], data: bytes | bytearray = b"") -> bytes:
     """A message, but for `data`, which follows it."""
     text = json.dumps(head).encode()
     return LENGTH.pack(len(text), len(data)) + text

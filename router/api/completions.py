@@ -42,9 +42,10 @@ async def completions(request: Request) -> Response:
         caller = Caller(request.receive)
         jobs = await _plan(served, parsed, caller)
         starts = await _starts(served, parsed.body, caller)
+        texts = await _texts(served, parsed, caller)
     body = parsed.body
     generation = Generation(served, f"cmpl-{request_id(request)}", arrival(request), jobs, body.cache_salt)
-    renderer = CompletionRenderer(served, body, generation.request_id, starts)
+    renderer = CompletionRenderer(served, body, generation.request_id, texts, starts)
     return (StreamReply if body.stream else JsonReply)(generation, renderer)
 
 
@@ -89,13 +90,32 @@ async def _starts(served: ServedModel, body: CompletionRequest, caller: Caller) 
     return found
 
 
+async def _texts(served: ServedModel, parsed: Parsed[CompletionRequest], caller: Caller) -> dict[int, str]:
+    """The texts of prompts that will be told of."""
+    if not parsed.body.echo:
+        return {}
+    found = dict[int, str]()
+    for nth, (prompt, ids) in enumerate(zip(parsed.body.prompt, parsed.prompts, strict=True)):
+        if isinstance(prompt, str):
+            found[nth] = prompt
+        else:  # a thread does not hold the interpreter's lock meanwhile
+            found[nth] = await caller.unless_left(asyncio.to_thread(served.tokenizer.decode, ids))
+    return found
+
+
 class CompletionRenderer(OpenAiEvents):
     """Writes completions as OpenAI does."""
 
     def __init__(
-        self, served: ServedModel, body: CompletionRequest, name: str, starts: Mapping[int, Sequence[int]] | None = None
+        self,
+        served: ServedModel,
+        body: CompletionRequest,
+        name: str,
+        texts: Mapping[int, str],
+        starts: Mapping[int, Sequence[int]],
     ) -> None:
-        """`name` is the answer's id; `starts` says of prompts where their tokens begin."""
+        """`name` is the answer's id. `texts` are those of prompts that are told of; `starts` says of some of them where
+        their tokens begin."""
         super().__init__(plain=body.logprobs is None and not body.return_token_ids and not body.continuous_usage)
         self._body, self._tokenizer = body, served.tokenizer
         self._head = {
@@ -104,11 +124,8 @@ class CompletionRenderer(OpenAiEvents):
             "created": int(time()),
             "model": served.name,
         }
-        self._prompts = [prompt if isinstance(prompt, str) else None for prompt in body.prompt]
-        self._starts = starts or {}
+        self._texts, self._starts = texts, starts
         self._offsets: dict[int, Offsets] = {}
-        self._echoed: dict[int, str] = {}
-        """Texts of prompts that came as ids."""
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The complete answer."""
@@ -142,13 +159,7 @@ class CompletionRenderer(OpenAiEvents):
         return [event]
 
     def _prompt_text(self, choice: Choice) -> str:
-        nth = choice.index // self._body.n
-        given = self._prompts[nth]
-        if given is not None:
-            return given
-        if nth not in self._echoed:
-            self._echoed[nth] = self._tokenizer.decode(choice.prompt_ids)
-        return self._echoed[nth]
+        return self._texts[choice.index // self._body.n]
 
     def _choice(self, choice: Choice, text: str, tokens: list[Token], finish: str | None, echo: bool) -> dict[str, Any]:
         logprobs = None

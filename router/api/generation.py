@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any
+from typing import Any, Final
 
 from hackkv.timing import StageClock
 from hackkv.types import Request, Sampling
@@ -22,6 +22,8 @@ from transport.trail import TRAIL, Trail
 
 INTAKE, SEQUENCE = "intake", "sequence"
 """Names of spans: reading, checking and tokenizing a request; a sequence from its request's arrival to its end."""
+SETTLED_AT_ONCE: Final = 8
+"""Sequences that are counted in one turn of the event loop: two milliseconds."""
 
 
 class Generation:
@@ -82,19 +84,32 @@ class Generation:
         """See `ServedModel`."""
         return self._served.writing
 
-    def settle(self, error: BaseException | None) -> None:
-        """Count every sequence. Called when the last byte has been sent, or when none will follow."""
-        for flight, choice in zip(self._flights, self.choices, strict=True):
-            if choice.finish is not None:
-                outcome = Outcome(choice.finish)
-            elif error is not None:
-                outcome = outcome_of(error)
-            else:
-                outcome = Outcome.FAILED
-            trace_sequence(flight, outcome)
-            self._served.metrics.ended(flight, outcome)
-            self._served.journal.ended(flight, outcome)
-            choice.settle()
+    async def settle(self, error: BaseException | None) -> None:
+        """Count every sequence. Called when the last byte has been sent, or when none will follow.
+
+        Others have their turns in between. Cancelled, it counts the rest at once.
+        """
+        sequences = zip(self._flights, self.choices, strict=True)
+        try:
+            for nth, (flight, choice) in enumerate(sequences, start=1):
+                self._settle(flight, choice, error)
+                if nth % SETTLED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        finally:
+            for flight, choice in sequences:
+                self._settle(flight, choice, error)
+
+    def _settle(self, flight: Flight, choice: Choice, error: BaseException | None) -> None:
+        if choice.finish is not None:
+            outcome = Outcome(choice.finish)
+        elif error is not None:
+            outcome = outcome_of(error)
+        else:
+            outcome = Outcome.FAILED
+        trace_sequence(flight, outcome)
+        self._served.metrics.ended(flight, outcome)
+        self._served.journal.ended(flight, outcome)
+        choice.settle()
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's token counts. A prompt counts once, however many choices it has."""

@@ -20,7 +20,7 @@ from node.spans import NoSpans, Spans
 from router.api.caller import Caller
 from router.api.errors import HTTPError, error_response, is_anthropic, status_of
 from router.api.served import ServedModel
-from router.api.strict import Prompted
+from router.api.strict import Data, Prompted
 from router.api.texts import Question
 from router.api.tokenize import Parsed
 from router.api.tracing import answering
@@ -165,7 +165,7 @@ async def read_question(request: Request, kind: type[Question]) -> bytes:
 
 
 @asynccontextmanager
-async def _received(request: Request) -> AsyncIterator[bytes]:
+async def _received(request: Request) -> AsyncIterator[Data]:
     """The whole body, whose bytes are accounted for until the end of the block."""
     _check_media_type(request)
     with served_by(request).bodies.account(request.state.client_id) as claim:
@@ -192,7 +192,7 @@ def _check_media_type(request: Request) -> None:
         )
 
 
-async def _read(request: Request, limit: int, claim: Callable[[int], None]) -> bytes:
+async def _read(request: Request, limit: int, claim: Callable[[int], None]) -> Data:
     too_large = HTTPError(413, f"the request body is larger than {limit} bytes", "body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
@@ -203,4 +203,4 @@ async def _read(request: Request, limit: int, claim: Callable[[int], None]) -> b
             raise too_large
         claim(len(part))
         data += part
-    return bytes(data)
+    return data

@@ -21,7 +21,7 @@ from hackkv.heap import trim
 from hackkv.tokenizer import Tokenizer
 from node.children import Child, call_me, keep_only, may_fork
 from router.api.parser import IDS, Job, error_of, job_head, main
-from router.api.strict import Prompted
+from router.api.strict import Data, Prompted
 from router.api.tokenize import Parsed
 from router.packets import pack, read_packet
 
@@ -31,6 +31,8 @@ BodyT = TypeVar("BodyT", bound=Prompted)
 
 _SLICE: Final = 1 << 18
 """Bytes that are written at once; others run in between."""
+_IDS_AT_ONCE: Final = 1 << 16
+"""Token ids that become numbers in one turn of the event loop: a millisecond or so."""
 _STOP_S: Final = 5.0
 
 
@@ -86,15 +88,15 @@ class Parsers:
                 )
             self._take(ours)
 
-    async def parse(self, kind: type[BodyT], data: bytes, job: Job) -> Parsed[BodyT]:
+    async def parse(self, kind: type[BodyT], data: Data, job: Job) -> Parsed[BodyT]:
         """What `validate` and `tokenize` make of a body. Raises what they raise, and `Unavailable`."""
-        return _parsed(kind, *await self._do(data, job))
+        return await _parsed(kind, *await self._do(data, job))
 
-    async def answer(self, data: bytes, job: Job) -> bytes:
+    async def answer(self, data: Data, job: Job) -> bytes:
         """What `validate` and `answer_question` make of a body. Raises what they raise, and `Unavailable`."""
         return (await self._do(data, job))[1]
 
-    async def _do(self, data: bytes, job: Job) -> tuple[dict[str, Any], bytes]:
+    async def _do(self, data: Data, job: Job) -> tuple[dict[str, Any], bytes]:
         """A child's answer. Raises the error that it told."""
         await self.start()
         ours, theirs = socket.socketpair()
@@ -161,7 +163,7 @@ def _become_parser(tokenizer: Tokenizer, control: socket.socket) -> NoReturn:
 
 
 async def _ask(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, job: Job, data: bytes
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, job: Job, data: Data
 ) -> tuple[dict[str, Any], bytes]:
     """Send a job and read its answer."""
     writer.write(pack(job_head(job), data))
@@ -172,10 +174,15 @@ async def _ask(
     return await read_packet(reader)
 
 
-def _parsed(kind: type[BodyT], told: dict[str, Any], ids: bytes) -> Parsed[BodyT]:
-    """A body and its prompts, as a child told them."""
-    numbers, prompts = array(IDS, ids), []
+async def _parsed(kind: type[BodyT], told: dict[str, Any], ids: bytes) -> Parsed[BodyT]:
+    """A body and its prompts, as a child told them. A prompt of a million tokens takes many turns."""
+    body = kind.model_validate_json(told["rest"])
+    numbers, prompts, end = array(IDS, ids), [], 0
     for length in told["lengths"]:
-        prompts.append(tuple(numbers[:length]))
-        del numbers[:length]
-    return Parsed(kind.model_validate_json(told["rest"]), prompts)
+        prompt, end = list[int](), end + length
+        for start in range(end - length, end, _IDS_AT_ONCE):
+            prompt.extend(numbers[start : min(start + _IDS_AT_ONCE, end)])
+            if len(prompt) % _IDS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        prompts.append(tuple(prompt))
+    return Parsed(body, prompts)

@@ -18,7 +18,7 @@ from router.api.conversation import Conversations
 from router.api.fair_line import FairLine
 from router.api.parser import Job
 from router.api.parsers import Parsers
-from router.api.strict import Body, Prompted
+from router.api.strict import Body, Data, Prompted
 from router.api.texts import Question, answer_question
 from router.api.tokenize import Bounds, Parsed, check_prompt, check_token_ids, tokenize, validate
 from router.config import LimitsConfig
@@ -52,7 +52,7 @@ class Prompts:
         self.parsers = Parsers(self.tokenizer)
         self._line = FairLine(limits.parsers, limits.max_parsing)
 
-    async def parse(self, kind: type[BodyT], data: bytes, caller: Caller, client: str) -> Parsed[BodyT]:
+    async def parse(self, kind: type[BodyT], data: Data, caller: Caller, client: str) -> Parsed[BodyT]:
         """A checked body and its token ids. `client` says whose work it is.
 
         Raises `RequestError` naming the field, `HTTPError` 404, `Overloaded`, `DeadlineExceeded`, `Cancelled` if the
@@ -64,7 +64,7 @@ class Prompts:
         job = self._job(kind, self._bounds(self._room()))
         return await self._in_turn(self.parsers.parse(kind, data, job), len(data), caller, client)
 
-    async def answer(self, kind: type[Question], data: bytes, caller: Caller, client: str) -> bytes:
+    async def answer(self, kind: type[Question], data: Data, caller: Caller, client: str) -> bytes:
         """The JSON that answers a question. Raises what `parse` raises, but for `Unavailable`: it needs no node."""
         context = self._room() if self._capacity.known else None
         bounds = Bounds(self._limits.max_prompt_tokens, self._limits.max_sequences, context)

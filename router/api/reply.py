@@ -28,6 +28,8 @@ SMALL: Final = 256
 """Tokens up to which an answer, or an event, is written at once: with log-probabilities it takes some milliseconds."""
 PIECE: Final = 64
 """Rows that are encoded at once."""
+SENT_AT_ONCE: Final = 256 << 10
+"""Bytes of an answer that are handed to the socket together."""
 TURN_S: Final = 0.002
 """For so long a larger answer is written before others have their turn."""
 
@@ -159,7 +161,7 @@ class Reply(Response):
                 raise
             await self._break_off(caught, send)
         finally:
-            self._generation.settle(error)
+            await self._generation.settle(error)
             if isinstance(error, Cancelled):  # nobody reads how it came here, and all of this request would be a cycle
                 error.__traceback__ = error.__context__ = None
 
@@ -198,11 +200,16 @@ class JsonReply(Reply):
         await self._generation.run()
 
     async def _finish(self, send: Send) -> None:
-        body = await self._encoded(self._generation.choices, self._renderer.whole(self._generation))
+        body = memoryview(await self._encoded(self._generation.choices, self._renderer.whole(self._generation)))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        # In pieces, each when the client has taken those before: sockets copy what waits, and many MiB take long.
+        last = max(0, len(body) - 1) // SENT_AT_ONCE * SENT_AT_ONCE
+        for start in range(0, last, SENT_AT_ONCE):
+            piece = bytes(body[start : start + SENT_AT_ONCE])
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": bytes(body[last:])})
 
 
 def log_break(generation: Generation, error: Exception) -> None:

@@ -20,7 +20,7 @@ from router.api.faults import from_validation
 from router.api.fields import STRICT
 from router.api.retold import Retold
 from router.api.schema import ChatRequest, CompletionRequest
-from router.api.strict import Body, Prompted
+from router.api.strict import Body, Data, Prompted
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -48,7 +48,7 @@ class Parsed(Generic[BodyT]):
     prompts: list[tuple[int, ...]]
 
 
-def validate(kind: type[BodyT], data: bytes, model_name: str, strict: bool) -> BodyT:
+def validate(kind: type[BodyT], data: Data, model_name: str, strict: bool) -> BodyT:
     """A body of that kind; if `strict`, without hints that would be ignored.
 
     Raises `RequestError` naming the field, or `HTTPError` 404 for another model's name.

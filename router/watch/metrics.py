@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from enum import StrEnum
 from functools import lru_cache, partial
+from operator import sub
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -21,6 +22,7 @@ from hackkv.types import Role
 from router.fleet.fleet import Fleet
 from router.life.failover import Cause, Remedy
 from router.life.flight import Flight
+from router.watch.histogram import BulkHistogram
 from router.watch.node_metrics import FleetGauges
 
 SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
@@ -149,8 +151,8 @@ class Metrics:
             desk.account.told = _counting(tokens.labels(role), held.labels(role))
 
     def _vllm_series(self) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-            family = Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> BulkHistogram:
+            family = BulkHistogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
             return family.labels(self._model)
 
         def counter(name: str, text: str) -> Counter:
@@ -209,8 +211,7 @@ class Metrics:
             self._fetched.inc(flight.route.prefilled.fetched_tokens)
             self._fetched_bytes.inc(flight.route.prefilled.fetched_bytes)
             self._ttft.observe(flight.output.at_s[0] if flight.output.at_s else flight.clock.total_s)
-        for earlier, later in zip(flight.output.at_s, flight.output.at_s[1:], strict=False):
-            self._itl.observe(later - earlier)
+        self._itl.observe_all(list(map(sub, flight.output.at_s[1:], flight.output.at_s)))
         if outcome in (Outcome.STOP, Outcome.LENGTH):
             self._count_success(flight, outcome, stages)
 

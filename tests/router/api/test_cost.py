@@ -94,7 +94,7 @@ async def test_an_event_that_is_filled_in_is_the_event_that_would_be_written(
         renderer = ChatRenderer(api.served, validate(ChatRequest, asked, "tiny", False), "<text>", Thinking.NEVER)
     else:
         asked = json.dumps({"prompt": "x", **options}).encode()
-        renderer = CompletionRenderer(api.served, validate(CompletionRequest, asked, "tiny", False), "<text>")
+        renderer = CompletionRenderer(api.served, validate(CompletionRequest, asked, "tiny", False), "<text>", {}, {})
     choice = Choice(0, (1,), api.tokenizer)
     for index, text in enumerate(texts):
         delta = Delta(choice, text, Token(index, 5), None, index == 0)
