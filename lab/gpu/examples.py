@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
-from hack_kernels.base import Pool, Spans
-from hack_kernels.float_format import FloatFormat
+from hack_kernels.base import PageFormat, Pool, Spans
+from hack_kernels.float_format import Element, FloatFormat, Scaling
+from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import (
     HEAD_DIMS,
     PAGE_TOKENS,
@@ -21,7 +24,15 @@ from hack_kernels.level_format import Feedback, LevelFormat
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.exchange import exchange_launch
-from hack_kernels.triton.floats import WIDEST, float_decode_launch, new_float_pages
+from hack_kernels.triton.float_decode import float_decode_launch
+from hack_kernels.triton.float_layout import new_float_pages
+from hack_kernels.triton.float_prefill import float_prompt_reader
+from hack_kernels.triton.float_seal import float_seal_launch
+from hack_kernels.triton.floats import WIDEST
+from hack_kernels.triton.group_decode import group_decode_launch
+from hack_kernels.triton.group_layout import new_group_pages
+from hack_kernels.triton.group_prefill import group_prompt_reader
+from hack_kernels.triton.group_seal import group_seal_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import new_pages
 from hack_kernels.triton.level_decode import level_decode_launch
@@ -29,7 +40,7 @@ from hack_kernels.triton.level_exchange import level_exchange_launch
 from hack_kernels.triton.level_layout import new_level_pages
 from hack_kernels.triton.level_prefill import level_prompt_reader
 from hack_kernels.triton.level_seal import level_seal_launch
-from hack_kernels.triton.prefill import prefill_launch, prompt_launch
+from hack_kernels.triton.prefill import PromptReader, prefill_launch, prompt_launch
 from hack_kernels.triton.rows import ROWS_AT_ONCE, rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
@@ -81,12 +92,41 @@ def rows(fmt: HackFormat, group: int) -> Example:
     return Example(f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}", launch, ROWS_AT_ONCE.value)
 
 
-def fp8(head_dim: int, page_tokens: int, group: int) -> Example:
-    """Pages of E4M3."""
-    shape, fmt = HackFormat(head_dim, page_tokens), FloatFormat(head_dim, page_tokens=page_tokens)
-    planes = new_float_pages(fmt, TOKENS // page_tokens, KV_HEADS, torch.device("meta"))
-    launch = float_decode_launch(fmt, replace(_pool(shape, 0), planes=planes), *_one_step(shape, group))
-    return Example(f"fp8 D={head_dim} Π={page_tokens} G={group}", launch, ROWS_AT_ONCE.value)
+def floats(fmt: FloatFormat, group: int) -> tuple[Example, ...]:
+    """Every kernel for pages of small floating-point numbers; shapes are those of the others."""
+    name = f"{fmt.element} {fmt.scaling} D={fmt.head_dim} Π={fmt.page_tokens}"
+    planes = new_float_pages(fmt, TOKENS // fmt.page_tokens, KV_HEADS, torch.device("meta"))
+    pool = replace(_pool(HackFormat(fmt.head_dim, fmt.page_tokens), 0), planes=planes)
+    decoding = float_decode_launch(fmt, pool, *_one_step(fmt, group))
+    return _read_one_by_one(name, group, pool, decoding, float_prompt_reader(fmt), partial(float_seal_launch, fmt))
+
+
+def groups(bits: int, head_dim: int, page_tokens: int, group: int) -> tuple[Example, ...]:
+    """Every kernel for pages of integer codes in groups of 32, as `floats`."""
+    fmt = GroupFormat(head_dim, Grouping(bits, 32, by_channel=True), Grouping(bits, 32), page_tokens)
+    planes = new_group_pages(fmt, TOKENS // page_tokens, KV_HEADS, torch.device("meta"))
+    pool = replace(_pool(HackFormat(head_dim, page_tokens), 0), planes=planes)
+    decoding = group_decode_launch(fmt, pool, *_one_step(fmt, group))
+    name = f"groups K{bits}V{bits} D={head_dim} Π={page_tokens}"
+    return _read_one_by_one(name, group, pool, decoding, group_prompt_reader(fmt), partial(group_seal_launch, fmt))
+
+
+def _read_one_by_one(
+    name: str, group: int, pool: Pool, decoding: Launch, reader: PromptReader, seal: Callable[..., Launch]
+) -> tuple[Example, ...]:
+    """Decode, prefill and seal for pages whose values are read one by one."""
+    page_tokens, head_dim, tokens = pool.page_tokens, pool.open_k.shape[-1], 2**14
+    k, v = (_empty(tokens, KV_HEADS, head_dim, dtype=torch.float16) for _ in range(2))
+    q = _empty(tokens, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
+    prompt = prompt_launch(reader, 0, pool, _sequences(TOKENS // page_tokens), q, k, v, torch.empty_like(q))
+    count = tokens // page_tokens
+    page_k, page_v = (_empty(count, KV_HEADS, page_tokens, head_dim, dtype=torch.float16) for _ in range(2))
+    sealing = seal(pool, _empty(count, dtype=torch.int64), page_k, page_v)
+    return (
+        Example(f"decode {name} G={group}", decoding, ROWS_AT_ONCE.value),
+        Example(f"prefill {name} G={group}", prompt),
+        Example(f"seal {name}", sealing),
+    )
 
 
 def prefill(fmt: HackFormat, group: int) -> Example:
@@ -168,7 +208,7 @@ def _pool(fmt: HackFormat | LevelFormat, tokens: int) -> Pool:
     return Pool(planes, open_k, open_v, 0, fmt.window)
 
 
-def _one_step(fmt: HackFormat | LevelFormat, group: int, batch: int = 1) -> tuple[Spans, Tensor, Tensor, Workspace]:
+def _one_step(fmt: PageFormat, group: int, batch: int = 1) -> tuple[Spans, Tensor, Tensor, Workspace]:
     """Spans, queries, room for outputs and a workspace."""
     q = _empty(batch, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
     spans = _sequences(TOKENS // fmt.page_tokens, batch)
@@ -217,9 +257,24 @@ DECODE: Final = (
     decode(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC, stored_sums=False), 8),
     decode(HackFormat(64, 64, arithmetic=Arithmetic.ASYMMETRIC), 8),
 )
-RIVALS: Final = (
-    *(rival(HackFormat(d, 64), 8) for rival in (dequantize, rows) for d in (128, 64)),
-    *(fp8(d, 64, group) for d, group in ((128, 8), (128, 4), (64, 3))),
+RIVALS: Final = (*(rival(HackFormat(d, 64), 8) for rival in (dequantize, rows) for d in (128, 64)),)
+NUMBERS: Final = (
+    (Element.E4M3, Scaling.PAGE),
+    (Element.E4M3, Scaling.POWER),
+    (Element.E2M3, Scaling.POWER),
+    (Element.E2M1, Scaling.POWER),
+    (Element.E2M1, Scaling.TWOFOLD),
+)
+"""What codecs `fp8`, `mxfp8`, `mxfp6`, `mxfp4` and `nvfp4` keep."""
+FLOATS: Final = tuple(
+    example
+    for element, scaling in NUMBERS
+    for d, group in ((128, 8), (128, 4), (64, 3))
+    for example in floats(FloatFormat(d, element, scaling, 64), group)
+    if group != 8 or example.name.startswith("decode")
+)
+GROUPS: Final = tuple(
+    example for bits in (4, 2) for d, group in ((128, 4), (64, 3)) for example in groups(bits, d, 64, group)
 )
 PREFILL: Final = (
     prefill(HackFormat(128, 64), 4),
@@ -249,7 +304,8 @@ LEVELS: Final = tuple(
 TURN: Final = (turn(128, 4), turn(64, 3))
 CHECKSUMS: Final = checksums()
 
-EXAMPLES: Final[tuple[Example, ...]] = (*DECODE, *RIVALS, *PREFILL, *SEAL, *EXCHANGE, *LEVELS, *TURN, *CHECKSUMS)
+KINDS: Final = (DECODE, RIVALS, FLOATS, GROUPS, PREFILL, SEAL, EXCHANGE, LEVELS, TURN, CHECKSUMS)
+EXAMPLES: Final[tuple[Example, ...]] = tuple(itertools.chain(*KINDS))
 """What the tool prints unless told otherwise; add a kernel's examples here."""
 
 
@@ -268,7 +324,12 @@ def grid(head_dim: int, page_tokens: int, bits: int) -> tuple[Example, ...]:
 
 GRID: Final = (
     *(rows(HackFormat(d, pi), 8) for d, pi in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS)),
-    *(fp8(d, pi, 8) for d, pi in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS) if d <= WIDEST),
+    *(
+        example
+        for d, pi, (element, scaling) in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS, NUMBERS)
+        if d <= WIDEST
+        for example in floats(FloatFormat(d, element, scaling, pi), 8)
+    ),
     *(
         example
         for d, pi, bits in itertools.product(reversed(HEAD_DIMS), PAGE_TOKENS, reversed(CODE_BITS))

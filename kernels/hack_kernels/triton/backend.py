@@ -31,7 +31,8 @@ from hack_kernels.base import (
 )
 from hack_kernels.check import check_attention, check_install, check_requantize, check_seal
 from hack_kernels.device_choosing import DeviceRows
-from hack_kernels.float_format import Element, FloatFormat, Scaling
+from hack_kernels.float_format import FloatFormat
+from hack_kernels.group_format import GroupFormat
 from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, HackFormat, OpenPage
 from hack_kernels.level_format import LevelFormat
 from hack_kernels.reference.hack import HackReference
@@ -48,6 +49,7 @@ from hack_kernels.triton import decode, exact, exchange, layout, prefill
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.events import EventStopwatch, mark
 from hack_kernels.triton.floats import WIDEST, FloatTriton
+from hack_kernels.triton.groups import GroupTriton, takes_groups
 from hack_kernels.triton.levels import NARROWEST, LevelTriton
 from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
@@ -190,12 +192,21 @@ def _for_codes(fmt: HackFormat, backend: TritonBackend) -> PageKernels | None:
 
 
 def _for_floats(fmt: FloatFormat, backend: TritonBackend) -> PageKernels | None:
-    """For FP8 with a scale per page, in the shapes of codes up to `WIDEST`."""
-    known = (fmt.element, fmt.scaling, fmt.fused) == (Element.E4M3, Scaling.PAGE, True)
-    shaped = fmt.head_dim in HEAD_DIMS and fmt.head_dim <= WIDEST and fmt.page_tokens in PAGE_TOKENS
-    if not known or not shaped:
+    """For fused conversion, in the shapes of codes up to `WIDEST`."""
+    if not fmt.fused or not _shaped(fmt):
         return None
     return FloatTriton(fmt, backend.device, backend.workspace)
+
+
+def _for_groups(fmt: GroupFormat, backend: TritonBackend) -> PageKernels | None:
+    """Likewise, for groups as KIVI has them."""
+    if not fmt.fused or not _shaped(fmt) or not takes_groups(fmt):
+        return None
+    return GroupTriton(fmt, backend.device, backend.workspace)
+
+
+def _shaped(fmt: FloatFormat | GroupFormat) -> bool:
+    return fmt.head_dim in HEAD_DIMS and fmt.head_dim <= WIDEST and fmt.page_tokens in PAGE_TOKENS
 
 
 def _for_levels(fmt: LevelFormat, backend: TritonBackend) -> PageKernels | None:
@@ -214,6 +225,7 @@ def _for_rows(fmt: RowFormat, backend: TritonBackend) -> PageKernels | None:
 
 FORMATS: Final[dict[type[PageFormat], Callable[[Any, TritonBackend], PageKernels | None]]] = {
     FloatFormat: _for_floats,
+    GroupFormat: _for_groups,
     HackFormat: _for_codes,
     LevelFormat: _for_levels,
     RowFormat: _for_rows,

@@ -45,7 +45,11 @@ class RecordLayout(Protocol):
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Where in a record each plane begins; `k_codes` is at 0."""
+        """Where in a record each plane begins; the first is at 0."""
+
+
+class TiledLayout(RecordLayout, Protocol):
+    """A record whose codes rest in tiles."""
 
     def pages(self, records: Tensor) -> Planes:
         """Planes as views into records uint8 [N, Hkv, nbytes]; planes of codes have three axes and no others do."""
@@ -206,7 +210,7 @@ def new_pages(fmt: HackFormat, num_pages: int, num_kv_heads: int, device: torch.
     return new_records(page_layout(fmt), num_pages, num_kv_heads, device)
 
 
-def new_records(layout: RecordLayout, num_pages: int, num_kv_heads: int, device: torch.device | str) -> Planes:
+def new_records(layout: TiledLayout, num_pages: int, num_kv_heads: int, device: torch.device | str) -> Planes:
     """Planes of records in which everything is zero."""
     pages = layout.pages(torch.zeros((num_pages, num_kv_heads, layout.nbytes), dtype=torch.uint8, device=device))
     for plane in pages.values():
@@ -223,16 +227,17 @@ def check_records(fmt: HackFormat, pages: Planes) -> None:
 def check_layout(layout: RecordLayout, pages: Planes) -> None:
     """Raise `ValueError` unless `pages` are views into one pool's records (a whole pool or some of its KV heads):
     kernels compute the address of every plane from the first plane."""
-    codes = pages["k_codes"]
-    if codes.stride(2) != 1 or codes.stride(1) != layout.nbytes:
-        raise ValueError(f"k_codes has strides {codes.stride()}; pages must be views into records of {layout.nbytes} B")
+    begin = next(iter(layout.offsets))
+    codes = pages[begin]
+    if codes.stride(-1) != 1 or (codes.shape[1] > 1 and codes.stride(1) != layout.nbytes):
+        raise ValueError(f"{begin} has strides {codes.stride()}; pages must be views into records of {layout.nbytes} B")
     for name, offset in layout.offsets.items():
         plane = pages[name]
         same_pool = plane.shape[:2] == codes.shape[:2] and plane.data_ptr() == codes.data_ptr() + offset
         of_one_page = plane.shape[0] == 1  # whose stride says nothing
         same_stride = of_one_page or plane.stride(0) * plane.itemsize == codes.stride(0)
         if not same_pool or not same_stride:
-            raise ValueError(f"plane {name} does not lie {offset} B into the records of k_codes")
+            raise ValueError(f"plane {name} does not lie {offset} B into the records of {begin}")
 
 
 def from_wire(fmt: HackFormat, planes: Planes) -> Planes:

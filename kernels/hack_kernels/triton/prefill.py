@@ -166,6 +166,8 @@ class PromptReader:
     layout: PoolLayout
     tiling: Tiling
     seed: int = 0
+    records: str = "k_codes"
+    """The plane with which records begin."""
 
 
 def attn_prefill(fmt: HackFormat, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -197,7 +199,7 @@ def prompt_launch(
     reader: PromptReader, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> Launch:
     """The launch that writes `out`; q, k, v and out are contiguous."""
-    records, batch = pool.planes["k_codes"], spans.starts.numel()
+    records, batch = pool.planes[reader.records], spans.starts.numel()
     group = q.shape[1] // k.shape[1]
     tiling = reader.tiling
     table = spans.table.contiguous()

@@ -38,6 +38,11 @@ class RowLayout:
     dtype: tl.dtype
 
     @property
+    def step(self) -> int:
+        """Channels of K that are multiplied at once."""
+        return 32
+
+    @property
     def head_stride(self) -> int:
         """Elements from one KV head's page to the next head's."""
         return self.page_tokens * self.head_dim
@@ -45,17 +50,18 @@ class RowLayout:
 
 @triton.jit
 def rounded_query(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
-    """Query heads in the type of the pages, scaled for scores in log2: a tuple over 32 channels of [W, 32, N]."""
+    """Query heads in the type of the pages, scaled for scores in log2: a tuple over steps of [W, step, N]."""
     D: tl.constexpr = LAYOUT.head_dim
+    STEP: tl.constexpr = LAYOUT.step
     head = tl.arange(0, N)[None, :]
     query = ()
-    for c in tl.static_range(D // 32):
-        # The order in which a lane's 16 bytes of a K row are operands: bits (step, half, quad, quad, one) of the place.
-        place = tl.arange(0, 32)
-        channel = c * 32 + place // 2 % 4 * 8 + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
+    for c in tl.static_range(D // STEP):
+        # The order in which a lane's part of a K row is operands: bits (product, half, quad, quad, one) of the place.
+        place = tl.arange(0, STEP)
+        channel = c * STEP + place // 2 % 4 * (STEP // 4) + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
         x = tl.load(q + head * D + channel[:, None], mask=head < heads, other=0.0).to(tl.float32)
         x = (x * (LOG2_E * D**-0.5)).to(LAYOUT.dtype)
-        query = query + (tl.broadcast_to(x[None, :, :], (W, 32, N)),)
+        query = query + (tl.broadcast_to(x[None, :, :], (W, STEP, N)),)
     return query
 
 

@@ -46,6 +46,30 @@ OF_LEVELS = {
     "install levels D=64 Π=64 K3V3 window 1+2": {"int8_mma": 0, "float_mma": 0},
 }
 """Pages of levels, on sm_90: 3 bits are two products, of 2 and of 1."""
+OF_NUMBERS = {
+    "decode e2m1 power D=64 Π=64 G=3": 8 + 1,
+    "decode e2m1 twofold D=64 Π=64 G=3": 8 + 1,
+    "prefill e2m1 power D=64 Π=64 G=3": 32,
+    "prefill e2m1 twofold D=64 Π=64 G=3": 32,
+    "seal e2m1 power D=64 Π=64": 0,
+    "seal e2m1 twofold D=64 Π=64": 0,
+    "decode groups K4V4 D=64 Π=64 G=3": 8 + 1 + 2,
+    "prefill groups K4V4 D=64 Π=64 G=3": 32,
+    "seal groups K4V4 D=64 Π=64": 0,
+}
+"""Pages of FP4 and KIVI, on every architecture -> products of FP16 in decode, those of KIVI's minima
+among them, of TF32 in prefill."""
+READ_ONE_BY_ONE = (
+    *("decode e4m3 page D=64 Π=64 G=3", "decode e4m3 power D=64 Π=64 G=3", "decode e2m3 power D=64 Π=64 G=3"),
+    *("prefill e4m3 page D=64 Π=64 G=3", "prefill e2m3 power D=64 Π=64 G=3"),
+    *("seal e4m3 page D=64 Π=64", "seal e4m3 power D=64 Π=64", "seal e2m3 power D=64 Π=64"),
+    *("decode e2m1 power D=128 Π=64 G=8", "decode e2m1 twofold D=128 Π=64 G=8", "decode e2m3 power D=128 Π=64 G=8"),
+    *("prefill e2m1 twofold D=128 Π=64 G=4", "prefill e2m3 power D=128 Π=64 G=4"),
+    *("decode groups K2V2 D=64 Π=64 G=3", "decode groups K2V2 D=128 Π=64 G=4", "decode groups K4V4 D=128 Π=64 G=4"),
+    *("prefill groups K2V2 D=64 Π=64 G=3", "prefill groups K4V4 D=128 Π=64 G=4"),
+    *("seal groups K2V2 D=64 Π=64", "seal groups K4V4 D=128 Π=64"),
+)
+"""Pages of FP8, FP6 and integer codes in groups, and wider heads, on sm_90."""
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """What a program may have, by architecture."""
 CHECKSUMS = ("checksum XXH3 blocks", "checksum XXH3 chain")
@@ -75,9 +99,9 @@ Reports = dict[tuple[str, int], dict[str, Any]]
 @pytest.fixture(scope="module")
 def reports() -> Reports:
     """By kernel and architecture, from a process whose Triton compiles instead of interpreting."""
-    lines = inspected([*WITH_CODES, *OF_ROWS, *CHECKSUMS], list(ARCHITECTURES))
+    lines = inspected([*WITH_CODES, *OF_ROWS, *OF_NUMBERS, *CHECKSUMS], list(ARCHITECTURES))
     lines += (
-        inspected([DECODE, ROWS, *OF_LEVELS], [90])
+        inspected([DECODE, ROWS, *OF_LEVELS, *READ_ONE_BY_ONE], [90])
         + inspected([*TOGETHER], [80, 90])
         + inspected(SAMPLED, [SAMPLED_ON])
     )
@@ -98,7 +122,7 @@ def inspected(kernels: list[str], architectures: list[int], *more: str) -> list[
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", [*WITH_CODES, *OF_ROWS, *CHECKSUMS])
+@pytest.mark.parametrize("kernel", [*WITH_CODES, *OF_ROWS, *OF_NUMBERS, *CHECKSUMS])
 def test_nothing_spills(reports: Reports, kernel: str, arch: int) -> None:
     assert reports[kernel, arch]["local_accesses"] == 0
 
@@ -146,6 +170,18 @@ def test_pages_of_levels_pass_the_gates_too(reports: Reports, kernel: str) -> No
     assert report["local_accesses"] == 0
     assert {name: report[name] for name in OF_LEVELS[kernel]} == OF_LEVELS[kernel]
     assert report["loads_128"] >= report["code_loads"]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", OF_NUMBERS)
+def test_pages_of_four_bits_are_multiplied_as_fp16_and_tf32(reports: Reports, kernel: str, arch: int) -> None:
+    assert reports[kernel, arch]["float_mma"] == OF_NUMBERS[kernel]
+    assert reports[kernel, arch]["int8_mma"] == 0
+
+
+@pytest.mark.parametrize("kernel", READ_ONE_BY_ONE)
+def test_other_pages_that_are_read_one_by_one_do_not_spill_either(reports: Reports, kernel: str) -> None:
+    assert reports[kernel, 90]["local_accesses"] == 0
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -1,0 +1,161 @@
+"""How a page of integer codes in groups rests in GPU memory: codecs `kivi-4` and `kivi-2`.
+
+A *record* holds one page of one KV head: the planes of K in wire order, then those of V at `v.begin`. So the planes of
+a pool are views, and pages travel as they rest. Groups of K lie along the rows of a channel, those of V along a row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from hack_kernels.base import Planes
+from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.triton.code_tiles import CodeTiles
+from hack_kernels.triton.float_layout import SIDE_ALIGNMENT, WIDEST_STEP
+from hack_kernels.triton.tiles import INTERPRETED
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSide:
+    """K or V of a record."""
+
+    begin: int
+    """Offset in the record."""
+    bits: int
+    group: int
+    """Rows or channels that share a scale and a minimum."""
+    values: int
+    """Π·D."""
+
+    @property
+    def scale(self) -> int:
+        """Offset in the record of the scales, FP16."""
+        return self.begin + self.values * self.bits // 8
+
+    @property
+    def minimum(self) -> int:
+        """Offset in the record of the minima, FP16."""
+        return self.scale + self.values // self.group * 2
+
+    @property
+    def end(self) -> int:
+        """Where the next side may begin."""
+        return -(-(self.minimum + self.values // self.group * 2) // SIDE_ALIGNMENT) * SIDE_ALIGNMENT
+
+    @property
+    def levels(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def widen_even(self) -> str:
+        """PTX: the codes in the lowest bits of four bytes to two pairs of FP16."""
+        return self._widen(0)
+
+    @property
+    def widen_odd(self) -> str:
+        """PTX: the same of the codes above."""
+        return self._widen(self.bits)
+
+    def _widen(self, place: int) -> str:
+        """A byte below the exponent of 1024 is that and its code."""
+        return f"""{{
+        .reg .b32 codes, low, high, origin;
+        shr.b32 codes, $2, {place};
+        and.b32 codes, codes, 0x{self.levels * 0x01010101:08x};
+        mov.b32 origin, 0xE400E400;
+        prmt.b32 low, codes, 0x64646464, 0x4140;
+        prmt.b32 high, codes, 0x64646464, 0x4342;
+        add.rn.f16x2 $0, low, origin;
+        add.rn.f16x2 $1, high, origin;
+        }}"""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """The record of one page of one KV head. Kernels are compiled once per layout."""
+
+    head_dim: int
+    page_tokens: int
+    k: GroupSide
+    v: GroupSide
+    dtype: tl.dtype = tl.float16
+    """What queries, keys and weights are rounded to in decode."""
+    own_codes: bool = False
+
+    @property
+    def root(self) -> float:
+        """sqrt(D), by which scores are divided."""
+        return math.sqrt(self.head_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a record."""
+        return self.v.end
+
+    @property
+    def head_stride(self) -> int:
+        """Bytes from one KV head's record of a page to the next head's."""
+        return self.nbytes
+
+    @property
+    def v_tiles(self) -> CodeTiles:
+        """Channels of V as prefill divides them: a byte for each value, so they stay in order."""
+        return CodeTiles(self.head_dim, self.page_tokens, 8)
+
+    @property
+    def step(self) -> int:
+        """Channels of K that decode multiplies at once."""
+        return WIDEST_STEP
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """See `RecordLayout`."""
+        return {
+            f"{name}_{plane}": place
+            for name, side in (("k", self.k), ("v", self.v))
+            for plane, place in (("codes", side.begin), ("scale", side.scale), ("min", side.minimum))
+        }
+
+
+@lru_cache(maxsize=64)
+def group_layout(fmt: GroupFormat) -> GroupLayout:
+    """The layout of a format's pages."""
+
+    def side(of: Grouping, begin: int) -> GroupSide:
+        return GroupSide(begin, of.bits, of.group, fmt.page_tokens * fmt.head_dim)
+
+    k = side(fmt.k, 0)
+    return GroupLayout(fmt.head_dim, fmt.page_tokens, k, side(fmt.v, k.end))
+
+
+def new_group_pages(fmt: GroupFormat, num_pages: int, num_kv_heads: int, device: torch.device) -> Planes:
+    """Zeroed records, as the planes of the format: views of them."""
+    layout, planes = group_layout(fmt), Planes()
+    records = torch.zeros((num_pages, num_kv_heads, layout.nbytes), dtype=torch.uint8, device=device)
+    for plane in fmt.planes:
+        begin = layout.offsets[plane.name]
+        part = records[..., begin : begin + plane.page_bytes].view(plane.dtype)
+        planes[plane.name] = part.unflatten(-1, plane.shape)
+    return planes
+
+
+@triton.jit
+def widened_codes(codes, ODD: tl.constexpr, SIDE: tl.constexpr):
+    """Codes in the lowest bits of bytes, or those above, as FP16."""
+    if INTERPRETED:
+        return ((codes.to(tl.int32) >> (SIDE.bits if ODD else 0)) & SIDE.levels).to(tl.float16)
+    asm: tl.constexpr = SIDE.widen_odd if ODD else SIDE.widen_even
+    return tl.inline_asm_elementwise(asm, "=r,=r,r", [codes], tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def halves_at(record, offset):
+    """Bytes of a record as FP16."""
+    return (record + offset).to(tl.pointer_type(tl.float16), bitcast=True)

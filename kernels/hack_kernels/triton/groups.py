@@ -1,0 +1,72 @@
+"""Pages of integer codes in groups on a GPU: codecs `kivi-4` and `kivi-2`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+
+from hack_kernels.base import PageFormat, Planes, Pool, Rows, Spans
+from hack_kernels.check import check_attention, check_seal
+from hack_kernels.group_format import GroupFormat
+from hack_kernels.reference.groups import GroupReference
+from hack_kernels.triton.code_tiles import CODE_BITS, padded
+from hack_kernels.triton.group_decode import group_decode_launch
+from hack_kernels.triton.group_layout import group_layout, new_group_pages
+from hack_kernels.triton.group_prefill import group_prompt_reader
+from hack_kernels.triton.group_seal import group_seal_launch
+from hack_kernels.triton.layout import check_layout
+from hack_kernels.triton.paged import rows_of_heads
+from hack_kernels.triton.prefill import attn_prompt
+from hack_kernels.triton.split import Workspace
+
+SMALLEST_GROUP: Final = 16
+"""Rows of K and channels of V that decode multiplies at once share a scale."""
+
+
+class GroupTriton(GroupReference):
+    """Implements `PageKernels`: seals, and attention of 16-bit queries, in decode and in prompts.
+
+    FP32 queries, which kernels would round, are the definition's, in torch on the device. Pages rest in records
+    (`group_layout.py`), whose planes travel as they are.
+    """
+
+    served_by = "triton"
+
+    def __init__(self, fmt: GroupFormat, device: torch.device, workspace: Workspace) -> None:
+        super().__init__(fmt, device)
+        self._workspace = workspace
+
+    def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
+        """Views into the records."""
+        return tuple(new_group_pages(cast(GroupFormat, fmt), num_pages, num_kv_heads, self.device) for fmt in formats)
+
+    def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
+        """All pages in one launch."""
+        check_seal(self.fmt, pool, page_ids, starts, k, v)
+        check_layout(group_layout(self.fmt), pool.planes)
+        if page_ids.numel():
+            group_seal_launch(self.fmt, pool, page_ids, k.contiguous(), v.contiguous()).run()
+
+    def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
+        """In one launch and without waiting for the device, if queries have 16 bits."""
+        if rows.q.dtype.itemsize != 2:
+            return super().attend(layer, pool, spans, rows)
+        check_attention(self.fmt, pool, spans, rows)
+        check_layout(group_layout(self.fmt), pool.planes)
+        if rows.k is not None and rows.v is not None:
+            return attn_prompt(group_prompt_reader(self.fmt), layer, pool, spans, rows.q, rows.k, rows.v)
+        q = rows_of_heads(rows.q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        group_decode_launch(self.fmt, pool, spans, q, out, self._workspace).run()
+        return out
+
+
+def takes_groups(fmt: GroupFormat) -> bool:
+    """Whether K and V are grouped as KIVI has them, in sizes that kernels divide pages by."""
+    return (fmt.k.by_channel, fmt.v.by_channel) == (True, False) and all(
+        side.bits in CODE_BITS and not side.centre and side.group == padded(side.group) >= SMALLEST_GROUP
+        for side in (fmt.k, fmt.v)
+    )
