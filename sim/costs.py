@@ -69,11 +69,11 @@ class CostModel(Protocol):
         ...
 
 
-def whole_steps(cost: StepCost, context: int, most: int, elapsed_s: float) -> int:
-    """The step during which `elapsed_s` falls, counted from 1, at most `most`."""
+def whole_steps(cost: StepCost, context: int, most: int, most_s: float, elapsed_s: float) -> int:
+    """The step during which `elapsed_s` falls, counted from 1, at most `most`, all of which take `most_s`."""
     low, high = 1, most
     # Steps take nearly alike, so the place of the answer is hardly ever off by more than one.
-    guess = math.ceil(elapsed_s / cost.seconds(context, most) * most) if elapsed_s > 0 else 1
+    guess = math.ceil(elapsed_s / most_s * most) if elapsed_s > 0 else 1
     for middle in (guess, guess - 1):
         if low <= middle < high:
             low, high = (low, middle) if cost.seconds(context, middle) >= elapsed_s else (middle + 1, high)

@@ -282,9 +282,9 @@ class DecodeReplica:
     def _catch_up(self) -> None:
         """Bring rows and pages to what single steps would have made of them by now."""
         run = self._run
-        if run is not None and run.steps - run.counted > 1:
-            elapsed = self._world.now - run.began - run.replay_s
-            self._count(run, whole_steps(run.cost, run.context, run.steps, elapsed) - 1)
+        if run is not None and run.steps - run.counted > 1:  # so nothing runs beside its steps
+            elapsed = self._world.now - run.began
+            self._count(run, whole_steps(run.cost, run.context, run.steps, run.seconds, elapsed) - 1)
 
     def _count(self, run: Run, steps: int) -> None:
         """So many steps of a run are over, and the next one has the pages that it seals."""

@@ -59,7 +59,7 @@ class Network:
         """Send `num_bytes` of a flow that has none under way; `flow.on_done` is called when they are there."""
         flow.left, flow.total, flow.since = num_bytes, num_bytes, self._world.now
         if num_bytes <= _EMPTY_BYTES:
-            self._end_after(0.0, flow)
+            self._world.after(0.0, partial(self._ended, flow, flow.version))
         elif self._sharing is Sharing.FAIR:
             self._join(flow)
         elif self._sharing is Sharing.INDEPENDENT:
@@ -90,7 +90,8 @@ class Network:
             self._set_rates(_connected(flow))
 
     def _leave(self, flow: Flow) -> None:
-        neighbours = None if _is_alone(flow) else _connected(flow) - {flow}
+        alone = max([len(link.flows) for link in flow.links]) <= 1
+        neighbours = None if alone else _connected(flow) - {flow}
         for link in flow.links:
             link.flows.pop(flow, None)
         queue = self._queues.get(flow.links[0])
@@ -116,10 +117,7 @@ class Network:
 
     def _plan(self, flow: Flow) -> None:
         flow.version += 1
-        self._end_after(max(0.0, flow.left) / flow.rate, flow)
-
-    def _end_after(self, seconds: float, flow: Flow) -> None:
-        self._world.after(seconds, partial(self._ended, flow, flow.version))
+        self._world.after(max(0.0, flow.left) / flow.rate, partial(self._ended, flow, flow.version))
 
     def _ended(self, flow: Flow, version: int) -> None:
         if flow.version != version:
@@ -136,11 +134,6 @@ class Network:
 
 def _ordered_links(flows: Iterable[Flow]) -> list[Link]:
     return sorted({link for flow in flows for link in flow.links}, key=lambda link: link.name)
-
-
-def _is_alone(flow: Flow) -> bool:
-    """Whether it shares no link."""
-    return max([len(link.flows) for link in flow.links]) <= 1
 
 
 def _connected(flow: Flow) -> set[Flow]:

@@ -171,7 +171,7 @@ class PrefillReplica:
         return shipment
 
     def leave(self, job: Job) -> None:
-        """The job is over: give its host memory back. Its prompt is complete."""
+        """The job is over: give its host memory back, and look what fits into it. Its prompt is complete."""
         shipment = self.shipments.pop(job, None)
         if shipment is not None:
             shipment.give_up()
@@ -179,6 +179,7 @@ class PrefillReplica:
             if shipment.claim is not None:
                 self._host.release(shipment.claim)
                 shipment.claim = None
+        self.wake()
 
     def delivered(self, shipment: Shipment) -> None:
         """A decode replica has the KV: keep it while there is room."""

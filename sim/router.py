@@ -161,7 +161,6 @@ class Router:
         self._unqueue(ride)
         if ride.shipment is not None and ride.prefill is not None:
             self.prefills[ride.prefill].leave(ride.job)
-            self.prefills[ride.prefill].wake()
         self.rooms.release(ride)
         ride.shipment, ride.prefill = None, None
 

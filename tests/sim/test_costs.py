@@ -59,10 +59,11 @@ def test_many_steps_are_the_sum_of_single_ones(batch: int, fixed: float, row: fl
     cost = LinearStep(batch, fixed, row)
     single = sum(cost.seconds(context + batch * step, 1) for step in range(steps))
     assert cost.seconds(context, steps) == pytest.approx(single, rel=1e-12)
-    assert whole_steps(cost, context, steps, cost.seconds(context, steps)) == steps
+    whole_s = cost.seconds(context, steps)
+    assert whole_steps(cost, context, steps, whole_s, whole_s) == steps
     middle = (steps + 1) // 2
     between = (cost.seconds(context, middle - 1) + cost.seconds(context, middle)) / 2
-    assert whole_steps(cost, context, steps, between) == middle
+    assert whole_steps(cost, context, steps, whole_s, between) == middle
 
 
 @pytest.mark.parametrize(
