@@ -2,6 +2,8 @@
 
 Points are half or quarter integers, so products with them stay integer products once a code has been looked up. A point
 is a pattern of magnitudes with signs; of the signs of a pattern every second choice belongs to the lattice.
+
+python -m lab.frontier.lattice: what levels and points at 2 bits lose of rows of normal values.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lab.frontier.quant import FITS, FP16_BYTES, quotient
+from lab.frontier.quant import FITS, FP16_BYTES, Quantizer, Tok, quotient
 
 CHUNK: Final = 1 << 12
 """Vectors that look for their point at a time."""
@@ -134,3 +136,16 @@ class Vectors:
             points[..., block] = self.lattice.nearest(wanted.reshape(-1, n)).view(heads, rows, n)
             errors[..., block] = y[..., block] - points[..., block]
         return points
+
+
+def main() -> None:
+    """Print the mean squares of the errors."""
+    rows, plain = torch.randn(1, 1 << 14, 64, generator=torch.Generator().manual_seed(1)), torch.eye(64)
+    tried: dict[str, Quantizer] = {"levels": Tok(2, plain, plain)}
+    tried |= {name: Vectors(lattice, plain, plain) for name, lattice in (("D4", d4()), ("E8", e8()))}
+    for name, quantize in tried.items():
+        print(f"{name:8} {(quantize(0, rows) - rows).pow(2).mean().item():.4f}")
+
+
+if __name__ == "__main__":
+    main()
