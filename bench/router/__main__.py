@@ -1,8 +1,9 @@
-"""Does the router stand still? `python -m bench.router [cost|storm|scale]`.
+"""Does the router stand still? `python -m bench.router [cost|storm|turns|scale]`.
 
 `cost`: processor time of a short request and of a token, by process, which says something on a busy machine too.
 `storm`: 200 clients stream from scripted nodes while others send bodies of 16 MiB, lists of 100,000 ids, deep JSON and
 connections that say nothing, and have 60,000 ids echoed, or 100 answers given, with 20 log-probabilities a token.
+`turns`: the longest turns of the event loops in that storm, in processor time, which says something on a busy machine.
 `scale`: 2,000 open streams and 300 short requests a second. The router, the nodes, these clients and the attackers are
 processes that share a machine. All is measured once more with a server in the router's place that only sends tokens
 (`bench.router.plain`), while the attackers still attack the router: what clients see of that one is the machine's doing
@@ -21,6 +22,7 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
@@ -30,6 +32,7 @@ from bench.cluster import load_note
 from bench.router.cluster import Cluster, listed, running, since
 from bench.router.cost import cost, cost_table, costs_little
 from bench.router.streams import Times, percentile, short_requests, stream, watch_loop
+from bench.router.turns import FORGET, told, turns_table
 from bench.sections import write_section
 from hackkv.packaged import SHIPPED
 from measure.accuracy.machine import commit, this_machine
@@ -120,6 +123,16 @@ async def _attack(cluster: Cluster, seconds: float) -> tuple[dict[str, int], flo
     return json.loads(reading.result()), most
 
 
+async def longest_turns(model: Path, seconds: float, streams: int, pause_ms: int) -> dict[str, dict[str, float]]:
+    """What took the event loops longest while streams and attackers ran: seconds, by process."""
+    with TemporaryDirectory() as folder:
+        async with running(model, 1, Path(folder)) as cluster, streaming(cluster.url, streams, pause_ms, seconds):
+            for process in (cluster.router, *cluster.nodes.values()):
+                process.send_signal(FORGET)
+            await _attack(cluster, seconds)
+        return told(Path(folder))
+
+
 async def scale(cluster: Cluster, seconds: float, streams: int, rate: float) -> dict[str, Any]:
     """Many slow streams, and short requests that come as a Poisson process beside them; and all without the router."""
     routed = await _crowd(cluster, cluster.url, seconds, streams, rate)
@@ -196,6 +209,10 @@ def scale_table(result: dict[str, Any], streams: int, rate: float) -> str:
 
 async def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], bool]:
     """Run one part: its table, its numbers, and whether the target was met."""
+    if arguments.what == "turns":
+        streams = arguments.streams or STREAMS
+        turns = await longest_turns(arguments.model, arguments.seconds, streams, arguments.pause)
+        return turns_table(turns), turns, max(turns["router"].values()) * 1000 < TARGET_GAP_MS
     async with running(arguments.model, arguments.workers) as cluster:
         if arguments.what == "cost":
             result = await cost(
@@ -218,10 +235,10 @@ async def measure(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], b
 def main() -> int:
     """Run one part; the exit code says whether its target was met."""
     parser = argparse.ArgumentParser("python -m bench.router", description=__doc__)
-    parser.add_argument("what", choices=("cost", "storm", "scale"))
+    parser.add_argument("what", choices=("cost", "storm", "turns", "scale"))
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--streams", type=int, default=0, help=f"default: {STREAMS} for storm, {OPEN} for scale")
-    parser.add_argument("--pause", type=int, default=PAUSE_MS, help="milliseconds between tokens (storm)")
+    parser.add_argument("--streams", type=int, default=0, help=f"default: {OPEN} for scale, else {STREAMS}")
+    parser.add_argument("--pause", type=int, default=PAUSE_MS, help="milliseconds between tokens (not of scale)")
     parser.add_argument("--rate", type=float, default=REQUESTS_PER_S, help="short requests a second (scale)")
     parser.add_argument("--workers", type=int, default=1, help="router.workers")
     parser.add_argument("--model", type=Path, default=SHIPPED, help="folder with a tokenizer")
@@ -238,6 +255,7 @@ def main() -> int:
         title = {
             "cost": "What a request and a token cost",
             "storm": "While others send the worst",
+            "turns": "What takes the event loops longest",
             "scale": "Many streams",
         }[arguments.what]
         section = f"## {title}\n\n`python -m bench.router {' '.join(sys.argv[1:])}` · {where}\n\n{text}"

@@ -57,13 +57,17 @@ def listed(shares: dict[str, float], form: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running(model: Path, workers: int) -> AsyncIterator[Cluster]:
-    """Start the router, its nodes and the plain server; all end on exit."""
+async def running(model: Path, workers: int, turns: Path | None = None) -> AsyncIterator[Cluster]:
+    """Start the router, its nodes and the plain server; all end on exit. With a folder `turns`, the longest turns of
+    the first three lie there then, a file for each (`bench.router.turns`)."""
     settings = (
         f"model={model}", "listen.port=0", "control.port=0", "served_model_name=bench", f"workers={workers}",
         "lease_ttl_s=60",  # the nodes share the cores, and are not what is measured
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
+
+        def timed(name: str) -> tuple[str, ...]:
+            return ("bench.router.turns", str(turns / name)) if turns else ()
 
         async def start(*command: str, given: int | None = None) -> tuple[Process, dict[str, str]]:
             process, ready = await _start(command, () if given is None else (given,))
@@ -71,13 +75,13 @@ async def running(model: Path, workers: int) -> AsyncIterator[Cluster]:
             return process, ready
 
         overrides = (word for setting in settings for word in ("--set", setting))
-        router, address = await start("router", "--supervised", *overrides)
+        router, address = await start(*timed("router"), "router", "--supervised", *overrides)
         # The end for reading first: it is dropped here when its node has it.
         nodes = {}
         for role, end in zip((Role.DECODE, Role.PREFILL), os.pipe(), strict=True):
             with os.fdopen(end, "rb" if role is Role.DECODE else "wb"):
                 words = ("bench.router.nodes", role, "--control", address["control"], "--kv", str(end))
-                nodes[role], _ = await start(*words, given=end)
+                nodes[role], _ = await start(*timed(f"{role} node"), *words, given=end)
         _, plain = await start("bench.router.plain")
         yield Cluster(address["http"], plain["http"], router, nodes)
 
