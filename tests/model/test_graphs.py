@@ -39,7 +39,7 @@ from tests.standing import (
 from tests.tape import Tape, TapeRecorder, differences, on_tape
 
 
-@pytest.fixture(params=["rot-k3v2", "fp16"])
+@pytest.fixture(params=["rot-k3v2", "fp16", "fp8", "mxfp4", "kivi-4"])
 def codec(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -136,7 +136,7 @@ def test_a_faulty_sequence_is_named_as_by_a_step_enqueued_anew() -> None:
 def test_what_cannot_be_recorded_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codecs that definitions serve, pages that change with every row, weights of 32 bits; and steps of more
     sequences than were recorded."""
-    worker = worker_in_16_bits("fp8", PI)
+    worker = worker_in_16_bits("kvquant-2", PI)
     wide = Llama(worker.model.spec, worker.model.weights, kernels=InvariantRows())
     wide.dtype = torch.float32
     with standing():
