@@ -20,16 +20,22 @@ DPI: Final = 90
 
 Point = tuple[str, float, float]
 """Name, what is paid, KL."""
+Panel = tuple[str, Sequence[Point], float | None]
+"""Title, points, what exact KV pays."""
 
 
 def by_bytes(facts: Sequence[Facts], path: Path) -> bool:
     """KL against bytes at rest; False if there is nothing to draw."""
     points = [(each.row.name, each.share, each.lost[SHORT].kl) for each in _comparable(facts)]
-    return _draw([("", points)], "bytes at rest, of FP16's", path)
+    return _draw([("", points, None)], "bytes at rest, of FP16's", path)
 
 
 def by_jct(facts: Sequence[Facts], path: Path) -> bool:
-    """KL against seconds of a job, one panel for each link; False if there is nothing to draw."""
+    """KL against seconds of a job, one panel for each link; False if there is nothing to draw.
+
+    Exact KV has no place on a logarithmic axis of KL: a line says how long its job takes.
+    """
+    exact = next((each for each in facts if each.row.name == "fp16"), None)
     panels = [
         (
             f"{PROMPT} tokens, {'free link' if link == 'none' else link}",
@@ -38,6 +44,7 @@ def by_jct(facts: Sequence[Facts], path: Path) -> bool:
                 for each in _comparable(facts)
                 if (seconds := each.jct_s(PROMPT, link)) is not None
             ],
+            exact.jct_s(PROMPT, link) if exact else None,
         )
         for link in LINKS
     ]
@@ -60,19 +67,22 @@ def _comparable(facts: Sequence[Facts]) -> Iterator[Facts]:
             yield each
 
 
-def _draw(panels: Sequence[tuple[str, Sequence[Point]]], what: str, path: Path) -> bool:
-    if not any(points for _, points in panels):
+def _draw(panels: Sequence[Panel], what: str, path: Path) -> bool:
+    if not any(points for _, points, _ in panels):
         return False
     figure = Figure(figsize=(6.4 * len(panels), 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    for number, (title, points) in enumerate(panels, 1):
-        _panel(figure.add_subplot(1, len(panels), number), title, points, what)
+    for number, panel in enumerate(panels, 1):
+        _panel(figure.add_subplot(1, len(panels), number), panel, what)
     figure.savefig(path, dpi=DPI)
     return True
 
 
-def _panel(ax: Axes, title: str, points: Sequence[Point], what: str) -> None:
+def _panel(ax: Axes, panel: Panel, what: str) -> None:
+    title, points, exact = panel
     best = front(points)
+    if exact is not None:
+        ax.axvline(exact, linestyle="--", color="C2", label="fp16 (exact)")
     ax.plot([at for _, at, _ in best], [kl for *_, kl in best], "-", color="0.75", zorder=1)
     for codes, marker, label in ((True, "C0o", "attention on codes"), (False, "C1s", "dequantized or upcast")):
         some = [(at, kl) for name, at, kl in points if (ROWS[name].codec.name in CODES) is codes]
