@@ -31,7 +31,7 @@ asyncio.run(late())
 
 async def test_a_turn_is_named_by_its_task_and_by_what_goes_on_in_it() -> None:
     async def inner() -> None:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     async def outer() -> None:
         await inner()
@@ -44,8 +44,8 @@ async def test_a_turn_is_named_by_its_task_and_by_what_goes_on_in_it() -> None:
     here = test_a_turn_is_named_by_its_task_and_by_what_goes_on_in_it.__qualname__ + ".<locals>."
     assert what_runs(callback) == f"{here}callback"
     assert what_runs(step) == f"{here}outer"
-    await asyncio.sleep(0)
-    assert what_runs(step) == f"{here}outer > sleep"
+    await asyncio.sleep(0)  # its turn
+    assert what_runs(step) == f"{here}outer > Event.wait"
     task.cancel()
 
 
