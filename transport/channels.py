@@ -2,8 +2,8 @@
 
 A dead peer is noticed within `Keepalive.time_s + Keepalive.timeout_s`, with or without calls under way. That is 5 s for
 clients of control calls, and 11 s (`BULK`) for servers and for connections that move KV. On a slow link an answer waits
-behind all KV in flight. So KV in flight is bounded too (`WINDOW_BYTES`): otherwise a busy peer would look dead. Control
-calls bear four handoffs at once on a link of 2 Mbit/s; with 2 s of patience two were too many now and then.
+behind all KV in flight. So KV in flight is bounded too (`WINDOW_BYTES`): otherwise a busy peer would look dead. On a
+link of 2 Mbit/s control calls can wait behind three handoffs.
 """
 
 from __future__ import annotations

@@ -25,16 +25,16 @@ from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.exchange import exchange_launch
 from hack_kernels.triton.float_decode import float_decode_launch
-from hack_kernels.triton.float_layout import new_float_pages
+from hack_kernels.triton.float_layout import float_layout
 from hack_kernels.triton.float_prefill import float_prompt_reader
 from hack_kernels.triton.float_seal import float_seal_launch
 from hack_kernels.triton.floats import WIDEST
 from hack_kernels.triton.group_decode import group_decode_launch
-from hack_kernels.triton.group_layout import new_group_pages
+from hack_kernels.triton.group_layout import group_layout
 from hack_kernels.triton.group_prefill import group_prompt_reader
 from hack_kernels.triton.group_seal import group_seal_launch
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.layout import new_pages
+from hack_kernels.triton.layout import new_pages, new_planar_pages
 from hack_kernels.triton.level_decode import level_decode_launch
 from hack_kernels.triton.level_exchange import level_exchange_launch
 from hack_kernels.triton.level_layout import new_level_pages
@@ -95,7 +95,7 @@ def rows(fmt: HackFormat, group: int) -> Example:
 def floats(fmt: FloatFormat, group: int) -> tuple[Example, ...]:
     """Every kernel for pages of small floating-point numbers; shapes are those of the others."""
     name = f"{fmt.element} {fmt.scaling} D={fmt.head_dim} Π={fmt.page_tokens}"
-    planes = new_float_pages(fmt, TOKENS // fmt.page_tokens, KV_HEADS, torch.device("meta"))
+    planes = new_planar_pages(fmt, float_layout(fmt), TOKENS // fmt.page_tokens, KV_HEADS, torch.device("meta"))
     pool = replace(_pool(HackFormat(fmt.head_dim, fmt.page_tokens), 0), planes=planes)
     decoding = float_decode_launch(fmt, pool, *_one_step(fmt, group))
     return _read_one_by_one(name, group, pool, decoding, float_prompt_reader(fmt), partial(float_seal_launch, fmt))
@@ -104,7 +104,7 @@ def floats(fmt: FloatFormat, group: int) -> tuple[Example, ...]:
 def groups(bits: int, head_dim: int, page_tokens: int, group: int) -> tuple[Example, ...]:
     """Every kernel for pages of integer codes in groups of 32, as `floats`."""
     fmt = GroupFormat(head_dim, Grouping(bits, 32, by_channel=True), Grouping(bits, 32), page_tokens)
-    planes = new_group_pages(fmt, TOKENS // page_tokens, KV_HEADS, torch.device("meta"))
+    planes = new_planar_pages(fmt, group_layout(fmt), TOKENS // page_tokens, KV_HEADS, torch.device("meta"))
     pool = replace(_pool(HackFormat(head_dim, page_tokens), 0), planes=planes)
     decoding = group_decode_launch(fmt, pool, *_one_step(fmt, group))
     name = f"groups K{bits}V{bits} D={head_dim} Π={page_tokens}"

@@ -23,7 +23,7 @@ from transport.trail import TRAIL, Trail
 INTAKE, SEQUENCE = "intake", "sequence"
 """Names of spans: reading, checking and tokenizing a request; a sequence from its request's arrival to its end."""
 SETTLED_AT_ONCE: Final = 8
-"""Sequences that are counted in one turn of the event loop: two milliseconds."""
+"""Sequences that are counted in one turn of the event loop."""
 
 
 class Generation:

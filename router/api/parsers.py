@@ -32,7 +32,7 @@ BodyT = TypeVar("BodyT", bound=Prompted)
 _SLICE: Final = 1 << 18
 """Bytes that are written at once; others run in between."""
 _IDS_AT_ONCE: Final = 1 << 16
-"""Token ids that become numbers in one turn of the event loop: a millisecond or so."""
+"""Token ids that become numbers in one turn of the event loop."""
 _STOP_S: Final = 5.0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 Data = bytes | bytearray
-"""A body as it came. Of a large one no copy is made: that takes the event loop 10 ms."""
+"""A body as it came. A large one is not copied: that would hold up the event loop."""
 
 
 class Strict(BaseModel):

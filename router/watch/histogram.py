@@ -11,8 +11,8 @@ from prometheus_client import Histogram
 
 
 class BulkHistogram(Histogram):
-    """Takes what a whole sequence has to tell in one call: each `observe` takes some microseconds, and the tokens of a
-    hundred sequences may end together."""
+    """Takes what a whole sequence has to tell in one call: a hundred sequences may end together, each with hundreds of
+    tokens."""
 
     def observe_all(self, amounts: Sequence[float]) -> None:
         """Do what `observe` does with each of them. If the family has labels, this is for one of its series."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from hack_kernels.reference.nuq import NuqReference
 from hack_kernels.reference.reading import ReadingReference
 from torch import Tensor
 
-from tests.hack_kernels.pools import CPU
+from tests.hack_kernels.pools import CPU, random_rows
 
 FLOATS = [
     FloatFormat(64, Element.E4M3, Scaling.PAGE, 32),
@@ -116,3 +117,19 @@ def one_span(start: int, count: int, pages: int) -> Spans:
     """One sequence on pages 0, 1, .."""
     zero = torch.tensor([0])
     return Spans(zero + start, zero + count, zero, torch.arange(max(pages, 1))[None], zero)
+
+
+def assert_same_bytes(ours: PageKernels, fmt: ReadFormat, heads: int) -> None:
+    """Sealed pages equal the definition's, at all scales, of values between codes and of whole ones, with zeros of both
+    signs."""
+    theirs, ids = definition(fmt), torch.tensor([1, 0])
+    for scale in (0.0, 2.0**-24, 2.0**-14, 1e-3, 1.0, 300.0, 15000.0, math.inf):
+        wide = random_rows(3, 2, 2 * fmt.page_tokens, heads, fmt.head_dim)
+        wide = wide.round() if scale in (300.0, 2.0**-24) else wide
+        wide = (wide * (65504.0 if scale == math.inf else scale)).clamp(-65504, 65504)
+        wide[:, :, :, 16:32] = torch.where(wide[:, :, :, 16:32] > 0, 0.0, -0.0)
+        wide[:, 5], wide[:, 7, :, :2] = 0.0, 65504.0
+        both = [each.export(filled(each, fmt, *wide.half()), ids) for each in (ours, theirs)]
+        assert list(both[0]) == list(both[1]) == [plane.name for plane in fmt.planes]
+        for name, plane in both[1].items():
+            assert torch.equal(both[0][name].view(torch.uint8), plane.view(torch.uint8)), (name, scale)

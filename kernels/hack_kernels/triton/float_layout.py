@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 
-from hack_kernels.base import Planes
 from hack_kernels.float_format import FloatFormat, Scaling
 from hack_kernels.triton.code_tiles import CodeTiles
 from hack_kernels.triton.tiles import INTERPRETED
@@ -181,17 +179,6 @@ def float_layout(fmt: FloatFormat) -> FloatLayout:
         power=fmt.scaling is Scaling.POWER,
         twofold=fmt.scaling is Scaling.TWOFOLD,
     )
-
-
-def new_float_pages(fmt: FloatFormat, num_pages: int, num_kv_heads: int, device: torch.device) -> Planes:
-    """Zeroed records, as the planes of the format: views of them."""
-    layout, planes = float_layout(fmt), Planes()
-    records = torch.zeros((num_pages, num_kv_heads, layout.nbytes), dtype=torch.uint8, device=device)
-    for plane in fmt.planes:
-        begin = layout.offsets[plane.name]
-        part = records[..., begin : begin + plane.page_bytes].view(plane.dtype)
-        planes[plane.name] = part.unflatten(-1, plane.shape)
-    return planes
 
 
 @triton.jit

@@ -13,10 +13,10 @@ from hack_kernels.check import check_attention, check_seal
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.reference.floats import FloatReference
 from hack_kernels.triton.float_decode import float_decode_launch
-from hack_kernels.triton.float_layout import float_layout, new_float_pages
+from hack_kernels.triton.float_layout import float_layout
 from hack_kernels.triton.float_prefill import float_prompt_reader
 from hack_kernels.triton.float_seal import float_seal_launch
-from hack_kernels.triton.layout import check_layout
+from hack_kernels.triton.layout import check_layout, new_planar_pages
 from hack_kernels.triton.paged import rows_of_heads
 from hack_kernels.triton.prefill import attn_prompt
 from hack_kernels.triton.split import Workspace
@@ -40,7 +40,8 @@ class FloatTriton(FloatReference):
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Views into the records."""
-        return tuple(new_float_pages(cast(FloatFormat, fmt), num_pages, num_kv_heads, self.device) for fmt in formats)
+        layouts = ((float_layout(cast(FloatFormat, fmt)), fmt) for fmt in formats)
+        return tuple(new_planar_pages(fmt, layout, num_pages, num_kv_heads, self.device) for layout, fmt in layouts)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """All pages in one launch."""

@@ -10,11 +10,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 
-from hack_kernels.base import Planes
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.triton.code_tiles import CodeTiles
 from hack_kernels.triton.float_layout import SIDE_ALIGNMENT, WIDEST_STEP
@@ -133,17 +131,6 @@ def group_layout(fmt: GroupFormat) -> GroupLayout:
 
     k = side(fmt.k, 0)
     return GroupLayout(fmt.head_dim, fmt.page_tokens, k, side(fmt.v, k.end))
-
-
-def new_group_pages(fmt: GroupFormat, num_pages: int, num_kv_heads: int, device: torch.device) -> Planes:
-    """Zeroed records, as the planes of the format: views of them."""
-    layout, planes = group_layout(fmt), Planes()
-    records = torch.zeros((num_pages, num_kv_heads, layout.nbytes), dtype=torch.uint8, device=device)
-    for plane in fmt.planes:
-        begin = layout.offsets[plane.name]
-        part = records[..., begin : begin + plane.page_bytes].view(plane.dtype)
-        planes[plane.name] = part.unflatten(-1, plane.shape)
-    return planes
 
 
 @triton.jit

@@ -14,10 +14,10 @@ from hack_kernels.group_format import GroupFormat
 from hack_kernels.reference.groups import GroupReference
 from hack_kernels.triton.code_tiles import CODE_BITS, padded
 from hack_kernels.triton.group_decode import group_decode_launch
-from hack_kernels.triton.group_layout import group_layout, new_group_pages
+from hack_kernels.triton.group_layout import group_layout
 from hack_kernels.triton.group_prefill import group_prompt_reader
 from hack_kernels.triton.group_seal import group_seal_launch
-from hack_kernels.triton.layout import check_layout
+from hack_kernels.triton.layout import check_layout, new_planar_pages
 from hack_kernels.triton.paged import rows_of_heads
 from hack_kernels.triton.prefill import attn_prompt
 from hack_kernels.triton.split import Workspace
@@ -41,7 +41,8 @@ class GroupTriton(GroupReference):
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Views into the records."""
-        return tuple(new_group_pages(cast(GroupFormat, fmt), num_pages, num_kv_heads, self.device) for fmt in formats)
+        layouts = ((group_layout(cast(GroupFormat, fmt)), fmt) for fmt in formats)
+        return tuple(new_planar_pages(fmt, layout, num_pages, num_kv_heads, self.device) for layout, fmt in layouts)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
         """All pages in one launch."""

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Planes
+from hack_kernels.base import PageFormat, Planes
 from hack_kernels.hack_format import Arithmetic, HackFormat, OpenPage, Rounding, sum_dtype
 from hack_kernels.quantize import pack, unpack
 from hack_kernels.triton.code_tiles import TILE_COLUMNS, TILE_ROWS, TOP_BIT, CodeTiles, padded
@@ -46,6 +46,18 @@ class RecordLayout(Protocol):
     @property
     def offsets(self) -> dict[str, int]:
         """Where in a record each plane begins; the first is at 0."""
+
+
+def new_planar_pages(
+    fmt: PageFormat, layout: RecordLayout, num_pages: int, num_kv_heads: int, device: torch.device
+) -> Planes:
+    """Zeroed records whose planes rest as they travel, one after another: views of them."""
+    records, planes = torch.zeros((num_pages, num_kv_heads, layout.nbytes), dtype=torch.uint8, device=device), Planes()
+    for plane in fmt.planes:
+        begin = layout.offsets[plane.name]
+        part = records[..., begin : begin + plane.page_bytes].view(plane.dtype)
+        planes[plane.name] = part.unflatten(-1, plane.shape)
+    return planes
 
 
 class TiledLayout(RecordLayout, Protocol):

@@ -5,8 +5,6 @@ Formats are those of the codecs' presets, in small pages, and those of the table
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hack_kernels.base import Pool, Rows
@@ -22,7 +20,7 @@ from hackkv.codecs import CODECS
 from hackkv.codecs.floats import FloatSettings, make_floats
 from hackkv.codecs.kivi import KiviSettings, make_kivi
 from tests.hack_kernels.pools import random_rows
-from tests.hack_kernels.reading import FLOATS, GROUPS, definition, filled, one_span, unfused
+from tests.hack_kernels.reading import FLOATS, GROUPS, assert_same_bytes, definition, filled, one_span, unfused
 from tests.hack_kernels.reading import kernels_of as any_kernels_of
 from tests.hack_kernels.triton.batches import DecodeBatch, decode_batch, largest_error
 
@@ -88,18 +86,7 @@ def stood_for(kernels: ReadingReference, pool: Pool) -> tuple[Tensor, Tensor]:
 
 @every_format
 def test_bytes_equal_the_definition(fmt: ReadFormat) -> None:
-    """At all scales, of values between codes and of whole ones, with zeros of both signs."""
-    ours, theirs, ids = kernels_of(fmt), definition(fmt), torch.tensor([1, 0])
-    for scale in (0.0, 2.0**-24, 2.0**-14, 1e-3, 1.0, 300.0, 15000.0, math.inf):
-        wide = random_rows(3, 2, 2 * fmt.page_tokens, HEADS, fmt.head_dim)
-        wide = wide.round() if scale in (300.0, 2.0**-24) else wide
-        wide = (wide * (65504.0 if scale == math.inf else scale)).clamp(-65504, 65504)
-        wide[:, :, :, 16:32] = torch.where(wide[:, :, :, 16:32] > 0, 0.0, -0.0)
-        wide[:, 5], wide[:, 7, :, :2] = 0.0, 65504.0
-        both = [each.export(filled(each, fmt, *wide.half()), ids) for each in (ours, theirs)]
-        assert list(both[0]) == list(both[1]) == [plane.name for plane in fmt.planes]
-        for name, plane in both[1].items():
-            assert torch.equal(both[0][name].view(torch.uint8), plane.view(torch.uint8)), (name, scale)
+    assert_same_bytes(kernels_of(fmt), fmt, HEADS)
 
 
 @every_format
