@@ -11,23 +11,37 @@ namespace hack {
 
 inline constexpr float kSmallestBlock = 1e-30f;  // values of a block that are all smaller count as 0
 
-// A row of k values -> row `at` of `out`: nearest(value / scale) = 254 upper + lower, scale = largest / (127 * 254). A
-// block that holds a value which is not finite has NaN as its scale.
+// 32 values of x in units of `scale`, which is NaN if one of them is not finite.
+template <class S>
+struct RoundedBlock {
+  typename S::I whole[2];
+  float scale;
+};
+
+// Block b of a row of k values: nearest(value / scale), scale = largest / (127 * 254).
+template <class S, Dtype dtype>
+[[gnu::always_inline]] inline RoundedBlock<S> round_block(const std::byte* row, int b, int k) {
+  typename S::F x[2];
+  for (int h = 0; h < 2; ++h) x[h] = load_lanes<S, dtype>(row, b * kBlockColumns + h * kLanes, k);
+  const auto size = [](typename S::F y) { return S::max(y, S::sub(S::zero(), y)); };
+  const float largest = S::reduce_max(S::max(size(x[0]), size(x[1])));
+  const float faults = S::reduce_add(S::add(S::sub(x[0], x[0]), S::sub(x[1], x[1])));  // 0 or NaN
+  const bool some = faults == 0.0f && largest > kSmallestBlock;
+  const auto inverse = S::splat(some ? kLargestValue / largest : 0.0f);
+  const auto nearest = [&](typename S::F y) { return some ? S::nearest(S::mul(y, inverse)) : S::zero_int(); };
+  return {{nearest(x[0]), nearest(x[1])}, largest / kLargestValue + faults};
+}
+
+// A row of k values -> row `at` of `out`, each as two digits: 254 upper + lower.
 template <class S, Dtype dtype>
 void round_blocks(const std::byte* row, int k, const BlockRows& out, std::int64_t at) {
   RowBlock* block = out.group_of(at);
   const int place = int(at % kLanes);
   for (int b = 0; b < k / kBlockColumns; ++b, ++block) {
-    typename S::F x[2];
-    for (int h = 0; h < 2; ++h) x[h] = load_lanes<S, dtype>(row, b * kBlockColumns + h * kLanes, k);
-    const auto size = [](typename S::F y) { return S::max(y, S::sub(S::zero(), y)); };
-    const float largest = S::reduce_max(S::max(size(x[0]), size(x[1])));
-    const float faults = S::reduce_add(S::add(S::sub(x[0], x[0]), S::sub(x[1], x[1])));  // 0 or NaN
-    const bool some = faults == 0.0f && largest > kSmallestBlock;
-    const auto inverse = S::splat(some ? kLargestValue / largest : 0.0f);
+    const RoundedBlock<S> rounded = round_block<S, dtype>(row, b, k);
     std::int32_t sums[kRowBytes] = {};
     for (int h = 0; h < 2; ++h) {
-      const auto whole = S::to_float(some ? S::nearest(S::mul(x[h], inverse)) : S::zero_int());
+      const auto whole = S::to_float(rounded.whole[h]);
       const auto upper = S::nearest(S::mul(whole, S::splat(1.0f / kDigitBase)));
       const auto lower = S::nearest(S::sub(whole, S::mul(S::to_float(upper), S::splat(kDigitBase))));
       const typename S::I digits[] = {upper, lower};
@@ -36,29 +50,10 @@ void round_blocks(const std::byte* row, int k, const BlockRows& out, std::int64_
         sums[i] += S::reduce_add_int(digits[i]);
       }
     }
-    block->scales[place] = largest / kLargestValue + faults;
-    block->sums[place] = (kDigitBase * float(sums[0]) + float(sums[1])) * block->scales[place];
+    block->scales[place] = rounded.scale;
+    block->sums[place] = (kDigitBase * float(sums[0]) + float(sums[1])) * rounded.scale;
     for (int i = 0; i < kRowBytes; ++i) block->starts[i][place] = -128 * sums[i];
   }
-}
-
-// Adds products of codes and x. The sums of a block are `block_total`: of (code - 128) x, or of code x with 4 bits.
-template <class S, int bits>
-[[gnu::always_inline]] inline typename S::I block_dot(typename S::I acc, typename S::I codes, typename S::I x) {
-  if constexpr (S::kDotTakesBytes) return S::template dot<bits>(acc, codes, x);
-  else return S::template block_dot<bits>(acc, codes, x);
-}
-
-template <class S, int bits>
-[[gnu::always_inline]] inline typename S::I block_start(std::int32_t start) {
-  if constexpr (S::kDotTakesBytes && bits == 8) return S::splat_int(start);
-  else return S::zero_int();
-}
-
-template <class S, int bits>
-[[gnu::always_inline]] inline typename S::I block_total(typename S::I acc) {
-  if constexpr (S::kDotTakesBytes) return acc;
-  else return S::template block_total<bits>(acc);
 }
 
 // Scales and, for 4 bits, minima of a block of 16 rows.
@@ -77,7 +72,9 @@ struct BlockScales {
   // total + what the sums of a block add, of upper and of lower bytes, with a row of x.
   [[gnu::always_inline]] typename S::F add(typename S::F total, typename S::I upper, typename S::I lower,
                                            const RowBlock& x, int row) const {
-    const auto sums = S::fused(S::to_float(upper), S::splat(kDigitBase), S::to_float(lower));
+    return add(total, S::fused(S::to_float(upper), S::splat(kDigitBase), S::to_float(lower)), x, row);
+  }
+  [[gnu::always_inline]] typename S::F add(typename S::F total, typename S::F sums, const RowBlock& x, int row) const {
     total = S::fused(sums, S::mul(scale, S::splat(x.scales[row])), total);
     if constexpr (bits == 4) total = S::fused(minimum, S::splat(x.sums[row]), total);
     return total;
@@ -113,7 +110,7 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
     typename S::I sums[R * N][kRowBytes];
     unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
       unrolled<kRowBytes>([&](auto byte) __attribute__((always_inline)) {
-        sums[i][byte] = block_start<S, bits>(x[i / N][b].starts[byte][place[i / N]]);
+        sums[i][byte] = bits == 8 ? S::splat_int(x[i / N][b].starts[byte][place[i / N]]) : S::zero_int();
       });
     });
     unrolled<8 / kFields>([&](auto quad) __attribute__((always_inline)) {
@@ -130,7 +127,7 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
           unrolled<kRowBytes>([&](auto byte) __attribute__((always_inline)) {
             const auto four = S::broadcast_quad(x[r][b].codes[byte][place[r]] + 16 * f + 4 * quad);
             unrolled<N>([&](auto n) __attribute__((always_inline)) {
-              sums[r * N + n][byte] = block_dot<S, bits>(sums[r * N + n][byte], codes[n], four);
+              sums[r * N + n][byte] = S::template dot<bits>(sums[r * N + n][byte], codes[n], four);
             });
           });
         });
@@ -140,8 +137,7 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
       const BlockScales<S, bits> scales(block + n * item.tile_bytes + kCodes);
       unrolled<R>([&](auto r) __attribute__((always_inline)) {
         constexpr int at = r * N + n;
-        totals[at] = scales.add(totals[at], block_total<S, bits>(sums[at][0]), block_total<S, bits>(sums[at][1]), x[r][b],
-                                place[r]);
+        totals[at] = scales.add(totals[at], sums[at][0], sums[at][1], x[r][b], place[r]);
       });
     });
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block_product.h"
+#include "block_words.h"
 #include "choose.h"
 #include "float_pages.h"
 #include "group_pages.h"
@@ -16,9 +17,18 @@ namespace hack {
 
 template <class S, Dtype dtype>
 constexpr RowOperations row_operations_of() {
-  return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>,     gate_row<S, dtype>,
-          largest_in_row<S, dtype>, spread_row<S, dtype>, weigh<S>,               product_block<S, dtype>,
-          widen_row<S, dtype>,      turn_block<S, dtype>, round_blocks<S, dtype>, block_product_of<S, dtype>,
+  constexpr bool words = S::kMultipliesWords;
+  constexpr auto round = [] {
+    if constexpr (words) return round_words<S, dtype>;
+    else return round_blocks<S, dtype>;
+  }();
+  constexpr auto multiply = [] {
+    if constexpr (words) return word_product_of<S, dtype>;
+    else return block_product_of<S, dtype>;
+  }();
+  return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>,
+          largest_in_row<S, dtype>, spread_row<S, dtype>, weigh<S>,           product_block<S, dtype>,
+          widen_row<S, dtype>,      turn_block<S, dtype>, round,              multiply,
           unpack_row_of<S, dtype>};
 }
 

@@ -146,7 +146,10 @@ inline constexpr float kLargestValue = 127 * kDigitBase;  // and the largest val
 
 // A block of 16 rows of x in two bytes.
 struct RowBlock {
-  std::int8_t codes[kRowBytes][kLanes][kBlockColumns];
+  union {
+    std::int8_t codes[kRowBytes][kLanes][kBlockColumns];
+    std::int16_t words[kLanes][kBlockColumns];  // block_words.h: of four columns those in the order 0, 2, 1, 3
+  };
   float scales[kLanes];
   float sums[kLanes];                      // of a row's values as rounded
   std::int32_t starts[kRowBytes][kLanes];  // -128 times the sum of a row's codes

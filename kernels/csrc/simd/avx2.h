@@ -40,9 +40,7 @@ struct Avx2 {
   static constexpr int kProductOutputs = 3;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 8;
   static constexpr int kProductCache = 1 << 14;  // bytes of x that stay in the first-level cache meanwhile
-  static constexpr int kBlockRows = 2;   // accumulators of a product with codes of a weight: rows of x
-  static constexpr int kBlockTiles = 1;  // times tiles of 16 rows of a weight
-  static constexpr int kBlockTilesOfOneRow = 2;
+  static constexpr bool kMultipliesWords = true;  // products with codes of a weight: block_words.h
   struct F {
     __m256 a, b;
   };
@@ -218,25 +216,24 @@ struct Avx2 {
     return {byte_dot(acc.a, codes.a, even(signed_bytes.a), odd(signed_bytes.a)),
             byte_dot(acc.b, codes.b, even(signed_bytes.b), odd(signed_bytes.b))};
   }
-  // What block_product.h adds up for a block of codes and of x, and its sum. With codes of 4 bits, eight pairs of products
-  // stay below 2^15 (at most 8 * 2 * 15 * 127), so they are added in 16 bits. With 8 bits, codes less 128 give their sign
-  // to x: 2 * 128 * 127 fits.
-  template <int bits>
-  static I block_dot(I acc, I codes, I x) {
-    if constexpr (bits <= kNarrow)
-      return {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(codes.a, x.a)),
-              _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(codes.b, x.b))};
-    const auto half = [](__m256i sums, __m256i biased, __m256i y) {
-      const __m256i code = _mm256_xor_si256(biased, _mm256_set1_epi8(-128));
-      return half_dot(sums, _mm256_abs_epi8(code), _mm256_sign_epi8(y, code));
+  // Of products with codes of a weight (block_words.h): every other field of `bits` bits from `shift` on, as a word.
+  template <int bits, int shift>
+  static I words(I x) {
+    const __m256i mask = _mm256_set1_epi16((1 << bits) - 1);
+    const auto half = [&](__m256i y) {
+      if constexpr (shift + bits == 16) return _mm256_srli_epi16(y, shift);
+      return _mm256_and_si256(shift == 0 ? y : _mm256_srli_epi16(y, shift), mask);
     };
-    return {half(acc.a, codes.a, x.a), half(acc.b, codes.b, x.b)};
+    return {half(x.a), half(x.b)};
   }
-  template <int bits>
-  static I block_total(I acc) {
-    if constexpr (bits == 8) return acc;
-    const __m256i ones = _mm256_set1_epi16(1);
-    return {_mm256_madd_epi16(acc.a, ones), _mm256_madd_epi16(acc.b, ones)};
+  // acc + the products of two words per lane.
+  static I word_dot(I acc, I x, I y) {
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
+  }
+  // 16 words, of four those in the order 0, 2, 1, 3.
+  static void store_words(std::int16_t* p, I x) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
+    _mm256_storeu_si256((__m256i*)p, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
   }
   // The same with unsigned bytes.
   template <int bits = kNarrow>

@@ -20,6 +20,7 @@ struct Avx512 {
   static constexpr int kProductOutputs = 6;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 8;
   static constexpr int kProductCache = 1 << 30;  // the tile reads x rarely enough to leave it in the second-level cache
+  static constexpr bool kMultipliesWords = false;
   static constexpr int kBlockRows = 4;   // accumulators of a product with codes of a weight: rows of x
   static constexpr int kBlockTiles = 2;  // times tiles of 16 rows of a weight
   static constexpr int kBlockTilesOfOneRow = 6;

@@ -22,6 +22,7 @@ struct Portable {
   static constexpr int kProductOutputs = 2;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 2;
   static constexpr int kProductCache = 1 << 14;
+  static constexpr bool kMultipliesWords = false;
   static constexpr int kBlockRows = 1;   // accumulators of a product with codes of a weight: rows of x
   static constexpr int kBlockTiles = 1;  // times tiles of 16 rows of a weight
   static constexpr int kBlockTilesOfOneRow = 1;
