@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from hackkv.codecs import CODECS, Preset
+from tests.interpreter import patch_once
 from tests.tiers import thin_out
 from tests.toys import make_layered, make_projected
 
@@ -20,6 +22,8 @@ torch.set_num_threads(1)
 # Tests that compile for a GPU do so in a process of their own.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton"):
+        patch_once(import_module("triton.runtime.interpreter"))
 
 
 # How long an example takes, or is looked for, depends on what else the machine does.
