@@ -172,9 +172,17 @@ class Pair:
         assert self.prefill.outbox.held_bytes == 0
 
     async def serve(
-        self, request: Request, transfer_id: str = "", epoch: int = 0, emitted: tuple[int, ...] = ()
+        self,
+        request: Request,
+        transfer_id: str = "",
+        epoch: int = 0,
+        emitted: tuple[int, ...] = (),
+        arrived: asyncio.Semaphore | None = None,
     ) -> Served:
-        """Go through the whole life of a request, as a router would; of one whose `emitted` is known, the rest."""
+        """Go through the whole life of a request, as a router would; of one whose `emitted` is known, the rest.
+
+        `arrived` is released once, when the decode node has the KV.
+        """
         transfer_id = transfer_id or request.request_id
         async with closing(self.decode.decode(DecodeJob(request, transfer_id, epoch, emitted))) as decoding:
             reserved = await anext(decoding)
@@ -187,6 +195,8 @@ class Pair:
                     return Served([prefilled.token], prefilled, None, None)
                 handed_off = await anext(prefilling)
                 assert isinstance(handed_off, HandedOff)
+            if arrived is not None:
+                arrived.release()
             assert await anext(decoding) == Landed(handed_off.receipt)
             tokens, decoded, swaps = [] if emitted else [prefilled.token], None, 0
             async for event in decoding:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as Series
 from dataclasses import replace
-from typing import Any
 
 from hack_kernels.base import Pool
 from torch import Tensor
@@ -83,14 +82,24 @@ def held_up(worker: Worker, timeout_s: float = TIMEOUT_S) -> tuple[Worker, threa
 
 
 async def begun_together(
-    nodes: Pair, begin: threading.Event, prompts: int, serving: Iterable[Coroutine[Any, Any, Served]]
+    nodes: Pair,
+    begin: threading.Event,
+    requests: Series[Request],
+    emitted: Series[tuple[int, ...]] = (),
+    timeout_s: float = TIMEOUT_S,
 ) -> list[Served]:
-    """Let the decode node of `held_up` begin when `prompts` tokens of prompts have landed. So sequences want pages at
-    the same time, however slow the machine is."""
-    served = asyncio.gather(*serving)
-    async with asyncio.timeout(TIMEOUT_S):
-        while dict((await nodes.decode.describe()).stats)["hackkv_received_tokens_total"] < prompts:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+    """Let the decode node of `held_up` begin when the KV of all has arrived there; of requests whose `emitted` is known
+    only the rest is served. So sequences want pages at the same time, however slow the machine is."""
+    arrived = asyncio.Semaphore(0)
+    served = asyncio.gather(
+        *(
+            nodes.serve(request, emitted=known, arrived=arrived)
+            for request, known in zip(requests, emitted or [()] * len(requests), strict=True)
+        )
+    )
+    async with asyncio.timeout(timeout_s):
+        for _ in requests:
+            await arrived.acquire()
     begin.set()
     return await served
 
@@ -101,11 +110,8 @@ async def go_on_in_few_pages(worker: Worker, requests: Series[Request], cut: int
     whole = [generate(worker, request) for request in requests]
     decode, begin = held_up(worker)
     async with paired(worker, decode, num_pages=num_pages, decoding=DecodeSettings(replay_tokens=PI)) as nodes:
-        serving = (
-            nodes.serve(request, emitted=tuple(token.token_id for token in tokens[:cut]))
-            for request, tokens in zip(requests, whole, strict=True)
-        )
-        served = await begun_together(nodes, begin, sum(len(each.prompt_ids) for each in requests), serving)
+        emitted = [tuple(token.token_id for token in tokens[:cut]) for tokens in whole]
+        served = await begun_together(nodes, begin, requests, emitted)
         await nodes.assert_idle()
     assert sum(result.swaps for result in served) > 0
     assert [result.tokens for result in served] == [tokens[cut:] for tokens in whole]

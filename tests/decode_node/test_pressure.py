@@ -10,8 +10,8 @@ import pytest
 from hackkv.codecs import CODECS
 from hackkv.model.generate import generate
 from hackkv.types import Request
-from tests.decode_node.calls import held_up
-from tests.pair import PI, TIMEOUT_S, Pair, greedy, paired, prompt, tiny_worker
+from tests.decode_node.calls import begun_together, held_up
+from tests.pair import PI, Pair, greedy, paired, prompt, tiny_worker
 
 
 def growing(count: int) -> list[Request]:
@@ -36,12 +36,7 @@ async def test_a_node_under_pressure_says_the_same(codec: str) -> None:
     prompts = sum(len(request.prompt_ids) for request in requests)
     decode, begin = held_up(worker)
     async with paired(worker, decode, num_pages=8) as nodes:
-        serving = asyncio.gather(*(nodes.serve(request) for request in requests))
-        async with asyncio.timeout(TIMEOUT_S):
-            while (await counts(nodes))["hackkv_received_tokens_total"] < prompts:  # noqa: ASYNC110  # nothing tells
-                await asyncio.sleep(0)
-        begin.set()
-        served = await serving
+        served = await begun_together(nodes, begin, requests)
         stats = await counts(nodes)
         await nodes.assert_idle()
     assert [result.tokens for result in served] == [generate(worker, request) for request in requests]

@@ -27,7 +27,7 @@ from hackkv.types import (
     Token,
 )
 from tests.codecs.examples import SelectingCodec, worker_of
-from tests.decode_node.calls import close, held_up, landed
+from tests.decode_node.calls import begun_together, close, held_up, landed
 from tests.pair import DECODING, PI, SHARING, TIMEOUT_S, Pair, Served, greedy, paired, prompt, tiny_worker
 from transport.closing import closing
 
@@ -196,13 +196,8 @@ async def test_requests_that_begin_alike_share_pages_while_they_are_swapped(code
     async with paired(worker, decode, num_pages=12) as nodes:
         await turn(nodes, (*common, 7), "warm", tokens=2)
         begin.clear()
-        serving = asyncio.gather(*(nodes.serve(request) for request in requests))
-        due = 3 * PI + 1 + sum(len(request.prompt_ids) - 3 * PI for request in requests)
-        async with asyncio.timeout(TIMEOUT_S):
-            while await stat(nodes, "hackkv_received_tokens_total") < due:  # noqa: ASYNC110  # nothing tells
-                await asyncio.sleep(0)
-        begin.set()
-        for one, request in zip(await serving, requests, strict=True):
+        served = await begun_together(nodes, begin, requests)
+        for one, request in zip(served, requests, strict=True):
             assert one.tokens == generate(worker, request)
             assert receipt(one).held_tokens == 3 * PI
         assert await stat(nodes, "hackkv_swap_out_total") > 0

@@ -3,7 +3,6 @@ tokens of the reference backend. Tests of the nodes hold the same for the proces
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Final
 
@@ -15,7 +14,7 @@ from hackkv.codec import rows_held
 from hackkv.model.generate import generate
 from hackkv.model.worker import Worker
 from hackkv.types import DecodeJob, HandedOff, Landed, Prefilled, PrefillJob, Request, Reserved, Token
-from tests.decode_node.calls import close, held_up
+from tests.decode_node.calls import begun_together, close, held_up
 from tests.on_triton import served
 from tests.pair import DECODING, PI, Pair, greedy, paired, prompt, tiny_worker
 from transport.closing import closing
@@ -59,26 +58,12 @@ async def test_swaps_and_replays_equal_the_reference(codec: str) -> None:
     filled = sum((rows_held(on_triton.codec, len(each.prompt_ids)) + PI + 5) // PI for each in requests)
     decode, begin = held_up(on_triton, PATIENCE_S)
     async with paired(on_triton, decode, num_pages=5 * filled // 8, timeout_s=PATIENCE_S) as nodes:
-        serving = asyncio.gather(
-            *(
-                nodes.serve(request, emitted=tuple(token.token_id for token in tokens[:cut]))
-                for request, tokens, cut in zip(requests, whole, known, strict=True)
-            )
-        )
-        async with asyncio.timeout(PATIENCE_S):
-            while await received(nodes) < sum(len(each.prompt_ids) for each in requests):  # noqa: ASYNC110  # nothing tells
-                await asyncio.sleep(0)
-        begin.set()
-        served = await serving
+        emitted = [ids(tokens[:cut]) for tokens, cut in zip(whole, known, strict=True)]
+        served = await begun_together(nodes, begin, requests, emitted, PATIENCE_S)
         await nodes.assert_idle()
     assert sum(result.swaps for result in served) > 0
     for result, tokens, cut in zip(served, whole, known, strict=True):
         assert ids(result.tokens) == ids(tokens[cut:])
-
-
-async def received(nodes: Pair) -> float:
-    """Tokens of prompts that have landed."""
-    return dict((await nodes.decode.describe()).stats)["hackkv_received_tokens_total"]
 
 
 @pytest.mark.slow
@@ -115,5 +100,5 @@ async def again(nodes: Pair, request: Request, emitted: tuple[int, ...]) -> list
         return [event async for event in decoding if isinstance(event, Token)]
 
 
-def ids(tokens: list[Token]) -> list[int]:
-    return [token.token_id for token in tokens]
+def ids(tokens: list[Token]) -> tuple[int, ...]:
+    return tuple(token.token_id for token in tokens)
