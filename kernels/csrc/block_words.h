@@ -9,10 +9,10 @@
 
 namespace hack {
 
-inline constexpr int kSteps = kBlockColumns / 2;                   // of a block
-inline constexpr int kWordRows = 4;                                // rows of x at a time: of one group
-inline constexpr int kWideBlock = kSteps * kLanes * 2 * 2;         // bytes of a block of a tile, as words
-inline constexpr std::int64_t kRowsForWords = 4 * kWordRows;       // from so many on a tile's words are made once
+inline constexpr int kSteps = kBlockColumns / 2;            // of a block
+inline constexpr int kWordRows = 4;                         // rows of x at a time, of one group; 6 were slower
+inline constexpr int kWideBlock = kSteps * kLanes * 2 * 2;  // bytes of a block of a tile, as words
+static_assert(block_scratch_bytes(1) >= kWideBlock);
 
 // As round_blocks: nearest(value / scale), in words.
 template <class S, Dtype dtype>
@@ -90,7 +90,8 @@ void make_words(const BlockItem& item, std::int64_t tile, std::byte* words) {
   }
 }
 
-// Rows of x, R at a time from `row` on, times a tile of w; returns the first row that is left.
+// Rows of x, R at a time from `row` on, times a tile of w; returns the first row that is left. `words`: of the tile, or
+// null.
 template <class S, Dtype dtype, int bits, int R, bool wide>
 std::int64_t word_rows(const BlockItem& item, std::int64_t row, std::int64_t tile, const std::byte* words) {
   for (; row + R <= item.last_row; row += R) word_tile<S, dtype, bits, R, 1, wide>(item, row, tile, words);
@@ -99,7 +100,7 @@ std::int64_t word_rows(const BlockItem& item, std::int64_t row, std::int64_t til
 
 template <class S, Dtype dtype, int bits>
 void word_product(const BlockItem& item, std::byte* scratch) {
-  const bool wide = item.last_row - item.first_row >= kRowsForWords;
+  const bool wide = item.last_row - item.first_row >= kLanes;
   std::int64_t single = item.first_row;
   for (std::int64_t tile = item.first_tile; tile < item.last_tile; ++tile) {
     std::int64_t row = item.first_row;

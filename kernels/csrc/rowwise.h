@@ -35,22 +35,19 @@ typename S::F load_lanes(const std::byte* row, int at, int n) {
 
 template <class S, Dtype dtype>
 void store_lanes(std::byte* row, int at, int n, typename S::F lanes) {
-  alignas(64) float x[kLanes];
-  S::store(x, lanes);
   const int count = n - at;
+  alignas(64) float x[kLanes];
   if constexpr (dtype == Dtype::kFloat) {
     auto* values = reinterpret_cast<float*>(row) + at;
     if (count >= kLanes) return S::store(values, lanes);
+    S::store(x, lanes);
     for (int i = 0; i < count; ++i) values[i] = x[i];
   } else {
     auto* values = reinterpret_cast<std::uint16_t*>(row) + at;
-    if constexpr (dtype == Dtype::kHalf) {
-      if (count >= kLanes) return S::store_half(values, lanes);
-      for (int i = 0; i < count; ++i) values[i] = float_to_half(x[i]);
-    } else {
-      if (count >= kLanes) return S::store_bfloat(values, lanes);
-      for (int i = 0; i < count; ++i) values[i] = float_to_bfloat(x[i]);
-    }
+    const auto narrow = [](float y) { return dtype == Dtype::kHalf ? float_to_half(y) : float_to_bfloat(y); };
+    if (count >= kLanes) return dtype == Dtype::kHalf ? S::store_half(values, lanes) : S::store_bfloat(values, lanes);
+    S::store(x, lanes);
+    for (int i = 0; i < count; ++i) values[i] = narrow(x[i]);
   }
 }
 
