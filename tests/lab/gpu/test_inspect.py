@@ -98,14 +98,15 @@ Reports = dict[tuple[str, int], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def reports() -> Reports:
-    """By kernel and architecture, from processes whose Triton compiles instead of interpreting: few calls of the tool,
-    for each imports torch in all of its processes."""
-    some = {80: [*TOGETHER], 90: [*TOGETHER, DECODE, ROWS, *OF_LEVELS, *READ_ONE_BY_ONE], SAMPLED_ON: SAMPLED}
-    for kernel, (arch, _) in TIGHTEST.items():
-        some[arch] = [kernel, *some[arch]]
+    """By kernel and architecture, from a process whose Triton compiles instead of interpreting."""
     lines = inspected([*WITH_CODES, *OF_ROWS, *OF_NUMBERS, *CHECKSUMS], list(ARCHITECTURES))
-    for arch, kernels in some.items():
-        lines += inspected(kernels, [arch])
+    lines += (
+        inspected([DECODE, ROWS, *OF_LEVELS, *READ_ONE_BY_ONE], [90])
+        + inspected([*TOGETHER], [80, 90])
+        + inspected(SAMPLED, [SAMPLED_ON])
+    )
+    for kernel, (arch, _) in TIGHTEST.items():
+        lines += inspected([kernel], [arch])
     return {(report["name"], report["arch"]): report for report in lines}
 
 
@@ -114,7 +115,6 @@ def inspected(kernels: list[str], architectures: list[int], *more: str) -> list[
     command = [sys.executable, "-m", "lab.gpu.inspect", "--json", "--kernel", *kernels]
     command += ["--arch", *map(str, architectures), *more]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_DISABLE_LINE_INFO"] = "1"  # they cost time, and make no instruction
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == len(kernels) * len(architectures), done.stderr
