@@ -37,7 +37,7 @@ async def held_inside(script: Script) -> float:
 
 
 @WORKERS
-async def test_requests_go_through_real_sockets_and_the_stages_lie_between_the_nodes_time_and_the_clients(
+async def test_requests_go_through_real_sockets_and_the_stages_sum_to_the_clients_time(
     checkpoint: Path, workers: int
 ) -> None:
     async with (
@@ -47,6 +47,7 @@ async def test_requests_go_through_real_sockets_and_the_stages_lie_between_the_n
     ):
         assert (await client.get("/ready")).status_code == 200
         body = {"prompt": "xyz", "max_tokens": 8, "return_stages": True}
+        gaps = []
         for stream in (False, True) * 10:
             started = time.perf_counter()
             request = asyncio.create_task(client.post("/v1/completions", json={**body, "stream": stream}))
@@ -55,8 +56,11 @@ async def test_requests_go_through_real_sockets_and_the_stages_lie_between_the_n
             took_s = time.perf_counter() - started
             data: dict[str, Any] = response.json() if not stream else json.loads(response.text.split("\n\n")[-3][6:])
             stages_s = sum(data["hackkv"]["stages"].values())
-            # How much of the client's time the stages leave out depends on the machine (`bench.router scale`).
+            # No more than the client waited, no less than it saw the nodes work.
             assert inside_s <= stages_s <= took_s
+            gaps.append(took_s - stages_s - max(0.02 * took_s, 0.005))
+        # The client shares its cores and its event loop with the nodes, so only the calmer requests can be judged.
+        assert sorted(gaps)[len(gaps) // 4] <= 0
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
 
