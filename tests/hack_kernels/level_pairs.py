@@ -52,11 +52,9 @@ def assert_bytes_agree(both: Pair, fmt: LevelFormat, k: Tensor, v: Tensor) -> No
     assert_same(*(each.export(filled(each, fmt, k, v), ids) for each in both))
 
 
-def assert_extremes_agree(
-    backend: Backend, fmt: LevelFormat, scale: float, feedback: Feedback | None, pages: int = 2
-) -> None:
+def assert_extremes_agree(backend: Backend, fmt: LevelFormat, scale: float, feedback: Feedback | None) -> None:
     """Also of integers, whose quotients are often integers too, and of rows of nearly the largest values."""
-    rows = random_rows(3, 2, pages * fmt.page_tokens, HEADS, fmt.head_dim)
+    rows = random_rows(3, 2, 2 * fmt.page_tokens, HEADS, fmt.head_dim)
     wide = (rows.round() if scale in (300.0, 2.0**-24) else rows) * (65504 if scale == torch.inf else scale)
     k, v = wide.clamp(-65504, 65504).half()
     k[7], v[9] = 58950, -58950
