@@ -10,7 +10,7 @@
 namespace hack {
 
 inline constexpr int kSteps = kBlockColumns / 2;            // of a block
-inline constexpr int kWordRows = 4;                         // rows of x at a time, of one group; 6 were slower
+inline constexpr int kWordRows = 4;                         // rows of x at a time, of one group
 inline constexpr int kWideBlock = kSteps * kLanes * 2 * 2;  // bytes of a block of a tile, as words
 static_assert(block_scratch_bytes(1) >= kWideBlock);
 
@@ -43,6 +43,7 @@ template <class S, int bits, bool wide, int step>
 // R rows of x, from row `row` on, of one group, times N tiles of w from `tile` on. `words`: of the tile, or null.
 template <class S, Dtype dtype, int bits, int R, int N, bool wide>
 void word_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const std::byte* words) {
+  static_assert(!wide || N == 1);
   typename S::F totals[R * N];
   const RowBlock* x = item.x.group_of(row);
   const int place = int(row % kLanes);
