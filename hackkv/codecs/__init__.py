@@ -102,6 +102,7 @@ CODECS: Final[dict[str, Preset]] = {
     "cachegen": Preset(make_cachegen, {"level": "2", "wire_form": "zstd"}),
     "cachegen-eq86": Preset(make_cachegen, {"level": "eq86", "wire_form": "zstd"}),
     "cachegen-fp16": Preset(make_cachegen, {"level": "2", "resident": "fp16", "wire_form": "zstd"}),
+    "cachegen-delta": Preset(make_cachegen, {"level": "2", "delta": True, "wire_form": "zstd"}),
     "kvcomp": Preset(make_kvcomp, {"wire_form": "zstd"}),
     "hack": Preset(make_hack),
     "hack-k4v2": Preset(make_hack, {"k_bits": 4}),

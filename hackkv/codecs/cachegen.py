@@ -1,4 +1,4 @@
-"""Codecs `cachegen`, `cachegen-eq86` and `cachegen-fp16` (CacheGen): bins around zero, entropy coded on the wire.
+"""Codecs `cachegen*` (CacheGen, arXiv 2310.07240): bins around zero, entropy coded on the wire.
 
 Each row has one scale, its largest magnitude; a value becomes one of 2C + 1 symbols around zero, C = bins / 2 - 1.
 Early layers get more bins. A *level* says how many; 2 is the default of the authors' code, `eq86` has 8 everywhere and
@@ -8,8 +8,14 @@ about the compression that HACK's paper compares with. Rows are those of one KV 
 `resident` says what rests. With `ints` codes stay integers, and attention reads them there. With `fp16` they travel
 only, and are decoded once on arrival, as the authors do: FP16 in memory, few bytes on the wire.
 
+`delta` is the paper's change-based encoding (section 5.2): ten tokens make a group, its first is an anchor in 8 bits,
+and of the others the delta to the anchor is quantized in the bins of the level (`delta_format.py`). The authors' code
+quantizes rows as they are, and so do we unless told otherwise. Deltas of codes, which would change no value, were
+measured and left out: they take more bits than codes (docs/codecs.md).
+
 What differs from the paper: Zstandard takes the place of arithmetic coding, whose tables weigh 2 bits an element on
-chunks of 256 tokens. There are no deltas against anchor tokens; the authors' code has none either.
+chunks of 256 tokens. Bins of deltas are those that the authors' code has for values; the paper's are 0.5, 1 and 1.5 by
+thirds of the layers, in a unit that it does not name. Groups end with their page.
 """
 
 from __future__ import annotations
@@ -19,7 +25,9 @@ from typing import Any, Final, Literal
 from hack_kernels.base import Backend, PageKernels
 from hack_kernels.decoded import DecodedFormat, DecodedKernels
 from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
+from hack_kernels.delta_format import DeltaFormat, DeltaSide
 from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.reference.deltas import DeltaReference
 from hack_kernels.reference.groups import GroupReference
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.shared_scale import SharedScaleKernels
@@ -52,6 +60,8 @@ class CacheGenSettings(Frozen):
     faithful: bool = False
     """One scale a row for all KV heads of a layer, as in the authors' code. Heads cannot be split over processes then.
     Only with `ints`."""
+    delta: bool = False
+    """Deltas against anchor tokens, as in the paper; else values, as in the authors' code. Only with `ints`."""
     page_tokens: int = Field(default=DEFAULT_PAGE_TOKENS, multiple_of=8, gt=0, le=256)
     unfused: bool = False
     """Write FP16 rows to memory before attention, in every call: what HACK's paper timed. Only with `ints`."""
@@ -65,8 +75,16 @@ def make_cachegen(name: str, shape: KvShape, backend: Backend, settings: dict[st
             raise ValueError("unfused: pages that rest as FP16 rows are decoded already (resident: ints)")
         if chosen.faithful:
             raise ValueError("faithful: a scale of all heads is for codes that rest (resident: ints)")
+        if chosen.delta:
+            raise ValueError("delta: rows that are decoded do not become the same deltas again (resident: ints)")
+    if chosen.delta and chosen.faithful:
+        raise ValueError("faithful: the authors' code, whose scales these are, has no deltas (delta: false)")
 
     def kept(k: Grouping, v: Grouping) -> Kept:
+        if chosen.delta:
+            of_k, of_v = DeltaSide(k.bits, k.centre), DeltaSide(v.bits, v.centre)
+            deltas = DeltaFormat(shape.head_dim, of_k, of_v, chosen.page_tokens, fused=not chosen.unfused)
+            return Kept(deltas, backend.kernels_for(deltas, DeltaReference))
         fmt = GroupFormat(shape.head_dim, k, v, chosen.page_tokens, fused=not chosen.unfused)
         if chosen.resident == "ints":
             kernels: PageKernels = backend.kernels_for(fmt, GroupReference)

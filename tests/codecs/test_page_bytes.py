@@ -45,6 +45,8 @@ def make(name: str, head_dim: int, **settings: int | float | str | bool) -> KvCo
         ("cachegen", {}, 164 * 64, 164 * 64),
         ("cachegen-eq86", {}, 132 * 64, 132 * 64),
         ("cachegen-fp16", {}, 32768, 164 * 64),
+        ("cachegen-delta", {}, 11520, 11520),
+        ("cachegen-delta", {"level": "eq86"}, 9472, 9472),
         ("rot-k4v4", {}, 8448, 8448),
         ("rot-k3v3", {}, 6400, 6400),
         ("rot-k3v2", {}, 5376, 5376),
@@ -78,7 +80,7 @@ def test_every_codec_of_the_table_is_pinned() -> None:
     floats, groups = {"fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}, {"kivi-4", "kivi-2", "kvquant-4", "kvquant-2"}
     evicting = {"streamingllm", "snapkv", "h2o", "mpcache"}
     assert evicting == set(EVICTING)
-    cachegen = {"cachegen", "cachegen-eq86", "cachegen-fp16"}
+    cachegen = {"cachegen", "cachegen-eq86", "cachegen-fp16", "cachegen-delta"}
     known = {*hack, *rotated, *floats, *groups, *evicting, *cachegen, "fp16", "kvcomp", "zack"}
     assert set(CODECS) - {"hack-zstd", "toy-layers", "rot-window"} == known
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from hack_kernels import load
+from hack_kernels.base import DEFINITION
+from hack_kernels.delta_format import DeltaFormat
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.reference.groups import GroupReference
 
@@ -31,6 +33,7 @@ RIVALS = (
     "kvcomp",
     "cachegen",
     "cachegen-eq86",
+    "cachegen-delta",
 )
 
 
@@ -116,6 +119,18 @@ def test_cachegen_errors_are_at_most_half_a_bin() -> None:
     assert bool((error <= x.float().abs().amax(-1, keepdim=True) / (2 * 15) * (1 + 1e-5)).all())
 
 
+def test_deltas_have_the_bins_of_the_level_and_planes_of_their_own() -> None:
+    """Anchors and deltas travel apart, each with a table of its own; the definition serves every backend."""
+    codec = make("cachegen-delta", 24)
+    formats = [fmt for fmt in codec.formats if isinstance(fmt, DeltaFormat)]
+    bins = [(2 * fmt.k.centre + 2, 2 * fmt.v.centre + 2) for fmt in formats]
+    assert bins == [(32, 32)] * 2 + [(32, 16)] * 8 + [(16, 16)] * 14
+    names = [plane.name for plane in codec.wire_planes[-1]]
+    assert names == ["k_anchor", "k_codes", "k_scale", "v_anchor", "v_codes", "v_scale"]
+    assert codec.served_by == DEFINITION
+    assert make("cachegen", 24, delta=True).fingerprint()[1:] == codec.fingerprint()[1:]
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
@@ -132,6 +147,9 @@ def test_cachegen_errors_are_at_most_half_a_bin() -> None:
         ("cachegen", {"resident": "fp8"}, "codec.settings.resident"),
         ("cachegen-fp16", {"unfused": True}, "decoded already"),
         ("cachegen-fp16", {"faithful": True}, "for codes that rest"),
+        ("cachegen-fp16", {"delta": True}, "do not become the same deltas again"),
+        ("cachegen-delta", {"faithful": True}, "has no deltas"),
+        ("cachegen-delta", {"delta": 3}, "codec.settings.delta"),
     ],
 )
 def test_wrong_settings_are_named(name: str, settings: dict[str, Any], said: str) -> None:

@@ -39,6 +39,7 @@ OF = (
     "kvquant-4",
     "cachegen",
     "cachegen-fp16",
+    "cachegen-delta",
     "hack",
     "hack-k4v2",
     "rot-k4v4",
@@ -183,8 +184,8 @@ def test_the_pages_of_other_codecs_keep_the_open_page_rule(of: str, backend: str
     """Chunks, decode steps and all at once give the same bytes and outputs, over layers of other widths."""
     case = Case("zack", head_dim=128, backend=backend, settings={"of": of})
     assert case.codec.formats[LAYER].head_dim == 64
-    coded_by = [DEFINITION] if of == "cachegen-fp16" else []
-    assert case.codec.served_by == ", ".join(dict.fromkeys([backend, *coded_by]))
+    served = {"cachegen-fp16": [backend, DEFINITION], "cachegen-delta": [DEFINITION]}
+    assert case.codec.served_by == ", ".join(dict.fromkeys(served.get(of, [backend])))
     tokens = 2 * case.page_tokens + 9
     assert_same(
         run(case, tokens, [case.page_tokens + 5, 1, tokens - case.page_tokens - 6]), run(case, tokens, [tokens])
