@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +15,9 @@ from hackkv.codecs import CODECS, Preset
 from tests.interpreter import patch_once
 from tests.tiers import thin_out
 from tests.toys import make_layered, make_projected
+
+# Until `pytest_collection_finish`: what is imported is no garbage.
+gc.disable()
 
 # Tests share few cores with the processes that they start; a second compute thread would mostly wait for the first.
 torch.set_num_threads(1)
@@ -49,3 +53,15 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Grids are thinned out."""
     thin_out(item for item in items if item.get_closest_marker("grid"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are a million objects that stay: a collection of garbage would take half a second for them."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Extensions count what is left of theirs when Python ends."""
+    gc.unfreeze()
