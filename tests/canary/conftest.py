@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from hack_kernels.row_format import RowFormat
 from torch import Tensor
 
 from hackkv.batch import Batch, non_finite
+from hackkv.canary import check_codec
 from hackkv.codec import KvCodec
 from hackkv.codecs import CODECS, Preset
 from hackkv.codecs.paged import Kept, PagedCodec
-from hackkv.config import ModelConfig
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.errors import ConfigError
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.types import KvShape
 
@@ -66,7 +69,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("canary") / "tiny", Tiny(max_context=CONTEXT))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def model(checkpoint: Path) -> ModelConfig:
     """`checkpoint` in FP32."""
     return ModelConfig(path=str(checkpoint), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def surveyed(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of measurements: what every codec of the project costs `model`, as a refusal lists it."""
+    cache = tmp_path_factory.mktemp("surveyed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        with pytest.raises(ConfigError, match="presets that pass"):
+            check_codec(model, CodecConfig(name="hack", max_kl=1e-9))
+    return cache / "hackkv" / "codec-loss"
+
+
+@pytest.fixture
+def known(surveyed: Path, own_cache: Path) -> None:
+    """This test's cache has the measurements of `surveyed`."""
+    shutil.copytree(surveyed, own_cache)

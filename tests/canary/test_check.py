@@ -67,6 +67,7 @@ def test_the_numbers_are_what_their_definitions_say(model: ModelConfig) -> None:
         assert loss.perplexity_ratio == pytest.approx(float((p[:-1][said] - q[:-1][said]).mean().exp()), rel=0.01)
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("name", SPOILING)
 def test_a_codec_that_destroys_is_refused_with_those_that_pass(model: ModelConfig, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -89,6 +90,7 @@ def test_a_loss_that_is_allowed_is_a_warning(model: ModelConfig, name: str, capl
     assert [record.message for record in caplog.records if f"codec {name} spoils the answers of tiny" in record.message]
 
 
+@pytest.mark.usefixtures("known")
 def test_the_bound_is_a_setting(model: ModelConfig) -> None:
     loss = check_codec(model, LOSSY)
     assert loss is not None
