@@ -30,12 +30,12 @@ async def counts(nodes: Pair) -> dict[str, float]:
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 async def test_a_node_under_pressure_says_the_same(codec: str) -> None:
-    """Six sequences that want 15 pages share 8; nothing is computed twice, and everything comes back."""
+    """Four sequences that want nine pages share five; nothing is computed twice, and everything comes back."""
     worker = tiny_worker(codec)
-    requests = growing(6)
+    requests = growing(4)
     prompts = sum(len(request.prompt_ids) for request in requests)
     decode, begin = held_up(worker)
-    async with paired(worker, decode, num_pages=8) as nodes:
+    async with paired(worker, decode, num_pages=5) as nodes:
         served = await begun_together(nodes, begin, requests)
         stats = await counts(nodes)
         await nodes.assert_idle()

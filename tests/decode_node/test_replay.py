@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -11,7 +12,7 @@ from decode_node.config import DecodeSettings
 from hackkv.codecs import CODECS
 from hackkv.errors import RequestError, TransferError
 from hackkv.model.generate import generate
-from hackkv.types import DecodeJob, Request, Reserved
+from hackkv.types import DecodeJob, Finish, Request, Reserved, Token
 from tests.decode_node.calls import go_on_in_few_pages
 from tests.pair import PI, Pair, greedy, paired, prompt, tiny_worker
 
@@ -20,12 +21,12 @@ PROMPTS = (5, PI)
 MORE = 6
 
 
-def request_for(index: int, prompt_tokens: int, cut: int) -> Request:
+def request_for(prompt_tokens: int, sampled: bool, max_tokens: int) -> Request:
     """Greedy, or sampled with everything that looks at the output so far."""
-    request = greedy(f"r{index}", prompt(index, prompt_tokens), cut + MORE, ignore_eos=True)
-    if index % 2:
+    request = greedy("r", prompt(prompt_tokens, prompt_tokens), max_tokens, ignore_eos=True)
+    if not sampled:
         return request
-    sampling = replace(request.sampling, temperature=0.8, seed=index, presence_penalty=0.4, repetition_penalty=1.2)
+    sampling = replace(request.sampling, temperature=0.8, seed=3, presence_penalty=0.4, repetition_penalty=1.2)
     return replace(request, sampling=sampling)
 
 
@@ -36,11 +37,18 @@ async def replayed(nodes: Pair) -> float:
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 async def test_it_goes_on_after_any_token_with_the_tokens_of_an_undisturbed_run(codec: str) -> None:
-    """Cut at every kind of place in a page, all at once, beside a request that only decodes."""
+    """Cut at every kind of place in a page, all at once, beside a request that only decodes. No two share pages."""
     worker = tiny_worker(codec)
+    undisturbed = {
+        kind: generate(worker, request_for(*kind, max(CUTS) + MORE)) for kind in product(PROMPTS, (False, True))
+    }
     cuts = [(length, cut) for length in PROMPTS for cut in CUTS]
-    requests = [request_for(index, length, cut) for index, (length, cut) in enumerate(cuts)]
-    whole = [generate(worker, request) for request in requests]
+    requests, whole = list[Request](), list[list[Token]]()
+    for index, (length, cut) in enumerate(cuts):
+        kind = length, index % 2 == 0
+        requests.append(replace(request_for(*kind, cut + MORE), request_id=f"r{index}", cache_salt=f"r{index}"))
+        *tokens, last = undisturbed[kind][: cut + MORE]
+        whole.append([*tokens, replace(last, finish=Finish.LENGTH)])
     bystander = greedy("bystander", prompt(99, 40), 30)
     decoding = DecodeSettings(max_sequences=32, max_batch=32, replay_tokens=2 * PI)
     async with paired(worker, num_pages=256, decoding=decoding) as nodes:

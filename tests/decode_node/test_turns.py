@@ -31,7 +31,7 @@ from tests.decode_node.calls import begun_together, close, held_up, landed
 from tests.pair import DECODING, PI, SHARING, TIMEOUT_S, Pair, Served, greedy, paired, prompt, tiny_worker
 from transport.closing import closing
 
-TURNS = 4
+TURNS = 3
 
 
 async def turn(nodes: Pair, ids: tuple[int, ...], name: str, tokens: int = PI + 7, **sampling: object) -> Served:
@@ -97,7 +97,7 @@ async def test_pages_come_back_from_host_memory_bit_equal(codec: str) -> None:
             while await stat(nodes, "hackkv_held_host_pages") < 5:  # noqa: ASYNC110  # nothing tells of a copy's end
                 await asyncio.sleep(0)
         for number in range(4):
-            await turn(nodes, prompt(20 + number, 4 * PI + 1), f"other{number}")
+            await turn(nodes, prompt(20 + number, 4 * PI + 1), f"other{number}", tokens=2)
         assert await stat(nodes, "hackkv_held_evictions_total") > 5
         ids += answer(first) + prompt(2, 9)
         second = await turn(nodes, ids, "second")
@@ -120,10 +120,11 @@ async def test_without_host_memory_pages_that_leave_are_gone() -> None:
 async def test_a_node_that_keeps_nothing_is_sent_everything() -> None:
     worker = tiny_worker()
     ids = prompt(1, 3 * PI + 5)
+    alone = cold(worker, ids)
     async with paired(worker, decoding=DECODING.model_copy(update={"prefix_cache": False})) as nodes:
         for name in "ab":
             served = await turn(nodes, ids, name)
-            assert (receipt(served).held_tokens, served.tokens) == (0, cold(worker, ids))
+            assert (receipt(served).held_tokens, served.tokens) == (0, alone)
         assert await stat(nodes, "hackkv_held_pages") == 0
 
 
@@ -177,23 +178,24 @@ async def test_a_prompt_that_is_held_to_its_last_token(codec: str) -> None:
     """Nothing but exact rows is left to send; where there are none, a handoff has no frames."""
     worker = tiny_worker(codec)
     ids = prompt(1, 3 * PI)
+    alone = cold(worker, ids)
     async with paired(worker) as nodes:
         for name in "ab":
             served = await turn(nodes, ids, name)
-            assert served.tokens == cold(worker, ids)
+            assert served.tokens == alone
         assert receipt(served).held_tokens == 3 * PI
         assert sent_bytes(served) == worker.footprint.wire_bytes(3 * PI, HeldKv(3))
 
 
 @pytest.mark.parametrize("codec", SHARING)
 async def test_requests_that_begin_alike_share_pages_while_they_are_swapped(codec: str) -> None:
-    """Six requests of one system prompt come to 21 pages, of which there are 12; apart they would come to 36. They have
+    """Four requests of one system prompt come to 11 pages, of which there are 8; apart they would come to 20. They have
     all landed before any runs, so some have to leave and come back."""
     worker, common = tiny_worker(codec), prompt(1, 3 * PI)
-    requests = [greedy(f"r{i}", common + prompt(10 + i, 5 + i), 3 * PI - 8, ignore_eos=True) for i in range(6)]
+    requests = [greedy(f"r{i}", common + prompt(10 + i, 5 + i), 2 * PI - 4, ignore_eos=True) for i in range(4)]
     decode, begin = held_up(worker)
     begin.set()
-    async with paired(worker, decode, num_pages=12) as nodes:
+    async with paired(worker, decode, num_pages=8) as nodes:
         await turn(nodes, (*common, 7), "warm", tokens=2)
         begin.clear()
         served = await begun_together(nodes, begin, requests)
