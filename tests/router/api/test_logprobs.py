@@ -155,7 +155,7 @@ LEAVES = (
     st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(codec=None))
 )
 ROWS = st.builds(lambda row, count: (row,) * count, LEAVES | st.lists(LEAVES), st.integers(0, 2 * PIECE + 1))
-VALUES = st.recursive(LEAVES | ROWS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+VALUES = st.recursive(LEAVES | ROWS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
 
 
 @given(st.dictionaries(st.text(), VALUES))
