@@ -15,6 +15,7 @@ import yaml
 from hackkv.model.tiny import Tiny, write_tiny
 from tests.e2e.processes import START_S, Api, Child, Fleet, until
 from tests.e2e.test_serve import free_port
+from tests.router.processes import NO_TLS
 from tools.dashboards.__main__ import FOLDER, render
 from tools.dashboards.boards import BOARDS
 
@@ -50,14 +51,14 @@ class Prometheus:
 
     def ask(self, path: str, **query: str) -> Any:
         """GET one of the API's resources; its data."""
-        answer = httpx.get(f"{self._url}/api/v1/{path}", params=query, timeout=START_S).json()
+        answer = httpx.get(f"{self._url}/api/v1/{path}", params=query, timeout=START_S, verify=NO_TLS).json()
         assert answer["status"] == "success", answer
         return answer["data"]
 
     def healthy(self) -> bool:
         """Whether it is up and its last scrape worked."""
         try:
-            ready = httpx.get(f"{self._url}/-/ready", timeout=START_S).is_success
+            ready = httpx.get(f"{self._url}/-/ready", timeout=START_S, verify=NO_TLS).is_success
         except httpx.TransportError:
             ready = False
         if not ready:

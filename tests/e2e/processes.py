@@ -23,7 +23,7 @@ import psutil
 import yaml
 
 from node.announcement import read_announcement
-from tests.router.processes import series
+from tests.router.processes import NO_TLS, series
 
 START_S = 240.0
 KILL_S = 60.0
@@ -121,14 +121,15 @@ class Api:
     @property
     def nodes(self) -> dict[str, int]:
         """How many nodes of each role the router counts."""
-        counted: dict[str, int] = httpx.get(f"{self.url}/ready", timeout=START_S).json()["nodes"]
+        counted: dict[str, int] = httpx.get(f"{self.url}/ready", timeout=START_S, verify=NO_TLS).json()["nodes"]
         return counted
 
     def complete(self, prompt: Sequence[int] | str, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
         """One greedy completion; its tokens are under `choices`, its account under `hackkv`."""
         fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "return_stages": True}
         body = {"prompt": prompt, "max_tokens": max_tokens, **fixed, **more}
-        response = httpx.post(f"{self.url}/v1/completions", json=body, headers=self.headers, timeout=START_S)
+        url = f"{self.url}/v1/completions"
+        response = httpx.post(url, json=body, headers=self.headers, timeout=START_S, verify=NO_TLS)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
@@ -159,7 +160,7 @@ class Api:
 
     def metrics(self) -> dict[str, float]:
         """`/metrics`, by 'name{labels}'."""
-        return series(httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=START_S).text)
+        return series(httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=START_S, verify=NO_TLS).text)
 
 
 class Fleet:

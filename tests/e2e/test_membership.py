@@ -15,6 +15,7 @@ import pytest
 from jsonschema import validate
 
 from tests.e2e.processes import START_S, Api, Fleet, check_weight, role, until
+from tests.router.processes import NO_TLS
 
 LEASE_S = 3.0
 CODEC = {"name": "hack-paper", "settings": {"page_tokens": 64, "send_sums": True}}
@@ -177,7 +178,7 @@ def test_nodes_listed_in_the_configuration_need_not_register(paper: Fleet, check
     url = router.ready()["http"]
     wanted = {"prefill": 1, "decode": 2}
     until(
-        lambda: httpx.get(f"{url}/ready", timeout=START_S).json()["nodes"] == wanted,
+        lambda: httpx.get(f"{url}/ready", timeout=START_S, verify=NO_TLS).json()["nodes"] == wanted,
         START_S,
         "the router has found its nodes",
     )

@@ -25,7 +25,7 @@ from router.api.served import ServedModel, serve_model
 from router.config import RouterConfig
 from router.watch.journal import Journal
 from tests.e2e.processes import KILL_S, Child, role
-from tests.router.processes import PATIENCE_S, UNHURRIED, joined, series
+from tests.router.processes import NO_TLS, PATIENCE_S, UNHURRIED, joined, series
 from tests.router.scripted import Cluster
 
 LIMITS = {
@@ -191,8 +191,8 @@ async def outside(cluster: Cluster, tokenizer: Tokenizer, key: str, url: str) ->
     """Every request has a connection of its own, for which the system chooses a process."""
     fresh = {"max_keepalive_connections": 0}
     async with (
-        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits(**fresh)) as client,
-        httpx2.AsyncClient(timeout=PATIENCE_S, limits=httpx2.Limits(**fresh)) as http2,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits(**fresh), verify=NO_TLS) as client,
+        httpx2.AsyncClient(timeout=PATIENCE_S, limits=httpx2.Limits(**fresh), verify=NO_TLS) as http2,
     ):
         openai = AsyncOpenAI(api_key=key, base_url=f"{url}/v1", http_client=http2, max_retries=0)
         # Until all processes know the nodes: the leader, which told of them before, asks each.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import ssl
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -21,6 +22,8 @@ from transport.rpc_client import RegistryClient
 from transport.rpc_server import RpcServer
 
 PATIENCE_S = 240.0
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients of `http` alone: httpx would read the certificates of the machine for each, which takes 40 ms."""
 UNHURRIED = dict.fromkeys(("transfer_s", "landed_s", "token_s"), 3600.0)
 """Deadlines of a router that end nothing while a test is patient: what lets go of a node has another reason."""
 WORKERS = pytest.mark.parametrize("workers", [1, 2])
