@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    pages = pages_of(args.model, args.tokens)
+    read_pages = pages_of(args.model, args.tokens)
+    pages = {name: [layer.flatten(0, 1) for layer in layers] for name, layers in read_pages.items()}
     print(
         "| rows | unit | step | room | bits a code: mean | 99% of pages | most | larger steps | a book for each layer |"
     )
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def pages_of(model: str, tokens: int) -> dict[str, list[Tensor]]:
-    """K and V of every page and KV head of a text, [pages, Π, D] FP16, by layer."""
+    """K and V of the whole pages of a text, [pages, Hkv, Π, D] FP16, by layer."""
     folder = find_model(model, "float32")
     worker = load_worker(ModelConfig(path=str(folder.path), dtype="float32", threads=1), CodecConfig(name="fp16"))
     layers = range(worker.layout.num_layers)
@@ -64,7 +65,7 @@ def pages_of(model: str, tokens: int) -> dict[str, list[Tensor]]:
     def see(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
         for name, x in (("k", k), ("v", v)):
             whole = x[: len(x) // PAGE * PAGE].half()
-            found[name][layer].append(whole.unflatten(0, (-1, PAGE)).transpose(1, 2).flatten(0, 1))
+            found[name][layer].append(whole.unflatten(0, (-1, PAGE)).transpose(1, 2))
 
     windows = windows_of(Tokenizer(folder.path), None, tokens, worker.model.spec.max_context)
     read(worker.model, windows.windows, see, lambda count: None)

@@ -76,6 +76,7 @@ _DESCRIBED: Final = (
     _row("mpcache-static", "mpcache", _EVICTING, "`mpcache`, but decode reads all pages", select="100%"),
     _row("mpcache-rot-k4v4", "mpcache", _EVICTING, "`mpcache` in pages of `rot-k4v4`", of="rot-k4v4"),
     _row("kvquant-3", "kvquant-4", KVQUANT, "`kvquant-4`, but 3 bits", k_bits=3, v_bits=3),
+    _row("cachegen-level-3", "cachegen", "cachegen", "`cachegen`, but 32 bins in all layers", level="3"),
     _row("kvcomp-channel", "kvcomp", "kvcomp", "`kvcomp`, but K by channel", k_unit="channel", k_scale=0.25),
     _row("hack-paper-no-rqe", "hack-paper", _PAPER, "the paper with RQE off (its Table 7)", open_page="requantize"),
 )

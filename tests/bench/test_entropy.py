@@ -1,0 +1,73 @@
+"""What `bench.entropy` counts: entropies that are known, deltas that nothing is lost by, bytes as frames have them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hack_kernels.delta_format import GROUP_ROWS
+
+from bench.entropy import (
+    FRAME_PAGES,
+    KINDS,
+    bits_by_channel,
+    bits_by_layer,
+    deltas_of_codes,
+    entropy_bits,
+    group_format,
+    measured,
+    values,
+    wire_bits,
+)
+from bench.rooms import PAGE
+
+PAGES, HEADS, DIM = FRAME_PAGES + 1, 2, 32
+
+
+def rows() -> torch.Tensor:
+    """[pages, Hkv, Π, D] FP16 whose channels have means of their own, as keys have."""
+    draw = torch.Generator().manual_seed(1)
+    return (torch.randn(PAGES, HEADS, PAGE, DIM, generator=draw) + 3 * torch.randn(DIM, generator=draw)).half()
+
+
+def test_entropies_that_are_known() -> None:
+    symbols = torch.arange(8, dtype=torch.uint8).repeat(10)
+    assert entropy_bits(symbols) == pytest.approx(80 * 3)
+    assert entropy_bits(torch.full((50,), 7, dtype=torch.uint8)) == 0
+    channels = (torch.arange(DIM) % 4).to(torch.uint8).expand(PAGES, HEADS, PAGE, DIM)
+    assert bits_by_channel(channels) == 0  # each channel has one symbol, all together have four
+    assert bits_by_layer(channels) == pytest.approx(2 * channels.numel())
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("layer", [0, 20])
+def test_deltas_of_codes_lose_nothing(name: str, layer: int) -> None:
+    x = rows()
+    ([codes], _), read = values(name, layer, x)
+    ([anchors, others], _), same = deltas_of_codes(name, layer, x)
+    centre = group_format(layer, DIM).side(name).centre
+    row = torch.arange(PAGE)
+    is_anchor, group = row % GROUP_ROWS == 0, row // GROUP_ROWS
+    back = torch.empty_like(codes, dtype=torch.int64)
+    back[..., is_anchor, :] = anchors.long()
+    back[..., ~is_anchor, :] = (others.long() - centre + anchors.long()[..., group[~is_anchor], :]) % (2 * centre + 1)
+    assert torch.equal(back, codes.long())
+    assert torch.equal(read, same)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_for_each_channel_takes_no_more_than_one_for_all(kind: str, name: str) -> None:
+    """And fewer bits than codes have; the error is that of few bins."""
+    channel, layer, wire, in_order, error = measured(KINDS[kind], name, 20, rows())
+    assert 0 < channel <= layer < 8
+    assert 0 < wire < 8
+    assert 0 < in_order < 8
+    assert 0 < error < 0.05
+
+
+def test_what_does_not_shrink_counts_as_it_rests() -> None:
+    noise = torch.randint(0, 256, (PAGES, HEADS, 16, DIM), generator=torch.Generator().manual_seed(2)).to(torch.uint8)
+    assert wire_bits({"noise": noise}) == 8 * noise.nbytes
+    assert wire_bits({"zeros": torch.zeros_like(noise)}) < math.ceil(noise.nbytes / 10)
