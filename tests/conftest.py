@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from hackkv.codecs import CODECS, Preset
-from tests.interpreter import patch_once
+from tests.interpreter import patch_once, remember_types
 from tests.tiers import thin_out
 from tests.toys import make_layered, make_projected
 
@@ -27,7 +27,9 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if find_spec("triton"):
-        patch_once(import_module("triton.runtime.interpreter"))
+        interpreter = import_module("triton.runtime.interpreter")
+        patch_once(interpreter)
+        remember_types(interpreter)
 
 
 # How long an example takes, or is looked for, depends on what else the machine does.

@@ -82,7 +82,8 @@ def standing() -> Iterator[None]:
 def worker_in_16_bits(codec: str, page_tokens: int, layers: int = 1) -> Worker:
     """A tiny one."""
     with TemporaryDirectory() as folder:
-        path = write_tiny(Path(folder), Tiny(layers=layers, max_context=1024))
+        tiny = Tiny(layers=layers, hidden=64, heads=2, kv_heads=1, ffn=64, max_context=1024)
+        path = write_tiny(Path(folder), tiny)
         model = ModelConfig(path=str(path), dtype="bfloat16", backend="triton")
         found = load_worker(model, CodecConfig(name=codec, settings={"page_tokens": page_tokens}))
     llama = Llama(found.model.spec, found.model.weights, kernels=InvariantRows())
