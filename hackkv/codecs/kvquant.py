@@ -6,14 +6,13 @@ theirs, each within its own range. A few values of each vector rest as they are,
 others (3.4). What a code stands for is looked up where attention reads it; `unfused` writes FP16 rows first.
 
 With a calibration file (`hackkv calibrate kvquant`) keys rest as they were before the rotary embedding (3.2),
-in ranges by channel that the file knows (3.6), and levels are those of the model's own keys and values. Without one,
-the keys of a page have ranges of their own, keys rest rotated, as they come, and levels are those of a normal
-distribution.
+in ranges by channel that the file knows (3.6), and levels are those of the model's own keys and values, whose errors
+count by what the loss feels of them (3.3). Without one, the keys of a page have ranges of their own, keys rest rotated,
+as they come, and levels are those of a normal distribution.
 
-Three things differ from the paper. Its outliers are a share of all values, ours a fixed number of each vector, so that
+Two things differ from the paper. Its outliers are a share of all values, ours a fixed number of each vector, so that
 pages have one size. Its first token of a sequence is exact; ours leaves its loudest value in each channel of K to that
-channel's outlier. And its levels weigh errors by what the loss feels of them (3.3), which takes a backward pass; ours
-weigh all errors alike.
+channel's outlier.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 The model reads text with exact attention. For the codecs rot-* (the default), moments of its keys and queries give each
 KV head a basis in which codes lose least. With --target-bytes, the layers that suffer most get more bits than the
 others; given several times, it does so for several presets. For kvquant-*, its keys and values say between what bounds
-levels lie, and where. For zack, moments of keys, queries and values give each KV head rotations by which channels are
-sorted; how many of them stay is up to the codec's settings. Every node of a cluster needs a file of the same bytes:
-copy it, do not make it again elsewhere.
+levels lie, and where; what an error counts follows from the loss's gradients (--sensitivity). For zack, moments of
+keys, queries and values give each KV head rotations by which channels are sorted; how many of them stay is up to the
+codec's settings. Every node of a cluster needs a file of the same bytes: copy it, do not make it again elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hackkv.model.shipped import find_model
 from hackkv.model.worker import Worker, load_worker
 from hackkv.tokenizer import Tokenizer
 from measure.calibrate.bits import TOKENS, bases_of, in_words, losses_of, passes, spend
-from measure.calibrate.levels import gather_levels
+from measure.calibrate.levels import SENSITIVITY, Sensitivity, gather_levels
 from measure.calibrate.moments import counted_rows, gather
 from measure.calibrate.projections import project
 from measure.calibrate.solve import solve
@@ -58,8 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_out(args.out)
         worker, source, windows = _load(args)
         with _Bar(notes, windows.tokens) as bar:
-            found, chosen = _fit(family, worker, windows, args.target_bytes, bar)
+            found, chosen = _fit(family, worker, windows, args.target_bytes, args.sensitivity, bar)
         about = _about(worker, source, windows) | {"codec": family}
+        if args.sensitivity:
+            about["sensitivity"] = args.sensitivity
         if chosen:
             about["layer_bits"] = [each.model_dump() for each in chosen]
         write_atomically(args.out, save(found, {METADATA: json.dumps(about, sort_keys=True)}))
@@ -89,7 +91,7 @@ def _parser(family: str) -> argparse.ArgumentParser:
         help="UTF-8 text; default: sources of this Python's library that `hackkv eval` never scores",
     )
     parser.add_argument("--tokens", type=_positive, default=16384, help="how much text to read; default: 16384")
-    parser.set_defaults(target_bytes=[])
+    parser.set_defaults(target_bytes=[], sensitivity=None)
     if family == ROTATED:
         parser.add_argument(
             "--target-bytes",
@@ -98,6 +100,15 @@ def _parser(family: str) -> argparse.ArgumentParser:
             default=[],
             metavar="PERCENT",
             help="choose bits by layer: the best codec within this share of FP16's bytes, such as 14.5%%; repeatable",
+        )
+    if family == KVQUANT:
+        parser.add_argument(
+            "--sensitivity",
+            type=Sensitivity,
+            choices=list(Sensitivity),
+            default=SENSITIVITY,
+            help=f"what an error counts by: the loss's squared gradient (fisher), or all alike (none); "
+            f"default: {SENSITIVITY}",
         )
     parser.add_argument("--out", type=Path, required=True, help="the file to write (.safetensors)")
     parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
@@ -171,13 +182,18 @@ Tensors = dict[str, Tensor]
 
 
 def _fit(
-    family: str, worker: Worker, windows: Windows, targets: Sequence[float], bar: _Bar
+    family: str,
+    worker: Worker,
+    windows: Windows,
+    targets: Sequence[float],
+    sensitivity: Sensitivity | None,
+    bar: _Bar,
 ) -> tuple[Tensors, list[LayerBits]]:
     """The tensors of the file, by name, and bits by layer for each target."""
     if family == ZACK:
         return _project(worker, windows, bar), []
-    if family == KVQUANT:
-        return gather_levels(worker.model, windows.windows, bar.advance), []
+    if sensitivity is not None:
+        return gather_levels(worker.model, windows.windows, bar.advance, sensitivity), []
     return _solve(worker, windows, targets, bar)
 
 

@@ -2,11 +2,17 @@
 
 Keys are looked at as they rest there, before the rotary embedding. A channel's range leaves out half a percent of its
 values at each end (KVQuant, arXiv 2401.18079, section 3.6). Levels are the means of k groups of what lies within ranges
-(k-means in one dimension); every value counts alike, where the paper weighs it by the loss's gradient (3.3).
+(k-means in one dimension). A value's error counts by what the loss feels of it (3.3): by the diagonal of the Fisher
+information, which is the square of the loss's gradient with respect to that value. Or all values count alike.
+
+The gradient is that of a value, and levels are of what it is within its range. So an error there would count by the
+square of the range as well; the authors' code leaves that out, and so do we, since it lost more at 2 bits
+(docs/codecs.md).
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Final
 
 import torch
@@ -16,66 +22,103 @@ from torch import Tensor
 
 from hackkv.errors import NonFiniteError
 from hackkv.model.llama import Llama
+from measure.calibrate.gradients import read_gradients
 from measure.calibrate.moments import OnTokens, read
 from measure.tasks import Ids
 
 LEFT_ASIDE: Final = 0.005
 """Share of a channel's keys beyond each end of its range."""
 
+
+class Sensitivity(StrEnum):
+    """What an error of a value counts in the choice of levels."""
+
+    FISHER = "fisher"
+    """The square of the loss's gradient."""
+    NONE = "none"
+    """All alike."""
+
+
+SENSITIVITY: Final = Sensitivity.FISHER
+"""The default."""
+
 BINS: Final = 8192
 """Of a histogram from -1 to 1."""
 
 ROUNDS: Final = 300
+
+Gradients = tuple[Tensor, Tensor]
+"""Of the loss with respect to rows of K and of V."""
 
 
 class Seen:
     """Keys and values of one layer so far."""
 
     def __init__(self, device: torch.device) -> None:
-        self._keys = list[Tensor]()
-        self._values = torch.zeros(BINS, dtype=torch.int64, device=device)
+        self._keys, self._weights = list[Tensor](), list[Tensor]()
+        self._values = torch.zeros(BINS, dtype=torch.float64, device=device)
 
-    def add(self, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rows [T, Hkv, D] of keys that cos and sin [T, D/2] have rotated, and of values."""
-        self._keys.append(turned(k.float(), cos[:, None], -sin[:, None]).half())
+    def add(self, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, gradients: Gradients | None = None) -> None:
+        """Rows [T, Hkv, D] of keys that cos and sin [T, D/2] have rotated, and of values; `gradients` are with respect
+        to these. Without them all values count alike."""
+        back = (cos[:, None], -sin[:, None])
+        self._keys.append(turned(k.float(), *back).half())
         rows = v.half().float()
-        self._values += histogram(rows, *middles(outliers_and_range(rows)[1]))
+        middle, reach = middles(outliers_and_range(rows)[1])
+        of_v = None
+        if gradients is not None:
+            # A turn keeps lengths, so it turns gradients as it turns keys. BF16 has the range that squares need.
+            self._weights.append(turned(gradients[0].float(), *back).square().bfloat16())
+            of_v = gradients[1].float().square()
+        self._values += histogram(rows, middle, reach, of_v)
 
     def tables(self) -> dict[str, Tensor]:
         """The tensors of the layer, float32. Raises `NonFiniteError`."""
         keys = torch.cat(self._keys).float()  # [T, Hkv, D]
+        weights = torch.cat(self._weights).float() if self._weights else None
         if not bool(keys.isfinite().all()):
             raise NonFiniteError("a key of the text is not finite in FP16")
         ordered = keys.sort(0).values
         low = int(LEFT_ASIDE * (len(keys) - 1))
         span = torch.stack((ordered[low], ordered[-1 - low]))
         middle, reach = (each[..., 0] for each in middles(span.transpose(0, 1)))
-        counts = {"k": histogram(keys, middle, reach), "v": self._values}
+        counts = {"k": histogram(keys, middle, reach, weights), "v": self._values}
         poles = {
             f"{name}_poles_{bits}": means(each, 2**bits).float() for name, each in counts.items() for bits in WIDTHS
         }
         return {"k_range": span, **poles}
 
 
-def gather_levels(model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens) -> dict[str, Tensor]:
-    """The tensors of the file, by name. All keys of the windows are held in FP16 meanwhile. Raises `NonFiniteError`."""
+def gather_levels(
+    model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens, sensitivity: Sensitivity
+) -> dict[str, Tensor]:
+    """The tensors of the file, by name. All keys of the windows are held in FP16 meanwhile, with weights as large.
+    Raises `NonFiniteError`."""
     spec = model.spec
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float32, device=model.device)
     seen = [Seen(model.device) for _ in range(spec.num_layers)]
 
-    def see(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        seen[layer].add(k, v, *turns_of(positions, frequencies))
+    def see(layer: int, k: Tensor, v: Tensor, positions: Tensor, gradients: Gradients | None = None) -> None:
+        seen[layer].add(k, v, *turns_of(positions, frequencies), gradients)
 
-    read(model, windows, see, on_tokens)
+    if sensitivity is Sensitivity.FISHER:
+        read_gradients(model, windows, see, on_tokens)
+    else:
+        read(model, windows, lambda layer, _, k, v, positions: see(layer, k, v, positions), on_tokens)
     found = {f"layers.{i}.{name}": tensor for i, each in enumerate(seen) for name, tensor in each.tables().items()}
     return {name: tensor.cpu().contiguous() for name, tensor in {"frequencies": frequencies, **found}.items()}
 
 
-def histogram(x: Tensor, middle: Tensor, reach: Tensor) -> Tensor:
-    """[BINS] int64: how many of (x - middle) / reach lie where between -1 and 1; those outside do not count."""
-    x = ((x - middle) / reach).flatten()
-    inside = x[x.abs() <= 1]  # and no NaN, of vectors without a reach
-    return torch.bincount(((inside + 1) * (BINS / 2)).long().clamp(max=BINS - 1), minlength=BINS)
+def histogram(x: Tensor, middle: Tensor, reach: Tensor, weights: Tensor | None = None) -> Tensor:
+    """[BINS] float64: how many of (x - middle) / reach lie where between -1 and 1; those outside do not count.
+
+    With `weights` [like x] sums of weights, not numbers of values.
+    """
+    x = (x - middle) / reach
+    inside = x.abs() <= 1  # and no NaN, of vectors without a reach
+    cost = None if weights is None else weights[inside].double()
+    bins = ((x[inside] + 1) * (BINS / 2)).long().clamp(max=BINS - 1)
+    return torch.bincount(bins, cost, minlength=BINS).double()
 
 
 def means(counts: Tensor, groups: int) -> Tensor:

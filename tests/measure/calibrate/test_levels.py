@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hack_kernels import load
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,7 +26,7 @@ from hackkv.model.worker import load_worker
 from hackkv.types import KvShape
 from measure.accuracy import variants
 from measure.calibrate.__main__ import main
-from measure.calibrate.levels import BINS, LEFT_ASIDE, Seen, histogram, means
+from measure.calibrate.levels import BINS, LEFT_ASIDE, SENSITIVITY, Seen, Sensitivity, histogram, means
 from tests.pair import greedy, paired, prompt
 
 TOKENS = 400
@@ -100,6 +102,27 @@ def test_the_same_text_gives_the_same_bytes(checkpoint: Path, calibration: Path,
     assert again.read_bytes() == calibration.read_bytes()
 
 
+def test_levels_go_by_the_gradient_unless_told_otherwise(
+    checkpoint: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file says which. Ranges do not depend on it."""
+    args = ["kvquant", str(checkpoint), "--tokens", str(TOKENS), "--out", str(tmp_path / "out.safetensors")]
+    found = {Path(calibration): SENSITIVITY}
+    for sensitivity in Sensitivity:
+        out = tmp_path / f"{sensitivity}.safetensors"
+        assert main([*args[:-1], str(out), "--sensitivity", sensitivity]) == 0
+        found[out] = sensitivity
+    for file, sensitivity in found.items():
+        with safe_open(file, "pt") as opened:
+            assert json.loads(opened.metadata()[METADATA])["sensitivity"] == sensitivity
+    fisher, alike = (load_file(tmp_path / f"{sensitivity}.safetensors") for sensitivity in Sensitivity)
+    assert not torch.equal(fisher["layers.0.v_poles_2"], alike["layers.0.v_poles_2"])
+    assert torch.allclose(fisher["layers.0.k_range"], alike["layers.0.k_range"], atol=2e-3)
+    with pytest.raises(SystemExit, match="2"):
+        main([*args, "--sensitivity", "hessian"])
+    assert "--sensitivity: invalid Sensitivity value: 'hessian'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("family", [KVQUANT, ZACK])
 def test_bits_by_layer_are_for_other_codecs(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
@@ -138,6 +161,32 @@ def test_levels_are_means_of_what_is_nearest() -> None:
         mean = torch.zeros(groups).index_add(0, nearest, x) / torch.bincount(nearest, minlength=groups)
         assert float((mean - poles).abs().max()) < 0.01
     assert float(of(torch.tensor([2.0, float("nan")]), 4).abs().max()) <= 1
+
+
+@given(seed=st.integers(0, 2**31), groups=st.sampled_from([4, 8, 16]))
+def test_a_weight_counts_as_often_as_it_says(seed: int, groups: int) -> None:
+    """Whole weights are copies, within any range; what all weights share changes nothing."""
+    draw = torch.Generator().manual_seed(seed)
+    x, weights = torch.rand(200, generator=draw) * 4 - 2, torch.randint(0, 5, (200,), generator=draw)
+    middle, reach = torch.tensor(0.25), torch.tensor(1.5)
+    copies = histogram(x.repeat_interleave(weights), middle, reach)
+    assert torch.equal(histogram(x, middle, reach, weights.float()), copies)
+    assert torch.equal(means(histogram(x, middle, reach, 8 * weights.float()), groups), means(copies, groups))
+
+
+def test_rows_weigh_by_the_square_of_what_the_loss_feels() -> None:
+    """Keys turn back, and their gradients with them: what turns by nothing weighs what its own gradient says."""
+    k = torch.linspace(-1, 1, 400)[:, None, None].expand(400, 1, 4).contiguous()
+    still = torch.zeros(400, 2)
+    felt = torch.where(k.abs() < 0.5, 10.0, 0.01)
+
+    def poles(gradients: tuple[Tensor, Tensor] | None) -> Tensor:
+        seen = Seen(torch.device("cpu"))
+        seen.add(k, k, still + 1, still, gradients)
+        return seen.tables()["k_poles_4"]
+
+    assert int((poles(None).abs() < 0.5).sum()) == 8
+    assert int((poles((felt, felt)).abs() < 0.51).sum()) == 16
 
 
 def test_ranges_are_of_keys_before_the_rotary_embedding(checkpoint: Path, calibration: Path) -> None:
