@@ -78,12 +78,26 @@ def intermediate_code(launch: Launch, arch: int) -> str:
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
     options = backend.parse_options(dict(launch.options))
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
+    context = _context(backend)
     functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
     module = _source(launch).make_ir(target, options, functions, modules, context)
     return _constants_in_place(backend.make_ttir(module, {}, options, arch).str_nodebug())
+
+
+def _code_of(compiled: Any) -> str:
+    """`intermediate_code` of a compiled kernel, as Triton kept it: to make it once more takes up to seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "kernel.ttir"
+        kept.write_text(compiled.asm["ttir"])
+        context = _context(make_backend(compiled.metadata.target))  # has to outlive the module
+        return _constants_in_place(ir.parse_mlir_module(str(kept), context).str_nodebug())
+
+
+def _context(backend: Any) -> Any:
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    return context
 
 
 def _constants_in_place(code: str) -> str:
@@ -104,7 +118,11 @@ def _constants_in_place(code: str) -> str:
 
 def fingerprint(launch: Launch, arch: int) -> str:
     """A digest of all that the machine code depends on: intermediate code, options, Triton."""
-    known = triton.__version__, intermediate_code(launch, arch), sorted(launch.options.items()), arch
+    return _digest(launch, arch, intermediate_code(launch, arch))
+
+
+def _digest(launch: Launch, arch: int, code: str) -> str:
+    known = triton.__version__, code, sorted(launch.options.items()), arch
     return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
 
@@ -125,9 +143,10 @@ def compile_offline(launch: Launch, architectures: Sequence[int]) -> list[Any]:
 
 
 def inspect(example: Example, architectures: Sequence[int]) -> list[Report]:
-    """Compile and read one kernel for architectures of one generation."""
+    """Compile and read one kernel for architectures of one generation, whose intermediate code is the same."""
     compiled = compile_offline(example.launch, architectures)
-    return [_report(example, arch, kernel) for arch, kernel in zip(architectures, compiled, strict=True)]
+    code = _code_of(compiled[0])
+    return [_report(example, arch, kernel, code) for arch, kernel in zip(architectures, compiled, strict=True)]
 
 
 def faults(example: Example, report: Report) -> list[str]:
@@ -142,13 +161,13 @@ def faults(example: Example, report: Report) -> list[str]:
     return found
 
 
-def _report(example: Example, arch: int, compiled: Any) -> Report:
+def _report(example: Example, arch: int, compiled: Any, code: str) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        code = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin))
+        disassembly = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin))
         usage = _run(triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin))
-    instructions, loops = parse(code)
+    instructions, loops = parse(disassembly)
     begin, end = main_loop(instructions, loops)
     inside = Counter(instructions[begin:end])
 
@@ -171,7 +190,7 @@ def _report(example: Example, arch: int, compiled: Any) -> Report:
         loads_narrower=count("LDG") - count("LDG", ".128") - count("LDG", ".64"),
         barriers=count("BAR"),
         loop_per_64_tokens=round((end - begin) * 64 / example.tokens) if example.tokens else None,
-        fingerprint=fingerprint(example.launch, arch),
+        fingerprint=_digest(example.launch, arch, code),
     )
 
 
