@@ -23,8 +23,9 @@ TIMEOUT_S = 240.0
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """The test runner's own handlers come back."""
+    """As in a terminal, also where the tests run under nohup. The test runner's own handlers come back."""
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
