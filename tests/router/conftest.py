@@ -206,9 +206,9 @@ TwoWorkers = Callable[[dict[str, Any]], dict[str, str]]
 """Settings of a router -> its addresses."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_workers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoWorkers]:
-    """Routers of two processes, without nodes: one for all tests of a module that want the same settings.
+    """Routers of two processes, without nodes: one for all tests that want the same settings, which are a handful.
 
     Each test lets its own nodes join, under the same names.
     """
