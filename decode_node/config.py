@@ -29,7 +29,8 @@ class DecodeSettings(Frozen):
     replay_tokens: int = Field(default=256, gt=0)
     """Tokens of replays (requests that another node began) in one decode step; at least one page runs."""
     graphs: bool = True
-    """Whether a GPU records decode steps as CUDA graphs before the node serves."""
+    """Whether decode steps are recorded: a GPU makes CUDA graphs of them before the node serves, the processor runs its
+    kernels without Python between them."""
     landing_s: float = Field(default=600.0, gt=0)
     """How long a reservation waits for its KV, the prompt's computation included."""
 

@@ -151,6 +151,8 @@ class Tape(TorchDispatchMode):
 class TapeRecorder:
     """Implements `Recorder` where there is no GPU."""
 
+    queues = True
+
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
         self.replays = 0
@@ -174,7 +176,7 @@ def on_tape() -> Iterator[TapeRecorder]:
     """Every `ModelRunner` that is made and told to records on tapes."""
     recorder = TapeRecorder()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(runner, "recorder_on", lambda device: recorder)
+        patched.setattr(runner, "recorder_on", lambda device, kernels: recorder)
         yield recorder
 
 

@@ -231,4 +231,4 @@ class RotatedCodec(PagedCodec):
         out = super().attend(layer, pool, batch, *turned)
         if dropped:
             out = F.pad(out, (0, dropped))
-        return out.to(q.dtype) if turns.out is None else rows.turn_heads(out, turns.out, dtype=q.dtype)
+        return rows.cast(out, q.dtype) if turns.out is None else rows.turn_heads(out, turns.out, dtype=q.dtype)

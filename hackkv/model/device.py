@@ -20,6 +20,7 @@ from hackkv.config import ModelConfig
 from hackkv.errors import ConfigError
 from hackkv.footprint import Footprint
 from hackkv.model.config import ModelSpec
+from hackkv.model.graphs import step_sizes
 from hackkv.nodes import Busiest
 
 log = logging.getLogger(__name__)
@@ -93,14 +94,16 @@ def auto_kv_bytes(memory: Memory, weights: int, work: int, nodes: int) -> int:
 
 def recorded_bytes(spec: ModelSpec, dtype: torch.dtype, footprint: Footprint, rows: int) -> int:
     """An upper bound of what recorded steps of up to `rows` rows take (`hackkv.model.graphs`): they share memory of
-    their own, in which the largest one fits, its input, the hidden states, and a page and a slot for padding.
+    their own, in which the largest one fits, its input, the hidden states of every size, and a page and a slot for
+    padding.
 
     A program that seals a page of each sequence reads K and V of a layer from the slots twice, for their order.
     """
     pages = 8 * rows * -(-spec.max_context // footprint.page_tokens)
     sealed = 3 * rows * footprint.page_tokens * footprint.row_bytes // spec.num_layers
     spare = footprint.page_bytes + footprint.slot_bytes
-    return pass_bytes(spec, dtype, Busiest(0, rows, 0)) + pages + sealed + spare + rows * spec.hidden * dtype.itemsize
+    hidden = sum(step_sizes(rows)) * spec.hidden * dtype.itemsize
+    return pass_bytes(spec, dtype, Busiest(0, rows, 0)) + pages + sealed + spare + hidden
 
 
 def pass_bytes(spec: ModelSpec, dtype: torch.dtype, busiest: Busiest) -> int:

@@ -1,14 +1,17 @@
-"""Decode steps that a device has recorded: one launch in place of some 30 operators a layer (CUDA graphs).
+"""Decode steps that a device has recorded: one launch in place of some 30 operators a layer (CUDA graphs, or calls of
+C++ without Python on the processor).
 
 A recorded step is a fixed program on fixed memory. All that differs from step to step is its input, which lies at one
-place (`hackkv.step_input`). So steps are recorded for some numbers of rows, and a batch runs as the next larger one.
+place (`hackkv.step_input`). A GPU records steps of some numbers of rows before it serves, and a batch runs as the next
+larger one. The processor records each number of rows when it first comes.
 
 Who fills a page is known to the host. The page's own sequence reads it exactly until its next row, so it is sealed
 behind the layers of the step, by a program of its own, recorded for some numbers of pages, in steps that fill one.
 Rejected: a launch in each layer that looks for full pages. In 32 layers that would cost every step some 60 us, at 2 us
 a launch. Of the steps of one sequence 1 in 64 fills a page, of those of 32 sequences four in ten.
 
-Choosing is not recorded: its operators depend on the rules of requests. Prompts and replays are not either.
+Choosing is not recorded: its operators depend on the rules of requests. Prompts and replays are not either, nor is
+sealing on the processor: it is rare, and its time is in the kernel.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import torch
-from hack_kernels.base import DEFINITION
+from hack_kernels.base import DEFINITION, Recorder, RowKernels
 from torch import Tensor
 
 from hackkv.batch import Span
@@ -35,17 +38,10 @@ STEP: Final = 8
 """From here on numbers of rows are multiples of it."""
 
 
-class Recorder(Protocol):
-    """How a device records."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What does again what `work` enqueues, on the same memory. Runs `work` twice. What it takes for itself stays
-        its own until something else that was recorded here runs. Raises `RuntimeError` if the device cannot."""
-        ...
-
-
 class CudaRecorder:
     """Implements `Recorder` by CUDA graphs, which share one pool of memory."""
+
+    queues = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,19 +59,21 @@ class CudaRecorder:
         return replay
 
 
-def recorder_on(device: torch.device) -> Recorder | None:
-    """How a device records; None for the processor, which has nothing to gain."""
-    return CudaRecorder(device) if device.type == "cuda" else None
+def recorder_on(device: torch.device, kernels: RowKernels) -> Recorder | None:
+    """How a device records steps of these kernels; None if nothing is gained."""
+    return CudaRecorder(device) if device.type == "cuda" else kernels.recorder()
 
 
-def recordable(codec: KvCodec, dtype: torch.dtype) -> bool:
+def recordable(codec: KvCodec, dtype: torch.dtype, *, queues: bool = True) -> bool:
     """Whether a decode step of a model in `dtype` does the same for all batches of a size that fill no page.
+    `queues` is that of the recorder.
 
-    Definitions look at lengths on the host, and so do kernels of FP16 rows for queries of 32 bits. Open pages that are
-    sealed go to the host too. Codecs that read some of their pages are left out: they may choose them anywhere.
+    Definitions look at lengths on the host, and so do a GPU's kernels of FP16 rows for queries of 32 bits. Open pages
+    that are sealed go to the host too. Codecs that read some of their pages are left out: they may choose them
+    anywhere.
     """
     kernels = DEFINITION not in codec.served_by.split(", ")
-    return kernels and codec.decodes_as_prefill and not codec.seals_open_page and dtype.itemsize == HALF
+    return kernels and codec.decodes_as_prefill and not codec.seals_open_page and (dtype.itemsize == HALF or not queues)
 
 
 def step_sizes(most: int) -> list[int]:
@@ -92,31 +90,43 @@ class Graphs:
     """The recorded steps of a node."""
 
     def __init__(self, model: Llama, codec: KvCodec, memory: KvMemory, spare: Spare, most: int) -> None:
-        """Of up to `most` sequences, over the pools of `memory`, whose page and slot `spare` nobody else has."""
+        """Of up to `most` sequences, over the pools of `memory`. Where batches run as larger ones, nobody else has the
+        page and the slot `spare`."""
         self._model, self._codec, self._memory = model, codec, memory
         spec, page_tokens = model.spec, codec.page_tokens
         pages = min(-(-spec.max_context // page_tokens), memory.pools[0].num_pages)
         self._input = StepInput(most, pages, page_tokens, spare, model.device)
-        self._hidden = torch.zeros((most, spec.hidden), dtype=model.dtype, device=model.device)
+        self._hidden = dict[int, Tensor]()
+        """Rows of a step -> where it leaves its hidden states, [rows, hidden]."""
         self._faulty = torch.zeros(most, dtype=torch.bool, device=model.device)
         self._steps, self._seals = dict[int, Callable[[], None]](), dict[int, Callable[[], None]]()
+        self._recorder: Recorder | None = None
+
+    @property
+    def queues(self) -> bool:
+        """Whether a step that was given to the device may still run."""
+        return self._recorder is not None and self._recorder.queues
 
     @torch.inference_mode()
     def record(self, recorder: Recorder) -> None:
-        """Record all steps, the largest first: it takes the memory that all share. Raises `ConfigError`."""
+        """Take steps from now on. If the device works behind the host, all are recorded here, the largest first: it
+        takes the memory that all share. Raises `ConfigError`."""
+        self._recorder = recorder
+        if not recorder.queues:
+            return
         most = self._input.most
         self._input.put([], [], most, [], most, self._memory.lanes.compute)
         try:
             for size in reversed(step_sizes(most)):
-                self._steps[size] = recorder.record(partial(self._step, size))
+                self._recorded_step(size)
             for count in reversed(fill_sizes(most)):
-                self._seals[count] = recorder.record(partial(self._seal, count))
+                self._recorded_seal(count)
         except RuntimeError as error:
             raise ConfigError(f"graphs: {self._model.device} cannot record a decode step: {error}") from error
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Whether a step of so many sequences is recorded."""
-        return bool(self._steps) and len(spans) <= self._input.most
+        """Whether a step of so many sequences runs here."""
+        return self._recorder is not None and len(spans) <= self._input.most
 
     def run(self, spans: Sequence[Span], ids: Sequence[int], after: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """A step: hidden states [B, hidden] after the final norm, and which sequences are at fault [B] bool (`Batch`).
@@ -127,35 +137,47 @@ class Graphs:
         """
         count = len(spans)
         filled = [] if after is not None else self._input.filled(spans)
-        size, fills = _at_least(count, step_sizes(self._input.most)), self._fills(filled)
+        size = _at_least(count, step_sizes(self._input.most)) if self.queues else count
+        fills = self._fills(filled)
         self._input.put(spans, ids, size, filled, fills, self._memory.lanes.compute)
         if after is not None:
             self._input.ids[:count].copy_(after.clamp(min=0))  # a row without a token has no id
-        self._steps[size]()
+        self._faulty.zero_()
+        self._recorded_step(size)()
         if fills:
-            self._seals[fills]()
-        return self._hidden[:count], self._faulty[:count]
+            self._recorded_seal(fills)()
+        return self._hidden[size][:count], self._faulty[:count]
 
     def seal(self, spans: Sequence[Span]) -> None:
         """Seal the pages that a step has left open. `spans` are those of the step, with these pages."""
         if filled := self._input.filled(spans):
             fills = self._fills(filled)
             self._input.put([], [], 0, filled, fills, self._memory.lanes.compute)
-            self._seals[fills]()
+            self._recorded_seal(fills)()
 
     def _fills(self, filled: Sequence[Span]) -> int:
-        return _at_least(len(filled), fill_sizes(self._input.most)) if filled else 0
+        return _at_least(len(filled), fill_sizes(self._input.most)) if filled and self.queues else len(filled)
+
+    def _recorded_step(self, size: int) -> Callable[[], None]:
+        if size not in self._steps:
+            assert self._recorder is not None
+            self._steps[size] = self._recorder.record(partial(self._step, size))
+        return self._steps[size]
+
+    def _recorded_seal(self, count: int) -> Callable[[], None]:
+        if count not in self._seals:
+            assert self._recorder is not None
+            self._seals[count] = self._recorder.record(partial(self._seal, count))
+        return self._seals[count]
 
     def _step(self, size: int) -> None:
         codec, pools = self._codec, self._memory.pools
-        faulty = self._faulty[:size].zero_()
-        batch = self._input.batch(size, faulty)
+        batch = self._input.batch(size, self._faulty[:size])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return codec.attend(layer, pools[layer], batch, q, k, v)
 
-        hidden = self._model.forward(self._input.ids[:size], self._input.positions[:size], attend)
-        self._hidden[:size].copy_(hidden)
+        self._hidden[size] = self._model.forward(self._input.ids[:size], self._input.positions[:size], attend)
 
     def _seal(self, count: int) -> None:
         fills = self._input.fills(count)

@@ -114,7 +114,7 @@ class Llama:
         through the last layer's feed-forward and are returned, [R, hidden]; the others contribute only K and V.
         """
         tokens = ids.shape[0]
-        turns = self._turns.index_select(0, positions)
+        turns = self.kernels.take(self._turns, positions)
         layers = self.weights.layers
         x = self._embedded(ids)
         normed = self._norm(x, layers[0].input_norm)
@@ -135,7 +135,7 @@ class Llama:
         embed = self.weights.embed
         if isinstance(embed, BlockWeight):
             return self.kernels.unpack(embed, self.dtype, ids)
-        return embed.index_select(0, ids)
+        return self.kernels.take(embed, ids)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if self._is_ours(weight, x.shape[0]):

@@ -51,8 +51,10 @@ class ModelRunner:
         self.model = model
         self.codec = codec
         self.layout: KvLayout = spec.kv_layout(codec.page_tokens)
-        self._recorder = recorder_on(model.device) if recorded and recordable(codec, model.dtype) else None
-        spare = 0 if self._recorder is None else 1
+        recorder = recorder_on(model.device, model.kernels) if recorded else None
+        takes = recorder is not None and recordable(codec, model.dtype, queues=recorder.queues)
+        self._recorder = recorder if takes else None
+        spare = 1 if self._recorder is not None and self._recorder.queues else 0
         self.memory = KvMemory(codec, self.layout, num_pages + spare, num_slots + spare, prompts=prompts)
         self._graphs: Graphs | None = None
         if self._recorder is not None:
@@ -104,7 +106,7 @@ class ModelRunner:
 
     def looks_ahead(self, spans: Sequence[Span]) -> bool:
         """Whether `begin_after` takes these, none of which waits for the host then."""
-        return self._graphs is not None and self._graphs.takes(spans)
+        return self._graphs is not None and self._graphs.queues and self._graphs.takes(spans)
 
     def begin(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> Begun:
         """Give the device a step of `choose`. Raises `GuideError` naming the span."""

@@ -89,8 +89,7 @@ void seal(const Kernels& kernels, const PageFormat& fmt, int layer, const nb::di
   const std::size_t rows = std::size_t(list.count) * pool.heads * fmt.elements();
   const auto* first = integers(Array(starts, "starts"), std::size_t(list.count));
   const auto *k_rows = halves(Array(k, "k"), rows), *v_rows = halves(Array(v, "v"), rows);
-  const nb::gil_scoped_release unlocked;
-  kernels.engine().seal(fmt, layer, pool, list, first, k_rows, v_rows);
+  perform([=, &kernels, &fmt] { kernels.engine().seal(fmt, layer, pool, list, first, k_rows, v_rows); });
 }
 
 // spans as in `attend`.
@@ -166,8 +165,7 @@ void attend(const Kernels& kernels, const PageFormat& fmt, int layer, const nb::
   };
   const Rows rows{q.strips().data, q.strips().stride,   static_cast<std::byte*>(out.data()), q.dtype(), rows_of(k, "k"),
                   rows_of(v, "v"), std::int64_t(total), int(q.elements() / q.inner())};
-  const nb::gil_scoped_release unlocked;
-  kernels.engine().attend(fmt, layer, pool, exact, where, rows);
+  perform([=, &kernels, &fmt] { kernels.engine().attend(fmt, layer, pool, exact, where, rows); });
 }
 
 }  // namespace

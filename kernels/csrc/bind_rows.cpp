@@ -20,10 +20,10 @@ BlockWeight codes_of(nb::handle tensor, std::int64_t outputs, std::int64_t k) {
   return {static_cast<const std::byte*>(weight.data()), bits, int(blocks), int(outputs)};
 }
 
-// Row b of k, v [B, heads, D], number starts[b] of its sequence, to its place in slot slots[b]; false where one is
-// not finite in FP16.
-bool append(const Kernels& kernels, nb::handle open_k, nb::handle open_v, nb::handle starts, nb::handle slots,
-            nb::handle k, nb::handle v, int sink, int recent) {
+// Row b of k, v [B, heads, D], number starts[b] of its sequence, to its place in slot slots[b]; one that is not finite
+// in FP16 is not written but set in faulty [B].
+void append(const Kernels& kernels, nb::handle open_k, nb::handle open_v, nb::handle starts, nb::handle slots,
+            nb::handle k, nb::handle v, int sink, int recent, nb::handle faulty) {
   const Array keys(open_k, "open_k"), values(open_v, "open_v");
   if (keys.ndim() != 4 || keys.size() == 0) refuse("open_k has four dimensions, none of them 0");
   expect_shape(values, keys.shape());
@@ -37,15 +37,15 @@ bool append(const Kernels& kernels, nb::handle open_k, nb::handle open_v, nb::ha
                       elements<std::uint16_t>(values, Type::kHalf, keys.size()),
                       integers(Array(starts, "starts"), batch),
                       integers(Array(slots, "slots"), batch),
+                      std::int64_t(keys.shape(0)),
                       int(heads),
                       int(keys.shape(2)) / window.pages(),
                       int(d),
                       window};
-  for (std::size_t b = 0; b < batch; ++b)
-    if (open.slots[b] < 0 || open.slots[b] >= std::int64_t(keys.shape(0)) || open.positions[b] < 0)
-      refuse("sequence " + std::to_string(b) + " has a bad position or a slot outside the pool");
-  const nb::gil_scoped_release unlocked;
-  return hack::append(kernels.rows_of(k_rows), open, k_rows.strips(), v_rows.strips());
+  auto* flags = elements<bool>(Array(faulty, "faulty"), Type::kBool, batch);
+  perform([=, &operations = kernels.rows_of(k_rows)] {
+    hack::append(operations, open, k_rows.strips(), v_rows.strips(), flags);
+  });
 }
 
 // Rows of k, v [T, H, D] in FP16, zeros where one is not finite, which sets its sequence in faulty [B].
@@ -65,9 +65,10 @@ void narrow(const Kernels& kernels, nb::handle k, nb::handle v, nb::handle count
   auto* flags = elements<bool>(Array(faulty, "faulty"), Type::kBool, sequences.size());
   auto* narrow_k = elements<std::uint16_t>(to_k, Type::kHalf, size);
   auto* narrow_v = elements<std::uint16_t>(to_v, Type::kHalf, size);
-  const nb::gil_scoped_release unlocked;
-  hack::narrow(kernels.rows_of(k_rows), kernels.threads(), k_rows.strips(), v_rows.strips(), int(k_rows.elements()),
-               each, std::int64_t(sequences.size()), narrow_k, narrow_v, flags);
+  perform([=, &kernels, batch = std::int64_t(sequences.size())] {
+    hack::narrow(kernels.rows_of(k_rows), kernels.threads(), k_rows.strips(), v_rows.strips(), int(k_rows.elements()),
+                 each, batch, narrow_k, narrow_v, flags);
+  });
 }
 
 // The first `heads` heads of rows of x [T, H, D] by turns [T, D], in place.
@@ -76,8 +77,9 @@ void rotate(const Kernels& kernels, nb::handle x, int heads, nb::handle turns) {
   const std::size_t d = std::size_t(rows.inner()), count = std::size_t(rows.strips().count);
   const auto* angles = elements<const float>(Array(turns, "turns"), Type::kFloat, count * d);
   if (d % 2 || heads < 1 || heads > rows.elements() / rows.inner()) refuse("x lacks heads, or head_dim is odd");
-  const nb::gil_scoped_release unlocked;
-  hack::rotate(kernels.rows_of(rows), kernels.threads(), rows.strips(), heads, int(d), angles);
+  perform([=, &kernels] {
+    hack::rotate(kernels.rows_of(rows), kernels.threads(), rows.strips(), heads, int(d), angles);
+  });
 }
 
 // Rows of x [T, n], to which `more` [T, n] is added in place unless it is None, with weight [n], to out [T, n].
@@ -93,9 +95,10 @@ void norm(const Kernels& kernels, nb::handle x, nb::handle more, nb::handle weig
   to.expect(rows, rows.elements());
   if (float_dtype(weights.type(), "weight") != rows.dtype() || std::int64_t(weights.size()) != rows.elements())
     refuse("weight has the wrong shape or dtype for x");
-  const nb::gil_scoped_release unlocked;
-  hack::norm(kernels.rows_of(rows), kernels.threads(), rows.strips(), added,
-             static_cast<const std::byte*>(weights.data()), int(rows.elements()), epsilon, to.strips());
+  perform([=, &kernels, scale = static_cast<const std::byte*>(weights.data())] {
+    hack::norm(kernels.rows_of(rows), kernels.threads(), rows.strips(), added, scale, int(rows.elements()), epsilon,
+               to.strips());
+  });
 }
 
 // silu(gate) * up: rows of x [T, 2 n], which are gate [n] and then up [n], to out [T, n].
@@ -104,9 +107,10 @@ void gate(const Kernels& kernels, nb::handle x, nb::handle out) {
   if (rows.elements() % 2) refuse("x has an odd number of columns");
   const std::int64_t n = rows.elements() / 2;
   to.expect(rows, n);
-  const nb::gil_scoped_release unlocked;
-  hack::gate(kernels.rows_of(rows), kernels.threads(), rows.strips(), int(n), std::size_t(n) * bytes_of(rows.dtype()),
-             to.strips());
+  perform([=, &kernels] {
+    hack::gate(kernels.rows_of(rows), kernels.threads(), rows.strips(), int(n),
+               std::size_t(n) * bytes_of(rows.dtype()), to.strips());
+  });
 }
 
 // Rows of x [T, k] times rows of weight [n, k], plus bias [n] unless it is None, to out [T, n].
@@ -119,9 +123,9 @@ void product(const Kernels& kernels, nb::handle x, nb::handle weight, nb::handle
   if (float_dtype(weights.type(), "weight") != rows.dtype()) refuse("weight has the wrong dtype for x");
   const std::byte* added = nullptr;
   if (!bias.is_none()) added = elements<const std::byte>(Array(bias, "bias"), weights.type(), std::size_t(n));
-  const nb::gil_scoped_release unlocked;
-  hack::product(kernels.rows_of(rows), kernels.threads(), rows.strips(), int(k),
-                static_cast<const std::byte*>(weights.data()), added, n, to.strips());
+  perform([=, &kernels, numbers = static_cast<const std::byte*>(weights.data())] {
+    hack::product(kernels.rows_of(rows), kernels.threads(), rows.strips(), int(k), numbers, added, n, to.strips());
+  });
 }
 
 // As `product`, of a weight as codes (block_weight.py): [tiles, blocks, bytes].
@@ -135,9 +139,10 @@ void block_product(const Kernels& kernels, nb::handle x, nb::handle weight, nb::
     if (float_dtype(more.type(), "bias") != rows.dtype()) refuse("bias has the wrong dtype for x");
     added = elements<const std::byte>(more, more.type(), std::size_t(codes.outputs));
   }
-  const nb::gil_scoped_release unlocked;
-  if (rows.strips().count > 0)
+  if (rows.strips().count == 0) return;
+  perform([=, &kernels] {
     hack::product(kernels.rows_of(rows), kernels.threads(), rows.strips(), codes, added, to.strips());
+  });
 }
 
 // A matrix [outputs, k] of numbers or, with three dimensions, of codes; and rows times it.
@@ -177,29 +182,37 @@ void finish_layer(const Kernels& kernels, nb::handle x, nb::handle mixed, nb::tu
   if (nb::len(matrices) != 3) refuse("matrices are out, gate_up and down");
   const Matrix after(matrices[0], rows, n, heads.elements()), wide(matrices[1], rows, 2 * ffn, n);
   const Matrix down(matrices[2], rows, n, ffn);
-  const Array norms[] = {Array(norm_weight, "norm"), Array(next_norm, "next_norm")};
-  for (const Array& each : norms)
-    if (float_dtype(each.type(), "norm") != rows.dtype() || std::int64_t(each.size()) != n)
+  const auto scale_of = [&](nb::handle tensor) {
+    const Array norm(tensor, "norm");
+    if (float_dtype(norm.type(), "norm") != rows.dtype() || std::int64_t(norm.size()) != n)
       refuse("norm has the wrong shape or dtype for x");
-  const nb::gil_scoped_release unlocked;
+    return static_cast<const std::byte*>(norm.data());
+  };
+  const std::byte *scale = scale_of(norm_weight), *next_scale = scale_of(next_norm);
   if (rows.strips().count == 0) return;
-  const RowOperations& operations = kernels.rows_of(rows);
-  const int threads = kernels.threads();
   const std::int64_t bytes = bytes_of(rows.dtype());
   const auto from = [&](std::int64_t column) {
     return Strips{space.strips().data + column * bytes, space.strips().count, space.strips().stride};
   };
   const Strips more = from(0), both = from(n), gated = from(n + 2 * ffn);
-  const auto norm = [&](const Array& weight) {
-    hack::norm(operations, threads, rows.strips(), more, static_cast<const std::byte*>(weight.data()), int(n), epsilon,
-               to.strips());
-  };
-  after.multiply(operations, threads, heads.strips(), more);
-  norm(norms[0]);
-  wide.multiply(operations, threads, to.strips(), both);
-  hack::gate(operations, threads, both, int(ffn), std::size_t(ffn * bytes), gated);
-  down.multiply(operations, threads, gated, more);
-  norm(norms[1]);
+  perform([=, &kernels] {
+    const RowOperations& operations = kernels.rows_of(rows);
+    const int threads = kernels.threads();
+    const auto norm = [&](const std::byte* weight) {
+      hack::norm(operations, threads, rows.strips(), more, weight, int(n), epsilon, to.strips());
+    };
+    after.multiply(operations, threads, heads.strips(), more);
+    norm(scale);
+    wide.multiply(operations, threads, to.strips(), both);
+    hack::gate(operations, threads, both, int(ffn), std::size_t(ffn * bytes), gated);
+    down.multiply(operations, threads, gated, more);
+    norm(next_scale);
+  });
+}
+
+void expect_within(const std::int64_t* ids, std::int64_t count, std::int64_t end) {
+  for (std::int64_t i = 0; i < count; ++i)
+    if (ids[i] < 0 || ids[i] >= end) refuse("ids lie outside the rows");
 }
 
 // Rows `ids` of a weight of `count` rows, or all of them where that is None, to out [rows, k].
@@ -208,15 +221,24 @@ void unpack(const Kernels& kernels, nb::handle weight, std::int64_t count, nb::h
   const BlockWeight codes = codes_of(weight, count, to.elements());
   const std::int64_t rows = to.strips().count;
   const std::int64_t* chosen = nullptr;
-  if (!ids.is_none()) {
-    chosen = integers(Array(ids, "ids"), std::size_t(rows));
-    for (std::int64_t i = 0; i < rows; ++i)
-      if (chosen[i] < 0 || chosen[i] >= count) refuse("ids lie outside the weight");
-  } else if (rows != count) {
-    refuse("out has the wrong shape for weight");
-  }
-  const nb::gil_scoped_release unlocked;
-  if (rows > 0) hack::unpack(kernels.rows_of(to), kernels.threads(), codes, chosen, to.strips());
+  if (!ids.is_none()) chosen = integers(Array(ids, "ids"), std::size_t(rows));
+  else if (rows != count) refuse("out has the wrong shape for weight");
+  if (rows == 0) return;
+  perform([=, &kernels] {
+    if (chosen != nullptr) expect_within(chosen, rows, count);
+    hack::unpack(kernels.rows_of(to), kernels.threads(), codes, chosen, to.strips());
+  });
+}
+
+// Rows `ids` of a table [N, n] to out [rows, n].
+void take(const Kernels& kernels, nb::handle table, nb::handle ids, nb::handle out) {
+  const RowArray from(table, "table"), to(out, "out");
+  if (from.dtype() != to.dtype() || from.elements() != to.elements()) refuse("out has the wrong shape or dtype");
+  const std::int64_t* chosen = integers(Array(ids, "ids"), std::size_t(to.strips().count));
+  perform([=, &kernels] {
+    expect_within(chosen, to.strips().count, from.strips().count);
+    hack::take(kernels.threads(), from.strips(), chosen, from.elements() * bytes_of(from.dtype()), to.strips());
+  });
 }
 
 HeadRows head_rows(const Kernels& kernels, const RowArray& rows) {
@@ -224,7 +246,7 @@ HeadRows head_rows(const Kernels& kernels, const RowArray& rows) {
 }
 
 // Heads of rows x [T, H, D] by matrices [G, D, D], plus shift [G, D] unless it is None, to out [T, H, D]. Without
-// matrices x only becomes float32. `rounded`: x is rounded to FP16 first.
+// matrices x only changes its dtype. `rounded`: x is rounded to FP16 first.
 HeadTurn head_turn(const Kernels& kernels, nb::handle x, nb::handle matrices, nb::handle shift, bool rounded,
                    nb::handle out) {
   const RowArray rows(x, "x"), to(out, "out");
@@ -233,7 +255,7 @@ HeadTurn head_turn(const Kernels& kernels, nb::handle x, nb::handle matrices, nb
   const bool wide = rows.dtype() == Dtype::kFloat && !rounded, plain = to.dtype() == Dtype::kFloat;
   HeadTurn part{head_rows(kernels, rows), head_rows(kernels, to), wide, rounded, int(heads), int(d)};
   if (matrices.is_none()) {
-    if (!plain || !shift.is_none()) refuse("out must be float32 without matrices, and nothing is added");
+    if (!shift.is_none()) refuse("a shift is added to what matrices turn");
     return part;
   }
   const Array turns(matrices, "matrices");
@@ -257,8 +279,7 @@ void turn_heads(const Kernels& kernels, nb::tuple parts) {
     if (nb::len(part) != 5) refuse("a part has x, matrices, shift, rounded and out");
     turns.push_back(head_turn(kernels, part[0], part[1], part[2], nb::cast<bool>(part[3]), part[4]));
   }
-  const nb::gil_scoped_release unlocked;
-  hack::turn_heads(kernels.threads(), turns);
+  perform([&kernels, turns = std::move(turns)] { hack::turn_heads(kernels.threads(), turns); });
 }
 
 }  // namespace bound
@@ -274,6 +295,7 @@ void bind_rows(nb::class_<Kernels>& kernels) {
       .def("product", bound::product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
       .def("block_product", bound::block_product, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
       .def("finish_layer", bound::finish_layer)
+      .def("take", bound::take)
       .def("unpack", bound::unpack, "weight"_a, "count"_a, "ids"_a.none(), "out"_a)
       .def("turn_heads", bound::turn_heads);
 }

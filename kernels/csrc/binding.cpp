@@ -42,6 +42,7 @@ NB_MODULE(_cpu, m) {
   bind_pages(kernels);
   bind_rows(kernels);
   bind_choices(m, kernels);
+  bind_programs(m);
 }
 
 }  // namespace hack

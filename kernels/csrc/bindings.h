@@ -4,7 +4,12 @@
 
 #include <nanobind/nanobind.h>
 
+#include <atomic>
+#include <chrono>
+#include <functional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "arrays.h"
 #include "attention.h"
@@ -29,6 +34,45 @@ class Kernels {
   Engine engine_;
 };
 
+// Calls of kernels in their order, with the memory that they had: to be made again.
+class Program {
+ public:
+  void add(std::function<void()> call) { calls_.push_back(std::move(call)); }
+  std::size_t size() const { return calls_.size(); }
+  void run() const {
+    for (const auto& call : calls_) call();
+  }
+
+ private:
+  std::vector<std::function<void()>> calls_;
+};
+
+// The program that takes down this thread's calls; null: none does.
+inline thread_local Program* recording = nullptr;
+
+// A call with all that it needs checked and at hand: takes it down where somebody records, and makes it.
+template <class Call>
+void perform(Call call) {
+  if (recording != nullptr) recording->add(call);
+  const nb::gil_scoped_release unlocked;
+  call();
+}
+
+// Sums the time between its start and its stop, which are calls that a program takes down.
+class Stopwatch {
+ public:
+  double seconds() const { return seconds_.load(std::memory_order_relaxed); }
+  void start() { began_ = std::chrono::steady_clock::now(); }
+  void stop() {
+    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began_;
+    seconds_.store(seconds() + spent.count(), std::memory_order_relaxed);
+  }
+
+ private:
+  std::chrono::steady_clock::time_point began_;
+  std::atomic<double> seconds_{0};  // read by other threads
+};
+
 // Pages that a query sees exactly, as checked.
 Window make_window(int sink, int recent);
 
@@ -36,5 +80,6 @@ void bind_formats(nb::module_& m);
 void bind_pages(nb::class_<Kernels>& kernels);
 void bind_rows(nb::class_<Kernels>& kernels);
 void bind_choices(nb::module_& m, nb::class_<Kernels>& kernels);
+void bind_programs(nb::module_& m);
 
 }  // namespace hack

@@ -28,8 +28,8 @@ constexpr RowOperations row_operations_of() {
   }();
   return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>,
           largest_in_row<S, dtype>, spread_row<S, dtype>, weigh<S>,           product_block<S, dtype>,
-          widen_row<S, dtype>,      turn_block<S, dtype>, round,              multiply,
-          unpack_row_of<S, dtype>};
+          widen_row<S, dtype>,      narrow_row<S, dtype>, turn_block<S, dtype>, round,
+          multiply,                 unpack_row_of<S, dtype>};
 }
 
 template <class S>

@@ -1,4 +1,6 @@
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "rowwise_calls.h"
@@ -53,25 +55,28 @@ Strips paired_rows(const RowOperations& operations, int threads, const Strips& x
 
 }  // namespace
 
-bool append(const RowOperations& operations, const OpenRows& open, const Strips& k, const Strips& v) {
+void append(const RowOperations& operations, const OpenRows& open, const Strips& k, const Strips& v, bool* faulty) {
+  for (std::int64_t b = 0; b < k.count; ++b)
+    if (open.slots[b] < 0 || open.slots[b] >= open.slot_count || open.positions[b] < 0)
+      throw std::invalid_argument("sequence " + std::to_string(b) + " has a bad position or a slot outside the pool");
   const std::int64_t d = open.head_dim, row = open.heads * d;
-  auto* rounded = reinterpret_cast<std::uint16_t*>(thread_scratch(std::size_t(2 * k.count * row) * 2));
-  bool finite = true;
+  auto* keys = reinterpret_cast<std::uint16_t*>(thread_scratch(std::size_t(2 * row) * sizeof(std::uint16_t)));
+  auto* values = keys + row;
   for (std::int64_t b = 0; b < k.count; ++b) {
-    finite &= operations.round(k.data + b * k.stride, int(row), rounded + 2 * b * row);
-    finite &= operations.round(v.data + b * v.stride, int(row), rounded + (2 * b + 1) * row);
-  }
-  if (!finite) return false;
-  for (std::int64_t b = 0; b < k.count; ++b) {
+    const bool finite = operations.round(k.data + b * k.stride, int(row), keys) &
+                        operations.round(v.data + b * v.stride, int(row), values);
+    if (!finite) {
+      faulty[b] = true;
+      continue;
+    }
+    const std::int64_t page = open.positions[b] / open.page_tokens;
     for (int h = 0; h < open.heads; ++h) {
-      const std::int64_t page = open.positions[b] / open.page_tokens;
       const std::int64_t slot = (open.slots[b] * open.heads + h) * open.window.pages() + open.window.place(page);
       const std::int64_t at = (slot * open.page_tokens + open.positions[b] % open.page_tokens) * d;
-      std::memcpy(open.k + at, rounded + 2 * b * row + h * d, 2 * std::size_t(d));
-      std::memcpy(open.v + at, rounded + (2 * b + 1) * row + h * d, 2 * std::size_t(d));
+      std::memcpy(open.k + at, keys + h * d, 2 * std::size_t(d));
+      std::memcpy(open.v + at, values + h * d, 2 * std::size_t(d));
     }
   }
-  return true;
 }
 
 void narrow(const RowOperations& operations, int threads, const Strips& k, const Strips& v, int n,
@@ -168,6 +173,12 @@ void unpack(const RowOperations& operations, int threads, const BlockWeight& w, 
   });
 }
 
+void take(int threads, const Strips& x, const std::int64_t* ids, std::int64_t bytes, const Strips& out) {
+  for_rows(threads, out.count, bytes, [&](std::int64_t row) {
+    std::memcpy(out.data + row * out.stride, x.data + ids[row] * x.stride, std::size_t(bytes));
+  });
+}
+
 namespace {
 
 // Head `head` of `rows` rows from `row` on.
@@ -186,7 +197,8 @@ void turn_block(const HeadTurn& part, std::int64_t head, std::int64_t row, int r
     stride = wide_stride;
   }
   if (part.matrices == nullptr) {
-    for (int r = 0; r < rows; ++r) std::memcpy(out + r * out_stride, x + r * stride, 4 * std::size_t(d));
+    for (int r = 0; r < rows; ++r)
+      part.out.operations->store(reinterpret_cast<const float*>(x + r * stride), d, out + r * out_stride);
     return;
   }
   const std::int64_t group = head / (part.heads / part.groups);

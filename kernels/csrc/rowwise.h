@@ -75,6 +75,13 @@ void widen_row(const std::byte* row, int n, bool rounded, float* out) {
   }
 }
 
+// n values in FP32, rounded to the row's dtype.
+template <class S, Dtype dtype>
+void narrow_row(const float* row, int n, std::byte* out) {
+  const auto* values = reinterpret_cast<const std::byte*>(row);
+  for (int i = 0; i < n; i += kLanes) store_lanes<S, dtype>(out, i, n, load_lanes<S, Dtype::kFloat>(values, i, n));
+}
+
 // Rotates the pairs (i, i + D/2) of every head [D] of a row by `turn`, which is cos [D/2] and then sin [D/2].
 template <class S, Dtype dtype>
 void rotate_row(std::byte* row, int heads, int head_dim, const float* turn) {

@@ -20,15 +20,16 @@ struct OpenRows {
   std::uint16_t* v;
   const std::int64_t* positions;
   const std::int64_t* slots;
+  std::int64_t slot_count;
   int heads;
   int page_tokens;
   int head_dim;
   Window window;
 };
 
-// Rounds k and v, one row [heads, D] per sequence, to FP16 and writes them. If a value is not finite, it returns false
-// and writes nothing.
-bool append(const RowOperations& operations, const OpenRows& open, const Strips& k, const Strips& v);
+// Rounds k and v, one row [heads, D] per sequence, to FP16 and writes them. A row with a value that is not finite sets
+// its flag in `faulty` instead. Throws `std::invalid_argument` where a place lies outside the slots, and writes nothing.
+void append(const RowOperations& operations, const OpenRows& open, const Strips& k, const Strips& v, bool* faulty);
 // Rounds rows of n values of k and v to FP16, to rows of out_k and out_v, which become zeros where one of the row's values
 // is not finite; sets `faulty` of the row's sequence then. counts [batch]: rows of each sequence, one after another.
 void narrow(const RowOperations& operations, int threads, const Strips& k, const Strips& v, int n,
@@ -58,6 +59,8 @@ void product(const RowOperations& operations, int threads, const Strips& x, cons
 // Rows ids[0], .. of w, or all of them where that is null, to rows of out.
 void unpack(const RowOperations& operations, int threads, const BlockWeight& w, const std::int64_t* ids,
             const Strips& out);
+// Rows ids[0], .. of x, of `bytes` each, to rows of out.
+void take(int threads, const Strips& x, const std::int64_t* ids, std::int64_t bytes, const Strips& out);
 // Rows of heads, and what their dtype asks for.
 struct HeadRows {
   Strips strips;
@@ -78,7 +81,7 @@ struct HeadTurn {
   int heads;
   int head_dim;
   int groups = 1;
-  const float* matrices = nullptr;  // null: x only becomes FP32
+  const float* matrices = nullptr;  // null: x only changes its dtype
   const float* shift = nullptr;     // null, or out is FP32
 };
 

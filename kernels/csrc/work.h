@@ -210,6 +210,7 @@ struct RowOperations {
   void (*weigh)(const double* values, std::int64_t count, double peak, double temperature, std::int64_t* weights);
   void (*product)(const ProductItem&, std::byte* scratch);
   void (*widen)(const std::byte* row, int n, bool rounded, float* out);
+  void (*store)(const float* row, int n, std::byte* out);
   void (*turn)(const ProductItem&);
   void (*round_blocks)(const std::byte* row, int k, const BlockRows& out, std::int64_t at);
   void (*block_product)(const BlockItem&, std::byte* scratch);

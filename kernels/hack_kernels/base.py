@@ -148,6 +148,18 @@ class Rows:
     """[T, Hkv, D] float16, or None with `k`."""
 
 
+class Recorder(Protocol):
+    """How a device records what it is told to do, to do it again at a fraction of the host's time."""
+
+    queues: bool
+    """Whether the device works behind the host. Then recording waits for it, and what is needed is recorded before."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What does again what `work` does, on the same memory. Runs `work`, maybe twice. What it takes for itself
+        stays its own until something else that was recorded here runs. Raises `RuntimeError` if the device cannot."""
+        ...
+
+
 class RowKernels(ChoiceKernels, Protocol):
     """Operations of a model on rows; `hack_kernels.rowwise` is the definition.
 
@@ -161,6 +173,18 @@ class RowKernels(ChoiceKernels, Protocol):
 
     def finish_layer(self, x: Tensor, mixed: Tensor, matrices: Matrices, norms: Norms, epsilon: float) -> Tensor:
         """x [T, n] += mixed [T, m] @ out^T; x += gate(norms[0](x) @ gate_up^T) @ down^T; -> norms[1](x) [T, n]."""
+        ...
+
+    def recorder(self) -> Recorder | None:
+        """A new one for steps of these kernels; None if nothing is gained."""
+        ...
+
+    def take(self, table: Tensor, ids: Tensor) -> Tensor:
+        """The rows `ids` (int64 [R]) of `table` [N, n]: [R, n]."""
+        ...
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [T, H, D] float32, contiguous, rounded to `dtype`."""
         ...
 
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:

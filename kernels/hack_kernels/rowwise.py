@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hack_kernels.base import Pool, Spans
+from hack_kernels.base import Pool, Recorder, Spans
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight, rounded_rows
 from hack_kernels.choosing import Choice, ChoiceInput, ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
 from hack_kernels.turns import Turns
@@ -36,6 +36,18 @@ class Rowwise:
         out, gate_up, down = matrices
         normed = self.norm(x, norms[0], epsilon, self.product(mixed, out))
         return self.norm(x, norms[1], epsilon, self.product(self.gate(self.product(normed, gate_up)), down))
+
+    def recorder(self) -> Recorder | None:
+        """None: torch's operators are what takes time."""
+        return None
+
+    def take(self, table: Tensor, ids: Tensor) -> Tensor:
+        """torch's operator."""
+        return table.index_select(0, ids)
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """torch's operator."""
+        return x.to(dtype)
 
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
         """By the definition."""

@@ -159,6 +159,8 @@ def test_a_device_that_cannot_record_says_so_by_name(monkeypatch: pytest.MonkeyP
         worker = worker_in_16_bits("fp16", SMALL)
 
     class Refusing:
+        queues = True
+
         def record(self, work: object) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 

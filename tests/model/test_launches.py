@@ -97,6 +97,8 @@ def test_a_decode_step_launches_on_its_device_and_reads_nothing_back(name: str) 
 class Again:
     """Implements `Recorder` on a device without values: to record is to run."""
 
+    queues = True
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         work()
         return work
@@ -111,7 +113,7 @@ def test_a_recorded_step_takes_one_copy_to_the_device_and_reads_nothing_back(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same three steps. They launch what was launched while they were recorded."""
-    monkeypatch.setattr(runner_module, "recorder_on", lambda device: Again())
+    monkeypatch.setattr(runner_module, "recorder_on", lambda device, kernels: Again())
     engine, parts = DecodeEngine(runner_on_triton(name, recorded=3)), two_sequences()
     with checked_launches() as recorded, NothingComesBack(into_place=True):
         engine.record()

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Pool, Spans
+from hack_kernels.base import Pool, Recorder, Spans
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
 from hack_kernels.choosing import ChoiceInput, ChoiceRules, Chooser, Scores
 from hack_kernels.cpu.extension import compiled
+from hack_kernels.cpu.recorder import CpuRecorder
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.turns import Turns
 
@@ -37,6 +38,24 @@ class RowwiseCpu(Rowwise):
         """One C++ call: six operations of a decode step for the time in Python of one."""
         room, out = x.new_empty(x.shape[0], x.shape[1] + 3 * matrices[2].shape[1]), torch.empty_like(x)
         self._native.finish_layer(x, mixed, tuple(map(_data, matrices)), *norms, epsilon, room, out)
+        return out
+
+    def recorder(self) -> Recorder | None:
+        """Calls of C++, made again without Python."""
+        return CpuRecorder()
+
+    def take(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Row by row."""
+        out = table.new_empty(len(ids), table.shape[1])
+        self._native.take(table, ids, out)
+        return out
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """One pass over the heads."""
+        if x.dtype == dtype:
+            return x
+        out = torch.empty(x.shape, dtype=dtype)
+        self._native.turn_heads(((x, None, None, False, out),))
         return out
 
     def unpack(self, weight: BlockWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
@@ -92,10 +111,9 @@ class RowwiseCpu(Rowwise):
         return found
 
     def append(self, pool: Pool, spans: Spans, k: Tensor, v: Tensor, faulty: Tensor) -> None:
-        """C++ rounds all rows before it writes any. If one is faulty it writes none, and torch writes the others."""
+        """A row is rounded before it is written."""
         window = (pool.window.sink, pool.window.recent)
-        if not self._native.append(pool.open_k, pool.open_v, spans.starts, spans.slots, k, v, *window):
-            super().append(pool, spans, k, v, faulty)
+        self._native.append(pool.open_k, pool.open_v, spans.starts, spans.slots, k, v, *window, faulty)
 
     def narrow(self, k: Tensor, v: Tensor, spans: Spans, faulty: Tensor) -> tuple[Tensor, Tensor]:
         """One pass over each row."""
