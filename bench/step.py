@@ -5,10 +5,13 @@ The model, by default the one that ships, decodes a batch through the node's own
 sampler, events and their readers, in one process. gRPC is left out. A step lasts from the end of the one before to its
 own end.
 
-torch's profiler records some steps in a row. Time of a recorded step outside torch's operators and the C++ kernels
-counts as Python: it includes the cost of recording. The reported share is this Python time plus the time between two
-steps (scheduling), over the time of a step that is not recorded. The cost of recording can only raise the share. The
-first recorded step is left out, since the profiler's start has emptied the caches.
+torch's profiler watches some steps in a row. Time of a watched step outside torch's operators and the C++ kernels
+counts as Python: it includes the cost of watching. The reported share is this Python time plus the time between two
+steps (scheduling), over the time of a step that is not watched. The cost of watching can only raise the share. The
+first watched step is left out, since the profiler's start has emptied the caches.
+
+The node records its steps (`hackkv.model.graphs`), so a step calls one kernel for the whole model: `--eager` measures
+steps without that.
 
 Tokens are chosen greedily, and in a second run with the sampling that the model proposes.
 """
@@ -29,6 +32,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
+from hack_kernels.base import Recorder
 from torch.autograd.profiler import profile, record_function
 
 from bench.cluster import load_note
@@ -51,8 +55,8 @@ from router.api.defaults import read_sampling_defaults
 
 PROMPT: Final = 1000
 STEPS: Final = 300
-RECORDED: Final = range(STEPS // 2, STEPS // 2 + 31)
-"""Steps that the profiler records. The first of them only warms up."""
+WATCHED: Final = range(STEPS // 2, STEPS // 2 + 31)
+"""Steps that the profiler watches. The first of them only warms up."""
 TARGET: Final = 0.20
 GREEDY: Final = Sampling(seed=0, max_tokens=STEPS, temperature=0.0, ignore_eos=True)
 STEP: Final = "decode step"
@@ -62,7 +66,7 @@ Step = Callable[[DecodeEngine, list[StepPart]], list[Outcome]]
 
 @dataclass(slots=True)
 class Times:
-    """Seconds: `steps` that were not recorded, and `python`, recorded steps without operators and kernels."""
+    """Seconds: `steps` that were not watched, and `python`, watched steps without operators and kernels."""
 
     steps: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
@@ -101,9 +105,13 @@ class TimedKernels:
         attribute = getattr(self._kernels, name)
         if not callable(attribute):
             return attribute
-        timed = partial(self._call, attribute)
-        setattr(self, name, timed)  # found without `__getattr__` from now on
-        return timed
+        made = self.timed(attribute)
+        setattr(self, name, made)  # found without `__getattr__` from now on
+        return made
+
+    def timed(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """`kernel`, each call timed."""
+        return partial(self._call, kernel)
 
     def _call(self, kernel: Callable[..., Any], *args: Any) -> Any:
         began = perf_counter()
@@ -111,6 +119,20 @@ class TimedKernels:
         self.seconds += perf_counter() - began
         self.calls += 1
         return result
+
+
+class TimedRecorder:
+    """Implements `Recorder`: what was recorded is a kernel."""
+
+    queues = False
+
+    def __init__(self, inner: Recorder, kernels: TimedKernels) -> None:
+        self._inner, self._kernels = inner, kernels
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Work that could not be recorded calls kernels that are timed themselves."""
+        made = self._inner.record(work)
+        return made if made is work else self._kernels.timed(made)
 
 
 class Clock:
@@ -122,29 +144,29 @@ class Clock:
         self._kernels = kernels
         self._steps = 0
         self._ended_at = 0.0
-        self._recording = profile()
+        self._watch = profile()
         self._kernel_s: list[float] = []
 
     def step(self, engine: DecodeEngine, parts: list[StepPart]) -> list[Outcome]:
-        """One step, recorded or not."""
+        """One step, watched or not."""
         nth = self._steps
         self._steps += 1
-        if nth not in RECORDED:
-            return self._timed(engine, parts, alone=nth - 1 in RECORDED or nth == 0)
-        if nth == RECORDED.start:
-            self._recording.__enter__()
+        if nth not in WATCHED:
+            return self._timed(engine, parts, alone=nth - 1 in WATCHED or nth == 0)
+        if nth == WATCHED.start:
+            self._watch.__enter__()
         before, calls = self._kernels.seconds, self._kernels.calls
         with record_function(STEP):
             tokens = self._step(engine, parts)
         self._kernel_s.append(self._kernels.seconds - before)
         self.times.kernels = self._kernels.calls - calls
-        if nth == RECORDED[-1]:
-            self._recording.__exit__(None, None, None)
+        if nth == WATCHED[-1]:
+            self._watch.__exit__(None, None, None)
             self._read()
         return tokens
 
     def _timed(self, engine: DecodeEngine, parts: list[StepPart], *, alone: bool) -> list[Outcome]:
-        """One step that is not recorded. `alone`: the step before was recorded, or there was none."""
+        """One step that is not watched. `alone`: the step before was watched, or there was none."""
         began = perf_counter()
         tokens = self._step(engine, parts)
         ended = perf_counter()
@@ -155,7 +177,7 @@ class Clock:
         return tokens
 
     def _read(self) -> None:
-        events = self._recording.function_events
+        events = self._watch.function_events
         steps = [event for event in events if event.name == STEP]
         inner = [event for event in events if event.cpu_parent is not None and event.cpu_parent.name == STEP]
         self.times.operators = len(inner) // len(steps)
@@ -172,18 +194,17 @@ def main() -> None:
     parser.add_argument("--codec", default="hack")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--eager", action="store_true", help="steps are not recorded")
     arguments = parser.parse_args()
     # Which tokens come is not what is measured.
     codec = CodecConfig(name=arguments.codec, allow_loss=True)
     worker = load_worker(ModelConfig(path=arguments.model, threads=arguments.threads), codec)
-    measure(worker, arguments.batch, GREEDY)  # warm
+    once = partial(measure, worker, arguments.batch, recorded=not arguments.eager)
+    once(GREEDY)  # warm
     samplings = {"greedy": GREEDY}
     if not arguments.model:
         samplings["as the model proposes"] = proposed(SHIPPED)
-    found = [
-        summary(measure(worker, arguments.batch, sampling), arguments.batch, name)
-        for name, sampling in samplings.items()
-    ]
+    found = [summary(once(sampling), arguments.batch, name) for name, sampling in samplings.items()]
     said = " ".join(("python -m bench.step", *sys.argv[1:]))
     text = section(worker, found, said)
     print(text)
@@ -196,7 +217,7 @@ def proposed(folder: Path) -> Sampling:
     return replace(GREEDY, **read_sampling_defaults(folder).model_dump())
 
 
-def measure(worker: Worker, batch: int, sampling: Sampling) -> Times:
+def measure(worker: Worker, batch: int, sampling: Sampling, *, recorded: bool) -> Times:
     """Decode `STEPS` tokens for each of `batch` sequences."""
     rows: Any = worker.model.kernels
     layers: Any = worker.codec.layers  # type: ignore[attr-defined]
@@ -206,13 +227,17 @@ def measure(worker: Worker, batch: int, sampling: Sampling) -> Times:
         patched.enter_context(patch.object(DecodeEngine, "step", lambda engine, parts: clock.step(engine, parts)))
         for owner in (rows, *dict.fromkeys(layer.kernels for layer in layers)):
             patched.enter_context(patch.object(owner, "_native", kernels))
-        asyncio.run(_run(worker, batch, replace(sampling, max_tokens=STEPS)))
+        asyncio.run(_run(worker, batch, replace(sampling, max_tokens=STEPS), kernels if recorded else None))
     return clock.times
 
 
-async def _run(worker: Worker, batch: int, sampling: Sampling) -> None:
+async def _run(worker: Worker, batch: int, sampling: Sampling, records: TimedKernels | None) -> None:
     pages = batch * worker.layout.pages(PROMPT + STEPS)
-    runner, pool = ModelRunner(worker.model, worker.codec, pages, batch), PagePool(pages, batch)
+    runner = ModelRunner(worker.model, worker.codec, pages, batch, recorded=batch if records else 0)
+    if records is not None and runner._recorder is not None:
+        runner._recorder = TimedRecorder(runner._recorder, records)
+        runner.record()
+    pool = PagePool(pages, batch)
     scheduler: DecodeScheduler[Stream] = DecodeScheduler(
         pool, runner.memory.footprint, Limits(0, batch, worker.layout.page_tokens)
     )

@@ -112,6 +112,8 @@ class Graphs:
         """Take steps from now on. If the device works behind the host, all are recorded here, the largest first: it
         takes the memory that all share. Raises `ConfigError`."""
         self._recorder = recorder
+        self._steps.clear()
+        self._seals.clear()
         if not recorder.queues:
             return
         most = self._input.most

@@ -15,14 +15,15 @@ from hackkv.packaged import SHIPPED
 LAYERS = 2
 
 
-def test_parts_of_a_step_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recorded", [True, False])
+def test_parts_of_a_step_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool) -> None:
     monkeypatch.setattr(step, "PROMPT", 70)
     monkeypatch.setattr(step, "STEPS", 20)
-    monkeypatch.setattr(step, "RECORDED", range(8, 12))
+    monkeypatch.setattr(step, "WATCHED", range(8, 12))
     write_tiny(tmp_path / "tiny", Tiny(layers=LAYERS, head_dim=64))
     worker = load_worker(ModelConfig(path=str(tmp_path / "tiny"), backend="cpu"), CodecConfig(name="hack"))
-    times = step.measure(worker, 3, step.GREEDY)
-    # The first token came with the prompt's last row; a step that is recorded, or follows one, or none, does not count.
+    times = step.measure(worker, 3, step.GREEDY, recorded=recorded)
+    # The first token came with the prompt's last row; a step that is watched, or follows one, or none, does not count.
     assert len(times.steps) == len(times.between) == 20 - 4 - 2
     assert len(times.python) == 4 - 1
     assert all(0 < between < whole for between, whole in zip(times.between, times.steps, strict=True))
@@ -30,9 +31,11 @@ def test_parts_of_a_step_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     products = 4 * LAYERS + 1
     # A step has three rows, its logits too. Where the library multiplies: norms, rotation, append, attention, gate, in
     # each layer. Where we do, rotation, append, attention, the product before them, and one call for all behind them.
-    # The first or last norm and the choice come with both, and our product of the logits.
+    # The rows of the embedding and of the rotation, the first or last norm and the choice come with both, and our
+    # product of the logits. All but that product and the choice are one recorded call where torch computes nothing.
     ours = worker.model.library_rows > 3
-    assert times.kernels == (3 + 5 * LAYERS if ours else 2 + 6 * LAYERS)
+    computed = 5 + 5 * LAYERS if ours else 4 + 6 * LAYERS
+    assert times.kernels == (3 if ours and recorded else computed)
     assert times.operators > (0 if ours else products)
     found = step.summary(times, 3, "greedy")
     assert found["share"] == pytest.approx((found["between_ms"] + found["python_ms"]) / found["step_ms"])
