@@ -32,7 +32,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-from hack_kernels.base import Recorder
+from hack_kernels.recorder import Recorder
 from torch.autograd.profiler import profile, record_function
 
 from bench.cluster import load_note

@@ -22,7 +22,8 @@ from functools import partial
 from typing import Final
 
 import torch
-from hack_kernels.base import DEFINITION, Recorder, RowKernels
+from hack_kernels.base import DEFINITION, RowKernels
+from hack_kernels.recorder import Recorder
 from torch import Tensor
 
 from hackkv.batch import Span

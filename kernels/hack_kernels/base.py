@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
 from hack_kernels.choosing import ChoiceKernels
+from hack_kernels.recorder import Recorder
 from hack_kernels.turns import Turns
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
@@ -146,18 +147,6 @@ class Rows:
     """[T, Hkv, D] float16. None in decode: the new rows stand in the slots already."""
     v: Tensor | None = None
     """[T, Hkv, D] float16, or None with `k`."""
-
-
-class Recorder(Protocol):
-    """How a device records what it is told to do, to do it again at a fraction of the host's time."""
-
-    queues: bool
-    """Whether the device works behind the host. Then recording waits for it, and what is needed is recorded before."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What does again what `work` does, on the same memory. Runs `work`, maybe twice. What it takes for itself
-        stays its own until something else that was recorded here runs. Raises `RuntimeError` if the device cannot."""
-        ...
 
 
 class RowKernels(ChoiceKernels, Protocol):

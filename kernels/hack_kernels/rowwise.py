@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hack_kernels.base import Pool, Recorder, Spans
+from hack_kernels.base import Pool, Spans
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight, rounded_rows
 from hack_kernels.choosing import Choice, ChoiceInput, ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
+from hack_kernels.recorder import Recorder
 from hack_kernels.turns import Turns
 
 

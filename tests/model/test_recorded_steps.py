@@ -4,6 +4,7 @@ operator by operator, whatever codec, batch and length."""
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -31,13 +32,13 @@ UNRECORDED = {"mpcache", "zack", "cachegen-fp16", "cachegen-delta"}
 """Codecs that choose pages, or have some that their definition serves."""
 
 
-def runners(name: str, dtype: torch.dtype, **settings: object) -> tuple[ModelRunner, ModelRunner]:
+def runners(name: str, dtype: torch.dtype, **settings: Any) -> tuple[ModelRunner, ModelRunner]:
     """One that records and one that does not, of the same model."""
     model, backend = tiny_worker("fp16").model, CpuBackend()
     shape = model.spec.kv_shape
     if "calibration" in settings:
         settings["calibration"] = str(calibration_file(shape.num_layers, shape.num_kv_heads, shape.head_dim))
-    config = CodecConfig(name=name, settings={"page_tokens": PI, **settings})  # type: ignore[arg-type]
+    config = CodecConfig(name=name, settings={"page_tokens": PI, **settings})
     codec = make_codec(config, shape, backend)
     weights: Weights = placed(model.weights, model.device, dtype)
     llama = Llama(model.spec, weights, kernels=backend.rows)
@@ -70,7 +71,7 @@ def programs(runner: ModelRunner) -> list[object]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "settings"), EVERY, ids=str)
 def test_a_step_made_again_gives_the_bytes_of_one_computed_anew(
-    name: str, settings: dict[str, object], dtype: torch.dtype
+    name: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Sequences join, leave and fill pages; sizes come back after others have run in the same memory."""
     if name == "zack":

@@ -71,7 +71,7 @@ class _Room:
         size = max(_LINE, 1 << (like.untyped_storage().nbytes() - 1).bit_length())
         free = self._free[size]
         memory = free.pop() if free else torch.empty(size, dtype=torch.uint8)
-        held = memoryview(memory.numpy())
+        held = memory.numpy().data
         weakref.finalize(held, free.append, memory).atexit = False
         return torch.frombuffer(held, dtype=like.dtype, count=max(1, size // like.itemsize)).as_strided(
             like.shape, like.stride()

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hack_kernels.base import Pool, Recorder, Spans
+from hack_kernels.base import Pool, Spans
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
 from hack_kernels.choosing import ChoiceInput, ChoiceRules, Chooser, Scores
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.cpu.recorder import CpuRecorder
+from hack_kernels.recorder import Recorder
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.turns import Turns
 
