@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from hackkv.types import Fingerprint, Role
 
@@ -48,6 +49,11 @@ class CodecLoss:
     """Length of the text."""
 
 
+CONTROL_VERSION: Final = 1
+"""Version of what router and nodes say to each other. Increases when one of them would misread another; how KV travels
+has a version of its own, in the fingerprint."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
     """What a node says of itself when it registers, and again each time it renews its lease.
@@ -81,6 +87,7 @@ class NodeInfo:
     marks: bytes | None = field(default=None, repr=False)
     """Marks of sealed pages that later prompts can share (`hackkv.page_names`), one after another, those used last
     first; None on nodes that keep none."""
+    control_version: int = CONTROL_VERSION
 
     def reached_at(self, address: str) -> NodeInfo:
         """The same node, dialled at `address` instead of its own; wires at its own address move with it."""

@@ -270,6 +270,7 @@ def _pack_node_info(info: NodeInfo) -> pb.NodeInfo:
         wires=[pb.WireAddress(wire=one.wire, address=one.address) for one in info.wires],
         loss=None if info.loss is None else _pack_loss(info.loss),
         marks=info.marks,
+        control_version=info.control_version,
     )
 
 
@@ -303,6 +304,7 @@ def _unpack_node_info(message: pb.NodeInfo) -> NodeInfo:
         wires=tuple(_unpack_wire(wire) for wire in capped("wires", message.wires, MAX_WIRES)),
         loss=_unpack_loss(message.loss) if message.HasField("loss") else None,
         marks=_unpack_marks(message.marks) if message.HasField("marks") else None,
+        control_version=message.control_version,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hackkv.errors import HackkvError, HandshakeRefused
-from hackkv.nodes import Lease, NodeInfo
+from hackkv.nodes import CONTROL_VERSION, Lease, NodeInfo
 from hackkv.types import Fingerprint, Role
 from router.fleet.members import Member
 from router.fleet.roster import Roster
@@ -109,6 +109,11 @@ class Membership:
             await asyncio.sleep(self._ttl_s / 3)
 
     def _check(self, info: NodeInfo) -> None:
+        if info.control_version != CONTROL_VERSION:
+            raise HandshakeRefused(
+                f"node {info.node_id} is of another version of hackkv: control_version {info.control_version}, "
+                f"the router's is {CONTROL_VERSION}"
+            )
         if info.max_context <= 0 or (info.role is Role.DECODE and (info.page_tokens <= 0 or info.total_pages <= 0)):
             raise HandshakeRefused(
                 f"node {info.node_id}: max_context {info.max_context}, page_tokens {info.page_tokens}, "

@@ -143,6 +143,7 @@ node_infos = st.builds(
     short_tuples(st.builds(WireAddress, TEXT, TEXT)),
     st.none() | st.builds(CodecLoss, LOGPROB, FINITE, LOGPROB, U32),
     st.none() | st.binary(max_size=5).map(lambda mark: mark * MARK_BYTES),
+    U32,
 )
 
 

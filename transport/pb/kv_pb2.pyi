@@ -541,7 +541,7 @@ class CodecLoss(_message.Message):
     def __init__(self, kl: _Optional[float] = ..., top1: _Optional[float] = ..., perplexity_ratio: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "role", "address", "incarnation", "model", "fingerprint", "page_tokens", "max_context", "total_pages", "free_pages", "queued_tokens", "running", "waiting", "stats", "draining", "kernels", "wires", "loss", "marks")
+    __slots__ = ("node_id", "role", "address", "incarnation", "model", "fingerprint", "page_tokens", "max_context", "total_pages", "free_pages", "queued_tokens", "running", "waiting", "stats", "draining", "kernels", "wires", "loss", "marks", "control_version")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -561,6 +561,7 @@ class NodeInfo(_message.Message):
     WIRES_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     MARKS_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_VERSION_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     role: Role
     address: str
@@ -580,7 +581,8 @@ class NodeInfo(_message.Message):
     wires: _containers.RepeatedCompositeFieldContainer[WireAddress]
     loss: CodecLoss
     marks: bytes
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., page_tokens: _Optional[int] = ..., max_context: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., stats: _Optional[_Iterable[_Union[Stat, _Mapping]]] = ..., draining: _Optional[bool] = ..., kernels: _Optional[str] = ..., wires: _Optional[_Iterable[_Union[WireAddress, _Mapping]]] = ..., loss: _Optional[_Union[CodecLoss, _Mapping]] = ..., marks: _Optional[bytes] = ...) -> None: ...
+    control_version: int
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., page_tokens: _Optional[int] = ..., max_context: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., stats: _Optional[_Iterable[_Union[Stat, _Mapping]]] = ..., draining: _Optional[bool] = ..., kernels: _Optional[str] = ..., wires: _Optional[_Iterable[_Union[WireAddress, _Mapping]]] = ..., loss: _Optional[_Union[CodecLoss, _Mapping]] = ..., marks: _Optional[bytes] = ..., control_version: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("ttl_s",)

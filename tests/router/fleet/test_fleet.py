@@ -10,6 +10,7 @@ import pytest
 from chaos.loop import VirtualLoop
 from chaos.loop import run as on_a_virtual_clock
 from hackkv.errors import HandshakeRefused, NodeLost, Overloaded, Unavailable
+from hackkv.nodes import CONTROL_VERSION
 from hackkv.types import WIRE_FORM, Fingerprint, Role
 from router.fleet.booking import Booking
 from router.fleet.fleet import Fleet
@@ -102,6 +103,15 @@ async def test_another_fingerprint_is_refused_with_the_field_until_the_fleet_is_
     cluster.fleet.nodes.expire()
     await cluster.fleet.nodes.register(stranger)
     assert cluster.fleet.nodes.codec == "fp16"
+
+
+@pytest.mark.parametrize("version", [0, CONTROL_VERSION + 1])
+async def test_a_node_of_another_version_is_refused_even_by_an_empty_fleet(version: int) -> None:
+    """0 is what a node says that knows no versions."""
+    nodes = Cluster(prefill=1, decode=1).fleet.nodes
+    said = f"node p0 is of another version of hackkv: control_version {version}, the router's is {CONTROL_VERSION}"
+    with pytest.raises(HandshakeRefused, match=said):
+        await nodes.register(info(Role.PREFILL, "p0", control_version=version))
 
 
 async def test_nodes_that_code_differently_on_the_wire_share_a_fleet() -> None:
