@@ -81,7 +81,7 @@ async def test_different_settings_are_refused_by_name_on_both_sides() -> None:
 async def test_an_unexpected_error_fails_its_batch_and_not_the_node(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(GatedCodec):
         def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if batch.spans[0].held == 9:
+            if batch.where.starts[0] == 9:
                 raise RuntimeError("boom")
             return super().attend(layer, pool, batch, q, k, v)
 
