@@ -51,6 +51,11 @@ class _KernelsOnly(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._empty = room.empty
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nobody compiles what is recorded. To see to that, torch would import its compiler, for two seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _EMPTY:
             return self._empty(func(*args, **{**(kwargs or {}), "device": "meta"}))

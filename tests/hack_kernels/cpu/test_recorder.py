@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -105,3 +107,17 @@ def test_ids_are_looked_at_when_a_program_runs(rows: RowKernels) -> None:
         ids[1] = bad
         with pytest.raises(ValueError, match="ids lie outside the rows"):
             again()
+
+
+def test_recording_does_not_import_torchs_compiler() -> None:
+    """The first request would wait two seconds for it."""
+    done = """
+import sys, torch
+from hack_kernels.cpu import CpuBackend
+rows, x = CpuBackend().rows, torch.rand(1, 64)
+again = rows.recorder().record(lambda: (rows.gate(x), torch.empty_like(x), x.new_empty(3), torch.empty(2)))
+assert again.__class__.__name__ == "Program", again
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+    found = subprocess.run([sys.executable, "-c", done], capture_output=True, text=True, timeout=240, check=True)
+    assert found.stdout.strip() == "[]"
