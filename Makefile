@@ -30,7 +30,8 @@ serve: $(STAMP)  ## run a cluster until Ctrl-C (MODEL=folder, GGUF file, hub nam
 	$(BIN)/hackkv serve $(MODEL)
 
 test: $(STAMP) $(NIXL)  ## run the tests, but for the slow ones, on up to 4 cores
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and alone" tests/router/test_process.py
 
 test-slow: $(STAMP) $(NIXL)  ## run the slow ones: in a browser, Triton's kernels interpreted and compiled, soaks (tests/tiers.py)
 	$(BIN)/python -m pytest -m "slow and not alone" $(PARALLEL)

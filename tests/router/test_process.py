@@ -47,6 +47,7 @@ def noting(times: dict[str, float]) -> Callable[[str, Any], Awaitable[None]]:
     return note
 
 
+@pytest.mark.alone
 @WORKERS
 async def test_requests_go_through_real_sockets_and_the_stages_sum_to_the_clients_time(
     checkpoint: Path, workers: int
