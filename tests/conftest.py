@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests are a million objects that stay: a collection of garbage would take half a second for them."""
+    """Modules and tests stay until the end: no collection of garbage has to look at them again."""
     gc.collect()
     gc.freeze()
     gc.enable()
