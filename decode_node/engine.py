@@ -56,7 +56,7 @@ class StepPart(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class OverlappedStep:
     """A step that the device was given before the one before it was over."""
 
     parts: Series[StepPart]
@@ -80,7 +80,7 @@ class DecodeEngine:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._ahead: Ahead | None = None
+        self._ahead: OverlappedStep | None = None
         self.foreseen = 0
         """Tokens that were chosen by steps begun ahead."""
 
@@ -130,7 +130,7 @@ class DecodeEngine:
         self._ahead = None
 
     def _choose(
-        self, batch: list[StepPart], at: list[int], ahead: Ahead | None, *, alone: bool
+        self, batch: list[StepPart], at: list[int], ahead: OverlappedStep | None, *, alone: bool
     ) -> list[Token | NonFiniteError]:
         """The next token of each of `batch[at]`, or why there is none; some may be under way `ahead`. With `alone`
         nothing else is in the step."""
@@ -167,7 +167,7 @@ class DecodeEngine:
         parts = [part._replace(span=replace(part.span, held=part.span.held + 1)) for part, _ in coming]
         states = [part.sequence.sampler for part in parts]
         begun = self._runner.begin_after([part.span for part in parts], [row for _, row in coming], states)
-        self._ahead = Ahead(parts, begun)
+        self._ahead = OverlappedStep(parts, begun)
 
 
 def _same(begun: StepPart, part: StepPart) -> bool:

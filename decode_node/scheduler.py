@@ -46,16 +46,16 @@ HIGH_PAGES = 1 / 4
 """How far ahead the watermarks look, in pages' worth of steps: farther leaves memory idle, nearer swaps more often."""
 
 
-class Ahead(NamedTuple):
+class Lookahead(NamedTuple):
     """How far ahead the watermarks look, in steps."""
 
     low: int
     high: int
 
 
-def ahead(page_tokens: int) -> Ahead:
+def lookahead(page_tokens: int) -> Lookahead:
     """With pages of so many tokens."""
-    return Ahead(max(1, round(LOW_PAGES * page_tokens)), max(2, round(HIGH_PAGES * page_tokens)))
+    return Lookahead(max(1, round(LOW_PAGES * page_tokens)), max(2, round(HIGH_PAGES * page_tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class DecodeScheduler(Generic[Owner]):
         self.pool = pool
         self._limits = limits
         self.footprint = footprint
-        self.ahead = ahead(footprint.page_tokens)
+        self.lookahead = lookahead(footprint.page_tokens)
         self._seats: set[Seat[Owner]] = set()
         self._device: list[Seat[Owner]] = []
         self._host: list[Seat[Owner]] = []
@@ -141,7 +141,7 @@ class DecodeScheduler(Generic[Owner]):
             raise Overloaded(f"{limit} tokens more may not fit into this node's device and host memory")
         seat = Seat(owner, rows, limit, None)
         need = self.footprint.sealed(seat.reach(1))
-        growth = 0 if roomy else self._demand(self.ahead.high, [*self._seats, seat]) - need
+        growth = 0 if roomy else self._demand(self.lookahead.high, [*self._seats, seat]) - need
         fresh = self.pool.taken_by(need, names)
         grant = self.pool.take(need, names) if fresh + growth <= self.pool.free_pages else None
         if grant is None:
@@ -223,12 +223,12 @@ class DecodeScheduler(Generic[Owner]):
             insort(self._device, seat, key=_order)
 
     def _make_room(self) -> list[Seat[Owner]]:
-        """Swap out until the batch can go on for `ahead.low` steps."""
+        """Swap out until the batch can go on for `lookahead.low` steps."""
         leaving: list[Seat[Owner]] = []
         if self.is_roomy:
             return leaving
         batch = self._limits.max_batch
-        while (short := self._demand(self.ahead.low, self._device[:batch]) - self.pool.free_pages) > 0:
+        while (short := self._demand(self.lookahead.low, self._device[:batch]) - self.pool.free_pages) > 0:
             if short <= self.pool.freed_by(
                 seat.held_grant for seat in self._moving if seat.place is not Place.RETURNING
             ):
@@ -249,7 +249,7 @@ class DecodeScheduler(Generic[Owner]):
         return leaving
 
     def _bring_back(self) -> list[Seat[Owner]]:
-        """Bring back the oldest while those here can go on for `ahead.high` steps and the batch has a place.
+        """Bring back the oldest while those here can go on for `lookahead.high` steps and the batch has a place.
 
         So a sequence that returns never pushes out one that runs.
         """
@@ -261,7 +261,7 @@ class DecodeScheduler(Generic[Owner]):
             seat = self._host[0]
             need = self.footprint.sealed(min(seat.rows + 1, seat.limit))
             here = [other for other in self._seats if other.place in (Place.LANDING, Place.DEVICE, Place.RETURNING)]
-            growth = self._demand(self.ahead.high, [*here, seat]) - need if here else 0
+            growth = self._demand(self.lookahead.high, [*here, seat]) - need if here else 0
             grant = self.pool.take(need) if need + growth <= self.pool.free_pages else None
             if grant is None:
                 break

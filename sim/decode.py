@@ -271,7 +271,7 @@ class DecodeReplica:
         if not steps:
             return True
         footprint = self.scheduler.footprint
-        sealed, ahead = footprint.sealed, steps + self.scheduler.ahead.low
+        sealed, ahead = footprint.sealed, steps + self.scheduler.lookahead.low
         if len(turns) * (1 + ahead // footprint.page_tokens) <= self.pool.free_pages:
             return True  # whatever each of them has
         wanted = sum(

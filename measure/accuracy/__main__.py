@@ -31,7 +31,7 @@ from measure.accuracy.machine import commit, this_machine
 from measure.accuracy.plot import draw
 from measure.accuracy.recommend import LINK_GBIT_S, as_markdown, recommend, show
 from measure.accuracy.report import markdown, terminal_tables
-from measure.accuracy.run import Pending, Place
+from measure.accuracy.run import Pending, RunOutput
 from measure.accuracy.subject import Subject, load_subject
 from measure.accuracy.task import Limits, Prepared, Task, writes
 
@@ -139,7 +139,7 @@ def _measure(args: argparse.Namespace, console: Console) -> None:
     if not tasks:
         raise ConfigError("nothing to measure: no task is left")
     missing = run.pending(subject, rows, tasks, args.out, again=args.again)
-    _run(subject, missing, tasks, Place(args.out, load(args.backend).name, args.jobs), console)
+    _run(subject, missing, tasks, RunOutput(args.out, load(args.backend).name, args.jobs), console)
 
 
 def _recommend(model: ModelConfig, link_gbit_s: float, out: Path | None, console: Console, notes: Console) -> None:
@@ -155,7 +155,7 @@ def _recommend(model: ModelConfig, link_gbit_s: float, out: Path | None, console
 
 
 def _run(
-    subject: Subject, missing: Sequence[Pending], tasks: Mapping[Task, Prepared], place: Place, console: Console
+    subject: Subject, missing: Sequence[Pending], tasks: Mapping[Task, Prepared], output: RunOutput, console: Console
 ) -> None:
     """Run everything under a progress bar, which counts tokens."""
     fields = (TextColumn("{task.description:32}"), BarColumn(), TaskProgressColumn())
@@ -167,7 +167,7 @@ def _run(
             if not console.is_terminal:  # a log shows no progress bar
                 console.print(f"{progress.tasks[0].percentage:5.1f} %  {what}")
 
-        run.measure(subject, missing, tasks, place, on_tokens)
+        run.measure(subject, missing, tasks, output, on_tokens)
 
 
 def _report(out: Path, console: Console) -> None:

@@ -46,7 +46,7 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunOutput:
     """Where files go, and what is noted of the run that made them."""
 
     folder: Path
@@ -107,7 +107,7 @@ def _key(task: Task, made: Prepared, planned: Unloaded) -> Key:
 
 
 def measure(
-    subject: Subject, rows: Iterable[Pending], tasks: Mapping[Task, Prepared], place: Place, on_tokens: OnTokens
+    subject: Subject, rows: Iterable[Pending], tasks: Mapping[Task, Prepared], output: RunOutput, on_tokens: OnTokens
 ) -> None:
     """Write a file for each pending row and task, point by point. Raises what the forward pass raises.
 
@@ -134,20 +134,20 @@ def measure(
                 row=row_of(row.variant, row.planned),
                 task=TaskNote(task.name, task.says, tasks[task].samples, tasks[task].left_out),
                 points=begun.points if begun else {},
-                machine=this_machine(place.backend, place.jobs),
+                machine=this_machine(output.backend, output.jobs),
                 commit=code,
                 began=began.isoformat(timespec="seconds"),
                 seconds=begun.seconds if begun else 0.0,
                 complete=False,
             )
-            path = cells.place(place.folder, subject.worker.name, row.variant.name, task.name)
+            path = cells.place(output.folder, subject.worker.name, row.variant.name, task.name)
             for point, found in tasks[task].measure(worker, advance, cell.points.keys()):
                 cell.points[point] = found
                 cells.write(path, replace(cell, seconds=round(cell.seconds + perf_counter() - clock, 1)))
             seconds = round(cell.seconds + perf_counter() - clock, 1)
             cells.write(path, replace(cell, seconds=seconds, complete=True))
 
-    with ThreadPoolExecutor(place.jobs) as pool:
+    with ThreadPoolExecutor(output.jobs) as pool:
         try:
             for future in [pool.submit(one, row) for row in rows]:
                 future.result()
