@@ -10,6 +10,7 @@ Each line of the standard input is a form, as JSON; each line of the output its 
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 import threading
@@ -22,11 +23,14 @@ from llguidance import LLMatcher
 from hackkv.errors import GuideError, RequestError
 from hackkv.guide import Guides
 from hackkv.types import MAX_GRAMMAR_CHARS
+from router.api.calendar_formats import with_patterns
 from router.api.written_json import guidance
 
 STACK_BYTES = 1 << 20
 MEMORY_BYTES = 4 << 30
 
+_TOOL_SCHEMA = re.compile(r"^(\w+: %json )(.*)$", re.MULTILINE)
+"""Parameters of a tool as `router.api.tools.styles` writes them: a rule of their own, on one line."""
 _THINK = "think[lazy]: /(.|\\n)*<\\/think>/"
 _BREAK = "/\\n{0,2}/"
 _STARTS = {
@@ -56,9 +60,9 @@ def _body(kind: str, text: str, lenient: bool) -> dict[str, Any]:
             raise RequestError(f"is not JSON: {error}") from error
         if not isinstance(schema, dict):
             raise RequestError("a JSON schema is an object")
-        return {"json_schema": {**schema, "x-guidance": guidance(lenient)}}
+        return {"json_schema": {**with_patterns(schema), "x-guidance": guidance(lenient)}}
     if kind == "lark":
-        return {"lark_grammar": text}
+        return {"lark_grammar": _TOOL_SCHEMA.sub(_told_calendar, text)}
     if kind == "regex":
         body: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]
         return {"lark_grammar": body["lark_grammar"]}
@@ -66,6 +70,11 @@ def _body(kind: str, text: str, lenient: bool) -> dict[str, Any]:
         return {"lark_grammar": llguidance.grammar_from("choice" if kind == "choice" else "grammar", text)}
     except Exception as error:  # the converter of GBNF raises whatever its parser meets
         raise RequestError(f"is not a grammar: {error}") from error
+
+
+def _told_calendar(rule: re.Match[str]) -> str:
+    """A rule of a tool's parameters, whose dates are those of the calendar."""
+    return rule[1] + json.dumps(with_patterns(json.loads(rule[2])))
 
 
 def _answer(guides: Guides, line: str) -> dict[str, str]:
