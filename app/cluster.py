@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-from app.forking import Begun, Forked, ForkServerClient, adopting, failure
+from app.forking import Forked, ForkServerClient, UnattachedServer, adopting, failure
 from hackkv.errors import ConfigError, HackkvError, NodeLost
 from node.announcement import read_announcement
 from node.pauses import Pauses
@@ -72,7 +72,7 @@ class Checked:
 
 
 @dataclass(eq=False, slots=True)
-class Child:
+class NodeProcess:
     """One child process."""
 
     name: str
@@ -93,7 +93,7 @@ class LocalCluster:
         """Holds the token that the internal ports ask callers for."""
         self.token_file.touch(mode=0o600)
         self.token_file.write_text(secrets.token_hex(32), encoding="ascii")
-        self.children: list[Child] = []
+        self.children: list[NodeProcess] = []
         """The router comes first."""
         self.model = Checked("", "", None)
         """Known once the cluster has started."""
@@ -105,7 +105,7 @@ class LocalCluster:
         """Address of the router's HTTP API."""
         return self.children[0].ready["http"]
 
-    async def start(self, timeout_s: float, begun: Begun | None = None) -> None:
+    async def start(self, timeout_s: float, begun: UnattachedServer | None = None) -> None:
         """Start everything and wait until the router counts every node. Raises `ConfigError` or `NodeLost`.
 
         No port is open before it is known that nodes can serve the model.
@@ -148,7 +148,7 @@ class LocalCluster:
         child.process = await (await self._forks()).fork(child.role, child.name, self.model.loss)
         await self._begin(child, monotonic() + START_S)
 
-    async def _keep(self, node: Child) -> None:
+    async def _keep(self, node: NodeProcess) -> None:
         pauses = Pauses()
         while True:
             began = monotonic()
@@ -230,19 +230,19 @@ class LocalCluster:
         """Let the fork server load what its forks share."""
         await server.load(self._place(0)["model"], self._plan.worker.get("codec", {}))
 
-    async def _fork(self, role: str, name: str) -> Child:
+    async def _fork(self, role: str, name: str) -> NodeProcess:
         process = await (await self._forks()).fork(role, name, self.model.loss)
-        child = Child(name, role, process)
+        child = NodeProcess(name, role, process)
         self.children.append(child)
         return child
 
-    async def _order(self, child: Child, settings: dict[str, Any], deadline: float) -> None:
+    async def _order(self, child: NodeProcess, settings: dict[str, Any], deadline: float) -> None:
         """Tell a child its settings, and wait until it is ready. Raises `ConfigError` or `NodeLost`."""
         common = {"log_level": "warning", "internal": {"token_file": str(self.token_file)}}
         child.arguments = ("--config", self._write(child.name, {**common, **settings}), "--supervised")
         await self._begin(child, deadline)
 
-    async def _begin(self, child: Child, deadline: float) -> None:
+    async def _begin(self, child: NodeProcess, deadline: float) -> None:
         child.process.order(child.arguments)
         try:
             async with asyncio.timeout(deadline - monotonic()):
@@ -268,7 +268,7 @@ class LocalCluster:
         raise NodeLost(f"the router counts {nodes} nodes, not {wanted}")
 
 
-async def _announcement(child: Child) -> dict[str, str]:
+async def _announcement(child: NodeProcess) -> dict[str, str]:
     """Read a child's output up to its ready line. Raises `ConfigError` or `NodeLost` if the child ends before that."""
     while line := await child.process.stdout.readline():
         if ready := read_announcement(line.decode("utf-8", "replace")):
@@ -298,7 +298,7 @@ def _counted(url: str, timeout_s: float) -> dict[str, int]:
 
 @contextlib.asynccontextmanager
 async def running(
-    plan: ClusterPlan, progress: Callable[[str], None], begun: Begun | None = None
+    plan: ClusterPlan, progress: Callable[[str], None], begun: UnattachedServer | None = None
 ) -> AsyncIterator[LocalCluster]:
     """Start a cluster, on the fork server `begun` if there is one; stop every process at the end, whatever happened."""
     with TemporaryDirectory(prefix="hackkv-") as folder, adopting():

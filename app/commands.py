@@ -78,7 +78,7 @@ def options(
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServeOptions:
     """What `hackkv serve` is told."""
 
     model: Model = ""
@@ -97,7 +97,7 @@ class Serving:
 
 def serve(**told: Any) -> None:
     """Run a whole cluster on this machine until Ctrl-C."""
-    given = Serving(**told)
+    given = ServeOptions(**told)
     router: dict[str, Any] = {
         "listen": {"host": given.host, "port": given.port},
         "served_model_name": given.served_model_name,
@@ -116,7 +116,7 @@ def serve(**told: Any) -> None:
     raise typer.Exit(import_module(SERVING).serve(model, given.codec, (given.prefill, given.decode), router))
 
 
-serve.__signature__ = signature(Serving, eval_str=True)  # type: ignore[attr-defined]  # typer makes options of it
+serve.__signature__ = signature(ServeOptions, eval_str=True)  # type: ignore[attr-defined]  # typer makes options of it
 app.command()(serve)
 
 

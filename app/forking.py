@@ -71,14 +71,14 @@ class Forked(Child):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class UnattachedServer:
     """A fork server that no event loop knows yet. It ends when `channel` is closed."""
 
     pid: int
     channel: socket.socket
 
 
-def fork_server() -> Begun | None:
+def fork_server() -> UnattachedServer | None:
     """Fork this process into a fork server: it begins at once, and shares what is imported here.
 
     For a command that has only read its command line: no event loop, and no library that reads `ENVIRONMENT` when it is
@@ -98,7 +98,7 @@ def fork_server() -> Begun | None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     far.close()
     near.setblocking(False)
-    return Begun(pid, near)
+    return UnattachedServer(pid, near)
 
 
 def _become_fork_server(channel: socket.socket) -> NoReturn:
@@ -132,7 +132,7 @@ class ForkServerClient:
         self._turn = asyncio.Lock()
 
     @classmethod
-    def of(cls, begun: Begun) -> ForkServerClient:
+    def of(cls, begun: UnattachedServer) -> ForkServerClient:
         """One that runs."""
         return cls(Child(begun.pid), begun.channel)
 

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from app.cluster import ClusterPlan, LocalCluster, running
-from app.forking import Begun, fork_server
+from app.forking import UnattachedServer, fork_server
 from app.interrupt import Interrupt
 from hackkv.errors import ConfigError, HackkvError
 from hackkv.packaged import SHIPPED_NAME, SMOLLM2, SMOLLM2_PACKAGE, has_smollm2
@@ -66,7 +66,7 @@ def _available(model: str) -> str:
     return ""
 
 
-async def _serve(plan: ClusterPlan, begun: Begun | None) -> int:
+async def _serve(plan: ClusterPlan, begun: UnattachedServer | None) -> int:
     async with _started(plan, begun) as cluster:
         name = plan.router.get("served_model_name") or cluster.model.name
         body = json.dumps({"model": name, "prompt": "def ", "max_tokens": 32, "stream": True})
@@ -78,7 +78,7 @@ async def _serve(plan: ClusterPlan, begun: Begun | None) -> int:
         return 1
 
 
-async def _demo(plan: ClusterPlan, begun: Begun | None) -> int:
+async def _demo(plan: ClusterPlan, begun: UnattachedServer | None) -> int:
     demo, out = import_module("app.demo"), Console(highlight=False)
     async with _started(plan, begun) as cluster:
         name, program = cluster.model.name, await demo.program_for(cluster.model)
@@ -93,7 +93,7 @@ async def _demo(plan: ClusterPlan, begun: Begun | None) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _started(plan: ClusterPlan, begun: Begun | None) -> AsyncIterator[LocalCluster]:
+async def _started(plan: ClusterPlan, begun: UnattachedServer | None) -> AsyncIterator[LocalCluster]:
     with console.status("starting the cluster") as status:
         # As it is, however narrow the terminal: a path may hold brackets, and no line is broken.
         say = partial(console.print, markup=False, soft_wrap=True)

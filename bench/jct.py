@@ -38,7 +38,7 @@ from bench.links.page import Setting, page
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from measure.accuracy.machine import this_machine
-from measure.serve.plot import Run, draw
+from measure.serve.plot import ResultFile, draw
 
 DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
 LINKS: Final = ("200mbit", "1gbit", "10gbit", FREE)
@@ -150,7 +150,7 @@ def _write(cells: dict[str, Result], capacity: dict[str, dict[str, float]], load
     (folder / "jct.md").write_text(page(cells, setting), encoding="utf-8")
     prompt = list(capacity)[-1]
     runs = [
-        Run.model_validate({**cell, "label": "{2}\n{1}".format(*name.split("/"))})
+        ResultFile.model_validate({**cell, "label": "{2}\n{1}".format(*name.split("/"))})
         for name, cell in cells.items()
         if name.startswith(f"{prompt}/")
     ]

@@ -16,7 +16,7 @@ from time import perf_counter
 
 from sim.cluster import Options
 from sim.shards import simulate
-from sim.spec import Codec, Load, Network, Policy, Pool, Sending, Spec
+from sim.spec import Codec, Load, NetworkSpec, Policy, ReplicaPool, Sending, Spec
 from sim.workload import synthetic
 
 TARGET_S, TARGET_GB = 60.0, 4.0
@@ -24,13 +24,13 @@ TARGET_S, TARGET_GB = 60.0, 4.0
 
 def fleet(requests: int, replicas: int, rate: float, shape: str) -> Spec:
     """A cluster of equal machines."""
-    pool = Pool(instance="p4de.24xlarge", replicas=replicas // 2)
+    pool = ReplicaPool(instance="p4de.24xlarge", replicas=replicas // 2)
     return Spec(
         model="mistral-7b",
         prefill=pool,
         decode=pool,
         codec=Codec(name="rot-k4v4"),
-        network=Network(sending=Sending.AFTER),
+        network=NetworkSpec(sending=Sending.AFTER),
         policy=Policy(shards=max(1, replicas // 62)),
         load=Load(shape=shape, rate=rate, requests=requests),
     )

@@ -40,7 +40,7 @@ from bench.sections import write_section
 from decode_node.engine import DecodeEngine, Outcome, Sequence, StepPart
 from decode_node.kept_rows import KeptRows
 from decode_node.pages import PagePool
-from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.scheduler import DecodeScheduler, SchedulerLimits
 from decode_node.steps import Steps
 from decode_node.stream import Stream
 from hackkv.batch import Span
@@ -239,7 +239,7 @@ async def _run(worker: Worker, batch: int, sampling: Sampling, records: TimedKer
         runner.record()
     pool = PagePool(pages, batch)
     scheduler: DecodeScheduler[Stream] = DecodeScheduler(
-        pool, runner.memory.footprint, Limits(0, batch, worker.layout.page_tokens)
+        pool, runner.memory.footprint, SchedulerLimits(0, batch, worker.layout.page_tokens)
     )
     streams = [_landed(worker, runner, scheduler, sampling, nth) for nth in range(batch)]
     steps = Steps(runner, scheduler, KeptRows(0))

@@ -13,7 +13,7 @@ import torch
 
 from hackkv.batch import Span
 from hackkv.errors import NonFiniteError, SequenceError
-from hackkv.model.runner import Begun, ModelRunner
+from hackkv.model.runner import LaunchedStep, ModelRunner
 from hackkv.model.sampler import SamplerState
 from hackkv.types import Token
 
@@ -60,7 +60,7 @@ class OverlappedStep:
     """A step that the device was given before the one before it was over."""
 
     parts: Series[StepPart]
-    begun: Begun
+    begun: LaunchedStep
 
     def row_of(self, part: StepPart) -> int | None:
         """The row that is this part of the step that has come, if there is one."""
@@ -137,7 +137,7 @@ class DecodeEngine:
         runner = self._runner
         found = {index: row for index in at if ahead and (row := ahead.row_of(batch[index])) is not None}
         joined = [index for index in at if index not in found]
-        before = dict[int, tuple[Begun, int]]()
+        before = dict[int, tuple[LaunchedStep, int]]()
         if ahead and found:
             runner.end_after([batch[index].span for index in found])
             before |= {index: (ahead.begun, row) for index, row in found.items()}
@@ -156,7 +156,7 @@ class DecodeEngine:
         self.foreseen += len(found)
         return [outcomes[index] for index in at]
 
-    def _look_ahead(self, now: Series[tuple[StepPart, tuple[Begun, int]]]) -> None:
+    def _look_ahead(self, now: Series[tuple[StepPart, tuple[LaunchedStep, int]]]) -> None:
         """Begin the step after the one of these parts, unless a choice of it would depend on tokens that nobody has
         seen."""
         if not self._runner.looks_ahead([part.span for part, _ in now]):

@@ -44,7 +44,7 @@ from transport.closing import closing
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class CommittedHandoff:
     """A committed handoff."""
 
     receipt: Receipt
@@ -57,7 +57,7 @@ class Reservation:
 
     job: DecodeJob
     grant: LandingGrant
-    arrival: asyncio.Future[Arrival]
+    arrival: asyncio.Future[CommittedHandoff]
     receiving: bool = False
     names: Sequence[PageName] = ()
     """Of the prompt's full pages."""
@@ -98,7 +98,7 @@ class Inbox:
             if earlier.job.epoch >= job.epoch:
                 raise HandshakeRefused(f"transfer_id {job.transfer_id} is in use")
             self.fail(earlier, TransferError(f"transfer {job.transfer_id} has moved on to epoch {job.epoch}"))
-        arrival: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
+        arrival: asyncio.Future[CommittedHandoff] = asyncio.get_running_loop().create_future()
         landing = LandingGrant(grant, rows_held(self._runner.codec, len(job.request.prompt_ids)), exact)
         reservation = self._reservations[job.transfer_id] = Reservation(
             job, landing, arrival, names=names, loading=loading
@@ -220,7 +220,7 @@ class Inbox:
 
     async def _receive(
         self, reservation: Reservation, handoff: Handoff, frames: AsyncIterator[KvFrame | HandoffEnd]
-    ) -> Arrival:
+    ) -> CommittedHandoff:
         began = perf_counter()
         expected = self._expected(handoff)
         ledger = FrameLedger(handoff.transfer_id, handoff.epoch, expected)
@@ -242,7 +242,7 @@ class Inbox:
                     bill.decode_s,
                     held_tokens,
                 )
-                return Arrival(receipt, item.first_token)
+                return CommittedHandoff(receipt, item.first_token)
             bill.add(item, await self._strip.land(reservation.grant, ledger.check(item)))
         raise FrameRefused("the stream ended before its end frame", "truncated")
 

@@ -10,7 +10,7 @@ SOON = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SwapCandidate:
     """A sequence that could be swapped out."""
 
     order: int
@@ -21,7 +21,7 @@ class Candidate:
     """Tokens until its end, at most."""
 
 
-def pick_victim(candidates: Sequence[Candidate]) -> int | None:
+def pick_victim(candidates: Sequence[SwapCandidate]) -> int | None:
     """Index of the sequence to swap out: the youngest that holds pages and does not end soon; None if there is none.
 
     The oldest is never chosen. So it always advances, whatever arrives after it, and by induction every sequence does.

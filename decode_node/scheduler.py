@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 from decode_node.pages import PagePool
-from decode_node.policy import Candidate, pick_victim, replay_rows
-from decode_node.seats import Owner, Place, Plan, Seat, Turn, give_back
+from decode_node.policy import SwapCandidate, pick_victim, replay_rows
+from decode_node.seats import Owner, Place, Plan, Seat, StepShare, give_back
 from hackkv.errors import Overloaded, RequestError
 from hackkv.footprint import Footprint
 from hackkv.page_names import PageName
@@ -59,7 +59,7 @@ def lookahead(page_tokens: int) -> Lookahead:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """What a scheduler may use."""
 
     host_bytes: int
@@ -75,7 +75,7 @@ class Limits:
 class DecodeScheduler(Generic[Owner]):
     """Continuous batching of at most `max_batch` sequences, oldest first, over a pool of pages and host memory."""
 
-    def __init__(self, pool: PagePool, footprint: Footprint, limits: Limits) -> None:
+    def __init__(self, pool: PagePool, footprint: Footprint, limits: SchedulerLimits) -> None:
         if limits.max_batch < 1:
             raise ValueError(f"max_batch is {limits.max_batch}")
         self.pool = pool
@@ -196,7 +196,7 @@ class DecodeScheduler(Generic[Owner]):
         self.running = len(turns)
         return Plan(turns, leaving, returning)
 
-    def stepped(self, turns: Iterable[Turn[Owner]], *, advanced: bool) -> None:
+    def stepped(self, turns: Iterable[StepShare[Owner]], *, advanced: bool) -> None:
         """Report that the step is over. If it failed (not `advanced`), no sequence has gained rows."""
         self.running = 0
         for turn in turns:
@@ -233,7 +233,7 @@ class DecodeScheduler(Generic[Owner]):
                 seat.held_grant for seat in self._moving if seat.place is not Place.RETURNING
             ):
                 break
-            candidates = [Candidate(seat.order, seat.pages, seat.limit - seat.rows) for seat in self._device]
+            candidates = [SwapCandidate(seat.order, seat.pages, seat.limit - seat.rows) for seat in self._device]
             chosen = pick_victim(candidates)
             if chosen is None:
                 break
@@ -271,8 +271,8 @@ class DecodeScheduler(Generic[Owner]):
             returning.append(seat)
         return returning
 
-    def _turns(self) -> list[Turn[Owner]]:
-        turns: list[Turn[Owner]] = []
+    def _turns(self) -> list[StepShare[Owner]]:
+        turns: list[StepShare[Owner]] = []
         budget = max(self._limits.replay_tokens, self.footprint.page_tokens)
         for seat in self._device:
             if len(turns) == self._limits.max_batch:
@@ -280,7 +280,7 @@ class DecodeScheduler(Generic[Owner]):
             replay = seat.pending > 1
             rows = self._replay_rows(seat, budget) if replay else 1
             if rows and self._grow(seat, seat.rows + rows):
-                turns.append(Turn(seat, rows, replay))
+                turns.append(StepShare(seat, rows, replay))
                 budget -= rows if replay else 0
         return turns
 

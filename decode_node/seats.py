@@ -77,7 +77,7 @@ def give_back(pool: PagePool, seat: Seat[Any]) -> None:
         seat.grant = None
 
 
-class Turn(NamedTuple, Generic[Owner]):
+class StepShare(NamedTuple, Generic[Owner]):
     """What a sequence does in a step: it runs `rows` rows and chooses a token after them, unless they are a replay."""
 
     seat: Seat[Owner]
@@ -88,6 +88,6 @@ class Turn(NamedTuple, Generic[Owner]):
 class Plan(NamedTuple, Generic[Owner]):
     """What to do now: one step, and copies that run beside it."""
 
-    turns: list[Turn[Owner]]
+    turns: list[StepShare[Owner]]
     leaving: list[Seat[Owner]]
     returning: list[Seat[Owner]]

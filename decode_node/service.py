@@ -12,11 +12,11 @@ from typing import Final
 
 from decode_node.config import DecodeSettings
 from decode_node.engine import Sequence
-from decode_node.inbox import Arrival, Inbox, Reservation
+from decode_node.inbox import CommittedHandoff, Inbox, Reservation
 from decode_node.kept_rows import KeptRows
 from decode_node.names import SequenceNames
 from decode_node.pages import PagePool
-from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.scheduler import DecodeScheduler, SchedulerLimits
 from decode_node.steps import Steps
 from decode_node.stream import Stream
 from hackkv.codec import rows_held
@@ -74,7 +74,7 @@ class DecodeService:
         self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(
             self.pool,
             footprint,
-            Limits(
+            SchedulerLimits(
                 settings.host_bytes,
                 settings.max_batch,
                 settings.replay_tokens,
@@ -228,7 +228,7 @@ class DecodeService:
             stream.put(Landed(arrival.receipt))
             self._steps.join(stream, self._sequence(stream.job, emitted, guide))
 
-    def _check_replay(self, job: DecodeJob, arrival: Arrival) -> None:
+    def _check_replay(self, job: DecodeJob, arrival: CommittedHandoff) -> None:
         if job.emitted and job.emitted[0] != arrival.first_token:
             self._counts["diverged"] += 1
             tokens = f"token 0 was {job.emitted[0]} and is {arrival.first_token} now"

@@ -16,7 +16,7 @@ from decode_node.copies import Copies
 from decode_node.engine import DecodeEngine, Outcome, Sequence, StepPart
 from decode_node.kept_rows import KeptRows
 from decode_node.scheduler import DecodeScheduler
-from decode_node.seats import Place, Plan, Turn, publish
+from decode_node.seats import Place, Plan, StepShare, publish
 from decode_node.stream import Stream
 from hackkv.batch import Span
 from hackkv.errors import HackkvError, NonFiniteError, SequenceError
@@ -109,7 +109,9 @@ class Steps:
             return None
         return asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step, _parts(plan.turns))
 
-    async def _end(self, step: asyncio.Future[list[Outcome]], turns: list[Turn[Stream]]) -> list[tuple[Stream, Token]]:
+    async def _end(
+        self, step: asyncio.Future[list[Outcome]], turns: list[StepShare[Stream]]
+    ) -> list[tuple[Stream, Token]]:
         """Wait for the step. Sequences that end with it leave. Returns the tokens to send."""
         advanced = False
         streams = [turn.seat.owner for turn in turns]
@@ -146,7 +148,7 @@ class Steps:
                 self.leave(stream)
         return chosen
 
-    def _publish(self, turns: Iterable[Turn[Stream]]) -> None:
+    def _publish(self, turns: Iterable[StepShare[Stream]]) -> None:
         """Name the pages that a step has sealed, so that they outlive their sequences."""
         page_tokens = self._scheduler.footprint.page_tokens
         for seat, rows, _ in turns:
@@ -169,11 +171,11 @@ def _send(stream: Stream, token: Token) -> None:
         stream.put(_decoded(stream.sequence))
 
 
-def _parts(turns: Iterable[Turn[Stream]]) -> list[StepPart]:
+def _parts(turns: Iterable[StepShare[Stream]]) -> list[StepPart]:
     return [StepPart(turn.seat.owner.sequence, _span(turn), turn.replay) for turn in turns]
 
 
-def _span(turn: Turn[Stream]) -> Span:
+def _span(turn: StepShare[Stream]) -> Span:
     seat, grant = turn.seat, turn.seat.held_grant
     return Span(grant.slot, seat.rows, turn.rows, grant.pages, seat.owner.sequence.evicted)
 

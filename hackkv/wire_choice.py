@@ -49,7 +49,7 @@ class Rate:
         return self._seconds / self._amount if self._amount else 0.0
 
 
-class Coder:
+class CodingCosts:
     """What coding costs and saves, per byte at rest, whatever the link. One thread encodes.
 
     Its own processor time counts: what else runs on the machine says nothing about the coder.
@@ -89,7 +89,7 @@ class Coder:
 class ChosenForm:
     """Implements `WireForm` for the frames of one handoff: codes where it pays at that moment."""
 
-    def __init__(self, coder: Coder, link: Rate) -> None:
+    def __init__(self, coder: CodingCosts, link: Rate) -> None:
         self.name, self.method = coder.form.name, coder.form.method
         self._coder, self._link = coder, link
         self._passed = 0

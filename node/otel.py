@@ -28,7 +28,7 @@ from opentelemetry.trace import Span as Recorded
 
 from hackkv import __version__
 from hackkv.config import TracesConfig
-from transport.trail import Span, TraceContext, Value
+from transport.trail import TraceContext, TraceSpan, Value
 
 EXPORT_S: Final = 2.0
 """How long one batch may take on its way."""
@@ -57,15 +57,15 @@ class OtelSpans:
 
     def begin(
         self, name: str, start_s: float, parent: TraceContext | None, attributes: Mapping[str, Value] | None = None
-    ) -> Span:
-        """See `Spans`."""
+    ) -> TraceSpan:
+        """See `ProcessTracer`."""
         above = set_span_in_context(NonRecordingSpan(_context(parent))) if parent else None
         at = self._epoch_ns + round(start_s * 1e9)
         span = self._tracer.start_span(name, above, SpanKind.SERVER, attributes, start_time=at)
         return OtelSpan(self._tracer, self._epoch_ns, span)
 
     async def close(self) -> None:
-        """See `Spans`."""
+        """See `ProcessTracer`."""
         done, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def work() -> None:
@@ -95,17 +95,17 @@ class OtelSpan:
 
     @property
     def context(self) -> TraceContext:
-        """See `Span`."""
+        """See `TraceSpan`."""
         return self._context
 
-    def child(self, name: str, start_s: float, attributes: Mapping[str, Value] | None = None) -> Span:
-        """See `Span`."""
+    def child(self, name: str, start_s: float, attributes: Mapping[str, Value] | None = None) -> TraceSpan:
+        """See `TraceSpan`."""
         above = set_span_in_context(self._span)
         span = self._tracer.start_span(name, above, SpanKind.INTERNAL, attributes, start_time=self._at(start_s))
         return OtelSpan(self._tracer, self._epoch_ns, span)
 
     def end(self, end_s: float, attributes: Mapping[str, Value] | None = None, failure: str = "") -> None:
-        """See `Span`."""
+        """See `TraceSpan`."""
         if attributes:
             self._span.set_attributes(attributes)
         if failure:

@@ -26,7 +26,7 @@ from hackkv.types import Role
 from node.announcement import announce
 from node.config import NodeConfig
 from node.process import Shutdown
-from node.spans import Spans, open_spans
+from node.spans import ProcessTracer, open_spans
 from transport.base import DecodeNode, PrefillNode
 from transport.membership import stay_member
 from transport.rpc_server import RpcServer
@@ -57,7 +57,7 @@ class Ground(Generic[ConfigT]):
     """Pages, of all layers and KV heads, that `kv_bytes` pays for."""
     identity: NodeIdentity
     site: Site
-    spans: Spans
+    spans: ProcessTracer
 
     @property
     def server(self) -> RpcServer:

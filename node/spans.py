@@ -12,19 +12,19 @@ from importlib import import_module
 from typing import Final, Protocol
 
 from hackkv.config import TracesConfig
-from transport.trail import NoSpan, Span, TraceContext, Value
+from transport.trail import NoSpan, TraceContext, TraceSpan, Value
 
 _ENVIRONMENT: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """OpenTelemetry's own settings, which hold where the configuration names no address."""
 _DISABLED: Final = "OTEL_SDK_DISABLED"
 
 
-class Spans(Protocol):
+class ProcessTracer(Protocol):
     """Makes the spans of one process."""
 
     def begin(
         self, name: str, start_s: float, parent: TraceContext | None, attributes: Mapping[str, Value] | None = None
-    ) -> Span:
+    ) -> TraceSpan:
         """Begin to answer a call. `start_s` is a reading of `perf_counter`."""
         ...
 
@@ -38,7 +38,7 @@ class NoSpans:
 
     def begin(
         self, name: str, start_s: float, parent: TraceContext | None, attributes: Mapping[str, Value] | None = None
-    ) -> Span:
+    ) -> TraceSpan:
         """A span that nobody records."""
         return NoSpan(parent)
 
@@ -46,10 +46,10 @@ class NoSpans:
         """Nothing is left to send."""
 
 
-def open_spans(config: TracesConfig, role: str, node_id: str) -> Spans:
+def open_spans(config: TracesConfig, role: str, node_id: str) -> ProcessTracer:
     """Spans of a process. OpenTelemetry's SDK is imported only if they go somewhere."""
     wanted = config.endpoint or any(os.environ.get(name) for name in _ENVIRONMENT)
     if not wanted or os.environ.get(_DISABLED, "").lower() == "true":
         return NoSpans()
-    spans: Spans = import_module("node.otel").OtelSpans(config, role, node_id)
+    spans: ProcessTracer = import_module("node.otel").OtelSpans(config, role, node_id)
     return spans

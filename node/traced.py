@@ -28,10 +28,10 @@ from hackkv.types import (
     Reserved,
     Swapped,
 )
-from node.spans import NoSpans, Spans
+from node.spans import NoSpans, ProcessTracer
 from transport.base import DecodeNode, PrefillNode
 from transport.closing import closing
-from transport.trail import TRAIL, Span, Value
+from transport.trail import TRAIL, TraceSpan, Value
 
 RESERVE, RECEIVE, SWAPPED = "reserve", "receive", "swapped"
 """Spans of a decode node that are no stages: taking pages, the way of the KV, host memory."""
@@ -40,7 +40,7 @@ RESERVE, RECEIVE, SWAPPED = "reserve", "receive", "swapped"
 class TracedPrefill:
     """A `PrefillNode` that is traced."""
 
-    def __init__(self, node: PrefillNode, spans: Spans) -> None:
+    def __init__(self, node: PrefillNode, spans: ProcessTracer) -> None:
         self._node, self._spans = node, spans
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
@@ -63,7 +63,7 @@ class TracedPrefill:
 class TracedDecode:
     """A `DecodeNode` that is traced."""
 
-    def __init__(self, node: DecodeNode, spans: Spans) -> None:
+    def __init__(self, node: DecodeNode, spans: ProcessTracer) -> None:
         self._node, self._spans = node, spans
 
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
@@ -80,18 +80,18 @@ class TracedDecode:
         return await self._node.describe()
 
 
-def traced_prefill(node: PrefillNode, spans: Spans) -> PrefillNode:
+def traced_prefill(node: PrefillNode, spans: ProcessTracer) -> PrefillNode:
     """A node, traced if there is somebody to tell."""
     return node if isinstance(spans, NoSpans) else TracedPrefill(node, spans)
 
 
-def traced_decode(node: DecodeNode, spans: Spans) -> DecodeNode:
+def traced_decode(node: DecodeNode, spans: ProcessTracer) -> DecodeNode:
     """A node, traced if there is somebody to tell."""
     return node if isinstance(spans, NoSpans) else TracedDecode(node, spans)
 
 
 @contextmanager
-def _called(spans: Spans, name: str, request_id: str, tokens: int) -> Iterator[tuple[Span, float]]:
+def _called(spans: ProcessTracer, name: str, request_id: str, tokens: int) -> Iterator[tuple[TraceSpan, float]]:
     """The span of a call, and its beginning. Callers close calls, as a rule when they have what they wanted."""
     began = perf_counter()
     attributes: dict[str, Value] = {"hackkv.request_id": request_id, "hackkv.prompt_tokens": tokens}
@@ -109,7 +109,7 @@ def _called(spans: Spans, name: str, request_id: str, tokens: int) -> Iterator[t
         span.end(perf_counter(), {"hackkv.closed_by_caller": closed}, failure)
 
 
-def _tell_prefill(span: Span, event: PrefillEvent, began: float) -> None:
+def _tell_prefill(span: TraceSpan, event: PrefillEvent, began: float) -> None:
     now = perf_counter()
     if isinstance(event, Prefilled):
         computing = min(now, began + event.queue_s)
@@ -137,9 +137,9 @@ def _tell_prefill(span: Span, event: PrefillEvent, began: float) -> None:
 class _DecodeTold:
     """Turns the events of one call into spans."""
 
-    def __init__(self, span: Span, began: float) -> None:
+    def __init__(self, span: TraceSpan, began: float) -> None:
         self._span, self._mark = span, began
-        self._swapped: Span | None = None
+        self._swapped: TraceSpan | None = None
 
     def tell(self, event: DecodeEvent) -> None:
         """Take the next event."""

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlannedFetch:
     """One fetch that is worth it."""
 
     address: str
@@ -60,7 +60,7 @@ class Fetches:
         self._speed = FetchSpeed(settings.assumed_bytes_per_s)
         self._last = Estimate(0.0, 0.0)
         self._seconds = 0.0
-        self._under_way: set[Ask] = set()
+        self._under_way: set[PlannedFetch] = set()
         self._counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         """Fetches that came to nothing, by the code of the error."""
@@ -70,7 +70,7 @@ class Fetches:
         """Tokens that prompts compute once what they wait for here has come."""
         return sum(ask.then_tokens for ask in self._under_way)
 
-    def wanted(self, job: PrefillJob, known: int, resumable: int) -> Ask | None:
+    def wanted(self, job: PrefillJob, known: int, resumable: int) -> PlannedFetch | None:
         """What to fetch for a prompt whose first `known` pages are here, and which can go on after `resumable`."""
         footprint = self._worker.footprint
         page_tokens, num_tokens = footprint.page_tokens, len(job.request.prompt_ids)
@@ -89,7 +89,7 @@ class Fetches:
             return None
         form = self._links.fetch_form(job.decode_address)
         handoff = Handoff(job.transfer_id, job.epoch, _in_form(self._worker.fingerprint, form.name), rows, held)
-        return Ask(
+        return PlannedFetch(
             job.decode_address,
             handoff,
             estimate,
@@ -98,7 +98,7 @@ class Fetches:
             num_tokens - rows,
         )
 
-    async def run(self, ask: Ask) -> None:
+    async def run(self, ask: PlannedFetch) -> None:
         """Fetch, and fill `ask.fetched`, which the caller releases; it stays empty if anything goes wrong."""
         fetched, began = ask.fetched, self._loop.time()
         self._under_way.add(ask)
@@ -137,7 +137,7 @@ class Fetches:
         for code, count in sorted(self.failures.items()):
             yield f"hackkv_fetch_failed_{code}_total", float(count)
 
-    async def _receive(self, ask: Ask, began: float) -> None:
+    async def _receive(self, ask: PlannedFetch, began: float) -> None:
         fetched, parts = ask.fetched, list[Part]()
         if not fetched.claim_room(self._host):
             raise Overloaded("host memory has no room for pages that are fetched", 0.0)
@@ -160,7 +160,7 @@ class Fetches:
         worker, form = self._worker, wire_form(handoff.fingerprint.wire_form)
         return expected_of(worker.codec, worker.layout, handoff.num_tokens, form, handoff.held)
 
-    def _failed(self, ask: Ask, code: str, why: str) -> None:
+    def _failed(self, ask: PlannedFetch, code: str, why: str) -> None:
         self.failures[code] += 1
         log.debug("pages of %s are computed, not fetched: %s", ask.handoff.transfer_id, why)
 

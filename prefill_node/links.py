@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Final
 
 from hackkv.types import Handoff, HandoffEnd, KvFrame, Receipt
-from hackkv.wire_choice import ChosenForm, Coder, Rate
+from hackkv.wire_choice import ChosenForm, CodingCosts, Rate
 from hackkv.wire_form import RAW, WireForm
 from transport.base import KvPusher
 from transport.closing import closing
@@ -30,7 +30,7 @@ class Links:
     ) -> None:
         """Frames are coded in `form`, always or only where that saves time."""
         self._sender, self._form, self._where_it_pays, self._now = sender, form, where_it_pays, now
-        self._coder = Coder(form)
+        self._coder = CodingCosts(form)
         self.rates: defaultdict[str, Rate] = defaultdict(Rate)
         """Bytes a second by address."""
 

@@ -16,7 +16,7 @@ from prefill_node.links import Links
 from prefill_node.shipment import FrameKind, Patience, Shipment
 
 
-class Outbox:
+class ShipmentOutbox:
     """Every shipment from `open` to `close`."""
 
     def __init__(

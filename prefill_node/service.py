@@ -20,11 +20,11 @@ from hackkv.types import HandoffEnd, KvFrame, Prefilled, PrefillEvent, PrefillJo
 from prefill_node.config import PrefillSettings
 from prefill_node.drain_rate import DrainRate
 from prefill_node.engine import FirstToken, PrefillEngine, Work
-from prefill_node.fetches import Ask, Fetches
+from prefill_node.fetches import Fetches, PlannedFetch
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.intake import Intake
 from prefill_node.links import Links
-from prefill_node.outbox import Outbox
+from prefill_node.outbox import ShipmentOutbox
 from prefill_node.passes import Passes
 from prefill_node.prefix_pool import PrefixPool, SharedPage
 from prefill_node.resume_points import ResumePoints
@@ -72,7 +72,7 @@ class PrefillService:
         kind = FrameKind(
             worker.fingerprint, expected_of(worker.codec, worker.layout, 0, worker.codec.wire_form, NOTHING_HELD)
         )
-        self.outbox = Outbox(links, kind, self._host, patience, self._kv_bytes)
+        self.outbox = ShipmentOutbox(links, kind, self._host, patience, self._kv_bytes)
         self._intake = Intake(
             worker.model.spec,
             self._host,
@@ -183,13 +183,15 @@ class PrefillService:
         # Log-probabilities of the prompt's own tokens need every token computed, so such a prompt shares no page.
         return Prompt(work, len(ids), names, hit=request.sampling.prompt_logprobs is None)
 
-    def _worth_fetching(self, prompt: Prompt[Work]) -> Ask | None:
+    def _worth_fetching(self, prompt: Prompt[Work]) -> PlannedFetch | None:
         if not (prompt.hit and prompt.names):
             return None
         known, shared, _ = self._pool.beginning(prompt.names[: self._pool.pages_for(prompt.num_tokens) - 1])
         return self._fetches.wanted(prompt.owner.job, len(known), len(shared))
 
-    async def _fetch_and_join(self, ask: Ask, prompt: Prompt[Work], first_token: asyncio.Future[FirstToken]) -> None:
+    async def _fetch_and_join(
+        self, ask: PlannedFetch, prompt: Prompt[Work], first_token: asyncio.Future[FirstToken]
+    ) -> None:
         """Fetch, queue the prompt, and keep what came until the prompt is complete."""
         fetched, places = ask.fetched, self._pool.places
         name = prompt.names[fetched.end - 1]
@@ -262,7 +264,7 @@ class PrefillService:
         return shipment is None or shipment.kv.claim_room()
 
 
-def _prefilled(first: FirstToken, cached_tokens: int, ask: Ask | None) -> Prefilled:
+def _prefilled(first: FirstToken, cached_tokens: int, ask: PlannedFetch | None) -> Prefilled:
     work = first.work
     started = work.started_at if work.started_at is not None else work.finished_at
     return Prefilled(

@@ -18,7 +18,7 @@ from transport.rpc_server import RpcServer
 from transport.trust import Trust, load_trust
 
 
-class Serving(Protocol):
+class HttpServing(Protocol):
     """Whoever serves HTTP: this process (`Front`), or others that it leads (`Leader`)."""
 
     journal: Journal
@@ -43,7 +43,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
     channels = ChannelPool(trust=trust)
     fleet = make_fleet(config, channels)
     journal = Journal(fleet, trace_link=config.trace_link)
-    serving: Serving = Leader(config, fleet, journal) if config.workers > 1 else Front(config, fleet, journal)
+    serving: HttpServing = Leader(config, fleet, journal) if config.workers > 1 else Front(config, fleet, journal)
     control = _registry(config, fleet.nodes, trust)
     http = bind(config.listen.host, config.listen.port)
     try:

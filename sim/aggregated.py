@@ -12,14 +12,14 @@ from prefill_node.host_pool import HostPool
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
 from sim.books import CountedPrefixes
 from sim.costs import CostModel
-from sim.eventlog import Kind
+from sim.eventlog import EventKind
 from sim.jobs import Job
 from sim.world import World
 
 _PLENTY = 1 << 40
 
 
-class Prompts:
+class InterleavedPrompts:
     """`sim.decode.Beside`. `on_complete` is called with every job whose prompt is computed."""
 
     def __init__(self, world: World, number: int, cost: CostModel, chunk_tokens: int, max_sequences: int) -> None:
@@ -55,8 +55,8 @@ class Prompts:
         self._scheduler.commit()
         tokens = sum(chunk.count for chunk in chunks)
         self.tokens += tokens
-        self._world.log.add(self._world.now, Kind.PASS, self._number, tokens)
+        self._world.log.add(self._world.now, EventKind.PASS, self._number, tokens)
         for chunk in chunks:
             if chunk.is_last:
-                self._world.log.add(self._world.now, Kind.FIRST_TOKEN, self._number, chunk.prompt.owner.number)
+                self._world.log.add(self._world.now, EventKind.FIRST_TOKEN, self._number, chunk.prompt.owner.number)
                 self.on_complete(chunk.prompt.owner)

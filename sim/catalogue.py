@@ -46,7 +46,7 @@ class Instance(Frozen):
     source: str = ""
 
 
-class Model(Frozen):
+class ModelShape(Frozen):
     """The shape of a dense transformer."""
 
     layers: int = Field(gt=0)
@@ -93,7 +93,7 @@ class Catalogue(Frozen):
 
     gpus: dict[str, Gpu] = Field(default_factory=dict)
     instances: dict[str, Instance] = Field(default_factory=dict)
-    models: dict[str, Model] = Field(default_factory=dict)
+    models: dict[str, ModelShape] = Field(default_factory=dict)
 
     def with_more(self, other: Catalogue) -> Catalogue:
         """Both; rows of `other` replace rows of equal name."""

@@ -8,30 +8,30 @@ from functools import cache, partial
 from struct import pack
 
 from decode_node.pages import PagePool
-from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.scheduler import DecodeScheduler, SchedulerLimits
 from hackkv.errors import ConfigError
 from hackkv.page_names import PageName
 from prefill_node.host_pool import HostPool
 from prefill_node.prefix_pool import PrefixPool
 from prefill_node.scheduler import PrefillScheduler
 from router.fleet.line import Ageing
-from sim.aggregated import Prompts
+from sim.aggregated import InterleavedPrompts
 from sim.books import CountedPages, CountedPrefixes
 from sim.costs import CostModel, Profiled, Roofline, read_profile
 from sim.decode import DecodeReplica, Setting
 from sim.eventlog import EventLog
 from sim.faults import Faults
-from sim.host import Host
-from sim.jobs import Arrival, Job, Times
-from sim.network import Link, Network
-from sim.prefill import PrefillReplica, Sender
-from sim.results import Record, Rows
+from sim.host import HostCores
+from sim.jobs import Arrival, Job, StageTimes
+from sim.network import Network, SharedLink
+from sim.prefill import KvDispatch, PrefillReplica
+from sim.results import RequestTable, SimulationRecord
 from sim.rooms import DecodeSite, Rooms
 from sim.router import Router
 from sim.scaled import noisy
 from sim.scaling import TICK_S, Staff, staff_of
 from sim.sizes import CodecSizes, sizes_of
-from sim.spec import GIB, Pool, Sending, Spec
+from sim.spec import GIB, ReplicaPool, Sending, Spec
 from sim.world import World
 
 GBIT = 1e9 / 8
@@ -53,26 +53,26 @@ class Options:
 
 
 @dataclass(slots=True, eq=False)
-class Outcome:
+class SimulationOutcome:
     """What a simulation gives, with its replicas as they are in the end."""
 
     spec: Spec
-    rows: Rows
+    rows: RequestTable
     log: EventLog
     duration_s: float
     prefills: list[PrefillReplica]
     decodes: list[DecodeReplica]
     network: Network
-    links: list[Link]
+    links: list[SharedLink]
     paid_s: dict[str, float]
-    """See `Record`."""
+    """See `SimulationRecord`."""
     jobs: list[Job] = field(default_factory=list)
     """Every job with its stages; only if spans are kept."""
 
     @property
-    def record(self) -> Record:
+    def record(self) -> SimulationRecord:
         """What is left when the replicas are gone."""
-        return Record(
+        return SimulationRecord(
             self.spec,
             self.rows,
             self.log.hexdigest,
@@ -86,7 +86,7 @@ class Outcome:
         )
 
 
-def pages_of(spec: Spec, pool: Pool, sizes: CodecSizes) -> int:
+def pages_of(spec: Spec, pool: ReplicaPool, sizes: CodecSizes) -> int:
     """Pages that fit beside weights, activations and the slots. Raises `ConfigError` if none does."""
     if pool.pages:
         return pool.pages
@@ -110,21 +110,21 @@ def largest_request(spec: Spec, sizes: CodecSizes) -> int:
     return min(pages) * sizes.footprint.page_tokens
 
 
-def host_bytes_of(spec: Spec, pool: Pool) -> int:
+def host_bytes_of(spec: Spec, pool: ReplicaPool) -> int:
     """Host memory of one replica."""
     instance = spec.instance_of(pool)
     share = 0.5 * instance.host_gib * pool.gpus / instance.gpus if pool.host_gib is None else pool.host_gib
     return int(share * GIB)
 
 
-def cost_of(spec: Spec, pool: Pool, sizes: CodecSizes) -> CostModel:
+def cost_of(spec: Spec, pool: ReplicaPool, sizes: CodecSizes) -> CostModel:
     """The pool's cost model: measured if it names a profile, else by roofline."""
     if pool.profile is not None:
         return Profiled(read_profile(pool.profile))
     return Roofline(spec.shape, spec.gpu_of(pool), spec.efficiency_of(pool), sizes, pool.tp, pool.pp)
 
 
-def line_of(spec: Spec, pool: Pool) -> float:
+def line_of(spec: Spec, pool: ReplicaPool) -> float:
     """Bytes per second of a replica's line: its stage's share of the instance's."""
     instance = spec.instance_of(pool)
     gbit_s = instance.network_gbit_s * min(1.0, pool.tp / instance.gpus)
@@ -133,7 +133,7 @@ def line_of(spec: Spec, pool: Pool) -> float:
     return gbit_s * GBIT * spec.efficiency_of(pool).network
 
 
-def flow_of(spec: Spec, pool: Pool) -> float:
+def flow_of(spec: Spec, pool: ReplicaPool) -> float:
     """Bytes per second of one handoff at most: a flow for each GPU of a stage."""
     instance = spec.instance_of(pool)
     if not instance.flow_gbit_s:
@@ -146,7 +146,10 @@ class Cluster:
     """One simulation: `run` may be called once."""
 
     def __init__(
-        self, spec: Spec, options: Options | None = None, costs: Callable[[Spec, Pool, CodecSizes], CostModel] = cost_of
+        self,
+        spec: Spec,
+        options: Options | None = None,
+        costs: Callable[[Spec, ReplicaPool, CodecSizes], CostModel] = cost_of,
     ) -> None:
         """`costs` makes the cost model of a pool. Raises `ConfigError` for what cannot be built."""
         self.spec, self._options, self._costs = spec, options or Options(), costs
@@ -161,16 +164,16 @@ class Cluster:
         log = EventLog(self._options.keep_spans)
         self.world = World(self.sizes.footprint, spec.shape.layers, macro, log)
         if spec.host is not None:
-            self.world.share(Host(self.world, spec.host))
+            self.world.share(HostCores(self.world, spec.host))
         self._network = Network(self.world, spec.network.sharing)
-        self._links: list[Link] = []
+        self._links: list[SharedLink] = []
         self._reuse = False
         self._faults = faults
         self.routers: list[Router] = []
         self._staff: list[dict[str, Staff]] = []
         """Of each router."""
 
-    def run(self, arrivals: Sequence[Arrival], shard: int | None = None) -> Outcome:
+    def run(self, arrivals: Sequence[Arrival], shard: int | None = None) -> SimulationOutcome:
         """Serve requests. Those that cannot end, because nobody is left to serve them, count as failed.
 
         With `shard`, the cluster is one router with its replicas, and `arrivals` are that router's: every n-th of all.
@@ -181,14 +184,14 @@ class Cluster:
         can_reuse = self.spec.prefill is not None and self.sizes.bytes_follow_tokens
         self._reuse = can_reuse and any(arrival.blocks for arrival in arrivals)
         self._build(mine)
-        rows, jobs = Rows(numbers), list[Job]()
+        rows, jobs = RequestTable(numbers), list[Job]()
         concurrency, keep_spans = self.spec.load.concurrency, self._options.keep_spans
         todo = iter(zip(numbers, arrivals, strict=True))
         over_count = 0
 
         def begin(number: int, arrival: Arrival) -> None:
             now = self.world.now
-            times, held = Times(now, keep_marks=keep_spans), self.sizes.rows_held(arrival.prompt_tokens)
+            times, held = StageTimes(now, keep_marks=keep_spans), self.sizes.rows_held(arrival.prompt_tokens)
             names = self._names(arrival) if self._reuse else ()
             job = Job(number, arrival, now, times, held, arrival.output_tokens, names)
             if keep_spans:
@@ -223,7 +226,7 @@ class Cluster:
             begin_next()
         self._tick()
         self.world.run()
-        return Outcome(
+        return SimulationOutcome(
             self.spec,
             rows,
             self.world.log,
@@ -271,7 +274,7 @@ class Cluster:
         book = prefixes(pages, pool.max_sequences, *of_page)
         scheduler: PrefillScheduler[Job] = PrefillScheduler(book, pool.chunk_tokens)
         line = self._link(f"prefill-{number:06d}", self._faults.slowed(f"prefill-{number}", line_of(spec, pool)))
-        sender = Sender(
+        sender = KvDispatch(
             self.world,
             self._network,
             line,
@@ -288,31 +291,31 @@ class Cluster:
         pool, prompts = self.spec.decode, None
         if self.spec.prefill is None:
             cost = self._cost(pool, number, "prompts")
-            prompts = Prompts(self.world, number, cost, pool.chunk_tokens, pool.max_sequences)
+            prompts = InterleavedPrompts(self.world, number, cost, pool.chunk_tokens, pool.max_sequences)
         return DecodeSite(self._decode(number, prompts), self._receiving(number), prompts)
 
-    def _decode(self, number: int, beside: Prompts | None = None) -> DecodeReplica:
+    def _decode(self, number: int, beside: InterleavedPrompts | None = None) -> DecodeReplica:
         spec, pool = self.spec, self.spec.decode
         pages = pages_of(spec, pool, self.sizes)
         book = (PagePool if self._reuse else CountedPages)(pages, pool.max_sequences)
-        limits = Limits(host_bytes_of(spec, pool), pool.max_batch, pool.replay_tokens)
+        limits = SchedulerLimits(host_bytes_of(spec, pool), pool.max_batch, pool.replay_tokens)
         scheduler: DecodeScheduler[Job] = DecodeScheduler(book, self.sizes.footprint, limits)
         setting = Setting(self.world, self._cost(pool, number, "decode"), pool.max_batch, beside)
         return DecodeReplica(number, setting, scheduler, book)
 
-    def _cost(self, pool: Pool, number: int, role: str) -> CostModel:
+    def _cost(self, pool: ReplicaPool, number: int, role: str) -> CostModel:
         cost = self._costs(self.spec, pool, self.sizes)
         return noisy(cost, self.spec.noise, f"{self._options.seed}/{role}-{number}") if self.spec.noise else cost
 
-    def _receiving(self, number: int) -> tuple[Link, ...]:
+    def _receiving(self, number: int) -> tuple[SharedLink, ...]:
         spec = self.spec
         links = [self._link(f"decode-{number:06d}", line_of(spec, spec.decode))]
         if spec.network.receiver_gbit_s:
             links.append(self._link(f"receiver-{number:06d}", spec.network.receiver_gbit_s * GBIT))
         return tuple(links)
 
-    def _link(self, name: str, rate: float) -> Link:
-        link = Link(name, rate)
+    def _link(self, name: str, rate: float) -> SharedLink:
+        link = SharedLink(name, rate)
         self._links.append(link)
         return link
 
@@ -330,6 +333,6 @@ def _name(block: int, index: int) -> PageName:
     return PageName(pack("<qq", block, index), b"", "")
 
 
-def _share(pool: Pool | None, shard: int, shards: int) -> range:
+def _share(pool: ReplicaPool | None, shard: int, shards: int) -> range:
     """The numbers of a router's replicas."""
     return range(0) if pool is None else range(shard * pool.replicas // shards, (shard + 1) * pool.replicas // shards)

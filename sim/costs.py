@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from hackkv.config import Frozen, load
 from hackkv.errors import ConfigError
-from sim.catalogue import FP16_BYTES, Gpu, Model
+from sim.catalogue import FP16_BYTES, Gpu, ModelShape
 from sim.sizes import CodecSizes
 from sim.spec import Efficiency
 
@@ -119,7 +119,9 @@ class Roofline:
     chunks at once, so a pass counts for a `pp`-th of its time.
     """
 
-    def __init__(self, model: Model, gpu: Gpu, efficiency: Efficiency, codec: CodecSizes, tp: int, pp: int) -> None:
+    def __init__(
+        self, model: ModelShape, gpu: Gpu, efficiency: Efficiency, codec: CodecSizes, tp: int, pp: int
+    ) -> None:
         self._pp = pp
         self._efficiency = efficiency
         flops = tp * gpu.fp16_tflops * 1e12 * efficiency.compute

@@ -17,10 +17,10 @@ from typing import Protocol
 
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler
-from decode_node.seats import Place, Plan, Seat, Turn, publish
+from decode_node.seats import Place, Plan, Seat, StepShare, publish
 from hackkv.timing import Stage
 from sim.costs import CostModel, StepCost, whole_steps
-from sim.eventlog import Kind
+from sim.eventlog import EventKind
 from sim.jobs import Job
 from sim.world import World
 
@@ -28,10 +28,10 @@ _GAP_STEPS = 100
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class StepRun:
     """Steps under way: so many of the same batch."""
 
-    turns: list[Turn[Job]]
+    turns: list[StepShare[Job]]
     began: float
     context: int
     cost: StepCost
@@ -45,7 +45,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class Tally:
+class DecodeTally:
     """What a replica did."""
 
     tokens: int = 0
@@ -65,7 +65,7 @@ def _step_of(gap_s: float) -> int:
 
 
 def gap_of(step: int) -> float:
-    """Seconds of a key of `Tally.gaps`."""
+    """Seconds of a key of `DecodeTally.gaps`."""
     return math.exp(step / _GAP_STEPS)
 
 
@@ -99,8 +99,8 @@ class DecodeReplica:
         self.number, self.of, self._world = number, of, of.world
         self.pool, self.scheduler = pool, scheduler
         self.on_ended: Callable[[Job], None] = lambda _: None
-        self.tally = Tally(pages=pool.num_pages)
-        self._run: Run | None = None
+        self.tally = DecodeTally(pages=pool.num_pages)
+        self._run: StepRun | None = None
         self._version = 0
         self._copies_until = 0.0
         self._dead = False
@@ -123,7 +123,7 @@ class DecodeReplica:
         """A job's KV is complete."""
         job = seat.owner
         job.times.enter(Stage.DECODE_QUEUE, self._world.now)
-        self._world.log.add(self._world.now, Kind.LANDED, self.number, job.number)
+        self._world.log.add(self._world.now, EventKind.LANDED, self.number, job.number)
         self._catch_up()
         if job.names:
             publish(self.pool, seat, job.names)
@@ -185,11 +185,11 @@ class DecodeReplica:
         cost = self.of.cost.decode(batch or 1)
         steps = 1 if replays or beside_s or not self._world.macro else self._steady_steps(turns)
         replay_s = beside_s + (self.of.cost.replay(replays) if replays else 0.0)
-        run = self._run = Run(turns, now, context, cost, replay_s)
+        run = self._run = StepRun(turns, now, context, cost, replay_s)
         self._note_pages()
         self._take(run, steps)
 
-    def _take(self, run: Run, steps: int) -> None:
+    def _take(self, run: StepRun, steps: int) -> None:
         """The run under way has so many steps."""
         run.steps = steps
         run.seconds = run.replay_s + (run.cost.seconds(run.context, steps) if run.turns else 0.0)
@@ -206,7 +206,7 @@ class DecodeReplica:
         self.scheduler.stepped(run.turns, advanced=True)
         now, log, tally = self._world.now, self._world.log, self.tally
         seconds = now - run.began
-        log.add(now, Kind.STEP, self.number, len(run.turns))
+        log.add(now, EventKind.STEP, self.number, len(run.turns))
         if log.keep_spans:
             log.span(f"decode-{self.number}", "step", run.began, now, len(run.turns))
         stretched = seconds / run.seconds if run.seconds else 1.0
@@ -243,7 +243,7 @@ class DecodeReplica:
         for job in over:
             self.on_ended(job)
 
-    def _steady_steps(self, turns: list[Turn[Job]], over: int = 0) -> int:
+    def _steady_steps(self, turns: list[StepShare[Job]], over: int = 0) -> int:
         """How many steps from the present one on the scheduler would plan alike: until the first sequence ends, a
         landed one waits for a place, or the batch comes near the end of the pages. None of `turns` is a replay, and
         `over` of their steps are over."""
@@ -266,7 +266,7 @@ class DecodeReplica:
                 high = middle - 1
         return low
 
-    def _has_pages(self, turns: list[Turn[Job]], steps: int) -> bool:
+    def _has_pages(self, turns: list[StepShare[Job]], steps: int) -> bool:
         """Whether the scheduler swaps nobody out when it plans after `steps` more steps."""
         if not steps:
             return True
@@ -286,7 +286,7 @@ class DecodeReplica:
             elapsed = self._world.now - run.began
             self._count(run, whole_steps(run.cost, run.context, run.steps, run.seconds, elapsed) - 1)
 
-    def _count(self, run: Run, steps: int) -> None:
+    def _count(self, run: StepRun, steps: int) -> None:
         """So many steps of a run are over, and the next one has the pages that it seals."""
         more = steps - run.counted
         if more <= 0:
@@ -315,10 +315,10 @@ class DecodeReplica:
             seat.owner.times.enter(Stage.SWAP_WAIT, self._world.now)
             seat.owner.account.swaps += 1
             self.tally.swaps += 1
-            self._world.log.add(self._world.now, Kind.SWAP_OUT, self.number, seat.owner.number)
+            self._world.log.add(self._world.now, EventKind.SWAP_OUT, self.number, seat.owner.number)
             self._copy(seat)
         for seat in plan.returning:
-            self._world.log.add(self._world.now, Kind.SWAP_IN, self.number, seat.owner.number)
+            self._world.log.add(self._world.now, EventKind.SWAP_IN, self.number, seat.owner.number)
             self._copy(seat)
 
     def _copy(self, seat: Seat[Job]) -> None:

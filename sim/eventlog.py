@@ -15,7 +15,7 @@ _RECORD = "dqq16s"
 _AT_ONCE = 4 * 1024
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     """Kinds of events."""
 
     ARRIVED = "arrived"
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BusySpan:
     """A node was busy."""
 
     node: str
@@ -51,15 +51,15 @@ class EventLog:
     """Equal logs have equal digests: time, kind, node and number of every event count."""
 
     keep_spans: bool = False
-    spans: list[Span] = field(default_factory=list)
-    listeners: list[Callable[[Kind, int, int, int], None]] = field(default_factory=list)
+    spans: list[BusySpan] = field(default_factory=list)
+    listeners: list[Callable[[EventKind, int, int, int], None]] = field(default_factory=list)
     """Hear of each event: kind, node, times and request."""
     _digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
-    _counts: Counter[Kind] = field(default_factory=Counter)
+    _counts: Counter[EventKind] = field(default_factory=Counter)
     _fresh: list[Any] = field(default_factory=list)
     """Time, node, number and kind of each event that is not in the digest yet: many at once are faster."""
 
-    def add(self, now: float, kind: Kind, node: int = -1, number: int = -1) -> None:
+    def add(self, now: float, kind: EventKind, node: int = -1, number: int = -1) -> None:
         """Count an event."""
         fresh = self._fresh
         fresh += (now, node, number, kind)
@@ -67,12 +67,12 @@ class EventLog:
             self._take()
         if self.listeners:
             for hear in self.listeners:
-                hear(kind, node, number if kind is Kind.STEP else 1, number)
+                hear(kind, node, number if kind is EventKind.STEP else 1, number)
 
     def span(self, node: str, what: str, began: float, ended: float, detail: int) -> None:
         """Keep a span, if spans are kept."""
         if self.keep_spans:
-            self.spans.append(Span(node, what, began, ended, detail))
+            self.spans.append(BusySpan(node, what, began, ended, detail))
 
     @property
     def hexdigest(self) -> str:
@@ -81,7 +81,7 @@ class EventLog:
         return self._digest.hexdigest()
 
     @property
-    def counts(self) -> Counter[Kind]:
+    def counts(self) -> Counter[EventKind]:
         """Events so far, by kind."""
         self._take()
         return self._counts

@@ -15,10 +15,10 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from hackkv.timing import Stage
 from router.watch.metrics import SECONDS, TOKENS
-from sim.results import COLUMNS, SUB_STAGES, Floats, Record
+from sim.results import COLUMNS, SUB_STAGES, Floats, SimulationRecord
 
 
-def write_csv(record: Record, path: Path) -> None:
+def write_csv(record: SimulationRecord, path: Path) -> None:
     """One line for each request, in the order of the trace."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
@@ -27,7 +27,7 @@ def write_csv(record: Record, path: Path) -> None:
             writer.writerow((number, *("" if np.isnan(value) else f"{value:.9g}" for value in row)))
 
 
-def write_chrome_trace(record: Record, path: Path) -> None:
+def write_chrome_trace(record: SimulationRecord, path: Path) -> None:
     """For chrome://tracing and Perfetto: a line for each replica's passes and steps, one for each request's stages."""
     events: list[dict[str, Any]] = []
     rows = {name: index for index, name in enumerate(dict.fromkeys(span.node for span in record.spans))}
@@ -52,7 +52,7 @@ def _event(process: str, thread: int, name: str, when: tuple[float, float], args
 class Series:
     """A run under the names of the router's metrics (`router.watch.metrics`), so that its dashboards show it."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: SimulationRecord) -> None:
         self._record = record
 
     def collect(self) -> Iterator[Metric]:
@@ -104,7 +104,7 @@ def _buckets(values: Floats, bounds: tuple[float, ...]) -> tuple[list[tuple[str,
     return [*counts, ("+Inf", float(len(ordered)))], float(ordered.sum())
 
 
-def write_prometheus(record: Record, path: Path) -> None:
+def write_prometheus(record: SimulationRecord, path: Path) -> None:
     """Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(Series(record))

@@ -15,17 +15,17 @@ from faults.injector import Armed, armed
 from faults.plan import Action, FaultPlan, FaultRule, Point
 from hackkv.errors import ConfigError
 from sim.decode import DecodeReplica
-from sim.eventlog import Kind
+from sim.eventlog import EventKind
 from sim.prefill import PrefillReplica
 from sim.router import Router
 from sim.world import World
 
 POINTS: Final = {
-    Point.PREFILL_JOB: Kind.PLACED_PREFILL,
-    Point.FIRST_TOKEN: Kind.FIRST_TOKEN,
-    Point.DECODE_JOB: Kind.PLACED_DECODE,
-    Point.LANDED: Kind.LANDED,
-    Point.TOKEN: Kind.STEP,
+    Point.PREFILL_JOB: EventKind.PLACED_PREFILL,
+    Point.FIRST_TOKEN: EventKind.FIRST_TOKEN,
+    Point.DECODE_JOB: EventKind.PLACED_DECODE,
+    Point.LANDED: EventKind.LANDED,
+    Point.TOKEN: EventKind.STEP,
 }
 """Point of a plan -> the event at which a rule is asked. A step brings one token of each of its sequences."""
 
@@ -73,7 +73,7 @@ class Faults:
             for index, number in enumerate(numbers):
                 nodes[role, number] = index, armed(self._plan, f"{role}-{number}")
 
-        def happened(kind: Kind, number: int, times: int, job: int) -> None:
+        def happened(kind: EventKind, number: int, times: int, job: int) -> None:
             for point, watched in POINTS.items():
                 if watched is not kind:
                     continue

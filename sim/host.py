@@ -12,19 +12,19 @@ from collections.abc import Callable
 from typing import Final
 
 from sim import spec
-from sim.network import Flow, Link, Network
+from sim.network import Flow, Network, SharedLink
 from sim.world import World
 
 _UNITS: Final = 1e6
 """Of work in a second. A flow is empty with a thousandth of one left."""
 
 
-class Host:
+class HostCores:
     """`sim.world.Cores`."""
 
     def __init__(self, world: World, of: spec.Host) -> None:
-        self.cores = Link("cores", of.cores * _UNITS)
-        self._network, self._of = Network(world, spec.Sharing.FAIR), of
+        self.cores = SharedLink("cores", of.cores * _UNITS)
+        self._network, self._of = Network(world, spec.LinkSharing.FAIR), of
         self._router = Thread(self.compute)
 
     def compute(self, seconds: float, call: Callable[[], None]) -> None:

@@ -36,7 +36,7 @@ class Arrival(NamedTuple):
 _NOTHING = dict.fromkeys(Stage, 0.0)
 
 
-class Times:
+class StageTimes:
     """Splits a job's life into stages; they sum to its length, since each moment belongs to one of them."""
 
     __slots__ = ("at", "marks", "spent", "stage")
@@ -81,7 +81,7 @@ class Job:
     number: int
     arrival: Arrival
     arrived: float
-    times: Times
+    times: StageTimes
     rows: int
     """Of its prompt, that stay once it is computed."""
     left: int

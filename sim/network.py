@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from sim.spec import Sharing
+from sim.spec import LinkSharing
 from sim.world import World
 
 _EMPTY_BYTES = 1e-3
@@ -21,7 +21,7 @@ _EMPTY_BYTES = 1e-3
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class SharedLink:
     """A line or a processor that flows share, in bytes per second."""
 
     name: str
@@ -35,7 +35,7 @@ class Link:
 class Flow:
     """Bytes on their way over `links`, at most `limit` bytes per second."""
 
-    links: tuple[Link, ...]
+    links: tuple[SharedLink, ...]
     limit: float
     on_done: Callable[[], None]
     left: float = 0.0
@@ -49,9 +49,9 @@ class Flow:
 class Network:
     """All flows of a cluster."""
 
-    def __init__(self, world: World, sharing: Sharing) -> None:
+    def __init__(self, world: World, sharing: LinkSharing) -> None:
         self._world, self._sharing = world, sharing
-        self._queues: dict[Link, list[Flow]] = {}
+        self._queues: dict[SharedLink, list[Flow]] = {}
         self.bytes = 0.0
         """Bytes of all flows that are over."""
 
@@ -60,9 +60,9 @@ class Network:
         flow.left, flow.total, flow.since = num_bytes, num_bytes, self._world.now
         if num_bytes <= _EMPTY_BYTES:
             self._world.after(0.0, partial(self._ended, flow, flow.version))
-        elif self._sharing is Sharing.FAIR:
+        elif self._sharing is LinkSharing.FAIR:
             self._join(flow)
-        elif self._sharing is Sharing.INDEPENDENT:
+        elif self._sharing is LinkSharing.INDEPENDENT:
             flow.rate = min(flow.limit, *[link.rate for link in flow.links])
             self._plan(flow)
         else:
@@ -132,14 +132,14 @@ class Network:
         flow.on_done()
 
 
-def _ordered_links(flows: Iterable[Flow]) -> list[Link]:
+def _ordered_links(flows: Iterable[Flow]) -> list[SharedLink]:
     return sorted({link for flow in flows for link in flow.links}, key=lambda link: link.name)
 
 
 def _connected(flow: Flow) -> set[Flow]:
     """The flow, and all that share a link with it, directly or through others."""
     found, todo = {flow}, [flow]
-    seen: set[Link] = set()
+    seen: set[SharedLink] = set()
     while todo:
         for link in todo.pop().links:
             if link not in seen:

@@ -26,7 +26,7 @@ from prefill_node.__main__ import serve as serve_prefill
 from prefill_node.config import PrefillConfig
 from sim.cluster import host_bytes_of, pages_of
 from sim.sizes import sizes_of
-from sim.spec import Pool, Spec, read_spec
+from sim.spec import ReplicaPool, Spec, read_spec
 from sim.weightless import weightless_worker
 from transport.closing import reap
 
@@ -78,7 +78,7 @@ async def _pass_on(shutdown: Shutdown, ends: Sequence[Shutdown]) -> None:
         end.order()
 
 
-def _prepared(config: FleetConfig, spec: Spec, pool: Pool, folder: Path) -> tuple[Loaded, dict[str, Any]]:
+def _prepared(config: FleetConfig, spec: Spec, pool: ReplicaPool, folder: Path) -> tuple[Loaded, dict[str, Any]]:
     """What the nodes of a pool share. Pages are as many as a replica has; a thin model's take less memory."""
     worker = weightless_worker(spec, pool, folder)
     codec = CodecConfig(name=spec.codec.name, settings=spec.codec.settings, allow_loss=True)
@@ -93,7 +93,7 @@ def _prepared(config: FleetConfig, spec: Spec, pool: Pool, folder: Path) -> tupl
     }
 
 
-def _room(spec: Spec, pool: Pool, worker: Worker) -> dict[str, int]:
+def _room(spec: Spec, pool: ReplicaPool, worker: Worker) -> dict[str, int]:
     sizes, thin = sizes_of(spec.codec, spec.shape.kv_shape), worker.footprint
     host_pages = host_bytes_of(spec, pool) // sizes.footprint.page_bytes
     return {
@@ -102,11 +102,11 @@ def _room(spec: Spec, pool: Pool, worker: Worker) -> dict[str, int]:
     }
 
 
-def _prefill(node: dict[str, Any], pool: Pool) -> PrefillConfig:
+def _prefill(node: dict[str, Any], pool: ReplicaPool) -> PrefillConfig:
     return PrefillConfig(**node, max_prompts=pool.max_sequences, chunk_tokens=pool.chunk_tokens)
 
 
-def _decode(node: dict[str, Any], pool: Pool) -> DecodeConfig:
+def _decode(node: dict[str, Any], pool: ReplicaPool) -> DecodeConfig:
     return DecodeConfig(
         **node, max_sequences=pool.max_sequences, max_batch=pool.max_batch, replay_tokens=pool.replay_tokens
     )

@@ -10,10 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from measure.serve.plot import DPI, draw, read_run
-from sim.results import Floats, Rows
+from sim.results import Floats, RequestTable
 
 
-def draw_run(rows: Rows, result: Path, folder: Path) -> list[Path]:
+def draw_run(rows: RequestTable, result: Path, folder: Path) -> list[Path]:
     """`stages.png` (mean JCT by stage) and `times.png` (distribution of TTFT, TPOT and JCT; waits over time)."""
     stages, times = folder / "stages.png", folder / "times.png"
     draw([read_run(result)], stages)

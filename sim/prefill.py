@@ -17,9 +17,9 @@ from hackkv.timing import Stage
 from prefill_node.host_pool import Claim, HostPool, Tenant
 from prefill_node.scheduler import Chunk, PrefillScheduler, Prompt
 from sim.costs import CostModel, PassCost
-from sim.eventlog import Kind
+from sim.eventlog import EventKind
 from sim.jobs import Job
-from sim.network import Flow, Link, Network
+from sim.network import Flow, Network, SharedLink
 from sim.world import World
 
 
@@ -27,18 +27,18 @@ class Receiver(Protocol):
     """Where KV goes."""
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[SharedLink, ...]:
         """The receiver's line and its processing."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class Shipment:
+class SimulatedShipment:
     """One job's KV: from its first sealed page until the job is over."""
 
     job: Job
-    sender: Sender
-    on_landed: Callable[[Shipment], None]
+    sender: KvDispatch
+    on_landed: Callable[[SimulatedShipment], None]
     receiver: Receiver | None = None
     made: int = 0
     """Bytes that are ready to leave."""
@@ -103,12 +103,12 @@ class Shipment:
 
 
 @dataclass(slots=True, eq=False)
-class Sender:
+class KvDispatch:
     """How KV leaves a replica."""
 
     world: World
     network: Network
-    line: Link
+    line: SharedLink
     flow_rate: float
     """Bytes per second of one handoff at most."""
     setup_s: float
@@ -121,7 +121,7 @@ class Sender:
 
 
 @dataclass(slots=True)
-class Tally:
+class PrefillTally:
     """What a replica did."""
 
     tokens: int = 0
@@ -151,20 +151,20 @@ class PrefillReplica:
         cost: CostModel,
         scheduler: PrefillScheduler[Job],
         host: HostPool,
-        sender: Sender,
+        sender: KvDispatch,
     ) -> None:
         self.number, self.sender = number, sender
         self.scheduler = scheduler
-        self.on_first: Callable[[Job, Shipment], None] = lambda _, __: None
-        self.tally = Tally()
+        self.on_first: Callable[[Job, SimulatedShipment], None] = lambda _, __: None
+        self.tally = PrefillTally()
         self._world, self._cost, self._host = world, cost, host
-        self.shipments: dict[Job, Shipment] = {}
+        self.shipments: dict[Job, SimulatedShipment] = {}
         self._pass: Pass | None = None
         self._dead = False
 
-    def join(self, job: Job, on_landed: Callable[[Shipment], None]) -> Shipment:
+    def join(self, job: Job, on_landed: Callable[[SimulatedShipment], None]) -> SimulatedShipment:
         """Compute a prompt."""
-        shipment = self.shipments[job] = Shipment(job, self.sender, on_landed)
+        shipment = self.shipments[job] = SimulatedShipment(job, self.sender, on_landed)
         job.times.enter(Stage.PREFILL_QUEUE, self._world.now)
         self.scheduler.add(Prompt(job, job.arrival.prompt_tokens, job.names))
         self.wake()
@@ -181,14 +181,14 @@ class PrefillReplica:
                 shipment.claim = None
         self.wake()
 
-    def delivered(self, shipment: Shipment) -> None:
+    def delivered(self, shipment: SimulatedShipment) -> None:
         """A decode replica has the KV: keep it while there is room."""
         shipment.give_up()
         if shipment.claim is not None:
             self._host.change_tenant(shipment.claim, Tenant.KEPT)
         self.wake()
 
-    def stop(self) -> list[Shipment]:
+    def stop(self) -> list[SimulatedShipment]:
         """The node dies. Returns what it had."""
         self._dead = True
         shipments = list(self.shipments.values())
@@ -242,7 +242,7 @@ class PrefillReplica:
         shipment.claim = self._host.claim(Tenant.WAITING, num_bytes, partial(self._pushed_out, shipment))
         return shipment.claim is not None
 
-    def _pushed_out(self, shipment: Shipment) -> None:
+    def _pushed_out(self, shipment: SimulatedShipment) -> None:
         shipment.kept = False
         shipment.claim = None
 
@@ -282,10 +282,10 @@ class PrefillReplica:
         took_s, alone_s = now - run.began, run.cost.seconds
         tally.busy_s += took_s
         quantize_s = run.cost.quantize_s * (took_s / alone_s if alone_s else 1.0)
-        self._world.log.add(now, Kind.PASS, self.number, tokens)
+        self._world.log.add(now, EventKind.PASS, self.number, tokens)
         if self._world.log.keep_spans:
             self._world.log.span(f"prefill-{self.number}", "pass", run.began, now, tokens)
-        first: list[Shipment] = []
+        first: list[SimulatedShipment] = []
         for chunk in run.chunks:
             job = chunk.prompt.owner
             job.account.quantize_s += quantize_s
@@ -302,6 +302,6 @@ class PrefillReplica:
                 first.append(shipment)
             shipment.pump()
         for shipment in first:
-            self._world.log.add(now, Kind.FIRST_TOKEN, self.number, shipment.job.number)
+            self._world.log.add(now, EventKind.FIRST_TOKEN, self.number, shipment.job.number)
             self.on_first(shipment.job, shipment)
         self.wake()

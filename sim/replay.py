@@ -14,8 +14,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from decode_node.scheduler import DecodeScheduler, Limits
-from decode_node.seats import Plan, Seat, Turn
+from decode_node.scheduler import DecodeScheduler, SchedulerLimits
+from decode_node.seats import Plan, Seat, StepShare
 from hackkv.errors import ConfigError, HackkvError, Overloaded, RequestError
 from hackkv.page_names import PageName
 from prefill_node.host_pool import HostPool
@@ -26,7 +26,7 @@ Owner = TypeVar("Owner")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SchedulerCall:
     """One call of a scheduler. Sequences and prompts go by the order in which they came."""
 
     name: str
@@ -39,12 +39,12 @@ class Call:
 class Tape:
     """Calls in their order, from the moment at which recording began."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[SchedulerCall] = field(default_factory=list)
     began: float = field(default_factory=perf_counter)
 
     def add(self, name: str, arguments: list[Any], answer: Any = None) -> None:
         """Append a call that has just been answered."""
-        self.calls.append(Call(name, perf_counter() - self.began, arguments, answer))
+        self.calls.append(SchedulerCall(name, perf_counter() - self.began, arguments, answer))
 
     def write(self, path: Path) -> None:
         """As JSON lines."""
@@ -66,7 +66,7 @@ def read_tape(path: Path) -> Tape:
     calls = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            calls.append(Call(**json.loads(line)))
+            calls.append(SchedulerCall(**json.loads(line)))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}:{number}: no call of a tape: {error}") from error
     return Tape(calls)
@@ -106,7 +106,7 @@ def record_decode(scheduler: DecodeScheduler[Owner], tape: Tape) -> None:
         tape.add("schedule", [], _plan(plan, numbers.__getitem__))
         return plan
 
-    def step_over(turns: list[Turn[Owner]], *, advanced: bool) -> None:
+    def step_over(turns: list[StepShare[Owner]], *, advanced: bool) -> None:
         stepped(turns, advanced=advanced)
         tape.add("stepped", [[numbers[turn.seat] for turn in turns], advanced])
 
@@ -130,14 +130,14 @@ def _plan(plan: Plan[Owner], number: Callable[[Seat[Owner]], int]) -> list[Any]:
     return [turns, [number(seat) for seat in plan.leaving], [number(seat) for seat in plan.returning]]
 
 
-def replay_decode(tape: Tape, live: DecodeScheduler[Any], pages: int, slots: int, limits: Limits) -> list[str]:
+def replay_decode(tape: Tape, live: DecodeScheduler[Any], pages: int, slots: int, limits: SchedulerLimits) -> list[str]:
     """Make a tape's calls on a scheduler over a book that counts. Returns what was decided otherwise, in words.
 
     Of `live` only its sizes are used.
     """
     scheduler: DecodeScheduler[int] = DecodeScheduler(CountedPages(pages, slots), live.footprint, limits)
     seats: dict[int, Seat[int]] = {}
-    turns: list[Turn[int]] = []
+    turns: list[StepShare[int]] = []
     wrong: list[str] = []
     for place, call in enumerate(tape.calls):
         answer: Any = None

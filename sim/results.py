@@ -14,7 +14,7 @@ import numpy.typing as npt
 import sim.decode
 import sim.prefill
 from hackkv.timing import Stage, SubStage
-from sim.eventlog import Kind, Span
+from sim.eventlog import BusySpan, EventKind
 from sim.jobs import Fate, Job
 from sim.spec import Spec
 
@@ -41,7 +41,7 @@ COLUMNS: Final = (
 (tokens - 1), and not a number where there is only one token."""
 
 
-class Rows:
+class RequestTable:
     """A growing table of finished requests, in the order of their numbers."""
 
     def __init__(self, numbers: range) -> None:
@@ -83,7 +83,7 @@ class Rows:
         if job.error:
             self.errors[job.number] = job.error
 
-    def take(self, part: Rows) -> None:
+    def take(self, part: RequestTable) -> None:
         """Take over the rows of a part of the requests."""
         first, step = (self._numbers.index(part._numbers[0]), part._numbers.step) if len(part._numbers) else (0, 1)
         self.table[first::step][: len(part._numbers)] = part.table
@@ -109,20 +109,20 @@ class Rows:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class SimulationRecord:
     """A simulation in numbers."""
 
     spec: Spec
-    rows: Rows
+    rows: RequestTable
     events: str
     """Digest of all that happened; equal runs have equal ones."""
-    counts: Counter[Kind]
+    counts: Counter[EventKind]
     """Events by kind."""
-    prefills: list[sim.prefill.Tally]
-    decodes: list[sim.decode.Tally]
+    prefills: list[sim.prefill.PrefillTally]
+    decodes: list[sim.decode.DecodeTally]
     links_s: list[float]
     """Seconds that each link would have taken for its bytes at full rate."""
     paid_s: dict[str, float]
     """Role -> seconds of replicas that ran; only of a role that scales."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[BusySpan] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)

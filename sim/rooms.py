@@ -13,13 +13,13 @@ from decode_node.seats import Seat
 from hackkv.errors import Overloaded, RequestError
 from router.fleet.line import Ageing, Demand, Ticket, next_in_line
 from router.fleet.policy import Need
-from sim.aggregated import Prompts
+from sim.aggregated import InterleavedPrompts
 from sim.decode import DecodeReplica
-from sim.eventlog import Kind
+from sim.eventlog import EventKind
 from sim.jobs import Job
-from sim.network import Link
+from sim.network import SharedLink
 from sim.placing import Shelf
-from sim.prefill import Shipment
+from sim.prefill import SimulatedShipment
 from sim.world import World
 
 
@@ -28,8 +28,8 @@ class DecodeSite:
     """A decode replica with the links that lead to it."""
 
     replica: DecodeReplica
-    links: tuple[Link, ...]
-    prompts: Prompts | None = None
+    links: tuple[SharedLink, ...]
+    prompts: InterleavedPrompts | None = None
     """Set where the replica computes prompts too."""
 
 
@@ -42,7 +42,7 @@ class Ride:
     whole: int
     """Tokens that it may come to: prompt and answer."""
     prefill: int | None = None
-    shipment: Shipment | None = None
+    shipment: SimulatedShipment | None = None
     decode: int | None = None
     seat: Seat[Job] | None = None
     tokens: int = 0
@@ -143,7 +143,7 @@ class Rooms:
             return False
         self.shelf.mark(index, up=False)
         self.shelf.book(index, -self.shelf.tokens[index])
-        self._world.log.add(self._world.now, Kind.DOWN, self.sites[index].replica.number)
+        self._world.log.add(self._world.now, EventKind.DOWN, self.sites[index].replica.number)
         self.sites[index].replica.stop()
         return True
 
@@ -152,7 +152,7 @@ class Rooms:
         self.sites[index].replica = replica
         self.shelf.mark(index, up=True)
         self._report(index)
-        self._world.log.add(self._world.now, Kind.UP, replica.number)
+        self._world.log.add(self._world.now, EventKind.UP, replica.number)
         self.serve()
 
     def _could_fit(self, demand: Demand) -> bool:
@@ -165,7 +165,7 @@ class Rooms:
         try:
             seat = replica.admit(job)
         except Overloaded:
-            self._world.log.add(self._world.now, Kind.REFUSED, replica.number, job.number)
+            self._world.log.add(self._world.now, EventKind.REFUSED, replica.number, job.number)
             shelf.free[index] = 0
             return False
         except RequestError as error:
@@ -175,7 +175,7 @@ class Rooms:
         ride.decode, ride.seat, ride.tokens = index, seat, ride.whole - held
         shelf.book(index, ride.tokens)
         self._report(index)
-        self._world.log.add(self._world.now, Kind.PLACED_DECODE, replica.number, job.number)
+        self._world.log.add(self._world.now, EventKind.PLACED_DECODE, replica.number, job.number)
         self.on_room(ride)
         return True
 

@@ -12,10 +12,10 @@ from functools import partial
 
 from hackkv.timing import Stage
 from sim.decode import DecodeReplica
-from sim.eventlog import Kind
+from sim.eventlog import EventKind
 from sim.jobs import Fate, Job
 from sim.placing import Shelf
-from sim.prefill import PrefillReplica, Shipment
+from sim.prefill import PrefillReplica, SimulatedShipment
 from sim.rooms import Ride, Rooms, names
 from sim.spec import Spec
 from sim.world import World
@@ -58,7 +58,7 @@ class Router:
         prompt = job.arrival.prompt_tokens
         tokens = prompt + job.max_tokens
         ride = self._rides[job] = Ride(job, self._serial, tokens)
-        self._world.log.add(self._world.now, Kind.ARRIVED, -1, job.number)
+        self._world.log.add(self._world.now, EventKind.ARRIVED, -1, job.number)
         if tokens > self._largest:
             self._fail(ride, f"{tokens} tokens need more pages or host memory than a replica has for {self._largest}")
         else:
@@ -84,7 +84,7 @@ class Router:
             return
         ride.prefill, ride.queued = index, job.arrival.prompt_tokens - (held[index] if held else 0)
         self.shelf.choose(index, ride.queued)
-        self._world.log.add(self._world.now, Kind.PLACED_PREFILL, self.prefills[index].number, job.number)
+        self._world.log.add(self._world.now, EventKind.PLACED_PREFILL, self.prefills[index].number, job.number)
         if job.arrival.output_tokens > 1:
             self.rooms.stand(ride)
             if job.fate is not Fate.UNDER_WAY:
@@ -112,7 +112,7 @@ class Router:
         elif ride.decode is not None and ride.seat is not None:
             self.rooms.sites[ride.decode].replica.land(ride.seat)
 
-    def _first(self, job: Job, shipment: Shipment) -> None:
+    def _first(self, job: Job, shipment: SimulatedShipment) -> None:
         """Token 0 is chosen: the prompt has left its queue."""
         ride = self._rides.get(job)
         if ride is None or ride.shipment is not shipment:
@@ -124,7 +124,7 @@ class Router:
         if job.left <= 0:
             self._over(ride)
 
-    def _landed(self, shipment: Shipment) -> None:
+    def _landed(self, shipment: SimulatedShipment) -> None:
         ride = self._rides.get(shipment.job)
         if ride is None or ride.shipment is not shipment or ride.decode is None or ride.seat is None:
             return
@@ -151,7 +151,7 @@ class Router:
         job.ended_at, job.fate, job.error = now, fate, error
         del self._rides[job]
         self._let_go(ride)
-        self._world.log.add(now, Kind.DONE if fate is Fate.DONE else Kind.FAILED, -1, job.number)
+        self._world.log.add(now, EventKind.DONE if fate is Fate.DONE else EventKind.FAILED, -1, job.number)
         self.on_over(job)
         self.rooms.serve()
 
@@ -194,7 +194,7 @@ class Router:
         if not self.shelf.up[index]:
             return
         self.shelf.mark(index, up=False)
-        self._world.log.add(self._world.now, Kind.DOWN, self.prefills[index].number)
+        self._world.log.add(self._world.now, EventKind.DOWN, self.prefills[index].number)
         self.prefills[index].stop()
         for ride in [ride for ride in self._rides.values() if ride.prefill == index]:
             self._unqueue(ride)
@@ -208,7 +208,7 @@ class Router:
         self.prefills[index] = replica
         replica.on_first = self._first
         self.shelf.mark(index, up=True)
-        self._world.log.add(self._world.now, Kind.UP, replica.number)
+        self._world.log.add(self._world.now, EventKind.UP, replica.number)
         homeless, self._homeless = self._homeless, []
         for ride in homeless:
             self._dispatch(ride)

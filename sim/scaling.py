@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from sim.eventlog import Kind
+from sim.eventlog import EventKind
 from sim.placing import Shelf
 from sim.router import Router
 from sim.spec import Scale, Spec
@@ -49,7 +49,7 @@ class Scaler:
         return max(self.scale.least, running - 1)
 
 
-class State(Enum):
+class ReplicaState(Enum):
     """How a replica stands."""
 
     OFF = auto()
@@ -77,40 +77,40 @@ class Staff:
         self._world, self._scale, self._shelf, self._watched = world, scale, shelf, watched
         size = len(shelf.names)
         self._scaler = Scaler(scale, size)
-        self._states = [State.UP if index < scale.least else State.OFF for index in range(size)]
+        self._states = [ReplicaState.UP if index < scale.least else ReplicaState.OFF for index in range(size)]
         for index, state in enumerate(self._states):
-            shelf.mark(index, up=state is State.UP)
+            shelf.mark(index, up=state is ReplicaState.UP)
         self.paid_s = 0.0
         """Seconds of replicas that were not off."""
 
     def tick(self) -> None:
         """Pay for the time since the last tick, look at the load, start and stop."""
-        self.paid_s += TICK_S * (len(self._states) - self._states.count(State.OFF))
-        for index in self._at(State.ENDING):
+        self.paid_s += TICK_S * (len(self._states) - self._states.count(ReplicaState.OFF))
+        for index in self._at(ReplicaState.ENDING):
             if self._watched.is_idle(index):
-                self._states[index] = State.OFF
-        up, running = self._at(State.UP), len(self._at(State.UP, State.STARTING))
+                self._states[index] = ReplicaState.OFF
+        up, running = self._at(ReplicaState.UP), len(self._at(ReplicaState.UP, ReplicaState.STARTING))
         more = self._scaler.wanted(running, self._watched.load(up), self._world.now) - running
         if more:
-            self._world.log.add(self._world.now, Kind.SCALED, -1, running + more)
-        for index in self._at(State.ENDING, State.OFF)[: max(0, more)]:
+            self._world.log.add(self._world.now, EventKind.SCALED, -1, running + more)
+        for index in self._at(ReplicaState.ENDING, ReplicaState.OFF)[: max(0, more)]:
             self._start(index)
         for index in up[len(up) + min(0, more) :]:
-            self._states[index] = State.ENDING
+            self._states[index] = ReplicaState.ENDING
             self._shelf.mark(index, up=False)
 
     def _start(self, index: int) -> None:
         """One that still ends its requests is back at once."""
-        takes_s = self._scale.start_s if self._states[index] is State.OFF else 0.0
-        self._states[index] = State.STARTING
+        takes_s = self._scale.start_s if self._states[index] is ReplicaState.OFF else 0.0
+        self._states[index] = ReplicaState.STARTING
         self._world.after(takes_s, lambda: self._started(index))
 
     def _started(self, index: int) -> None:
-        self._states[index] = State.UP
+        self._states[index] = ReplicaState.UP
         self._shelf.mark(index, up=True)
         self._watched.on_up()
 
-    def _at(self, *states: State) -> list[int]:
+    def _at(self, *states: ReplicaState) -> list[int]:
         return [index for index, state in enumerate(self._states) if state in states]
 
 

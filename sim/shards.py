@@ -15,18 +15,18 @@ import xxhash
 
 from sim.cluster import Cluster, Options
 from sim.jobs import Arrival
-from sim.results import Record, Rows
+from sim.results import RequestTable, SimulationRecord
 from sim.spec import Spec
 
 
-def simulate(spec: Spec, arrivals: Sequence[Arrival], options: Options, processes: int = 1) -> Record:
+def simulate(spec: Spec, arrivals: Sequence[Arrival], options: Options, processes: int = 1) -> SimulationRecord:
     """Serve all requests. The result does not depend on `processes`.
 
     Clients of a closed loop go from router to router, so those are simulated together.
     """
     if spec.policy.shards == 1 or spec.load.concurrency:
         return Cluster(spec, options).run(arrivals).record
-    whole = Record(spec, Rows(range(len(arrivals))), "", Counter(), [], [], [], {})
+    whole = SimulationRecord(spec, RequestTable(range(len(arrivals))), "", Counter(), [], [], [], {})
     digest = xxhash.xxh3_128()
     for part in _parts(spec, arrivals, options, processes):
         whole.rows.take(part.rows)
@@ -44,7 +44,7 @@ def simulate(spec: Spec, arrivals: Sequence[Arrival], options: Options, processe
     return whole
 
 
-def _parts(spec: Spec, arrivals: Sequence[Arrival], options: Options, processes: int) -> Iterator[Record]:
+def _parts(spec: Spec, arrivals: Sequence[Arrival], options: Options, processes: int) -> Iterator[SimulationRecord]:
     """What each router did, in their order."""
     shards = spec.policy.shards
     own = Options(options.seed, options.macro, options.keep_spans)
@@ -58,5 +58,5 @@ def _parts(spec: Spec, arrivals: Sequence[Arrival], options: Options, processes:
             yield future.result()
 
 
-def _part(spec: Spec, arrivals: Sequence[Arrival], options: Options, shard: int) -> Record:
+def _part(spec: Spec, arrivals: Sequence[Arrival], options: Options, shard: int) -> SimulationRecord:
     return Cluster(spec, options).run(arrivals, shard).record

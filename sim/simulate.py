@@ -24,7 +24,7 @@ from hackkv.errors import HackkvError
 from hackkv.timing import Stage
 from sim.cluster import Options
 from sim.exports import can_draw, write_chrome_trace, write_csv, write_prometheus
-from sim.results import Record
+from sim.results import SimulationRecord
 from sim.shards import simulate
 from sim.spec import read_spec
 from sim.summary import summarize
@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace, notes: Console) -> dict[str, Any]:
     return result
 
 
-def write(record: Record, result: dict[str, Any], folder: Path, *, chrome_trace: bool = False) -> None:
+def write(record: SimulationRecord, result: dict[str, Any], folder: Path, *, chrome_trace: bool = False) -> None:
     """Write everything that a run gives into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "result.json"

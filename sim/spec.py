@@ -13,13 +13,13 @@ from hackkv.config import Frozen, load
 from hackkv.defaults import DEFAULT_CODEC
 from hackkv.errors import ConfigError
 from router.config import LimitsConfig
-from sim.catalogue import Catalogue, Gpu, Instance, Model, named, shipped
+from sim.catalogue import Catalogue, Gpu, Instance, ModelShape, named, shipped
 
 GIB = 1 << 30
 _LIMITS = LimitsConfig()
 
 
-class Sharing(StrEnum):
+class LinkSharing(StrEnum):
     """How flows share links."""
 
     FAIR = "fair"
@@ -84,7 +84,7 @@ class Scale(Frozen):
         return self
 
 
-class Pool(Frozen):
+class ReplicaPool(Frozen):
     """Replicas of one role."""
 
     instance: str
@@ -117,10 +117,10 @@ class Pool(Frozen):
         return self.tp * self.pp
 
 
-class Network(Frozen):
+class NetworkSpec(Frozen):
     """What lies between the replicas."""
 
-    sharing: Sharing = Sharing.FAIR
+    sharing: LinkSharing = LinkSharing.FAIR
     sending: Sending = Sending.LAYERS
     blocking: bool = False
     """A prefill replica computes nothing while it sends."""
@@ -234,12 +234,12 @@ class Choices(Frozen):
 class Spec(Frozen):
     """Everything about a simulated cluster."""
 
-    model: str | Model
-    prefill: Pool | None = None
+    model: str | ModelShape
+    prefill: ReplicaPool | None = None
     """Without it every decode replica computes prompts too (aggregated)."""
-    decode: Pool
+    decode: ReplicaPool
     codec: Codec = Codec()
-    network: Network = Network()
+    network: NetworkSpec = NetworkSpec()
     host: Host | None = None
     """Set if the whole cluster shares one machine. Seconds of `network` and of handoffs are work on it then."""
     efficiency: Efficiency = Efficiency()
@@ -268,23 +268,23 @@ class Spec(Frozen):
         return shipped().with_more(self.catalogue)
 
     @property
-    def shape(self) -> Model:
+    def shape(self) -> ModelShape:
         """The model. Raises `ConfigError` for an unknown name."""
-        return self.model if isinstance(self.model, Model) else named(self.tables.models, self.model, "model")
+        return self.model if isinstance(self.model, ModelShape) else named(self.tables.models, self.model, "model")
 
-    def instance_of(self, pool: Pool) -> Instance:
+    def instance_of(self, pool: ReplicaPool) -> Instance:
         """The pool's machine. Raises `ConfigError` for an unknown name."""
         return named(self.tables.instances, pool.instance, f"{self.role_of(pool)}.instance")
 
-    def role_of(self, pool: Pool) -> str:
+    def role_of(self, pool: ReplicaPool) -> str:
         """The key of a pool."""
         return "prefill" if pool is self.prefill else "decode"
 
-    def gpu_of(self, pool: Pool) -> Gpu:
+    def gpu_of(self, pool: ReplicaPool) -> Gpu:
         """The pool's GPU. Raises `ConfigError` for an unknown name."""
         return self.tables.gpu_of(self.instance_of(pool))
 
-    def efficiency_of(self, pool: Pool) -> Efficiency:
+    def efficiency_of(self, pool: ReplicaPool) -> Efficiency:
         """The pool's own, or the specification's."""
         return pool.efficiency or self.efficiency
 
@@ -293,7 +293,7 @@ class Spec(Frozen):
         pools = [pool for pool in (self.prefill, self.decode) if pool is not None]
         return sum(pool.replicas * self.usd_of(pool) for pool in pools)
 
-    def usd_of(self, pool: Pool) -> float:
+    def usd_of(self, pool: ReplicaPool) -> float:
         """Price of one replica per hour."""
         instance = self.instance_of(pool)
         return instance.usd_per_hour * pool.gpus / instance.gpus

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hackkv.timing import Stage, SubStage
 from measure.serve.summary import PERCENTILES
 from sim.decode import gap_of
-from sim.results import SUB_STAGES, Floats, Record, Rows
+from sim.results import SUB_STAGES, Floats, RequestTable, SimulationRecord
 from sim.spec import Objective
 
 WARM_UP: Final = 0.1
@@ -45,7 +45,7 @@ def interval(values: Floats) -> Interval:
     return Interval(float(kept.mean()), float(STUDENT_19 * means.std(ddof=1) / np.sqrt(BATCHES)))
 
 
-def is_unstable(rows: Rows) -> bool:
+def is_unstable(rows: RequestTable) -> bool:
     """Whether requests still pile up when the last ones arrive: over the second half of the arrivals, their number in
     the cluster grows with 95% confidence, by more than `_PILE` of its mean."""
     ok = rows.ok
@@ -66,7 +66,7 @@ def is_unstable(rows: Rows) -> bool:
     return slope - STUDENT_19 * error > 0 and slope * float(x[-1] - x[0]) > _PILE * float(inside.mean())
 
 
-def good(rows: Rows, slo: Objective) -> npt.NDArray[np.bool_]:
+def good(rows: RequestTable, slo: Objective) -> npt.NDArray[np.bool_]:
     """Which requests were served and kept all limits."""
     kept = rows.ok.copy()
     for name, limit in slo.limits.items():
@@ -75,7 +75,7 @@ def good(rows: Rows, slo: Objective) -> npt.NDArray[np.bool_]:
     return kept
 
 
-def summarize(record: Record, label: str = "") -> dict[str, Any]:
+def summarize(record: SimulationRecord, label: str = "") -> dict[str, Any]:
     """Everything that `result.json` holds."""
     rows, spec = record.rows, record.spec
     ok = rows.ok
@@ -119,7 +119,7 @@ def summarize(record: Record, label: str = "") -> dict[str, Any]:
     return {**summary, **_fleet(record, span), "unstable": is_unstable(rows), "events": record.events}
 
 
-def _fleet(record: Record, span: float) -> dict[str, Any]:
+def _fleet(record: SimulationRecord, span: float) -> dict[str, Any]:
     """What the replicas did, and what they cost."""
     rows = record.rows
     usd = _usd(record, span)
@@ -142,7 +142,7 @@ def _fleet(record: Record, span: float) -> dict[str, Any]:
     }
 
 
-def _usd(record: Record, span: float) -> float:
+def _usd(record: SimulationRecord, span: float) -> float:
     """Of all replicas while they ran."""
     pools = {"prefill": record.spec.prefill, "decode": record.spec.decode}
     paid = ((pool, record.paid_s.get(role, pool.replicas * span)) for role, pool in pools.items() if pool is not None)
@@ -170,7 +170,7 @@ def statistics(values: Floats) -> dict[str, float]:
     }
 
 
-def _gaps(record: Record) -> dict[str, float]:
+def _gaps(record: SimulationRecord) -> dict[str, float]:
     """Statistics of the time between two tokens, in milliseconds."""
     gaps: Counter[int] = Counter()
     for tally in record.decodes:

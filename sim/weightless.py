@@ -30,7 +30,7 @@ from hackkv.types import WIRE_FORM, Fingerprint
 from sim.cluster import cost_of
 from sim.costs import CostModel
 from sim.sizes import sizes_of
-from sim.spec import Pool, Spec
+from sim.spec import ReplicaPool, Spec
 
 HEAD_DIM: Final = 64
 """Channels of the one head that is left."""
@@ -85,7 +85,7 @@ def _chunks(positions: list[int]) -> Iterator[tuple[int, int]]:
             first = index + 1
 
 
-def weightless_worker(spec: Spec, pool: Pool, folder: Path) -> Worker:
+def weightless_worker(spec: Spec, pool: ReplicaPool, folder: Path) -> Worker:
     """A worker of `pool`, with tokens and longest context of the checkpoint in `folder`, of which no weight is read.
 
     Raises `ConfigError` or `CheckpointError` naming what cannot be used.

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hackkv.wire_choice import FIRST_BYTES, PROBE_EVERY, ChosenForm, Coder, Rate
+from hackkv.wire_choice import FIRST_BYTES, PROBE_EVERY, ChosenForm, CodingCosts, Rate
 from hackkv.wire_form import Bytes
 from hackkv.zstd_form import create
 
@@ -73,7 +73,7 @@ def test_it_codes_where_coding_both_ways_takes_less_than_the_link_would(
     nanoseconds: float, megabytes_per_s: float
 ) -> None:
     clock = Clock()
-    form = ChosenForm(Coder(Timed(clock, nanoseconds * 1e-9), clock), link_of(megabytes_per_s * 1e6))
+    form = ChosenForm(CodingCosts(Timed(clock, nanoseconds * 1e-9), clock), link_of(megabytes_per_s * 1e6))
     plane = plane_of_nibbles(0)
     saved = 1 - len(create().encode(plane, 1) or plane) / PLANE
     saves, takes = saved / (megabytes_per_s * 1e6), 2 * nanoseconds * 1e-9
@@ -85,14 +85,16 @@ def test_it_codes_where_coding_both_ways_takes_less_than_the_link_would(
 
 def test_nothing_is_coded_for_a_link_that_is_not_measured() -> None:
     clock = Clock()
-    assert coded(ChosenForm(Coder(Timed(clock, 1e-12), clock), Rate()), 2 * PROBE_EVERY) == [False] * 2 * PROBE_EVERY
+    assert (
+        coded(ChosenForm(CodingCosts(Timed(clock, 1e-12), clock), Rate()), 2 * PROBE_EVERY) == [False] * 2 * PROBE_EVERY
+    )
 
 
 def test_a_coder_that_becomes_fast_is_found_out() -> None:
     """A node that was busy when it measured does not send raw for ever."""
     clock = Clock()
     timed = Timed(clock, 5e-8)
-    form = ChosenForm(Coder(timed, clock), link_of(20e6))
+    form = ChosenForm(CodingCosts(timed, clock), link_of(20e6))
     assert sum(coded(form, 3 * PROBE_EVERY)) <= FIRST_BYTES // PLANE + 3
     timed.seconds_per_byte = 1e-12
     coded(form, 40 * PROBE_EVERY)
@@ -101,7 +103,7 @@ def test_a_coder_that_becomes_fast_is_found_out() -> None:
 
 def test_beside_a_link_that_is_far_too_fast_nothing_is_coded_any_more() -> None:
     clock = Clock()
-    form = ChosenForm(Coder(Timed(clock, 1e-8), clock), link_of(1e10))
+    form = ChosenForm(CodingCosts(Timed(clock, 1e-8), clock), link_of(1e10))
     coded(form, FIRST_BYTES // PLANE + 1)
     assert not any(coded(form, 8 * PROBE_EVERY))
 
@@ -109,7 +111,7 @@ def test_beside_a_link_that_is_far_too_fast_nothing_is_coded_any_more() -> None:
 def test_a_link_that_becomes_fast_turns_coding_off() -> None:
     clock = Clock()
     link = link_of(5e6)
-    form = ChosenForm(Coder(Timed(clock, 2e-9), clock), link)
+    form = ChosenForm(CodingCosts(Timed(clock, 2e-9), clock), link)
     assert all(coded(form, 8))
     for _ in range(6):
         link.add(1e10, 1.0)

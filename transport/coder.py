@@ -1,7 +1,7 @@
 """How one noun becomes bytes and back, and the checks that every decoded field passes.
 
-`Coder.encode` and `Coder.decode` raise the coder's own named error for anything malformed. A decoder raises no other
-exception, whatever the bytes. Counts and lengths have caps that an honest peer cannot reach.
+`MessageCoder.encode` and `MessageCoder.decode` raise the coder's own named error for anything malformed. A decoder
+raises no other exception, whatever the bytes. Counts and lengths have caps that an honest peer cannot reach.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def refuse_frame(message: str, field: str | None) -> HackkvError:
 
 
 @dataclass(frozen=True, slots=True)
-class Coder(Generic[Noun, Pb]):
+class MessageCoder(Generic[Noun, Pb]):
     """One noun's wire form: its message class, the two directions, and the error that malformed input becomes."""
 
     message: type[Pb]

@@ -27,8 +27,8 @@ from transport.coder import (
     MAX_PROMPT_TOKENS,
     MAX_STATS,
     MAX_WIRES,
-    Coder,
     Malformed,
+    MessageCoder,
     capped,
     duration,
     refuse_request,
@@ -330,11 +330,11 @@ def _unpack_lease(message: pb.Lease) -> Lease:
     return Lease(duration("ttl_s", message.ttl_s))
 
 
-PREFILL_JOB = Coder(pb.PrefillJob, _pack_prefill_job, _unpack_prefill_job, refuse_request)
-PREFILL_EVENT = Coder(pb.PrefillEvent, _pack_prefill_event, _unpack_prefill_event)
-ASSIGNMENT = Coder(pb.Assignment, _pack_assignment, _unpack_assignment, refuse_request)
-DECODE_JOB = Coder(pb.DecodeJob, _pack_decode_job, _unpack_decode_job, refuse_request)
-DECODE_EVENT = Coder(pb.DecodeEvent, _pack_decode_event, _unpack_decode_event)
-NODE_INFO = Coder(pb.NodeInfo, _pack_node_info, _unpack_node_info)
-LEASE = Coder(pb.Lease, _pack_lease, _unpack_lease)
-EMPTY = Coder(pb.Empty, lambda _: pb.Empty(), lambda _: Empty())
+PREFILL_JOB = MessageCoder(pb.PrefillJob, _pack_prefill_job, _unpack_prefill_job, refuse_request)
+PREFILL_EVENT = MessageCoder(pb.PrefillEvent, _pack_prefill_event, _unpack_prefill_event)
+ASSIGNMENT = MessageCoder(pb.Assignment, _pack_assignment, _unpack_assignment, refuse_request)
+DECODE_JOB = MessageCoder(pb.DecodeJob, _pack_decode_job, _unpack_decode_job, refuse_request)
+DECODE_EVENT = MessageCoder(pb.DecodeEvent, _pack_decode_event, _unpack_decode_event)
+NODE_INFO = MessageCoder(pb.NodeInfo, _pack_node_info, _unpack_node_info)
+LEASE = MessageCoder(pb.Lease, _pack_lease, _unpack_lease)
+EMPTY = MessageCoder(pb.Empty, lambda _: pb.Empty(), lambda _: Empty())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hackkv.errors import HackkvError
-from transport.coder import Coder, Malformed, capped, text
+from transport.coder import Malformed, MessageCoder, capped, text
 from transport.convert_failure import pack_failure, unpack_failure
 from transport.pb import kv_pb2 as pb
 
@@ -77,5 +77,5 @@ def _unpack_answers(message: pb.Answers) -> list[Answer]:
     return [_unpack_answer(answer) for answer in capped("answers", message.answers, MAX_TOGETHER)]
 
 
-ASKS = Coder(pb.Asks, _pack_asks, _unpack_asks)
-ANSWERS = Coder(pb.Answers, _pack_answers, _unpack_answers)
+ASKS = MessageCoder(pb.Asks, _pack_asks, _unpack_asks)
+ANSWERS = MessageCoder(pb.Answers, _pack_answers, _unpack_answers)

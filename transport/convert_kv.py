@@ -11,8 +11,8 @@ from transport.coder import (
     MAX_FINGERPRINT_FIELDS,
     MAX_PAYLOAD_BYTES,
     MAX_PLANES,
-    Coder,
     Malformed,
+    MessageCoder,
     capped,
     duration,
     parcel_size,
@@ -298,10 +298,10 @@ def encode_push_request(noun: PushRequest) -> bytes:
     return b"".join((_FRAME_TAG, _varint(len(head) + len(noun.payload)), head, bytes(noun.payload)))
 
 
-HANDOFF = Coder(pb.Handoff, _pack_handoff, _unpack_handoff)
-FINGERPRINT = Coder(pb.Fingerprint, pack_fingerprint, unpack_fingerprint)
-LAYOUT = Coder(pb.KvLayout, _pack_layout, _unpack_layout)
-RECEIPT = Coder(pb.Receipt, pack_receipt, unpack_receipt)
-KV_FRAME = Coder(pb.KvFrame, _pack_frame, _unpack_frame, refuse_frame)
-PUSH_REQUEST = Coder(pb.PushRequest, _pack_push_request, _unpack_push_request, refuse_frame)
-PUSH_REPLY = Coder(pb.PushReply, _pack_push_reply, _unpack_push_reply)
+HANDOFF = MessageCoder(pb.Handoff, _pack_handoff, _unpack_handoff)
+FINGERPRINT = MessageCoder(pb.Fingerprint, pack_fingerprint, unpack_fingerprint)
+LAYOUT = MessageCoder(pb.KvLayout, _pack_layout, _unpack_layout)
+RECEIPT = MessageCoder(pb.Receipt, pack_receipt, unpack_receipt)
+KV_FRAME = MessageCoder(pb.KvFrame, _pack_frame, _unpack_frame, refuse_frame)
+PUSH_REQUEST = MessageCoder(pb.PushRequest, _pack_push_request, _unpack_push_request, refuse_frame)
+PUSH_REPLY = MessageCoder(pb.PushReply, _pack_push_reply, _unpack_push_reply)

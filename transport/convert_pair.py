@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hackkv.errors import HackkvError
-from transport.coder import Coder, Malformed, parcel_size, text
+from transport.coder import Malformed, MessageCoder, parcel_size, text
 from transport.convert_failure import pack_failure, unpack_failure
 from transport.pb import kv_pb2 as pb
 
@@ -77,4 +77,4 @@ def _unpack(message: pb.PairMessage) -> PairMessage:
     raise Malformed("body", "no member of the oneof is set")
 
 
-PAIR_MESSAGE = Coder(pb.PairMessage, _pack, _unpack)
+PAIR_MESSAGE = MessageCoder(pb.PairMessage, _pack, _unpack)

@@ -32,7 +32,7 @@ POLL_S: Final = 100e-6
 SUCCESS, IN_PROGRESS, UINT8 = 0, 7, 1  # ncclResult_t and ncclDataType_t
 
 
-class Memory(Protocol):
+class PayloadMemory(Protocol):
     """Where NCCL finds payloads and puts them. Buffers are uint8 [bytes]."""
 
     @property
@@ -72,32 +72,32 @@ class CudaMemory:
 
     @property
     def stream(self) -> int:
-        """See `Memory`."""
+        """See `PayloadMemory`."""
         return int(self._stream.cuda_stream)
 
     def use(self) -> None:
-        """See `Memory`."""
+        """See `PayloadMemory`."""
         torch.cuda.set_device(self._device)
 
     def stage(self, payload: Payload) -> Tensor:
-        """See `Memory`."""
+        """See `PayloadMemory`."""
         host = torch.frombuffer(bytearray(bytes(payload)), dtype=torch.uint8).pin_memory()
         with torch.cuda.stream(self._stream):
             return host.to(self._device, non_blocking=True)
 
     def room(self, size: int) -> Tensor:
-        """See `Memory`."""
+        """See `PayloadMemory`."""
         with torch.cuda.stream(self._stream):
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def mark(self) -> Callable[[], bool]:
-        """See `Memory`."""
+        """See `PayloadMemory`."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event.query
 
     def payload(self, buffer: Tensor) -> DevicePayload:
-        """See `Memory`."""
+        """See `PayloadMemory`."""
         return DevicePayload(buffer, self._xxh3_64, lambda: torch.cuda.stream(self._stream))
 
 
@@ -126,7 +126,7 @@ def load_bindings() -> Any:
     return bindings
 
 
-def nccl_kind(bindings: Any, memory: Callable[[], Memory]) -> LinkKind:
+def nccl_kind(bindings: Any, memory: Callable[[], PayloadMemory]) -> LinkKind:
     """The kind of link over these bindings. Both ends need the same NCCL, to its minor version."""
     version = _dotted(int(bindings.get_version()))
     dialect = f"nccl {version.rpartition('.')[0]}"
@@ -136,7 +136,7 @@ def nccl_kind(bindings: Any, memory: Callable[[], Memory]) -> LinkKind:
 class NcclLink:
     """A `Link`. NCCL is asked again and again how it is, so that a deadline and `abort` always end a wait."""
 
-    def __init__(self, bindings: Any, memory: Memory, rank: int) -> None:
+    def __init__(self, bindings: Any, memory: PayloadMemory, rank: int) -> None:
         self._nccl, self._memory, self._rank, self._peer = bindings, memory, rank, 1 - rank
         self._lock = Lock()
         self._comm: int | None = None

@@ -18,7 +18,7 @@ _ITEM_BYTES: Final = 64
 """About what an item costs beside its body."""
 
 
-class Outbox(Generic[ItemT]):
+class StreamOutbox(Generic[ItemT]):
     """What waits to be sent on one stream, in order."""
 
     def __init__(self, write: Callable[[list[ItemT]], Awaitable[bool]]) -> None:

@@ -14,7 +14,7 @@ from hackkv.logprobs import PromptLogprobs
 from hackkv.types import Prefilled, PrefillEvent, PrefillJob
 from transport.coder import MAX_REPLY_BYTES
 from transport.convert import PrefillPart
-from transport.trunk import Call
+from transport.trunk import TrunkCall
 
 PART_BYTES: Final = 128 << 10
 """Of the columns that are sent at once."""
@@ -33,7 +33,7 @@ def in_parts(event: PrefillEvent) -> Iterator[PrefillPart]:
     yield replace(event, prompt_logprobs=_rows(columns, width, last, len(columns))) if last else event
 
 
-class PrefillCall(Call[PrefillJob, PrefillPart]):
+class PrefillCall(TrunkCall[PrefillJob, PrefillPart]):
     """A call of `PrefillNode.prefill`: the parts of an event become that event."""
 
     def __aiter__(self) -> PrefillCall:

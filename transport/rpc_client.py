@@ -36,7 +36,7 @@ from transport.prefill_parts import PrefillCall
 from transport.replies import replies
 from transport.status import translating
 from transport.trail import outgoing
-from transport.trunk import Call, Trunk
+from transport.trunk import Trunk, TrunkCall
 
 CALL_TIMEOUT_S = 5.0
 """Deadline of calls that return at once (assign, describe, register). The caller of a stream sets deadlines itself."""
@@ -86,7 +86,7 @@ class DecodeClient(_Client):
 
     def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """Serve one request there. Raises what the node raised, or `NodeLost`."""
-        return Call(self._trunk_to(methods.DECODE_SERVE), job, DECODE_JOB, DECODE_EVENT)
+        return TrunkCall(self._trunk_to(methods.DECODE_SERVE), job, DECODE_JOB, DECODE_EVENT)
 
     async def describe(self) -> NodeInfo:
         """Ask for identity, capacity and load."""

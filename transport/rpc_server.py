@@ -15,7 +15,7 @@ from transport import health, methods
 from transport.base import DecodeNode, Lend, PrefillNode, Registry
 from transport.channels import BULK, Keepalive, server_options
 from transport.closing import closing
-from transport.coder import Coder
+from transport.coder import MessageCoder
 from transport.convert import (
     ASSIGNMENT,
     DECODE_EVENT,
@@ -182,8 +182,8 @@ class RpcServer:
     def _add_unary(
         self,
         method: str,
-        request: Coder[Asked, Any],
-        response: Coder[Answered, Any],
+        request: MessageCoder[Asked, Any],
+        response: MessageCoder[Answered, Any],
         call: Callable[[Asked], Awaitable[Answered]],
     ) -> None:
         async def handler(data: bytes, context: Context) -> bytes:

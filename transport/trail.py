@@ -55,7 +55,7 @@ def read_traceparent(parent: str, state: str = "") -> TraceContext | None:
     return TraceContext(trace_id, span_id, bool(int(flags, 16) & _SAMPLED), state if keeps else "")
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """A piece of a request's time, under way. Times are readings of `perf_counter`."""
 
     @property
@@ -63,7 +63,7 @@ class Span(Protocol):
         """How others refer to it."""
         ...
 
-    def child(self, name: str, start_s: float, attributes: Mapping[str, Value] | None = None) -> Span:
+    def child(self, name: str, start_s: float, attributes: Mapping[str, Value] | None = None) -> TraceSpan:
         """Begin a part of it."""
         ...
 
@@ -78,7 +78,7 @@ class NoSpan:
 
     context: TraceContext | None = None
 
-    def child(self, name: str, start_s: float, attributes: Mapping[str, Value] | None = None) -> Span:
+    def child(self, name: str, start_s: float, attributes: Mapping[str, Value] | None = None) -> TraceSpan:
         """Itself."""
         return self
 
@@ -91,7 +91,7 @@ class Trail:
     """What the present task works for."""
 
     request_id: str = ""
-    span: Span = NoSpan()
+    span: TraceSpan = NoSpan()
 
 
 TRAIL: Final[ContextVar[Trail]] = ContextVar("trail", default=Trail())  # noqa: B039  # it is frozen

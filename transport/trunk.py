@@ -20,9 +20,9 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 
 from hackkv.errors import HackkvError, NodeLost
-from transport.coder import Coder
+from transport.coder import MessageCoder
 from transport.convert_calls import ANSWERS, ASKS, Ask
-from transport.outbox import Outbox
+from transport.outbox import StreamOutbox
 from transport.status import translating, write_message
 from transport.trail import outgoing
 
@@ -40,7 +40,7 @@ class Trunk:
         self._stream, self._address = stream, address
         self._takers: dict[int, Callable[[Body], None]] = {}
         self._numbers = count(1)
-        self._asks = Outbox[Ask](lambda asks: write_message(stream, ASKS.encode(asks)))
+        self._asks = StreamOutbox[Ask](lambda asks: write_message(stream, ASKS.encode(asks)))
         self.lost = False
         """The stream is over. No call can begin."""
         self._writer = asyncio.create_task(self._asks.run())
@@ -90,14 +90,18 @@ class Trunk:
             take(answer.body)
 
 
-class Call(Generic[JobT, EventT]):
+class TrunkCall(Generic[JobT, EventT]):
     """One call: an iterator over its events, which begins the call when it is first asked. `aclose` ends it.
 
     Raises what the node raised, or `NodeLost`.
     """
 
     def __init__(
-        self, trunk: Callable[[], Awaitable[Trunk]], job: JobT, jobs: Coder[JobT, Any], events: Coder[EventT, Any]
+        self,
+        trunk: Callable[[], Awaitable[Trunk]],
+        job: JobT,
+        jobs: MessageCoder[JobT, Any],
+        events: MessageCoder[EventT, Any],
     ) -> None:
         """`trunk` opens the stream, or finds it open."""
         self._open, self._job, self._jobs, self._events = trunk, job, jobs, events
@@ -107,7 +111,7 @@ class Call(Generic[JobT, EventT]):
         self._waiting: asyncio.Future[None] | None = None
         self._over = False
 
-    def __aiter__(self) -> Call[JobT, EventT]:
+    def __aiter__(self) -> TrunkCall[JobT, EventT]:
         return self
 
     async def __anext__(self) -> EventT:

@@ -10,9 +10,9 @@ from typing import Any, Final, Generic, TypeVar
 
 from hackkv.errors import HackkvError, NodeLost, Overloaded, TransferError
 from transport.closing import closing, reap
-from transport.coder import Coder
+from transport.coder import MessageCoder
 from transport.convert_calls import ANSWERS, ASKS, Answer, Ask
-from transport.outbox import Outbox
+from transport.outbox import StreamOutbox
 from transport.status import Context, answer, internal, read_message
 from transport.trail import TRAIL, incoming
 
@@ -30,8 +30,8 @@ class Method(Generic[JobT, EventT]):
     """What is called."""
 
     path: str
-    jobs: Coder[JobT, Any]
-    events: Coder[Any, Any]
+    jobs: MessageCoder[JobT, Any]
+    events: MessageCoder[Any, Any]
     serve: Callable[[JobT], AsyncIterator[EventT]]
     parts: Callable[[EventT], Iterable[Any]] = lambda event: (event,)
     """What is sent for an event, one after another, and encoded by `events`."""
@@ -42,7 +42,7 @@ class Calls(Generic[JobT, EventT]):
 
     def __init__(self, method: Method[JobT, EventT], context: Context) -> None:
         self._method, self._context = method, context
-        self._answers = Outbox[Answer](self._send)
+        self._answers = StreamOutbox[Answer](self._send)
         self._under_way: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:

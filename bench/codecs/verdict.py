@@ -8,7 +8,7 @@ from typing import Final
 from bench.codecs.facts import SHORT, Facts
 from bench.codecs.jct import LINKS, PROMPTS
 from bench.codecs.tables import JCT, MISSING, table
-from hackkv.canary import Row
+from hackkv.canary import PresetRow
 from hackkv.nodes import CodecLoss
 from measure.accuracy.advice import HARD_TO_TELL, SAME_JCT, ranked
 from sim.paper.numbers import numbers
@@ -61,10 +61,10 @@ def _advised(facts: Sequence[Facts], prompt: str, link: str) -> tuple[str, ...]:
     return (f"`{best.name}`", beside, f"{best.share:.1%}", runner, f"`{fastest}`")
 
 
-def _row(each: Facts) -> Row:
+def _row(each: Facts) -> PresetRow:
     lost = each.lost[SHORT]
     loss = CodecLoss(kl=lost.kl, top1=lost.top1, perplexity_ratio=1 + lost.perplexity_change, tokens=SHORT)
-    return Row(each.row.name, each.share, None if each.row.name == "fp16" else loss, each.evicts)
+    return PresetRow(each.row.name, each.share, None if each.row.name == "fp16" else loss, each.evicts)
 
 
 def _where_codes_lose(facts: Sequence[Facts]) -> Iterator[str]:

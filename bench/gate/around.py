@@ -23,13 +23,13 @@ from hackkv.config import Frozen
 from hackkv.footprint import Footprint
 from hackkv.timing import Stage
 from hackkv.types import Role
-from measure.serve.calls import Call
+from measure.serve.calls import PlannedRequest
 from prefill_node.config import PrefillSettings
-from sim.catalogue import Catalogue, Gpu, Instance, Model
+from sim.catalogue import Catalogue, Gpu, Instance, ModelShape
 from sim.cluster import cost_of
 from sim.costs import Grid, Profile
 from sim.sizes import sizes_of
-from sim.spec import Codec, Efficiency, Host, Network, Pool, Spec
+from sim.spec import Codec, Efficiency, Host, NetworkSpec, ReplicaPool, Spec
 
 REPEATS = 7
 SHORT, TOKENS = 64, 32
@@ -143,9 +143,12 @@ def _shares(rows: Sequence[Sequence[float]]) -> list[float]:
 def gpus(codec: str) -> Profile:
     """Mistral-7B by roofline, prompts on four A10G and steps on an A100, on the grid of `bench.durations`."""
     tokens, batches, contexts = durations.TOKENS, durations.BATCHES, durations.CONTEXTS
-    pool = Pool(instance="g5.12xlarge", replicas=1, tp=4)
+    pool = ReplicaPool(instance="g5.12xlarge", replicas=1, tp=4)
     spec = Spec(
-        model="mistral-7b", prefill=pool, decode=Pool(instance="p4de.24xlarge", replicas=1), codec=Codec(name=codec)
+        model="mistral-7b",
+        prefill=pool,
+        decode=ReplicaPool(instance="p4de.24xlarge", replicas=1),
+        codec=Codec(name=codec),
     )
     sizes = sizes_of(spec.codec, spec.shape.kv_shape)
     prefill, decode = cost_of(spec, pool, sizes), cost_of(spec, spec.decode, sizes)
@@ -167,7 +170,7 @@ async def measure(cluster: Cluster, alone: Profile) -> Idle:
     )
 
 
-def _each(cluster: Cluster, times: int, batch: int, tokens: int, prompt: int = SHORT) -> list[list[Call]]:
+def _each(cluster: Cluster, times: int, batch: int, tokens: int, prompt: int = SHORT) -> list[list[PlannedRequest]]:
     """So many batches of equal requests."""
     return [[cluster.call(0.0, prompt, tokens) for _ in range(batch)] for _ in range(times)]
 
@@ -195,12 +198,12 @@ async def _beside(cluster: Cluster, alone: Profile) -> Phase:
 
 
 def spec_of(
-    model: Model, codec: str, pages: dict[Role, int], profile: Path, around: Around, host: Host | None = None
+    model: ModelShape, codec: str, pages: dict[Role, int], profile: Path, around: Around, host: Host | None = None
 ) -> Spec:
     """The live cluster as the simulator sees it. `profile` holds `around.profile(...)`."""
     here = Instance(gpu="core", gpus=1, network_gbit_s=LOOPBACK_GBIT_S, host_gib=2 * NODE_HOST_GIB, usd_per_hour=0)
     core = Gpu(fp16_tflops=1, memory_gb=1, memory_gb_s=1, bus_gb_s=1)
-    node = Pool(instance="here", replicas=1, profile=profile, host_gib=NODE_HOST_GIB)
+    node = ReplicaPool(instance="here", replicas=1, profile=profile, host_gib=NODE_HOST_GIB)
     prefill = {
         "pages": pages[Role.PREFILL],
         "max_sequences": PrefillSettings().max_prompts,
@@ -217,7 +220,7 @@ def spec_of(
         prefill=node.model_copy(update=prefill),
         decode=node.model_copy(update=decode),
         codec=Codec(name=codec),
-        network=Network(request_s=around.request_s, request_token_s=around.request_token_s, call_s=around.call_s),
+        network=NetworkSpec(request_s=around.request_s, request_token_s=around.request_token_s, call_s=around.call_s),
         host=host,
         catalogue=Catalogue(gpus={"core": core}, instances={"here": here}),
     )

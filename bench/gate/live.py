@@ -29,11 +29,11 @@ from hackkv.model.config import read_spec as read_model
 from hackkv.model.shipped import find_model
 from hackkv.timing import Stage
 from hackkv.types import Role
-from measure.serve.calls import Call
-from measure.serve.client import Api, Client, Outcome
+from measure.serve.calls import PlannedRequest
+from measure.serve.client import Api, Client, RequestOutcome
 from measure.serve.load import run_load
 from measure.serve.prompts import PromptMaker, find_tokenizer
-from sim.catalogue import Model
+from sim.catalogue import ModelShape
 from sim.spec import Spec
 
 OWN_CACHE = {"prefix_cache": False}
@@ -55,12 +55,12 @@ class Subject:
         return find_model(self.model, self.dtype).path
 
     @property
-    def shape(self) -> Model:
+    def shape(self) -> ModelShape:
         """As the simulator has it."""
         model = read_model(self.folder)
         wide = model.hidden * (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         parameters = model.num_layers * (wide + 3 * model.hidden * model.ffn) + model.vocab * model.hidden
-        return Model(
+        return ModelShape(
             layers=model.num_layers,
             hidden=model.hidden,
             heads=model.num_heads,
@@ -98,11 +98,11 @@ class Cluster:
         self.pages = pages
         """Of each node's pool."""
 
-    def call(self, at_s: float, prompt_tokens: int, output_tokens: int) -> Call:
+    def call(self, at_s: float, prompt_tokens: int, output_tokens: int) -> PlannedRequest:
         """A request with a text of its own."""
-        return Call(at_s, *self._prompts.text(prompt_tokens, self._rng), output_tokens)
+        return PlannedRequest(at_s, *self._prompts.text(prompt_tokens, self._rng), output_tokens)
 
-    async def send(self, calls: Sequence[Call]) -> list[Outcome]:
+    async def send(self, calls: Sequence[PlannedRequest]) -> list[RequestOutcome]:
         """Send every call at its time. Raises `HackkvError` if one fails: half a run says nothing."""
         outcomes, _ = await run_load(self._client, calls, self._fields, None, lambda: None, lambda _: None)
         for outcome in outcomes:
@@ -110,7 +110,7 @@ class Cluster:
                 raise HackkvError(f"a request of the gate failed: {outcome.error or 'it has no stages'}")
         return outcomes
 
-    async def timed(self, *batches: Sequence[Call]) -> Phase:
+    async def timed(self, *batches: Sequence[PlannedRequest]) -> Phase:
         """Send batches, one after another. Raises `HackkvError` as `send` does."""
         before, began = self._cpu_s(), perf_counter()
         outcomes = [outcome for calls in batches for outcome in await self.send(calls)]
@@ -189,7 +189,7 @@ async def _client(
         await client.close()
 
 
-def stages_of(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, ...]]:
+def stages_of(outcomes: Sequence[RequestOutcome]) -> dict[str, tuple[float, ...]]:
     """Stage, and `JCT` as their sum, -> seconds of every request."""
     reports = [outcome.report["stages"] for outcome in outcomes if outcome.report is not None]
     seconds = {stage: tuple(round(report[stage], _DIGITS) for report in reports) for stage in map(str, Stage)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hackkv.config import Frozen, load
 from hackkv.types import Role
-from sim.catalogue import Model
+from sim.catalogue import ModelShape
 from sim.costs import Profile
 
 Size = tuple[float, int, int]
@@ -58,7 +58,7 @@ class Recording(Frozen):
     naps: bool
     cores: float
     """Of the machine."""
-    shape: Model
+    shape: ModelShape
     pages: dict[Role, int]
     """Of each node's pool."""
     alone: Profile

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from hackkv.canary.check import check_codec, loss_key
 from hackkv.canary.loss import Pace, Reference, codec_loss, read_exactly
-from hackkv.canary.meter import Meter, Row, survey
+from hackkv.canary.meter import Meter, PresetRow, survey
 
-__all__ = ["Meter", "Pace", "Reference", "Row", "check_codec", "codec_loss", "loss_key", "read_exactly", "survey"]
+__all__ = ["Meter", "Pace", "PresetRow", "Reference", "check_codec", "codec_loss", "loss_key", "read_exactly", "survey"]

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from hackkv.canary.loss import CHUNK_TOKENS, DECODED_TOKENS
-from hackkv.canary.meter import Meter, Row, survey
+from hackkv.canary.meter import Meter, PresetRow, survey
 from hackkv.canary.text import TEXT, TOKENS
 from hackkv.codecs import calibrates
 from hackkv.config import CodecConfig, ModelConfig
@@ -44,7 +44,7 @@ def check_codec(model: ModelConfig, codec: CodecConfig, say: Callable[[str], Non
     if planned.codec.lossless:
         return None
     measure = partial(_measured, meter, say)
-    row = Row(codec.name, planned.share, measure(planned))
+    row = PresetRow(codec.name, planned.share, measure(planned))
     assert row.loss is not None
     if row.stays_below(codec.max_kl):
         say(f"codec {codec.name} costs {folder.name}: {in_words(row.loss)}")
@@ -96,7 +96,7 @@ def loss_key(planned: Unloaded, text: str, tokens: int) -> Key:
     )
 
 
-def _refusal(model: str, codec: CodecConfig, loss: CodecLoss, rows: Iterable[Row]) -> str:
+def _refusal(model: str, codec: CodecConfig, loss: CodecLoss, rows: Iterable[PresetRow]) -> str:
     passing = [row for row in rows if row.stays_below(codec.max_kl) and not row.evicts]
     lines = [
         f"codec.name: {codec.name!r} would spoil the answers of {model}: {in_words(loss)}; "

@@ -16,7 +16,7 @@ from hackkv.nodes import CodecLoss
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PresetRow:
     """A preset and what it costs."""
 
     name: str
@@ -67,7 +67,7 @@ class Meter:
 Measure = Callable[[Unloaded], CodecLoss]
 
 
-def survey(meter: Meter, measure: Measure) -> list[Row]:
+def survey(meter: Meter, measure: Measure) -> list[PresetRow]:
     """Every preset that this model can have, smallest first. `measure` is asked for those that lose something."""
     planned = list[Unloaded]()
     for name in CODECS:
@@ -77,7 +77,7 @@ def survey(meter: Meter, measure: Measure) -> list[Row]:
             continue  # no shape for this format, or a preset that needs a file
     # Codecs that fold something into the weights come last: each takes a copy of its own.
     rows = [
-        Row(
+        PresetRow(
             each.codec.name,
             each.share,
             None if each.codec.lossless else measure(each),

@@ -26,7 +26,7 @@ from hack_kernels.base import Backend, Pool
 from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
 from hack_kernels.reference.levels import LevelReference
-from hack_kernels.turns import Turns
+from hack_kernels.turns import HeadRotations
 from hack_kernels.window import Window
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -136,13 +136,13 @@ def _in_words(bits: list[int]) -> str:
     return ",".join(map(str, bits)) if len(set(bits)) > 1 else str(bits[0])
 
 
-def plain_turns(head_dim: int) -> Turns:
+def plain_turns(head_dim: int) -> HeadRotations:
     """T = H for all KV heads."""
     rotation = hadamard(head_dim).mT.float().contiguous()[None]
-    return Turns(rotation, rotation)
+    return HeadRotations(rotation, rotation)
 
 
-def calibrated_turns(artifact: Artifact, layer: int, shape: KvShape) -> Turns:
+def calibrated_turns(artifact: Artifact, layer: int, shape: KvShape) -> HeadRotations:
     """T and the means of a layer, and T's inverse in float64. Raises `ValueError` naming file and tensor."""
     name, heads, dim = f"layers.{layer}.basis", shape.num_kv_heads, shape.head_dim
     basis = artifact.tensor(name, (heads, dim, dim)).double()
@@ -156,7 +156,7 @@ def calibrated_turns(artifact: Artifact, layer: int, shape: KvShape) -> Turns:
                 f"more than {WORST_CONDITION:g}"
             )
     shift = -(mean[:, None] @ basis)[:, 0]
-    return Turns(torch.linalg.inv(basis).float().contiguous(), basis.mT.float().contiguous(), shift.float())
+    return HeadRotations(torch.linalg.inv(basis).float().contiguous(), basis.mT.float().contiguous(), shift.float())
 
 
 def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
@@ -185,7 +185,7 @@ class RotatedCodec(PagedCodec):
         layers: tuple[Kept, ...],
         backend: Backend,
         settings: Settings,
-        turns: tuple[Turns, ...],
+        turns: tuple[HeadRotations, ...],
         folded: tuple[Tensor, ...],
     ) -> None:
         """One of each for each layer, of all KV heads of the model. `folded` are rotations of V, [Hkv, D, D], or

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Final
 
 import torch
 from hack_kernels.base import Backend
-from hack_kernels.turns import Turns
+from hack_kernels.turns import HeadRotations
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
@@ -188,7 +188,7 @@ def _made(shape: KvShape, step: int, below: Callable[[KvShape], KvCodec]) -> dic
     return found
 
 
-def _fold(found: Projections, layer: int, width: int) -> tuple[Turns, Tensor]:
+def _fold(found: Projections, layer: int, width: int) -> tuple[HeadRotations, Tensor]:
     """Of a layer that keeps `width` channels: how K and Q turn, and what is folded into the weights around V."""
     turned = {side: torch.zeros_like(each[layer]) for side, each in found.rotations.items()}
     for side, into in turned.items():
@@ -196,4 +196,4 @@ def _fold(found: Projections, layer: int, width: int) -> tuple[Turns, Tensor]:
     key = turned["qk"].mT
     # Kernels divide scores by the root of the channels that they see.
     query = key * (width / key.shape[-1]) ** 0.5
-    return Turns(query.float().contiguous(), key.float().contiguous()), turned["vw"]
+    return HeadRotations(query.float().contiguous(), key.float().contiguous()), turned["vw"]

@@ -62,7 +62,7 @@ def backend_on(name: str, device: str | None = None) -> Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DeviceMemory:
     """Of a device, in bytes."""
 
     owner: str
@@ -73,16 +73,16 @@ class Memory:
     """Whether memory is taken when it is used, not when it is asked for: then all of it is called free."""
 
 
-def memory_of(device: torch.device) -> Memory:
+def memory_of(device: torch.device) -> DeviceMemory:
     """As it is now."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Memory(str(device), total, free)
+        return DeviceMemory(str(device), total, free)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Memory("this machine", total, total, swaps=True)
+    return DeviceMemory("this machine", total, total, swaps=True)
 
 
-def auto_kv_bytes(memory: Memory, weights: int, work: int, nodes: int) -> int:
+def auto_kv_bytes(memory: DeviceMemory, weights: int, work: int, nodes: int) -> int:
     """Bytes for sealed pages on a GPU that `nodes` nodes share, each with as much, when the weights are loaded.
 
     `weights` bytes lie there already, `work` (`pass_bytes` and slots) are still to come. Nodes that start at the same

@@ -92,7 +92,7 @@ def _key(dtype: torch.dtype, isa: str, weights: str) -> Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ProductTimes:
     """Who multiplies how fast."""
 
     seconds: Mapping[int, tuple[float, float]]
@@ -101,7 +101,7 @@ class Measured:
     """Whether other work was in some of the times."""
 
 
-def _settled(measured: Measured) -> int | Passing[int]:
+def _settled(measured: ProductTimes) -> int | Passing[int]:
     found = takeover(measured.seconds)
     return Passing(found) if measured.disturbed else found
 
@@ -126,12 +126,12 @@ def takeover(seconds: Mapping[int, tuple[float, float]]) -> int:
 @torch.inference_mode()
 def measure(
     own: Product, dtype: torch.dtype, library: Product = F.linear, form: Callable[[Tensor], Weight] = _as_numbers
-) -> Measured:
+) -> ProductTimes:
     """The shortest times of `own` and of the library, in turns, with a weight that `form` makes."""
     x, weight = (torch.full(shape, 0.5, dtype=dtype) for shape in ((ROWS[-1], SIDE), (SIDE, SIDE)))
     made = {rows: _in_turns((own, library), x[:rows], form(weight)) for rows in ROWS}
     seconds = {rows: (ours.shortest, others.shortest) for rows, (ours, others) in made.items()}
-    return Measured(seconds, any(each.calm == 0 for pair in made.values() for each in pair))
+    return ProductTimes(seconds, any(each.calm == 0 for pair in made.values() for each in pair))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-from hack_kernels.choosing import FAULTY, Choice
+from hack_kernels.choosing import FAULTY, ChosenIds
 from hack_kernels.device_choosing import brought
 from torch import Tensor
 
@@ -24,12 +24,12 @@ from hackkv.types import KvLayout, Token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Begun:
+class LaunchedStep:
     """A step that the device was given."""
 
     logits: Tensor
     """[B, vocab]"""
-    choice: Choice
+    choice: ChosenIds
 
 
 class ModelRunner:
@@ -108,13 +108,13 @@ class ModelRunner:
         """Whether `begin_after` takes these, none of which waits for the host then."""
         return self._graphs is not None and self._graphs.queues and self._graphs.takes(spans)
 
-    def begin(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> Begun:
+    def begin(self, spans: Sequence[Span], ids: Sequence[int], states: Sequence[SamplerState]) -> LaunchedStep:
         """Give the device a step of `choose`. Raises `GuideError` naming the span."""
         return self._begin(self._step(spans, ids), states)
 
     def begin_after(
-        self, spans: Sequence[Span], before: Sequence[tuple[Begun, int]], states: Sequence[SamplerState]
-    ) -> Begun:
+        self, spans: Sequence[Span], before: Sequence[tuple[LaunchedStep, int]], states: Sequence[SamplerState]
+    ) -> LaunchedStep:
         """Give the device the step after one that is under way, whose tokens nobody has seen: those of `spans` are the
         choices that rows of steps will make. The runner has to look ahead, and the states to foresee it.
 
@@ -136,7 +136,7 @@ class ModelRunner:
 
     def end(
         self,
-        begun: Begun,
+        begun: LaunchedStep,
         rows: Sequence[int],
         spans: Sequence[Span],
         ids: Sequence[int],
@@ -164,10 +164,12 @@ class ModelRunner:
         error.span = at
         return error
 
-    def _begin(self, step: tuple[Tensor, Tensor], states: Sequence[SamplerState], *, later: bool = False) -> Begun:
+    def _begin(
+        self, step: tuple[Tensor, Tensor], states: Sequence[SamplerState], *, later: bool = False
+    ) -> LaunchedStep:
         hidden, faulty = step
         logits = self.model.logits(hidden)
-        return Begun(logits, choosing(logits, states, self.model.kernels, faulty, later=later))
+        return LaunchedStep(logits, choosing(logits, states, self.model.kernels, faulty, later=later))
 
     def end_prompt(self, span: Span) -> int:
         """Evict what the codec does not keep of a whole prompt that is computed. Returns the rows that it holds."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 from hack_kernels.base import RowKernels
-from hack_kernels.choosing import NONE_ALLOWED, NOT_FINITE, Choice, ChoiceInput, ChoiceRules, Scores
+from hack_kernels.choosing import NONE_ALLOWED, NOT_FINITE, ChoiceInput, ChoiceRules, ChosenIds, Scores
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
@@ -108,7 +108,7 @@ def choosing(
     faulty: Tensor | None = None,
     *,
     later: bool = False,
-) -> Choice:
+) -> ChosenIds:
     """The choice of a token per row of `logits` [B, vocab], which the device may still have to make.
 
     With `later` it is the choice after the next one, for states that foresee it. Raises `GuideError` with the row whose

@@ -23,7 +23,7 @@ from hackkv.model import check_dtype, load_model
 from hackkv.model.config import ModelSpec, read_spec
 from hackkv.model.device import (
     ON_PROCESSOR_BYTES,
-    Memory,
+    DeviceMemory,
     auto_kv_bytes,
     backend_on,
     memory_of,
@@ -95,7 +95,7 @@ class Worker:
             raise ConfigError(f"kv_bytes: {kv_bytes} is more than {memory.owner}'s memory of {memory.free} bytes")
         return kv_bytes // page_bytes
 
-    def auto_kv_bytes(self, busiest: Busiest, nodes: int, memory: Memory) -> int:
+    def auto_kv_bytes(self, busiest: Busiest, nodes: int, memory: DeviceMemory) -> int:
         """What `kv_bytes: auto` takes of the memory of the model's device, which `nodes` nodes share.
 
         Raises `ConfigError` with the sums if that is less than a page.

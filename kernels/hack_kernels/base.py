@@ -22,7 +22,7 @@ from torch import Tensor
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
 from hack_kernels.choosing import ChoiceKernels
 from hack_kernels.recorder import Recorder
-from hack_kernels.turns import Turns
+from hack_kernels.turns import HeadRotations
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 
@@ -205,7 +205,7 @@ class RowKernels(ChoiceKernels, Protocol):
         """
         ...
 
-    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
         """Q [T, Hq, D], K and V [T, Hkv, D] as `turns` says: float32, contiguous. K and V are rounded to FP16 first.
 
         They lie as the model gives them: the heads of a row are contiguous, rows may lie apart.

@@ -137,7 +137,7 @@ class ChoiceInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenIds:
     """The next ids of a batch, which the device may still have to find."""
 
     there: Tensor
@@ -160,7 +160,7 @@ class ChoiceKernels(Protocol):
         """
         ...
 
-    def choosing(self, given: ChoiceInput, *, later: bool = False) -> Choice:
+    def choosing(self, given: ChoiceInput, *, later: bool = False) -> ChosenIds:
         """`choose` whose ids need not be there when the call returns.
 
         With `later` the choosers lack one token, which no rule asks for but by number (`ChoiceRules.foresees`).

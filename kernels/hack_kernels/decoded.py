@@ -22,7 +22,7 @@ SIDES: Final = ("k", "v")
 LARGEST_FP16: Final = 65504.0
 
 
-class Coder(Protocol):
+class RowCoder(Protocol):
     """What codes are made of rows, and what they stand for (`ReadingReference`)."""
 
     @property
@@ -67,7 +67,7 @@ class DecodedFormat(PageFormat):
 class DecodedKernels:
     """Implements `PageKernels` over those of rows. Codes are the coder's, rows are below."""
 
-    def __init__(self, fmt: DecodedFormat, coder: Coder, below: PageKernels) -> None:
+    def __init__(self, fmt: DecodedFormat, coder: RowCoder, below: PageKernels) -> None:
         self._fmt, self._coder, self._below = fmt, coder, below
 
     @property

@@ -28,8 +28,8 @@ from hack_kernels.choosing import (
     NOT_FINITE,
     TERMS,
     WEIGHT_BITS,
-    Choice,
     ChoiceInput,
+    ChosenIds,
     NumpyChooser,
     Scores,
     check_vocabulary,
@@ -52,11 +52,11 @@ class DeviceRows(Rowwise):
         """In torch; the ids are all that comes back."""
         return self.choosing(given).ids()
 
-    def choosing(self, given: ChoiceInput, *, later: bool = False) -> Choice:
+    def choosing(self, given: ChoiceInput, *, later: bool = False) -> ChosenIds:
         """The ids are on their way when the call returns, and work that is enqueued later does not hold them up."""
         mine = cast(Sequence[NumpyChooser], given.choosers)
         chosen = self._chosen(given, [each.one_later() for each in mine] if later else mine)
-        return Choice(chosen, self.later(chosen))
+        return ChosenIds(chosen, self.later(chosen))
 
     def later(self, found: Tensor) -> Callable[[], list[Any]]:
         """`back`, but only what the device has been given so far is waited for, by whoever calls the result."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hack_kernels.base import Pool, Spans
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight, rounded_rows
-from hack_kernels.choosing import Choice, ChoiceInput, ChoiceRules, Chooser, NumpyChooser, Scores, choose, score
+from hack_kernels.choosing import ChoiceInput, ChoiceRules, Chooser, ChosenIds, NumpyChooser, Scores, choose, score
 from hack_kernels.recorder import Recorder
-from hack_kernels.turns import Turns
+from hack_kernels.turns import HeadRotations
 
 
 class Rowwise:
@@ -81,7 +81,7 @@ class Rowwise:
             turned.view(groups, rows, heads // groups, dim).transpose(0, 1).flatten(1, 2).float().to(dtype).contiguous()
         )
 
-    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
         """A call of `turn_heads` for each that turns."""
         k, v = (x.to(torch.float16).float() for x in (k, v))
         v = v if turns.value is None else self.turn_heads(v, turns.value)
@@ -102,11 +102,11 @@ class Rowwise:
         """In numpy, on the host."""
         return choose(given)
 
-    def choosing(self, given: ChoiceInput, *, later: bool = False) -> Choice:
+    def choosing(self, given: ChoiceInput, *, later: bool = False) -> ChosenIds:
         """`choose`, which waits. Nothing waits for a device here, so nobody asks for a later choice."""
         assert not later
         found = self.choose(given)
-        return Choice(torch.tensor(found, device=given.logits.device), lambda: found)
+        return ChosenIds(torch.tensor(found, device=given.logits.device), lambda: found)
 
     def score(self, logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[Scores]:
         """In numpy, on the host."""

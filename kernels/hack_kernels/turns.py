@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class HeadRotations:
     """Matrices [Hkv, D, D], or [1, D, D] for all KV heads; float32, contiguous."""
 
     query: Tensor
@@ -24,16 +24,16 @@ class Turns:
     out: Tensor | None = None
     """What attention makes of V' turns back: out @ out'. None with `value`."""
 
-    def heads(self, start: int, count: int) -> Turns:
+    def heads(self, start: int, count: int) -> HeadRotations:
         """For KV heads [start, start + count)."""
         if all(x is None or x.shape[0] in (1, count) for x in (self.key, self.value)):
             return self
         return self._each(lambda x: x if x.shape[0] in (1, count) else x[start : start + count])
 
-    def to(self, device: torch.device) -> Turns:
+    def to(self, device: torch.device) -> HeadRotations:
         """On another device."""
         return self._each(lambda x: x.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Turns:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> HeadRotations:
         others = (None if x is None else change(x) for x in (self.shift, self.value, self.out))
-        return Turns(change(self.query), change(self.key), *others)
+        return HeadRotations(change(self.query), change(self.key), *others)

@@ -33,7 +33,7 @@ from measure.accuracy.recommend import LINK_GBIT_S, as_markdown, recommend, show
 from measure.accuracy.report import markdown, terminal_tables
 from measure.accuracy.run import Pending, RunOutput
 from measure.accuracy.subject import Subject, load_subject
-from measure.accuracy.task import Limits, Prepared, Task, writes
+from measure.accuracy.task import Prepared, RunLimits, Task, writes
 
 OUT: Final = Path("accuracy")
 RECOMMENDED: Final = "recommended.md"
@@ -130,7 +130,7 @@ def _measure(args: argparse.Namespace, console: Console) -> None:
     config = ModelConfig(path=args.model, dtype=args.dtype, weights=args.weights, threads=1, backend=args.backend)
     subject = load_subject(config, records)
     rows = variants.choose(args.variants, args.calibration, ablations=writes(subject))
-    limits = Limits(args.samples, args.seed, args.longest)
+    limits = RunLimits(args.samples, args.seed, args.longest)
     tasks = suite.prepared(subject, suite.choose(args.tasks, subject), limits)
     for task, made in tasks.items():
         for line in made.left_out:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from hackkv.canary import Row
+from hackkv.canary import PresetRow
 from hackkv.defaults import DEFAULT_MAX_KL
 
 MAX_KL: Final = DEFAULT_MAX_KL / 5
@@ -24,7 +24,7 @@ HARD_TO_TELL: Final = (
 )
 
 
-def hard_to_tell(row: Row) -> bool:
+def hard_to_tell(row: PresetRow) -> bool:
     """Whether all three numbers of a preset's loss are near those of exact KV. One that is not a number never is."""
     loss = row.loss
     return loss is None or (
@@ -32,14 +32,14 @@ def hard_to_tell(row: Row) -> bool:
     )
 
 
-def ranked(rows: Sequence[Row], jct_s: Mapping[str, float]) -> list[Row]:
+def ranked(rows: Sequence[PresetRow], jct_s: Mapping[str, float]) -> list[PresetRow]:
     """The presets that may be advised, best first; `jct_s` has the seconds of each one's job.
 
     A preset is best if it is the smallest of those within `SAME_JCT` of the shortest job. Of equally small ones the one
     that loses less is better. Presets that evict rows are never advised.
     """
     left = [row for row in rows if hard_to_tell(row) and not row.evicts]
-    order = list[Row]()
+    order = list[PresetRow]()
     while left:
         limit = SAME_JCT * min(jct_s[row.name] for row in left)
         best = min((row for row in left if jct_s[row.name] <= limit), key=lambda row: (row.share, _kl(row)))
@@ -48,7 +48,7 @@ def ranked(rows: Sequence[Row], jct_s: Mapping[str, float]) -> list[Row]:
     return order
 
 
-def advice(rows: Sequence[Row], jct_s: Mapping[str, float]) -> str:
+def advice(rows: Sequence[PresetRow], jct_s: Mapping[str, float]) -> str:
     """One line: the preset to serve, why, and the runner-up, with what it is behind in."""
     order = ranked(rows, jct_s)
     if not order:
@@ -62,7 +62,7 @@ def advice(rows: Sequence[Row], jct_s: Mapping[str, float]) -> str:
     )
 
 
-def _behind(row: Row, best: Row, jct_s: Mapping[str, float]) -> str:
+def _behind(row: PresetRow, best: PresetRow, jct_s: Mapping[str, float]) -> str:
     ours, theirs = jct_s[best.name], jct_s[row.name]
     if theirs > SAME_JCT * ours:
         return f"{row.name}, which takes {theirs / ours - 1:.0%} longer"
@@ -71,5 +71,5 @@ def _behind(row: Row, best: Row, jct_s: Mapping[str, float]) -> str:
     return f"{row.name}, as small, with a KL of {_kl(row):.4f}, not {_kl(best):.4f}"
 
 
-def _kl(row: Row) -> float:
+def _kl(row: PresetRow) -> float:
     return 0.0 if row.loss is None else row.loss.kl

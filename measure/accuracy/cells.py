@@ -24,7 +24,7 @@ Key = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class VariantRow:
     """One variant and the bytes of its pages, over all layers and KV heads."""
 
     name: str
@@ -73,7 +73,7 @@ class Cell:
     key: Key
     model: str
     held_out: str
-    row: Row
+    row: VariantRow
     task: TaskNote
     points: dict[int, Found]
     machine: Machine

@@ -16,7 +16,7 @@ from measure.accuracy import engine
 from measure.accuracy.cells import Found
 from measure.accuracy.metrics import Measure
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
+from measure.accuracy.task import Advance, Prepared, RunLimits, digest_of, left
 from measure.tasks import Example, Ids
 
 MOST_TOKENS: Final = 256
@@ -49,7 +49,7 @@ ABOUT_TEXT: Final = (
 )
 
 
-def prepare(subject: Subject, limits: Limits) -> Prepared:
+def prepare(subject: Subject, limits: RunLimits) -> Prepared:
     """Point 0: short requests; point `PASSAGE`: requests about text of so many tokens. `limits.samples` of each."""
     passages = [d for d in sorted(subject.documents, key=lambda d: -len(d.text)) if not d.is_code]
     abouts = [f"{ABOUT_TEXT[i % len(ABOUT_TEXT)]}\n\n{_passage(subject, d.text)}" for i, d in enumerate(passages)]

@@ -19,7 +19,7 @@ from hackkv.model.worker import Worker
 from measure.accuracy import engine, reading
 from measure.accuracy.cells import Found
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
+from measure.accuracy.task import Advance, Prepared, RunLimits, digest_of, left
 from measure.tasks import Ids, join
 
 POINTS: Final = (512, 1024, 2048)
@@ -28,7 +28,7 @@ AFTER: Final = 2 * reading.BLOCK
 WINDOWS: Final = 3
 
 
-def prepare(subject: Subject, limits: Limits) -> Prepared:
+def prepare(subject: Subject, limits: RunLimits) -> Prepared:
     """Beginnings of documents, `WINDOWS` unless `limits.samples` says how many, the longest documents first."""
     limit = limits.context(subject)
     points = [point for point in POINTS if point + AFTER <= limit]
@@ -63,7 +63,7 @@ def _windows(subject: Subject, count: int, length: int) -> list[Ids]:
 @torch.inference_mode()
 def _after(worker: Worker, window: Ids, point: int) -> Tensor:
     """Hidden states [T - point, hidden] of the tokens behind the prompt, which ends at `point`."""
-    lanes = engine.Lanes(worker, [len(window)])
+    lanes = engine.ParallelSequences(worker, [len(window)])
     lanes.prefill([window[:point]], [1])
     step = engine.CHUNK_TOKENS if worker.codec.decodes_as_prefill else 1
     return torch.cat([lanes.advance([chunk])[0] for chunk in _cut(window[point:], step)])

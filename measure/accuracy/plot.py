@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-from measure.accuracy.cells import Row
+from measure.accuracy.cells import VariantRow
 from measure.accuracy.findings import CODE, COPY, NEEDLE, PERPLEXITY, RECALL, RESTATE, Kind, pooled
 from measure.accuracy.metrics import Measure
 from measure.accuracy.results import Results
@@ -68,7 +68,7 @@ def _panel(ax: Axes, results: Results, kind: Kind, title: str) -> None:
     ax.grid(alpha=0.3)
 
 
-def _family(ax: Axes, results: Results, kind: Kind, family: str, rows: Sequence[Row]) -> None:
+def _family(ax: Axes, results: Results, kind: Kind, family: str, rows: Sequence[VariantRow]) -> None:
     style = {**STYLES, **OTHERS}.get(family, "C8.")
     line = "-" if style in (STYLES["open-page rule, nearest"], STYLES["open-page rule, stochastic"]) else ""
     found = [(row, pooled(results, row.name, kind)) for row in rows]

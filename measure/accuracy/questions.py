@@ -22,7 +22,7 @@ from measure.accuracy import engine
 from measure.accuracy.cells import Found
 from measure.accuracy.metrics import Measure
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
+from measure.accuracy.task import Advance, Prepared, RunLimits, digest_of, left
 from measure.tasks import Example, Ids, join
 
 CONTEXTS: Final = {1024: 3, 2048: 2}
@@ -35,16 +35,16 @@ SEGMENT, CUE = 40, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ScoredQuestion:
     """A question at the end of all that came before, and what its answer counts for."""
 
     measure: Measure
     asked: Example
 
 
-def prepare(contexts: Mapping[int, int], subject: Subject, limits: Limits) -> Prepared:
+def prepare(contexts: Mapping[int, int], subject: Subject, limits: RunLimits) -> Prepared:
     """`limits.samples` contexts of every length, as many as `contexts` says unless set."""
-    asked, left_out = dict[int, list[list[Turn]]](), list[str]()
+    asked, left_out = dict[int, list[list[ScoredQuestion]]](), list[str]()
     for length, count in contexts.items():
         if length > limits.context(subject):
             left_out.append(f"at {length}: the limit is {limits.context(subject)}")
@@ -67,7 +67,7 @@ def prepare(contexts: Mapping[int, int], subject: Subject, limits: Limits) -> Pr
     return Prepared(sum(map(engine.size, every)), says, digest, tuple(asked), measure, left_out)
 
 
-def _context(subject: Subject, seed: int, length: int) -> list[Turn]:
+def _context(subject: Subject, seed: int, length: int) -> list[ScoredQuestion]:
     """The first turn brings the context; all turns together have `length` tokens."""
     rng, phrases = np.random.default_rng(seed), subject.phrases
     keys = tasks.random_words(rng, phrases, 2 * OF_EACH * tasks.KEY_WORDS).reshape(2 * OF_EACH, tasks.KEY_WORDS)
@@ -83,11 +83,11 @@ def _context(subject: Subject, seed: int, length: int) -> list[Turn]:
     ]
     turns = [
         *(
-            Turn(Measure.NEEDLE, Example(subject.encode(_asked(name)), n))
+            ScoredQuestion(Measure.NEEDLE, Example(subject.encode(_asked(name)), n))
             for name, n in zip(names, numbers, strict=True)
         ),
         *(
-            Turn(Measure.RECALL, Example(tasks.note(phrases, key), v))
+            ScoredQuestion(Measure.RECALL, Example(tasks.note(phrases, key), v))
             for key, v in zip(keys[OF_EACH:], values, strict=True)
         ),
         _turn(Measure.COPY, join(phrases.line_end, body[:CUE]), body[CUE:]),
@@ -101,8 +101,8 @@ def _context(subject: Subject, seed: int, length: int) -> list[Turn]:
     return [_turn(first.measure, opening, first.asked.answer), *turns[1:]]
 
 
-def _turn(measure: Measure, prompt: Ids, answer: Ids) -> Turn:
-    return Turn(measure, Example(prompt, answer))
+def _turn(measure: Measure, prompt: Ids, answer: Ids) -> ScoredQuestion:
+    return ScoredQuestion(measure, Example(prompt, answer))
 
 
 def _asked(name: str) -> str:
@@ -110,14 +110,14 @@ def _asked(name: str) -> str:
     return f"\nWhat is the special magic number for {name}? The special magic number for {name} is:"
 
 
-def _size(turns: list[Turn]) -> int:
+def _size(turns: list[ScoredQuestion]) -> int:
     return sum(engine.size(turn.asked) for turn in turns)
 
 
 @torch.inference_mode()
-def _ask(worker: Worker, turns: list[Turn]) -> list[np.ndarray]:
+def _ask(worker: Worker, turns: list[ScoredQuestion]) -> list[np.ndarray]:
     """For each turn, whether each token of its answer is the model's first choice; true answers are fed."""
-    lanes, right = engine.Lanes(worker, [_size(turns)]), list[np.ndarray]()
+    lanes, right = engine.ParallelSequences(worker, [_size(turns)]), list[np.ndarray]()
     unread: Ids = np.empty(0, np.int64)
     for turn in turns:
         states = lanes.prefill([join(unread, turn.asked.prompt)], [1])

@@ -25,7 +25,7 @@ from measure.accuracy import engine
 from measure.accuracy.cells import Found
 from measure.accuracy.metrics import Measure
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of
+from measure.accuracy.task import Advance, Prepared, RunLimits, digest_of
 from measure.accuracy.variants import EXACT
 from measure.tasks import Ids, join
 
@@ -39,7 +39,7 @@ GARBAGE: Final = 20.0
 """Nats that a codec is charged for a block if its KV is not finite: more than a uniform guess costs."""
 
 
-def prepare(subject: Subject, limits: Limits) -> Prepared:
+def prepare(subject: Subject, limits: RunLimits) -> Prepared:
     """One long window and three short ones for each of `limits.samples`, 1 unless set."""
     limit = limits.context(subject)
     points = [point for point in POINTS if point <= limit]
@@ -94,7 +94,7 @@ class Exact:
 @torch.inference_mode()
 def _states(worker: Worker, window: Ids, advance: Advance) -> Tensor:
     """Hidden states [T, hidden] after each token, chunk by chunk."""
-    lanes, parts = engine.Lanes(worker, [len(window)]), list[Tensor]()
+    lanes, parts = engine.ParallelSequences(worker, [len(window)]), list[Tensor]()
     for start in range(0, len(window), engine.CHUNK_TOKENS):
         chunk = window[start : start + engine.CHUNK_TOKENS]
         parts += lanes.advance([chunk])

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hackkv.canary import Meter, Pace, Row, loss_key, survey
+from hackkv.canary import Meter, Pace, PresetRow, loss_key, survey
 from hackkv.codec import rows_held
 from hackkv.codecs import CODECS
 from hackkv.config import CodecConfig, ModelConfig
@@ -36,14 +36,14 @@ LINK_GBIT_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class PresetCost:
     """What a preset costs a model, and how fast it was."""
 
     loss: CodecLoss
     pace: Pace
 
 
-_STORE: Final = Store("recommended", Measured, "what a preset costs")
+_STORE: Final = Store("recommended", PresetCost, "what a preset costs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Recommendation:
     model: str
     source: str
     """Where the text comes from."""
-    rows: tuple[Row, ...]
+    rows: tuple[PresetRow, ...]
     """Smallest first."""
     jct_s: Mapping[str, float]
     """By preset, an estimate from this machine's pace: one request alone, nothing overlapping."""
@@ -108,10 +108,10 @@ def recommend(model: ModelConfig, link_gbit_s: float, console: Console) -> Recom
     return Recommendation(folder.name, text.source, tuple(rows), jct_s, link_gbit_s)
 
 
-def _measured(meter: Meter, planned: Unloaded) -> Measured:
+def _measured(meter: Meter, planned: Unloaded) -> PresetCost:
     pace = Pace()
     loss = meter.measure(planned, pace)
-    return Measured(loss, pace)
+    return PresetCost(loss, pace)
 
 
 def _jct(planned: Unloaded, pace: Pace, link_gbit_s: float) -> float:

@@ -11,9 +11,9 @@ import numpy as np
 
 from hackkv.errors import ConfigError
 from measure.accuracy import cells, stats
-from measure.accuracy.cells import Cell, Found, Row, TaskNote
+from measure.accuracy.cells import Cell, Found, TaskNote, VariantRow
 from measure.accuracy.metrics import Measure, edit_similarity, first_divergence
-from measure.accuracy.stats import Floats, Interval
+from measure.accuracy.stats import ConfidenceInterval, Floats
 from measure.accuracy.suite import SUITE
 from measure.accuracy.task import Task, writes
 from measure.accuracy.variants import EXACT, VARIANTS
@@ -32,8 +32,8 @@ class Score:
     task: str
     point: int
     measure: Measure
-    score: Interval
-    change: Interval
+    score: ConfidenceInterval
+    change: ConfidenceInterval
     """Against exact KV on the same samples: a difference, or for perplexities and lengths the ratio minus 1."""
     samples: list[float]
     """Every sample's score; for perplexity nats per token."""
@@ -65,7 +65,7 @@ class Results:
     """Whether it was asked no task that is for models without a chat template."""
     files: list[Cell]
     tasks: list[TaskNote]
-    rows: list[Row]
+    rows: list[VariantRow]
     scores: list[Score]
     agreement: list[Agreement] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
@@ -160,7 +160,7 @@ def _compared(ours: Sequence[T], exact: Sequence[T], compare: Callable[[T, T], f
     return np.array([compare(a, b) for a, b in zip(ours, exact, strict=True)]), np.ones(len(exact))
 
 
-def _intervals(measure: Measure) -> Callable[[Floats, Floats], tuple[Interval, Interval]]:
+def _intervals(measure: Measure) -> Callable[[Floats, Floats], tuple[ConfidenceInterval, ConfidenceInterval]]:
     if measure.is_perplexity:
         return lambda ours, exact: (stats.perplexity(ours), stats.ratio(ours, exact))
     if measure is Measure.LENGTH:

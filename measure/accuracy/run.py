@@ -22,7 +22,7 @@ from hackkv.footprint import footprint_of, fp16_bytes
 from hackkv.model.worker import SHARE_TOKENS, Unloaded
 from hackkv.types import WIRE_FORM
 from measure.accuracy import cells
-from measure.accuracy.cells import Cell, Key, Row, TaskNote
+from measure.accuracy.cells import Cell, Key, TaskNote, VariantRow
 from measure.accuracy.engine import CHUNK_TOKENS
 from measure.accuracy.machine import commit, this_machine
 from measure.accuracy.subject import Subject
@@ -157,12 +157,12 @@ def measure(
             raise
 
 
-def row_of(variant: Variant, planned: Unloaded) -> Row:
+def row_of(variant: Variant, planned: Unloaded) -> VariantRow:
     """The table's row of a variant, with the bytes of its pages."""
     layout = planned.spec.kv_layout(planned.codec.page_tokens)
     sizes = footprint_of(planned.codec, layout)
     rows = rows_held(planned.codec, SHARE_TOKENS)
-    return Row(
+    return VariantRow(
         variant.name,
         variant.says,
         variant.family,

@@ -19,7 +19,7 @@ Z95 = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class ConfidenceInterval:
     """A value with its 95 % confidence interval, and how that was made."""
 
     value: float
@@ -27,20 +27,20 @@ class Interval:
     high: float
     method: str
 
-    def minus(self, amount: float) -> Interval:
+    def minus(self, amount: float) -> ConfidenceInterval:
         """Shifted down."""
-        return Interval(self.value - amount, self.low - amount, self.high - amount, self.method)
+        return ConfidenceInterval(self.value - amount, self.low - amount, self.high - amount, self.method)
 
 
-def wilson(mean: float, count: int) -> Interval:
+def wilson(mean: float, count: int) -> ConfidenceInterval:
     """Wilson's score interval of a share `mean` of `count` trials; it has a width even at 0 and 1."""
     z2 = Z95 * Z95
     centre = (mean + z2 / (2 * count)) / (1 + z2 / count)
     half = Z95 / (1 + z2 / count) * math.sqrt(mean * (1 - mean) / count + z2 / (4 * count * count))
-    return Interval(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)), "wilson")
+    return ConfidenceInterval(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)), "wilson")
 
 
-def share(scores: Floats) -> Interval:
+def share(scores: Floats) -> ConfidenceInterval:
     """Mean of scores in 0..1.
 
     Scores of only 0 and 1, or all alike, get Wilson's interval: the bootstrap of equal scores has no width. For equal
@@ -52,35 +52,35 @@ def share(scores: Floats) -> Interval:
     return _interval(mean, _draws(len(scores)), scores)
 
 
-def perplexity(nlls: Floats) -> Interval:
+def perplexity(nlls: Floats) -> ConfidenceInterval:
     """exp of the mean negative log-likelihood per token, samples being of equal length."""
     log = _interval(float(nlls.mean()), _draws(len(nlls)), nlls)
-    return Interval(math.exp(log.value), math.exp(log.low), math.exp(log.high), log.method)
+    return ConfidenceInterval(math.exp(log.value), math.exp(log.low), math.exp(log.high), log.method)
 
 
-def mean(values: Floats) -> Interval:
+def mean(values: Floats) -> ConfidenceInterval:
     """Mean of values of any size."""
     return _interval(float(values.mean()), _draws(len(values)), values)
 
 
-def ratio_of_sums(values: Floats, exact: Floats) -> Interval:
+def ratio_of_sums(values: Floats, exact: Floats) -> ConfidenceInterval:
     """sum(values) / sum(exact), paired; not a number where nothing was counted."""
     draws, level = _draws(len(values)), _level(len(values))
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = values[draws].sum(1) / exact[draws].sum(1)
         low, high = np.quantile(ratios, (level, 1 - level))
-        return Interval(float(values.sum() / exact.sum()), float(low), float(high), "bootstrap")
+        return ConfidenceInterval(float(values.sum() / exact.sum()), float(low), float(high), "bootstrap")
 
 
-def change(scores: Floats, exact: Floats) -> Interval:
+def change(scores: Floats, exact: Floats) -> ConfidenceInterval:
     """Paired difference of the means, scores - exact."""
     return _interval(float((scores - exact).mean()), _draws(len(scores)), scores - exact)
 
 
-def ratio(nlls: Floats, exact: Floats) -> Interval:
+def ratio(nlls: Floats, exact: Floats) -> ConfidenceInterval:
     """Paired ratio of the perplexities, minus 1: 0.02 is 2 % worse."""
     log = change(nlls, exact)
-    return Interval(math.expm1(log.value), math.expm1(log.low), math.expm1(log.high), log.method)
+    return ConfidenceInterval(math.expm1(log.value), math.expm1(log.low), math.expm1(log.high), log.method)
 
 
 def _draws(count: int) -> npt.NDArray[np.int64]:
@@ -88,10 +88,10 @@ def _draws(count: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng(0).integers(0, count, (DRAWS, count))
 
 
-def _interval(value: float, draws: npt.NDArray[np.int64], scores: Floats) -> Interval:
+def _interval(value: float, draws: npt.NDArray[np.int64], scores: Floats) -> ConfidenceInterval:
     level = _level(len(scores))
     low, high = np.quantile(scores[draws].mean(1), (level, 1 - level))
-    return Interval(value, float(low), float(high), "bootstrap")
+    return ConfidenceInterval(value, float(low), float(high), "bootstrap")
 
 
 def _level(count: int) -> float:

@@ -12,7 +12,7 @@ from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import EXACT_CODEC
 from hackkv.model.worker import Unloaded, Worker, load_worker, model_folder, plan_worker
 from hackkv.tokenizer import BROKEN, Tokenizer
-from measure.accuracy.data import Record
+from measure.accuracy.data import DatasetRecord
 from measure.accuracy.text import Document, held_out
 from measure.tasks import Ids, Phrases, join
 
@@ -30,7 +30,7 @@ class Subject:
     documents: tuple[Document, ...]
     source: str
     """Where the held-out text comes from."""
-    records: tuple[Record, ...] = ()
+    records: tuple[DatasetRecord, ...] = ()
 
     def plan(self, codec: CodecConfig) -> Unloaded:
         """The same checkpoint with another codec and kernels of its own, for one thread; not loaded yet."""
@@ -73,7 +73,7 @@ class Subject:
         return join(*(part for document in self.documents for part in (self.encode(document.text), between)))
 
 
-def load_subject(model: ModelConfig, records: Sequence[Record] = ()) -> Subject:
+def load_subject(model: ModelConfig, records: Sequence[DatasetRecord] = ()) -> Subject:
     """Load the checkpoint, once for all rows. Raises `ConfigError` or `CheckpointError`."""
     folder = model_folder(model)
     model = model.model_copy(update={"path": str(folder.path)})

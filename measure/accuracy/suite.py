@@ -11,7 +11,7 @@ from measure.accuracy import chat, continuing, engine, humaneval, questions, rea
 from measure.accuracy.metrics import TAIL, Measure
 from measure.accuracy.subject import Subject
 from measure.accuracy.synthetic import COPY_CUE, COPY_SEGMENT, EVERY_RECORD, FREE_TOKENS, RESTATE_CUE, RESTATE_WORDS
-from measure.accuracy.task import Limits, Prepared, Task, anyone, chats, on_request, writes
+from measure.accuracy.task import Prepared, RunLimits, Task, anyone, chats, on_request, writes
 
 _REACH = (1024, 2048, 4096)
 
@@ -170,7 +170,7 @@ def choose(names: Sequence[str], subject: Subject) -> tuple[Task, ...]:
     return tuple(task for task in SUITE if task.suits(subject) or (task.name == "data" and subject.records))
 
 
-def prepared(subject: Subject, tasks: Sequence[Task], limits: Limits) -> dict[Task, Prepared]:
+def prepared(subject: Subject, tasks: Sequence[Task], limits: RunLimits) -> dict[Task, Prepared]:
     """The material of every task that has any. Raises `ConfigError` where it cannot be made."""
     made = dict[Task, Prepared]()
     for task in tasks:

@@ -17,7 +17,7 @@ from measure.accuracy import engine
 from measure.accuracy.cells import Found
 from measure.accuracy.metrics import TAIL, Measure, score
 from measure.accuracy.subject import Subject
-from measure.accuracy.task import Advance, Limits, Prepared, digest_of, left
+from measure.accuracy.task import Advance, Prepared, RunLimits, digest_of, left
 from measure.tasks import Example, join
 
 COPY_SEGMENT, COPY_CUE = 40, 8
@@ -94,7 +94,7 @@ class Asked:
     """Distances or context lengths, in tokens."""
     samples: int
 
-    def __call__(self, subject: Subject, limits: Limits) -> Prepared:
+    def __call__(self, subject: Subject, limits: RunLimits) -> Prepared:
         """Build every sample."""
         count, limit = limits.samples or self.samples, limits.context(subject)
         if self.make is data:

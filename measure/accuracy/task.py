@@ -17,7 +17,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RunLimits:
     """How much a run may ask for."""
 
     samples: int = 0
@@ -63,7 +63,7 @@ class Task:
     """Grows with every change of how answers are made or scored."""
     measures: tuple[Measure, ...]
     """In the order of the report; the first is the main one."""
-    prepare: Callable[[Subject, Limits], Prepared]
+    prepare: Callable[[Subject, RunLimits], Prepared]
     """Raises `ValueError` if the held-out text or the model cannot give the material."""
     suits: Callable[[Subject], bool]
     """Whether the task is asked when none is named."""

@@ -42,7 +42,7 @@ from measure.calibrate.levels import SENSITIVITY, Sensitivity, gather_levels
 from measure.calibrate.moments import counted_rows, gather
 from measure.calibrate.projections import project
 from measure.calibrate.solve import solve
-from measure.calibrate.windows import Windows, windows_of
+from measure.calibrate.windows import TokenWindows, windows_of
 
 FAMILIES: Final = (ROTATED, KVQUANT, ZACK)
 REMOVALS: Final = (0.01, 0.05, 0.1, 0.2, 0.3)
@@ -139,7 +139,7 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"{out.parent}: no such folder")
 
 
-def _load(args: argparse.Namespace) -> tuple[Worker, str, Windows]:
+def _load(args: argparse.Namespace) -> tuple[Worker, str, TokenWindows]:
     """Everything that the run needs, and the hash of the model. Raises `ConfigError`, also if the text is too short."""
     folder = find_model(args.model, args.dtype)
     config = ModelConfig(path=str(folder.path), dtype=args.dtype, threads=args.threads, backend=args.backend)
@@ -184,7 +184,7 @@ Tensors = dict[str, Tensor]
 def _fit(
     family: str,
     worker: Worker,
-    windows: Windows,
+    windows: TokenWindows,
     targets: Sequence[float],
     sensitivity: Sensitivity | None,
     bar: _Bar,
@@ -197,7 +197,9 @@ def _fit(
     return _solve(worker, windows, targets, bar)
 
 
-def _solve(worker: Worker, windows: Windows, targets: Sequence[float], bar: _Bar) -> tuple[Tensors, list[LayerBits]]:
+def _solve(
+    worker: Worker, windows: TokenWindows, targets: Sequence[float], bar: _Bar
+) -> tuple[Tensors, list[LayerBits]]:
     """For `rot-*`."""
     dim, solved, chosen = worker.model.spec.head_dim, list[Tensors](), list[LayerBits]()
     bases = bases_of(targets, dim)
@@ -213,7 +215,7 @@ def _solve(worker: Worker, windows: Windows, targets: Sequence[float], bar: _Bar
     return _by_layer(solved), chosen
 
 
-def _project(worker: Worker, windows: Windows, bar: _Bar) -> Tensors:
+def _project(worker: Worker, windows: TokenWindows, bar: _Bar) -> Tensors:
     """For `zack`."""
     moments, rows = gather(worker.model, windows.windows, bar.advance), counted_rows(windows.windows)
     layers = worker.model.weights.layers
@@ -232,7 +234,7 @@ def _by_layer(found: Sequence[Tensors]) -> Tensors:
     return {f"layers.{i}.{name}": tensor for i, each in enumerate(found) for name, tensor in each.items()}
 
 
-def _about(worker: Worker, source: str, windows: Windows) -> dict[str, object]:
+def _about(worker: Worker, source: str, windows: TokenWindows) -> dict[str, object]:
     return {
         "version": VERSION,
         "model": worker.name,

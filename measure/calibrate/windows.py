@@ -25,7 +25,7 @@ DOCUMENT_TOKENS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class TokenWindows:
     """Tokens that the model reads, window by window, each from an empty cache."""
 
     windows: tuple[Ids, ...]
@@ -40,7 +40,7 @@ class Windows:
         return sum(map(len, self.windows))
 
 
-def windows_of(tokenizer: Tokenizer, file: Path | None, tokens: int, longest: int) -> Windows:
+def windows_of(tokenizer: Tokenizer, file: Path | None, tokens: int, longest: int) -> TokenWindows:
     """`tokens` of `file`, or of the default text, or as many as there are, in windows of at most `longest`.
 
     Raises `ConfigError` naming the file if it cannot be read as UTF-8.
@@ -54,7 +54,7 @@ def windows_of(tokenizer: Tokenizer, file: Path | None, tokens: int, longest: in
     size = min(WINDOW_TOKENS, longest) - len(prefix)
     windows = tuple(join(prefix, stream[start : start + size]) for start in range(0, len(stream), size))
     digest = hashlib.sha256(b"".join(window.astype("<i8").tobytes() for window in windows)).hexdigest()
-    return Windows(windows, source, digest)
+    return TokenWindows(windows, source, digest)
 
 
 def _default(tokenizer: Tokenizer, tokens: int) -> Iterator[Ids]:

@@ -24,8 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hackkv.errors import ConfigError, HackkvError
 from measure.serve.arrivals import arrival_times
-from measure.serve.calls import Call, from_shape, from_trace, read_trace
-from measure.serve.client import Api, Client, Outcome, Server
+from measure.serve.calls import PlannedRequest, from_shape, from_trace, read_trace
+from measure.serve.client import Api, Client, RequestOutcome, Server
 from measure.serve.load import run_load
 from measure.serve.prompts import PromptMaker, find_tokenizer
 from measure.serve.report import print_report
@@ -162,7 +162,7 @@ async def _measure(args: argparse.Namespace, notes: Console) -> dict[str, Any]:
     }
 
 
-def _plan(args: argparse.Namespace, prompts: PromptMaker) -> list[Call]:
+def _plan(args: argparse.Namespace, prompts: PromptMaker) -> list[PlannedRequest]:
     """What to send. Arrivals have a random generator of their own, so another rate leaves lengths and texts as is."""
     arrival_rng, rng = (np.random.default_rng((args.seed, stream)) for stream in range(2))
     rate = math.inf if args.request_rate is None else args.request_rate
@@ -178,7 +178,7 @@ def _plan(args: argparse.Namespace, prompts: PromptMaker) -> list[Call]:
     return from_trace(trace, arrivals, args.scale, prompts, rng)
 
 
-def _check_room(calls: Sequence[Call], server: Server) -> None:
+def _check_room(calls: Sequence[PlannedRequest], server: Server) -> None:
     """Raises `ConfigError` if the server says that it cannot serve a request as long as the longest."""
     longest = max(call.prompt_tokens + call.output_tokens for call in calls)
     if server.max_tokens is not None and longest > server.max_tokens:
@@ -188,15 +188,15 @@ def _check_room(calls: Sequence[Call], server: Server) -> None:
         )
 
 
-async def _warm_up(client: Client, call: Call, fields: dict[str, Any]) -> None:
+async def _warm_up(client: Client, call: PlannedRequest, fields: dict[str, Any]) -> None:
     outcome = await client.send(call, fields)
     if not outcome.ok:
         raise ConfigError(f"the first request failed, so no more are sent: {outcome.error}")
 
 
 async def _send(
-    client: Client, calls: Sequence[Call], fields: dict[str, Any], max_concurrency: int | None, notes: Console
-) -> tuple[list[Outcome], float]:
+    client: Client, calls: Sequence[PlannedRequest], fields: dict[str, Any], max_concurrency: int | None, notes: Console
+) -> tuple[list[RequestOutcome], float]:
     """Run the load under a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=notes, transient=True) as progress:
@@ -212,7 +212,7 @@ async def _send(
             sent += 1
             show()
 
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: RequestOutcome) -> None:
             nonlocal done, failed
             done, failed = done + 1, failed + (not outcome.ok)
             show()

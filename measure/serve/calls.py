@@ -16,7 +16,7 @@ from measure.serve.shapes import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PlannedRequest:
     """One request to come. `at_s` counts from the start of the run."""
 
     at_s: float
@@ -26,7 +26,7 @@ class Call:
     output_tokens: int
 
 
-class TraceLine(BaseModel):
+class TraceRequest(BaseModel):
     """One line of a trace: a text or a length in, a length out, and when it came. Other keys are ignored.
 
     The names are those of Mooncake's and AIPerf's traces and of vLLM's custom data sets. `timestamp` is in
@@ -45,13 +45,13 @@ class TraceLine(BaseModel):
     timestamp: float | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
-    def _has_a_prompt(self) -> TraceLine:
+    def _has_a_prompt(self) -> TraceRequest:
         if self.prompt is None and self.input_length is None:
             raise PydanticCustomError("prompt", "neither prompt nor input_length is given")
         return self
 
 
-def read_trace(path: Path) -> list[TraceLine]:
+def read_trace(path: Path) -> list[TraceRequest]:
     """Every line of the file, by arrival. Raises `ConfigError` naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold other line ends
@@ -62,7 +62,7 @@ def read_trace(path: Path) -> list[TraceLine]:
         if not line.strip():
             continue
         try:
-            trace.append(TraceLine.model_validate_json(line))
+            trace.append(TraceRequest.model_validate_json(line))
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
@@ -74,18 +74,24 @@ def read_trace(path: Path) -> list[TraceLine]:
     return sorted(trace, key=lambda line: line.timestamp or 0.0)
 
 
-def from_shape(shape: Shape, arrivals: Sequence[float], prompts: PromptMaker, rng: np.random.Generator) -> list[Call]:
+def from_shape(
+    shape: Shape, arrivals: Sequence[float], prompts: PromptMaker, rng: np.random.Generator
+) -> list[PlannedRequest]:
     """One call for each time of `arrivals`."""
     sizes = zip(shape.prompt.draw(len(arrivals), rng), shape.output.draw(len(arrivals), rng), strict=True)
     return [
-        Call(at_s, *prompts.text(prompt_tokens, rng), output_tokens)
+        PlannedRequest(at_s, *prompts.text(prompt_tokens, rng), output_tokens)
         for at_s, (prompt_tokens, output_tokens) in zip(arrivals, sizes, strict=True)
     ]
 
 
 def from_trace(
-    trace: Sequence[TraceLine], arrivals: Sequence[float], scale: float, prompts: PromptMaker, rng: np.random.Generator
-) -> list[Call]:
+    trace: Sequence[TraceRequest],
+    arrivals: Sequence[float],
+    scale: float,
+    prompts: PromptMaker,
+    rng: np.random.Generator,
+) -> list[PlannedRequest]:
     """One call for each line of `trace`; `scale` stretches lengths, but not texts."""
     calls = []
     for at_s, line in zip(arrivals, trace, strict=True):
@@ -94,5 +100,5 @@ def from_trace(
         else:
             assert line.input_length is not None
             text, tokens = prompts.text(max(1, round(line.input_length * scale)), rng)
-        calls.append(Call(at_s, text, tokens, max(1, round(line.output_length * scale))))
+        calls.append(PlannedRequest(at_s, text, tokens, max(1, round(line.output_length * scale))))
     return calls

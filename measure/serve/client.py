@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from hackkv.errors import ConfigError
-from measure.serve.calls import Call
+from measure.serve.calls import PlannedRequest
 
 _LONGEST_MESSAGE = 300
 _IDLE_S = 1.0
@@ -44,13 +44,13 @@ class Server:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What became of a call. Durations in seconds, from the moment the request was sent.
 
     A call failed if `error` is not empty. Its times then cover what had come until it failed.
     """
 
-    call: Call
+    call: PlannedRequest
     sent_s: float = 0.0
     """From the start of the run."""
     held_s: float = 0.0
@@ -119,9 +119,9 @@ class Client:
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"--base-url: {where} does not list models as OpenAI does") from error
 
-    async def send(self, call: Call, fields: dict[str, Any]) -> Outcome:
+    async def send(self, call: PlannedRequest, fields: dict[str, Any]) -> RequestOutcome:
         """Send a call and read its stream to the end; whatever goes wrong is in the outcome."""
-        outcome = Outcome(call, prompt_tokens=call.prompt_tokens)
+        outcome = RequestOutcome(call, prompt_tokens=call.prompt_tokens)
         began = perf_counter()
         try:
             async with self._http.stream("POST", self._api.path, json=self._body(call, fields)) as response:
@@ -134,7 +134,7 @@ class Client:
         outcome.e2e_s = perf_counter() - began
         return outcome
 
-    def _body(self, call: Call, fields: dict[str, Any]) -> dict[str, Any]:
+    def _body(self, call: PlannedRequest, fields: dict[str, Any]) -> dict[str, Any]:
         asked: dict[str, Any]
         if self._api is Api.CHAT:
             asked = {"messages": [{"role": "user", "content": call.prompt}]}
@@ -143,7 +143,7 @@ class Client:
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         return {**asked, "max_tokens": call.output_tokens, **streamed, **fields}
 
-    async def _read(self, response: httpx.Response, outcome: Outcome, began: float) -> str:
+    async def _read(self, response: httpx.Response, outcome: RequestOutcome, began: float) -> str:
         """Take in the stream; returns what went wrong, if anything did."""
         finished, usage = False, None
         async for event in _events(response):

@@ -8,31 +8,31 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
-from measure.serve.calls import Call
-from measure.serve.client import Outcome
+from measure.serve.calls import PlannedRequest
+from measure.serve.client import RequestOutcome
 
 
-class Sender(Protocol):
+class RequestSender(Protocol):
     """Sends one call; see `measure.serve.client.Client`."""
 
-    async def send(self, call: Call, fields: dict[str, Any]) -> Outcome:
+    async def send(self, call: PlannedRequest, fields: dict[str, Any]) -> RequestOutcome:
         """Return what became of it."""
         ...
 
 
 async def run_load(
-    sender: Sender,
-    calls: Sequence[Call],
+    sender: RequestSender,
+    calls: Sequence[PlannedRequest],
     fields: dict[str, Any],
     max_concurrency: int | None,
     on_sent: Callable[[], None],
-    on_outcome: Callable[[Outcome], None],
-) -> tuple[list[Outcome], float]:
+    on_outcome: Callable[[RequestOutcome], None],
+) -> tuple[list[RequestOutcome], float]:
     """Send every call; returns the outcomes in the order of the calls, and the seconds all of it took."""
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     began = perf_counter()
 
-    async def send_one(call: Call) -> Outcome:
+    async def send_one(call: PlannedRequest) -> RequestOutcome:
         async with places:
             sent_s = perf_counter() - began
             on_sent()

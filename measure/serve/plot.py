@@ -34,7 +34,7 @@ INSIDE: Final = {SubStage.QUANTIZE: Stage.PREFILL, SubStage.APPROXIMATION: Stage
 HEIGHT, DPI = 3.6, 110
 
 
-class Times(BaseModel):
+class StageMilliseconds(BaseModel):
     """Of one stage, in milliseconds."""
 
     model_config = ConfigDict(frozen=True)
@@ -42,14 +42,14 @@ class Times(BaseModel):
     mean: float
 
 
-class Run(BaseModel):
+class ResultFile(BaseModel):
     """What is read of a result file."""
 
     model_config = ConfigDict(frozen=True)
 
     label: str
-    stages: dict[Stage, Times]
-    sub_stages: dict[SubStage, Times]
+    stages: dict[Stage, StageMilliseconds]
+    sub_stages: dict[SubStage, StageMilliseconds]
     mean_e2el_ms: float
 
     def parts(self) -> dict[Stage | SubStage, float]:
@@ -61,10 +61,10 @@ class Run(BaseModel):
         return parts
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> ResultFile:
     """Raises `ConfigError` naming the file if it is no result with stages."""
     try:
-        return Run.model_validate_json(path.read_bytes())
+        return ResultFile.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValidationError as error:
@@ -73,7 +73,7 @@ def read_run(path: Path) -> Run:
         raise ConfigError(f"{path}: no result of hackkv bench serve with stages: {field}: {first['msg']}") from error
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
+def draw(runs: Sequence[ResultFile], path: Path) -> None:
     """Write the picture; the suffix says which kind."""
     figure = Figure(figsize=(2.6 + 1.1 * len(runs), HEIGHT), layout="constrained")
     FigureCanvasAgg(figure)
@@ -97,7 +97,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     figure.savefig(path, dpi=DPI)
 
 
-def print_table(runs: Sequence[Run], console: Console) -> None:
+def print_table(runs: Sequence[ResultFile], console: Console) -> None:
     """The same numbers."""
     table = Table("mean, ms", title="job completion time by stage", title_justify="left")
     for run in runs:

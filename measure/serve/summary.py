@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hackkv.timing import Stage, SubStage
-from measure.serve.client import Outcome
+from measure.serve.client import RequestOutcome
 
 PERCENTILES = (50, 90, 95, 99)
 
@@ -28,7 +28,7 @@ class Metric(StrEnum):
     E2EL = "e2el"
 
 
-def of_request(outcome: Outcome, metric: Metric) -> list[float]:
+def of_request(outcome: RequestOutcome, metric: Metric) -> list[float]:
     """A request's values of a metric, in seconds; empty if it has none."""
     match metric:
         case Metric.TTFT:
@@ -41,14 +41,14 @@ def of_request(outcome: Outcome, metric: Metric) -> list[float]:
             return [outcome.e2e_s]
 
 
-def is_good(outcome: Outcome, limits: Mapping[Metric, float]) -> bool:
+def is_good(outcome: RequestOutcome, limits: Mapping[Metric, float]) -> bool:
     """Whether a request kept all `limits`, in milliseconds."""
     return outcome.ok and all(
         1e3 * value <= limit for metric, limit in limits.items() for value in of_request(outcome, metric)
     )
 
 
-def summarize(outcomes: Sequence[Outcome], duration_s: float, limits: Mapping[Metric, float]) -> dict[str, Any]:
+def summarize(outcomes: Sequence[RequestOutcome], duration_s: float, limits: Mapping[Metric, float]) -> dict[str, Any]:
     """The numbers of a run. Latencies cover requests that completed. A metric without values is left out."""
     done = [outcome for outcome in outcomes if outcome.ok]
     inputs, outputs = sum(each.prompt_tokens for each in done), sum(each.output_tokens for each in done)
@@ -74,7 +74,7 @@ def summarize(outcomes: Sequence[Outcome], duration_s: float, limits: Mapping[Me
     return summary
 
 
-def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def details(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
     """The same lists that vLLM saves with `--save-detailed`, in the order of sending; seconds."""
     return {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],

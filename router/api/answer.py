@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from hackkv.tokenizer import overlap
 from router.api.structured import Thinking
-from router.api.tools.machine import Called, Part, Said, ToolParser
+from router.api.tools.machine import CallPiece, Part, Said, ToolParser
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _ID_LETTERS = string.ascii_letters + string.digits
@@ -63,7 +63,7 @@ class Thoughts:
         return text
 
 
-class Answer:
+class MessageDraft:
     """The message of one choice, as it grows."""
 
     def __init__(self, thinking: Thinking, parser: ToolParser | None, new_id: Callable[[], str] = call_id) -> None:
@@ -108,7 +108,7 @@ class Answer:
             return {"content": part.text}
         return {"tool_calls": [self._called(part)]}
 
-    def _called(self, part: Called) -> dict[str, Any]:
+    def _called(self, part: CallPiece) -> dict[str, Any]:
         if part.index < len(self.calls):
             self.calls[part.index]["function"]["arguments"] += part.arguments
             return {"index": part.index, "function": {"arguments": part.arguments}}

@@ -10,13 +10,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Answer(BaseModel):
+class AnswerModel(BaseModel):
     """A JSON object with these fields and no other."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-class ErrorDetail(Answer):
+class ErrorDetail(AnswerModel):
     """What went wrong."""
 
     message: str
@@ -26,19 +26,19 @@ class ErrorDetail(Answer):
     code: str
 
 
-class Error(Answer):
+class Error(AnswerModel):
     """OpenAI's envelope."""
 
     error: ErrorDetail
 
 
-class CachedTokens(Answer):
+class CachedTokens(AnswerModel):
     """Tokens of the prompt that were not computed again."""
 
     cached_tokens: int
 
 
-class Usage(Answer):
+class Usage(AnswerModel):
     """Token counts."""
 
     prompt_tokens: int
@@ -51,7 +51,7 @@ Finish = Literal["stop", "length"]
 ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(AnswerModel):
     """Log-probabilities of a completion's tokens. A token that is no whole characters is named `bytes:\\xf0\\x9f`."""
 
     text_offset: list[int]
@@ -60,7 +60,7 @@ class CompletionLogprobs(Answer):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(AnswerModel):
     """One text."""
 
     index: int
@@ -71,7 +71,7 @@ class CompletionChoice(Answer):
     """With `return_token_ids`."""
 
 
-class Answered(Answer):
+class Answered(AnswerModel):
     """What all answers begin with."""
 
     id: str
@@ -89,7 +89,7 @@ class Completion(Answered):
     """With `return_stages`: where the time went, in seconds, and what was moved, in bytes."""
 
 
-class Candidate(Answer):
+class Candidate(AnswerModel):
     """A token that could have come."""
 
     token: str
@@ -103,14 +103,14 @@ class ChatToken(Candidate):
     top_logprobs: list[Candidate]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(AnswerModel):
     """Log-probabilities of an answer's tokens."""
 
     content: list[ChatToken]
     refusal: None
 
 
-class Called(Answer):
+class Called(AnswerModel):
     """What the model calls."""
 
     name: str
@@ -118,7 +118,7 @@ class Called(Answer):
     """JSON."""
 
 
-class Call(Answer):
+class Call(AnswerModel):
     """A call of a tool."""
 
     id: str
@@ -126,7 +126,7 @@ class Call(Answer):
     function: Called
 
 
-class AnswerMessage(Answer):
+class AnswerMessage(AnswerModel):
     """What the model said. It may be sent back as it is."""
 
     role: Literal["assistant"]
@@ -138,7 +138,7 @@ class AnswerMessage(Answer):
     tool_calls: list[Call] | None = None
 
 
-class ChatChoice(Answer):
+class ChatChoice(AnswerModel):
     """One answer."""
 
     index: int
@@ -157,14 +157,14 @@ class ChatCompletion(Answered):
     """With `return_stages`: where the time went, in seconds, and what was moved, in bytes."""
 
 
-class CalledDelta(Answer):
+class CalledDelta(AnswerModel):
     """What an event adds to a call."""
 
     name: str | None = None
     arguments: str = ""
 
 
-class CallDelta(Answer):
+class CallDelta(AnswerModel):
     """A call that begins, or more of its arguments."""
 
     index: int
@@ -173,7 +173,7 @@ class CallDelta(Answer):
     function: CalledDelta
 
 
-class ChatDelta(Answer):
+class ChatDelta(AnswerModel):
     """What an event adds."""
 
     role: Literal["assistant"] | None = None
@@ -182,7 +182,7 @@ class ChatDelta(Answer):
     tool_calls: list[CallDelta] | None = None
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(AnswerModel):
     """What an event adds to one answer."""
 
     index: int
@@ -200,7 +200,7 @@ class ChatCompletionChunk(Answered):
     hackkv: dict[str, Any] | None = None
 
 
-class Model(Answer):
+class Model(AnswerModel):
     """The model that is served."""
 
     id: str
@@ -211,20 +211,20 @@ class Model(Answer):
     """Prompt and output in tokens; null while no node is there."""
 
 
-class Models(Answer):
+class Models(AnswerModel):
     """The list of models, which has one entry."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class Live(Answer):
+class Live(AnswerModel):
     """The event loop runs."""
 
     status: Literal["live"]
 
 
-class Readiness(Answer):
+class Readiness(AnswerModel):
     """How many nodes of each role take requests, and which role has none."""
 
     status: Literal["ready", "not ready", "stopping"]
@@ -232,7 +232,7 @@ class Readiness(Answer):
     missing: list[str] | None = None
 
 
-class NodeVersion(Answer):
+class NodeVersion(AnswerModel):
     """What computes on a node."""
 
     role: str
@@ -240,14 +240,14 @@ class NodeVersion(Answer):
     codec_loss: dict[str, Any] | None
 
 
-class Version(Answer):
+class Version(AnswerModel):
     """The program's version and its nodes."""
 
     version: str
     nodes: dict[str, NodeVersion]
 
 
-class Tokenized(Answer):
+class Tokenized(AnswerModel):
     """Tokens of a text or a conversation."""
 
     count: int
@@ -258,7 +258,7 @@ class Tokenized(Answer):
     """With `return_token_strs`."""
 
 
-class Detokenized(Answer):
+class Detokenized(AnswerModel):
     """A text."""
 
     prompt: str

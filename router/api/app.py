@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hackkv import __version__
 from hackkv.errors import HackkvError
-from node.spans import Spans
+from node.spans import ProcessTracer
 from router.api import chat, completions, page, probes, questions
 from router.api.description import describe
 from router.api.errors import HTTPError, error_response, handle
@@ -51,7 +51,7 @@ def build_app(
     max_body_bytes: int = _LIMITS.max_body_bytes,
     body_s: float = _DEADLINES.body_s,
     cors_origins: tuple[str, ...] = (),
-    spans: Spans | None = None,
+    spans: ProcessTracer | None = None,
 ) -> ASGIApp:
     """The HTTP API of one served model. Browsers may call it from pages at `cors_origins`."""
     app = FastAPI(title="hackkv", version=__version__, docs_url=None, redoc_url=None)

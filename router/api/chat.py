@@ -12,11 +12,11 @@ from hackkv.tokenizer import Tokenizer
 from hackkv.types import Sampling, Token
 from router.api.answers import ChatCompletion
 from router.api.caller import Caller
-from router.api.choices import Choice, Delta
+from router.api.choices import ChoiceCollector, Delta
 from router.api.conversation import Conversations
 from router.api.generation import Generation
 from router.api.intake import arrival, counting_refusals, read_body, request_id, served_by
-from router.api.reply import JsonReply, Rows, running_usage
+from router.api.reply import JsonReply, TokenRows, running_usage
 from router.api.sampling import nth_seed, sampling_of
 from router.api.schema import ChatRequest
 from router.api.served import ServedModel
@@ -41,7 +41,7 @@ async def chat_completions(request: Request) -> Response:
 
 async def plan(
     served: ServedModel, body: ChatRequest, ids: tuple[int, ...], caller: Caller
-) -> tuple[list[tuple[Choice, Sampling]], Thinking]:
+) -> tuple[list[tuple[ChoiceCollector, Sampling]], Thinking]:
     """The sequences that answer a conversation, whose prompt is `ids`, and whether their answers begin with thoughts.
 
     Raises `RequestError` naming the field, and what compiling a grammar raises.
@@ -58,7 +58,7 @@ async def plan(
     sampling = sampling_of(body, served.defaults, max_tokens, logprobs, grammar=grammar)
     jobs = [
         (
-            Choice(
+            ChoiceCollector(
                 nth,
                 ids,
                 served.tokenizer,
@@ -125,7 +125,7 @@ class ChatRenderer(OpenAiEvents):
             event["hackkv"] = generation.report()
         return [event]
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ChoiceCollector) -> dict[str, Any]:
         answer, finish = self._answers[choice.index], choice.finish and choice.finish.value
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if answer is not None:
@@ -147,7 +147,7 @@ class ChatRenderer(OpenAiEvents):
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return {"content": Rows(logprob_of(self._tokenizer, token) for token in tokens), "refusal": None}
+        return {"content": TokenRows(logprob_of(self._tokenizer, token) for token in tokens), "refusal": None}
 
 
 def logprob_of(tokenizer: Tokenizer, token: Token) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from router.life.flight import Flight
 class Delta:
     """What one token adds to one choice. `token` is None if nobody asked for the token itself."""
 
-    choice: Choice
+    choice: ChoiceCollector
     text: str
     token: Token | None
     finish: Finish | None
@@ -43,7 +43,7 @@ def _ignore(delta: Delta) -> None:
     """Nobody wants to know."""
 
 
-class Choice:
+class ChoiceCollector:
     """One output: collects its text and tokens, and tells `on_delta` about each."""
 
     def __init__(

@@ -17,10 +17,10 @@ from hackkv.tokenizer import Detokenizer, Tokenizer
 from hackkv.types import Sampling, Token
 from router.api.answers import Completion
 from router.api.caller import Caller
-from router.api.choices import Choice, Delta
+from router.api.choices import ChoiceCollector, Delta
 from router.api.generation import Generation
 from router.api.intake import arrival, counting_refusals, read_body, request_id, served_by
-from router.api.reply import JsonReply, Rows, running_usage
+from router.api.reply import JsonReply, TokenRows, running_usage
 from router.api.sampling import nth_seed, sampling_of
 from router.api.schema import CompletionRequest
 from router.api.served import ServedModel
@@ -51,21 +51,21 @@ async def completions(request: Request) -> Response:
 
 async def _plan(
     served: ServedModel, parsed: Parsed[CompletionRequest], caller: Caller
-) -> list[tuple[Choice, Sampling]]:
+) -> list[tuple[ChoiceCollector, Sampling]]:
     """One choice for each prompt and each of its n continuations."""
     body = parsed.body
     served.prompts.check_token_ids(dict(body.logit_bias), "logit_bias")
     scoring = body.max_tokens == 0
     form = body.form()
     grammar = "" if form is None else await caller.unless_left(served.grammars.grammar(form))
-    jobs: list[tuple[Choice, Sampling]] = []
+    jobs: list[tuple[ChoiceCollector, Sampling]] = []
     for ids in parsed.prompts:
         max_tokens = served.prompts.check_size(len(ids), 1 if scoring else body.max_tokens, DEFAULT_TOKENS, "prompt")
         sampling = sampling_of(
             body, served.defaults, max_tokens, body.logprobs, body.logprobs if body.echo else None, grammar
         )
         for nth in range(body.n):
-            choice = Choice(
+            choice = ChoiceCollector(
                 len(jobs),
                 ids,
                 served.tokenizer,
@@ -158,10 +158,12 @@ class CompletionRenderer(OpenAiEvents):
             event["hackkv"] = generation.report()
         return [event]
 
-    def _prompt_text(self, choice: Choice) -> str:
+    def _prompt_text(self, choice: ChoiceCollector) -> str:
         return self._texts[choice.index // self._body.n]
 
-    def _choice(self, choice: Choice, text: str, tokens: list[Token], finish: str | None, echo: bool) -> dict[str, Any]:
+    def _choice(
+        self, choice: ChoiceCollector, text: str, tokens: list[Token], finish: str | None, echo: bool
+    ) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
             logprobs = self._logprobs(choice, tokens, echo)
@@ -169,10 +171,10 @@ class CompletionRenderer(OpenAiEvents):
             text = self._prompt_text(choice) + text
         answer = {"text": text, "index": choice.index, "logprobs": logprobs, "finish_reason": finish}
         if self._body.return_token_ids:
-            answer["token_ids"] = Rows(token.token_id for token in tokens)
+            answer["token_ids"] = TokenRows(token.token_id for token in tokens)
         return answer
 
-    def _logprobs(self, choice: Choice, tokens: list[Token], echo: bool) -> dict[str, Rows]:
+    def _logprobs(self, choice: ChoiceCollector, tokens: list[Token], echo: bool) -> dict[str, TokenRows]:
         name = partial(token_name, self._tokenizer)
         ids = [token.token_id for token in tokens]
         owns: Iterable[float | None] = (token.logprob for token in tokens)
@@ -187,13 +189,13 @@ class CompletionRenderer(OpenAiEvents):
             owns = chain(nothing, scores.own, owns)
             tops = chain(nothing, starmap(partial(_scored, name), zip(scored, scores, strict=True)), tops)
         return {
-            "text_offset": Rows(self._begin(choice, tokens, echo)),
-            "token_logprobs": Rows(owns),
-            "tokens": Rows(map(name, ids)),
-            "top_logprobs": Rows(tops),
+            "text_offset": TokenRows(self._begin(choice, tokens, echo)),
+            "token_logprobs": TokenRows(owns),
+            "tokens": TokenRows(map(name, ids)),
+            "top_logprobs": TokenRows(tops),
         }
 
-    def _begin(self, choice: Choice, tokens: list[Token], echo: bool) -> Iterator[int]:
+    def _begin(self, choice: ChoiceCollector, tokens: list[Token], echo: bool) -> Iterator[int]:
         """Where tokens begin in the text."""
         offsets = self._offsets.setdefault(choice.index, Offsets(self._tokenizer, self._body.skip_special_tokens))
         if echo:

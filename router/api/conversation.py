@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hackkv.errors import RequestError
 from hackkv.tokenizer import Tokenizer
-from router.api.answer import Answer, call_id
+from router.api.answer import MessageDraft, call_id
 from router.api.schema import ChatRequest, Message
 from router.api.structured import Form, Thinking
 from router.api.tools.fields import Function, ToolChoice
@@ -77,20 +77,20 @@ class Conversations:
             raise RequestError("ignore_eos and tool_choice exclude each other", "ignore_eos")
         return force(self._style_for(body), forced, body.calls_at_once, self._literal, thinking)
 
-    def answer(self, body: ChatRequest, thinking: Thinking) -> Answer:
+    def answer(self, body: ChatRequest, thinking: Thinking) -> MessageDraft:
         """Reads the answer of one choice."""
         names = frozenset(function.name for function in body.offered())
         if not names:
-            return Answer(thinking, None)
+            return MessageDraft(thinking, None)
         style = self._style_for(body)
-        return Answer(thinking, style.parser(names), partial(call_id, style.id_length))
+        return MessageDraft(thinking, style.parser(names), partial(call_id, style.id_length))
 
     def shown(self, body: ChatRequest) -> frozenset[int]:
         """Special tokens whose text is needed to read the answer."""
         return frozenset(self._markers.values()) if body.offered() else frozenset()
 
     @staticmethod
-    def finish(body: ChatRequest, answer: Answer, finish: str | None) -> str | None:
+    def finish(body: ChatRequest, answer: MessageDraft, finish: str | None) -> str | None:
         """OpenAI's `finish_reason`: a function that the client named itself ends with `stop`."""
         called = finish == "stop" and answer.calls and not isinstance(body.tool_choice, ToolChoice)
         return "tool_calls" if called else finish

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hackkv.timing import StageClock
 from hackkv.types import Request, Sampling
-from router.api.choices import Choice, Delta, token_counts
+from router.api.choices import ChoiceCollector, Delta, token_counts
 from router.api.errors import outcome_of
 from router.api.served import ServedModel
 from router.api.tracing import trace_sequence
@@ -34,7 +34,7 @@ class Generation:
         served: ServedModel,
         request_id: str,
         arrived: float,
-        jobs: Sequence[tuple[Choice, Sampling]],
+        jobs: Sequence[tuple[ChoiceCollector, Sampling]],
         cache_salt: str = "",
     ) -> None:
         self._served = served
@@ -99,7 +99,7 @@ class Generation:
             for flight, choice in sequences:
                 self._settle(flight, choice, error)
 
-    def _settle(self, flight: Flight, choice: Choice, error: BaseException | None) -> None:
+    def _settle(self, flight: Flight, choice: ChoiceCollector, error: BaseException | None) -> None:
         if choice.finish is not None:
             outcome = Outcome(choice.finish)
         elif error is not None:

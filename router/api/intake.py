@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hackkv.errors import Cancelled
-from node.spans import NoSpans, Spans
+from node.spans import NoSpans, ProcessTracer
 from router.api.caller import Caller
 from router.api.errors import HTTPError, error_response, is_anthropic, status_of
 from router.api.served import ServedModel
@@ -49,7 +49,7 @@ class Gate:
         app: ASGIApp,
         refused: Callable[[int], None],
         api_keys: tuple[str, ...] = (),
-        spans: Spans | None = None,
+        spans: ProcessTracer | None = None,
         route_of: Callable[[Scope], str] = lambda scope: "",
     ) -> None:
         """`refused` is called with the status of every refusal, 401; `route_of` tells the template of a path."""

@@ -7,7 +7,7 @@ be ended in the middle of anything, and shares the tokenizer with its parent wit
 job's socket (its client left, or a deadline passed) the child ends at once. When the router closes its end, this
 process ends.
 
-Messages are those of `router.packets`. A job is a `Job` and the body; the answer is
+Messages are those of `router.packets`. A job is a `ParseJob` and the body; the answer is
 `{"rest": ..., "lengths": [...]}` and the token ids of all prompts as 32-bit numbers, `{}` and the JSON that answers a
 question (`router.api.texts`), or `{"error": {...}}`.
 """
@@ -56,7 +56,7 @@ KINDS: Final = {kind.__name__: kind for kind in _BODIES}
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ParseJob:
     """What a child is asked to do with a body."""
 
     kind: str
@@ -66,7 +66,7 @@ class Job:
     strict: bool
 
 
-def answer(tokenizer: Tokenizer, job: Job, data: bytes) -> tuple[dict[str, Any], bytes]:
+def answer(tokenizer: Tokenizer, job: ParseJob, data: bytes) -> tuple[dict[str, Any], bytes]:
     """Do a job."""
     try:
         body = validate(KINDS[job.kind], data, job.model_name, job.strict)
@@ -141,9 +141,9 @@ def _serve(tokenizer: Tokenizer, job: socket.socket) -> None:
     job.sendall(rest)
 
 
-def _job(told: dict[str, Any]) -> Job:
+def _job(told: dict[str, Any]) -> ParseJob:
     """Inverse of `job_head`."""
-    return Job(**told | {"bounds": Bounds(**told["bounds"]), "chat": ChatConfig(**told["chat"])})
+    return ParseJob(**told | {"bounds": Bounds(**told["bounds"]), "chat": ChatConfig(**told["chat"])})
 
 
 def _end_with(job: socket.socket) -> None:
@@ -165,7 +165,7 @@ def _receive(source: socket.socket, length: int) -> bytes:
     return bytes(data)
 
 
-def job_head(job: Job) -> dict[str, Any]:
+def job_head(job: ParseJob) -> dict[str, Any]:
     """A job as the JSON object of its message."""
     return asdict(job) | {"chat": job.chat.model_dump()}
 

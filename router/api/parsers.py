@@ -20,7 +20,7 @@ from hackkv.errors import Unavailable
 from hackkv.heap import trim
 from hackkv.tokenizer import Tokenizer
 from node.children import Child, call_me, keep_only, may_fork
-from router.api.parser import IDS, Job, error_of, job_head, main
+from router.api.parser import IDS, ParseJob, error_of, job_head, main
 from router.api.strict import Data, Prompted
 from router.api.tokenize import Parsed
 from router.packets import pack, read_packet
@@ -88,15 +88,15 @@ class Parsers:
                 )
             self._take(ours)
 
-    async def parse(self, kind: type[BodyT], data: Data, job: Job) -> Parsed[BodyT]:
+    async def parse(self, kind: type[BodyT], data: Data, job: ParseJob) -> Parsed[BodyT]:
         """What `validate` and `tokenize` make of a body. Raises what they raise, and `Unavailable`."""
         return await _parsed(kind, *await self._do(data, job))
 
-    async def answer(self, data: Data, job: Job) -> bytes:
+    async def answer(self, data: Data, job: ParseJob) -> bytes:
         """What `validate` and `answer_question` make of a body. Raises what they raise, and `Unavailable`."""
         return (await self._do(data, job))[1]
 
-    async def _do(self, data: Data, job: Job) -> tuple[dict[str, Any], bytes]:
+    async def _do(self, data: Data, job: ParseJob) -> tuple[dict[str, Any], bytes]:
         """A child's answer. Raises the error that it told."""
         await self.start()
         ours, theirs = socket.socketpair()
@@ -163,7 +163,7 @@ def _become_parser(tokenizer: Tokenizer, control: socket.socket) -> NoReturn:
 
 
 async def _ask(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, job: Job, data: Data
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, job: ParseJob, data: Data
 ) -> tuple[dict[str, Any], bytes]:
     """Send a job and read its answer."""
     writer.write(pack(job_head(job), data))

@@ -16,7 +16,7 @@ from hackkv.errors import RequestError
 from router.api.caller import Caller
 from router.api.conversation import Conversations
 from router.api.fair_line import FairLine
-from router.api.parser import Job
+from router.api.parser import ParseJob
 from router.api.parsers import Parsers
 from router.api.strict import Body, Data, Prompted
 from router.api.texts import Question, answer_question
@@ -32,7 +32,7 @@ BodyT = TypeVar("BodyT", bound=Prompted)
 T = TypeVar("T")
 
 
-class Prompts:
+class PromptParser:
     """Parses bodies and checks the size of their prompts."""
 
     def __init__(
@@ -73,8 +73,8 @@ class Prompts:
             return answer_question(self._conversations, body, bounds)
         return await self._in_turn(self.parsers.answer(data, self._job(kind, bounds)), len(data), caller, client)
 
-    def _job(self, kind: type[Body], bounds: Bounds) -> Job:
-        return Job(kind.__name__, self._model_name, bounds, self._conversations.config, self._strict)
+    def _job(self, kind: type[Body], bounds: Bounds) -> ParseJob:
+        return ParseJob(kind.__name__, self._model_name, bounds, self._conversations.config, self._strict)
 
     async def _in_turn(self, work: Coroutine[Any, Any, T], size: int, caller: Caller, client: str) -> T:
         """What a process makes of a large body."""

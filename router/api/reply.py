@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from hackkv.errors import Cancelled, HackkvError
 from router.api.caller import Caller
-from router.api.choices import Choice, Delta
+from router.api.choices import ChoiceCollector, Delta
 from router.api.generation import Generation
 from router.api.schema import Generate
 from router.scopes import unwrapped
@@ -34,7 +34,7 @@ TURN_S: Final = 0.002
 """For so long a larger answer is written before others have their turn."""
 
 
-class Rows:
+class TokenRows:
     """What an answer tells of its tokens, one after another. It is made while it is written: there may be very many."""
 
     def __init__(self, rows: Iterable[Any]) -> None:
@@ -46,7 +46,7 @@ class Rows:
 
 
 def _listed(value: object) -> list[Any]:
-    if not isinstance(value, Rows):
+    if not isinstance(value, TokenRows):
         raise TypeError(f"{type(value).__name__} is not JSON")
     return list(value)
 
@@ -88,7 +88,7 @@ def _pieces(value: object) -> Iterator[str]:
             yield "," if nth else "["
             yield from _pieces(item)
         yield "]" if value else "[]"
-    elif isinstance(value, Rows):
+    elif isinstance(value, TokenRows):
         begun, rows = False, iter(value)
         while some := list(islice(rows, PIECE)):
             yield f"{',' if begun else '['}{_ENCODER.encode(some)[1:-1]}"
@@ -177,7 +177,7 @@ class Reply(Response):
         """Report an error after the status has been sent, when only the body can carry it."""
         raise error
 
-    async def _encoded(self, choices: Iterable[Choice], value: dict[str, Any]) -> bytes:
+    async def _encoded(self, choices: Iterable[ChoiceCollector], value: dict[str, Any]) -> bytes:
         """JSON that tells of these choices: of one large answer at a time."""
         if sum(choice.size for choice in choices) <= SMALL:
             return to_json(value)

@@ -41,7 +41,7 @@ def naming(kind: type[Retold]) -> Iterator[None]:
         raise RequestError(words.sub(lambda found: kind.names[found[0]], str(error)), name) from error
 
 
-class Turns:
+class ChatTurns:
     """Collects messages. A call belongs to the assistant's message before it, if there is one."""
 
     def __init__(self, merging: bool = False) -> None:

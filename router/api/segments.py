@@ -11,11 +11,11 @@ from enum import StrEnum
 from typing import Any
 
 from hackkv.types import Token
-from router.api.answer import Answer
-from router.api.choices import Choice, Delta
+from router.api.answer import MessageDraft
+from router.api.choices import ChoiceCollector, Delta
 
 
-class Kind(StrEnum):
+class SegmentKind(StrEnum):
     """What a segment holds."""
 
     THOUGHT = "thought"
@@ -28,7 +28,7 @@ class Segment:
     """A piece of the answer. The text of a call is its arguments, as JSON."""
 
     index: int
-    kind: Kind
+    kind: SegmentKind
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ Step = Opened | Grew | Closed
 class Segments:
     """Cuts the answer of one choice into segments, while it grows or when it is whole."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: MessageDraft) -> None:
         self._answer = answer
         self._tokens: list[Token] = []
         self.all: list[Segment] = []
@@ -79,13 +79,13 @@ class Segments:
     @property
     def has_calls(self) -> bool:
         """Whether the model has called anything."""
-        return any(segment.kind is Kind.CALL for segment in self.all)
+        return any(segment.kind is SegmentKind.CALL for segment in self.all)
 
     def push(self, delta: Delta) -> Iterator[Step]:
         """The steps that a delta makes. The last delta closes the last segment."""
         return self._push(delta.text, delta.token, delta.finish is not None)
 
-    def read(self, choice: Choice) -> None:
+    def read(self, choice: ChoiceCollector) -> None:
         """Read an answer that is complete, as if it had come token by token."""
         last = len(choice.tokens) - 1
         for index, (text, token) in enumerate(zip(choice.pieces, choice.tokens, strict=True)):
@@ -103,21 +103,21 @@ class Segments:
     def _added(self, added: dict[str, Any]) -> Iterator[Step]:
         """The steps of one of OpenAI's `delta` objects."""
         if thought := added.get("reasoning_content"):
-            yield from self._grow(Kind.THOUGHT, thought)
+            yield from self._grow(SegmentKind.THOUGHT, thought)
         elif text := added.get("content"):
-            yield from self._grow(Kind.TEXT, text)
+            yield from self._grow(SegmentKind.TEXT, text)
         for call in added.get("tool_calls", ()):
             if "id" in call:
                 yield from self._close()
-                yield self._open(Kind.CALL, call["id"], call["function"]["name"])
+                yield self._open(SegmentKind.CALL, call["id"], call["function"]["name"])
             if arguments := call["function"]["arguments"]:
-                yield from self._grow(Kind.CALL, arguments)
+                yield from self._grow(SegmentKind.CALL, arguments)
 
-    def _open(self, kind: Kind, call_id: str = "", name: str = "") -> Opened:
+    def _open(self, kind: SegmentKind, call_id: str = "", name: str = "") -> Opened:
         self.all.append(Segment(len(self.all), kind, call_id, name))
         return Opened(self.all[-1])
 
-    def _grow(self, kind: Kind, text: str) -> Iterator[Step]:
+    def _grow(self, kind: SegmentKind, text: str) -> Iterator[Step]:
         if not self.all or self.all[-1].closed or self.all[-1].kind is not kind:
             yield from self._close()
             yield self._open(kind)

@@ -10,7 +10,7 @@ from router.api.buffered import BodyBudget
 from router.api.conversation import Conversations
 from router.api.defaults import SamplingDefaults
 from router.api.grammars import Grammars
-from router.api.prompts import Prompts
+from router.api.prompts import PromptParser
 from router.config import ChatConfig, DeadlinesConfig, LimitsConfig
 from router.fleet.fleet import Fleet
 from router.life.dispatch import Dispatcher
@@ -25,7 +25,7 @@ class ServedModel:
     """What the routes work with."""
 
     name: str
-    prompts: Prompts
+    prompts: PromptParser
     bodies: BodyBudget
     grammars: Grammars
     conversations: Conversations
@@ -59,7 +59,7 @@ def serve_model(
     metrics, conversations = Metrics(name, fleet), Conversations(tokenizer, chat)
     return ServedModel(
         name,
-        Prompts(name, conversations, fleet.capacity, limits, deadlines.tokenize_s, strict),
+        PromptParser(name, conversations, fleet.capacity, limits, deadlines.tokenize_s, strict),
         BodyBudget(limits.max_buffered_bytes, limits.max_body_bytes),
         Grammars(tokenizer.folder, deadlines.grammar_s),
         conversations,

@@ -16,7 +16,7 @@ from typing import Any, Final
 from starlette.types import Send
 
 from hackkv.errors import Cancelled
-from router.api.choices import Choice, Delta
+from router.api.choices import ChoiceCollector, Delta
 from router.api.errors import envelope
 from router.api.generation import Generation
 from router.api.reply import Renderer, Reply, log_break, to_json
@@ -83,7 +83,7 @@ class StreamReply(Reply):
             return self._renderer.written(delta)
         return await self._framed((delta.choice,), self._renderer.chunks(delta))
 
-    async def _framed(self, choices: Sequence[Choice], events: Iterable[dict[str, Any]]) -> bytes:
+    async def _framed(self, choices: Sequence[ChoiceCollector], events: Iterable[dict[str, Any]]) -> bytes:
         written = b""
         for event in events:
             before, after = self._renderer.frame(event)

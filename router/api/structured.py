@@ -24,7 +24,7 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[tuple[Text, ...], Field(min_length=1, max_length=MAX_CHOICES, strict=False)]
 
 
-class Kind(StrEnum):
+class FormKind(StrEnum):
     """What the text of a `Form` is."""
 
     JSON = "json"
@@ -52,7 +52,7 @@ class Thinking(StrEnum):
 class Form:
     """What an output must match."""
 
-    kind: Kind
+    kind: FormKind
     text: str
     param: str
     """The field that asked for it, for errors."""
@@ -133,14 +133,14 @@ def _guided(
     if schema is not None:
         forms.append(_json(schema, f"{prefix}json"))
     if regex is not None:
-        forms.append(Form(Kind.REGEX, regex, f"{prefix}regex"))
+        forms.append(Form(FormKind.REGEX, regex, f"{prefix}regex"))
     if choice is not None:
-        forms.append(Form(Kind.CHOICE, json.dumps(choice), f"{prefix}choice"))
+        forms.append(Form(FormKind.CHOICE, json.dumps(choice), f"{prefix}choice"))
     if grammar is not None:
-        forms.append(Form(Kind.GRAMMAR, grammar, f"{prefix}grammar"))
+        forms.append(Form(FormKind.GRAMMAR, grammar, f"{prefix}grammar"))
     return forms
 
 
 def _json(schema: Schema, param: str, lenient: bool = False) -> Form:
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    return Form(Kind.JSON, text, param, lenient)
+    return Form(FormKind.JSON, text, param, lenient)

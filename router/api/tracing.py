@@ -13,9 +13,9 @@ from typing import Final
 from starlette.types import Scope
 
 from node.logs import ACCESS, FIELDS
-from node.spans import Spans
+from node.spans import ProcessTracer
 from router.life.flight import Flight
-from router.life.states import State
+from router.life.states import RequestState
 from router.watch.account import time_account
 from router.watch.metrics import Outcome
 from transport.trail import TRACEPARENT, TRACESTATE, TRAIL, NoSpan, TraceContext, Trail, Value, read_traceparent
@@ -39,7 +39,7 @@ class HttpCall:
 
 
 @contextmanager
-def answering(scope: Scope, route: str, request_id: str, arrived: float, spans: Spans) -> Iterator[HttpCall]:
+def answering(scope: Scope, route: str, request_id: str, arrived: float, spans: ProcessTracer) -> Iterator[HttpCall]:
     """Trace and log what is done in the block for a request, and in the tasks that it starts.
 
     The span has the name of its `route`, and none of its path, which may be whatever a client comes up with.
@@ -94,7 +94,7 @@ def trace_sequence(flight: Flight, outcome: Outcome) -> None:
         "hackkv.prefill_node": flight.route.prefill_node, "hackkv.decode_node": flight.route.decode_node,
         "hackkv.attempts": flight.route.attempts,
     }  # fmt: skip
-    ended = marks[-1][1] if marks and marks[-1][0] in (State.DONE, State.FAILED) else perf_counter()
+    ended = marks[-1][1] if marks and marks[-1][0] in (RequestState.DONE, RequestState.FAILED) else perf_counter()
     failed = outcome not in (Outcome.STOP, Outcome.LENGTH, Outcome.CANCELLED)
     span.end(ended, attributes, str(outcome) if failed else "")
 

@@ -11,7 +11,7 @@ from router.fleet.fleet import Fleet
 from router.life.failover import Cause, Failovers, Remedy
 from router.life.flight import Flight
 from router.life.request import serve
-from router.life.states import State
+from router.life.states import RequestState
 from router.scopes import deadline
 
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()
@@ -67,9 +67,9 @@ class Dispatcher:
         self._observer.entered()
         try:
             await self._serve_in_time(flight)
-            flight.life.move(State.DONE)
+            flight.life.move(RequestState.DONE)
         except BaseException:
-            flight.life.move(State.FAILED)
+            flight.life.move(RequestState.FAILED)
             raise
         finally:
             self.inflight -= 1

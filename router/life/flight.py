@@ -14,7 +14,7 @@ from router.fleet.holdings import Marks
 from router.fleet.line import Demand
 from router.fleet.policy import Need
 from router.life.lifecycle import Lifecycle
-from transport.trail import NoSpan, Span
+from transport.trail import NoSpan, TraceSpan
 
 
 class Output:
@@ -74,7 +74,7 @@ class Flight:
         """See `Output` for `emit`."""
         self.request, self.clock = request, clock
         self.life = Lifecycle()
-        self.span: Span = NoSpan()
+        self.span: TraceSpan = NoSpan()
         self.output = Output(emit, clock)
         self.route = Route()
         self.marks: Marks = ()

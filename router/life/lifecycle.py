@@ -10,7 +10,7 @@ from time import perf_counter
 from hackkv.errors import DeadlineExceeded
 from hackkv.timing import Stage
 from router.config import DeadlinesConfig
-from router.life.states import TABLE, State, allowed
+from router.life.states import TABLE, RequestState, allowed
 
 _DEADLINES = DeadlinesConfig()
 
@@ -23,13 +23,13 @@ class IllegalMove(RuntimeError):
     """This program tried a move that the table lacks. The request stays in the state that it was in."""
 
 
-def limit_s(deadlines: DeadlinesConfig, state: State, kv_tokens: int) -> float | None:
+def limit_s(deadlines: DeadlinesConfig, state: RequestState, kv_tokens: int) -> float | None:
     """Seconds that a request whose KV holds `kv_tokens` tokens may stay in a state; None is no limit."""
     name = TABLE[state].deadline
     if name is None:
         return None
     seconds: float = getattr(deadlines, name)
-    return seconds + deadlines.transfer_ktoken_s * kv_tokens / 1000 if state is State.TRANSFERRING else seconds
+    return seconds + deadlines.transfer_ktoken_s * kv_tokens / 1000 if state is RequestState.TRANSFERRING else seconds
 
 
 class Lifecycle:
@@ -40,10 +40,10 @@ class Lifecycle:
     """
 
     def __init__(self) -> None:
-        self._state = State.QUEUED
-        self.marks: list[tuple[State, float]] = []
+        self._state = RequestState.QUEUED
+        self.marks: list[tuple[RequestState, float]] = []
         """Every state that the request came into, and when, on `perf_counter`."""
-        self._ahead: State | None = None
+        self._ahead: RequestState | None = None
         self.on_stall: Callable[[Stalled], None] | None = None
         """Called when the deadline of a `retried` state passes. None while the request has no decode node to leave."""
         self._deadlines, self._kv_tokens = _DEADLINES, 0
@@ -52,7 +52,7 @@ class Lifecycle:
         self._due = 0.0
 
     @property
-    def state(self) -> State:
+    def state(self) -> RequestState:
         """Where the request is."""
         return self._state
 
@@ -61,7 +61,7 @@ class Lifecycle:
         """Where time is booked that no worker accounts for."""
         return TABLE[self._state].stage
 
-    def move(self, to: State) -> None:
+    def move(self, to: RequestState) -> None:
         """Enter a state, or renew it; its time runs from now. Raises `IllegalMove`."""
         if to is not self._state or not self.marks:
             _check(self._state, to)
@@ -69,9 +69,9 @@ class Lifecycle:
         self._state, self._ahead = to, None
         self._arm()
 
-    def ahead(self, to: State) -> None:
+    def ahead(self, to: RequestState) -> None:
         """The decode side enters a state; so does the request, unless it is still prefilling. Raises `IllegalMove`."""
-        if self._state is not State.PREFILLING:
+        if self._state is not RequestState.PREFILLING:
             self.move(to)
             return
         _check(self._ahead or self._state, to)
@@ -134,6 +134,6 @@ class Lifecycle:
         return f"the request was {self._state} for longer than {seconds:g} s"
 
 
-def _check(now: State, to: State) -> None:
+def _check(now: RequestState, to: RequestState) -> None:
     if not allowed(now, to):
         raise IllegalMove(f"a request cannot go from {now} to {to}")

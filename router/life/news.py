@@ -8,15 +8,15 @@ from hackkv.types import Decoded, DecodeEvent, HandoffFailed, Landed, Prefilled,
 from router.life.decode_leg import DecodeLeg
 from router.life.flight import Flight
 from router.life.receivers import Receivers
-from router.life.states import State
-from router.life.windows import Windows
+from router.life.states import RequestState
+from router.life.windows import AttemptWindows
 
 
 class News:
     """Takes events of the nodes. An event that comes twice, too late or out of turn is counted and changes nothing, so
     no event can ask for a move that the table of states lacks."""
 
-    def __init__(self, flight: Flight, receivers: Receivers, windows: Windows, has_handoff: bool) -> None:
+    def __init__(self, flight: Flight, receivers: Receivers, windows: AttemptWindows, has_handoff: bool) -> None:
         self._flight, self._receivers, self._windows = flight, receivers, windows
         self._has_handoff = has_handoff
         self.served = asyncio.Event()
@@ -51,7 +51,7 @@ class News:
         self._windows.landed(landed.receipt)
         # The last token that the client has would have been the next input anyway.
         self._flight.route.replayed += max(0, len(leg.job.emitted) - 1)
-        self._flight.life.ahead(State.LANDED)
+        self._flight.life.ahead(RequestState.LANDED)
 
     def take(self, event: DecodeEvent) -> bool:
         """Take an event of the decode node after the KV has landed. True when nothing more is needed of the node.
@@ -62,10 +62,10 @@ class News:
         output, life = self._flight.output, self._flight.life
         if isinstance(event, Token) and not output.complete:
             output.deliver(event)
-            life.move(State.DECODING if event.finish is None else State.STREAMING)
+            life.move(RequestState.DECODING if event.finish is None else RequestState.STREAMING)
             return output.complete and event.finish is None
         if isinstance(event, Swapped) and not output.complete:
-            life.move(State.SWAPPED)
+            life.move(RequestState.SWAPPED)
         elif isinstance(event, Decoded) and output.complete:
             self._windows.decoded(event)
             return True

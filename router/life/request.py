@@ -28,8 +28,8 @@ from router.life.flight import Flight
 from router.life.news import News
 from router.life.prefill_leg import PrefillLeg
 from router.life.receivers import Receivers
-from router.life.states import State
-from router.life.windows import Windows
+from router.life.states import RequestState
+from router.life.windows import AttemptWindows
 from router.scopes import unwrapped
 from transport.closing import closing
 
@@ -61,7 +61,7 @@ class Attempt:
         self._life = flight.life
         self._has_handoff = flight.request.sampling.max_tokens > 1
         self._receivers = Receivers(flight, fleet.decode, failovers)
-        self._windows = Windows(flight.clock, flight.life)
+        self._windows = AttemptWindows(flight.clock, flight.life)
         self._news = News(flight, self._receivers, self._windows, self._has_handoff)
 
     async def run(self) -> None:
@@ -84,7 +84,7 @@ class Attempt:
     async def _queue(self, held: AsyncExitStack) -> PrefillLeg:
         """Queued: wait for a prefill node; take room on a decode node if there is some now. Then prefilling."""
         flight, receivers = self._flight, self._receivers
-        self._life.move(State.QUEUED)
+        self._life.move(RequestState.QUEUED)
         flight.marks = flight.marks or self._fleet.marks(flight.request.prompt_ids, flight.request.cache_salt)
         booking = held.enter_context(await self._fleet.prefill.book(flight.prefill_demand(self._failovers.avoid)))
         flight.route.prefill_node = booking.member.node_id
@@ -96,9 +96,9 @@ class Attempt:
         transfer_id, epoch = receivers.transfer_id, receivers.epoch
         job = PrefillJob(flight.request, transfer_id, epoch, address, self._has_handoff, there)
         self._windows.dispatched()
-        self._life.move(State.PREFILLING)
+        self._life.move(RequestState.PREFILLING)
         if self._has_handoff:
-            self._life.ahead(State.TRANSFERRING if receivers.current else State.WAITING)
+            self._life.ahead(RequestState.TRANSFERRING if receivers.current else RequestState.WAITING)
         return PrefillLeg(booking, job)
 
     async def _read_prefill(self, prefill: PrefillLeg) -> None:
@@ -116,12 +116,12 @@ class Attempt:
     async def _wait_for_room(self, prefill: PrefillLeg) -> DecodeLeg:
         """Waiting for room, then offered: stand in line for a decode node, and have the KV sent there."""
         leg = await self._receivers.find_in_line()
-        self._life.ahead(State.OFFERED)
+        self._life.ahead(RequestState.OFFERED)
         if leg.job.epoch and prefill.token0.is_set():
             self._windows.decode_replaced()
         address = leg.booking.kv_address(prefill.booking.member.info)
         await prefill.assign(leg.job.epoch, address, leg.held)
-        self._life.ahead(State.TRANSFERRING)
+        self._life.ahead(RequestState.TRANSFERRING)
         return leg
 
     async def _read_decode(self, prefill: PrefillLeg, leg: DecodeLeg) -> None:
@@ -137,7 +137,7 @@ class Attempt:
 
     async def _stream(self, prefill: PrefillLeg) -> None:
         """Streaming: the client has every token. The prefill node's report of the handoff may still be on its way."""
-        self._life.move(State.STREAMING)
+        self._life.move(RequestState.STREAMING)
         leg = self._receivers.current
         if leg is not None:
             self._remember(leg)
@@ -204,7 +204,7 @@ class Attempt:
             self._windows.decode_lost()
         self._windows.forget()
         await self._receivers.leave()
-        self._life.ahead(State.WAITING)
+        self._life.ahead(RequestState.WAITING)
 
     @property
     def _delivered(self) -> bool:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from hackkv.timing import Stage
 
 
-class State(StrEnum):
+class RequestState(StrEnum):
     """Where a request is."""
 
     QUEUED = "queued"
@@ -40,22 +40,24 @@ class Rule:
     """Field of `DeadlinesConfig`; None in a final state."""
     stage: Stage
     """The stage for time that no worker accounts for."""
-    next: frozenset[State]
+    next: frozenset[RequestState]
     """States that may follow. A state may also follow itself, which renews its deadline."""
     retried: bool = False
     """When the deadline passes, another decode node is tried; else the request fails with a 504."""
 
 
-_S = State
+_S = RequestState
 _RECOVERS = frozenset({_S.QUEUED, _S.WAITING})
 """After a node was lost: on to another decode node if the prefill node kept the KV, else back to the queue."""
 
 
-def _row(meaning: str, owner: str, deadline: str, stage: Stage, *following: State, retried: bool = False) -> Rule:
+def _row(
+    meaning: str, owner: str, deadline: str, stage: Stage, *following: RequestState, retried: bool = False
+) -> Rule:
     return Rule(meaning, owner, deadline, stage, frozenset({_S.FAILED, *following}), retried)
 
 
-TABLE: dict[State, Rule] = {
+TABLE: dict[RequestState, Rule] = {
     _S.QUEUED: _row("waits for a prefill node", "router", "queue_s", Stage.ROUTER_QUEUE, _S.PREFILLING),
     _S.PREFILLING: _row(
         "the prompt is computed; sealed pages leave if a decode node has room",
@@ -93,7 +95,7 @@ TABLE: dict[State, Rule] = {
 }  # fmt: skip
 
 
-def allowed(now: State, to: State) -> bool:
+def allowed(now: RequestState, to: RequestState) -> bool:
     """Whether `to` may follow `now`."""
     return to == now or to in TABLE[now].next
 
@@ -105,7 +107,7 @@ def drawing() -> str:
         name = _identifier(state)
         if name != state:
             lines.append(f"    {name}: {state}")
-        lines += [f"    {name} --> {_identifier(to)}" for to in State if to in rule.next and to is not _S.FAILED]
+        lines += [f"    {name} --> {_identifier(to)}" for to in RequestState if to in rule.next and to is not _S.FAILED]
     return "\n".join((*lines, "    done --> [*]"))
 
 
@@ -116,13 +118,13 @@ def table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for state, rule in TABLE.items():
-        following = ", ".join(to for to in State if to in rule.next) or "-"
+        following = ", ".join(to for to in RequestState if to in rule.next) or "-"
         deadline = f"`{rule.deadline}`, {'another node' if rule.retried else '504'}" if rule.deadline else "-"
         lines.append(f"| {state} | {rule.meaning} | {rule.owner} | {deadline} | `{rule.stage}` | {following} |")
     return "\n".join(lines)
 
 
-def _identifier(state: State) -> str:
+def _identifier(state: RequestState) -> str:
     return state.replace(" ", "_")
 
 

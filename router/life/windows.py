@@ -10,7 +10,7 @@ from hackkv.types import Decoded, HandedOff, Prefilled, Receipt
 from router.life.lifecycle import Lifecycle
 
 
-class Windows:
+class AttemptWindows:
     """Cuts an attempt into windows of the request's clock, and credits each with what workers measured in it.
 
     Time that no worker measured goes to `stream`, the router's own stage, if the workers of the window have reported.

@@ -30,7 +30,7 @@ from router.fleet.fleet import Fleet
 from router.front import beside
 from router.watch.journal import Journal, UnderWay
 from router.watch.metrics import SHARED
-from router.workers.link import Link
+from router.workers.link import WorkerLink
 from transport.closing import reap
 from transport.convert import NODE_INFO
 
@@ -45,12 +45,12 @@ ASK_S: Final = 2.0
 
 
 @dataclass(eq=False, slots=True)
-class Worker:
+class RouterWorker:
     """A process that runs."""
 
     name: str
     process: Process
-    link: Link
+    link: WorkerLink
     under_way: UnderWay = field(default_factory=UnderWay)
     failure: HackkvError | None = None
     """Why it could not start, as it says itself."""
@@ -70,7 +70,7 @@ class Leader:
         self._config, self._fleet = config, fleet
         self._folder = TemporaryDirectory(prefix="hackkv-router-")
         """Holds the workers' series of `/metrics`."""
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, RouterWorker] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._hearing = set[asyncio.Task[None]]()
         fleet.nodes.followers.append(self._pass_on)
@@ -110,7 +110,7 @@ class Leader:
 
     # Workers --------------------------------------------------------------------------------------------------------
 
-    async def _start(self, name: str, http: socket.socket) -> Worker:
+    async def _start(self, name: str, http: socket.socket) -> RouterWorker:
         """Start a worker and wait until it serves. Raises what it says, or `NodeLost`."""
         ours, theirs = socket.socketpair()
         with theirs, beside(http) as listener:
@@ -121,7 +121,7 @@ class Leader:
                 pass_fds=[listener.fileno()],
                 env={**os.environ, SHARED: self._folder.name},
             )
-        worker = self._workers[name] = Worker(name, process, await Link.over(ours))
+        worker = self._workers[name] = RouterWorker(name, process, await WorkerLink.over(ours))
         worker.link.tell("config", [name, self._config.model_dump(mode="json")])
         for member in self._fleet.nodes.members():
             worker.link.tell("node", data=NODE_INFO.encode(member.info))
@@ -135,7 +135,7 @@ class Leader:
             raise worker.failure or NodeLost(f"worker {name} of the router ended with code {code}: {error}") from error
         return worker
 
-    async def _keep(self, worker: Worker, http: socket.socket) -> None:
+    async def _keep(self, worker: RouterWorker, http: socket.socket) -> None:
         """Start a worker again whenever it ends."""
         pauses, began = Pauses(), monotonic()
         while True:
@@ -151,7 +151,7 @@ class Leader:
             except HackkvError as error:
                 log.error("%s", error)
 
-    def _forget(self, worker: Worker) -> None:
+    def _forget(self, worker: RouterWorker) -> None:
         """Its requests are gone with it."""
         worker.link.close()
         worker.under_way = UnderWay()
@@ -162,7 +162,7 @@ class Leader:
 
     # What they say --------------------------------------------------------------------------------------------------
 
-    async def _hear(self, worker: Worker) -> None:
+    async def _hear(self, worker: RouterWorker) -> None:
         """Take what a worker says until it is gone."""
 
         async def hear(subject: str, value: Any, _: bytes) -> None:
@@ -198,7 +198,7 @@ class Leader:
     def _add_up(self) -> None:
         self.journal.elsewhere = sum((worker.under_way for worker in self._workers.values()), UnderWay())
 
-    def _tell_others(self, than: Worker, subject: str, value: Any) -> None:
+    def _tell_others(self, than: RouterWorker, subject: str, value: Any) -> None:
         for worker in self._workers.values():
             if worker is not than:
                 worker.link.tell(subject, value)

@@ -28,7 +28,7 @@ Answer = Callable[[str, Any], Awaitable[Any]]
 """Answers what the other end asks, by its subject."""
 
 
-class Link:
+class WorkerLink:
     """One end. What is told or asked first is heard first. Made by `over`; `close` ends it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,7 +38,7 @@ class Link:
         self._closed = False
 
     @classmethod
-    async def over(cls, end: socket.socket) -> Link:
+    async def over(cls, end: socket.socket) -> WorkerLink:
         """A link over one end of a socket pair, which it closes in the end."""
         end.setblocking(False)
         return cls(*await asyncio.open_connection(sock=end))

@@ -23,7 +23,7 @@ from router.front import Front, allow_many_sockets, make_fleet
 from router.packets import read_packet
 from router.scopes import unwrapped
 from router.watch.journal import SAMPLE_S, Journal
-from router.workers.link import Link
+from router.workers.link import WorkerLink
 from transport.channels import ChannelPool
 from transport.convert import NODE_INFO
 from transport.trust import load_trust
@@ -39,7 +39,7 @@ ASK_S: Final = 5.0
 class LeadersJournal(Journal):
     """The journal of all workers, which the leader keeps. This process knows its own sequences on their way."""
 
-    def __init__(self, fleet: Fleet, link: Link, trace_link: str) -> None:
+    def __init__(self, fleet: Fleet, link: WorkerLink, trace_link: str) -> None:
         super().__init__(fleet, trace_link=trace_link)
         self._link = link
 
@@ -72,7 +72,7 @@ class LeadersJournal(Journal):
 class WorkerProcess:
     """One worker."""
 
-    def __init__(self, link: Link, fleet: Fleet, front: Front) -> None:
+    def __init__(self, link: WorkerLink, fleet: Fleet, front: Front) -> None:
         self._link, self._fleet, self._front = link, fleet, front
         self.stop = asyncio.Event()
 
@@ -127,7 +127,7 @@ async def serve(http: socket.socket, control: socket.socket) -> int:
     reader, writer = await asyncio.open_connection(sock=control)
     head, _ = await read_packet(reader)
     name, settings = head["value"]
-    link, given = Link(reader, writer), RouterConfig.model_validate(settings)
+    link, given = WorkerLink(reader, writer), RouterConfig.model_validate(settings)
     config = given.model_copy(update={"limits": given.limits.shared_by(given.workers)})
     log_to_stderr(f"{config.node_id or 'router'}-{name}", config.log_level, config.log_format)
     channels = ChannelPool(trust=load_trust(config.internal, config.control.host))

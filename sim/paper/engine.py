@@ -14,7 +14,7 @@ from sim.jobs import Arrival
 from sim.paper.model import DATA, QUANTIZE, RATIOS, Parameters, Setup, arrival_rate, line_bytes_s, prefill_s, step_s
 from sim.paper.numbers import Case, numbers
 from sim.sizes import sizes_of
-from sim.spec import Codec, Efficiency, Network, Pool, Spec
+from sim.spec import Codec, Efficiency, NetworkSpec, ReplicaPool, Spec
 
 CODECS = {"baseline": "fp16", "CacheGen": "hack", "KVQuant": "hack", "HACK": "hack"}
 """Which codec's pages the simulator counts; the wire carries the paper's ratios."""
@@ -74,7 +74,7 @@ def simulated_jct(case: Case, at: Setup, method: str, p: Parameters, requests: i
         rated = min(rated, at.tp * instance.flow_gbit_s * 1e9 / 8)
     network = min(1.0, whole * scale / rated)
     sender = Efficiency(network=network, setup_s=p.setup_s)
-    pool = Pool(
+    pool = ReplicaPool(
         instance=case.prefill,
         replicas=at.replicas,
         tp=at.tp,
@@ -85,13 +85,15 @@ def simulated_jct(case: Case, at: Setup, method: str, p: Parameters, requests: i
         max_sequences=1,
         efficiency=sender,
     )
-    room = Pool(instance=decode, replicas=decode_count, tp=at.decode_tp, pages=_PAGES, host_gib=1000, max_batch=512)
+    room = ReplicaPool(
+        instance=decode, replicas=decode_count, tp=at.decode_tp, pages=_PAGES, host_gib=1000, max_batch=512
+    )
     spec = Spec(
         model=case.model,
         prefill=pool,
         decode=room.model_copy(update={"max_sequences": 512, "efficiency": Efficiency(network=1.0)}),
         codec=Codec(name=CODECS[method]),
-        network=Network.model_validate({"sharing": "independent", "sending": "after", "blocking": True}),
+        network=NetworkSpec.model_validate({"sharing": "independent", "sending": "after", "blocking": True}),
     )
     rows = Cluster(spec, costs=lambda *_: PaperCost(at, method, p)).run(_arrivals(case, at, p, requests, seed)).rows
     return float(np.mean(rows["e2el_s"][requests // 10 :]))

@@ -20,7 +20,7 @@ import numpy as np
 
 from hackkv.config import Frozen
 from measure.serve.shapes import SHAPES, Shape, Spread
-from sim.catalogue import FP16_BYTES, Gpu, Instance, Model, named, shipped
+from sim.catalogue import FP16_BYTES, Gpu, Instance, ModelShape, named, shipped
 from sim.paper.numbers import Case, numbers
 
 RATIOS: Final = {"baseline": 1.0, "CacheGen": 0.14, "KVQuant": 0.14, "HACK": 0.164}
@@ -64,7 +64,7 @@ class Parameters(Frozen):
 class Setup:
     """A case with everything that the formulas need of it."""
 
-    model: Model
+    model: ModelShape
     gpu: Gpu
     instance: Instance
     tp: int

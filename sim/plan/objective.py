@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hackkv.errors import ConfigError
-from sim.results import Rows
+from sim.results import RequestTable
 
 METRICS = ("ttft", "tpot", "e2el")
 _TERM = re.compile(r"(?P<metric>[a-z0-9]+)_p(?P<percent>\d{1,2})=(?P<value>\d+(?:\.\d+)?)(?P<unit>ms|s)")
@@ -26,7 +26,7 @@ class Limit:
     def __str__(self) -> str:
         return f"{self.metric}_p{self.percent} <= {self.seconds:g} s"
 
-    def found(self, rows: Rows) -> float:
+    def found(self, rows: RequestTable) -> float:
         """The percentile in a simulation, in seconds; infinite if a request failed."""
         if not rows.ok.all():
             return float("inf")

@@ -8,7 +8,7 @@ from typing import Final
 
 from hackkv.defaults import EXACT_CODEC
 from measure.serve.shapes import Spread, fixed
-from sim.plan.screen import Candidate, Demand, candidates, demand_of
+from sim.plan.screen import ClusterCandidate, ServiceTarget, candidates, demand_of
 from sim.spec import Efficiency, Spec
 
 PROMPTS: Final = (512, 2_048, 8_192, 32_768)
@@ -20,7 +20,7 @@ _EFFICIENCIES: Final = ("compute", "memory", "network")
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class RegionCell:
     """The winner for one length and one link."""
 
     prompt: int
@@ -30,13 +30,13 @@ class Cell:
     """Its cost as a share of the best FP16 cluster's; not a number where FP16 cannot serve."""
 
 
-def share_costs(spec: Spec, demand: Demand) -> dict[str, float]:
+def share_costs(spec: Spec, demand: ServiceTarget) -> dict[str, float]:
     """Kind -> dollars per hour of the cheapest, in fractions of replicas, in the order of the specification. What can
     be had does not count here."""
     free = spec.model_copy(update={"plan": spec.plan.model_copy(update={"available": {}})})
     found = candidates(free, demand, best=1)
     order = [codec.label for codec in spec.plan.codecs]
-    best: dict[str, Candidate] = {}
+    best: dict[str, ClusterCandidate] = {}
     for one in found:
         if one.kind not in best or one.share_usd < best[one.kind].share_usd:
             best[one.kind] = one
@@ -50,7 +50,7 @@ def winner(costs: dict[str, float]) -> str:
     return next((kind for kind, cost in costs.items() if cost <= least * (1 + TIE)), "")
 
 
-def region(spec: Spec, demand: Demand) -> list[Cell]:
+def region(spec: Spec, demand: ServiceTarget) -> list[RegionCell]:
     """The winner at every length and link. Outputs are as long as the load's; limits on TTFT grow with the prompt."""
     cells = []
     for prompt in PROMPTS:
@@ -66,11 +66,11 @@ def region(spec: Spec, demand: Demand) -> list[Cell]:
             costs = share_costs(part, demand_of(part, demand.rate, limits, shape))
             kind = winner(costs)
             fp16 = min((cost for name, cost in costs.items() if name.startswith(EXACT_CODEC)), default=float("nan"))
-            cells.append(Cell(prompt, link, kind, costs[kind] / fp16 if kind else float("nan")))
+            cells.append(RegionCell(prompt, link, kind, costs[kind] / fp16 if kind else float("nan")))
     return cells
 
 
-def sensitivity(spec: Spec, demand: Demand, kind: str) -> list[tuple[str, float, float]]:
+def sensitivity(spec: Spec, demand: ServiceTarget, kind: str) -> list[tuple[str, float, float]]:
     """(efficiency, cost with 20% less of it, cost with 20% more), as shares of the present cost of that kind."""
     now = share_costs(spec, demand).get(kind, float("nan"))
     rows = []
@@ -85,7 +85,7 @@ def sensitivity(spec: Spec, demand: Demand, kind: str) -> list[tuple[str, float,
     return rows
 
 
-def upgrades(spec: Spec, demand: Demand, kind: str) -> list[tuple[str, float]]:
+def upgrades(spec: Spec, demand: ServiceTarget, kind: str) -> list[tuple[str, float]]:
     """(what is 20% better on every GPU or link, cost as a share of the present one), the greatest gain first."""
     now = share_costs(spec, demand).get(kind, float("nan"))
     tables = spec.tables

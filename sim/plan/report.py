@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from sim.paper.report import table
 from sim.plan.region import LINKS_GBIT_S, PROMPTS, region, sensitivity, spread_of, upgrades
-from sim.plan.screen import Demand
+from sim.plan.screen import ServiceTarget
 from sim.plan.search import Trial
 from sim.spec import Spec
 from sim.workload import shape_of
 
 
-def report(spec: Spec, demand: Demand, trials: list[Trial], command: str) -> Iterator[str]:
+def report(spec: Spec, demand: ServiceTarget, trials: list[Trial], command: str) -> Iterator[str]:
     """The lines of plan.md."""
     best = trials[0]
     yield from _head(spec, demand, best, command)
@@ -31,7 +31,7 @@ def report(spec: Spec, demand: Demand, trials: list[Trial], command: str) -> Ite
     )
 
 
-def _head(spec: Spec, demand: Demand, best: Trial, command: str) -> Iterator[str]:
+def _head(spec: Spec, demand: ServiceTarget, best: Trial, command: str) -> Iterator[str]:
     shape, cells = shape_of(spec.load), spec.plan.cells
     model = spec.model if isinstance(spec.model, str) else "the model"
     yield f"# {model}: {cells * best.rate:.4g} requests/s"
@@ -120,7 +120,7 @@ def _best(best: Trial) -> Iterator[str]:
     yield ""
 
 
-def _changes(spec: Spec, demand: Demand, best: Trial) -> Iterator[str]:
+def _changes(spec: Spec, demand: ServiceTarget, best: Trial) -> Iterator[str]:
     kind = best.candidate.kind
     yield "## What to upgrade next, and what it hangs on"
     yield ""
@@ -134,7 +134,7 @@ def _changes(spec: Spec, demand: Demand, best: Trial) -> Iterator[str]:
     yield from table(("efficiency", "20% less", "20% more"), rows)
 
 
-def _region(spec: Spec, demand: Demand) -> Iterator[str]:
+def _region(spec: Spec, demand: ServiceTarget) -> Iterator[str]:
     yield "## Where which codec wins"
     yield ""
     yield (

@@ -27,7 +27,7 @@ from sim.costs import CostModel
 from sim.paper.model import erlang_wait
 from sim.plan.objective import Limit, tightest
 from sim.sizes import CodecSizes, sizes_of
-from sim.spec import Codec, Pool, Spec
+from sim.spec import Codec, ReplicaPool, Spec
 from sim.workload import shape_of
 
 RHO: Final = 0.85
@@ -41,7 +41,7 @@ _MOST: Final = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class ServiceTarget:
     """What has to be served."""
 
     prompts: tuple[int, ...]
@@ -64,17 +64,17 @@ class Demand:
         """Most tokens of one request."""
         return max(self.prompts) + max(self.outputs)
 
-    def at(self, rate: float) -> Demand:
+    def at(self, rate: float) -> ServiceTarget:
         """The same at another rate."""
         return replace(self, rate=rate)
 
 
-def demand_of(spec: Spec, rate: float, limits: Sequence[Limit], shape: Shape | None = None) -> Demand:
+def demand_of(spec: Spec, rate: float, limits: Sequence[Limit], shape: Shape | None = None) -> ServiceTarget:
     """A sample of the specification's load, or of another shape."""
     rng = np.random.default_rng(0)
     shape = shape or shape_of(spec.load)
     prompts, outputs = shape.prompt.draw(_SAMPLES, rng), shape.output.draw(_SAMPLES, rng)
-    return Demand(tuple(prompts), tuple(outputs), rate, tuple(limits))
+    return ServiceTarget(tuple(prompts), tuple(outputs), rate, tuple(limits))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Rig:
     """A kind of replica: a pool of one, with a codec."""
 
     spec: Spec
-    pool: Pool
+    pool: ReplicaPool
     codec: Codec
 
     @cached_property
@@ -153,7 +153,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ClusterCandidate:
     """A cluster."""
 
     codec: Codec
@@ -180,10 +180,10 @@ class Candidate:
         """For tables."""
         return f"{self.codec.label}, aggregated" if self.prefill is None else self.codec.label
 
-    def with_counts(self, prefill: int, decode: int) -> Candidate:
+    def with_counts(self, prefill: int, decode: int) -> ClusterCandidate:
         """The same rigs, in other numbers."""
         first = None if self.prefill is None else replace(self.prefill, replicas=float(prefill))
-        return Candidate(self.codec, first, replace(self.decode, replicas=float(decode)))
+        return ClusterCandidate(self.codec, first, replace(self.decode, replicas=float(decode)))
 
     def fits(self, available: dict[str, int]) -> bool:
         """Whether so many instances can be had."""
@@ -195,7 +195,7 @@ class Candidate:
         return all(math.ceil(count - 1e-9) <= available.get(name, _MOST) for name, count in wanted.items())
 
 
-def rigs(spec: Spec, base: Pool, names: Sequence[str], codec: Codec) -> Iterator[Rig]:
+def rigs(spec: Spec, base: ReplicaPool, names: Sequence[str], codec: Codec) -> Iterator[Rig]:
     """Every instance and split over its GPUs that is allowed. A stage does not leave its instance."""
     for name in names or (base.instance,):
         for tp in spec.plan.tp:
@@ -211,7 +211,7 @@ def _service(rig: Rig, prompts: tuple[int, ...]) -> tuple[float, float, float]:
     return float(times.mean()), float(times.var() / times.mean() ** 2), float(np.percentile(times, 90))
 
 
-def prefill_part(rig: Rig, demand: Demand) -> Part | None:
+def prefill_part(rig: Rig, demand: ServiceTarget) -> Part | None:
     """How many replicas prompts take; None if none suffice."""
     if not rig.holds(max(demand.prompts), by_host=True):
         return None
@@ -234,12 +234,12 @@ def prefill_part(rig: Rig, demand: Demand) -> Part | None:
     return Part(rig, count, word) if count < _MOST else None
 
 
-def _mean_bytes(rig: Rig, demand: Demand) -> float:
+def _mean_bytes(rig: Rig, demand: ServiceTarget) -> float:
     sizes = rig.sizes
     return float(np.mean([sizes.footprint.wire_bytes(sizes.rows_held(tokens)) for tokens in demand.prompts]))
 
 
-def best_batch(rig: Rig, demand: Demand, beside_s: float = 0.0) -> tuple[int, float, str]:
+def best_batch(rig: Rig, demand: ServiceTarget, beside_s: float = 0.0) -> tuple[int, float, str]:
     """The largest batch that keeps the limit on TPOT, the seconds of its step, and what bounds it; 0 if none does."""
     footprint, rows = rig.sizes.footprint, [rig.sizes.rows_held(tokens) for tokens in demand.prompts]
     held = float(np.mean([footprint.sealed(n + o) for n, o in zip(rows, demand.outputs, strict=True)]))
@@ -262,7 +262,7 @@ def best_batch(rig: Rig, demand: Demand, beside_s: float = 0.0) -> tuple[int, fl
     return low, step_s(low) if low else 0.0, word
 
 
-def decode_part(rig: Rig, demand: Demand) -> Part | None:
+def decode_part(rig: Rig, demand: ServiceTarget) -> Part | None:
     """How many replicas decoding takes; None if none suffice."""
     if not rig.holds(demand.longest, by_host=False):
         return None
@@ -274,7 +274,7 @@ def decode_part(rig: Rig, demand: Demand) -> Part | None:
     return Part(rig, max(by_steps, by_line), "line of the decode replicas" if by_line > by_steps else word)
 
 
-def both_part(rig: Rig, demand: Demand) -> Part | None:
+def both_part(rig: Rig, demand: ServiceTarget) -> Part | None:
     """How many replicas that do both a load takes; None if none suffice."""
     if not rig.holds(demand.longest, by_host=False):
         return None
@@ -287,26 +287,28 @@ def both_part(rig: Rig, demand: Demand) -> Part | None:
     return Part(rig, demand.rate * (mean + demand.output * plain_s / batch) / RHO, word)
 
 
-def candidates(spec: Spec, demand: Demand, best: int = 3) -> list[Candidate]:
+def candidates(spec: Spec, demand: ServiceTarget, best: int = 3) -> list[ClusterCandidate]:
     """The best of every codec, cheapest first. Raises nothing: an empty list means that nothing suffices."""
-    found: list[Candidate] = []
+    found: list[ClusterCandidate] = []
     for codec in spec.plan.codecs:
         base = spec.prefill or spec.decode
         can, of = spec.plan.available, spec.plan
         prefills = _cheapest((prefill_part(rig, demand) for rig in rigs(spec, base, of.prefill, codec)), best, can)
         decodes = _cheapest((decode_part(rig, demand) for rig in rigs(spec, spec.decode, of.decode, codec)), best, can)
-        found += [Candidate(codec, first, second) for first in prefills for second in decodes]
+        found += [ClusterCandidate(codec, first, second) for first in prefills for second in decodes]
         if spec.plan.aggregated:
             names = tuple(dict.fromkeys((*spec.plan.prefill, *spec.plan.decode)))
             chunk = spec.decode.model_copy(update={"chunk_tokens": min(512, spec.decode.chunk_tokens)})
             both = _cheapest((both_part(rig, demand) for rig in rigs(spec, chunk, names, codec)), best, can)
-            found += [Candidate(codec, None, part) for part in both]
+            found += [ClusterCandidate(codec, None, part) for part in both]
     found = [one for one in found if one.fits(spec.plan.available)]
     return sorted(found, key=lambda one: one.usd)
 
 
 def _cheapest(parts: Iterator[Part | None], count: int, available: dict[str, int]) -> list[Part]:
-    found = [part for part in parts if part is not None and Candidate(part.rig.codec, None, part).fits(available)]
+    found = [
+        part for part in parts if part is not None and ClusterCandidate(part.rig.codec, None, part).fits(available)
+    ]
     return sorted(found, key=lambda part: (part.usd, part.share_usd))[:count]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from hackkv.errors import ConfigError
 from sim.cluster import Options
 from sim.plan.objective import Limit
-from sim.plan.screen import Candidate, Demand, candidates
+from sim.plan.screen import ClusterCandidate, ServiceTarget, candidates
 from sim.shards import simulate
 from sim.spec import Spec
 from sim.summary import summarize
@@ -31,7 +31,7 @@ _STEP: Final = 0.08
 class Trial:
     """A candidate in the simulator."""
 
-    candidate: Candidate
+    candidate: ClusterCandidate
     rate: float
     """Requests per second."""
     found: dict[str, float]
@@ -51,7 +51,7 @@ class Trial:
         return self.usd / 3600 / self.rate
 
 
-def spec_of(spec: Spec, candidate: Candidate, rate: float, requests: int) -> Spec:
+def spec_of(spec: Spec, candidate: ClusterCandidate, rate: float, requests: int) -> Spec:
     """The candidate as a specification to simulate."""
     counted = [part.rig.pool.model_copy(update={"replicas": part.count}) for part in candidate.parts]
     load = spec.load.model_copy(update={"rate": rate, "requests": requests, "concurrency": 0, "ramp_to": 0.0})
@@ -67,7 +67,7 @@ def spec_of(spec: Spec, candidate: Candidate, rate: float, requests: int) -> Spe
     )
 
 
-def try_out(spec: Spec, candidate: Candidate, demand: Demand, requests: int, seed: int) -> Trial:
+def try_out(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, requests: int, seed: int) -> Trial:
     """Simulate a candidate; all see the same requests."""
     replicas = sum(part.count for part in candidate.parts)
     whole = spec_of(spec, candidate, demand.rate, max(requests, _PER_REPLICA * replicas))
@@ -78,7 +78,7 @@ def try_out(spec: Spec, candidate: Candidate, demand: Demand, requests: int, see
     return Trial(candidate, demand.rate, found, keeps, result)
 
 
-def settle(spec: Spec, candidate: Candidate, demand: Demand, requests: int, seed: int) -> Trial | None:
+def settle(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, requests: int, seed: int) -> Trial | None:
     """The fewest replicas of a candidate's rigs that keep the objective, by steps from what formulas say; None if that
     takes more than can be had."""
     trial = try_out(spec, candidate, demand, requests, seed)
@@ -94,7 +94,7 @@ def settle(spec: Spec, candidate: Candidate, demand: Demand, requests: int, seed
     return None
 
 
-def _more(trial: Trial, limits: Sequence[Limit]) -> Candidate:
+def _more(trial: Trial, limits: Sequence[Limit]) -> ClusterCandidate:
     """More of the role that misses its limit, by how far it does."""
     candidate = trial.candidate
     late = {limit.metric: trial.found[str(limit)] / limit.seconds for limit in limits}
@@ -109,7 +109,7 @@ def _more(trial: Trial, limits: Sequence[Limit]) -> Candidate:
     return candidate.with_counts(prefill, decode)
 
 
-def _fewer(spec: Spec, trial: Trial, demand: Demand, requests: int, seed: int) -> Trial:
+def _fewer(spec: Spec, trial: Trial, demand: ServiceTarget, requests: int, seed: int) -> Trial:
     """Take replicas away while the objective is kept, of each role in turn."""
     for role in (1, 0):
         for _ in range(_TRIES):
@@ -125,7 +125,9 @@ def _fewer(spec: Spec, trial: Trial, demand: Demand, requests: int, seed: int) -
     return trial
 
 
-def search(spec: Spec, demand: Demand, seed: int, on_trial: Callable[[str], None] = lambda _: None) -> list[Trial]:
+def search(
+    spec: Spec, demand: ServiceTarget, seed: int, on_trial: Callable[[str], None] = lambda _: None
+) -> list[Trial]:
     """The cheapest of every kind that keeps the objective, cheapest first.
 
     Raises `ConfigError` if nothing does.
@@ -157,7 +159,7 @@ def search(spec: Spec, demand: Demand, seed: int, on_trial: Callable[[str], None
 
 
 def most(
-    spec: Spec, demand: Demand, budget: float, seed: int, on_trial: Callable[[str], None] = lambda _: None
+    spec: Spec, demand: ServiceTarget, budget: float, seed: int, on_trial: Callable[[str], None] = lambda _: None
 ) -> list[Trial]:
     """What every kind serves at most for `budget` dollars per hour, the most first. Raises `ConfigError` if nothing."""
     trials = []
@@ -176,10 +178,12 @@ def most(
     return sorted(trials, key=lambda trial: trial.usd_per_request)
 
 
-def _dearest(spec: Spec, demand: Demand, budget: float, *, aggregated: bool) -> tuple[Candidate, float] | None:
+def _dearest(
+    spec: Spec, demand: ServiceTarget, budget: float, *, aggregated: bool
+) -> tuple[ClusterCandidate, float] | None:
     """The candidate of the highest rate that formulas serve within the budget, and that rate."""
 
-    def at(rate: float) -> Candidate | None:
+    def at(rate: float) -> ClusterCandidate | None:
         found = candidates(spec, demand.at(rate), best=2)
         found = [one for one in found if (one.prefill is None) is aggregated and one.usd <= budget]
         return found[0] if found else None
@@ -196,7 +200,7 @@ def _dearest(spec: Spec, demand: Demand, budget: float, *, aggregated: bool) -> 
     return None if best is None else (best, low)
 
 
-def _fastest(spec: Spec, candidate: Candidate, demand: Demand, seed: int) -> Trial | None:
+def _fastest(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, seed: int) -> Trial | None:
     """The highest rate at which a candidate keeps the objective, by bisection around what formulas say."""
     best: Trial | None = None
     low, high = 0.3, 1.7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decode_node.pages import PagePool
-from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.scheduler import DecodeScheduler, SchedulerLimits
 from decode_node.seats import publish
 from hackkv.footprint import Footprint
 from hackkv.page_names import Naming
@@ -17,7 +17,7 @@ FOOTPRINT = Footprint(PI, page_bytes=10, wire_page_bytes=10, row_bytes=3)
 def test_pages_that_come_back_from_host_memory_stay_taken_until_they_are_there() -> None:
     """The request that wanted them is over before that; then they are free and can be shared."""
     pool = PagePool(3, 2, host_places=3)
-    made: DecodeScheduler[str] = DecodeScheduler(pool, FOOTPRINT, Limits(10_000, 4, 2 * PI))
+    made: DecodeScheduler[str] = DecodeScheduler(pool, FOOTPRINT, SchedulerLimits(10_000, 4, 2 * PI))
     names = NAMING.names((1,) * 2 * PI, "")
     first = made.admit("a", 2 * PI, 3 * PI, names)
     publish(pool, first, names)

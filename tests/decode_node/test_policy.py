@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.policy import SOON, Candidate, pick_victim, replay_rows
+from decode_node.policy import SOON, SwapCandidate, pick_victim, replay_rows
 
 CANDIDATES = st.lists(
-    st.builds(Candidate, order=st.integers(0, 50), pages=st.integers(0, 3), left=st.integers(1, 3 * SOON)),
+    st.builds(SwapCandidate, order=st.integers(0, 50), pages=st.integers(0, 3), left=st.integers(1, 3 * SOON)),
     unique_by=lambda candidate: candidate.order,
 )
 
 
 @given(CANDIDATES)
-def test_the_victim_is_the_youngest_that_is_worth_it(candidates: list[Candidate]) -> None:
+def test_the_victim_is_the_youngest_that_is_worth_it(candidates: list[SwapCandidate]) -> None:
     chosen = pick_victim(candidates)
     able = [it for it in candidates if it.pages and it.order != min(other.order for other in candidates)]
     if chosen is None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decode_node.pages import PagePool
-from decode_node.scheduler import DecodeScheduler, Limits
+from decode_node.scheduler import DecodeScheduler, SchedulerLimits
 from decode_node.seats import Place, Plan, Seat, publish
 from hackkv.errors import Overloaded, RequestError
 from hackkv.footprint import Footprint
@@ -25,7 +25,7 @@ def scheduler(
     pages: int = 8, slots: int = 8, *, host_bytes: int = 10_000, max_batch: int = 4, replay_tokens: int = 2 * PI
 ) -> tuple[DecodeScheduler[str], PagePool]:
     pool = PagePool(pages, slots)
-    made: DecodeScheduler[str] = DecodeScheduler(pool, FOOTPRINT, Limits(host_bytes, max_batch, replay_tokens))
+    made: DecodeScheduler[str] = DecodeScheduler(pool, FOOTPRINT, SchedulerLimits(host_bytes, max_batch, replay_tokens))
     return made, pool
 
 
@@ -46,7 +46,7 @@ class Schedules(RuleBasedStateMachine):
         self.pool = PagePool(pages, slots, host_places=3)
         self.capacity = host_pages * PAGE_BYTES
         self.scheduler: DecodeScheduler[int] = DecodeScheduler(
-            self.pool, FOOTPRINT, Limits(self.capacity, max_batch, 2 * PI)
+            self.pool, FOOTPRINT, SchedulerLimits(self.capacity, max_batch, 2 * PI)
         )
         self.max_batch = max_batch
         self.landing: list[Seat[int]] = []

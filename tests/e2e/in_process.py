@@ -19,7 +19,7 @@ from hackkv.model.worker import Worker
 from hackkv.nodes import NodeIdentity
 from prefill_node.config import PrefillSettings
 from prefill_node.service import PrefillService
-from router.api.parser import Job
+from router.api.parser import ParseJob
 from router.api.parsers import Parsers
 from router.api.strict import Data
 from router.config import RouterConfig
@@ -144,7 +144,7 @@ class _LateParsers(Parsers):
     async def start(self) -> None:
         """Wait for that body."""
 
-    async def _do(self, data: Data, job: Job) -> tuple[dict[str, Any], bytes]:
+    async def _do(self, data: Data, job: ParseJob) -> tuple[dict[str, Any], bytes]:
         await super().start()
         return await super()._do(data, job)
 

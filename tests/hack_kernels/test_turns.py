@@ -6,7 +6,7 @@ import pytest
 import torch
 from hack_kernels import cpu
 from hack_kernels.base import RowKernels
-from hack_kernels.turns import Turns
+from hack_kernels.turns import HeadRotations
 
 from tests.hack_kernels.test_rowwise import DTYPES, ISAS, TORCH, rows
 
@@ -68,8 +68,8 @@ def test_turn_rows_is_a_turn_of_each(turning: RowKernels, dim: int, dtype: torch
         for each in (turning, TORCH):
             turned = (each.turn_heads(q.float(), query), each.turn_heads(narrow_k, key, shift))
             for turns, v_turned in (
-                (Turns(query, key, shift), narrow_v),
-                (Turns(query, key, shift, value, value), each.turn_heads(narrow_v, value)),
+                (HeadRotations(query, key, shift), narrow_v),
+                (HeadRotations(query, key, shift, value, value), each.turn_heads(narrow_v, value)),
             ):
                 for found, wanted in zip(each.turn_rows(q, k, v, turns), (*turned, v_turned), strict=True):
                     assert found.is_contiguous()
@@ -83,7 +83,7 @@ def test_a_turn_of_rows_that_fp16_does_not_hold_is_not_finite(turning: RowKernel
     mean = torch.full((1, 64, 64), 1 / 64)
     x = torch.ones(2, 3, 64)
     x[1, 2, 5] = 7e4
-    for turns in (Turns(mean, mean), Turns(mean, mean, None, mean, mean)):
+    for turns in (HeadRotations(mean, mean), HeadRotations(mean, mean, None, mean, mean)):
         q, k, v = turning.turn_rows(x, x, x, turns)
         assert bool(torch.isfinite(q).all())
         for found in (k, v):
@@ -92,7 +92,7 @@ def test_a_turn_of_rows_that_fp16_does_not_hold_is_not_finite(turning: RowKernel
 
 def test_turns_of_some_heads() -> None:
     """What stands for all heads stays; `value` may be of all where `key` is not."""
-    turns = Turns(rows(31, 4, 2, 2), rows(32, 4, 2, 2), rows(33, 4, 2), rows(34, 1, 2, 2), rows(35, 1, 2, 2))
+    turns = HeadRotations(rows(31, 4, 2, 2), rows(32, 4, 2, 2), rows(33, 4, 2), rows(34, 1, 2, 2), rows(35, 1, 2, 2))
     assert turns.heads(0, 4) is turns
     part = turns.heads(1, 2)
     for found, whole in ((part.query, turns.query), (part.key, turns.key), (part.shift, turns.shift)):
@@ -100,9 +100,9 @@ def test_turns_of_some_heads() -> None:
         assert whole is not None
         assert torch.equal(found, whole[1:3])
     assert part.value is turns.value
-    same = Turns(rows(36, 1, 2, 2), rows(37, 1, 2, 2))
+    same = HeadRotations(rows(36, 1, 2, 2), rows(37, 1, 2, 2))
     assert same.heads(3, 1) is same
-    values = Turns(same.query, same.key, None, rows(38, 4, 2, 2), rows(39, 4, 2, 2))
+    values = HeadRotations(same.query, same.key, None, rows(38, 4, 2, 2), rows(39, 4, 2, 2))
     some = values.heads(2, 2)
     assert some.key is same.key
     for of_some, of_all in ((some.value, values.value), (some.out, values.out)):

@@ -22,10 +22,10 @@ from measure.accuracy import cells, results, stats, suite, variants
 from measure.accuracy.__main__ import main
 from measure.accuracy.data import read_records
 from measure.accuracy.engine import batches, forced_decode, forced_prefill, greedy
-from measure.accuracy.metrics import Answered, Measure, first_divergence, score
+from measure.accuracy.metrics import Measure, ScoredAnswer, first_divergence, score
 from measure.accuracy.subject import Subject, load_subject
 from measure.accuracy.suite import SUITE
-from measure.accuracy.task import Limits, writes
+from measure.accuracy.task import RunLimits, writes
 from measure.accuracy.text import HELD_OUT_SHARE, MIN_CHARS, SKIPPED, is_held_out
 from measure.accuracy.variants import EXACT, VARIANTS, Variant
 from measure.calibrate.__main__ import main as calibrate
@@ -148,12 +148,12 @@ def test_models_that_chat_are_asked_other_tasks(subject: Subject) -> None:
 
 
 def test_every_task_builds_from_pythons_library_alone(subject: Subject) -> None:
-    made = suite.prepared(subject, SUITE, Limits(samples=2, seed=3, longest=1024))
+    made = suite.prepared(subject, SUITE, RunLimits(samples=2, seed=3, longest=1024))
     empty = {task.name for task, prepared in made.items() if not prepared.tokens}
     assert empty == {"data", "far"}
     copy = next(prepared for task, prepared in made.items() if task.name == "copy")
     assert "at 2048: up to 2120 tokens of context needed, the limit is 1024" in copy.left_out
-    others = suite.prepared(subject, SUITE, Limits(samples=2, seed=4, longest=1024))
+    others = suite.prepared(subject, SUITE, RunLimits(samples=2, seed=4, longest=1024))
     for task, prepared in made.items():
         drawn = task.name not in ("data", "reading", "continuing", "chat", "humaneval", "far")
         assert (prepared.digest != others[task].digest) is drawn, task.name
@@ -208,7 +208,7 @@ def test_text_metrics(subject: Subject) -> None:
     truth, other = subject.encode("return the first line"), subject.encode("return the last line")
 
     def of(measure: Measure, said: np.typing.NDArray[np.int64]) -> float:
-        return score(measure, Answered(said, truth, np.empty(0)), subject.decode)
+        return score(measure, ScoredAnswer(said, truth, np.empty(0)), subject.decode)
 
     assert of(Measure.EDIT, truth) == of(Measure.ROUGE1, truth) == of(Measure.FOUND, truth) == 1
     assert of(Measure.ROUGE1, other) == pytest.approx(0.75)

@@ -8,16 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hackkv.canary import Row
+from hackkv.canary import PresetRow
 from hackkv.nodes import CodecLoss
 from measure.accuracy.advice import HARD_TO_TELL, MAX_KL, MIN_TOP1, SAME_JCT, advice, hard_to_tell, ranked
 
 
-def row(name: str, share: float, kl: float, top1: float = 0.97, ratio: float = 1.01, *, evicts: bool = False) -> Row:
-    return Row(name, share, CodecLoss(kl, top1, ratio, 1024), evicts)
+def row(
+    name: str, share: float, kl: float, top1: float = 0.97, ratio: float = 1.01, *, evicts: bool = False
+) -> PresetRow:
+    return PresetRow(name, share, CodecLoss(kl, top1, ratio, 1024), evicts)
 
 
-EXACT = Row("fp16", 1.0, None)
+EXACT = PresetRow("fp16", 1.0, None)
 TABLE = (
     row("kvquant-2", 0.203, 0.1431, 0.844, 1.1415),
     row("rot-k2v2", 0.239, 0.0144, 0.969, 1.0243),
@@ -29,7 +31,7 @@ TABLE = (
 TIMES = {"kvquant-2": 7.6, "rot-k2v2": 7.0, "rot-k4v4": 6.9, "fp8": 7.4, "fp16": 7.7}
 
 
-def names(rows: list[Row]) -> list[str]:
+def names(rows: list[PresetRow]) -> list[str]:
     return [each.name for each in rows]
 
 
@@ -61,7 +63,7 @@ def test_time_goes_before_bytes_where_it_can_be_felt() -> None:
     ],
     ids=lambda each: each.name,
 )
-def test_each_of_the_three_numbers_has_a_bound(bad: Row) -> None:
+def test_each_of_the_three_numbers_has_a_bound(bad: PresetRow) -> None:
     assert not hard_to_tell(bad)
     assert ranked((bad, EXACT), {bad.name: 1.0, "fp16": 9.0}) == [EXACT]
 

@@ -24,7 +24,7 @@ from hackkv.model import device
 from hackkv.model.device import (
     ON_PROCESSOR_BYTES,
     RESERVE,
-    Memory,
+    DeviceMemory,
     auto_kv_bytes,
     memory_of,
     pass_bytes,
@@ -140,10 +140,10 @@ def test_nodes_of_one_gpu_never_take_more_than_there_is(
     taken = others + sum(weights for weights, _ in nodes)
     for weights, work in nodes:
         unseen = data.draw(st.integers(0, taken), "not yet allocated when it looked")
-        found = auto_kv_bytes(Memory("cuda:0", total, max(0, total - taken + unseen)), weights, work, len(nodes))
+        found = auto_kv_bytes(DeviceMemory("cuda:0", total, max(0, total - taken + unseen)), weights, work, len(nodes))
         assert found + weights + work <= total * (1 - RESERVE) / len(nodes)
     ((weights, work), *_) = nodes
-    alone = auto_kv_bytes(Memory("cuda:0", total, total - weights), weights, work, 1)
+    alone = auto_kv_bytes(DeviceMemory("cuda:0", total, total - weights), weights, work, 1)
     assert abs(alone + weights + work - total * (1 - RESERVE)) <= 2
 
 
@@ -223,7 +223,7 @@ def test_a_worker_takes_what_a_gpu_has_left_or_says_what_takes_it() -> None:
     """Beside its weights, slots and passes; what is left comes in whole pages."""
     worker, few, many = tiny_worker("fp16"), Busiest(4, 64, 8), Busiest(400, 6400, 800)
     weights, page = worker.model.weights.nbytes, worker.footprint.page_bytes
-    memory = Memory("cuda:0", 2 << 30, (2 << 30) - weights)
+    memory = DeviceMemory("cuda:0", 2 << 30, (2 << 30) - weights)
     found = [worker.auto_kv_bytes(busiest, 1, memory) for busiest in (few, many)]
     assert page < found[1] < found[0] < memory.free
     assert found[0] - found[1] > 396 * worker.footprint.slot_bytes

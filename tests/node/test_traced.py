@@ -10,7 +10,7 @@ import pytest
 from hackkv.config import TracesConfig
 from hackkv.errors import TransferError
 from hackkv.held import HeldKv
-from node.spans import NoSpans, Spans, open_spans
+from node.spans import NoSpans, ProcessTracer, open_spans
 from node.traced import TracedDecode, TracedPrefill, traced_decode, traced_prefill
 from tests.collector import Collector
 from tests.transport import nouns
@@ -31,7 +31,7 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture
-async def spans(collector: Collector) -> AsyncIterator[Spans]:
+async def spans(collector: Collector) -> AsyncIterator[ProcessTracer]:
     """Goes to the collector."""
     spans = open_spans(TracesConfig(endpoint=collector.endpoint, headers={"x-key": "k"}), "prefill", "p-1")
     yield spans
@@ -41,7 +41,7 @@ async def spans(collector: Collector) -> AsyncIterator[Spans]:
 class Nodes:
     """Two traced nodes, over the network."""
 
-    def __init__(self, spans: Spans, channels: ChannelPool) -> None:
+    def __init__(self, spans: ProcessTracer, channels: ChannelPool) -> None:
         self.fake, self.server, self._channels = FakePrefill(), RpcServer("127.0.0.1", 0), channels
         self.server.add_prefill(traced_prefill(self.fake, spans))
         self.server.add_decode(traced_decode(FakeDecode(), spans))
@@ -53,7 +53,7 @@ class Nodes:
 
 
 @pytest.fixture
-async def nodes(spans: Spans) -> AsyncIterator[Nodes]:
+async def nodes(spans: ProcessTracer) -> AsyncIterator[Nodes]:
     """See `Nodes`."""
     channels = ChannelPool()
     nodes = Nodes(spans, channels)
@@ -71,7 +71,9 @@ def _asked() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_asked")
-async def test_stages_of_both_nodes_lie_within_their_calls(collector: Collector, nodes: Nodes, spans: Spans) -> None:
+async def test_stages_of_both_nodes_lie_within_their_calls(
+    collector: Collector, nodes: Nodes, spans: ProcessTracer
+) -> None:
     prefill, decode = await nodes.start()
     assert [event async for event in prefill.prefill(nouns.prefill_job())] == PREFILL_EVENTS
     assert [event async for event in decode.decode(nouns.decode_job())] == DECODE_EVENTS
@@ -98,7 +100,7 @@ async def test_stages_of_both_nodes_lie_within_their_calls(collector: Collector,
 
 @pytest.mark.usefixtures("_asked")
 async def test_a_call_that_fails_and_one_that_is_closed_are_told_apart(
-    collector: Collector, nodes: Nodes, spans: Spans
+    collector: Collector, nodes: Nodes, spans: ProcessTracer
 ) -> None:
     prefill, _ = await nodes.start()
     nodes.fake.error = TransferError("gone")

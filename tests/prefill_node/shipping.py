@@ -17,7 +17,7 @@ from hackkv.types import Fingerprint, Handoff, HandoffEnd, KvFrame, KvLayout, Pr
 from hackkv.wire_form import RAW, Bytes, WireForm
 from prefill_node.host_pool import HostPool, Tenant
 from prefill_node.links import Links
-from prefill_node.outbox import Outbox
+from prefill_node.outbox import ShipmentOutbox
 from prefill_node.shipment import FrameKind, Patience, Shipment
 from tests.pair import TIMEOUT_S, greedy
 from transport.base import KvListener
@@ -98,7 +98,7 @@ class Bench:
         """Bytes that ceased to wait."""
         self.pool = HostPool(room * KV_BYTES, self._on_left)
         self.sender = wire.sender()
-        self.outbox = Outbox(Links(self.sender, RAW), KIND, self.pool, patience, lambda _: KV_BYTES)
+        self.outbox = ShipmentOutbox(Links(self.sender, RAW), KIND, self.pool, patience, lambda _: KV_BYTES)
         self.first, self.second = (Receiver(wire.listener()) for _ in range(2))
 
     async def start(self) -> None:

@@ -12,7 +12,7 @@ from hackkv.types import Finish, Request, Sampling, Token
 from router.config import DeadlinesConfig, LimitsConfig
 from router.life.dispatch import Dispatcher
 from router.life.flight import Flight
-from router.life.states import State
+from router.life.states import RequestState
 from router.watch.metrics import Metrics
 from tests.router.scripted import Cluster, count_up
 
@@ -78,7 +78,7 @@ def assert_served(run: Run, cluster: Cluster) -> None:
     assert run.ids == count_up(run.flight.request)
     assert [token.index for token in run.tokens] == list(range(len(run.tokens)))
     assert run.tokens[-1].finish is Finish.LENGTH
-    assert run.flight.life.state is State.DONE
+    assert run.flight.life.state is RequestState.DONE
     cluster.assert_idle()
 
 

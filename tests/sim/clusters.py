@@ -12,11 +12,11 @@ import numpy as np
 from hackkv.model.tiny import Tiny, write_tiny
 from hackkv.model.worker import Worker
 from hackkv.timing import Stage
-from sim.cluster import Cluster, Options, Outcome
+from sim.cluster import Cluster, Options, SimulationOutcome
 from sim.costs import LinearStep, PassCost
 from sim.jobs import Arrival
-from sim.results import Floats, Rows
-from sim.spec import Codec, Load, Pool, Spec
+from sim.results import Floats, RequestTable
+from sim.spec import Codec, Load, ReplicaPool, Spec
 from sim.weightless import weightless_worker
 from tests.pair import PI
 
@@ -25,22 +25,22 @@ SMALL = {"model": "mistral-7b", "codec": Codec(name="rot-k4v4")}
 
 def small(prefills: int = 2, decodes: int = 2, **fields: Any) -> Spec:
     """A small cluster; `fields` replace what it says of itself."""
-    prefill = Pool(instance="g5.12xlarge", replicas=prefills, tp=4, chunk_tokens=2048)
-    decode = Pool(instance="p4de.24xlarge", replicas=decodes, tp=1)
+    prefill = ReplicaPool(instance="g5.12xlarge", replicas=prefills, tp=4, chunk_tokens=2048)
+    decode = ReplicaPool(instance="p4de.24xlarge", replicas=decodes, tp=1)
     load = Load(shape="arxiv", rate=2.0, requests=200)
     return Spec.model_validate({**SMALL, "prefill": prefill, "decode": decode, "load": load, **fields})
 
 
 def tight(pages: int, **fields: Any) -> Spec:
     """A cluster whose decode replicas are short of pages, so that they swap."""
-    decode = Pool(instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=16, host_gib=64)
+    decode = ReplicaPool(instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=16, host_gib=64)
     load = Load(input_len=256, output_len=200, rate=40.0, requests=150)
     return small(decode=decode, load=load, **fields)
 
 
 def weightless(folder: Path, codec: str) -> Worker:
     """Mistral-7B on an A100, which naps; with the tokenizer of a tiny checkpoint, which is written to `folder`."""
-    pool = Pool(instance="p4de.24xlarge", replicas=1)
+    pool = ReplicaPool(instance="p4de.24xlarge", replicas=1)
     spec = Spec(model="mistral-7b", prefill=pool, decode=pool, codec=Codec(name=codec, settings={"page_tokens": PI}))
     return weightless_worker(spec, pool, write_tiny(folder, Tiny(max_context=1024)))
 
@@ -70,11 +70,11 @@ class Drawn:
         return 0.0
 
 
-def stages(rows: Rows) -> Floats:
+def stages(rows: RequestTable) -> Floats:
     """[requests]: the sum of all stages."""
     return np.asarray(np.sum([rows[f"{stage}_s"] for stage in Stage], axis=0))
 
 
-def run(spec: Spec, arrivals: Sequence[Arrival], **options: Any) -> Outcome:
+def run(spec: Spec, arrivals: Sequence[Arrival], **options: Any) -> SimulationOutcome:
     """The outcome of a specification."""
     return Cluster(spec, Options(**options)).run(arrivals)

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from faults.plan import FaultPlan
 from hackkv.codecs import CODECS
 from hackkv.errors import ConfigError
-from sim.cluster import Cluster, Options, Outcome
-from sim.eventlog import Kind
+from sim.cluster import Cluster, Options, SimulationOutcome
+from sim.eventlog import EventKind
 from sim.jobs import Arrival
 from sim.shards import simulate as simulate_shards
-from sim.spec import Codec, Load, Network, Pool, Sending, Sharing, Spec
+from sim.spec import Codec, LinkSharing, Load, NetworkSpec, ReplicaPool, Sending, Spec
 from sim.summary import summarize
 from sim.workload import synthetic
 from tests.sim.clusters import run, small, stages, tight
 
 
-def simulate(spec: Spec, seed: int = 0, **options: Any) -> Outcome:
+def simulate(spec: Spec, seed: int = 0, **options: Any) -> SimulationOutcome:
     return run(spec, synthetic(spec.load, seed), **options)
 
 
-def check_books(outcome: Outcome) -> None:
+def check_books(outcome: SimulationOutcome) -> None:
     """Nothing is held and nothing was lost."""
     rows, spec = outcome.rows, outcome.spec
     assert rows.filled == len(rows.table)
@@ -54,11 +54,11 @@ def test_every_codec_is_served_and_everything_is_given_back(codec: str) -> None:
     check_books(outcome)
 
 
-@pytest.mark.parametrize("sharing", list(Sharing))
+@pytest.mark.parametrize("sharing", list(LinkSharing))
 @pytest.mark.parametrize("sending", list(Sending))
 @pytest.mark.parametrize("blocking", [False, True])
-def test_every_network(sharing: Sharing, sending: Sending, blocking: bool) -> None:
-    network = Network(sharing=sharing, sending=sending, blocking=blocking, link_gbit_s=5, receiver_gbit_s=8)
+def test_every_network(sharing: LinkSharing, sending: Sending, blocking: bool) -> None:
+    network = NetworkSpec(sharing=sharing, sending=sending, blocking=blocking, link_gbit_s=5, receiver_gbit_s=8)
     check_books(simulate(small(network=network)))
 
 
@@ -71,7 +71,7 @@ def test_the_wire_carries_what_the_codec_says() -> None:
 @pytest.mark.parametrize("chunk", [256, 8192])
 def test_rows_that_a_codec_evicts_are_neither_sent_nor_held(chunk: int) -> None:
     """A quarter of each prompt stays: so much is sent when it is complete, and rests while decoding."""
-    prefill = Pool(instance="g5.12xlarge", replicas=2, tp=4, chunk_tokens=chunk)
+    prefill = ReplicaPool(instance="g5.12xlarge", replicas=2, tp=4, chunk_tokens=chunk)
     load = Load(input_len=6400, output_len=40, requests=20, rate=2.0)
     codecs = (Codec(name="snapkv", settings={"budget": "25%", "of": "rot-k4v4"}), Codec(name="rot-k4v4"))
     evicting, whole = (simulate(small(prefill=prefill, codec=codec, load=load)) for codec in codecs)
@@ -87,7 +87,7 @@ def test_rows_that_a_codec_evicts_are_neither_sent_nor_held(chunk: int) -> None:
 def test_the_router_and_its_calls_take_their_time() -> None:
     load = Load(input_len=640, output_len=4, requests=5, rate=0.01)
     slow, fast = (
-        simulate(small(load=load, network=Network(request_s=request_s, call_s=call_s)))
+        simulate(small(load=load, network=NetworkSpec(request_s=request_s, call_s=call_s)))
         for request_s, call_s in ((0.5, 0.25), (0.0, 0.0))
     )
     check_books(slow)
@@ -98,7 +98,7 @@ def test_the_router_and_its_calls_take_their_time() -> None:
 
 def test_short_pages_swap_and_everybody_ends() -> None:
     outcome = simulate(tight(pages=40))
-    assert outcome.log.counts[Kind.SWAP_OUT] > 0
+    assert outcome.log.counts[EventKind.SWAP_OUT] > 0
     assert outcome.rows.ok.all()
     check_books(outcome)
 
@@ -106,7 +106,7 @@ def test_short_pages_swap_and_everybody_ends() -> None:
 @pytest.mark.parametrize("spec", [small(), tight(pages=40), tight(pages=70), tight(pages=400)])
 def test_macro_steps_equal_single_steps(spec: Spec) -> None:
     whole, single = simulate(spec, macro=True), simulate(spec, macro=False)
-    assert whole.log.counts[Kind.STEP] < single.log.counts[Kind.STEP]
+    assert whole.log.counts[EventKind.STEP] < single.log.counts[EventKind.STEP]
     np.testing.assert_allclose(whole.rows.table, single.rows.table, rtol=1e-9, atol=1e-9)
 
 
@@ -119,7 +119,9 @@ def test_macro_steps_equal_single_steps(spec: Spec) -> None:
 def test_macro_steps_equal_single_steps_for_any_load(
     pages: int, batch: int, sizes: list[tuple[float, int, int]]
 ) -> None:
-    decode = Pool(instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=batch, max_sequences=24, host_gib=16)
+    decode = ReplicaPool(
+        instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=batch, max_sequences=24, host_gib=16
+    )
     spec = small(decode=decode)
     arrivals = sorted((Arrival(*size) for size in sizes), key=lambda arrival: arrival.at_s)
     whole, single = run(spec, arrivals, macro=True), run(spec, arrivals, macro=False)
@@ -186,7 +188,7 @@ def test_macro_steps_equal_single_steps_for_any_conversations(
     pages: int, turns: list[tuple[int, int, int, float]]
 ) -> None:
     """Each of some talks repeats its first blocks; pages run short, so that known ones are given up and swapped."""
-    decode = Pool(instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=6, max_sequences=24, host_gib=16)
+    decode = ReplicaPool(instance="p4de.24xlarge", replicas=2, pages=pages, max_batch=6, max_sequences=24, host_gib=16)
     arrivals = [
         Arrival(at_s, 512 * blocks + 70, output, 0, tuple(100 * talk + index for index in range(blocks)))
         for talk, blocks, output, at_s in sorted(turns, key=lambda turn: turn[3])
@@ -198,7 +200,7 @@ def test_macro_steps_equal_single_steps_for_any_conversations(
 
 
 def test_a_request_that_fits_nowhere_fails_alone() -> None:
-    spec = small(decode=Pool(instance="p4de.24xlarge", replicas=1, pages=20))
+    spec = small(decode=ReplicaPool(instance="p4de.24xlarge", replicas=1, pages=20))
     outcome = run(spec, [Arrival(0, 64, 4), Arrival(1, 64 * 30, 4), Arrival(2, 64, 4)])
     assert list(outcome.rows.ok) == [True, False, True]
     assert "pages" in outcome.rows.errors[1]
@@ -216,8 +218,8 @@ KILLS = [
 def test_killed_nodes_cost_time_and_no_request(rule: dict[str, object]) -> None:
     plan = FaultPlan.model_validate({"rules": [rule]})
     outcome, whole = simulate(small(faults=plan)), simulate(small())
-    assert outcome.log.counts[Kind.DOWN] == 1
-    assert outcome.log.counts[Kind.UP] == 1
+    assert outcome.log.counts[EventKind.DOWN] == 1
+    assert outcome.log.counts[EventKind.UP] == 1
     assert outcome.rows["failovers"].sum() > 0
     assert outcome.rows.ok.all()
     assert outcome.rows["e2el_s"].sum() > whole.rows["e2el_s"].sum()
@@ -237,14 +239,14 @@ def test_a_fault_that_is_not_simulated_is_named() -> None:
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
-    spec = small(model="llama-70b", decode=Pool(instance="p4de.24xlarge", replicas=1, tp=1))
+    spec = small(model="llama-70b", decode=ReplicaPool(instance="p4de.24xlarge", replicas=1, tp=1))
     with pytest.raises(ConfigError, match="no room for KV: weights take 141 GB"):
         simulate(spec)
 
 
 @pytest.mark.parametrize("chunk", [256, 8192])
 def test_replicas_that_do_both(chunk: int) -> None:
-    decode = Pool(instance="p4de.24xlarge", replicas=3, chunk_tokens=chunk)
+    decode = ReplicaPool(instance="p4de.24xlarge", replicas=3, chunk_tokens=chunk)
     spec = small(prefill=None, decode=decode, load=Load(shape="humaneval", rate=20.0, requests=150))
     whole, single = simulate(spec), simulate(spec, macro=False)
     assert whole.rows.ok.all()

@@ -15,9 +15,9 @@ from hackkv.errors import ConfigError
 from hackkv.footprint import Footprint
 from sim import spec
 from sim.cluster import Cluster
-from sim.host import Host
+from sim.host import HostCores
 from sim.jobs import Arrival
-from sim.spec import Network
+from sim.spec import NetworkSpec
 from sim.world import World
 from tests.sim.clusters import Drawn, run, small, stages
 
@@ -25,9 +25,9 @@ WORK = st.lists(st.tuples(st.floats(0, 20), st.floats(0.01, 10)), min_size=1, ma
 """Begin, seconds alone."""
 
 
-def new_host(cores: float, **fields: Any) -> tuple[World, Host]:
+def new_host(cores: float, **fields: Any) -> tuple[World, HostCores]:
     world = World(Footprint(64, 1, 1, 1, window=OWN_PAGE_ONLY), 1)
-    return world, Host(world, spec.Host(cores=cores, **fields))
+    return world, HostCores(world, spec.Host(cores=cores, **fields))
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_replicas_stretch_each_other_only_when_cores_run_out() -> None:
 
 def test_every_second_of_work_is_done_on_the_cores() -> None:
     """Passes, steps, handoffs, bytes, requests and tokens: all of them, and no core does more than its time."""
-    network = Network(request_s=0.25, call_s=0.125)
+    network = NetworkSpec(request_s=0.25, call_s=0.125)
     of = small(1, 1, host=spec.Host(cores=1, step_s=0.003, token_s=0.001, byte_s=1e-8), network=network)
     cluster = Cluster(of, costs=lambda *_: Drawn(lambda: 0.5, prefills=True))
     outcome = cluster.run(BUSY)
     assert outcome.rows.ok.all()
-    assert isinstance(cluster.world.cores, Host)
+    assert isinstance(cluster.world.cores, HostCores)
     done, passes, steps = cluster.world.cores.worked_s, outcome.prefills[0].tally, outcome.decodes[0].tally
     each = network.request_s + network.call_s + of.efficiency.setup_s
     work = len(BUSY) * each + 0.5 * (passes.passes + steps.steps) + 0.003 * steps.steps + 0.001 * steps.tokens

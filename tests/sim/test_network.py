@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hackkv.footprint import Footprint
-from sim.network import Flow, Link, Network, fair_rates
-from sim.spec import Sharing
+from sim.network import Flow, Network, SharedLink, fair_rates
+from sim.spec import LinkSharing
 from sim.world import World
 
 FLOWS = st.lists(
@@ -24,7 +24,7 @@ def new_world() -> World:
 
 @given(FLOWS, st.lists(st.floats(0.5, 5), min_size=8, max_size=8))
 def test_rates_are_max_min_fair(plan: list[tuple[int, int, float, float, float]], rates: list[float]) -> None:
-    links = [Link(str(index), rate) for index, rate in enumerate(rates)]
+    links = [SharedLink(str(index), rate) for index, rate in enumerate(rates)]
     flows = [Flow((links[a], links[4 + b]), limit, lambda: None) for a, b, limit, _, _ in plan]
     given_rates = fair_rates(flows)
     load = {link.name: sum(rate for flow, rate in given_rates.items() if link in flow.links) for link in links}
@@ -40,11 +40,11 @@ def test_rates_are_max_min_fair(plan: list[tuple[int, int, float, float, float]]
             )
 
 
-@pytest.mark.parametrize("sharing", list(Sharing))
+@pytest.mark.parametrize("sharing", list(LinkSharing))
 @given(plan=FLOWS)
-def test_every_byte_arrives(sharing: Sharing, plan: list[tuple[int, int, float, float, float]]) -> None:
+def test_every_byte_arrives(sharing: LinkSharing, plan: list[tuple[int, int, float, float, float]]) -> None:
     world = new_world()
-    network, links = Network(world, sharing), [Link(str(index), 1.5) for index in range(8)]
+    network, links = Network(world, sharing), [SharedLink(str(index), 1.5) for index in range(8)]
     done: list[int] = []
 
     def begin(number: int, flow: Flow, size: float) -> None:
@@ -69,7 +69,7 @@ def test_every_byte_arrives(sharing: Sharing, plan: list[tuple[int, int, float, 
 
 def test_two_flows_halve_a_line_and_the_rest_speeds_up() -> None:
     world, ends = new_world(), list[float]()
-    network, line = Network(world, Sharing.FAIR), Link("line", 10.0)
+    network, line = Network(world, LinkSharing.FAIR), SharedLink("line", 10.0)
     for size in (10.0, 30.0):
         network.start(Flow((line,), 100.0, lambda: ends.append(world.now)), size)
     world.run()
@@ -78,7 +78,7 @@ def test_two_flows_halve_a_line_and_the_rest_speeds_up() -> None:
 
 def test_first_in_first_out_serves_one_after_another() -> None:
     world, ends = new_world(), list[float]()
-    network, line = Network(world, Sharing.FIFO), Link("line", 10.0)
+    network, line = Network(world, LinkSharing.FIFO), SharedLink("line", 10.0)
     for size in (10.0, 30.0):
         network.start(Flow((line,), 100.0, lambda: ends.append(world.now)), size)
     world.run()
@@ -87,10 +87,10 @@ def test_first_in_first_out_serves_one_after_another() -> None:
 
 def test_the_slower_of_receivers_line_and_processing_decides() -> None:
     world, ends = new_world(), list[float]()
-    network = Network(world, Sharing.FAIR)
-    receiver, processing = Link("receiver", 10.0), Link("processing", 4.0)
+    network = Network(world, LinkSharing.FAIR)
+    receiver, processing = SharedLink("receiver", 10.0), SharedLink("processing", 4.0)
     for number in range(2):
-        flow = Flow((Link(f"sender {number}", 10.0), receiver, processing), 100.0, lambda: ends.append(world.now))
+        flow = Flow((SharedLink(f"sender {number}", 10.0), receiver, processing), 100.0, lambda: ends.append(world.now))
         network.start(flow, 8.0)
     world.run()
     assert ends == pytest.approx([4.0, 4.0])
@@ -98,7 +98,7 @@ def test_the_slower_of_receivers_line_and_processing_decides() -> None:
 
 def test_a_cancelled_flow_leaves_its_share() -> None:
     world, ends = new_world(), list[float]()
-    network, line = Network(world, Sharing.FAIR), Link("line", 10.0)
+    network, line = Network(world, LinkSharing.FAIR), SharedLink("line", 10.0)
     gone = Flow((line,), 100.0, lambda: ends.append(-1.0))
     network.start(gone, 100.0)
     network.start(Flow((line,), 100.0, lambda: ends.append(world.now)), 10.0)

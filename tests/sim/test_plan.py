@@ -11,9 +11,9 @@ from hackkv.errors import ConfigError
 from sim.plan.__main__ import main
 from sim.plan.objective import Limit, parse
 from sim.plan.region import share_costs, winner
-from sim.plan.screen import Demand, best_batch, candidates, demand_of, prefill_part, rigs
+from sim.plan.screen import ServiceTarget, best_batch, candidates, demand_of, prefill_part, rigs
 from sim.plan.search import most, search, settle, try_out
-from sim.spec import Choices, Codec, Host, Load, Pool, Spec, read_spec
+from sim.spec import Choices, Codec, Host, Load, ReplicaPool, Spec, read_spec
 
 LIMITS = parse("ttft_p90=2s,tpot_p90=60ms")
 SPEC = """
@@ -114,7 +114,7 @@ def test_the_most_exact_of_equals_wins() -> None:
 
 
 def test_long_prompts_on_thin_lines_want_few_bits() -> None:
-    pool = Pool(instance="p4de.24xlarge", replicas=1, chunk_tokens=4096)
+    pool = ReplicaPool(instance="p4de.24xlarge", replicas=1, chunk_tokens=4096)
     spec = Spec(
         model="mistral-7b",
         prefill=pool,
@@ -129,7 +129,7 @@ def test_long_prompts_on_thin_lines_want_few_bits() -> None:
 
 
 def test_a_sample_of_a_load(spec: Spec) -> None:
-    demand: Demand = demand_of(spec, 3.0, LIMITS)
+    demand: ServiceTarget = demand_of(spec, 3.0, LIMITS)
     assert (demand.prompt, demand.output, demand.longest) == (4000, 100, 4100)
     assert demand.at(5.0).rate == 5.0
 

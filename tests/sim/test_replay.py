@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import router.fleet.desks as desks
-from decode_node.scheduler import Limits
+from decode_node.scheduler import SchedulerLimits
 from hackkv.codecs import CODECS
 from hackkv.errors import ConfigError, Overloaded
 from hackkv.model.tiny import Tiny, write_tiny
 from router.fleet.policy import DecodeLoad, Need, PrefillLoad, pick_decode, pick_prefill
 from sim.placing import Shelf
-from sim.replay import Call, Tape, read_tape, record_decode, record_prefill, replay_decode, replay_prefill
+from sim.replay import SchedulerCall, Tape, read_tape, record_decode, record_prefill, replay_decode, replay_prefill
 from tests.e2e.in_process import in_process_cluster
 from tests.pair import DECODING, PI, greedy, paired, prompt, tiny_worker
 from tests.sim.clusters import weightless
@@ -47,7 +47,7 @@ async def test_batches_chunks_and_swaps(codec: str, tmp_path: Path) -> None:
         await nodes.assert_idle()
     assert sum(served) > len(requests)
     decoding.write(tmp_path / "decode.jsonl")
-    limits = Limits(DECODING.host_bytes, DECODING.max_batch, DECODING.replay_tokens)
+    limits = SchedulerLimits(DECODING.host_bytes, DECODING.max_batch, DECODING.replay_tokens)
     read = read_tape(tmp_path / "decode.jsonl")
     assert replay_decode(read, decoder, pages, DECODING.max_sequences, limits) == []
     plans = [call.answer for call in decoding.calls if call.name == "schedule"]
@@ -59,7 +59,11 @@ async def test_batches_chunks_and_swaps(codec: str, tmp_path: Path) -> None:
 
 
 def test_another_decision_is_found() -> None:
-    calls = [Call("add", 0.0, [0, 100]), Call("schedule", 0.1, [True], [[0, 0, 64]]), Call("commit", 0.2, [])]
+    calls = [
+        SchedulerCall("add", 0.0, [0, 100]),
+        SchedulerCall("schedule", 0.1, [True], [[0, 0, 64]]),
+        SchedulerCall("commit", 0.2, []),
+    ]
     assert replay_prefill(Tape(calls), 10, 4, 32, 64) == []
     wrong = [calls[0], replace(calls[1], answer=[[0, 0, 32]])]
     assert "[[0, 0, 64]] and not [[0, 0, 32]]" in replay_prefill(Tape(wrong), 10, 4, 32, 64)[0]

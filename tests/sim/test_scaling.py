@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from faults.plan import FaultPlan
 from hackkv.errors import ConfigError
-from sim.cluster import Cluster, Outcome
-from sim.eventlog import Kind
+from sim.cluster import Cluster, SimulationOutcome
+from sim.eventlog import EventKind
 from sim.jobs import Arrival
 from sim.scaling import STEP_DOWN_S, TICK_S, Scaler
-from sim.spec import Pool, Scale, Spec
+from sim.spec import ReplicaPool, Scale, Spec
 from sim.summary import summarize
 from tests.sim.clusters import run, small
 from tests.sim.test_cluster import check_books
@@ -56,10 +56,10 @@ def test_never_less_than_the_least_nor_more_than_the_most(steps: list[tuple[floa
 
 
 def scaled() -> Spec:
-    prefill = Pool(
+    prefill = ReplicaPool(
         instance="g5.12xlarge", replicas=6, tp=4, chunk_tokens=2048, scale=SCALE.model_copy(update={"up_at": 3.0})
     )
-    decode = Pool(
+    decode = ReplicaPool(
         instance="p4de.24xlarge", replicas=5, pages=800, scale=Scale(up_at=0.5, down_at=0.1, down_after_s=300.0)
     )
     return small(prefill=prefill, decode=decode)
@@ -73,17 +73,17 @@ def waves() -> list[Arrival]:
 
 
 @pytest.fixture(scope="module")
-def outcome() -> Outcome:
+def outcome() -> SimulationOutcome:
     return run(scaled(), waves())
 
 
-def test_everybody_is_served_and_books_are_even(outcome: Outcome) -> None:
+def test_everybody_is_served_and_books_are_even(outcome: SimulationOutcome) -> None:
     assert outcome.rows.ok.all()
     check_books(outcome)
-    assert outcome.log.counts[Kind.SCALED] >= 4
+    assert outcome.log.counts[EventKind.SCALED] >= 4
 
 
-def test_it_costs_less_than_all_and_more_than_the_least(outcome: Outcome) -> None:
+def test_it_costs_less_than_all_and_more_than_the_least(outcome: SimulationOutcome) -> None:
     span = outcome.duration_s
     for role, most in (("prefill", 6), ("decode", 5)):
         assert span - TICK_S <= outcome.paid_s[role] < 0.8 * most * span
@@ -93,7 +93,7 @@ def test_it_costs_less_than_all_and_more_than_the_least(outcome: Outcome) -> Non
     assert outcome.rows["ttft_s"].mean() > fixed.rows["ttft_s"].mean()
 
 
-def without(pool: Pool | None) -> Pool:
+def without(pool: ReplicaPool | None) -> ReplicaPool:
     assert pool is not None
     return pool.model_copy(update={"scale": None})
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hackkv.timing import Stage
 from measure.serve.plot import read_run
-from sim.results import Rows
+from sim.results import RequestTable
 from sim.simulate import main
 from sim.summary import interval, is_unstable, summarize
 from sim.workload import synthetic
@@ -126,4 +126,4 @@ def test_an_interval_covers_the_mean_of_noise() -> None:
 
 def test_no_rows_give_no_interval() -> None:
     assert np.isnan(interval(np.zeros(0)).mean)
-    assert Rows(range(0)).filled == 0
+    assert RequestTable(range(0)).filled == 0

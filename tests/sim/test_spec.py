@@ -10,7 +10,7 @@ from hackkv.errors import ConfigError
 from sim.catalogue import shipped
 from sim.cluster import flow_of, line_of, pages_of
 from sim.sizes import sizes_of
-from sim.spec import Codec, Pool, Spec, read_spec
+from sim.spec import Codec, ReplicaPool, Spec, read_spec
 
 GOOD = """
 model: llama-70b
@@ -100,7 +100,7 @@ def test_kv_of_a_token(model: str, bytes_per_token: int) -> None:
 
 
 def test_pages_fill_the_memory() -> None:
-    decode = Pool(instance="p4de.24xlarge", replicas=1, tp=4, reserve=0.0, max_sequences=100)
+    decode = ReplicaPool(instance="p4de.24xlarge", replicas=1, tp=4, reserve=0.0, max_sequences=100)
     spec = Spec(model="llama-70b", decode=decode, codec=Codec(name="hack"))
     sizes = sizes_of(spec.codec, spec.shape.kv_shape)
     pages = pages_of(spec, decode, sizes)

@@ -14,8 +14,8 @@ from hackkv.footprint import Footprint
 from measure.serve.arrivals import arrival_times
 from sim.cluster import Cluster
 from sim.jobs import Arrival
-from sim.network import Flow, Link, Network
-from sim.spec import Efficiency, Pool, Sharing, Spec
+from sim.network import Flow, Network, SharedLink
+from sim.spec import Efficiency, LinkSharing, ReplicaPool, Spec
 from sim.world import World
 from tests.sim.clusters import Drawn, small
 
@@ -25,8 +25,8 @@ INSTANT = Efficiency(setup_s=0.0)
 
 def one_at_a_time(servers: int, *, prefills: bool) -> Spec:
     """A cluster in which every server, of one role, serves one request at a time."""
-    slots = Pool(instance="p4de.24xlarge", replicas=servers, max_sequences=1, max_batch=1, chunk_tokens=1 << 16)
-    many = Pool(instance="p4de.24xlarge", replicas=1, max_sequences=256, chunk_tokens=1 << 16)
+    slots = ReplicaPool(instance="p4de.24xlarge", replicas=servers, max_sequences=1, max_batch=1, chunk_tokens=1 << 16)
+    many = ReplicaPool(instance="p4de.24xlarge", replicas=1, max_sequences=256, chunk_tokens=1 << 16)
     pools: dict[str, Any] = {"prefill": slots, "decode": many} if prefills else {"prefill": many, "decode": slots}
     return small(efficiency=INSTANT, **pools)
 
@@ -79,10 +79,10 @@ def test_many_servers_with_equal_times_are_m_d_c() -> None:
 
 def test_a_shared_link_is_m_g_1_with_processor_sharing() -> None:
     world = World(Footprint(64, 1, 1, 1, window=OWN_PAGE_ONLY), 1)
-    network = Network(world, Sharing.FAIR)
+    network = Network(world, LinkSharing.FAIR)
     rng, load, count = np.random.default_rng(11), 0.6, 60_000
     sizes = np.where(rng.random(count) < 0.8, 0.5, 3.0)  # mean 1
-    times, link, took = np.cumsum(rng.exponential(1 / load, count)), Link("line", 1.0), list[float]()
+    times, link, took = np.cumsum(rng.exponential(1 / load, count)), SharedLink("line", 1.0), list[float]()
 
     def send(number: int) -> None:
         began = world.now

@@ -1,4 +1,5 @@
 """Codecs and backends stand in their tables. The rest of the program knows none by name, so a new one changes nothing.
+A public class has its name alone.
 
 A name may stand in its own module, in the table, and where a setting has it: as a default, or in the experiments that
 say what they compare.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +37,7 @@ OWN = {
     "measure/accuracy/variants.py": "the table of what is measured",
     "measure/accuracy/findings.py": "which of its rows are compared",
 }
+GENERATED = {"transport/pb/": "code that the protocol compiler writes"}
 OWN_BACKENDS = {
     "kernels/hack_kernels/": "backends and their table",
     "hackkv/codecs/": "a codec's definition lies beside the kernels",
@@ -77,6 +80,15 @@ def test_no_python_file_imports_from_a_backend() -> None:
     assert [f"{path}: {hit}" for path, code in sources(".py", OWN_BACKENDS) for hit in OF_BACKENDS.findall(code)] == []
 
 
-@pytest.mark.parametrize("path", sorted(OWN | OWN_BACKENDS))
+@pytest.mark.parametrize("path", sorted(OWN | OWN_BACKENDS | GENERATED))
 def test_every_exception_is_there(path: str) -> None:
     assert (ROOT / path).exists()
+
+
+def test_no_two_public_classes_of_the_wheel_have_one_name() -> None:
+    places = defaultdict[str, list[str]](list)
+    for path, code in sources(".py", GENERATED):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{path}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

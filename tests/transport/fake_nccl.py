@@ -75,7 +75,7 @@ def on_host(pieces: Sequence[Tensor], seed: int) -> list[int]:
 
 
 class HostMemory:
-    """A `Memory` that the fake can reach. Each link has a stream of its own."""
+    """A `PayloadMemory` that the fake can reach. Each link has a stream of its own."""
 
     def __init__(self, make_payload: Callable[[Tensor], DevicePayload]) -> None:
         self.stream, self._make_payload = next(_STREAMS), make_payload

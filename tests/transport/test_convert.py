@@ -32,7 +32,7 @@ from hackkv.types import (
 )
 from tests.transport import nouns
 from transport import convert, convert_kv
-from transport.coder import MAX_PAYLOAD_BYTES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, Coder
+from transport.coder import MAX_PAYLOAD_BYTES, MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, MessageCoder
 from transport.convert import Assignment
 from transport.convert_failure import decode_failure, encode_failure
 from transport.convert_kv import Accepted, Announced
@@ -109,7 +109,7 @@ pair_messages = (
 receipts = st.builds(Receipt, TEXT, U32, short_tuples(st.tuples(TEXT, U64)), U64, U64, SECONDS, SECONDS, U32)
 held = st.builds(HeldKv, U32, U32)
 FETCHED = (SECONDS, U32, U64, SECONDS)
-HANDOFF_CODERS: tuple[Coder[Any, Any], ...] = (convert_kv.PUSH_REQUEST, convert_kv.HANDOFF)
+HANDOFF_CODERS: tuple[MessageCoder[Any, Any], ...] = (convert_kv.PUSH_REQUEST, convert_kv.HANDOFF)
 prefill_events = (
     st.builds(types.Prefilled, tokens, SECONDS, SECONDS, SECONDS, U32, scores.map(in_columns), *FETCHED)
     | st.builds(types.HandedOff, receipts, SECONDS, SECONDS, U64, U32)
@@ -155,7 +155,7 @@ def reported(marks: bytes) -> pb.NodeInfo:
     return pb.NodeInfo(role=pb.ROLE_DECODE, fingerprint=pb.Fingerprint(), marks=marks)
 
 
-CODERS: list[tuple[Coder[Any, Any], st.SearchStrategy[Any]]] = [
+CODERS: list[tuple[MessageCoder[Any, Any], st.SearchStrategy[Any]]] = [
     (convert_kv.FINGERPRINT, fingerprints),
     (convert_kv.LAYOUT, st.builds(KvLayout, U32, U32, U32, st.integers(1, 2**32 - 1))),
     (convert_kv.RECEIPT, receipts),
@@ -179,7 +179,7 @@ EVERY_CODER = pytest.mark.parametrize(("coder", "noun"), CODERS, ids=lambda valu
 @EVERY_CODER
 @given(data=st.data())
 @settings(max_examples=40)
-def test_round_trip(coder: Coder[Any, Any], noun: st.SearchStrategy[Any], data: st.DataObject) -> None:
+def test_round_trip(coder: MessageCoder[Any, Any], noun: st.SearchStrategy[Any], data: st.DataObject) -> None:
     value = data.draw(noun)
     assert coder.decode(coder.encode(value)) == value
 
@@ -195,7 +195,7 @@ def test_the_short_cut_for_frames_makes_the_bytes_that_protobuf_makes(frame: KvF
 @EVERY_CODER
 @given(junk=st.binary(max_size=100))
 @settings(max_examples=40)
-def test_junk_is_refused_by_name_or_decoded(coder: Coder[Any, Any], noun: object, junk: bytes) -> None:
+def test_junk_is_refused_by_name_or_decoded(coder: MessageCoder[Any, Any], noun: object, junk: bytes) -> None:
     try:
         coder.decode(junk)
     except (RequestError, TransferError):
@@ -206,7 +206,7 @@ def test_junk_is_refused_by_name_or_decoded(coder: Coder[Any, Any], noun: object
 @given(data=st.data())
 @settings(max_examples=40)
 def test_flipped_bytes_are_refused_by_name_or_decoded(
-    coder: Coder[Any, Any], noun: st.SearchStrategy[Any], data: st.DataObject
+    coder: MessageCoder[Any, Any], noun: st.SearchStrategy[Any], data: st.DataObject
 ) -> None:
     wire = bytearray(coder.encode(data.draw(noun)))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -300,7 +300,7 @@ def test_absurd_sizes_are_refused() -> None:
         (convert_kv.LAYOUT, pb.KvLayout(), "page_tokens"),
     ],
 )
-def test_incomplete_messages_name_the_field(coder: Coder[Any, Any], message: Any, why: str) -> None:
+def test_incomplete_messages_name_the_field(coder: MessageCoder[Any, Any], message: Any, why: str) -> None:
     with pytest.raises((RequestError, TransferError), match=why):
         coder.decode(message.SerializeToString())
 

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.outbox import MESSAGE_BYTES, WAITING_BYTES, Outbox
+from transport.outbox import MESSAGE_BYTES, WAITING_BYTES, StreamOutbox
 
 
 class Peer:
@@ -36,7 +36,7 @@ class Peer:
 async def sent(sizes: list[int]) -> list[list[int]]:
     """The messages that carry items of these sizes, which come together. Items are their sizes."""
     peer = Peer()
-    outbox = Outbox[int](peer.take)
+    outbox = StreamOutbox[int](peer.take)
     running = asyncio.create_task(outbox.run())
     for size in sizes:
         outbox.put(size, size)
@@ -57,7 +57,7 @@ def test_items_stay_in_order_and_messages_stay_small(sizes: list[int]) -> None:
 
 async def test_what_has_time_leaves_with_the_next_or_alone() -> None:
     peer = Peer()
-    outbox = Outbox[int](peer.take)
+    outbox = StreamOutbox[int](peer.take)
     running = asyncio.create_task(outbox.run())
     outbox.put(1, 1, soon=False)
     outbox.put(2, 1, soon=False)
@@ -72,7 +72,7 @@ async def test_what_has_time_leaves_with_the_next_or_alone() -> None:
 
 async def test_a_peer_that_takes_nothing_holds_up_whoever_adds() -> None:
     peer = Peer()
-    outbox = Outbox[int](peer.take)
+    outbox = StreamOutbox[int](peer.take)
     running = asyncio.create_task(outbox.run())
     peer.takes.clear()
     outbox.put(0, 1)
@@ -91,7 +91,7 @@ async def test_a_peer_that_takes_nothing_holds_up_whoever_adds() -> None:
 
 async def test_the_end_of_the_stream_ends_the_sending() -> None:
     peer = Peer(lives=1)
-    outbox = Outbox[int](peer.take)
+    outbox = StreamOutbox[int](peer.take)
     outbox.put(1, 1)
     await outbox.run()
     assert peer.messages == [[1]]

@@ -16,7 +16,7 @@ from hack_kernels.cpu.extension import compiled
 from hack_kernels.cpu.recorder import CpuRecorder
 from hack_kernels.recorder import Recorder
 from hack_kernels.rowwise import Rowwise
-from hack_kernels.turns import Turns
+from hack_kernels.turns import HeadRotations
 
 
 class RowwiseCpu(Rowwise):
@@ -83,7 +83,7 @@ class RowwiseCpu(Rowwise):
         self._native.turn_heads(((x, matrices, shift, False, out),))
         return out
 
-    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
         """One call for all three, which reads them as they rest."""
         to_q, to_k, to_v = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v))
         of_q, of_k = (q, turns.query, None, False, to_q), (k, turns.key, turns.shift, True, to_k)

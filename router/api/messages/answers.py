@@ -6,19 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.api.answers import Answer
+from router.api.answers import AnswerModel
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class AnthropicErrorDetail(Answer):
+class AnthropicErrorDetail(AnswerModel):
     """What went wrong."""
 
     type: str
     message: str
 
 
-class AnthropicError(Answer):
+class AnthropicError(AnswerModel):
     """Anthropic's envelope, also as an event where a stream breaks off."""
 
     type: Literal["error"]
@@ -26,14 +26,14 @@ class AnthropicError(Answer):
     request_id: str = ""
 
 
-class AnswerText(Answer):
+class AnswerText(AnswerModel):
     """A text."""
 
     type: Literal["text"]
     text: str
 
 
-class AnswerThought(Answer):
+class AnswerThought(AnswerModel):
     """Thoughts, where the model marks them. They are not signed."""
 
     type: Literal["thinking"]
@@ -41,7 +41,7 @@ class AnswerThought(Answer):
     signature: Literal[""]
 
 
-class AnswerCall(Answer):
+class AnswerCall(AnswerModel):
     """A call of a tool, which the client runs."""
 
     type: Literal["tool_use"]
@@ -54,7 +54,7 @@ class AnswerCall(Answer):
 AnswerBlock = Annotated[AnswerText | AnswerThought | AnswerCall, Field(discriminator="type")]
 
 
-class MessageUsage(Answer):
+class MessageUsage(AnswerModel):
     """Token counts."""
 
     input_tokens: int
@@ -66,7 +66,7 @@ class MessageUsage(Answer):
     output_tokens: int
 
 
-class MessageObject(Answer):
+class MessageObject(AnswerModel):
     """A complete answer of /v1/messages, or one that begins. Its content may be sent back as it is."""
 
     id: str
@@ -82,7 +82,7 @@ class MessageObject(Answer):
     """With `return_stages`: where the time went, in seconds, and what was moved, in bytes."""
 
 
-class BlockDelta(Answer):
+class BlockDelta(AnswerModel):
     """What an event adds to a block, or in the end to the message."""
 
     type: Literal["text_delta", "thinking_delta", "input_json_delta"] | None = None
@@ -93,7 +93,7 @@ class BlockDelta(Answer):
     stop_sequence: str | None = None
 
 
-class MessageEvent(Answer):
+class MessageEvent(AnswerModel):
     """An event of a streamed answer of /v1/messages; its `type` says which of the fields it has."""
 
     type: Literal[
@@ -110,7 +110,7 @@ class MessageEvent(Answer):
     """Of the `message_delta`, with `return_stages`."""
 
 
-class Counted(Answer):
+class Counted(AnswerModel):
     """Tokens of a prompt."""
 
     input_tokens: int

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic_core import from_json
 
 from hackkv.types import Finish
-from router.api.choices import Choice, Delta
+from router.api.choices import ChoiceCollector, Delta
 from router.api.errors import anthropic_envelope
 from router.api.generation import Generation
-from router.api.segments import Closed, Kind, Opened, Segment, Segments, Step
+from router.api.segments import Closed, Opened, Segment, SegmentKind, Segments, Step
 from router.api.served import ServedModel
 from router.api.sse import NamedEvents
 
@@ -53,7 +53,7 @@ class MessagesRenderer(NamedEvents):
         """Anthropic's envelope."""
         return anthropic_envelope(error)
 
-    def _ending(self, choice: Choice) -> dict[str, Any]:
+    def _ending(self, choice: ChoiceCollector) -> dict[str, Any]:
         reason, stopped_by = "end_turn", choice.stopped_by
         if choice.finish is Finish.LENGTH:
             reason = "max_tokens"
@@ -77,17 +77,21 @@ def _events(step: Step) -> Iterator[dict[str, Any]]:
         yield {"type": "content_block_delta", **place, "delta": _delta(step.segment.kind, step.text)}
 
 
-def _delta(kind: Kind, text: str) -> dict[str, Any]:
-    if kind is Kind.CALL:
+def _delta(kind: SegmentKind, text: str) -> dict[str, Any]:
+    if kind is SegmentKind.CALL:
         return {"type": "input_json_delta", "partial_json": text}
-    return {"type": "text_delta", "text": text} if kind is Kind.TEXT else {"type": "thinking_delta", "thinking": text}
+    return (
+        {"type": "text_delta", "text": text}
+        if kind is SegmentKind.TEXT
+        else {"type": "thinking_delta", "thinking": text}
+    )
 
 
 def _block(segment: Segment, text: str) -> dict[str, Any]:
     """A segment as a block that holds `text`."""
-    if segment.kind is Kind.CALL:
+    if segment.kind is SegmentKind.CALL:
         return {"type": "tool_use", "id": segment.call_id, "name": segment.name, "input": _input(text)}
-    if segment.kind is Kind.THOUGHT:
+    if segment.kind is SegmentKind.THOUGHT:
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "text", "text": text}
 
@@ -101,7 +105,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return told if isinstance(told, dict) else {}
 
 
-def _usage(choice: Choice) -> dict[str, int]:
+def _usage(choice: ChoiceCollector) -> dict[str, int]:
     return {
         "input_tokens": len(choice.prompt_ids) - choice.cached_tokens,
         "cache_read_input_tokens": choice.cached_tokens,

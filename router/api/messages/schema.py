@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from hackkv.errors import RequestError
 from router.api.conversation import Conversations
 from router.api.fields import Ignored, Parts, Refused, Text, Whole, fault, of_kind, text_or_parts
-from router.api.retold import Retold, Turns
+from router.api.retold import ChatTurns, Retold
 from router.api.schema import MAX_MESSAGES, MAX_STOPS, ChatRequest, StopString
 from router.api.strict import Strict
 from router.api.structured import JsonSchema, ResponseFormat
@@ -205,8 +205,8 @@ class Conversation(Strict):
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
         }
 
-    def _turns(self) -> Turns:
-        turns = Turns(merging=True)
+    def _turns(self) -> ChatTurns:
+        turns = ChatTurns(merging=True)
         if self.system is not None:
             turns.say("system", _text(self.system))
         for message in self.messages:
@@ -263,7 +263,7 @@ class CountRequest(Conversation, Question):
         return {"input_tokens": len(ids)}
 
 
-def _tell(turns: Turns, role: str, blocks: Iterable[Block]) -> None:
+def _tell(turns: ChatTurns, role: str, blocks: Iterable[Block]) -> None:
     """A message in blocks, in their order."""
     for block in blocks:
         if isinstance(block, TextBlock):

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.api.answers import Answer, ChatToken
+from router.api.answers import AnswerModel, ChatToken
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputText(Answer):
+class OutputText(AnswerModel):
     """A text."""
 
     type: Literal["output_text"]
@@ -22,14 +22,14 @@ class OutputText(Answer):
     """On request."""
 
 
-class ThoughtText(Answer):
+class ThoughtText(AnswerModel):
     """Thoughts."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class OutputMessage(Answer):
+class OutputMessage(AnswerModel):
     """What the model said. It may be sent back as it is."""
 
     type: Literal["message"]
@@ -39,7 +39,7 @@ class OutputMessage(Answer):
     content: list[OutputText]
 
 
-class OutputThought(Answer):
+class OutputThought(AnswerModel):
     """What the model thought, where it marks its thoughts."""
 
     type: Literal["reasoning"]
@@ -50,7 +50,7 @@ class OutputThought(Answer):
     content: list[ThoughtText]
 
 
-class OutputCall(Answer):
+class OutputCall(AnswerModel):
     """A call of a function, which the client runs."""
 
     type: Literal["function_call"]
@@ -65,7 +65,7 @@ class OutputCall(Answer):
 OutputItem = Annotated[OutputMessage | OutputThought | OutputCall, Field(discriminator="type")]
 
 
-class InputDetails(Answer):
+class InputDetails(AnswerModel):
     """Tokens of the input that were not computed again."""
 
     cached_tokens: int
@@ -73,13 +73,13 @@ class InputDetails(Answer):
     """Always 0: what is kept costs nothing."""
 
 
-class OutputDetails(Answer):
+class OutputDetails(AnswerModel):
     """Always 0: thoughts are counted with the rest."""
 
     reasoning_tokens: int
 
 
-class ResponseUsage(Answer):
+class ResponseUsage(AnswerModel):
     """Token counts."""
 
     input_tokens: int
@@ -89,7 +89,7 @@ class ResponseUsage(Answer):
     total_tokens: int
 
 
-class Failure(Answer):
+class Failure(AnswerModel):
     """What broke the answer off."""
 
     code: str
@@ -98,13 +98,13 @@ class Failure(Answer):
     param: str | None
 
 
-class Incomplete(Answer):
+class Incomplete(AnswerModel):
     """Why an answer ends early."""
 
     reason: Literal["max_output_tokens"]
 
 
-class ResponseObject(Answer):
+class ResponseObject(AnswerModel):
     """A complete answer of /v1/responses, or one that grows."""
 
     id: str
@@ -135,7 +135,7 @@ class ResponseObject(Answer):
     """With `return_stages`: where the time went, in seconds, and what was moved, in bytes."""
 
 
-class ResponseEvent(Answer):
+class ResponseEvent(AnswerModel):
     """An event of a streamed answer of /v1/responses; its `type` says which of the fields it has."""
 
     type: str

@@ -11,16 +11,16 @@ from router.api.chat import logprob_of
 from router.api.choices import Delta
 from router.api.errors import envelope
 from router.api.generation import Generation
-from router.api.reply import Rows
+from router.api.reply import TokenRows
 from router.api.responses.schema import ResponsesRequest
-from router.api.segments import Closed, Kind, Opened, Segment, Segments, Step
+from router.api.segments import Closed, Opened, Segment, SegmentKind, Segments, Step
 from router.api.served import ServedModel
 from router.api.sse import NamedEvents
 
-_PREFIX: Final = {Kind.THOUGHT: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+_PREFIX: Final = {SegmentKind.THOUGHT: "rs", SegmentKind.TEXT: "msg", SegmentKind.CALL: "fc"}
 _DELTA: Final = {
-    Kind.THOUGHT: "response.reasoning_text", Kind.TEXT: "response.output_text",
-    Kind.CALL: "response.function_call_arguments",
+    SegmentKind.THOUGHT: "response.reasoning_text", SegmentKind.TEXT: "response.output_text",
+    SegmentKind.CALL: "response.function_call_arguments",
 }  # fmt: skip
 
 
@@ -97,25 +97,25 @@ class ResponsesRenderer(NamedEvents):
         segment = step.segment
         place: dict[str, Any] = {"output_index": segment.index}
         inner = {**place, "item_id": self._id(segment)}
-        if segment.kind is not Kind.CALL:
+        if segment.kind is not SegmentKind.CALL:
             inner["content_index"] = 0
         if isinstance(step, Opened):
             yield self._event("response.output_item.added", **place, item=self._item(segment, None, begun=True))
-            if segment.kind is not Kind.CALL:
+            if segment.kind is not SegmentKind.CALL:
                 yield self._event("response.content_part.added", **inner, part=self._part(segment))
         elif isinstance(step, Closed):
             yield self._event(f"{_DELTA[segment.kind]}.done", **inner, **self._done(segment))
-            if segment.kind is not Kind.CALL:
+            if segment.kind is not SegmentKind.CALL:
                 yield self._event("response.content_part.done", **inner, part=self._part(segment))
             yield self._event("response.output_item.done", **place, item=self._item(segment, finish))
         else:
-            more = {"logprobs": self._logprobs(step.tokens)} if segment.kind is Kind.TEXT else {}
+            more = {"logprobs": self._logprobs(step.tokens)} if segment.kind is SegmentKind.TEXT else {}
             yield self._event(f"{_DELTA[segment.kind]}.delta", **inner, delta=step.text, **more)
 
     def _done(self, segment: Segment) -> dict[str, Any]:
-        if segment.kind is Kind.CALL:
+        if segment.kind is SegmentKind.CALL:
             return {"arguments": segment.text}
-        more = {"logprobs": self._logprobs(segment.tokens)} if segment.kind is Kind.TEXT else {}
+        more = {"logprobs": self._logprobs(segment.tokens)} if segment.kind is SegmentKind.TEXT else {}
         return {"text": segment.text, **more}
 
     def _id(self, segment: Segment) -> str:
@@ -126,23 +126,23 @@ class ResponsesRenderer(NamedEvents):
         last = segment is self._segments.all[-1]
         status = "incomplete" if last and (finish is Finish.LENGTH or not segment.closed) else "completed"
         head = {"id": self._id(segment), "status": "in_progress" if begun else status}
-        if segment.kind is Kind.CALL:
+        if segment.kind is SegmentKind.CALL:
             call = {"call_id": segment.call_id, "name": segment.name, "arguments": segment.text}
             return {"type": "function_call", **head, **call}
         content = [] if begun else [self._part(segment)]
-        if segment.kind is Kind.THOUGHT:
+        if segment.kind is SegmentKind.THOUGHT:
             return {"type": "reasoning", **head, "summary": [], "content": content}
         return {"type": "message", "role": "assistant", **head, "content": content}
 
     def _part(self, segment: Segment) -> dict[str, Any]:
-        if segment.kind is Kind.THOUGHT:
+        if segment.kind is SegmentKind.THOUGHT:
             return {"type": "reasoning_text", "text": segment.text}
         return {
             "type": "output_text", "text": segment.text, "annotations": [], "logprobs": self._logprobs(segment.tokens),
         }  # fmt: skip
 
-    def _logprobs(self, tokens: list[Token] | tuple[Token, ...]) -> Rows:
-        return Rows(logprob_of(self._tokenizer, token) for token in tokens if self._body.logprobs)
+    def _logprobs(self, tokens: list[Token] | tuple[Token, ...]) -> TokenRows:
+        return TokenRows(logprob_of(self._tokenizer, token) for token in tokens if self._body.logprobs)
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from router.api.fields import (
     text_or,
     text_or_parts,
 )
-from router.api.retold import Retold, Turns
+from router.api.retold import ChatTurns, Retold
 from router.api.schema import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, RefusalPart
 from router.api.strict import Strict
 from router.api.structured import JsonSchema, ResponseFormat
@@ -324,8 +324,8 @@ class ResponsesRequest(Retold):
             }
         )
 
-    def _turns(self) -> Turns:
-        turns = Turns()
+    def _turns(self) -> ChatTurns:
+        turns = ChatTurns()
         if self.instructions is not None:
             turns.say("system", self.instructions)
         if isinstance(self.input, str):

@@ -24,7 +24,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class CallPiece:
     """Call number `index` begins (`name` is set) or goes on; `arguments` are appended to what came before."""
 
     index: int
@@ -32,7 +32,7 @@ class Called:
     arguments: str
 
 
-Part: TypeAlias = Said | Called
+Part: TypeAlias = Said | CallPiece
 Steps: TypeAlias = Generator[None, str, Any]
 
 
@@ -81,8 +81,8 @@ class ToolParser(ABC):
             last = joined[-1] if joined else None
             if isinstance(part, Said) and isinstance(last, Said):
                 joined[-1] = Said(last.text + part.text)
-            elif isinstance(part, Called) and isinstance(last, Called) and not part.name:
-                joined[-1] = Called(last.index, last.name, last.arguments + part.arguments)
+            elif isinstance(part, CallPiece) and isinstance(last, CallPiece) and not part.name:
+                joined[-1] = CallPiece(last.index, last.name, last.arguments + part.arguments)
             else:
                 joined.append(part)
         self._parts = []
@@ -168,12 +168,12 @@ class ToolParser(ABC):
     def _open(self, name: str) -> None:
         if name not in self._names:
             raise NoCall
-        self._parts.append(Called(self.calls, name, ""))
+        self._parts.append(CallPiece(self.calls, name, ""))
         self._blank = ""
         self.calls += 1
 
     def _add(self, arguments: str) -> None:
-        self._parts.append(Called(self.calls - 1, "", arguments))
+        self._parts.append(CallPiece(self.calls - 1, "", arguments))
 
     def _object(self) -> Steps:
         """`"name": NAME, "arguments": {...}}`, in any order; the brace before it has been read."""

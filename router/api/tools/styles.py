@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.api.structured import Form, Kind, Thinking
+from router.api.structured import Form, FormKind, Thinking
 from router.api.tools.fields import NO_PARAMETERS, Function
 from router.api.tools.machine import ToolParser
 from router.api.tools.parsers import Hermes, Llama3, Mistral, Pythonic
@@ -126,7 +126,7 @@ def force(style: Style, functions: Sequence[Function], most: int, literal: Liter
     if behind:
         start.append(json.dumps(behind))
     text = "\n".join([" ".join(start), *style.call(functions, literal)])
-    return Form(Kind.LARK, text, "tools", thinking=thinking)
+    return Form(FormKind.LARK, text, "tools", thinking=thinking)
 
 
 def _framed(before: str, literal: Literal) -> str:

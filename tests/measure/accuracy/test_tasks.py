@@ -10,11 +10,11 @@ from hackkv.config import ModelConfig
 from hackkv.model.exact import ExactKv, advance
 from hackkv.model.tiny import Tiny, write_tiny
 from measure.accuracy import chat, continuing, humaneval, questions, reading, suite, variants
-from measure.accuracy.engine import Lanes, forced_decode, write
+from measure.accuracy.engine import ParallelSequences, forced_decode, write
 from measure.accuracy.metrics import Measure
 from measure.accuracy.sandbox import passes
 from measure.accuracy.subject import Subject, load_subject
-from measure.accuracy.task import Limits, Task
+from measure.accuracy.task import RunLimits, Task
 from measure.accuracy.variants import EXACT
 from measure.tasks import Example, join
 
@@ -31,7 +31,7 @@ def make_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     "task", [t for t in suite.SUITE if t.name in ("reading", "continuing", "chat", "questions")], ids=lambda t: t.name
 )
 def test_progress_ends_where_it_was_said_to(subject: Subject, task: Task) -> None:
-    made, counted = task.prepare(subject, Limits(samples=1)), list[int]()
+    made, counted = task.prepare(subject, RunLimits(samples=1)), list[int]()
     found = dict(made.measure(subject.with_codec(HACK.codec), counted.append, ()))
     assert sum(counted) == made.tokens
     assert all(len(scores) for point in found.values() for scores in point.scores.values())
@@ -43,7 +43,7 @@ EVICTING = variants.choose(["snapkv", "mpcache"])[1:]
 @pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
 def test_what_follows_a_prompt_is_read_from_the_rows_that_stayed(subject: Subject, row: variants.Variant) -> None:
     """The exact codec's own row is exact; a budget of all rows, all of them read, makes another codec so."""
-    made = continuing.prepare(subject, Limits(samples=1, longest=1024))
+    made = continuing.prepare(subject, RunLimits(samples=1, longest=1024))
     loose = row.codec.model_copy(update={"settings": {"budget": "100%", "select": "100%"}})
     exact, all_rows, some = (
         dict(made.measure(subject.with_codec(codec), lambda count: None, ()))[512].scores
@@ -53,14 +53,14 @@ def test_what_follows_a_prompt_is_read_from_the_rows_that_stayed(subject: Subjec
     assert all_rows[Measure.KL] == pytest.approx(exact[Measure.KL], abs=1e-4)
     assert all_rows[Measure.PERPLEXITY] == pytest.approx(exact[Measure.PERPLEXITY], abs=1e-3)
     assert min(some[Measure.KL]) > 1e-3
-    read = reading.prepare(subject, Limits(samples=1))
+    read = reading.prepare(subject, RunLimits(samples=1))
     assert list(read.measure(subject.with_codec(row.codec), lambda count: None, ())) == []
 
 
 @pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
 def test_later_questions_are_asked_of_what_the_first_left(subject: Subject, row: variants.Variant) -> None:
     """Positions go on behind the whole prompt."""
-    lanes, ids = Lanes(subject.with_codec(row.codec), [700]), subject.filler[:700]
+    lanes, ids = ParallelSequences(subject.with_codec(row.codec), [700]), subject.filler[:700]
     lanes.prefill([ids[:600]], [1])
     assert (lanes.held, lanes.positions) == ([150], [600])
     lanes.prefill([ids[600:690]], [1])
@@ -69,7 +69,7 @@ def test_later_questions_are_asked_of_what_the_first_left(subject: Subject, row:
 
 
 def test_reading_gives_the_perplexity_of_exact_attention(subject: Subject) -> None:
-    made = reading.prepare(subject, Limits(samples=1, longest=512))
+    made = reading.prepare(subject, RunLimits(samples=1, longest=512))
     found = dict(made.measure(subject.with_codec(EXACT.codec), lambda count: None, ()))[512]
     ids = subject.encode(max(subject.documents, key=lambda d: len(d.text)).text)
     ids = join(subject.prefix, ids)[:512]
@@ -85,7 +85,7 @@ def test_reading_gives_the_perplexity_of_exact_attention(subject: Subject) -> No
 def test_a_longer_reading_begins_as_a_shorter_one(subject: Subject) -> None:
     worker = subject.with_codec(HACK.codec)
     long, short = (
-        dict(reading.prepare(subject, Limits(samples=1, longest=longest)).measure(worker, lambda count: None, ()))
+        dict(reading.prepare(subject, RunLimits(samples=1, longest=longest)).measure(worker, lambda count: None, ()))
         for longest in (0, 512)
     )
     assert sorted(long) == [512, 2048]
@@ -126,7 +126,7 @@ def test_writing_ends_where_the_caller_has_seen_enough(subject: Subject) -> None
 
 
 def test_chat_tells_length_and_end(subject: Subject) -> None:
-    made = chat.prepare(subject, Limits(samples=2))
+    made = chat.prepare(subject, RunLimits(samples=2))
     found = dict(made.measure(subject.with_codec(EXACT.codec), lambda count: None, ()))[0]
     for length, unfinished, ids in zip(
         *(found.scores[m] for m in (Measure.LENGTH, Measure.UNFINISHED)), found.ids, strict=True

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from hackkv.errors import ConfigError
-from measure.serve.calls import Call
-from measure.serve.client import Api, Client, Outcome
+from measure.serve.calls import PlannedRequest
+from measure.serve.client import Api, Client, RequestOutcome
 
-CALL = Call(0.0, "def f():", 4, 3)
+CALL = PlannedRequest(0.0, "def f():", 4, 3)
 USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}}
 REPORT = {"choices": [], "hackkv": {"total_s": 1.0}}
 
@@ -56,7 +56,7 @@ async def answering(body: bytes, status: int = 200, pieces: int = 1) -> AsyncIte
         await server.wait_closed()
 
 
-async def ask(body: bytes, api: Api = Api.COMPLETIONS, status: int = 200, pieces: int = 1) -> Outcome:
+async def ask(body: bytes, api: Api = Api.COMPLETIONS, status: int = 200, pieces: int = 1) -> RequestOutcome:
     async with answering(body, status, pieces) as url:
         client = Client(url, api)
         try:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from hackkv.timing import Stage, SubStage
 from measure.serve import plot
-from measure.serve.calls import Call
-from measure.serve.client import Outcome
+from measure.serve.calls import PlannedRequest
+from measure.serve.client import RequestOutcome
 from measure.serve.load import run_load
 from measure.serve.report import print_report
 from measure.serve.summary import Metric, summarize
@@ -31,10 +31,10 @@ def report() -> dict[str, Any]:
     return {"stages": dict.fromkeys(Stage, 0.01), "sub_stages": dict.fromkeys(SubStage, 0.002), "kv": kv}
 
 
-def outcome(first_s: float, gap_s: float, tokens: int = 5, error: str = "") -> Outcome:
+def outcome(first_s: float, gap_s: float, tokens: int = 5, error: str = "") -> RequestOutcome:
     times = [first_s + index * gap_s for index in range(tokens)]
-    call = Call(0.0, "x", 10, tokens)
-    return Outcome(call, 0.0, 0.0, times, times[-1] + 0.001, 10, tokens, error, None if error else report())
+    call = PlannedRequest(0.0, "x", 10, tokens)
+    return RequestOutcome(call, 0.0, 0.0, times, times[-1] + 0.001, 10, tokens, error, None if error else report())
 
 
 def test_the_keys_are_vllms_and_failures_count_in_none_of_the_times() -> None:
@@ -73,20 +73,20 @@ class Slow:
     def __init__(self) -> None:
         self.now = self.most = 0
 
-    async def send(self, call: Call, fields: dict[str, Any]) -> Outcome:
+    async def send(self, call: PlannedRequest, fields: dict[str, Any]) -> RequestOutcome:
         """Return an empty outcome."""
         self.now += 1
         self.most = max(self.most, self.now)
         for _ in range(20):
             await asyncio.sleep(0)
         self.now -= 1
-        return Outcome(call)
+        return RequestOutcome(call)
 
 
 @pytest.mark.parametrize(("limit", "most"), [(None, 9), (4, 4), (1, 1)])
 async def test_concurrency_is_held_and_order_kept(limit: int | None, most: int) -> None:
-    sender, calls = Slow(), [Call(0.0, str(index), 1, 1) for index in range(9)]
-    done: list[Outcome] = []
+    sender, calls = Slow(), [PlannedRequest(0.0, str(index), 1, 1) for index in range(9)]
+    done: list[RequestOutcome] = []
     outcomes, duration_s = await run_load(sender, calls, {}, limit, lambda: None, done.append)
     assert sender.most == most
     assert [each.call for each in outcomes] == calls
@@ -95,7 +95,7 @@ async def test_concurrency_is_held_and_order_kept(limit: int | None, most: int) 
 
 
 async def test_requests_leave_at_their_times() -> None:
-    calls = [Call(0.03 * index, "x", 1, 1) for index in range(4)]
+    calls = [PlannedRequest(0.03 * index, "x", 1, 1) for index in range(4)]
     outcomes, _ = await run_load(Slow(), calls, {}, None, lambda: None, lambda _: None)
     assert all(each.sent_s >= each.call.at_s for each in outcomes)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.answer import Answer, call_id
+from router.api.answer import MessageDraft, call_id
 from router.api.structured import Thinking
 from router.api.tools.parsers import Hermes
 
@@ -29,7 +29,7 @@ CASES = [
 def test_thoughts_are_reasoning_content(
     thinking: Thinking, text: str, thought: str, said: str, places: list[int]
 ) -> None:
-    answer = Answer(thinking, None)
+    answer = MessageDraft(thinking, None)
     at = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
     deltas = [delta for start, end in itertools.pairwise(at) for delta in answer.push(text[start:end], False)]
     deltas += answer.push("", True)
@@ -41,7 +41,7 @@ def test_thoughts_are_reasoning_content(
 
 def test_a_streamed_call_adds_up_to_the_whole_one() -> None:
     text = '<think>which?</think>\nSo: <tool_call>\n{"name": "f", "arguments": {"a": [1, 2]}}\n</tool_call>'
-    answer = Answer(Thinking.MAYBE, Hermes(frozenset({"f"})))
+    answer = MessageDraft(Thinking.MAYBE, Hermes(frozenset({"f"})))
     deltas = [delta for char in text for delta in answer.push(char, False)] + answer.push("", True)
     calls: list[dict[str, Any]] = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
     assert "".join(call["function"]["arguments"] for call in calls) == '{"a": [1, 2]}'

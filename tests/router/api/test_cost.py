@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hackkv.types import Token
 from router.api.chat import ChatRenderer
-from router.api.choices import Choice, Delta
+from router.api.choices import ChoiceCollector, Delta
 from router.api.completions import CompletionRenderer
 from router.api.reply import to_json
 from router.api.schema import ChatRequest, CompletionRequest
@@ -95,7 +95,7 @@ async def test_an_event_that_is_filled_in_is_the_event_that_would_be_written(
     else:
         asked = json.dumps({"prompt": "x", **options}).encode()
         renderer = CompletionRenderer(api.served, validate(CompletionRequest, asked, "tiny", False), "<text>", {}, {})
-    choice = Choice(0, (1,), api.tokenizer)
+    choice = ChoiceCollector(0, (1,), api.tokenizer)
     for index, text in enumerate(texts):
         delta = Delta(choice, text, Token(index, 5), None, index == 0)
         first = renderer.written(delta)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hackkv.tokenizer import Tokenizer
 from router.api import reply
 from router.api.completions import alternatives, token_name
-from router.api.reply import PIECE, SMALL, Rows, to_json, to_json_in_turns
+from router.api.reply import PIECE, SMALL, TokenRows, to_json, to_json_in_turns
 from tests.router.conftest import INSIDE, Api, Inside
 
 TEXT = "a🦊é b"
@@ -172,9 +172,9 @@ def listed(value: Any) -> Any:
 
 
 def read_twice(value: Any) -> Any:
-    """With `Rows` in place of tuples, made anew since they can be read once."""
+    """With `TokenRows` in place of tuples, made anew since they can be read once."""
     if isinstance(value, dict):
         return {key: read_twice(item) for key, item in value.items()}
     if isinstance(value, list):
         return [read_twice(item) for item in value]
-    return Rows(iter(value)) if isinstance(value, tuple) else value
+    return TokenRows(iter(value)) if isinstance(value, tuple) else value

@@ -16,7 +16,7 @@ from hackkv.errors import Cancelled, DeadlineExceeded, HackkvError, RequestError
 from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.caller import Caller
-from router.api.prompts import SMALL, Prompts
+from router.api.prompts import SMALL, PromptParser
 from router.api.schema import ChatRequest, CompletionRequest
 from tests.router.conftest import check_error, make_served
 from tests.router.scripted import Cluster
@@ -42,7 +42,7 @@ def large(**fields: Any) -> bytes:
 
 
 @pytest.fixture
-async def prompts(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[Prompts]:
+async def prompts(cluster: Cluster, tokenizer: Tokenizer) -> AsyncIterator[PromptParser]:
     """Of a model over a scripted cluster."""
     prompts = make_served(cluster, tokenizer).prompts
     yield prompts
@@ -61,7 +61,9 @@ def refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("refused_here")
-async def test_large_bodies_are_parsed_elsewhere_and_come_back_the_same(prompts: Prompts, tokenizer: Tokenizer) -> None:
+async def test_large_bodies_are_parsed_elsewhere_and_come_back_the_same(
+    prompts: PromptParser, tokenizer: Tokenizer
+) -> None:
     caller = Caller(Leaving())
     text = await prompts.parse(CompletionRequest, large(prompt=["fox", "dog"], n=2, seed=7), caller, "a")
     assert text.prompts == [tuple(tokenizer.encode("fox")), tuple(tokenizer.encode("dog"))]
@@ -90,7 +92,7 @@ REFUSED: list[tuple[type[CompletionRequest | ChatRequest], dict[str, Any], str]]
 
 
 @pytest.mark.usefixtures("refused_here")
-async def test_refusals_of_large_bodies_name_the_field(prompts: Prompts) -> None:
+async def test_refusals_of_large_bodies_name_the_field(prompts: PromptParser) -> None:
     """By children of one process."""
     for kind, fields, param in REFUSED:
         with pytest.raises(RequestError) as refused:
@@ -99,7 +101,7 @@ async def test_refusals_of_large_bodies_name_the_field(prompts: Prompts) -> None
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
-    prompts: Prompts, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    prompts: PromptParser, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("was tokenized"))
     with pytest.raises(RequestError, match=r"prompt has at least \d+ tokens; this model serves at most 400"):
@@ -118,7 +120,7 @@ def slow_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def stuck(cluster: Cluster, slow_checkpoint: Path) -> AsyncIterator[Prompts]:
+async def stuck(cluster: Cluster, slow_checkpoint: Path) -> AsyncIterator[PromptParser]:
     """Every conversation takes for ever, every completion does not."""
     prompts = make_served(cluster, Tokenizer(slow_checkpoint), deadlines={"tokenize_s": 600}).prompts
     yield prompts
@@ -129,7 +131,7 @@ FOREVER = large(messages=[{"role": "user", "content": "x"}])
 HUGE = json.dumps({"messages": [{"role": "user", "content": "x"}], "user": "y" * (1 << 19)}).encode()
 
 
-async def children(prompts: Prompts, count: int) -> None:
+async def children(prompts: PromptParser, count: int) -> None:
     """Wait until so many jobs are at work."""
     while prompts.parsers.jobs != count:  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -165,7 +167,7 @@ async def test_parsing_has_a_deadline(cluster: Cluster, slow_checkpoint: Path) -
     await served.prompts.parsers.close()
 
 
-async def test_the_process_ends_when_the_client_leaves(stuck: Prompts) -> None:
+async def test_the_process_ends_when_the_client_leaves(stuck: PromptParser) -> None:
     client = Leaving()
     parsing = asyncio.create_task(stuck.parse(ChatRequest, FOREVER, Caller(client), "a"))
     await children(stuck, 1)
@@ -182,7 +184,7 @@ async def test_the_process_ends_when_the_client_leaves(stuck: Prompts) -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_process_that_dies_is_an_error_and_the_next_job_has_a_new_one(stuck: Prompts) -> None:
+async def test_a_process_that_dies_is_an_error_and_the_next_job_has_a_new_one(stuck: PromptParser) -> None:
     parsing = asyncio.create_task(stuck.parse(ChatRequest, FOREVER, Caller(Leaving()), "a"))
     await children(stuck, 1)
     first = stuck.parsers.pid
@@ -203,7 +205,7 @@ async def test_a_process_that_dies_is_an_error_and_the_next_job_has_a_new_one(st
     assert stuck.parsers.pid != first
 
 
-async def test_the_process_ends_with_the_router(stuck: Prompts) -> None:
+async def test_the_process_ends_with_the_router(stuck: PromptParser) -> None:
     await stuck.parse(CompletionRequest, large(prompt="x"), Caller(Leaving()), "a")
     parent = stuck.parsers.pid
     await stuck.parsers.close()

@@ -17,7 +17,7 @@ from hackkv.errors import NodeLost
 from hackkv.timing import Stage
 from hackkv.tokenizer import Tokenizer
 from node.logs import ACCESS, JsonLines
-from node.spans import Spans, open_spans
+from node.spans import ProcessTracer, open_spans
 from router.api.app import build_app
 from router.api.served import ServedModel
 from router.config import RouterConfig
@@ -43,7 +43,7 @@ class Traced:
     """An application whose spans go to a collector, and its client."""
 
     http: httpx.AsyncClient
-    spans: Spans
+    spans: ProcessTracer
     served: ServedModel
 
 

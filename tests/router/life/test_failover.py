@@ -21,7 +21,7 @@ from hackkv.held import HeldKv
 from hackkv.timing import Stage
 from hackkv.types import DecodeJob, HandoffFailed, PrefillEvent, PrefillJob, Role
 from router.config import DeadlinesConfig
-from router.life.states import State
+from router.life.states import RequestState
 from router.watch.metrics import Outcome
 from tests.router.runs import Run, assert_served, counted, until
 from tests.router.scripted import Cluster, Point, count_up
@@ -111,7 +111,7 @@ async def test_while_all_nodes_of_a_role_drain_requests_wait_for_a_new_one(clust
     run = Run(cluster)
     serving = asyncio.create_task(run.serve())
     await until(lambda: cluster.fleet.waiting == 1 and len(run.tokens) == 1)  # its prompt is computed meanwhile
-    assert run.flight.life.state is State.WAITING
+    assert run.flight.life.state is RequestState.WAITING
     await cluster.report("d1", incarnation="2")
     await serving
     assert_served(run, cluster)
@@ -157,7 +157,7 @@ async def test_a_request_that_kills_nodes_stops_at_its_budget() -> None:
     with pytest.raises(NodeLost, match="d3 died"):
         await run.serve()
     assert sum(member.health.suspended_until > 0 for member in cluster.fleet.nodes.members()) == 4
-    assert run.flight.life.state is State.FAILED
+    assert run.flight.life.state is RequestState.FAILED
     cluster.assert_idle()
 
 
@@ -239,7 +239,7 @@ def test_a_swapped_sequence_has_a_deadline_of_its_own() -> None:
         run = Run(cluster, deadlines=DeadlinesConfig(token_s=5.0))
         serving = asyncio.create_task(run.serve())
         await cluster.script.reached[Point.TOKEN].wait()
-        assert run.flight.life.state is State.SWAPPED
+        assert run.flight.life.state is RequestState.SWAPPED
         await asyncio.wait([serving], timeout=50.0)
         gate.set()
         await serving

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hackkv.errors import HackkvError, NodeDraining, NodeLost, TransferError
 from router.config import DeadlinesConfig
 from router.life.lifecycle import IllegalMove, Lifecycle, limit_s
-from router.life.states import TABLE, State, drawing, table
+from router.life.states import TABLE, RequestState, drawing, table
 from tests.router.runs import Run
 from tests.router.scripted import Cluster, Point, count_up
 
@@ -23,25 +23,25 @@ REQUEST = Path(__file__).parents[3] / "docs" / "request.md"
 
 
 def test_every_state_has_an_owner_a_way_on_and_a_deadline_that_can_be_set() -> None:
-    assert set(TABLE) == set(State)
+    assert set(TABLE) == set(RequestState)
     for state, rule_ in TABLE.items():
-        ends = state in (State.DONE, State.FAILED)
+        ends = state in (RequestState.DONE, RequestState.FAILED)
         assert rule_.owner
         assert (rule_.deadline is None) == (not rule_.next) == ends
-        assert ends or State.FAILED in rule_.next
+        assert ends or RequestState.FAILED in rule_.next
         if rule_.deadline:
             assert rule_.deadline in DeadlinesConfig.model_fields
 
 
 def test_every_state_is_reached_and_every_request_can_end() -> None:
-    reached = {State.QUEUED}
+    reached = {RequestState.QUEUED}
     while more := {to for state in reached for to in TABLE[state].next} - reached:
         reached |= more
-    assert reached == set(State)
-    ending = {State.DONE}
-    while more := {state for state in State if TABLE[state].next & ending} - ending:
+    assert reached == set(RequestState)
+    ending = {RequestState.DONE}
+    while more := {state for state in RequestState if TABLE[state].next & ending} - ending:
         ending |= more
-    assert ending == set(State) - {State.FAILED}
+    assert ending == set(RequestState) - {RequestState.FAILED}
 
 
 def test_the_drawing_in_the_documents_is_the_table() -> None:
@@ -52,19 +52,19 @@ def test_the_drawing_in_the_documents_is_the_table() -> None:
 
 def test_the_deadline_of_a_transfer_grows_with_what_is_transferred() -> None:
     deadlines = DeadlinesConfig(transfer_s=60, transfer_ktoken_s=1)
-    assert limit_s(deadlines, State.TRANSFERRING, 128_000) == 188
-    assert limit_s(deadlines, State.DECODING, 128_000) == deadlines.token_s
+    assert limit_s(deadlines, RequestState.TRANSFERRING, 128_000) == 188
+    assert limit_s(deadlines, RequestState.DECODING, 128_000) == deadlines.token_s
 
 
-PATHS: dict[State, tuple[State, ...]] = {State.QUEUED: ()}
+PATHS: dict[RequestState, tuple[RequestState, ...]] = {RequestState.QUEUED: ()}
 """Moves that lead to each state, by way of the table."""
-while len(PATHS) < len(State):
+while len(PATHS) < len(RequestState):
     PATHS |= {to: (*path, to) for now, path in list(PATHS.items()) for to in TABLE[now].next if to not in PATHS}
 
 
-@pytest.mark.parametrize("to", list(State))
-@pytest.mark.parametrize("now", list(State))
-async def test_a_request_moves_as_the_table_says_or_stays_where_it_is(now: State, to: State) -> None:
+@pytest.mark.parametrize("to", list(RequestState))
+@pytest.mark.parametrize("now", list(RequestState))
+async def test_a_request_moves_as_the_table_says_or_stays_where_it_is(now: RequestState, to: RequestState) -> None:
     life = Lifecycle()
     for step in PATHS[now]:
         life.move(step)
@@ -81,18 +81,18 @@ async def test_a_request_moves_as_the_table_says_or_stays_where_it_is(now: State
 
 async def test_the_decode_side_of_a_request_that_is_prefilling_moves_as_the_table_says() -> None:
     life = Lifecycle()
-    life.move(State.PREFILLING)
+    life.move(RequestState.PREFILLING)
     with pytest.raises(IllegalMove):
-        life.ahead(State.DECODING)
-    life.ahead(State.WAITING)
+        life.ahead(RequestState.DECODING)
+    life.ahead(RequestState.WAITING)
     with pytest.raises(IllegalMove):
-        life.ahead(State.TRANSFERRING)
-    life.ahead(State.OFFERED)
+        life.ahead(RequestState.TRANSFERRING)
+    life.ahead(RequestState.OFFERED)
     states = [life.state]
     life.catch_up()
     states.append(life.state)
-    life.ahead(State.TRANSFERRING)
-    assert [*states, life.state] == [State.PREFILLING, State.OFFERED, State.TRANSFERRING]
+    life.ahead(RequestState.TRANSFERRING)
+    assert [*states, life.state] == [RequestState.PREFILLING, RequestState.OFFERED, RequestState.TRANSFERRING]
 
 
 class Watched(Lifecycle):
@@ -102,12 +102,12 @@ class Watched(Lifecycle):
         super().__init__()
         self._illegal = illegal
 
-    def move(self, to: State) -> None:
+    def move(self, to: RequestState) -> None:
         """See `Lifecycle.move`."""
         with self._watched():
             super().move(to)
 
-    def ahead(self, to: State) -> None:
+    def ahead(self, to: RequestState) -> None:
         """See `Lifecycle.ahead`."""
         with self._watched():
             super().ahead(to)
@@ -239,7 +239,7 @@ class Requests(RuleBasedStateMachine):
             if task.done():
                 task.result()
                 assert len(run.ids) == run.flight.request.sampling.max_tokens
-                assert run.flight.life.state is State.DONE
+                assert run.flight.life.state is RequestState.DONE
 
     def teardown(self) -> None:
         """Once every node is there again, every request ends, and nothing is held anywhere."""

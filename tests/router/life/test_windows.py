@@ -5,7 +5,7 @@ from __future__ import annotations
 from hackkv.timing import Stage, StageClock, SubStage
 from hackkv.types import Decoded, HandedOff, Prefilled, Receipt, Token
 from router.life.lifecycle import Lifecycle
-from router.life.windows import Windows
+from router.life.windows import AttemptWindows
 from tests.hand import Hand
 
 
@@ -14,7 +14,7 @@ def test_parts_stay_within_their_stages_when_token_0_comes_late() -> None:
     hand = Hand()
     clock = StageClock(hand)
     receipt = Receipt("t", 1, (), 0, 0, 0.0)
-    with Windows(clock, Lifecycle()) as windows:
+    with AttemptWindows(clock, Lifecycle()) as windows:
         windows.dispatched()
         hand.time += 16
         windows.prefilled(Prefilled(Token(0, 5), 1.0, 6.0, quantize_s=2.0, computed_tokens=1, wire_encode_s=1.0))

@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 from hackkv.types import Role
-from router.workers.link import Link
+from router.workers.link import WorkerLink
 from router.workers.process import LeadersJournal
 from tests.router.conftest import INSIDE, Inside
 from tests.router.scripted import info
@@ -27,7 +27,7 @@ class Leader(End):
 async def test_no_node_is_both_here_and_gone_and_none_is_neither(api: Inside) -> None:
     cluster = api.cluster
     one, other = socket.socketpair()
-    leader, worker = Leader(await Link.over(one)), End(await Link.over(other))
+    leader, worker = Leader(await WorkerLink.over(one)), End(await WorkerLink.over(other))
     journal = LeadersJournal(cluster.fleet, worker.link, "")
     try:
         told = await journal.cluster(7)

@@ -13,7 +13,7 @@ import pytest
 from hackkv.errors import Unavailable
 from router.packets import pack
 from router.workers import link as link_module
-from router.workers.link import Link
+from router.workers.link import WorkerLink
 
 PATIENCE_S = 240.0
 
@@ -21,7 +21,7 @@ PATIENCE_S = 240.0
 class End:
     """One end: what it heard, and its link."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: WorkerLink) -> None:
         self.link, self.heard = link, list[tuple[str, Any, bytes]]()
         self.silent = asyncio.Event()
         self.running = asyncio.create_task(link.run(self._hear, self._answer))
@@ -38,7 +38,7 @@ class End:
 @asynccontextmanager
 async def pair() -> AsyncIterator[tuple[End, End]]:
     """Two ends of one link."""
-    ends = [End(await Link.over(one)) for one in socket.socketpair()]
+    ends = [End(await WorkerLink.over(one)) for one in socket.socketpair()]
     try:
         yield ends[0], ends[1]
     finally:
@@ -84,7 +84,7 @@ async def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(link_module, "MAX_UNREAD", 1 << 20)
     near, far = socket.socketpair()
     with far:
-        end = End(await Link.over(near))
+        end = End(await WorkerLink.over(near))
         for _ in range(100):
             end.link.tell("report", "x" * (1 << 16))
         await end.running
@@ -94,7 +94,7 @@ async def test_a_message_beyond_all_bounds_is_refused_before_it_is_read(monkeypa
     monkeypatch.setattr(link_module, "MAX_MESSAGE", 1 << 10)
     near, far = socket.socketpair()
     with far:
-        end = End(await Link.over(near))
+        end = End(await WorkerLink.over(near))
         far.sendall(pack({"tell": "x" * (1 << 11), "value": None}))
         with pytest.raises(Unavailable, match="at most 1024"):
             await end.running

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.api.tools.machine import Called, Part, Said, ToolParser
+from router.api.tools.machine import CallPiece, Part, Said, ToolParser
 from router.api.tools.parsers import Hermes, Llama3, Mistral, Pythonic
 
 NAMES = frozenset({"f", "g.h"})
@@ -68,7 +68,7 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, st
     text = "".join(part.text for part in parts if isinstance(part, Said))
     calls = list[tuple[str, str]]()
     for part in parts:
-        if isinstance(part, Called):
+        if isinstance(part, CallPiece):
             if part.index == len(calls):
                 calls.append(("", ""))
             name, arguments = calls[part.index]

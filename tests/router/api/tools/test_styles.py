@@ -16,7 +16,7 @@ from hackkv.tokenizer import Tokenizer
 from router.api.grammar_child import make_grammar
 from router.api.structured import Thinking
 from router.api.tools.fields import NO_PARAMETERS, Function
-from router.api.tools.machine import Called
+from router.api.tools.machine import CallPiece
 from router.api.tools.styles import STYLES, detect, force
 
 EOS = (0, 5)
@@ -58,7 +58,7 @@ def test_forced_calls_are_read_back_and_validate(name: str, most: int) -> None:
         parts = parser.push(tokenizer.decode(output[:-1])) + parser.finish()
         assert 1 <= parser.calls <= most
         for part in parts:
-            assert isinstance(part, Called), parts
+            assert isinstance(part, CallPiece), parts
             called.add(part.name)
             jsonschema.validate(json.loads(part.arguments), SCHEMAS[part.name])
     assert called == set(SCHEMAS)
