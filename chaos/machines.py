@@ -84,7 +84,11 @@ class Workshop:
         server = RpcServer("127.0.0.1", 0)
         stack.push_async_callback(server.close)
         return Site(
-            server, frame_timeout_s=self._setup.frame_timeout_s, network=self._network, links=faulty_links(faults)
+            server,
+            frame_timeout_s=self._setup.frame_timeout_s,
+            network=self._network,
+            xxh3_64=self._worker.backend.xxh3_64,
+            links=faulty_links(faults),
         )
 
     def _own_worker(self) -> Worker:

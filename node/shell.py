@@ -109,7 +109,7 @@ async def serve_node(
     async with RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust) as server:
         address = await server.start()
         identity = NodeIdentity(config.node_id or f"{role}@{address}", address, uuid4().hex)
-        site = Site(server, trust)
+        site = Site(server, trust, xxh3_64=worker.backend.xxh3_64)
         spans = open_spans(config.traces, role, identity.node_id)
         try:
             async with open_node(Ground(config, worker, num_pages, identity, site, spans)) as node:

@@ -104,6 +104,9 @@ class MetaBackend:
     def batches_to_warm(self, most: int) -> Series[int]:
         return ()
 
+    def xxh3_64(self, pieces: Series[Tensor], seed: int) -> list[int]:
+        raise AssertionError("a device without values has no checksums")
+
     def use_threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
 

@@ -126,7 +126,7 @@ async def test_a_handoff_over_nccl_lands_without_a_trip_through_host_memory(code
     worker, request = tiny_worker(codec), greedy("r", prompt(3, 4 * PI + 7), 6)
     due = [token.token_id for token in generate(worker, request)]
     with on_lanes(Lagging(7, computes=False).lanes):
-        async with paired(worker, over=linked(lambda: kind)) as nodes:
+        async with paired(worker, over=linked(lambda _: kind)) as nodes:
             served = await nodes.serve(request)
             assert [token.token_id for token in served.tokens] == due
             await nodes.assert_idle()

@@ -19,13 +19,13 @@ from torch._C._distributed_c10d import Store
 
 from hackkv.errors import ConfigError, DeadlineExceeded, HackkvError, NodeLost
 from hackkv.types import Payload
-from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Exchange, LinkKind
+from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Checksums, Exchange, LinkKind
 
 _PARCEL_TIMEOUT: Final = timedelta(seconds=PARCEL_TIMEOUT_S)
 _WORD: Final = 8
 
 
-def create() -> LinkKind:
+def create(_: Checksums) -> LinkKind:
     """`gloo`, for the table. Both ends need the same torch, to its minor version. Raises `ConfigError`."""
     if not dist.is_gloo_available():
         raise ConfigError("wire: gloo: this build of torch has no gloo")

@@ -7,10 +7,12 @@ gRPC keeps everything else: handshakes, headers, verdicts, and the messages by w
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
+
+import xxhash
 
 from hackkv.errors import ConfigError
 from hackkv.types import Payload
@@ -19,6 +21,15 @@ CONNECT_TIMEOUT_S: Final = 30.0
 """How long both ends of a link may take to connect."""
 PARCEL_TIMEOUT_S: Final = 60.0
 """How long a parcel may take once its receiver is ready. 8 MiB take as long at 1.1 Mbit/s."""
+
+
+Checksums = Callable[[Sequence[Any], int], list[int]]
+"""Gives the XXH3-64 of tensors of bytes, with a seed, where they lie. Their type stays unnamed: it would load torch."""
+
+
+def on_host(pieces: Sequence[Any], seed: int) -> list[int]:
+    """`Checksums` of copies on the host."""
+    return [xxhash.xxh3_64_intdigest(piece.cpu().numpy().data, seed) for piece in pieces]
 
 
 class Exchange(Protocol):
@@ -71,13 +82,14 @@ class LinkKind:
 LINKS: Final[Mapping[str, str]] = MappingProxyType(
     {"gloo": "transport.gloo_link", "nccl": "transport.nccl_link", "nixl": "transport.nixl_link"}
 )
-"""Name -> module with `create() -> LinkKind`, which raises `ConfigError` in one line where it cannot be used. They are
-loaded on use: they need torch, which the router never loads."""
+"""Name -> module with `create(xxh3_64: Checksums) -> LinkKind`, which raises `ConfigError` in one line where it cannot
+be used. They are loaded on use: they need torch, which the router never loads."""
 
 
-def link_kind(name: str) -> LinkKind:
-    """The kind of that name. Raises `ConfigError` that names what this process lacks for it."""
+def link_kind(name: str, xxh3_64: Checksums = on_host) -> LinkKind:
+    """The kind of that name; `xxh3_64` checks what arrives on a device. Raises `ConfigError` that names what this
+    process lacks for it."""
     try:
-        return cast(LinkKind, importlib.import_module(LINKS[name]).create())
+        return cast(LinkKind, importlib.import_module(LINKS[name]).create(xxh3_64))
     except ImportError as error:
         raise ConfigError(f"wire: {name}: {error}") from error

@@ -8,7 +8,7 @@ NCCL may take two multiprocessors, since kernels that wait for a peer hold their
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import Lock, Thread
 from time import monotonic, sleep
@@ -20,14 +20,14 @@ from torch import Tensor
 from hackkv.device_payload import DevicePayload
 from hackkv.errors import ConfigError, DeadlineExceeded, NodeLost
 from hackkv.types import Payload
-from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Exchange, LinkKind
+from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Checksums, Exchange, LinkKind
 
 RECEIVER: Final = 1
 MAX_CTAS: Final = 2
 OLDEST: Final = 21800
 """The version from which a communicator can be told how many multiprocessors it may take, and not to block."""
 WARM_BYTES: Final = 4096
-"""A parcel that runs all that Triton compiles to check any."""
+"""A parcel whose check runs all that is compiled to check any."""
 POLL_S: Final = 100e-6
 SUCCESS, IN_PROGRESS, UINT8 = 0, 7, 1  # ncclResult_t and ncclDataType_t
 
@@ -64,8 +64,8 @@ class PayloadMemory(Protocol):
 class CudaMemory:
     """Memory of the GPU on which the node computes."""
 
-    def __init__(self, xxh3_64: Callable[[Sequence[Tensor], int], list[int]]) -> None:
-        """How checksums come about there; see `DevicePayload`."""
+    def __init__(self, xxh3_64: Checksums) -> None:
+        """`xxh3_64` makes checksums there; see `DevicePayload`."""
         self._xxh3_64 = xxh3_64
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
@@ -101,14 +101,12 @@ class CudaMemory:
         return DevicePayload(buffer, self._xxh3_64, lambda: torch.cuda.stream(self._stream))
 
 
-def create() -> LinkKind:
-    """`nccl`, for the table. Raises `ConfigError` that names what is missing: bindings, library or GPU; `ImportError`
-    without Triton."""
+def create(xxh3_64: Checksums) -> LinkKind:
+    """`nccl`, for the table. Raises `ConfigError` that names what is missing: bindings, library or GPU."""
     bindings = load_bindings()
     if not torch.cuda.is_available():
         raise ConfigError("wire: nccl: torch sees no CUDA device (a torch build without CUDA, or no driver)")
-    xxh3 = importlib.import_module("hack_kernels.triton.xxh3")  # it needs Triton, which machines without GPU lack
-    return nccl_kind(bindings, partial(CudaMemory, xxh3.xxh3_64))
+    return nccl_kind(bindings, partial(CudaMemory, xxh3_64))
 
 
 def load_bindings() -> Any:

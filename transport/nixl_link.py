@@ -30,7 +30,7 @@ import torch
 from hackkv.errors import ConfigError, DeadlineExceeded, NodeLost
 from hackkv.types import Payload
 from transport.coder import MAX_PAYLOAD_BYTES
-from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Exchange, LinkKind
+from transport.link import CONNECT_TIMEOUT_S, PARCEL_TIMEOUT_S, Checksums, Exchange, LinkKind
 
 RECEIVER: Final = 1
 BACKEND: Final = "UCX"
@@ -51,7 +51,7 @@ class Library:
     """What its calls raise; these classes have no base of their own."""
 
 
-def create() -> LinkKind:
+def create(_: Checksums) -> LinkKind:
     """`nixl`, for the table. Both ends need the same NIXL, to its minor version. Raises `ConfigError`."""
     library = load_library()
     plugins = library.api.nixl_agent(uuid4().hex, library.api.nixl_agent_config(backends=[])).get_plugin_list()

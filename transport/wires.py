@@ -21,7 +21,7 @@ from transport.closing import closing
 from transport.delivery import FRAME_TIMEOUT_S
 from transport.grpc_wire import GrpcListener, GrpcSender
 from transport.inproc_wire import InprocNetwork
-from transport.link import LINKS, LinkKind, link_kind
+from transport.link import LINKS, Checksums, LinkKind, link_kind, on_host
 from transport.rpc_server import PLAIN, RpcServer
 from transport.trust import EVERYBODY, Trust, is_loopback
 
@@ -39,6 +39,8 @@ class Site:
     """How long a receiver waits for the next frame."""
     network: InprocNetwork = field(default_factory=InprocNetwork)
     """Where ends within one process meet."""
+    xxh3_64: Checksums = on_host
+    """Checks payloads that arrive on the device on which the process computes."""
     links: Callable[[LinkKind], LinkKind] = lambda kind: kind
     """What becomes of a kind of link before it is used: plans of faults wrap it."""
 
@@ -57,13 +59,17 @@ class Wire:
     """Raises `ConfigError` in one line where this machine cannot use it."""
 
 
-def linked(kind: Callable[[], LinkKind]) -> Wire:
+def linked(kind: Callable[[Checksums], LinkKind]) -> Wire:
     """A wire whose payloads travel over a link of that kind."""
+
+    def lent(site: Site) -> LinkKind:
+        return site.links(kind(site.xxh3_64))
+
     return Wire(
-        sender=lambda site: GrpcSender(trust=site.trust, link=site.links(kind()), host=site.server.host),
-        listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s, link=site.links(kind())),
+        sender=lambda site: GrpcSender(trust=site.trust, link=lent(site), host=site.server.host),
+        listener=lambda site: GrpcListener(site.server, frame_timeout_s=site.frame_timeout_s, link=lent(site)),
         guarded=False,
-        check=kind,
+        check=lambda: kind(on_host),
     )
 
 

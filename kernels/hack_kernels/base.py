@@ -338,6 +338,10 @@ class Backend(Protocol):
         """Sizes of batches, up to `most`, that launch all that is compiled on first use; none where nothing is."""
         ...
 
+    def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
+        """XXH3-64, as `xxhash` makes it, of each piece: uint8 [bytes], more than 240, on `device`. Waits for them."""
+        ...
+
     def use_threads(self, threads: int) -> None:
         """Compute on so many threads of the processor from now on, in torch too; the caller's counts."""
         ...

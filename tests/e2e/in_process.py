@@ -111,7 +111,7 @@ async def _prefill_node(
 ) -> PrefillService:
     server = RpcServer("127.0.0.1", 0)
     address = await server.start()
-    senders = open_senders([wire], Site(server, network=network))
+    senders = open_senders([wire], Site(server, network=network, xxh3_64=worker.backend.xxh3_64))
     stack.push_async_callback(senders.close)
     identity = NodeIdentity(name, address, "1", senders.wires)
     limits = PrefillSettings.model_validate({"max_prompts": 32, **settings})
@@ -127,7 +127,7 @@ async def _decode_node(
 ) -> DecodeService:
     server = RpcServer("127.0.0.1", 0)
     address = await server.start()
-    listeners = Listeners([wire], Site(server, network=network))
+    listeners = Listeners([wire], Site(server, network=network, xxh3_64=worker.backend.xxh3_64))
     settings = DecodeSettings(max_sequences=32, max_batch=16)
     node = DecodeService(NodeIdentity(name, address, "1"), worker, NUM_PAGES, settings)
     server.add_decode(node)

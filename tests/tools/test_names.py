@@ -42,7 +42,6 @@ OWN_BACKENDS = {
     "kernels/hack_kernels/": "backends and their table",
     "hackkv/codecs/": "a codec's definition lies beside the kernels",
     "measure/calibrate/": "a calibration quantizes as its codec's definition does",
-    "transport/nccl_link.py": "checksums of payloads are made where those lie",
     "sim/sizes.py": "a simulated page has the size that its definition says",
 }
 

@@ -18,7 +18,7 @@ from transport.wires import WIRES, Loopback, linked
 
 @pytest.fixture(params=[*WIRES_HERE, *(EVERY_LINK.keys() - set(LINKS_HERE))])
 async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Loopback]:
-    wire = WIRES.get(request.param) or linked(EVERY_LINK[request.param])
+    wire = WIRES.get(request.param) or linked(lambda _: EVERY_LINK[request.param]())
     made = Loopback(wire, FRAME_TIMEOUT_S)
     yield made
     await made.close()

@@ -19,7 +19,7 @@ from tests.transport import fake_nccl, nouns
 from tests.transport.ends import Frames, Reader, Source, Table, listening, sending
 from tests.transport.fake_nccl import Fault
 from transport import nccl_link
-from transport.link import Link
+from transport.link import Link, on_host
 from transport.nccl_link import NcclLink, create, load_bindings
 
 pytestmark = pytest.mark.skipif(not fake_nccl.possible(), reason="nccl4py, a C compiler and a torch without CUDA")
@@ -154,4 +154,4 @@ def test_versions_that_do_not_fit_are_both_named() -> None:
 def test_a_machine_without_a_gpu_is_told_so_in_one_line() -> None:
     fake_nccl.library()
     with pytest.raises(ConfigError, match=r"^wire: nccl: torch sees no CUDA device[^\n]*$"):
-        create()
+        create(on_host)

@@ -15,7 +15,7 @@ from tests.transport import nouns
 from tests.transport.ends import Reader, Table, listening, sending
 from tests.wires import lacks
 from transport import nixl_link
-from transport.link import Exchange, Link, link_kind
+from transport.link import Exchange, Link, link_kind, on_host
 from transport.nixl_link import ADDRESS_BYTES, NixlLink, create, load_library
 
 pytestmark = pytest.mark.skipif(bool(lacks("nixl")), reason=lacks("nixl"))
@@ -123,7 +123,7 @@ def test_an_aborted_link_moves_nothing_more(who: str) -> None:
 
 
 async def test_an_error_of_nixl_is_a_lost_node_and_the_next_push_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, reads, broken = create(), nixl_link.NixlLink._read, list[int]()
+    kind, reads, broken = create(on_host), nixl_link.NixlLink._read, list[int]()
 
     def read(link: NixlLink, size: int) -> object:
         if not broken:

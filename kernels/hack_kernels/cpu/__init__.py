@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import torch
+from torch import Tensor
 
 from hack_kernels.base import (
     Backend,
@@ -19,6 +20,7 @@ from hack_kernels.base import (
     RowKernels,
     Stopwatch,
 )
+from hack_kernels.checksums import xxh3_64
 from hack_kernels.cpu import extension
 from hack_kernels.cpu.hack import HackCpu
 from hack_kernels.cpu.levels import LevelCpu
@@ -79,6 +81,10 @@ class CpuBackend:
     def batches_to_warm(self, most: int) -> Sequence[int]:
         """Nothing is compiled."""
         return ()
+
+    def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
+        """By `xxhash`."""
+        return xxh3_64(pieces, seed)
 
     def use_threads(self, threads: int) -> None:
         """Torch's and those of the C++ kernels."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from hack_kernels.base import Backend, BackendUnavailable, FormatT, KernelsT, RowKernels, Stopwatch
+from hack_kernels.checksums import xxh3_64
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.stopwatch import HostStopwatch
 
@@ -35,6 +37,10 @@ class ReferenceBackend:
     def batches_to_warm(self, most: int) -> Sequence[int]:
         """Nothing is compiled."""
         return ()
+
+    def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
+        """By `xxhash`, on the host."""
+        return xxh3_64(pieces, seed)
 
     def use_threads(self, threads: int) -> None:
         """Torch's are all there are."""

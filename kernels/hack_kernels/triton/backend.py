@@ -55,6 +55,7 @@ from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace, block_sizes
 from hack_kernels.triton.turn import TurnedHeads
+from hack_kernels.triton.xxh3 import xxh3_64
 
 PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"
 """Environment variable that says how prompts are attended to: homomorphic (default) or exact."""
@@ -178,6 +179,10 @@ class TritonBackend:
     def batches_to_warm(self, most: int) -> Sequence[int]:
         """One of each `batch_block`. Interpreted, nothing is compiled."""
         return block_sizes(most) if self.device.type == "cuda" else ()
+
+    def xxh3_64(self, pieces: Sequence[Tensor], seed: int) -> list[int]:
+        """In two launches a piece; they wait once."""
+        return xxh3_64(pieces, seed)
 
     def use_threads(self, threads: int) -> None:
         """Torch's are all there are."""
