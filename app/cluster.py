@@ -67,8 +67,8 @@ class Checked:
 
     def placed(self, node: int, nodes: int) -> tuple[str, int]:
         """The device of node number `node` of `nodes`, and how many of them are on it."""
-        turn = node % len(self.devices)
-        return self.devices[turn], len(range(turn, nodes, len(self.devices)))
+        index = node % len(self.devices)
+        return self.devices[index], len(range(index, nodes, len(self.devices)))
 
 
 @dataclass(eq=False, slots=True)

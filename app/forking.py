@@ -129,7 +129,7 @@ class ForkServerClient:
 
     def __init__(self, process: Process | Child, channel: socket.socket) -> None:
         self._process, self._channel = process, channel
-        self._turn = asyncio.Lock()
+        self._one_at_a_time = asyncio.Lock()
 
     @classmethod
     def of(cls, begun: UnattachedServer) -> ForkServerClient:
@@ -193,7 +193,7 @@ class ForkServerClient:
         await self._process.wait()
 
     async def _ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-        async with self._turn:
+        async with self._one_at_a_time:
             try:
                 socket.send_fds(self._channel, [json.dumps(request).encode()], fds)
                 packet = await asyncio.get_running_loop().sock_recv(self._channel, MAX_ANSWER)

@@ -1,7 +1,7 @@
 """Matrix products of a model, ours beside the library's: `python -m bench.products [--threads N] [--out docs]`.
 
 Shapes are those of the shipped model and of SmolLM2-135M; rows are a decode step's and a prefill pass's. Each pair is
-measured in turns in one run; the median counts. Packed weights have two rivals: the library with weights that are
+measured alternately in one run; the median counts. Packed weights have two rivals: the library with weights that are
 unpacked for each call, and torch's own packed products, whose forms are others (codes of 8 bits with one scale for a
 row of the weight, of 4 bits in groups of 32 with BF16 scales) and which only multiply.
 """
@@ -95,7 +95,7 @@ def row(backend: CpuBackend, form: Form, shape: tuple[int, int], rows: int) -> s
             lambda: F.linear(x, kernels.unpack(packed, x.dtype)),
             packed_in_torch(x, outputs, form.bits),
         ]
-    ours, library, *others = in_turns(*calls)
+    ours, library, *others = alternating(*calls)
     speeds = " | ".join(f"{2e-9 * rows * inputs * outputs / seconds:.3g}" for seconds in (ours, library))
     other = "".join(f"{seconds / ours:.3g}" for seconds in others)
     return f"| {form} | {inputs} x {outputs} | {rows} | {backend.isa} | {speeds} | {library / ours:.3g} | {other} |"
@@ -113,7 +113,7 @@ def packed_in_torch(x: Tensor, outputs: int, bits: int) -> Callable[[], Tensor]:
     return lambda: torch._weight_int4pack_mm_for_cpu(x, packed, BLOCK, groups)
 
 
-def in_turns(*calls: Callable[[], Tensor]) -> list[float]:
+def alternating(*calls: Callable[[], Tensor]) -> list[float]:
     """Median seconds of each call."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS + 1):

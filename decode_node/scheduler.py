@@ -190,21 +190,21 @@ class DecodeScheduler(Generic[Owner]):
         """Return what to do now. `stepped` and `copied` report that it is done. No step may be under way."""
         leaving = self._make_room()
         returning = self._bring_back()
-        turns = self._turns()
-        for turn in turns:
-            turn.seat.busy = True
-        self.running = len(turns)
-        return Plan(turns, leaving, returning)
+        shares = self._shares()
+        for share in shares:
+            share.seat.busy = True
+        self.running = len(shares)
+        return Plan(shares, leaving, returning)
 
-    def stepped(self, turns: Iterable[StepShare[Owner]], *, advanced: bool) -> None:
+    def stepped(self, shares: Iterable[StepShare[Owner]], *, advanced: bool) -> None:
         """Report that the step is over. If it failed (not `advanced`), no sequence has gained rows."""
         self.running = 0
-        for turn in turns:
-            seat = turn.seat
+        for share in shares:
+            seat = share.seat
             seat.busy = False
             if advanced:
-                seat.rows += turn.rows
-                seat.pending -= turn.rows if turn.replay else 0
+                seat.rows += share.rows
+                seat.pending -= share.rows if share.replay else 0
             if seat.place is Place.GONE:
                 self._release(seat)
 
@@ -271,18 +271,18 @@ class DecodeScheduler(Generic[Owner]):
             returning.append(seat)
         return returning
 
-    def _turns(self) -> list[StepShare[Owner]]:
-        turns: list[StepShare[Owner]] = []
+    def _shares(self) -> list[StepShare[Owner]]:
+        shares: list[StepShare[Owner]] = []
         budget = max(self._limits.replay_tokens, self.footprint.page_tokens)
         for seat in self._device:
-            if len(turns) == self._limits.max_batch:
+            if len(shares) == self._limits.max_batch:
                 break
             replay = seat.pending > 1
             rows = self._replay_rows(seat, budget) if replay else 1
             if rows and self._grow(seat, seat.rows + rows):
-                turns.append(StepShare(seat, rows, replay))
+                shares.append(StepShare(seat, rows, replay))
                 budget -= rows if replay else 0
-        return turns
+        return shares
 
     def _replay_rows(self, seat: Seat[Owner], budget: int) -> int:
         """Rows of the next chunk: within the budget, and within the pages that are there."""

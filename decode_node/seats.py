@@ -88,6 +88,6 @@ class StepShare(NamedTuple, Generic[Owner]):
 class Plan(NamedTuple, Generic[Owner]):
     """What to do now: one step, and copies that run beside it."""
 
-    turns: list[StepShare[Owner]]
+    shares: list[StepShare[Owner]]
     leaving: list[Seat[Owner]]
     returning: list[Seat[Owner]]

@@ -101,28 +101,28 @@ class Steps:
                     self._memory.forget_slots(self._scheduler.pool.idle_slots)
                     await self._wake.wait()
             else:
-                chosen = await self._end(step, plan.turns)
+                chosen = await self._end(step, plan.shares)
 
     def _begin(self, plan: Plan[Stream]) -> asyncio.Future[list[Outcome]] | None:
         """Start the step on the engine's thread, if there is one."""
-        if not plan.turns:
+        if not plan.shares:
             return None
-        return asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step, _parts(plan.turns))
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step, _parts(plan.shares))
 
     async def _end(
-        self, step: asyncio.Future[list[Outcome]], turns: list[StepShare[Stream]]
+        self, step: asyncio.Future[list[Outcome]], shares: list[StepShare[Stream]]
     ) -> list[tuple[Stream, Token]]:
         """Wait for the step. Sequences that end with it leave. Returns the tokens to send."""
         advanced = False
-        streams = [turn.seat.owner for turn in turns]
+        streams = [share.seat.owner for share in shares]
         try:
             outcomes = await step
             advanced = True
-            for turn, outcome in zip(turns, outcomes, strict=True):
+            for share, outcome in zip(shares, outcomes, strict=True):
                 if isinstance(outcome, NonFiniteError):
-                    self._fail(turn.seat.owner, outcome)
-                elif turn.seat.place is Place.GONE and not turn.replay:
-                    self.copies.keep_rows(turn.seat.owner)
+                    self._fail(share.seat.owner, outcome)
+                elif share.seat.place is Place.GONE and not share.replay:
+                    self.copies.keep_rows(share.seat.owner)
         except SequenceError as error:
             self._fail(streams[error.span], error)
         except Exception as error:  # the engine's outermost loop: one bad step must not end the node
@@ -131,27 +131,27 @@ class Steps:
             self.copies.forget_rows()
             self._fail_all(streams, HackkvError(f"decode failed: {type(error).__name__}: {error}"))
         finally:
-            self._scheduler.stepped(turns, advanced=advanced)
+            self._scheduler.stepped(shares, advanced=advanced)
         if not advanced:
             return []
         chosen = [(stream, token) for stream, token in zip(streams, outcomes, strict=True) if isinstance(token, Token)]
-        self.counts["replayed_tokens"] += sum(turn.rows for turn in turns if turn.replay)
+        self.counts["replayed_tokens"] += sum(share.rows for share in shares if share.replay)
         self.counts["generated_tokens"] += len(chosen)
         for stream, token in chosen:
             if stream.names is not None:
                 stream.names.chosen([token.token_id])
         self._publish(
-            turn for turn, outcome in zip(turns, outcomes, strict=True) if not isinstance(outcome, NonFiniteError)
+            share for share, outcome in zip(shares, outcomes, strict=True) if not isinstance(outcome, NonFiniteError)
         )
         for stream, token in chosen:
             if token.finish is not None:
                 self.leave(stream)
         return chosen
 
-    def _publish(self, turns: Iterable[StepShare[Stream]]) -> None:
+    def _publish(self, shares: Iterable[StepShare[Stream]]) -> None:
         """Name the pages that a step has sealed, so that they outlive their sequences."""
         page_tokens = self._scheduler.footprint.page_tokens
-        for seat, rows, _ in turns:
+        for seat, rows, _ in shares:
             names = seat.owner.names
             if names is not None and seat.rows % page_tokens < rows:
                 publish(self._scheduler.pool, seat, names.of(seat.rows))
@@ -171,13 +171,13 @@ def _send(stream: Stream, token: Token) -> None:
         stream.put(_decoded(stream.sequence))
 
 
-def _parts(turns: Iterable[StepShare[Stream]]) -> list[StepPart]:
-    return [StepPart(turn.seat.owner.sequence, _span(turn), turn.replay) for turn in turns]
+def _parts(shares: Iterable[StepShare[Stream]]) -> list[StepPart]:
+    return [StepPart(share.seat.owner.sequence, _span(share), share.replay) for share in shares]
 
 
-def _span(turn: StepShare[Stream]) -> Span:
-    seat, grant = turn.seat, turn.seat.held_grant
-    return Span(grant.slot, seat.rows, turn.rows, grant.pages, seat.owner.sequence.evicted)
+def _span(share: StepShare[Stream]) -> Span:
+    seat, grant = share.seat, share.seat.held_grant
+    return Span(grant.slot, seat.rows, share.rows, grant.pages, seat.owner.sequence.evicted)
 
 
 def _decoded(sequence: Sequence) -> Decoded:

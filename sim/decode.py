@@ -31,7 +31,7 @@ _GAP_STEPS = 100
 class StepRun:
     """Steps under way: so many of the same batch."""
 
-    turns: list[StepShare[Job]]
+    shares: list[StepShare[Job]]
     began: float
     context: int
     cost: StepCost
@@ -114,7 +114,7 @@ class DecodeReplica:
         self._note_pages()
         run = self._run
         if run is not None and run.steps - run.counted > 1 and not self.scheduler.is_roomy:
-            steady = self._steady_steps(run.turns, run.counted)
+            steady = self._steady_steps(run.shares, run.counted)
             if run.counted + steady < run.steps:
                 self._take(run, run.counted + steady)
         return seat
@@ -163,17 +163,17 @@ class DecodeReplica:
 
     def _plan(self) -> None:
         plan = self.scheduler.schedule()
-        turns, beside, now = plan.turns, self.of.beside, self._world.now
+        shares, beside, now = plan.shares, self.of.beside, self._world.now
         if plan.leaving or plan.returning:
             self._start_copies(plan)
         beside_s = 0.0 if beside is None else beside.begin()
-        if not turns and not beside_s:
+        if not shares and not beside_s:
             self._run = None
             return
         batch = context = 0
         decoding = Stage.DECODE  # a member of an enumeration takes long to look up
         replays: list[tuple[int, int]] = []
-        for seat, rows, replay in turns:
+        for seat, rows, replay in shares:
             if replay:
                 replays.append((seat.rows, rows))
             else:
@@ -183,16 +183,16 @@ class DecodeReplica:
             if times.stage is not decoding:
                 times.enter(decoding, now)
         cost = self.of.cost.decode(batch or 1)
-        steps = 1 if replays or beside_s or not self._world.macro else self._steady_steps(turns)
+        steps = 1 if replays or beside_s or not self._world.macro else self._steady_steps(shares)
         replay_s = beside_s + (self.of.cost.replay(replays) if replays else 0.0)
-        run = self._run = StepRun(turns, now, context, cost, replay_s)
+        run = self._run = StepRun(shares, now, context, cost, replay_s)
         self._note_pages()
         self._take(run, steps)
 
     def _take(self, run: StepRun, steps: int) -> None:
         """The run under way has so many steps."""
         run.steps = steps
-        run.seconds = run.replay_s + (run.cost.seconds(run.context, steps) if run.turns else 0.0)
+        run.seconds = run.replay_s + (run.cost.seconds(run.context, steps) if run.shares else 0.0)
         self._version += 1
         world = self._world
         world.compute(run.began + run.seconds - world.now, partial(self._end, self._version))
@@ -203,19 +203,19 @@ class DecodeReplica:
             return
         self._count(run, run.steps - 1)
         self._run = None
-        self.scheduler.stepped(run.turns, advanced=True)
+        self.scheduler.stepped(run.shares, advanced=True)
         now, log, tally = self._world.now, self._world.log, self.tally
         seconds = now - run.began
-        log.add(now, EventKind.STEP, self.number, len(run.turns))
+        log.add(now, EventKind.STEP, self.number, len(run.shares))
         if log.keep_spans:
-            log.span(f"decode-{self.number}", "step", run.began, now, len(run.turns))
+            log.span(f"decode-{self.number}", "step", run.began, now, len(run.shares))
         stretched = seconds / run.seconds if run.seconds else 1.0
-        attend_s, approximation_s = run.cost.attend_s(run.context, run.steps) if run.turns else (0.0, 0.0)
+        attend_s, approximation_s = run.cost.attend_s(run.context, run.steps) if run.shares else (0.0, 0.0)
         attend_s, approximation_s = attend_s * stretched, approximation_s * stretched
         chosen, steps = 0, run.steps
         gone = Place.GONE
         over: list[Job] = []
-        for seat, _, replay in run.turns:
+        for seat, _, replay in run.shares:
             job = seat.owner
             account = job.account
             account.attend_s += attend_s
@@ -243,39 +243,39 @@ class DecodeReplica:
         for job in over:
             self.on_ended(job)
 
-    def _steady_steps(self, turns: list[StepShare[Job]], over: int = 0) -> int:
+    def _steady_steps(self, shares: list[StepShare[Job]], over: int = 0) -> int:
         """How many steps from the present one on the scheduler would plan alike: until the first sequence ends, a
-        landed one waits for a place, or the batch comes near the end of the pages. None of `turns` is a replay, and
+        landed one waits for a place, or the batch comes near the end of the pages. None of `shares` is a replay, and
         `over` of their steps are over."""
         scheduler = self.scheduler
         if scheduler.swapped:
             return 1
-        most = max(1, min([turn.seat.owner.left for turn in turns]) - over)
+        most = max(1, min([share.seat.owner.left for share in shares]) - over)
         if scheduler.is_roomy:
             return most
-        if len(turns) < self.of.max_batch and scheduler.waiting:
+        if len(shares) < self.of.max_batch and scheduler.waiting:
             return 1
-        if self._has_pages(turns, most - 1):
+        if self._has_pages(shares, most - 1):
             return most
         low, high = 1, most
         while low < high:
             middle = (low + high + 1) // 2
-            if self._has_pages(turns, middle - 1):
+            if self._has_pages(shares, middle - 1):
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _has_pages(self, turns: list[StepShare[Job]], steps: int) -> bool:
+    def _has_pages(self, shares: list[StepShare[Job]], steps: int) -> bool:
         """Whether the scheduler swaps nobody out when it plans after `steps` more steps."""
         if not steps:
             return True
         footprint = self.scheduler.footprint
         sealed, ahead = footprint.sealed, steps + self.scheduler.lookahead.low
-        if len(turns) * (1 + ahead // footprint.page_tokens) <= self.pool.free_pages:
+        if len(shares) * (1 + ahead // footprint.page_tokens) <= self.pool.free_pages:
             return True  # whatever each of them has
         wanted = sum(
-            max(0, sealed(min(seat.limit, seat.rows + ahead)) - seat.pages) for seat in (turn.seat for turn in turns)
+            max(0, sealed(min(seat.limit, seat.rows + ahead)) - seat.pages) for seat in (share.seat for share in shares)
         )
         return wanted <= self.pool.free_pages
 
@@ -293,7 +293,7 @@ class DecodeReplica:
             return
         run.counted = steps
         sealed, gone = self.scheduler.footprint.sealed, Place.GONE
-        for seat, _, _ in run.turns:
+        for seat, _, _ in run.shares:
             seat.rows += more
             missing = sealed(seat.rows + 1) - seat.pages
             if missing > 0 and seat.place is not gone:

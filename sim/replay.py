@@ -106,9 +106,9 @@ def record_decode(scheduler: DecodeScheduler[Owner], tape: Tape) -> None:
         tape.add("schedule", [], _plan(plan, numbers.__getitem__))
         return plan
 
-    def step_over(turns: list[StepShare[Owner]], *, advanced: bool) -> None:
-        stepped(turns, advanced=advanced)
-        tape.add("stepped", [[numbers[turn.seat] for turn in turns], advanced])
+    def step_over(shares: list[StepShare[Owner]], *, advanced: bool) -> None:
+        stepped(shares, advanced=advanced)
+        tape.add("stepped", [[numbers[share.seat] for share in shares], advanced])
 
     def copy_over(seat: Seat[Owner]) -> None:
         copied(seat)
@@ -126,8 +126,8 @@ def record_decode(scheduler: DecodeScheduler[Owner], tape: Tape) -> None:
 
 
 def _plan(plan: Plan[Owner], number: Callable[[Seat[Owner]], int]) -> list[Any]:
-    turns = [[number(turn.seat), turn.rows, turn.replay] for turn in plan.turns]
-    return [turns, [number(seat) for seat in plan.leaving], [number(seat) for seat in plan.returning]]
+    shares = [[number(share.seat), share.rows, share.replay] for share in plan.shares]
+    return [shares, [number(seat) for seat in plan.leaving], [number(seat) for seat in plan.returning]]
 
 
 def replay_decode(tape: Tape, live: DecodeScheduler[Any], pages: int, slots: int, limits: SchedulerLimits) -> list[str]:
@@ -137,7 +137,7 @@ def replay_decode(tape: Tape, live: DecodeScheduler[Any], pages: int, slots: int
     """
     scheduler: DecodeScheduler[int] = DecodeScheduler(CountedPages(pages, slots), live.footprint, limits)
     seats: dict[int, Seat[int]] = {}
-    turns: list[StepShare[int]] = []
+    shares: list[StepShare[int]] = []
     wrong: list[str] = []
     for place, call in enumerate(tape.calls):
         answer: Any = None
@@ -154,9 +154,9 @@ def replay_decode(tape: Tape, live: DecodeScheduler[Any], pages: int, slots: int
                 scheduler.leave(seats[call.arguments[0]])
             case "schedule":
                 plan = scheduler.schedule()
-                turns, answer = plan.turns, _plan(plan, lambda seat: seat.owner)
+                shares, answer = plan.shares, _plan(plan, lambda seat: seat.owner)
             case "stepped":
-                scheduler.stepped(turns, advanced=call.arguments[1])
+                scheduler.stepped(shares, advanced=call.arguments[1])
             case "copied":
                 scheduler.copied(seats[call.arguments[0]])
         if answer != call.answer:

@@ -46,7 +46,7 @@ def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
 
     The size that is timed comes first, then those that take longest to compile. `seed` rounds stochastically.
     """
-    yield Task("turns of heads", check_turns)
+    yield Task("turns of heads", check_rotations)
     presets = [LevelFormat(64 if smoke else 128, 32 if smoke else 64, *preset) for preset in PRESETS]
     looped: list[Format] = [FORMAT, *presets[2:3]]
     for fmt in looped:
@@ -73,18 +73,18 @@ def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
             yield Task(f"dequantize, rows {_name(fmt)} G={group}", partial(check_rivals, fmt, group))
 
 
-def check_turns(backend: TritonBackend) -> None:
+def check_rotations(backend: TritonBackend) -> None:
     """A turned row does not depend on its place, bit for bit. Interpreted, a dot is numpy's, whose order may depend on
     it: integers have one sum."""
     x, matrices = 3 * torch.randn(300, 6, 64), torch.randn(2, 64, 64)
     if backend.device.type == "cpu":
         x, matrices = x.round(), matrices.round()
     x, matrices = x.to(backend.device), matrices.to(backend.device)
-    whole = backend.rows.turn_heads(x, matrices)
+    whole = backend.rows.rotate_heads(x, matrices)
     for start, size in [(0, 1), (299, 1), (5, 2), (2, 7), (7, 129)]:
         part = slice(start, start + size)
-        if not torch.equal(backend.rows.turn_heads(x[part], matrices), whole[part]):
-            raise AssertionError("turn_heads: a row differs by its place")
+        if not torch.equal(backend.rows.rotate_heads(x[part], matrices), whole[part]):
+            raise AssertionError("rotate_heads: a row differs by its place")
 
 
 def check_pages(fmt: Format, backend: TritonBackend) -> None:

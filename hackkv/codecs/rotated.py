@@ -5,9 +5,9 @@ codes without a minimum fit (QuaRot, arXiv 2404.00456; `hack_kernels.level_forma
 
 V rests as v' = v H with H the orthonormal Hadamard matrix. H is folded into the weights when the model is loaded, at no
 cost, unless they rest as codes: numbers would take two or three times the bytes, which every step of decode reads.
-Rows of V then turn at run time, and what attention makes of them turns back.
+Rows of V are then rotated at run time, and what attention makes of them is rotated back.
 K rests as k' = (k - mean) T per KV head and meets q' = q T^-T. q'·k' is q·k less q·mean, which is the same for all keys
-of a query, so the softmax does not notice it. T turns after the rotary embedding and cannot be folded.
+of a query, so the softmax does not notice it. T comes after the rotary embedding and cannot be folded.
 
 Without calibration T = H and mean = 0. A calibration file (`hackkv calibrate`) brings T, the means, and the feedback by
 which the codes of a row of K make up for each other's errors (`LevelKernels.set_feedback`).
@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from hack_kernels.base import Backend, Pool
 from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
+from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
 from hack_kernels.reference.levels import LevelReference
-from hack_kernels.turns import HeadRotations
 from hack_kernels.window import Window
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -81,12 +81,14 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
     digest, origin = UNCALIBRATED, None
     feedback = list[Feedback]()
     if chosen.calibration == UNCALIBRATED:
-        turns = (plain_turns(shape.head_dim).to(backend.device),) * shape.num_layers
+        rotations = (plain_rotations(shape.head_dim).to(backend.device),) * shape.num_layers
     else:
         artifact = read_artifact(Path(chosen.calibration))
         artifact.check(ROTATED)
         digest, origin, bits = artifact.digest, artifact.origin, layer_bits(artifact, bits)
-        turns = tuple(calibrated_turns(artifact, layer, shape).to(backend.device) for layer in range(shape.num_layers))
+        rotations = tuple(
+            calibrated_rotations(artifact, layer, shape).to(backend.device) for layer in range(shape.num_layers)
+        )
         feedback = [feedback_of(artifact, layer, shape) for layer in range(shape.num_layers)]
     formats = [LevelFormat(shape.head_dim, chosen.page_tokens, *each, window) for each in bits]
     definition: Definition = LevelReference
@@ -103,7 +105,7 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
     )
     layers = tuple(Kept(fmt, kernels[fmt]) for fmt in formats)
     folded = (hadamard(shape.head_dim)[None],) * shape.num_layers
-    codec = RotatedCodec(name, layers, backend, written, turns, folded)
+    codec = RotatedCodec(name, layers, backend, written, rotations, folded)
     codec.origin = origin
     return codec
 
@@ -136,13 +138,13 @@ def _in_words(bits: list[int]) -> str:
     return ",".join(map(str, bits)) if len(set(bits)) > 1 else str(bits[0])
 
 
-def plain_turns(head_dim: int) -> HeadRotations:
+def plain_rotations(head_dim: int) -> HeadRotations:
     """T = H for all KV heads."""
     rotation = hadamard(head_dim).mT.float().contiguous()[None]
     return HeadRotations(rotation, rotation)
 
 
-def calibrated_turns(artifact: Artifact, layer: int, shape: KvShape) -> HeadRotations:
+def calibrated_rotations(artifact: Artifact, layer: int, shape: KvShape) -> HeadRotations:
     """T and the means of a layer, and T's inverse in float64. Raises `ValueError` naming file and tensor."""
     name, heads, dim = f"layers.{layer}.basis", shape.num_kv_heads, shape.head_dim
     basis = artifact.tensor(name, (heads, dim, dim)).double()
@@ -172,9 +174,9 @@ def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
 
 
 class RotatedCodec(PagedCodec):
-    """K and Q turn at run time, V by the weights if it can; pages and open pages alike hold turned rows.
+    """K and Q are rotated at run time, V by the weights if it can be; pages and open pages alike hold rotated rows.
 
-    Where pages of a layer are narrower than heads, only the first channels of turned rows rest.
+    Where pages of a layer are narrower than heads, only the first channels of rotated rows rest.
     """
 
     prepares_weights = True
@@ -185,20 +187,20 @@ class RotatedCodec(PagedCodec):
         layers: tuple[Kept, ...],
         backend: Backend,
         settings: Settings,
-        turns: tuple[HeadRotations, ...],
+        rotations: tuple[HeadRotations, ...],
         folded: tuple[Tensor, ...],
     ) -> None:
         """One of each for each layer, of all KV heads of the model. `folded` are rotations of V, [Hkv, D, D], or
         [1, D, D] for all heads, float64; columns of 0 drop channels."""
         super().__init__(name, layers, backend, settings)
-        self._turns, self._folded = list(turns), folded
+        self._rotations, self._folded = list(rotations), folded
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """V' = R^T V, and as the heads' outputs are sums of V', W_o' = W_o R. In float64, rounded to their dtype."""
         if weights.packed:
             rotation = self._folded[layer].float().to(self._backend.device)
             value, out = rotation.mT.contiguous(), rotation.contiguous()
-            self._turns[layer] = replace(self._turns[layer], value=value, out=out)
+            self._rotations[layer] = replace(self._rotations[layer], value=value, out=out)
             return weights
         qkv, out, bias = weights.qkv, weights.out, weights.qkv_bias
         rotation = self._folded[layer].to(qkv.device)
@@ -207,28 +209,32 @@ class RotatedCodec(PagedCodec):
         v_rows = (qkv.shape[0] - out.shape[1]) // 2
         rows = qkv[-v_rows:].double().unflatten(0, (-1, dim))  # [Hkv, D, hidden]
         grouped = out.double().unflatten(1, (rows.shape[0], -1, dim))  # [hidden, Hkv, G, D]
-        turned_out = (grouped.transpose(0, 1).flatten(1, 2) @ rotation).unflatten(1, (out.shape[0], -1)).transpose(0, 1)
+        rotated_out = (
+            (grouped.transpose(0, 1).flatten(1, 2) @ rotation).unflatten(1, (out.shape[0], -1)).transpose(0, 1)
+        )
         if bias is not None:
-            turned_bias = bias[-v_rows:].double().unflatten(0, (-1, 1, dim)) @ rotation
-            bias = torch.cat((bias[:-v_rows], turned_bias.flatten().to(bias.dtype)))
+            rotated_bias = bias[-v_rows:].double().unflatten(0, (-1, 1, dim)) @ rotation
+            bias = torch.cat((bias[:-v_rows], rotated_bias.flatten().to(bias.dtype)))
         return replace(
             weights,
             qkv=torch.cat((qkv[:-v_rows], (rotation.mT @ rows).flatten(0, 1).to(qkv.dtype))),
             qkv_bias=bias,
-            out=turned_out.flatten(1).to(out.dtype),
+            out=rotated_out.flatten(1).to(out.dtype),
         )
 
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rows are rounded to FP16 before they turn too: so a value that FP16 does not hold is found, in decode because
-        infinity turns into rows that are not finite. V that the weights turned is not."""
-        rows, turns = self._backend.rows, self._turns[layer].heads(pool.head_start, pool.num_kv_heads)
+        """Rows are rounded to FP16 before they are rotated, too. So a value that FP16 does not hold is found, in decode
+        because infinity becomes rows that are not finite. V that the weights rotated is not rounded before."""
+        rows, rotations = self._backend.rows, self._rotations[layer].heads(pool.head_start, pool.num_kv_heads)
         if not batch.is_decode:
             k, v = rows.narrow(k, v, batch.where, batch.faulty)
-        turned: tuple[Tensor, ...] = rows.turn_rows(q, k, v, turns)
+        rotated: tuple[Tensor, ...] = rows.rotate_rows(q, k, v, rotations)
         dropped = q.shape[-1] - self.formats[layer].head_dim
         if dropped:
-            turned = tuple(x[..., :-dropped].contiguous() for x in turned)
-        out = super().attend(layer, pool, batch, *turned)
+            rotated = tuple(x[..., :-dropped].contiguous() for x in rotated)
+        out = super().attend(layer, pool, batch, *rotated)
         if dropped:
             out = F.pad(out, (0, dropped))
-        return rows.cast(out, q.dtype) if turns.out is None else rows.turn_heads(out, turns.out, dtype=q.dtype)
+        return (
+            rows.cast(out, q.dtype) if rotations.out is None else rows.rotate_heads(out, rotations.out, dtype=q.dtype)
+        )

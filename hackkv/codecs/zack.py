@@ -5,15 +5,15 @@ A = U Σ R^T: of Q and K after the rotary embedding, and of V and the head's sli
 common R have the same products (lemma 2), and the last channels of rotated vectors are small.
 
 V rests as v' = v R_p, folded into W_v and W_o (lemma 1, Fig. 8). K rests as k' = k R_p and meets q' = q R_p. The rotary
-embedding keeps that from being folded (§5.1, "Rotary embedding"), so Q and K turn at run time. Scores are divided by
-the root of the head's own dimension, whatever of it is left.
+embedding keeps that from being folded (§5.1, "Rotary embedding"), so Q and K are rotated at run time. Scores are
+divided by the root of the head's own dimension, whatever of it is left.
 
 How many channels stay follows from one number r for all heads, the share of the sum of singular values that may go
 (Eq. 6). Here all heads of a layer, K and V, keep as many channels as the one of them that needs most, since pages of a
 layer have one width; that is rounded up to a multiple of `step` (§6.1). `Projections.within` is the paper's F_p: from a
 size to the smallest r.
 
-What is left is turned once more, by a Hadamard matrix: channels that are sorted by size would make a bad use of
+What is left is rotated once more, by a Hadamard matrix: channels that are sorted by size would make a bad use of
 codes with a common scale. It is orthogonal, so nothing else changes.
 """
 
@@ -27,7 +27,7 @@ from typing import Annotated, Any, Final
 
 import torch
 from hack_kernels.base import Backend
-from hack_kernels.turns import HeadRotations
+from hack_kernels.head_rotations import HeadRotations
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
@@ -162,7 +162,7 @@ def make_projecting(
         tuple(kept[width].layers[layer] for layer, width in enumerate(chosen_widths)),
         backend,
         written,
-        tuple(turn.to(backend.device) for turn, _ in parts),
+        tuple(rotation.to(backend.device) for rotation, _ in parts),
         tuple(folded for _, folded in parts),
     )
     codec.origin = artifact.origin
@@ -189,11 +189,11 @@ def _made(shape: KvShape, step: int, below: Callable[[KvShape], KvCodec]) -> dic
 
 
 def _fold(found: Projections, layer: int, width: int) -> tuple[HeadRotations, Tensor]:
-    """Of a layer that keeps `width` channels: how K and Q turn, and what is folded into the weights around V."""
-    turned = {side: torch.zeros_like(each[layer]) for side, each in found.rotations.items()}
-    for side, into in turned.items():
+    """Of a layer that keeps `width` channels: how K and Q are rotated, and what is folded into the weights around V."""
+    rotated = {side: torch.zeros_like(each[layer]) for side, each in found.rotations.items()}
+    for side, into in rotated.items():
         into[..., :width] = found.rotations[side][layer, ..., :width] @ hadamard(width)
-    key = turned["qk"].mT
+    key = rotated["qk"].mT
     # Kernels divide scores by the root of the channels that they see.
     query = key * (width / key.shape[-1]) ** 0.5
-    return HeadRotations(query.float().contiguous(), key.float().contiguous()), turned["vw"]
+    return HeadRotations(query.float().contiguous(), key.float().contiguous()), rotated["vw"]

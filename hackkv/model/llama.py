@@ -105,7 +105,7 @@ class Llama:
         self.device = weights.embed.device
         self.dtype = weights.final_norm.dtype
         self.kernels = kernels or Rowwise()
-        self._turns = rotation_table(spec.rope, spec.max_context, self.device)
+        self._cos_sin = rotation_table(spec.rope, spec.max_context, self.device)
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Hidden states [T, hidden] after the final norm, for `ids` and `positions`, both int64 [T].
@@ -114,12 +114,12 @@ class Llama:
         through the last layer's feed-forward and are returned, [R, hidden]; the others contribute only K and V.
         """
         tokens = ids.shape[0]
-        turns = self.kernels.take(self._turns, positions)
+        cos_sin = self.kernels.take(self._cos_sin, positions)
         layers = self.weights.layers
         x = self._embedded(ids)
         normed = self._norm(x, layers[0].input_norm)
         for index, layer in enumerate(layers):
-            mixed = attend(index, *self._qkv(layer, normed, turns)).view(tokens, -1)
+            mixed = attend(index, *self._qkv(layer, normed, cos_sin)).view(tokens, -1)
             last = index + 1 == len(layers)
             if rows is not None and last:
                 x, mixed = x[rows], mixed[rows]
@@ -149,16 +149,16 @@ class Llama:
     def _norm(self, x: Tensor, weight: Tensor, more: Tensor | None = None) -> Tensor:
         return self.kernels.norm(x, weight, self.spec.rms_eps, more)
 
-    def _qkv(self, layer: LayerWeights, normed: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V [T, heads, D] of the rows of `normed`, for `turns` [T, D]."""
-        spec, tokens = self.spec, turns.shape[0]
+    def _qkv(self, layer: LayerWeights, normed: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V [T, heads, D] of the rows of `normed`, for `cos_sin` [T, D]."""
+        spec, tokens = self.spec, cos_sin.shape[0]
         rotated_heads = spec.num_heads + spec.num_kv_heads
         qkv = self._product(normed, layer.qkv, layer.qkv_bias)
         heads = qkv.view(tokens, rotated_heads + spec.num_kv_heads, spec.head_dim)
         if layer.qk_norm is not None:
             qk = heads[:, :rotated_heads]
             qk.copy_(F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps) * layer.qk_norm)
-        self.kernels.rotate(heads, rotated_heads, turns)
+        self.kernels.rotate(heads, rotated_heads, cos_sin)
         q, k, v = heads.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         return q, k, v
 

@@ -45,7 +45,7 @@ ROUNDS: Final = 8
 SECONDS: Final = 0.03
 WAITED_S: Final = 1e-4
 PATIENCE_S: Final = 0.15
-"""Both are timed in turns for so many rounds and `SECONDS`, at least, and the shortest times count. A call whose
+"""Both are timed alternately for so many rounds and `SECONDS`, at least, and the shortest times count. A call whose
 threads waited for a processor longer than `WAITED_S` is not counted as a round: a thread that wakes waits for
 microseconds, and where other work is in the way for milliseconds. If that happens so often that `PATIENCE_S` pass,
 those calls have to serve, and the answer holds for a while only."""
@@ -127,9 +127,9 @@ def takeover(seconds: Mapping[int, tuple[float, float]]) -> int:
 def measure(
     own: Product, dtype: torch.dtype, library: Product = F.linear, form: Callable[[Tensor], Weight] = _as_numbers
 ) -> ProductTimes:
-    """The shortest times of `own` and of the library, in turns, with a weight that `form` makes."""
+    """The shortest times of `own` and of the library, timed alternately, with a weight that `form` makes."""
     x, weight = (torch.full(shape, 0.5, dtype=dtype) for shape in ((ROWS[-1], SIDE), (SIDE, SIDE)))
-    made = {rows: _in_turns((own, library), x[:rows], form(weight)) for rows in ROWS}
+    made = {rows: _alternating((own, library), x[:rows], form(weight)) for rows in ROWS}
     seconds = {rows: (ours.shortest, others.shortest) for rows, (ours, others) in made.items()}
     return ProductTimes(seconds, any(each.calm == 0 for pair in made.values() for each in pair))
 
@@ -155,7 +155,7 @@ class _Times:
             self.calm, self.best = self.calm + 1, min(self.best, seconds)
 
 
-def _in_turns(products: tuple[Product, Product], x: Tensor, weight: Weight) -> tuple[_Times, _Times]:
+def _alternating(products: tuple[Product, Product], x: Tensor, weight: Weight) -> tuple[_Times, _Times]:
     times, spent, rounds = (_Times(), _Times()), 0.0, 0
     while rounds < ROUNDS or (spent < PATIENCE_S and (spent < SECONDS or min(each.calm for each in times) < ROUNDS)):
         rounds += 1

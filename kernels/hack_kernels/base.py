@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
 from hack_kernels.choosing import ChoiceKernels
+from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.recorder import Recorder
-from hack_kernels.turns import HeadRotations
 from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 
@@ -187,14 +187,14 @@ class RowKernels(ChoiceKernels, Protocol):
         """
         ...
 
-    def rotate(self, x: Tensor, heads: int, turns: Tensor) -> None:
+    def rotate(self, x: Tensor, heads: int, cos_sin: Tensor) -> None:
         """Rotate channel pairs (i, i + D/2) of the first `heads` heads of x [T, H, D] in place; a row is contiguous.
 
-        `turns` [T, D] float32 holds each row's cosines [D/2] and then its sines [D/2].
+        `cos_sin` [T, D] float32 holds each row's cosines [D/2] and then its sines [D/2].
         """
         ...
 
-    def turn_heads(
+    def rotate_heads(
         self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """matrices[g] @ x[t, h] + shift[g] with g = h // (H // G), for every row t and head h: [T, H, D], contiguous.
@@ -205,8 +205,8 @@ class RowKernels(ChoiceKernels, Protocol):
         """
         ...
 
-    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
-        """Q [T, Hq, D], K and V [T, Hkv, D] as `turns` says: float32, contiguous. K and V are rounded to FP16 first.
+    def rotate_rows(self, q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotate Q [T, Hq, D], K and V [T, Hkv, D]: float32, contiguous. K and V are rounded to FP16 first.
 
         They lie as the model gives them: the heads of a row are contiguous, rows may lie apart.
         """

@@ -18,9 +18,9 @@ k_first    [1]           float32  only of K of a calibrated format: the number o
 
 Without calibration a vector's outliers are its least and its largest value, the first of equals, and lo and hi are
 those of the rest. Calibrated, K has lo and hi by layer, head and channel (3.6), its outliers are the value farthest
-from z and the farthest of the others, and K rests as it was before the rotary embedding (3.2): row t, turned back by t
-times the frequencies of its channel pairs, in FP32 and rounded to FP16. What is read is turned again. A vector's number
-of outliers is fixed, so pages have one size.
+from z and the farthest of the others, and K rests as it was before the rotary embedding (3.2): row t, rotated back by t
+times the frequencies of its channel pairs, in FP32 and rounded to FP16. What is read is rotated again. A vector's
+number of outliers is fixed, so pages have one size.
 
 A code is the number of bounds below x, which are z + r·(the middle of two poles), in FP32 without fused operations.
 """
@@ -121,7 +121,7 @@ class NuqTables:
     k_range: Tensor
     """[2, heads, D]: lo and hi of all the model's KV heads."""
     frequencies: Tensor
-    """[D/2]: how far channel pair (i, i + D/2) turns from row to row, in radians."""
+    """[D/2]: how far channel pair (i, i + D/2) rotates from row to row, in radians."""
 
     def check(self, fmt: NuqFormat) -> None:
         """Raises `ValueError` naming the tensor that does not fit."""
@@ -163,14 +163,14 @@ def normal_poles(bits: int) -> tuple[float, ...]:
     return tuple(round(pole / CUT * 4096) / 4096 for pole in poles)
 
 
-def turns_of(rows: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def cos_sin_of(rows: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [..., D/2] float32 of rows with these numbers [...], from angles in float64."""
     angles = rows.double()[..., None] * frequencies.double()
     return angles.cos().float(), angles.sin().float()
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rows [..., D] float32 whose pairs (i, i + D/2) turn by `cos` and `sin` [..., D/2]; by -sin they turn back."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rows [..., D] float32 with the pairs (i, i + D/2) rotated by `cos` and `sin` [..., D/2]; by -sin, back."""
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
@@ -178,5 +178,5 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def unrotated(k: Tensor, starts: Tensor, frequencies: Tensor) -> Tensor:
     """K of pages [P, Hkv, Π, D] FP16 whose first rows are `starts` [P], before the rotary embedding, FP16."""
     rows = starts[:, None] + torch.arange(k.shape[2], device=k.device)
-    cos, sin = (each[:, None] for each in turns_of(rows, frequencies))
-    return turned(k.float(), cos, -sin).clamp(-LARGEST, LARGEST).half()
+    cos, sin = (each[:, None] for each in cos_sin_of(rows, frequencies))
+    return rotated(k.float(), cos, -sin).clamp(-LARGEST, LARGEST).half()

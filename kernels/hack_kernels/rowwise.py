@@ -16,8 +16,8 @@ from torch import Tensor
 from hack_kernels.base import Pool, Spans
 from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight, rounded_rows
 from hack_kernels.choosing import ChoiceInput, ChoiceRules, Chooser, ChosenIds, NumpyChooser, Scores, choose, score
+from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.recorder import Recorder
-from hack_kernels.turns import HeadRotations
 
 
 class Rowwise:
@@ -60,32 +60,37 @@ class Rowwise:
             x.add_(more)
         return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
-    def rotate(self, x: Tensor, heads: int, turns: Tensor) -> None:
+    def rotate(self, x: Tensor, heads: int, cos_sin: Tensor) -> None:
         """Rotary embedding. Products and sums are separate operations: a fused multiply-add may round differently at
         the edges of vectors."""
-        cos, sin = turns[:, None].chunk(2, dim=-1)
+        cos, sin = cos_sin[:, None].chunk(2, dim=-1)
         low, high = x[:, :heads].float().chunk(2, dim=-1)
         x[:, :heads].copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
 
-    def turn_heads(
+    def rotate_heads(
         self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Summed in float64, for the reason that `product` gives."""
         rows, heads, dim = x.shape
         groups = matrices.shape[0]
         grouped = x.double().view(rows, groups, heads // groups, dim).transpose(0, 1)  # [G, T, H/G, D]
-        turned = grouped.flatten(1, 2) @ matrices.double().mT
+        rotated = grouped.flatten(1, 2) @ matrices.double().mT
         if shift is not None:
-            turned += shift.double()[:, None]
+            rotated += shift.double()[:, None]
         return (
-            turned.view(groups, rows, heads // groups, dim).transpose(0, 1).flatten(1, 2).float().to(dtype).contiguous()
+            rotated.view(groups, rows, heads // groups, dim)
+            .transpose(0, 1)
+            .flatten(1, 2)
+            .float()
+            .to(dtype)
+            .contiguous()
         )
 
-    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
-        """A call of `turn_heads` for each that turns."""
+    def rotate_rows(self, q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
+        """A call of `rotate_heads` for each that is rotated."""
         k, v = (x.to(torch.float16).float() for x in (k, v))
-        v = v if turns.value is None else self.turn_heads(v, turns.value)
-        return self.turn_heads(q.float(), turns.query), self.turn_heads(k, turns.key, turns.shift), v
+        v = v if rotations.value is None else self.rotate_heads(v, rotations.value)
+        return self.rotate_heads(q.float(), rotations.query), self.rotate_heads(k, rotations.key, rotations.shift), v
 
     def gate(self, x: Tensor) -> Tensor:
         """SwiGLU. torch's float32 silu differs where threads split a tensor off a vector boundary; a form with exp

@@ -13,7 +13,7 @@ from lab.frontier.core import CONTEXT, Model
 from lab.frontier.quant import PAGE
 from lab.frontier.store import cached, digest
 from lab.frontier.texts import calibration
-from measure.calibrate.moments import POSITION_STEP, spread, turned_back
+from measure.calibrate.moments import POSITION_STEP, rotated_back, spread
 
 WINDOWS: Final = 4
 
@@ -34,13 +34,13 @@ class Moments:
     """Sum over the group of Wo_h^T Wo_h."""
 
 
-def spread_positions(x: Tensor, at: Tensor, turns: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+def spread_positions(x: Tensor, at: Tensor, cos_sin: Tensor, reach: int) -> tuple[Tensor, Tensor]:
     """Mean [H, D] and second moment [H, D, D] that rows [H, T, D] had if each stood at every position below `reach`.
 
     The rows are those after RoPE at positions `at` [T]; every seventh position stands for all.
     """
-    x = turned_back(x.transpose(0, 1).double(), turns[at]).transpose(0, 1)
-    cos, sin = turns[:reach:POSITION_STEP].double().chunk(2, -1)
+    x = rotated_back(x.transpose(0, 1).double(), cos_sin[at]).transpose(0, 1)
+    cos, sin = cos_sin[:reach:POSITION_STEP].double().chunk(2, -1)
     mean, second = spread(x.mean(1), x.mT @ x / x.shape[1], cos, sin)
     return mean.float(), second.float()
 
@@ -67,7 +67,7 @@ def gather(model: Model, windows: list[Tensor], reach: int) -> Moments:
     for w, seen in zip(model.layers, rows, strict=True):
         q, k, v = (torch.cat(x, 1) for x in zip(*seen, strict=True))
         (_, qq), (k_mean, kk) = (
-            spread_positions(x, at, model.turns, reach) if reach else own_positions(x) for x in (q, k)
+            spread_positions(x, at, model.cos_sin, reach) if reach else own_positions(x) for x in (q, k)
         )
         v_mean, vv = own_positions(v)
         wo = w["o"].view(-1, model.hkv, model.hq // model.hkv, model.d)

@@ -70,7 +70,7 @@ class Model:
         self.head = w.get("lm_head.weight", self.embed)
         self.layers = [layer_of(w, f"model.layers.{i}.") for i in range(c.num_hidden_layers)]
         theta = getattr(c, "rope_theta", None) or c.rope_parameters["rope_theta"]
-        self.turns = rotation(self.d, float(theta))
+        self.cos_sin = rotation(self.d, float(theta))
 
     def ids(self, text: str) -> Tensor:
         """Token ids of a text, int64 [T]."""
@@ -80,11 +80,11 @@ class Model:
     def hidden(self, ids: Tensor, kv: Kv | None = None, watch: Watch | None = None) -> Tensor:
         """Final hidden states [T, hidden]; T is a multiple of the page. Without `kv` attention is exact."""
         x, t = self.embed[ids], ids.shape[0]
-        turns = self.turns[:t]
+        cos_sin = self.cos_sin[:t]
         for index, w in enumerate(self.layers):
             qkv = F.linear(F.rms_norm(x, x.shape[-1:], w["in"], self.eps), w["qkv"])
             q, k, v = qkv.view(t, -1, self.d).transpose(0, 1).split((self.hq, self.hkv, self.hkv))
-            q, k, v = rotate(q, turns), rotate(k, turns), v.contiguous()
+            q, k, v = rotate(q, cos_sin), rotate(k, cos_sin), v.contiguous()
             if watch:
                 watch(index, q, k, v)
             x = x + F.linear(attend(index, q, k, v, kv or Kv("exact", None, None)), w["o"])
@@ -111,9 +111,9 @@ def rotation(dim: int, theta: float) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """RoPE of [H, T, D] by `turns` [T, D], in halves."""
-    (a, b), (cos, sin) = x.chunk(2, -1), turns.chunk(2, -1)
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """RoPE of [H, T, D] by `cos_sin` [T, D], in halves."""
+    (a, b), (cos, sin) = x.chunk(2, -1), cos_sin.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
@@ -144,7 +144,7 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kv: Kv) -> Tensor:
 
 
 def rounded_queries(layer: int, q: Tensor, k: Tok) -> Tensor:
-    """q [Hkv, group, T, D] as its int8 codes in the basis of K's codes leave it, turned back."""
+    """q [Hkv, group, T, D] as its int8 codes in the basis of K's codes leave it, rotated back."""
     coded = q @ k.back[layer].mT[:, None]
     step = coded.abs().amax(-1, keepdim=True) / 127
     return (coded / step).round() * step @ k.to[layer].mT[:, None]

@@ -33,6 +33,7 @@ from hack_kernels.triton.group_decode import group_decode_launch
 from hack_kernels.triton.group_layout import group_layout
 from hack_kernels.triton.group_prefill import group_prompt_reader
 from hack_kernels.triton.group_seal import group_seal_launch
+from hack_kernels.triton.head_rotation import rotation_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import new_pages, new_planar_pages
 from hack_kernels.triton.level_decode import level_decode_launch
@@ -44,7 +45,6 @@ from hack_kernels.triton.prefill import PromptReader, prefill_launch, prompt_lau
 from hack_kernels.triton.rows import ROWS_AT_ONCE, rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
-from hack_kernels.triton.turn import turn_launch
 from hack_kernels.triton.xxh3 import xxh3_launches
 from torch import Tensor
 
@@ -192,11 +192,11 @@ def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
     )
 
 
-def turn(head_dim: int, group: int) -> Example:
+def rotation(head_dim: int, group: int) -> Example:
     """Query heads of 32 sequences."""
     x = _empty(32, KV_HEADS * group, head_dim, dtype=torch.float32)
     matrices = _empty(KV_HEADS, head_dim, head_dim, dtype=torch.float32)
-    return Example(f"turn D={head_dim} G={group}", turn_launch(x, matrices, None, torch.empty_like(x)))
+    return Example(f"rotation D={head_dim} G={group}", rotation_launch(x, matrices, None, torch.empty_like(x)))
 
 
 def _pool(fmt: HackFormat | LevelFormat, tokens: int) -> Pool:
@@ -301,10 +301,10 @@ LEVELS: Final = tuple(
     for k_bits, v_bits, window in PRESETS
     for example in levels(LevelFormat(d, 64, k_bits, v_bits, window), group)
 )
-TURN: Final = (turn(128, 4), turn(64, 3))
+ROTATION: Final = (rotation(128, 4), rotation(64, 3))
 CHECKSUMS: Final = checksums()
 
-KINDS: Final = (DECODE, RIVALS, FLOATS, GROUPS, PREFILL, SEAL, EXCHANGE, LEVELS, TURN, CHECKSUMS)
+KINDS: Final = (DECODE, RIVALS, FLOATS, GROUPS, PREFILL, SEAL, EXCHANGE, LEVELS, ROTATION, CHECKSUMS)
 EXAMPLES: Final[tuple[Example, ...]] = tuple(itertools.chain(*KINDS))
 """What the tool prints unless told otherwise; add a kernel's examples here."""
 

@@ -54,13 +54,15 @@ def prepare(contexts: Mapping[int, int], subject: Subject, limits: RunLimits) ->
     def measure(worker: Worker, advance: Advance, done: Collection[int]) -> Iterator[tuple[int, Found]]:
         for length in left(asked, done):
             scores: dict[Measure, list[float]] = {Measure.NEEDLE: [], Measure.RECALL: [], Measure.COPY: []}
-            for turns in asked[length]:
-                for turn, right in zip(turns, _ask(worker, turns), strict=True):
-                    scores[turn.measure].append(right.mean() if turn.measure is Measure.COPY else float(right.all()))
-                advance(_size(turns))
+            for questions in asked[length]:
+                for question, right in zip(questions, _ask(worker, questions), strict=True):
+                    scores[question.measure].append(
+                        right.mean() if question.measure is Measure.COPY else float(right.all())
+                    )
+                advance(_size(questions))
             yield length, Found({name: [round(float(x), 6) for x in all_] for name, all_ in scores.items()})
 
-    every = [turn.asked for contexts in asked.values() for turns in contexts for turn in turns]
+    every = [question.asked for contexts in asked.values() for questions in contexts for question in questions]
     counts = ", ".join(f"{len(found)} contexts of {length}" for length, found in asked.items())
     digest = digest_of(part for e in every for part in (e.prompt, e.answer))
     says = f"{counts}; {OF_EACH} numbers, {OF_EACH} pairs and {SEGMENT - CUE} tokens to copy in each"
@@ -68,7 +70,7 @@ def prepare(contexts: Mapping[int, int], subject: Subject, limits: RunLimits) ->
 
 
 def _context(subject: Subject, seed: int, length: int) -> list[ScoredQuestion]:
-    """The first turn brings the context; all turns together have `length` tokens."""
+    """Questions on one context, which the first one brings; together they have `length` tokens."""
     rng, phrases = np.random.default_rng(seed), subject.phrases
     keys = tasks.random_words(rng, phrases, 2 * OF_EACH * tasks.KEY_WORDS).reshape(2 * OF_EACH, tasks.KEY_WORDS)
     numbers = [subject.encode(f" {rng.integers(10_000, 100_000)}") for _ in range(OF_EACH)]
@@ -81,7 +83,7 @@ def _context(subject: Subject, seed: int, length: int) -> list[ScoredQuestion]:
         join(tasks.note(phrases, key), value, phrases.line_end)
         for key, value in zip(keys[OF_EACH:], values, strict=True)
     ]
-    turns = [
+    questions = [
         *(
             ScoredQuestion(Measure.NEEDLE, Example(subject.encode(_asked(name)), n))
             for name, n in zip(names, numbers, strict=True)
@@ -90,18 +92,18 @@ def _context(subject: Subject, seed: int, length: int) -> list[ScoredQuestion]:
             ScoredQuestion(Measure.RECALL, Example(tasks.note(phrases, key), v))
             for key, v in zip(keys[OF_EACH:], values, strict=True)
         ),
-        _turn(Measure.COPY, join(phrases.line_end, body[:CUE]), body[CUE:]),
+        _question(Measure.COPY, join(phrases.line_end, body[:CUE]), body[CUE:]),
     ]
     items = [*facts, *notes, join(phrases.line_end, body, phrases.line_end)]
-    room = length - len(subject.prefix) - sum(map(len, items)) - _size(turns)
+    room = length - len(subject.prefix) - sum(map(len, items)) - _size(questions)
     order = rng.permutation(len(items))
     text = tasks.spread(rng, tasks.cut(rng, subject.filler, room), [items[i] for i in order])
-    first = turns[0]
+    first = questions[0]
     opening = join(subject.prefix, text, first.asked.prompt)
-    return [_turn(first.measure, opening, first.asked.answer), *turns[1:]]
+    return [_question(first.measure, opening, first.asked.answer), *questions[1:]]
 
 
-def _turn(measure: Measure, prompt: Ids, answer: Ids) -> ScoredQuestion:
+def _question(measure: Measure, prompt: Ids, answer: Ids) -> ScoredQuestion:
     return ScoredQuestion(measure, Example(prompt, answer))
 
 
@@ -110,20 +112,20 @@ def _asked(name: str) -> str:
     return f"\nWhat is the special magic number for {name}? The special magic number for {name} is:"
 
 
-def _size(turns: list[ScoredQuestion]) -> int:
-    return sum(engine.size(turn.asked) for turn in turns)
+def _size(questions: list[ScoredQuestion]) -> int:
+    return sum(engine.size(question.asked) for question in questions)
 
 
 @torch.inference_mode()
-def _ask(worker: Worker, turns: list[ScoredQuestion]) -> list[np.ndarray]:
-    """For each turn, whether each token of its answer is the model's first choice; true answers are fed."""
-    lanes, right = engine.ParallelSequences(worker, [_size(turns)]), list[np.ndarray]()
+def _ask(worker: Worker, questions: list[ScoredQuestion]) -> list[np.ndarray]:
+    """For each question, whether each token of its answer is the model's first choice; true answers are fed."""
+    lanes, right = engine.ParallelSequences(worker, [_size(questions)]), list[np.ndarray]()
     unread: Ids = np.empty(0, np.int64)
-    for turn in turns:
-        states = lanes.prefill([join(unread, turn.asked.prompt)], [1])
-        for before, _ in pairwise(turn.asked.answer):
+    for question in questions:
+        states = lanes.prefill([join(unread, question.asked.prompt)], [1])
+        for before, _ in pairwise(question.asked.answer):
             states += lanes.advance([np.array([before])])
         choices = worker.model.logits(torch.cat(states)).argmax(-1).numpy()
-        right.append(choices == turn.asked.answer)
-        unread = turn.asked.answer[-1:]  # the last token of an answer is read with the next question
+        right.append(choices == question.asked.answer)
+        unread = question.asked.answer[-1:]  # the last token of an answer is read with the next question
     return right

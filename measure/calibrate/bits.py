@@ -124,9 +124,9 @@ def _sides(solved: Sequence[Solved], base: LayerBits) -> Iterator[tuple[int, int
 def coded_keys(k: Tensor, solved: Solved, bits: int) -> Tensor:
     """K [T, Hkv, D] as codes in the calibrated basis leave it."""
     basis, mean = solved["basis"].double().to(k.device), solved["mean"].double().to(k.device)[:, None]
-    turned = ((k.double().transpose(0, 1) - mean) @ basis).half()
+    rotated = ((k.double().transpose(0, 1) - mean) @ basis).half()
     feedback = Feedback(solved["gains"], solved["weights"]).to(k.device)
-    coded = dequantize(bits, *quantize_rows(turned, bits, feedback), torch.float64)
+    coded = dequantize(bits, *quantize_rows(rotated, bits, feedback), torch.float64)
     back: Tensor = coded @ torch.linalg.inv(basis) + mean
     return back.transpose(0, 1).to(k.dtype)
 
@@ -134,8 +134,8 @@ def coded_keys(k: Tensor, solved: Solved, bits: int) -> Tensor:
 def coded_values(v: Tensor, bits: int) -> Tensor:
     """V [T, Hkv, D] as codes of rotated rows leave it."""
     rotation = hadamard(v.shape[-1]).to(v.device)
-    turned = (v.double() @ rotation).half()
-    back: Tensor = dequantize(bits, *quantize_rows(turned, bits), torch.float64) @ rotation.mT
+    rotated = (v.double() @ rotation).half()
+    back: Tensor = dequantize(bits, *quantize_rows(rotated, bits), torch.float64) @ rotation.mT
     return back.to(v.dtype)
 
 

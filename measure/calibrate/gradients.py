@@ -13,7 +13,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 from hack_kernels.block_weight import as_numbers
-from hack_kernels.nuq_format import turned
+from hack_kernels.nuq_format import rotated
 from torch import Tensor
 
 from hackkv.model.llama import LayerWeights, Llama, rotation_table
@@ -36,16 +36,16 @@ def read_gradients(model: Llama, windows: tuple[Ids, ...], see: SeeGradients, on
     for window in windows:
         ids = torch.from_numpy(window).to(model.device)
         positions = torch.arange(len(ids), device=model.device)
-        turns = rotation_table(model.spec.rope, len(ids), model.device)
+        cos_sin = rotation_table(model.spec.rope, len(ids), model.device)
         inputs = [as_numbers(model.weights.embed)[ids].float()]
         with torch.no_grad():
             for layer in model.weights.layers:
-                inputs.append(_layer(model, layer, inputs[-1], turns)[0])
+                inputs.append(_layer(model, layer, inputs[-1], cos_sin)[0])
         down = loss_gradient(model, inputs.pop(), ids)
         for index in reversed(range(model.spec.num_layers)):
             x = inputs.pop().requires_grad_()
             with torch.enable_grad():
-                out, k, v = _layer(model, model.weights.layers[index], x, turns)
+                out, k, v = _layer(model, model.weights.layers[index], x, cos_sin)
                 down, of_k, of_v = torch.autograd.grad(out, (x, k, v), down)
             rows = slice(min(LEFT_OUT, len(ids)), None)
             see(index, k.detach()[rows], v.detach()[rows], positions[rows], (of_k[rows], of_v[rows]))
@@ -66,17 +66,17 @@ def loss_gradient(model: Llama, hidden: Tensor, ids: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _layer(model: Llama, layer: LayerWeights, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _layer(model: Llama, layer: LayerWeights, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What the layer makes of rows x [T, hidden] float32 of one sequence from its beginning; rotated K, and V."""
     spec, count = model.spec, len(x)
-    rotated = spec.num_heads + spec.num_kv_heads
+    num_rotated = spec.num_heads + spec.num_kv_heads
     bias = None if layer.qkv_bias is None else layer.qkv_bias.float()
     qkv = F.linear(_norm(x, layer.input_norm.float(), spec.rms_eps), as_numbers(layer.qkv).float(), bias)
-    qk, v = qkv.view(count, -1, spec.head_dim).split((rotated, spec.num_kv_heads), dim=1)
+    qk, v = qkv.view(count, -1, spec.head_dim).split((num_rotated, spec.num_kv_heads), dim=1)
     if layer.qk_norm is not None:
         qk = F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps) * layer.qk_norm.float()
-    cos, sin = turns[:, None].chunk(2, dim=-1)
-    q, k = turned(qk, cos, sin).split((spec.num_heads, spec.num_kv_heads), dim=1)
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    q, k = rotated(qk, cos, sin).split((spec.num_heads, spec.num_kv_heads), dim=1)
     group = spec.num_heads // spec.num_kv_heads
     wide_k, wide_v = (each.repeat_interleave(group, 1) for each in (k, v))
     q, wide_k, wide_v = (each.transpose(0, 1)[None] for each in (q, wide_k, wide_v))

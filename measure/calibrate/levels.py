@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Final
 
 import torch
-from hack_kernels.nuq_format import WIDTHS, turned, turns_of
+from hack_kernels.nuq_format import WIDTHS, cos_sin_of, rotated
 from hack_kernels.reference.nuq import middles, outliers_and_range
 from torch import Tensor
 
@@ -62,13 +62,13 @@ class Seen:
         """Rows [T, Hkv, D] of keys that cos and sin [T, D/2] have rotated, and of values; `gradients` are with respect
         to these. Without them all values count alike."""
         back = (cos[:, None], -sin[:, None])
-        self._keys.append(turned(k.float(), *back).half())
+        self._keys.append(rotated(k.float(), *back).half())
         rows = v.half().float()
         middle, reach = middles(outliers_and_range(rows)[1])
         of_v = None
         if gradients is not None:
-            # A turn keeps lengths, so it turns gradients as it turns keys. BF16 has the range that squares need.
-            self._weights.append(turned(gradients[0].float(), *back).square().bfloat16())
+            # A rotation keeps lengths, so gradients rotate as keys do. BF16 has the range that squares need.
+            self._weights.append(rotated(gradients[0].float(), *back).square().bfloat16())
             of_v = gradients[1].float().square()
         self._values += histogram(rows, middle, reach, of_v)
 
@@ -99,7 +99,7 @@ def gather_levels(
     seen = [Seen(model.device) for _ in range(spec.num_layers)]
 
     def see(layer: int, k: Tensor, v: Tensor, positions: Tensor, gradients: Gradients | None = None) -> None:
-        seen[layer].add(k, v, *turns_of(positions, frequencies), gradients)
+        seen[layer].add(k, v, *cos_sin_of(positions, frequencies), gradients)
 
     if sensitivity is Sensitivity.FISHER:
         read_gradients(model, windows, see, on_tokens)

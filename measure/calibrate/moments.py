@@ -1,8 +1,8 @@
 """Moments of keys, queries and values per layer and KV head, over one pass of a model with exact attention.
 
-The rotary embedding turns rows by their position, and windows are shorter than the contexts to come. So sums are taken
-before the embedding, and the moments are those that the rows would have if each stood at every position of the context.
-Moments of the windows' own positions fit short contexts only.
+The rotary embedding rotates rows by their position, and windows are shorter than the contexts to come. So sums are
+taken before the embedding, and the moments are those that the rows would have if each stood at every position of the
+context. Moments of the windows' own positions fit short contexts only.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Sums:
         self.k = torch.zeros(heads, dim, dtype=torch.float64, device=device)
         self.kk, self.qq, self.vv = (torch.zeros(heads, dim, dim, dtype=torch.float64, device=device) for _ in range(3))
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, turns: Tensor) -> None:
-        """Rows q [T, Hq, D] and k [T, Hkv, D] as `turns` [T, D] have rotated them, and v [T, Hkv, D]."""
+    def add(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> None:
+        """Rows q [T, Hq, D] and k [T, Hkv, D] as `cos_sin` [T, D] have rotated them, and v [T, Hkv, D]."""
         values = v.double().transpose(0, 1)
-        keys = turned_back(k.double(), turns).transpose(0, 1)
-        queries = turned_back(q.double(), turns).unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
+        keys = rotated_back(k.double(), cos_sin).transpose(0, 1)
+        queries = rotated_back(q.double(), cos_sin).unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
         self.k += keys.sum(1)
         self.kk += keys.mT @ keys
         self.qq += queries.mT @ queries
@@ -64,17 +64,17 @@ class Sums:
         self.rows += keys.shape[1]
         self.query_rows += queries.shape[1]
 
-    def moments(self, turns: Tensor) -> Moments:
-        """The moments of the rows so far (at least one), spread over the positions of `turns` [P, D]."""
-        cos, sin = turns.double().chunk(2, dim=-1)
+    def moments(self, cos_sin: Tensor) -> Moments:
+        """The moments of the rows so far (at least one), spread over the positions of `cos_sin` [P, D]."""
+        cos, sin = cos_sin.double().chunk(2, dim=-1)
         mean, keys = spread(self.k / self.rows, self.kk / self.rows, cos, sin)
         _, queries = spread(torch.zeros_like(mean), self.qq / self.query_rows, cos, sin)
         return Moments(mean, keys - mean[:, :, None] * mean[:, None], queries, self.vv / self.rows)
 
 
-def turned_back(x: Tensor, turns: Tensor) -> Tensor:
-    """Rows [T, H, D] float64 as they were before the rotary embedding; `turns` [T, D] may scale as well."""
-    cos, sin = turns.double()[:, None].chunk(2, dim=-1)
+def rotated_back(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rows [T, H, D] float64 as they were before the rotary embedding; `cos_sin` [T, D] may scale as well."""
+    cos, sin = cos_sin.double()[:, None].chunk(2, dim=-1)
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos + high * sin, high * cos - low * sin), dim=-1) / (cos * cos + sin * sin).repeat(1, 1, 2)
 
@@ -95,10 +95,10 @@ def spread(mean: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 def gather(model: Llama, windows: tuple[Ids, ...], on_tokens: OnTokens) -> list[Moments]:
     """The moments of every layer. Raises `NonFiniteError` naming the layer with a row that is not finite."""
     spec = model.spec
-    turns = rotation_table(spec.rope, spec.max_context, model.device)
+    cos_sin = rotation_table(spec.rope, spec.max_context, model.device)
     sums = [Sums(spec.num_kv_heads, spec.head_dim, model.device) for _ in range(spec.num_layers)]
-    read(model, windows, lambda layer, q, k, v, positions: sums[layer].add(q, k, v, turns[positions]), on_tokens)
-    found = [each.moments(turns[::POSITION_STEP]) for each in sums]
+    read(model, windows, lambda layer, q, k, v, positions: sums[layer].add(q, k, v, cos_sin[positions]), on_tokens)
+    found = [each.moments(cos_sin[::POSITION_STEP]) for each in sums]
     for layer, moments in enumerate(found):
         if not all(
             bool(x.isfinite().all()) for x in (moments.mean, moments.covariance, moments.queries, moments.values)

@@ -23,7 +23,7 @@ LARGE: Final = 1 << 18
 @dataclass(eq=False, slots=True)
 class _Wait:
     cost: int
-    turn: asyncio.Future[None]
+    admitted: asyncio.Future[None]
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class FairLine:
         self.waiting += 1
         self._hand_out()
         try:
-            await wait.turn
+            await wait.admitted
             yield
         finally:
             self._leave(client, wait)
@@ -89,13 +89,13 @@ class FairLine:
             self._free_large -= wait.cost >= LARGE
             self._now = max(self._now, owner.at)
             owner.at = max(self._now, owner.at) + wait.cost
-            wait.turn.set_result(None)
+            wait.admitted.set_result(None)
 
     def _can_begin(self, owner: _Client) -> bool:
         return any(self._fits(wait) for wait in owner.waiting)
 
     def _fits(self, wait: _Wait) -> bool:
-        return not wait.turn.done() and (wait.cost < LARGE or self._free_large > 0)
+        return not wait.admitted.done() and (wait.cost < LARGE or self._free_large > 0)
 
     def _forget(self) -> None:
         """Drop clients that want nothing. One that had more than others is kept, lest it comes back as if it were new,

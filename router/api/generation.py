@@ -23,7 +23,7 @@ from transport.trail import TRAIL, Trail
 INTAKE, SEQUENCE = "intake", "sequence"
 """Names of spans: reading, checking and tokenizing a request; a sequence from its request's arrival to its end."""
 SETTLED_AT_ONCE: Final = 8
-"""Sequences that are counted in one turn of the event loop."""
+"""Sequences that are counted before others run."""
 
 
 class Generation:
@@ -87,7 +87,7 @@ class Generation:
     async def settle(self, error: BaseException | None) -> None:
         """Count every sequence. Called when the last byte has been sent, or when none will follow.
 
-        Others have their turns in between. Cancelled, it counts the rest at once.
+        Others run in between. Cancelled, it counts the rest at once.
         """
         sequences = zip(self._flights, self.choices, strict=True)
         try:

@@ -37,7 +37,7 @@ class Grammars:
         self._command = (sys.executable, "-P", "-m", "router.api.grammar_child", str(folder))
         self._compile_s = compile_s
         self._verdicts: OrderedDict[Form, asyncio.Task[Verdict]] = OrderedDict()
-        self._turn = asyncio.Lock()
+        self._one_at_a_time = asyncio.Lock()
         self._child: Process | None = None
 
     async def grammar(self, form: Form) -> str:
@@ -77,7 +77,7 @@ class Grammars:
             del self._verdicts[old]
 
     async def _try(self, form: Form) -> Verdict:
-        async with self._turn:
+        async with self._one_at_a_time:
             return await self._ask(form)
 
     async def _ask(self, form: Form) -> Verdict:

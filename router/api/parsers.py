@@ -32,7 +32,7 @@ BodyT = TypeVar("BodyT", bound=Prompted)
 _SLICE: Final = 1 << 18
 """Bytes that are written at once; others run in between."""
 _IDS_AT_ONCE: Final = 1 << 16
-"""Token ids that become numbers in one turn of the event loop."""
+"""Token ids that become numbers at once; others run in between."""
 _STOP_S: Final = 5.0
 
 
@@ -175,7 +175,7 @@ async def _ask(
 
 
 async def _parsed(kind: type[BodyT], told: dict[str, Any], ids: bytes) -> Parsed[BodyT]:
-    """A body and its prompts, as a child told them. A prompt of a million tokens takes many turns."""
+    """A body and its prompts, as a child told them. Others run while a long prompt is read."""
     body = kind.model_validate_json(told["rest"])
     numbers, prompts, end = array(IDS, ids), [], 0
     for length in told["lengths"]:

@@ -62,7 +62,7 @@ class PromptParser:
             body = validate(kind, data, self._model_name, self._strict)
             return Parsed(body, tokenize(self._conversations, body, self._bounds(self._room())))
         job = self._job(kind, self._bounds(self._room()))
-        return await self._in_turn(self.parsers.parse(kind, data, job), len(data), caller, client)
+        return await self._in_line(self.parsers.parse(kind, data, job), len(data), caller, client)
 
     async def answer(self, kind: type[Question], data: Data, caller: Caller, client: str) -> bytes:
         """The JSON that answers a question. Raises what `parse` raises, but for `Unavailable`: it needs no node."""
@@ -71,12 +71,12 @@ class PromptParser:
         if len(data) <= SMALL:
             body = validate(kind, data, self._model_name, self._strict)
             return answer_question(self._conversations, body, bounds)
-        return await self._in_turn(self.parsers.answer(data, self._job(kind, bounds)), len(data), caller, client)
+        return await self._in_line(self.parsers.answer(data, self._job(kind, bounds)), len(data), caller, client)
 
     def _job(self, kind: type[Body], bounds: Bounds) -> ParseJob:
         return ParseJob(kind.__name__, self._model_name, bounds, self._conversations.config, self._strict)
 
-    async def _in_turn(self, work: Coroutine[Any, Any, T], size: int, caller: Caller, client: str) -> T:
+    async def _in_line(self, work: Coroutine[Any, Any, T], size: int, caller: Caller, client: str) -> T:
         """What a process makes of a large body."""
 
         async def placed() -> T:

@@ -30,8 +30,8 @@ PIECE: Final = 64
 """Rows that are encoded at once."""
 SENT_AT_ONCE: Final = 256 << 10
 """Bytes of an answer that are handed to the socket together."""
-TURN_S: Final = 0.002
-"""For so long a larger answer is written before others have their turn."""
+SLICE_S: Final = 0.002
+"""For so long a larger answer is written before others run."""
 
 
 class TokenRows:
@@ -62,18 +62,18 @@ def to_json(value: dict[str, Any] | str) -> bytes:
     return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
-async def to_json_in_turns(value: dict[str, Any]) -> bytes:
-    """The bytes of `to_json`, while others have their turns.
+async def to_json_in_slices(value: dict[str, Any]) -> bytes:
+    """The bytes of `to_json`, written in slices of time, between which others run.
 
     A thread would be no help: each time that the event loop sends something, it would have to win the interpreter's
     lock back from it.
     """
-    pieces, until = [], perf_counter() + TURN_S
+    pieces, until = [], perf_counter() + SLICE_S
     for piece in _pieces(value):
         pieces.append(piece.encode("utf-8", "replace"))
         if perf_counter() >= until:
             await asyncio.sleep(0)
-            until = perf_counter() + TURN_S
+            until = perf_counter() + SLICE_S
     return b"".join(pieces)
 
 
@@ -182,7 +182,7 @@ class Reply(Response):
         if sum(choice.size for choice in choices) <= SMALL:
             return to_json(value)
         async with self._generation.writing:
-            return await to_json_in_turns(value)
+            return await to_json_in_slices(value)
 
     async def _watch(self, receive: Receive) -> None:
         """Raise `Cancelled` when the client leaves. The request's clock stops there, so cleaning up is not counted."""

@@ -64,7 +64,7 @@ class Route:
     replayed: int = 0
     """Tokens that the client had already and that a decode node computed again."""
     strays: Counter[str] = field(default_factory=Counter)
-    """Events of nodes that came twice, too late or out of turn, by name; they change nothing."""
+    """Events of nodes that came twice, too late or out of order, by name; they change nothing."""
 
 
 class Flight:

@@ -13,7 +13,7 @@ from router.life.windows import AttemptWindows
 
 
 class News:
-    """Takes events of the nodes. An event that comes twice, too late or out of turn is counted and changes nothing, so
+    """Takes events of the nodes. An event that comes twice, too late or out of order is counted and changes nothing, so
     no event can ask for a move that the table of states lacks."""
 
     def __init__(self, flight: Flight, receivers: Receivers, windows: AttemptWindows, has_handoff: bool) -> None:

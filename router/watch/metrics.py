@@ -110,7 +110,7 @@ class Metrics:
             "replayed_tokens", "Tokens computed again after a failover because the client had them already (count)."
         )
         self._strays = counter(
-            "stray_events", "Events of nodes that came twice, too late or out of turn, and changed nothing (count).",
+            "stray_events", "Events of nodes that came twice, too late or out of order, and changed nothing (count).",
             "event",
         )  # fmt: skip
         self._diverged = counter("replayed_tokens_diverged", "Replayed tokens that differ from those sent (count).")

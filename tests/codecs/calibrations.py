@@ -31,12 +31,12 @@ def calibration_tensors(layers: int, heads: int, dim: int, seed: int = 0) -> dic
 
     tensors = dict[str, Tensor]()
     for layer in range(layers):
-        turned = torch.linalg.qr(normal(heads, dim, dim)).Q
+        rotation = torch.linalg.qr(normal(heads, dim, dim)).Q
         stretch = torch.exp(torch.linspace(-1.15, 1.15, dim, dtype=torch.float64))
         factors = normal(heads, dim // 8, dim)
         metric = factors.mT @ factors / dim + 0.1 * torch.eye(dim, dtype=torch.float64)
         feedback = feedback_by(metric)
-        basis = turned * stretch @ turned.mT @ hadamard(dim)
+        basis = rotation * stretch @ rotation.mT @ hadamard(dim)
         found = {"basis": basis, "mean": 3 * normal(heads, dim), "gains": feedback.gains, "weights": feedback.weights}
         found |= levels(normal, heads, dim)
         tensors |= {f"layers.{layer}.{name}": tensor.float().contiguous() for name, tensor in found.items()}

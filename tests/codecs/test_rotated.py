@@ -1,4 +1,4 @@
-"""Codecs `rot-*`: rows that rest turned mean what they were, with and without a calibration file."""
+"""Codecs `rot-*`: rows that rest rotated mean what they were, with and without a calibration file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_other_orders_are_refused(order: int) -> None:
 
 @pytest.mark.slow
 def test_a_cache_on_triton_does_not_depend_on_chunking() -> None:
-    """Turned, sealed with feedback and read with a window by kernels that Triton interprets here."""
+    """Rotated, sealed with feedback and read with a window by kernels that Triton interprets here."""
     pytest.importorskip("triton")
     case = Case("rot-k3v2", backend="triton", settings={"sink": 1, "recent": 1}, calibrated=True)
     assert case.codec.served_by == "triton"
@@ -87,7 +87,7 @@ def unturned(case: Case, sealed: dict[str, Tensor], exact_rows: tuple[Tensor, Te
 def test_attention_is_that_over_the_rows_that_codes_stand_for(
     name: str, window: tuple[int, int], head_dim: int, group: int, calibrated: bool, backend: str
 ) -> None:
-    """The last row's query over its coded pages, dequantized and turned back, and its exact ones; FP64 without any
+    """The last row's query over its coded pages, dequantized and rotated back, and its exact ones; FP64 without any
     rounding of queries and weights. The mean is in these keys and not in the codec's, and changes nothing."""
     settings = dict(zip(("sink", "recent"), window, strict=True))
     case = Case(name, head_dim=head_dim, group=group, backend=backend, calibrated=calibrated, settings=settings)
@@ -111,7 +111,7 @@ def test_more_bits_are_closer_to_exact() -> None:
     assert four < mixed < two < 0.9
 
 
-def test_a_row_that_turns_beyond_fp16_is_named_though_fp16_holds_it() -> None:
+def test_a_row_whose_rotation_is_beyond_fp16_is_named_though_fp16_holds_it() -> None:
     """All channels add up in the first one. The error of a prompt says in which tokens, that of decode the token."""
     case = Case("rot-k4v4")
     codec = case.codec
@@ -145,7 +145,7 @@ def loaded(folder: Path, dtype: str, weights: str, name: str, **settings: Any) -
 @pytest.mark.parametrize(
     ("architecture", "head_dim"), [("LlamaForCausalLM", 64), ("Qwen2ForCausalLM", 64), ("Qwen3ForCausalLM", 96)]
 )
-def test_turned_rows_do_not_change_the_model(
+def test_rotated_rows_do_not_change_the_model(
     tmp_path: Path, architecture: str, head_dim: int, dtype: str, weights: str, tolerance: float, calibrated: bool
 ) -> None:
     """With and without a bias of V, packed weights, which stay as they are, and not. All rows are in the open page,

@@ -86,7 +86,7 @@ def test_with_all_channels_the_model_computes_what_it_did(tmp_path: Path, tiny: 
     assert generate(projected, request) == generate(exact, request)
 
 
-def test_packed_weights_stay_as_they_are_and_v_turns_at_run_time(tmp_path: Path) -> None:
+def test_packed_weights_stay_as_they_are_and_v_is_rotated_at_run_time(tmp_path: Path) -> None:
     """With the first channels of V as with weights that are folded, and with all of them the same answers."""
     folder, ids = write_tiny(tmp_path / "model", Tiny(max_context=256)), prompt(1, PI)
     exact, projected = worker_of(folder, "int8"), worker_of(folder, "int8", removal="0%")
@@ -115,12 +115,12 @@ def test_what_rests_is_the_first_channels_of_rotated_rows(tmp_path: Path) -> Non
 
 
 def test_what_scores_lose_is_no_more_than_dropped_channels_weigh() -> None:
-    """Lemma 2: |q·k - q'·k'| <= |q dropped| |k dropped|, by the codec's own turns."""
+    """Lemma 2: |q·k - q'·k'| <= |q dropped| |k dropped|, by the codec's own rotations."""
     codec = make(layers=1)
     assert isinstance(codec, RotatedCodec)
-    turn, rotation = codec._turns[0], projection_tensors(1, HEADS, 64)["layers.0.qk"].double()
+    rotations, rotation = codec._rotations[0], projection_tensors(1, HEADS, 64)["layers.0.qk"].double()
     q, k = torch.randn(2, HEADS, 50, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    scores = (q @ turn.query.mT.double()) @ (k @ turn.key.mT.double()).mT / 48**0.5 * 64**0.5
+    scores = (q @ rotations.query.mT.double()) @ (k @ rotations.key.mT.double()).mT / 48**0.5 * 64**0.5
     lost = (scores - q @ k.mT).abs()
     gone = [(x @ rotation[..., 48:]).norm(dim=-1) for x in (q, k)]
     assert bool((lost <= gone[0][..., None] * gone[1][:, None] + 1e-4).all())
@@ -232,11 +232,11 @@ def test_wrong_settings_are_named(settings: dict[str, Any], said: str) -> None:
 
 def test_a_file_that_is_wrong_is_named_with_its_tensor(tmp_path: Path) -> None:
     good, bad = projection_tensors(2, HEADS, 64), tmp_path / "bad.safetensors"
-    turned = good["layers.1.vw"].clone()
-    turned[1, :, 5] = turned[1, :, 4]
+    rotated = good["layers.1.vw"].clone()
+    rotated[1, :, 5] = rotated[1, :, 4]
     climbing = good["layers.0.qk_values"].flip(-1).contiguous()
     for name, tensor, said in (
-        ("layers.1.vw", turned, "layers.1.vw: the columns of KV head 1 are not orthonormal"),
+        ("layers.1.vw", rotated, "layers.1.vw: the columns of KV head 1 are not orthonormal"),
         ("layers.1.qk", torch.eye(32), "layers.1.qk: shape [32, 32], expected [2, 64, 64]"),
         ("layers.0.qk_values", climbing, "layers.0.qk_values: singular values do not fall from large to 0"),
         ("layers.0.vw", torch.full((HEADS, 64, 64), torch.nan), "layers.0.vw: a value is not finite"),

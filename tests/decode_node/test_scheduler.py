@@ -119,31 +119,31 @@ class Schedules(RuleBasedStateMachine):
         """Who is in a step owns what it needs, and nobody else touches it."""
         plan = self.scheduler.schedule()
         self.copies += [*plan.leaving, *plan.returning]
-        assert len(plan.turns) <= self.max_batch
-        orders = [turn.seat.order for turn in plan.turns]
+        assert len(plan.shares) <= self.max_batch
+        orders = [share.seat.order for share in plan.shares]
         assert orders == sorted(orders)
         replayed = 0
-        for turn in plan.turns:
-            seat = turn.seat
+        for share in plan.shares:
+            seat = share.seat
             assert seat.place is Place.DEVICE
-            assert turn.rows >= 1
-            assert seat.pages >= (seat.rows + turn.rows) // PI
-            assert turn.replay == (seat.pending > 1)
-            if turn.replay:
-                assert turn.rows < seat.pending
-                crosses = seat.rows % PI and (seat.rows + turn.rows - 1) // PI > seat.rows // PI
+            assert share.rows >= 1
+            assert seat.pages >= (seat.rows + share.rows) // PI
+            assert share.replay == (seat.pending > 1)
+            if share.replay:
+                assert share.rows < seat.pending
+                crosses = seat.rows % PI and (seat.rows + share.rows - 1) // PI > seat.rows // PI
                 assert not crosses, "a chunk that starts inside a page ends with it"
-                replayed += turn.rows
+                replayed += share.rows
             else:
-                assert turn.rows == 1
+                assert share.rows == 1
         assert replayed <= 2 * PI
-        turns = {turn.seat for turn in plan.turns}
-        for seat in self.begun - turns:
+        shares = {share.seat for share in plan.shares}
+        for seat in self.begun - shares:
             here = seat.place is Place.DEVICE and seat.pending == 1
             assert not here or (seat.rows + 1) // PI > seat.pages, "pushed out of the batch, and not for its pages"
-        skipped = [seat.order for seat in self.landed if seat.place is Place.DEVICE and seat not in turns]
+        skipped = [seat.order for seat in self.landed if seat.place is Place.DEVICE and seat not in shares]
         # Who only has the place of an older one that waits for pages, or for its part of the replays, gives it back.
-        self.begun |= {seat for seat in turns if seat.order < min(skipped, default=self.names + 1)}
+        self.begun |= {seat for seat in shares if seat.order < min(skipped, default=self.names + 1)}
         self.plan = plan
 
     @precondition(lambda self: self.plan is not None)
@@ -151,9 +151,9 @@ class Schedules(RuleBasedStateMachine):
     def end_step(self, works: bool = True) -> None:
         """The step is over; who has all their tokens leaves."""
         assert self.plan is not None
-        self.scheduler.stepped(self.plan.turns, advanced=works)
-        for turn in self.plan.turns if works else ():
-            publish(self.pool, turn.seat, self.page_names(self.tokens[turn.seat], turn.seat.rows))
+        self.scheduler.stepped(self.plan.shares, advanced=works)
+        for share in self.plan.shares if works else ():
+            publish(self.pool, share.seat, self.page_names(self.tokens[share.seat], share.seat.rows))
         self.plan = None
         for seat in [seat for seat in self.landed if seat.rows == seat.limit]:
             self.landed.remove(seat)
@@ -167,7 +167,7 @@ class Schedules(RuleBasedStateMachine):
 
     def holders(self) -> set[Seat[int]]:
         """Who may hold something."""
-        in_step = [turn.seat for turn in self.plan.turns] if self.plan else []
+        in_step = [share.seat for share in self.plan.shares] if self.plan else []
         return {*self.landing, *self.landed, *self.copies, *self.loads, *in_step}
 
     @invariant()
@@ -202,7 +202,7 @@ class Schedules(RuleBasedStateMachine):
         while self.landed:
             before = sum(seat.limit - seat.rows for seat in self.landed)
             self.begin_step()
-            moved = bool(self.plan and self.plan.turns) or bool(self.copies)
+            moved = bool(self.plan and self.plan.shares) or bool(self.copies)
             assert moved, "nobody runs and nothing moves"
             self.end_step()
             for seat in self.copies:
@@ -242,8 +242,8 @@ def run(made: DecodeScheduler[str], steps: int) -> list[str]:
     names: list[str] = []
     for _ in range(steps):
         plan = made.schedule()
-        names = [turn.seat.owner for turn in plan.turns]
-        made.stepped(plan.turns, advanced=True)
+        names = [share.seat.owner for share in plan.shares]
+        made.stepped(plan.shares, advanced=True)
         for seat in (*plan.leaving, *plan.returning):
             made.copied(seat)
     return names
@@ -253,12 +253,12 @@ def test_the_batch_is_the_oldest_that_are_there_and_a_copy() -> None:
     made, _ = scheduler(max_batch=2)
     a, b, c = (landed(made, name, 1, 9) for name in "abc")
     plan = made.schedule()
-    assert [turn.seat for turn in plan.turns] == [a, b]
+    assert [share.seat for share in plan.shares] == [a, b]
     assert (made.running, made.waiting) == (2, 1)
     made.leave(a)
-    assert [turn.seat for turn in plan.turns] == [a, b]
-    made.stepped(plan.turns, advanced=True)
-    assert [turn.seat for turn in made.schedule().turns] == [b, c]
+    assert [share.seat for share in plan.shares] == [a, b]
+    made.stepped(plan.shares, advanced=True)
+    assert [share.seat for share in made.schedule().shares] == [b, c]
 
 
 def test_pages_are_taken_as_they_fill() -> None:
@@ -298,7 +298,7 @@ def test_pages_that_a_copy_reads_or_writes_stay_taken_until_it_is_over() -> None
     young = landed(made, "b", 2 * PI - 3, 3 * PI)
     plan = made.schedule()
     while not plan.leaving:
-        made.stepped(plan.turns, advanced=True)
+        made.stepped(plan.shares, advanced=True)
         plan = made.schedule()
     assert plan.leaving == [young]
     before, held = pool.free_pages, young.pages
@@ -326,8 +326,8 @@ def test_replays_share_a_budget_and_decode_goes_on_beside_them() -> None:
     rows = []
     for _ in range(4):
         plan = made.schedule()
-        rows.append({turn.seat.owner: turn.rows for turn in plan.turns})
-        made.stepped(plan.turns, advanced=True)
+        rows.append({share.seat.owner: share.rows for share in plan.shares})
+        made.stepped(plan.shares, advanced=True)
     # To the end of the page, then whole pages: what one leaves of the budget is not enough for a page of the other.
     assert rows == [
         {"a": PI - 1, "b": PI - 1, "c": 1},

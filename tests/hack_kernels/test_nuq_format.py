@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hack_kernels.nuq_format import NuqFormat, NuqTables, normal_poles, turned, turns_of
+from hack_kernels.nuq_format import NuqFormat, NuqTables, cos_sin_of, normal_poles, rotated
 from hack_kernels.reference.nuq import NuqReference, middles
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,8 +90,8 @@ def test_keys_rest_as_they_were_before_the_rotary_embedding(fmt: NuqFormat) -> N
     tables, kernels = nuq_tables(fmt, heads), definition(fmt)
     middle, reach = (each[..., 0] for each in middles(tables.k_range.transpose(0, 1)))
     before = (middle + tables.k_poles[1] * reach).expand(pages * pi, heads, fmt.head_dim)
-    cos, sin = (each[:, None] for each in turns_of(torch.arange(pages * pi), tables.frequencies))
-    k = turned(before, cos, sin).half()
+    cos, sin = (each[:, None] for each in cos_sin_of(torch.arange(pages * pi), tables.frequencies))
+    k = rotated(before, cos, sin).half()
     pool = filled(kernels, fmt, k, k)
     assert pool.planes["k_first"][:, :, 0].tolist() == [[page * pi] * heads for page in range(pages)]
     keys = {name: plane for name, plane in pool.planes.items() if name.startswith("k")}

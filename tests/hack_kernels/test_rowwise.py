@@ -61,12 +61,12 @@ def test_norm(kernels: RowKernels, n: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [2, 16, 96, 128])
 def test_rotate_is_bit_equal(kernels: RowKernels, head_dim: int, dtype: torch.dtype) -> None:
-    wide, turns = rows(4, 9, 7, head_dim, dtype=dtype), rows(5, 9, head_dim)
+    wide, cos_sin = rows(4, 9, 7, head_dim, dtype=dtype), rows(5, 9, head_dim)
     for heads in (1, 3, 5):
         for x in (wide[:, :5], wide[:, 2:]):  # rows lie apart
             found, wanted = x.clone(memory_format=torch.preserve_format), x.clone()
-            kernels.rotate(found, heads, turns)
-            TORCH.rotate(wanted, heads, turns)
+            kernels.rotate(found, heads, cos_sin)
+            TORCH.rotate(wanted, heads, cos_sin)
             assert torch.equal(found, wanted)
             assert torch.equal(found[:, heads:], x[:, heads:])
 
@@ -95,13 +95,13 @@ def test_what_is_not_a_number_stays_none(kernels: RowKernels) -> None:
 @pytest.mark.parametrize("columns", [172, 4096])
 def test_a_row_does_not_depend_on_its_place(kernels: RowKernels, columns: int) -> None:
     """Enough rows for several threads."""
-    x, weight, turns = rows(8, 300, 2 * columns), rows(9, 2 * columns), rows(10, 300, columns)
-    gated, normed, turned = kernels.gate(x), kernels.norm(x, weight, 1e-6), x.view(300, 2, columns).clone()
-    kernels.rotate(turned, 2, turns)
+    x, weight, cos_sin = rows(8, 300, 2 * columns), rows(9, 2 * columns), rows(10, 300, columns)
+    gated, normed, rotated = kernels.gate(x), kernels.norm(x, weight, 1e-6), x.view(300, 2, columns).clone()
+    kernels.rotate(rotated, 2, cos_sin)
     for part in (slice(0, 1), slice(5, 8), slice(299, 300)):
         alone = x[part].view(-1, 2, columns).clone()
-        kernels.rotate(alone, 2, turns[part])
-        assert torch.equal(alone, turned[part])
+        kernels.rotate(alone, 2, cos_sin[part])
+        assert torch.equal(alone, rotated[part])
         assert torch.equal(kernels.gate(x[part]), gated[part])
         assert torch.equal(kernels.norm(x[part], weight, 1e-6), normed[part])
 

@@ -99,7 +99,7 @@ class Script:
     unscored: int = 0
     """Tokens at a prompt's end whose log-probabilities are missing though they were asked for."""
     babbles: bool = False
-    """Whether nodes send events out of turn, too."""
+    """Whether nodes send events out of order, too."""
 
     async def meet(self, node_id: str, point: Point) -> None:
         """Be at a point: say so, wait at its gate, fail if a fault is due."""

@@ -19,7 +19,7 @@ from hack_kernels.cpu.rows import native_row_format
 from hack_kernels.float_format import FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.huffman_format import HuffmanFormat, Unit, books_of
-from hack_kernels.nuq_format import NuqFormat, NuqTables, normal_poles, turns_of, unrotated
+from hack_kernels.nuq_format import NuqFormat, NuqTables, cos_sin_of, normal_poles, unrotated
 from hack_kernels.read_format import ReadFormat
 from hack_kernels.reference.wire_order import WireOrder
 from hack_kernels.row_format import RowFormat
@@ -79,7 +79,7 @@ class ReadCpu(WireOrder):
 
 
 class NuqCpu(ReadCpu):
-    """Implements `NuqKernels`: keys turn back in torch before C++ seals them, and turn again in C++."""
+    """Implements `NuqKernels`: keys are rotated back in torch before C++ seals them, and rotated again in C++."""
 
     def __init__(self, fmt: NuqFormat, native: Any) -> None:
         super().__init__(fmt, native, None if fmt.calibrated else native_nuq_format(fmt, None))
@@ -147,10 +147,10 @@ def native_nuq_format(fmt: NuqFormat, tables: NuqTables | None) -> Any:
         known = dict[str, Tensor | None](k_range=None, row_turns=None, frequencies=None)
     else:
         poles = {"k_poles": tables.k_poles.tolist(), "v_poles": tables.v_poles.tolist()}
-        turns = torch.cat(turns_of(torch.arange(fmt.page_tokens), tables.frequencies), -1)
+        cos_sin = torch.cat(cos_sin_of(torch.arange(fmt.page_tokens), tables.frequencies), -1)
         known = {
             "k_range": tables.k_range.contiguous(),
-            "row_turns": turns,
+            "row_turns": cos_sin,
             "frequencies": tables.frequencies.contiguous(),
         }
     return compiled().nuq_format(

@@ -14,9 +14,9 @@ from hack_kernels.block_weight import BlockWeight, Matrices, Norms, Weight
 from hack_kernels.choosing import ChoiceInput, ChoiceRules, Chooser, Scores
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.cpu.recorder import CpuRecorder
+from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.recorder import Recorder
 from hack_kernels.rowwise import Rowwise
-from hack_kernels.turns import HeadRotations
 
 
 class RowwiseCpu(Rowwise):
@@ -71,11 +71,11 @@ class RowwiseCpu(Rowwise):
         self._native.norm(x, more, weight, epsilon, out)
         return out
 
-    def rotate(self, x: Tensor, heads: int, turns: Tensor) -> None:
+    def rotate(self, x: Tensor, heads: int, cos_sin: Tensor) -> None:
         """One pass over each row, bit-equal to torch."""
-        self._native.rotate(x, heads, turns)
+        self._native.rotate(x, heads, cos_sin)
 
-    def turn_heads(
+    def rotate_heads(
         self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Products as those of `product`, head by head."""
@@ -83,11 +83,11 @@ class RowwiseCpu(Rowwise):
         self._native.turn_heads(((x, matrices, shift, False, out),))
         return out
 
-    def turn_rows(self, q: Tensor, k: Tensor, v: Tensor, turns: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_rows(self, q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations) -> tuple[Tensor, Tensor, Tensor]:
         """One call for all three, which reads them as they rest."""
         to_q, to_k, to_v = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v))
-        of_q, of_k = (q, turns.query, None, False, to_q), (k, turns.key, turns.shift, True, to_k)
-        self._native.turn_heads((of_q, of_k, (v, turns.value, None, True, to_v)))
+        of_q, of_k = (q, rotations.query, None, False, to_q), (k, rotations.key, rotations.shift, True, to_k)
+        self._native.turn_heads((of_q, of_k, (v, rotations.value, None, True, to_v)))
         return to_q, to_k, to_v
 
     def gate(self, x: Tensor) -> Tensor:

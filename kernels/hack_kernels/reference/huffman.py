@@ -81,8 +81,8 @@ def choice(books: Books, codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The fewest bits that the codes [..., n] of pages take, with which book, around which centre: [...] int64."""
     lengths = (books.codes >> 16).long()
     symbols = lengths.shape[1]
-    turned = (torch.arange(symbols)[:, None] - torch.arange(symbols)).remainder(symbols).to(codes.device)
-    costs = lengths[:, turned].permute(1, 0, 2).flatten(1)  # [A, B·A]: of a code, with each book and centre
+    shifted = (torch.arange(symbols)[:, None] - torch.arange(symbols)).remainder(symbols).to(codes.device)
+    costs = lengths[:, shifted].permute(1, 0, 2).flatten(1)  # [A, B·A]: of a code, with each book and centre
     seen = torch.zeros((*codes.shape[:-1], symbols), dtype=torch.float64, device=codes.device)
     seen.scatter_add_(-1, codes, torch.ones_like(codes, dtype=torch.float64))
     bits, at = (seen @ costs.double()).min(-1)  # whole numbers, exact in FP64

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hack_kernels.base import Planes, Pool
 from hack_kernels.check import check_seal
-from hack_kernels.nuq_format import NuqFormat, NuqTables, normal_poles, turned, turns_of, unrotated
+from hack_kernels.nuq_format import NuqFormat, NuqTables, cos_sin_of, normal_poles, rotated, unrotated
 from hack_kernels.read_format import pack_codes, unpack_codes
 from hack_kernels.reference.reading import ALL_HEADS, ReadingReference
 
@@ -33,7 +33,7 @@ class NuqReference(ReadingReference):
         return self._tables
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        """Calibrated, K is turned back before."""
+        """Calibrated, K is rotated back before."""
         if self.fmt.calibrated:
             check_seal(self.fmt, pool, page_ids, starts, k, v)
             k = unrotated(k, starts, self.tables.frequencies)
@@ -65,7 +65,7 @@ class NuqReference(ReadingReference):
         return pack_codes(name, codes, side.bits, "_codes") | planes
 
     def dequantize(self, name: str, planes: Planes, heads: slice = ALL_HEADS) -> Tensor:
-        """pole·r + z, outliers in their places, K turned again if it was turned back."""
+        """pole·r + z, outliers in their places, K rotated again if it was rotated back."""
         side = self.fmt.side(name)
         codes = unpack_codes(name, planes, side.bits, "_codes")
         codes = codes.mT if side.by_channel else codes
@@ -78,7 +78,7 @@ class NuqReference(ReadingReference):
         if side.ranged:
             return x
         rows = planes[f"{name}_first"] + torch.arange(x.shape[-2], device=x.device)
-        return turned(x, *turns_of(rows, self.tables.frequencies))
+        return rotated(x, *cos_sin_of(rows, self.tables.frequencies))
 
     def poles(self, name: str) -> Tensor:
         """Of K or V, float32 on the device."""

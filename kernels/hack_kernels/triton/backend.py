@@ -50,11 +50,11 @@ from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.events import EventStopwatch, mark
 from hack_kernels.triton.floats import WIDEST, FloatTriton
 from hack_kernels.triton.groups import GroupTriton, takes_groups
+from hack_kernels.triton.head_rotation import RotatedHeads
 from hack_kernels.triton.levels import NARROWEST, LevelTriton
 from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace, block_sizes
-from hack_kernels.triton.turn import TurnedHeads
 from hack_kernels.triton.xxh3 import xxh3_64
 
 PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"
@@ -148,8 +148,9 @@ class _OnReference:
         self.spans = Spans(starts, counts, offsets, places.view_as(spans.table).cpu(), slots)
 
 
-class TritonRows(TurnedHeads, DeviceRows):
-    """Implements `RowKernels`: heads turn in one launch, tokens are chosen on the device, the rest is torch's."""
+class TritonRows(RotatedHeads, DeviceRows):
+    """Implements `RowKernels`: heads are rotated in one launch, tokens are chosen on the device. The rest is
+    torch's."""
 
 
 class TritonBackend:

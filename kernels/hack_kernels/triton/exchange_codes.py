@@ -4,7 +4,7 @@ Both orders are 32-bit words of codes, and both have the same six axes, the wire
 tile across, column half, quad), a record in the order (tile down, tile across, row, quad, column half, row half). What
 differs besides is which codes share a byte. A byte at rest holds one code of each of F code tiles, its *fields*; on the
 wire it holds F consecutive tokens. So of F words on one side, taken F apart, all codes are found in F words on the
-other, and this *turn* of a square of codes is all the arithmetic:
+other, and this *transpose* of a square of codes is all the arithmetic:
 
     K: word b of the wire has tokens b·F .. b·F+F-1 of 4 channels; at rest each of them is in a word of its own.
     V: word b of the wire has 4·F tokens of a channel; at rest each 4 of them are in a word of their own.

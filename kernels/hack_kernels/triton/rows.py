@@ -26,7 +26,7 @@ from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.tiles import INTERPRETED, doubled, equal_halves
 
 ROWS_AT_ONCE = tl.constexpr(16)
-"""Rows that a warp reads in one turn."""
+"""Rows that a warp reads in one iteration."""
 
 
 @dataclass(frozen=True, slots=True)

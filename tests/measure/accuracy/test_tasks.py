@@ -96,21 +96,21 @@ def test_a_longer_reading_begins_as_a_shorter_one(subject: Subject) -> None:
 
 def test_questions_score_as_each_alone_does(subject: Subject) -> None:
     """Asked in turn on one cache, or each after all that came before it from an empty one."""
-    turns = questions._context(subject, 3, 1024)
-    assert questions._size(turns) == 1024
+    asked = questions._context(subject, 3, 1024)
+    assert questions._size(asked) == 1024
     worker, before = subject.with_codec(EXACT.codec), np.empty(0, np.int64)
-    for turn, right in zip(turns, questions._ask(worker, turns), strict=True):
-        before = join(before, turn.asked.prompt)
-        (alone,) = forced_decode(worker, [Example(before, turn.asked.answer)])
-        assert (alone.ids == turn.asked.answer).tolist() == right.tolist()
-        before = join(before, turn.asked.answer)
+    for question, right in zip(asked, questions._ask(worker, asked), strict=True):
+        before = join(before, question.asked.prompt)
+        (alone,) = forced_decode(worker, [Example(before, question.asked.answer)])
+        assert (alone.ids == question.asked.answer).tolist() == right.tolist()
+        before = join(before, question.asked.answer)
 
 
 def test_every_question_has_its_answer_in_the_context(subject: Subject) -> None:
-    turns = questions._context(subject, 4, 1024)
-    text = turns[0].asked.prompt.tolist()
-    for turn in turns:
-        answer = turn.asked.answer.tolist()
+    asked = questions._context(subject, 4, 1024)
+    text = asked[0].asked.prompt.tolist()
+    for question in asked:
+        answer = question.asked.answer.tolist()
         assert any(text[i : i + len(answer)] == answer for i in range(len(text)))
 
 

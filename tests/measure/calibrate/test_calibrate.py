@@ -30,7 +30,7 @@ from hackkv.model.worker import load_worker, plan_worker
 from hackkv.tokenizer import Tokenizer
 from measure.accuracy.text import held_out, is_held_out, not_held_out
 from measure.calibrate.__main__ import main, write_atomically
-from measure.calibrate.moments import LEFT_OUT, POSITION_STEP, Moments, Sums, gather, turned_back
+from measure.calibrate.moments import LEFT_OUT, POSITION_STEP, Moments, Sums, gather, rotated_back
 from measure.calibrate.solve import feedback_by, solve
 from measure.calibrate.windows import WINDOW_TOKENS, windows_of
 from tests.pair import poisoned, tiny_worker
@@ -180,7 +180,7 @@ def test_moments_are_those_of_the_rows_that_count_at_every_position() -> None:
         cache = ExactKv()
         with torch.inference_mode():
             advance(model, [(cache, window.tolist())])
-        keys.append(turned_back(cache.keys[1][LEFT_OUT:].double(), turns[LEFT_OUT : len(window)]))
+        keys.append(rotated_back(cache.keys[1][LEFT_OUT:].double(), turns[LEFT_OUT : len(window)]))
     k, seen = torch.cat(keys).transpose(0, 1), list[int]()
     everywhere = turned(k[:, :, None], turns[::POSITION_STEP]).flatten(1, 2)
     (_, found) = gather(model, windows, seen.append)

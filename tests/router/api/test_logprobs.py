@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hackkv.tokenizer import Tokenizer
 from router.api import reply
 from router.api.completions import alternatives, token_name
-from router.api.reply import PIECE, SMALL, TokenRows, to_json, to_json_in_turns
+from router.api.reply import PIECE, SMALL, TokenRows, to_json, to_json_in_slices
 from tests.router.conftest import INSIDE, Api, Inside
 
 TEXT = "a🦊é b"
@@ -103,27 +103,27 @@ async def test_a_long_echo_says_what_a_short_one_says(
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", [SMALL // 3 - 1, SMALL])
-async def test_others_have_their_turns_while_a_long_answer_is_written(
+async def test_others_run_while_a_long_answer_is_written(
     api: Inside, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool, tokens: int
 ) -> None:
     """A few rows at a time, of many choices too, and of what the last events of a stream repeat."""
-    encode, turns, sizes = reply._ENCODER.encode, Counter[int](), [0]
-    turn = 0
+    encode, slices, sizes = reply._ENCODER.encode, Counter[int](), [0]
+    nth = 0
 
     async def others() -> None:
-        nonlocal turn
+        nonlocal nth
         while True:
-            turn += 1
+            nth += 1
             await asyncio.sleep(0)
 
     def watched(value: Any) -> str:
         written = encode(value)
-        turns[turn] += len(written)
+        slices[nth] += len(written)
         sizes.append(len(written))
         return written
 
     monkeypatch.setattr(reply, "_ENCODER", SimpleNamespace(encode=watched))
-    monkeypatch.setattr(reply, "TURN_S", 0.0)
+    monkeypatch.setattr(reply, "SLICE_S", 0.0)
     n = 1 if path == "/v1/responses" else 3
     messages = [{"role": "user", "content": "x"}]
     asked: dict[str, Any] = {
@@ -140,15 +140,15 @@ async def test_others_have_their_turns_while_a_long_answer_is_written(
     response = await api.http.post(path, json={**asked, "stream": stream, "seed": 1})
     waiting.cancel()
     assert response.status_code == 200, response.text
-    assert sum(turns.values()) > 0.8 * len(response.content)
+    assert sum(slices.values()) > 0.8 * len(response.content)
     if stream and path != "/v1/responses":  # each event tells of one token
         return
     parts = 4 if stream else 1  # of this stream: the answer thrice over, and token by token
     few = 2 * PIECE * len(response.content) / parts / (n * tokens)
     if n * tokens > SMALL:
-        assert max(turns.values()) < few
+        assert max(slices.values()) < few
     elif not stream:
-        assert max(sizes) == sum(turns.values())
+        assert max(sizes) == sum(slices.values())
 
 
 LEAVES = (
@@ -159,8 +159,8 @@ VALUES = st.recursive(LEAVES | ROWS, lambda inner: st.lists(inner) | st.dictiona
 
 
 @given(st.dictionaries(st.text(), VALUES))
-async def test_json_that_is_written_in_turns_is_the_json(value: dict[str, Any]) -> None:
-    written = await to_json_in_turns(read_twice(value))
+async def test_json_that_is_written_in_slices_is_the_json(value: dict[str, Any]) -> None:
+    written = await to_json_in_slices(read_twice(value))
     assert written == to_json(read_twice(value)) == to_json(listed(value))
 
 

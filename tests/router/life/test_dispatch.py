@@ -282,7 +282,7 @@ async def test_stages_sum_to_the_total(cluster: Cluster) -> None:
     assert f'hackkv_request_stage_seconds_count{{codec="{cluster.fleet.nodes.codec}",stage="stream"}} 1.0' in page
 
 
-async def test_events_out_of_turn_are_counted_and_change_nothing(cluster: Cluster) -> None:
+async def test_events_out_of_order_are_counted_and_change_nothing(cluster: Cluster) -> None:
     cluster.script.babbles = cluster.script.swaps = True
     run = Run(cluster, max_tokens=4)
     await run.serve()

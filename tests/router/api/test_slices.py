@@ -1,4 +1,4 @@
-"""Work that grows with a request is done in turns of the event loop, and is the same work."""
+"""Work that grows with a request is done in slices between which the event loop runs others, and is the same work."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ async def test_the_text_of_an_echoed_prompt_of_ids_is_found_beside_the_event_loo
 
 
 async def settle_beside(api: Inside, monkeypatch: pytest.MonkeyPatch, *, cancelled: bool) -> list[int]:
-    """Answer a request of many sequences; how many of them were counted at each turn that another task had."""
-    counted, turns, over = 0, list[int](), asyncio.Event()
+    """Answer a request of many sequences; how many of them were counted each time that another task ran."""
+    counted, seen, over = 0, list[int](), asyncio.Event()
     count = Journal.ended
 
     def ended(*arguments: Any) -> None:
@@ -85,7 +85,7 @@ async def settle_beside(api: Inside, monkeypatch: pytest.MonkeyPatch, *, cancell
 
     async def beside() -> None:
         while not over.is_set():
-            turns.append(counted)
+            seen.append(counted)
             if cancelled and counted:
                 answering.cancel()
             await asyncio.sleep(0)
@@ -97,13 +97,13 @@ async def settle_beside(api: Inside, monkeypatch: pytest.MonkeyPatch, *, cancell
     await watching
     assert answering.cancelled() is cancelled
     assert counted == MANY
-    return turns
+    return seen
 
 
 @INSIDE
-async def test_many_sequences_are_counted_in_turns(api: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = await settle_beside(api, monkeypatch, cancelled=False)
-    assert {SETTLED_AT_ONCE, 2 * SETTLED_AT_ONCE} <= set(turns)
+async def test_many_sequences_are_counted_in_slices(api: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = await settle_beside(api, monkeypatch, cancelled=False)
+    assert {SETTLED_AT_ONCE, 2 * SETTLED_AT_ONCE} <= set(seen)
 
 
 @INSIDE
@@ -112,7 +112,7 @@ async def test_all_are_counted_if_that_is_cancelled(api: Inside, monkeypatch: py
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [7], [8, 0, 20], [3, 8, 8, 1]])
-async def test_prompts_come_from_a_child_in_turns(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_come_from_a_child_in_slices(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsers, "_IDS_AT_ONCE", 8)
     ids = array("I", range(sum(lengths)))
     told = {"rest": '{"prompt": "x"}', "lengths": lengths}

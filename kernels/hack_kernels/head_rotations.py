@@ -1,4 +1,4 @@
-"""How the heads of a layer turn around attention, for codecs that rotate them."""
+"""Rotations of a layer.s heads before and after attention, for codecs that rotate them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HeadRotations:
     value: Tensor | None = None
     """v' = value @ v; None where V stays as it is."""
     out: Tensor | None = None
-    """What attention makes of V' turns back: out @ out'. None with `value`."""
+    """Rotates what attention makes of V' back: out @ out'. None with `value`."""
 
     def heads(self, start: int, count: int) -> HeadRotations:
         """For KV heads [start, start + count)."""

@@ -1,4 +1,4 @@
-"""Heads that turn: in C++ under every instruction path and in Triton, against their torch form."""
+"""Rotations of heads: in C++ under every instruction path and in Triton, against their torch form."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from hack_kernels import cpu
 from hack_kernels.base import RowKernels
-from hack_kernels.turns import HeadRotations
+from hack_kernels.head_rotations import HeadRotations
 
 from tests.hack_kernels.test_rowwise import DTYPES, ISAS, TORCH, rows
 
 
 @pytest.fixture(params=[*ISAS, "triton"])
-def turning(request: pytest.FixtureRequest) -> RowKernels:
-    """Of backends that turn heads themselves."""
+def rotating(request: pytest.FixtureRequest) -> RowKernels:
+    """Of backends that rotate heads themselves."""
     if request.param == "triton":
         found: RowKernels = pytest.importorskip("hack_kernels.triton.backend").TritonBackend(torch.device("cpu")).rows
         return found
@@ -22,84 +22,86 @@ def turning(request: pytest.FixtureRequest) -> RowKernels:
 
 @pytest.mark.parametrize(("groups", "heads"), [(1, 1), (1, 6), (3, 3), (2, 14)])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-def test_turn_heads(turning: RowKernels, dim: int, groups: int, heads: int) -> None:
+def test_rotate_heads(rotating: RowKernels, dim: int, groups: int, heads: int) -> None:
     """Rows that are slices of wider ones, for no row, one and some; within the rounding of a sum in FP32."""
     matrices, shift = rows(20, groups, dim, dim), rows(21, groups, dim)
     for count in (0, 1, 3, 40):
         x = rows(22, count, heads + 2, dim)[:, 1:-1]
         of_head = matrices.double().repeat_interleave(heads // groups, 0)
-        turned = torch.einsum("hij,thj->thi", of_head, x.double())
+        rotated = torch.einsum("hij,thj->thi", of_head, x.double())
         size = torch.einsum("hij,thj->thi", of_head.abs(), x.double().abs())
         for b in (None, shift):
             added = torch.zeros(1) if b is None else b.double().repeat_interleave(heads // groups, 0)
-            for each in (turning, TORCH):
-                found = each.turn_heads(x, matrices, b)
+            for each in (rotating, TORCH):
+                found = each.rotate_heads(x, matrices, b)
                 assert (found.dtype, found.shape, found.is_contiguous()) == (torch.float32, x.shape, True)
-                assert bool(((found.double() - turned - added).abs() <= 1e-6 * (size + added.abs())).all())
+                assert bool(((found.double() - rotated - added).abs() <= 1e-6 * (size + added.abs())).all())
 
 
-def test_a_turned_row_does_not_depend_on_its_place(turning: RowKernels) -> None:
+def test_a_rotated_row_does_not_depend_on_its_place(rotating: RowKernels) -> None:
     """Enough rows for several threads, and rows that lie apart.
 
     Triton's interpreter leaves a dot to numpy's BLAS, which on some processors adds up a row by its place in the tile.
     Integers have one sum in any order. On a GPU `bench.gpu` checks other numbers.
     """
     wide, matrices, shift = rows(23, 300, 9, 64), rows(24, 2, 64, 64), rows(25, 2, 64)
-    if turning.__class__.__module__.startswith("hack_kernels.triton"):
+    if rotating.__class__.__module__.startswith("hack_kernels.triton"):
         wide, matrices, shift = wide.round(), matrices.round(), shift.round()
     x = wide[:, 2:8]
-    for each in (turning, TORCH):
-        whole = each.turn_heads(x, matrices, shift)
+    for each in (rotating, TORCH):
+        whole = each.rotate_heads(x, matrices, shift)
         for start, size in [(0, 1), (3, 1), (299, 1), (5, 2), (8, 3), (2, 7), (0, 64), (7, 129)]:
             part = slice(start, start + size)
-            assert torch.equal(each.turn_heads(x[part], matrices, shift), whole[part])
-            assert torch.equal(each.turn_heads(x[part].contiguous(), matrices, shift), whole[part])
+            assert torch.equal(each.rotate_heads(x[part], matrices, shift), whole[part])
+            assert torch.equal(each.rotate_heads(x[part].contiguous(), matrices, shift), whole[part])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 80])
-def test_turn_rows_is_a_turn_of_each(turning: RowKernels, dim: int, dtype: torch.dtype) -> None:
+def test_rotate_rows_is_a_rotation_of_each(rotating: RowKernels, dim: int, dtype: torch.dtype) -> None:
     """To the bit, for no row, one, and rows enough for several threads, of heads that are slices of wider rows."""
     query, key, value = (rows(26 + nth, groups, dim, dim) for nth, groups in enumerate((3, 3, 1)))
     shift = rows(29, 3, dim)
     for count in (0, 1, 3, 70):
         q, k, v = rows(30, count, 15, dim, dtype=dtype).split_with_sizes((9, 3, 3), dim=1)
         narrow_k, narrow_v = (x.half().float() for x in (k, v))
-        for each in (turning, TORCH):
-            turned = (each.turn_heads(q.float(), query), each.turn_heads(narrow_k, key, shift))
-            for turns, v_turned in (
+        for each in (rotating, TORCH):
+            rotated = (each.rotate_heads(q.float(), query), each.rotate_heads(narrow_k, key, shift))
+            for rotations, v_rotated in (
                 (HeadRotations(query, key, shift), narrow_v),
-                (HeadRotations(query, key, shift, value, value), each.turn_heads(narrow_v, value)),
+                (HeadRotations(query, key, shift, value, value), each.rotate_heads(narrow_v, value)),
             ):
-                for found, wanted in zip(each.turn_rows(q, k, v, turns), (*turned, v_turned), strict=True):
+                for found, wanted in zip(each.rotate_rows(q, k, v, rotations), (*rotated, v_rotated), strict=True):
                     assert found.is_contiguous()
                     assert torch.equal(found, wanted)
-            back = turned[0]
-            assert torch.equal(each.turn_heads(back, value, dtype=dtype), each.turn_heads(back, value).to(dtype))
+            back = rotated[0]
+            assert torch.equal(each.rotate_heads(back, value, dtype=dtype), each.rotate_heads(back, value).to(dtype))
 
 
-def test_a_turn_of_rows_that_fp16_does_not_hold_is_not_finite(turning: RowKernels) -> None:
+def test_a_rotation_of_rows_that_fp16_does_not_hold_is_not_finite(rotating: RowKernels) -> None:
     """So that whoever writes them finds out, whether a matrix follows or not."""
     mean = torch.full((1, 64, 64), 1 / 64)
     x = torch.ones(2, 3, 64)
     x[1, 2, 5] = 7e4
-    for turns in (HeadRotations(mean, mean), HeadRotations(mean, mean, None, mean, mean)):
-        q, k, v = turning.turn_rows(x, x, x, turns)
+    for rotations in (HeadRotations(mean, mean), HeadRotations(mean, mean, None, mean, mean)):
+        q, k, v = rotating.rotate_rows(x, x, x, rotations)
         assert bool(torch.isfinite(q).all())
         for found in (k, v):
             assert torch.isfinite(found).all(-1).tolist() == [[True, True, True], [True, True, False]]
 
 
-def test_turns_of_some_heads() -> None:
+def test_rotations_of_some_heads() -> None:
     """What stands for all heads stays; `value` may be of all where `key` is not."""
-    turns = HeadRotations(rows(31, 4, 2, 2), rows(32, 4, 2, 2), rows(33, 4, 2), rows(34, 1, 2, 2), rows(35, 1, 2, 2))
-    assert turns.heads(0, 4) is turns
-    part = turns.heads(1, 2)
-    for found, whole in ((part.query, turns.query), (part.key, turns.key), (part.shift, turns.shift)):
+    rotations = HeadRotations(
+        rows(31, 4, 2, 2), rows(32, 4, 2, 2), rows(33, 4, 2), rows(34, 1, 2, 2), rows(35, 1, 2, 2)
+    )
+    assert rotations.heads(0, 4) is rotations
+    part = rotations.heads(1, 2)
+    for found, whole in ((part.query, rotations.query), (part.key, rotations.key), (part.shift, rotations.shift)):
         assert found is not None
         assert whole is not None
         assert torch.equal(found, whole[1:3])
-    assert part.value is turns.value
+    assert part.value is rotations.value
     same = HeadRotations(rows(36, 1, 2, 2), rows(37, 1, 2, 2))
     assert same.heads(3, 1) is same
     values = HeadRotations(same.query, same.key, None, rows(38, 4, 2, 2), rows(39, 4, 2, 2))
@@ -115,7 +117,7 @@ def test_turns_of_some_heads() -> None:
 def test_what_does_not_fit_is_refused_by_name(isa: str) -> None:
     kernels, x = cpu.CpuBackend(isa, threads=2).rows, rows(14, 4, 2, 16)
     eye, two = torch.eye(16)[None], torch.eye(16).repeat(3, 1, 1)
-    for turned, matrices, shift, dtype, name in (
+    for rotated, matrices, shift, dtype, name in (
         (x, eye[..., :8], None, torch.float32, "matrices"),
         (x, eye.half(), None, torch.float32, "matrices has"),
         (x, two, None, torch.float32, "matrices do not divide"),
@@ -124,4 +126,4 @@ def test_what_does_not_fit_is_refused_by_name(isa: str) -> None:
         (x.long(), eye, None, torch.float32, "x "),
     ):
         with pytest.raises(ValueError, match=rf"^{name}"):
-            kernels.turn_heads(turned, matrices, shift, dtype)
+            kernels.rotate_heads(rotated, matrices, shift, dtype)

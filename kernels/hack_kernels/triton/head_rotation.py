@@ -1,4 +1,4 @@
-"""Rotation of heads, `RowKernels.turn_heads`, in one launch: codecs `rot-*` do it to Q and K.
+"""Rotation of heads, `RowKernels.rotate_heads`, in one launch: codecs `rot-*` do it to Q and K.
 
 In FP32 with sums in one order, so that a row does not depend on the rows beside it.
 """
@@ -17,7 +17,7 @@ CHANNELS_AT_ONCE = 64
 
 
 @triton.jit(do_not_specialize=["count"])
-def turn_kernel(
+def rotate_heads_kernel(
     x,
     matrices,
     shift,
@@ -41,32 +41,32 @@ def turn_kernel(
     seen = (pair < count * MEMBERS)[:, None]
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     inside = channel < D
-    turned = tl.zeros((ROWS, CHANNELS), tl.float32)
+    rotated = tl.zeros((ROWS, CHANNELS), tl.float32)
     for first in range(0, D, 16):
         i = first + tl.arange(0, 16)
         part = tl.load(x + (row * row_stride + head * D)[:, None] + i[None, :], mask=seen, other=0.0)
         matrix = tl.load(matrices + group * (D * D) + channel * D + i[:, None], mask=inside, other=0.0)
-        turned = tl.dot(part, matrix, turned, input_precision="ieee")
+        rotated = tl.dot(part, matrix, rotated, input_precision="ieee")
     if SHIFTED:
-        turned += tl.load(shift + group * D + channel, mask=inside, other=0.0)
+        rotated += tl.load(shift + group * D + channel, mask=inside, other=0.0)
     at = out + (row * (groups * MEMBERS * D) + head * D)[:, None] + channel
-    tl.store(at, turned, mask=seen & inside)
+    tl.store(at, rotated, mask=seen & inside)
 
 
-class TurnedHeads:
-    """`turn_heads` of `RowKernels`."""
+class RotatedHeads:
+    """`rotate_heads` of `RowKernels`."""
 
-    def turn_heads(
+    def rotate_heads(
         self, x: Tensor, matrices: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """See `RowKernels`."""
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         if x.shape[0]:
-            turn_launch(x, matrices, shift, out).run()
+            rotation_launch(x, matrices, shift, out).run()
         return out.to(dtype)
 
 
-def turn_launch(x: Tensor, matrices: Tensor, shift: Tensor | None, out: Tensor) -> Launch:
+def rotation_launch(x: Tensor, matrices: Tensor, shift: Tensor | None, out: Tensor) -> Launch:
     """The launch that writes `out`, which is contiguous."""
     (count, heads, dim), groups = x.shape, matrices.shape[0]
     arguments = {
@@ -83,4 +83,4 @@ def turn_launch(x: Tensor, matrices: Tensor, shift: Tensor | None, out: Tensor) 
         "SHIFTED": shift is not None,
     }
     grid = (-(-count * (heads // groups) // ROWS_AT_ONCE), groups, -(-dim // CHANNELS_AT_ONCE))
-    return Launch(turn_kernel, grid, arguments, warps=4)
+    return Launch(rotate_heads_kernel, grid, arguments, warps=4)
