@@ -116,6 +116,7 @@ CODECS: Final[dict[str, Preset]] = {
         },
     ),
     "rot-k4v4": Preset(make_rotated, {"k_bits": 4, "v_bits": 4}),
+    "rot-k4v4-window": Preset(make_rotated, {"k_bits": 4, "v_bits": 4, **_EXACT}),
     "rot-k3v3": Preset(make_rotated, {"k_bits": 3, "v_bits": 3, **_EXACT}),
     "rot-k3v2": Preset(make_rotated, {"k_bits": 3, "v_bits": 2, **_EXACT}),
     "rot-k2v2": Preset(make_rotated, {"k_bits": 2, "v_bits": 2, **_EXACT}),

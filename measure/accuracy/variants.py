@@ -105,10 +105,6 @@ VARIANTS: Final = (
 )
 
 
-WINDOWED: Final = "rot-k4v4"
-"""The preset whose calibrated form is shown with exact pages too, which it does not have by itself."""
-
-
 def calibrated(file: Path) -> tuple[Variant, ...]:
     """The rows of presets that can be calibrated once more, with a file that `hackkv calibrate` wrote for them. If the
     file has bits by layer, those are the presets that they are for; if it has projections, the rows are those of
@@ -135,22 +131,21 @@ def calibrated(file: Path) -> tuple[Variant, ...]:
             if row.family == KVQUANT
         )
     if mixed:
-        return tuple(_mixed(each, file) for each in mixed)
-    family, says = "rot, calibrated", f"{_says(WINDOWED)}, sink 1, recent 2; calibrated"
-    return (
-        *(
-            _row(f"{name}-calibrated", name, family, f"{_says(name)}; calibrated", calibration=str(file))
-            for name in CALIBRATED
-        ),
-        _row(f"{WINDOWED}-window-calibrated", WINDOWED, family, says, calibration=str(file), sink=1, recent=2),
+        return tuple(row for each in mixed for row in _mixed(each, file))
+    return tuple(
+        _row(f"{name}-calibrated", name, "rot, calibrated", f"{_says(name)}; calibrated", calibration=str(file))
+        for name in CALIBRATED
     )
 
 
-def _mixed(mixed: LayerBits, file: Path) -> Variant:
+def _mixed(mixed: LayerBits, file: Path) -> tuple[Variant, ...]:
     bits = {"k_bits": mixed.k_bits, "v_bits": mixed.v_bits}
-    (name,) = (name for name in CALIBRATED if bits.items() <= CODECS[name].settings.items())
-    says = f"{_says(name)}, more bits in some layers; calibrated"
-    return _row(f"{name}-mixed", name, "rot, calibrated", says, calibration=str(file))
+    says = "{}, more bits in some layers; calibrated"
+    return tuple(
+        _row(f"{name}-mixed", name, "rot, calibrated", says.format(_says(name)), calibration=str(file))
+        for name in CALIBRATED
+        if bits.items() <= CODECS[name].settings.items()
+    )
 
 
 SHARES: Final = (

@@ -27,13 +27,14 @@ from measure.accuracy.subject import Subject, load_subject
 from measure.accuracy.suite import SUITE
 from measure.accuracy.task import RunLimits, writes
 from measure.accuracy.text import HELD_OUT_SHARE, MIN_CHARS, SKIPPED, is_held_out
-from measure.accuracy.variants import EXACT, VARIANTS, Variant
-from measure.calibrate.__main__ import main as calibrate
+from measure.accuracy.variants import EXACT, PLAIN, VARIANTS, Variant
 from measure.tasks import Example, cut
 from tests.pair import EVICTING
 from tools.train_small import settings as trainer
 
 OPEN_PAGE = [v for v in VARIANTS if v.codec.name not in EVICTING and v.codec.settings.get("open_page") != "requantize"]
+NOTHING_SHIPS = [v for v in OPEN_PAGE if v.family != PLAIN]
+"""Of a model for which no calibration ships: rows that leave it out are the codecs of the rows that they are of."""
 TRAINER = Path(trainer.__file__).with_name("small.yaml")
 
 
@@ -62,7 +63,15 @@ def test_perplexity_with_fp16_pages_is_that_of_exact_attention(subject: Subject)
         assert score(Measure.PERPLEXITY, answered, subject.decode) == pytest.approx(float(wanted), abs=1e-3)
 
 
-@pytest.mark.parametrize("variant", OPEN_PAGE, ids=lambda v: v.name)
+def test_rows_without_calibration_are_other_rows_where_none_ships(subject: Subject) -> None:
+    """So that what is asked of `NOTHING_SHIPS` is asked of all codecs."""
+    known = {v.name: subject.plan(v.codec).fingerprint() for v in OPEN_PAGE}
+    plain = [v.name for v in OPEN_PAGE if v not in NOTHING_SHIPS]
+    assert plain
+    assert all(known[name] == known[name.removesuffix("-plain")] for name in plain)
+
+
+@pytest.mark.parametrize("variant", NOTHING_SHIPS, ids=lambda v: v.name)
 def test_decode_steps_score_as_prefill_does(subject: Subject, variant: Variant) -> None:
     """The open-page rule makes both modes one function of the rows; the steps cross a page at every page size.
 
@@ -119,16 +128,6 @@ def test_the_rows_are_valid_and_complete(subject: Subject) -> None:
 
 def test_exact_kv_is_always_a_row() -> None:
     assert [v.name for v in variants.choose(["hack-128", "hack"])] == ["fp16", "hack", "hack-128"]
-
-
-def test_a_calibration_file_adds_rows(subject: Subject, checkpoint: Path, tmp_path: Path) -> None:
-    file = tmp_path / "calibration.safetensors"
-    assert calibrate([str(checkpoint), "--tokens", "400", "--out", str(file)]) == 0
-    _, plain, fitted = variants.choose(["rot-k3v2-calibrated", "rot-k3v2"], file)
-    prints = [dict(subject.with_codec(each.codec).codec.fingerprint()) for each in (plain, fitted)]
-    assert [each["codec.calibration"] == "none" for each in prints] == [True, False]
-    with pytest.raises(ConfigError, match="'rot-k3v2-calibrated' is unknown"):
-        variants.choose(["rot-k3v2-calibrated"])
 
 
 def test_unknown_rows_and_tasks_are_named(subject: Subject) -> None:
@@ -335,16 +334,3 @@ def test_the_command_says_what_is_wrong(checkpoint: Path, tmp_path: Path, capsys
     broken.write_text("{}")
     assert main(["--render", "--out", str(tmp_path)]) == 2
     assert "copy.json: not a file of `hackkv eval`" in capsys.readouterr().err
-
-
-def test_a_file_with_bits_by_layer_adds_one_row(subject: Subject, checkpoint: Path, tmp_path: Path) -> None:
-    file = tmp_path / "calibration.safetensors"
-    made = ["--tokens", "400", "--target-bytes", "18.5%", "--out", str(file)]
-    assert calibrate([str(checkpoint), *made]) == 0
-    _, mixed = variants.choose(["rot-k3v2-mixed"], file)
-    bits = dict(subject.plan(mixed.codec).fingerprint().fields)
-    assert any("," in bits[f"codec.{of}_bits"] for of in "kv"), "layers differ"
-    with pytest.raises(ConfigError, match="'rot-k3v2-calibrated' is unknown"):
-        variants.choose(["rot-k3v2-calibrated"], file)
-    with pytest.raises(ConfigError, match=r"--calibration: .*No such file"):
-        variants.choose([], tmp_path / "absent")
