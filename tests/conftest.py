@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hackkv.codecs import CODECS, Preset
 from tests.interpreter import patch_once, remember_types
 from tests.tiers import thin_out
-from tests.toys import make_layered, make_projected
+from tests.toys import make_layered, make_projected, make_windowed
 
 # Until `pytest_collection_finish`: what is imported is no garbage.
 gc.disable()
@@ -37,10 +37,10 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-# Tests that loop over CODECS hold it for formats that differ by layer, for another window than the presets have, and
-# for a wire form of variable size: one row each, and no test knows of them.
+# Tests that loop over CODECS hold it for formats that differ by layer, for another window than the presets have (and a
+# layer that is left exact under it), and for a wire form of variable size: one row each, and no test knows of them.
 CODECS["toy-layers"] = Preset(make_layered)
-CODECS["rot-window"] = Preset(CODECS["rot-k3v2"].make, {"k_bits": 3, "v_bits": 2, "sink": 1, "recent": 1})
+CODECS["rot-window"] = Preset(make_windowed, {"k_bits": 3, "v_bits": 2, "sink": 1, "recent": 1})
 # Projections are nothing without a file, and tests of the table bring none.
 CODECS["zack"] = Preset(make_projected, CODECS["zack"].settings)
 if find_spec("zstandard"):

@@ -15,7 +15,7 @@ from hack_kernels.row_format import RowFormat
 from torch import Tensor
 
 from hackkv.codec import AttentionWeights, KvCodec
-from hackkv.codecs import make_zack
+from hackkv.codecs import make_zack, rotated
 from hackkv.codecs.artifact import read_artifact
 from hackkv.codecs.paged import Kept, PagedCodec, Settings
 from hackkv.config import Frozen
@@ -36,6 +36,11 @@ def make_layered(name: str, shape: KvShape, backend: Backend, settings: dict[str
     first, other = (Kept(fmt, backend.kernels_for(fmt, HackReference)) for fmt in formats)
     layers = (first, *[other] * (shape.num_layers - 1))
     return PagedCodec(name, layers, backend, (("page_tokens", str(page_tokens)),))
+
+
+def make_windowed(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
+    """A codec `rot-*` that leaves its second layer exact, if it has one."""
+    return rotated.make_rotated(name, shape, backend, {"exact_layers": "1" if shape.num_layers > 1 else "", **settings})
 
 
 def make_projected(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:

@@ -11,6 +11,8 @@ of a query, so the softmax does not notice it. T comes after the rotary embeddin
 
 Without calibration T = H and mean = 0. A calibration file (`hackkv calibrate`) brings T, the means, and the feedback by
 which the codes of a row of K make up for each other's errors (`LevelKernels.set_feedback`).
+
+In a layer that is left exact (`exact_layers`) nothing is rotated: its pages are FP16 rows, as those of `fp16` are.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
 from hack_kernels.reference.levels import LevelReference
+from hack_kernels.reference.rows import RowReference
+from hack_kernels.row_format import RowFormat
 from hack_kernels.window import Window
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -40,6 +44,9 @@ from hackkv.config import Frozen
 from hackkv.types import KvShape
 
 Definition = Callable[[LevelFormat, torch.device], LevelKernels]
+
+EXACT_BITS: Final = 16
+"""What a layer that is left exact has, as the fingerprint says it."""
 
 WORST_CONDITION: Final = 1e4
 """The largest condition number of a basis: beyond it, what T^-T makes of a query loses to FP32 what codes keep."""
@@ -55,6 +62,9 @@ class RotatedSettings(Frozen):
     """First pages of a sequence that queries see exactly; see `Window`."""
     recent: int = 0
     """Pages before a query's own that it sees exactly."""
+    exact_layers: int | str = ""
+    """Layers whose K and V rest in FP16: numbers with commas between, such as `0,29`; negative ones count from the
+    last."""
     calibration: str = UNCALIBRATED
     """Path of a file that `hackkv calibrate` wrote for this model, or `none`. A worker whose settings have neither
     takes the file that ships for its model, if there is one (`hackkv.model.worker`)."""
@@ -90,24 +100,40 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
             calibrated_rotations(artifact, layer, shape).to(backend.device) for layer in range(shape.num_layers)
         )
         feedback = [feedback_of(artifact, layer, shape) for layer in range(shape.num_layers)]
+    exact = exact_layers(str(chosen.exact_layers), shape.num_layers)
     formats = [LevelFormat(shape.head_dim, chosen.page_tokens, *each, window) for each in bits]
     definition: Definition = LevelReference
-    kernels = {fmt: backend.kernels_for(fmt, definition) for fmt in dict.fromkeys(formats)}
+    used = (fmt for layer, fmt in enumerate(formats) if layer not in exact)
+    kernels = {fmt: backend.kernels_for(fmt, definition) for fmt in dict.fromkeys(used)}
     for layer, each in enumerate(feedback):
-        kernels[formats[layer]].set_feedback(layer, each.to(backend.device))
+        if layer not in exact:
+            kernels[formats[layer]].set_feedback(layer, each.to(backend.device))
     written = (
         ("page_tokens", str(chosen.page_tokens)),
-        ("k_bits", _in_words([k for k, _ in bits])),
-        ("v_bits", _in_words([v for _, v in bits])),
+        ("k_bits", _in_words([EXACT_BITS if layer in exact else k for layer, (k, _) in enumerate(bits)])),
+        ("v_bits", _in_words([EXACT_BITS if layer in exact else v for layer, (_, v) in enumerate(bits)])),
         ("sink", str(window.sink)),
         ("recent", str(window.recent)),
         ("calibration", digest),
     )
-    layers = tuple(Kept(fmt, kernels[fmt]) for fmt in formats)
+    rows = RowFormat(shape.head_dim, chosen.page_tokens, window=window)
+    as_rows = Kept(rows, backend.kernels_for(rows, RowReference))
+    layers = tuple(as_rows if layer in exact else Kept(fmt, kernels[fmt]) for layer, fmt in enumerate(formats))
     folded = (hadamard(shape.head_dim)[None],) * shape.num_layers
-    codec = RotatedCodec(name, layers, backend, written, rotations, folded)
+    codec = RotatedCodec(name, layers, backend, written, rotations, folded, exact)
     codec.origin = origin
     return codec
+
+
+def exact_layers(text: str, layers: int) -> frozenset[int]:
+    """The layers that the setting names, of a model of `layers`. Raises `ValueError` naming what is no layer."""
+    found = set[int]()
+    for word in filter(None, map(str.strip, text.split(","))):
+        number = int(word) if word.removeprefix("-").isdecimal() else layers
+        if not -layers <= number < layers:
+            raise ValueError(f"exact_layers: {word!r} is no layer of a model of {layers}")
+        found.add(number % layers)
+    return frozenset(found)
 
 
 def written_bits(artifact: Artifact) -> tuple[LayerBits, ...]:
@@ -176,7 +202,8 @@ def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
 class RotatedCodec(PagedCodec):
     """K and Q are rotated at run time, V by the weights if it can be; pages and open pages alike hold rotated rows.
 
-    Where pages of a layer are narrower than heads, only the first channels of rotated rows rest.
+    Where pages of a layer are narrower than heads, only the first channels of rotated rows rest. A layer that is left
+    exact keeps rows as they come.
     """
 
     prepares_weights = True
@@ -189,14 +216,17 @@ class RotatedCodec(PagedCodec):
         settings: Settings,
         rotations: tuple[HeadRotations, ...],
         folded: tuple[Tensor, ...],
+        exact: frozenset[int] = frozenset(),
     ) -> None:
         """One of each for each layer, of all KV heads of the model. `folded` are rotations of V, [Hkv, D, D], or
-        [1, D, D] for all heads, float64; columns of 0 drop channels."""
+        [1, D, D] for all heads, float64; columns of 0 drop channels. Nothing is rotated in layers that are `exact`."""
         super().__init__(name, layers, backend, settings)
-        self._rotations, self._folded = list(rotations), folded
+        self._rotations, self._folded, self._exact = list(rotations), folded, exact
 
     def prepare_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """V' = R^T V, and as the heads' outputs are sums of V', W_o' = W_o R. In float64, rounded to their dtype."""
+        if layer in self._exact:
+            return weights
         if weights.packed:
             rotation = self._folded[layer].float().to(self._backend.device)
             value, out = rotation.mT.contiguous(), rotation.contiguous()
@@ -225,6 +255,8 @@ class RotatedCodec(PagedCodec):
     def attend(self, layer: int, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Rows are rounded to FP16 before they are rotated, too. So a value that FP16 does not hold is found, in decode
         because infinity becomes rows that are not finite. V that the weights rotated is not rounded before."""
+        if layer in self._exact:
+            return super().attend(layer, pool, batch, q, k, v)
         rows, rotations = self._backend.rows, self._rotations[layer].heads(pool.head_start, pool.num_kv_heads)
         if not batch.is_decode:
             k, v = rows.narrow(k, v, batch.where, batch.faulty)

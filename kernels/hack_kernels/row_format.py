@@ -9,13 +9,15 @@ import torch
 
 from hack_kernels.base import PageFormat, Plane
 from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
+from hack_kernels.window import OWN_PAGE_ONLY, Window
 
 
 @dataclass(frozen=True)
 class RowFormat(PageFormat):
     """Planes `k` and `v`, each [Π, D] float16. Attention is exact.
 
-    Arithmetic is FP32; products are BF16 where q is bfloat16 and the processor has such products.
+    Arithmetic is FP32; products are BF16 where q is bfloat16 and the processor has such products. Raises `ValueError`
+    for a window over pages that are not exact.
     """
 
     head_dim: int
@@ -23,6 +25,12 @@ class RowFormat(PageFormat):
     exact: bool = True
     """Whether a page holds the very rows that it was made of. If not, it matters that a query sees its own page as it
     was, and earlier ones as they rest."""
+    window: Window = OWN_PAGE_ONLY
+    """As other layers have it. Here it only says how slots lie: rows of earlier pages are the same in either place."""
+
+    def __post_init__(self) -> None:
+        if self.window != OWN_PAGE_ONLY and not self.exact:
+            raise ValueError("window: pages of rows take one only where they are exact")
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:

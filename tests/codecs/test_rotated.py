@@ -11,10 +11,12 @@ import torch
 from hack_kernels import AUTO, load
 from hack_kernels.level_format import HEAD_DIMS, LevelFormat
 from hack_kernels.reference.levels import dequantize, unpack_codes
+from hack_kernels.window import Window
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hackkv.batch import Batch, Span, non_finite
+from hackkv.codec import KvCodec
 from hackkv.codecs import make_codec
 from hackkv.codecs.artifact import METADATA
 from hackkv.codecs.hadamard import hadamard
@@ -99,6 +101,45 @@ def test_attention_is_that_over_the_rows_that_codes_stand_for(
     weights = torch.softmax(torch.einsum("hd,nhd->hn", q, keys), -1)
     wanted = torch.einsum("hn,nhd->hd", weights, values)
     assert float((outputs[-1].double() - wanted).norm() / wanted.norm()) < 0.05
+
+
+@pytest.mark.parametrize("backend", AUTO)
+def test_a_layer_that_is_left_exact_keeps_rows_as_fp16_does(backend: str) -> None:
+    """Prompts in chunks and single steps, whatever the window keeps in slots beside the open page."""
+    tokens, counts = 5 * 32 + 9, [70, 58, 40, 1]
+    sealed, _, outputs = run(Case("fp16", backend=backend), tokens, counts)
+    for sink, recent in WINDOWS:
+        settings = {"sink": sink, "recent": recent, "exact_layers": "-1"}
+        found, _, attended = run(Case("rot-k3v2", backend=backend, settings=settings), tokens, counts)
+        assert all(torch.equal(found[name], plane) for name, plane in sealed.items())
+        assert float((attended - outputs).norm() / outputs.norm()) < 1e-6
+
+
+def test_layers_left_exact_count_in_bytes_and_in_the_fingerprint() -> None:
+    file = str(calibration_file(3, 2, HEAD_DIM))
+
+    def made(**settings: int | float | str | bool) -> KvCodec:
+        return make_codec(CodecConfig(name="rot-k3v2", settings=settings), KvShape(3, 2, HEAD_DIM), load("reference"))
+
+    whole, coded = made(exact_layers="0,1,2").formats[0].page_bytes, made().formats[0].page_bytes
+    for settings, exact in (({"exact_layers": 0}, {0}), ({"exact_layers": "-1, 1", "calibration": file}, {1, 2})):
+        codec = made(**settings)
+        assert [fmt.page_bytes for fmt in codec.formats] == [whole if i in exact else coded for i in range(3)]
+        assert {fmt.window for fmt in codec.formats} == {codec.window} == {Window(1, 2)}
+        bits = dict(codec.fingerprint())["codec.k_bits"].split(",")
+        assert bits == ["16" if i in exact else "3" for i in range(3)]
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_a_model_all_of_whose_layers_are_left_exact_says_what_it_says_with_fp16(tmp_path: Path, weights: str) -> None:
+    """Nothing is rotated, and nothing is folded into the weights."""
+    folder = write_tiny(tmp_path, Tiny(layers=LAYERS, head_dim=64, max_context=256))
+    exact = (
+        loaded(folder, "float32", weights, "fp16"),
+        loaded(folder, "float32", weights, "rot-k2v2", exact_layers="0,1"),
+    )
+    request = greedy("r", prompt(2, 5 * PI + 3), 2 * PI)
+    assert generate(exact[0], request) == generate(exact[1], request)
 
 
 def test_more_bits_are_closer_to_exact() -> None:
@@ -257,6 +298,9 @@ def test_a_calibration_file_that_is_wrong_is_named_with_its_tensor(tmp_path: Pat
         ({"v_bits": "two"}, "codec.settings.v_bits"),
         ({"rounding": "nearest"}, "codec.settings.rounding"),
         ({"calibration": 7}, "codec.settings.calibration"),
+        ({"exact_layers": 1}, "exact_layers: '1' is no layer of a model of 1"),
+        ({"exact_layers": "0,-2"}, "exact_layers: '-2' is no layer of a model of 1"),
+        ({"exact_layers": "last"}, "exact_layers: 'last' is no layer"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:

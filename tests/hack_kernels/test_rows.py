@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hack_kernels import cpu, load
+from hack_kernels import BACKENDS, cpu, load
 from hack_kernels.base import Backend, BackendUnavailable, PageKernels, Pool, Rows, Spans
 from hack_kernels.cpu.extension import supported_isas
 from hack_kernels.pools import new_pool
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
+from hack_kernels.window import OWN_PAGE_ONLY, Window
 from torch import Tensor
 
 from tests.hack_kernels.pools import CPU
@@ -33,8 +34,16 @@ def backend(request: pytest.FixtureRequest) -> cpu.CpuBackend:
 class Case:
     """Sequences of given lengths, pages in shuffled order; rows from the last full page on stand in open pages too."""
 
-    def __init__(self, page_tokens: int, head_dim: int, lengths: list[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        page_tokens: int,
+        head_dim: int,
+        lengths: list[int],
+        dtype: torch.dtype,
+        window: Window = OWN_PAGE_ONLY,
+    ) -> None:
         self.page_tokens, self.lengths, self.dtype, self.head_dim = page_tokens, lengths, dtype, head_dim
+        self.fmt = RowFormat(head_dim, page_tokens, window=window)
         generator = torch.Generator().manual_seed(page_tokens + head_dim)
 
         def rows(n: int, heads: int) -> Tensor:
@@ -49,19 +58,22 @@ class Case:
             self.table[b, :count] = torch.tensor([order.pop() for _ in range(count)])
 
     def kernels(self, backend: Backend) -> PageKernels:
-        return backend.kernels_for(RowFormat(self.head_dim, self.page_tokens), RowReference)
+        return backend.kernels_for(self.fmt, RowReference)
 
     def pool(self, kernels: PageKernels, begins: list[int]) -> Pool:
-        """All full pages, and in open page b the rows of page `begins[b] // Π` before `begins[b]`."""
-        pi, fmt = self.page_tokens, RowFormat(self.head_dim, self.page_tokens)
+        """All full pages, and in slot b the rows before `begins[b]` that the window keeps there: those of page
+        `begins[b] // Π` at least."""
+        pi, fmt = self.page_tokens, self.fmt
         pool = new_pool(fmt, kernels, CPU, sum(n // pi for n in self.lengths) + 1, len(begins), range(HEADS))
         for b, (n, begin) in enumerate(zip(self.lengths, begins, strict=True)):
             if full := n // pi:
                 k, v = (x[b][: full * pi].unflatten(0, (full, pi)).transpose(1, 2) for x in (self.k, self.v))
                 kernels.seal(0, pool, self.table[b, :full], torch.arange(full) * pi, k, v)
-            first = begin // pi * pi
-            for open_rows, x in ((pool.open_k, self.k[b]), (pool.open_v, self.v[b])):
-                open_rows[b, :, : begin - first] = x[first:begin].transpose(0, 1)
+            for page in (*fmt.window.earlier(begin // pi), begin // pi):
+                first, stop = page * pi, min(begin, (page + 1) * pi)
+                at = fmt.window.place(page) * pi
+                for open_rows, x in ((pool.open_k, self.k[b]), (pool.open_v, self.v[b])):
+                    open_rows[b, :, at : at + stop - first] = x[first:stop].transpose(0, 1)
         return pool
 
     def prefill(self, backend: Backend, begins: list[int], q: Tensor) -> Tensor:
@@ -78,7 +90,8 @@ class Case:
         kernels = self.kernels(backend)
         pool = self.pool(kernels, [n - 1 for n in self.lengths])
         for b, n in enumerate(self.lengths):
-            pool.open_k[b, :, (n - 1) % pi], pool.open_v[b, :, (n - 1) % pi] = self.k[b][-1], self.v[b][-1]
+            at = self.fmt.window.place((n - 1) // pi) * pi + (n - 1) % pi
+            pool.open_k[b, :, at], pool.open_v[b, :, at] = self.k[b][-1], self.v[b][-1]
         order, ones = torch.arange(batch), torch.ones(batch, dtype=torch.int64)
         spans = Spans(torch.tensor(self.lengths) - 1, ones, order, self.table, order)
         return kernels.attend(0, pool, spans, Rows(q))
@@ -104,6 +117,27 @@ def test_rows_agree_with_the_reference(
     assert out.dtype is dtype
     assert relative(out, case.prefill(reference, begins, q)) < TOLERANCE[dtype]
     assert relative(case.decode(backend, last), case.decode(reference, last)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [Window(1, 2), Window(2, 0), Window(0, 1)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_a_window_changes_where_rows_lie_and_no_output(name: str, dtype: torch.dtype, window: Window) -> None:
+    """Beside the definition without one, in prefill and in decode; on Triton the kernel is interpreted."""
+    pi, lengths, begins = 32, [1, 32, 33, 9 * 32 + 5, 4 * 32], [0, 3, 32, 8 * 32 + 2, 2 * 32]
+    case, plain = Case(pi, 64, lengths, dtype, window), Case(pi, 64, lengths, dtype)
+    if name == "triton":
+        pytest.importorskip("triton")
+    backend, reference = load(name), load("reference")
+    assert case.kernels(backend).served_by == name
+    q, last = case.rows(sum(lengths) - sum(begins), HEADS * 3), case.rows(len(lengths), HEADS * 3)
+    assert relative(case.prefill(backend, begins, q), plain.prefill(reference, begins, q)) < TOLERANCE[dtype]
+    assert relative(case.decode(backend, last), plain.decode(reference, last)) < TOLERANCE[dtype]
+
+
+def test_pages_that_are_not_their_rows_take_no_window() -> None:
+    with pytest.raises(ValueError, match="window: pages of rows"):
+        RowFormat(64, 32, exact=False, window=Window(1, 0))
 
 
 @pytest.mark.parametrize("magnitude", [2.0**-20, 60000.0])

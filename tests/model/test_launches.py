@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 import numpy as np
 import torch
 from hack_kernels.device_choosing import DeviceRows
+from hack_kernels.row_format import RowFormat
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.split import LARGE_BATCH
@@ -65,6 +66,10 @@ def checked_launches() -> Iterator[list[Launch]]:
 SERVED = served()
 OF_ROWS = [name for name in SERVED if beneath(CodecConfig(name=name)) == "fp16"]
 """Those whose pages are FP16 rows."""
+IN_A_LAYER = [
+    name for name in SERVED if any(isinstance(f, RowFormat) for f in codec_on(TritonBackend(META), name).formats)
+]
+"""Those that have such pages in one layer at least, if nothing is beside the rows."""
 
 
 def runner_on_triton(name: str, slots: int = 3, recorded: int = 0) -> ModelRunner:
@@ -158,7 +163,7 @@ def test_batches_of_any_size_run_what_is_compiled(name: str) -> None:
     assert len(compiled[0] | compiled[1]) <= 2 * len(compiled[1])
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in OF_ROWS])
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in {*OF_ROWS, *IN_A_LAYER}])
 def test_passes_of_any_prompts_run_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, and however many pages they fill; one alone has kernels of its own."""
     monkeypatch.setattr(MetaDeviceRows, "set_in", lambda rows, flags: [])
@@ -174,7 +179,7 @@ def test_passes_of_any_prompts_run_what_is_compiled(name: str, monkeypatch: pyte
     assert len(compiled[0] | compiled[1]) <= 2 * len(compiled[1])
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in OF_ROWS])
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in {*OF_ROWS, *IN_A_LAYER}])
 def test_a_prefill_pass_launches_on_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for rows in FP16, whose prompts torch attends to sequence by sequence: the host has to know their lengths."""
     runner = runner_on_triton(name)

@@ -44,6 +44,8 @@ EVERY = [
     *((name, {}) for name in sorted(CODECS)),
     ("hack", {"open_page": "requantize"}),
     ("rot-k3v2", {"calibration": True}),
+    ("rot-k3v2", {"sink": 1, "recent": 1}),
+    ("rot-k4v4", {"exact_layers": 0}),
 ]
 every_codec = pytest.mark.parametrize("runner", EVERY, ids=str, indirect=True)
 

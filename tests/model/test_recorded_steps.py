@@ -30,8 +30,9 @@ EACH = 3
 """Pages of a sequence."""
 UNRECORDED = {"mpcache", "cachegen-fp16", "cachegen-delta"}
 """Codecs that choose pages, or have some that their definition serves."""
-ANEW = {"zack"}
-"""Codecs for which torch computes in a step: it cuts off the channels that are dropped."""
+ANEW = {"zack", "rot-window"}
+"""Codecs for which torch computes in a step: it cuts off the channels that are dropped, or copies the open pages of a
+layer that is left exact under a window."""
 
 
 def runners(name: str, dtype: torch.dtype, **settings: Any) -> tuple[ModelRunner, ModelRunner]:

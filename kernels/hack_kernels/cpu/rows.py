@@ -15,6 +15,7 @@ from hack_kernels.cpu.extension import compiled
 from hack_kernels.cpu.memory import zeroed_planes
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
+from hack_kernels.window import OWN_PAGE_ONLY
 
 
 class RowCpu(RowReference):
@@ -40,7 +41,18 @@ class RowCpu(RowReference):
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
         """Strips of rows against blocks of queries, without leaving the cache."""
         check_attention(self.fmt, pool, spans, rows)
+        if pool.window != OWN_PAGE_ONLY:
+            pool, spans = with_own_pages(pool, spans)
         return attend(self._native, self._native_format, layer, pool, spans, rows)
+
+
+def with_own_pages(pool: Pool, spans: Spans) -> tuple[Pool, Spans]:
+    """Copies of the open pages of `spans`, in slots that hold nothing else: C++ takes rows without a window, and what
+    a window keeps besides rests in pages as the same rows."""
+    pi, own = pool.page_tokens, torch.arange(spans.slots.numel())
+    place = pool.window.at(spans.starts, pi) // pi
+    k, v = (x.unflatten(2, (-1, pi))[spans.slots, :, place] for x in (pool.open_k, pool.open_v))
+    return Pool(pool.planes, k, v, pool.head_start), Spans(spans.starts, spans.counts, spans.offsets, spans.table, own)
 
 
 def native_row_format(fmt: RowFormat) -> Any:
