@@ -38,6 +38,8 @@ from measure.accuracy.task import Prepared, RunLimits, Task, writes
 OUT: Final = Path("accuracy")
 RECOMMENDED: Final = "recommended.md"
 """What `--recommend` told, in the folder of a model."""
+TRIED: Final = "tried.md"
+"""What a search for formats found of a model, in its folder: written by hand."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,17 +179,18 @@ def _report(out: Path, console: Console) -> None:
     )
     if not found:
         raise ConfigError(f"{out}: no file of `hackkv eval`")
-    pictures, told = dict[str, str](), dict[str, str]()
+    pictures, told, tried = dict[str, str](), dict[str, str](), dict[str, str]()
     for each, folder in ((each, cells.place(out, each.model, "", "").parent) for each in found):
-        if (advice := folder / RECOMMENDED).is_file():
-            told[each.model] = advice.read_text(encoding="utf-8")
+        for name, texts in ((RECOMMENDED, told), (TRIED, tried)):
+            if (text := folder / name).is_file():
+                texts[each.model] = text.read_text(encoding="utf-8")
         for table in terminal_tables(each, console.width):
             console.print(table)
         picture = folder / "accuracy.png"
         if draw(each, picture):
             pictures[each.model] = picture.relative_to(out.parent).as_posix()
     report = out.with_suffix(".md")
-    report.write_text(markdown(found, pictures, told), encoding="utf-8")
+    report.write_text(markdown(found, pictures, told, tried), encoding="utf-8")
     console.print(f"wrote {report}", soft_wrap=True)
 
 

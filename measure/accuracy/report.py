@@ -54,8 +54,7 @@ REAL = """\
 Perplexity, KL (of the next token, from exact KV, in nats) and top-1 (first choices that stay) are of the same windows:
 the first tokens of long documents, read from an empty cache. Needles, recall, and tests passed: for `fp16` of all that
 were asked, for the others of those that exact KV gets right. Length ratio: tokens of all answers over those of exact
-KV's; unfinished: answers that are cut off at the limit. What formats and settings were tried before presets were
-chosen, and what helped, is in lab/frontier/README.md.
+KV's; unfinished: answers that are cut off at the limit.
 """
 
 PAPER = """\
@@ -83,9 +82,11 @@ def terminal_tables(results: Results, width: int) -> Iterable[Table]:
         yield table
 
 
-def markdown(found: Sequence[Results], pictures: Mapping[str, str], advice: Mapping[str, str]) -> str:
-    """The whole report: models in the order given, each with its picture, as the report should link it, and with what
-    `--recommend` told of it, if any."""
+def markdown(
+    found: Sequence[Results], pictures: Mapping[str, str], advice: Mapping[str, str], tried: Mapping[str, str]
+) -> str:
+    """The whole report: models in the order given, each with its picture, as the report should link it, with what
+    `--recommend` told of it and with what was tried for it before there were presets, if any."""
     parts = ["# Accuracy of the KV codecs\n", INTRODUCTION, *_bullets(_commands(found))]
     for results in found:
         parts += [f"## {results.model}\n", *_bullets(_circumstances(results))]
@@ -95,6 +96,11 @@ def markdown(found: Sequence[Results], pictures: Mapping[str, str], advice: Mapp
         parts += _rows(results)
         if results.model in pictures:
             parts.append(f"![accuracy against bytes per token]({pictures[results.model]})\n")
+        if results.model in tried:
+            parts += [
+                "### What was tried before presets were chosen: what helped, and what did not\n",
+                tried[results.model],
+            ]
         parts += [*_scores(results), *_agreement(results)]
         if results.model in advice:
             parts += [f"### `hackkv eval --recommend {_asked_as(results.model)}`\n", advice[results.model]]

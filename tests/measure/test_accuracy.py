@@ -273,6 +273,10 @@ def test_the_command_measures_and_reports(checkpoint: Path, tmp_path: Path, caps
     out.with_suffix(".md").unlink()
     assert main(["--render", "--out", str(out)]) == 0
     assert out.with_suffix(".md").read_text() == report
+    (model / "tried.md").write_text("Rotations helped.\n")
+    assert main(["--render", "--out", str(out)]) == 0
+    assert "### What was tried" in out.with_suffix(".md").read_text()
+    assert "\nRotations helped.\n" in out.with_suffix(".md").read_text()
     assert "hack-paper" in capsys.readouterr().out
 
 
