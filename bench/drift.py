@@ -39,6 +39,7 @@ EDGE = 100
 PROMPT_TOKENS, ANSWER_TOKENS = 160, 16
 """Two pages are sealed and half a page stays open."""
 TIMEOUT_S = 300.0
+"""How long a client waits; a machine with other work may need more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,14 @@ def agreement(said: list[int], exact: list[int]) -> float:
     return 1.0 if at is None else at / max(len(said), len(exact))
 
 
-async def ask_all(url: str, prompts: Sequence[Ids], concurrency: int, console: Console) -> list[list[int] | None]:
+async def ask_all(
+    url: str, prompts: Sequence[Ids], concurrency: int, console: Console, timeout_s: float = TIMEOUT_S
+) -> list[list[int] | None]:
     """The tokens of every answer, None for a request that failed; prompts are asked in order."""
     answers: list[list[int] | None] = [None] * len(prompts)
     waiting = iter(enumerate(prompts))
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=timeout_s) as client:
         with Progress(*columns, console=console, transient=True) as progress:
             bar = progress.add_task("requests", total=len(prompts))
 
@@ -127,14 +130,22 @@ def _without(answer: list[int] | None, ends: frozenset[int]) -> list[int] | None
     return None if answer is None else [token for token in answer if token not in ends]
 
 
-async def measure(subject: Subject, codec: CodecConfig, requests: int, edge: int, concurrency: int, seed: int) -> Drift:
+async def measure(
+    subject: Subject,
+    codec: CodecConfig,
+    requests: int,
+    edge: int,
+    concurrency: int,
+    seed: int,
+    timeout_s: float = TIMEOUT_S,
+) -> Drift:
     """Start a cluster, send it everything, and compare."""
     console = Console(highlight=False)
     prompts = prompts_of(subject, requests, edge, seed)
     console.print(f"exact answers to {edge} prompts ...")
     exact = await asyncio.to_thread(exact_answers, subject, prompts[:edge])
     async with running(_plan(subject, codec), lambda line: console.print(f"  {line}")) as cluster:
-        answers = await ask_all(cluster.url, prompts, concurrency, console)
+        answers = await ask_all(cluster.url, prompts, concurrency, console, timeout_s)
     return compare(answers, exact, frozenset(subject.worker.model.spec.eos_ids))
 
 
@@ -173,13 +184,14 @@ def main() -> int:
     parser.add_argument("--edge", type=int, default=EDGE)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help=f"of a request; default: {TIMEOUT_S:g}")
     parser.add_argument("--dry", action="store_true", help="do not write docs/reliability.md")
     arguments = parser.parse_args()
     if not 0 < 2 * arguments.edge <= arguments.requests:
         parser.error("--requests must be at least twice --edge")
     subject = load_subject(ModelConfig(path=arguments.model, dtype="float32", threads=1))
     codec = CodecConfig(name=arguments.codec, allow_loss=True)
-    sizes = (arguments.requests, arguments.edge, arguments.concurrency, arguments.seed)
+    sizes = (arguments.requests, arguments.edge, arguments.concurrency, arguments.seed, arguments.timeout_s)
     result = asyncio.run(measure(subject, codec, *sizes))
     machine, command = this_machine("", 0), shlex.join(["python", "-m", "bench.drift", *sys.argv[1:]])
     where = f"`{command}`. Machine: {machine.cpu}, {machine.cores} cores; commit {commit()}"
