@@ -34,6 +34,8 @@ POINTS: Final = (512, 2048, 4096, 8192)
 SHORT: Final = 2048
 SHORT_WINDOWS: Final = 3
 """Windows of `SHORT` tokens for each long one."""
+LONGER_WINDOWS: Final = 3
+"""Windows of the longest point beside the first one."""
 BLOCK: Final = 128
 GARBAGE: Final = 20.0
 """Nats that a codec is charged for a block if its KV is not finite: more than a uniform guess costs."""
@@ -41,11 +43,30 @@ GARBAGE: Final = 20.0
 
 def prepare(subject: Subject, limits: RunLimits) -> Prepared:
     """One long window and three short ones for each of `limits.samples`, 1 unless set."""
+    points, left_out = _points(subject, limits)
+    return _reading(subject, _windows(subject, max(1, limits.samples), points[-1]), points, left_out)
+
+
+def prepare_longer(subject: Subject, limits: RunLimits) -> Prepared:
+    """`limits.samples` windows, 3 unless set, of the largest point: of the longest documents but those of which
+    `prepare` reads as much unless told otherwise."""
+    points, _ = _points(subject, limits)
+    count = limits.samples or LONGER_WINDOWS
+    windows = _windows(subject, 1 + count, points[-1])[1 : 1 + count]
+    return _reading(subject, [window for window in windows if len(window) == points[-1]], points[-1:], [])
+
+
+def _points(subject: Subject, limits: RunLimits) -> tuple[list[int], list[str]]:
+    """Those within the limit, and what is said of the others. Raises `ValueError` if there are none."""
     limit = limits.context(subject)
     points = [point for point in POINTS if point <= limit]
     if not points:
         raise ValueError(f"needs {POINTS[0]} tokens of context, the limit is {limit}")
-    windows = _windows(subject, max(1, limits.samples), points[-1])
+    return points, [f"at {point}: the limit is {limit}" for point in POINTS if point > limit]
+
+
+def _reading(subject: Subject, windows: Sequence[Ids], points: Sequence[int], left_out: list[str]) -> Prepared:
+    """Of `windows`, at those of `points` that one of them has."""
     if not windows:
         raise ValueError("the held-out text has no document of enough tokens")
     read = tuple(point for point in points if max(map(len, windows)) >= point)
@@ -58,7 +79,6 @@ def prepare(subject: Subject, limits: RunLimits) -> Prepared:
         yield from ((point, _upto(point, blocks)) for point in read)
 
     counts = ", ".join(f"{sum(len(window) >= point for window in windows)} windows of {point}" for point in points)
-    left_out = [f"at {point}: the limit is {limit}" for point in POINTS if point > limit]
     return Prepared(sum(map(len, windows)), counts, digest_of(windows), read, measure, left_out)
 
 

@@ -40,6 +40,15 @@ SUITE: Final = (
         anyone,
     ),
     Task(
+        "longer",
+        "more text through prefill, read as far as the longest window goes; beside exact KV, block by block of "
+        f"{reading.BLOCK} tokens",
+        1,
+        (Measure.PERPLEXITY, Measure.KL, Measure.TOP1),
+        reading.prepare_longer,
+        on_request,
+    ),
+    Task(
         "continuing",
         f"the {continuing.AFTER} tokens of held-out text after a prompt, by its length, from what it left in its "
         "cache; beside exact KV",

@@ -28,13 +28,26 @@ def make_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @pytest.mark.parametrize(
-    "task", [t for t in suite.SUITE if t.name in ("reading", "continuing", "chat", "questions")], ids=lambda t: t.name
+    "task",
+    [t for t in suite.SUITE if t.name in ("reading", "longer", "continuing", "chat", "questions")],
+    ids=lambda t: t.name,
 )
 def test_progress_ends_where_it_was_said_to(subject: Subject, task: Task) -> None:
     made, counted = task.prepare(subject, RunLimits(samples=1)), list[int]()
     found = dict(made.measure(subject.with_codec(HACK.codec), counted.append, ()))
     assert sum(counted) == made.tokens
     assert all(len(scores) for point in found.values() for scores in point.scores.values())
+
+
+def test_longer_windows_are_whole_and_of_other_text(subject: Subject) -> None:
+    """Those that `reading` reads less of: here it reads all as far, the first document before them."""
+    limits = RunLimits(samples=2, longest=600)
+    made = reading.prepare_longer(subject, limits)
+    found = dict(made.measure(subject.with_codec(EXACT.codec), lambda count: None, ()))
+    assert (list(found), made.samples) == ([512], "2 windows of 512")
+    both = dict(reading.prepare(subject, limits).measure(subject.with_codec(EXACT.codec), lambda count: None, ()))
+    blocks = both[512].scores[Measure.PERPLEXITY]
+    assert found[512].scores[Measure.PERPLEXITY] == pytest.approx(blocks[4:12], abs=1e-4)
 
 
 EVICTING = variants.choose(["snapkv", "mpcache"])[1:]
