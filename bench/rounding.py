@@ -1,7 +1,8 @@
 """`python -m bench.rounding smollm2 [--out docs]`: what it costs that rows which meet packed weights are rounded.
 
-The same weights multiply rows in four ways: in FP32 throughout, which is exact; as rows come, in BF16, with the weights
-as numbers for the library; rounded to two bytes by blocks, by our kernels; and rounded to one, as llama.cpp does it.
+The same weights multiply rows in five ways: in FP32 throughout, which is exact; as rows come, in BF16, with the weights
+as numbers for the library; by our kernels, which round blocks to two bytes or to one; rounded to two bytes throughout;
+and rounded to one, as llama.cpp does it.
 Attention is exact. The text is the held-out one of `hackkv eval`: beginnings of its longest documents. KL is from the
 exact predictions.
 """
@@ -16,7 +17,8 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from hack_kernels.block_weight import BlockWeight, Weight, as_numbers, rounded_rows
+from hack_kernels.block_weight import BLOCK as COLUMNS
+from hack_kernels.block_weight import LARGEST, LARGEST_DIGIT, BlockWeight, Weight, as_numbers, rounded_to
 from hack_kernels.rowwise import Rowwise
 from torch import Tensor
 
@@ -44,15 +46,19 @@ class Unrounded(Rowwise):
         return F.linear(x, as_numbers(weight).to(x.dtype), bias)
 
 
-class OneByte(Rowwise):
-    """Rows in one byte by blocks, by the definition."""
+class Rounded(Rowwise):
+    """Every block of a row rounded alike, by the definition: its largest value becomes `levels`."""
+
+    def __init__(self, levels: int) -> None:
+        self._levels = float(levels)
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Rows that meet numbers stay as they are."""
         if not isinstance(weight, BlockWeight):
             return super().product(x, weight, bias)
         bias = None if bias is None else bias.float()
-        return F.linear(rounded_rows(x, levels=127), as_numbers(weight).float(), bias).to(x.dtype)
+        levels = torch.full((x.shape[0], x.shape[1] // COLUMNS), self._levels)
+        return F.linear(rounded_to(x, levels), as_numbers(weight).float(), bias).to(x.dtype)
 
 
 def main() -> None:
@@ -90,8 +96,9 @@ def table(model: Llama, windows: list[Ids]) -> Iterator[str]:
     ways = {
         "in FP32, exact": exact,
         "as they come, in BF16": Llama(model.spec, model.weights, kernels=Unrounded()),
-        "in two bytes by blocks, as here": model,
-        "in one byte by blocks": Llama(model.spec, model.weights, kernels=OneByte()),
+        "blocks in one byte or two, as here": model,
+        "blocks in two bytes": Llama(model.spec, model.weights, kernels=Rounded(LARGEST)),
+        "blocks in one byte": Llama(model.spec, model.weights, kernels=Rounded(LARGEST_DIGIT)),
     }
     scores: dict[str, list[Tensor]] = {name: [] for name in ways}
     for window in windows:

@@ -11,47 +11,85 @@ namespace hack {
 
 inline constexpr float kSmallestBlock = 1e-30f;  // values of a block that are all smaller count as 0
 
-// 32 values of x in units of `scale`, which is NaN if one of them is not finite.
+// Block b of a row of k values.
+template <class S, Dtype dtype>
+struct BlockValues {
+  [[gnu::always_inline]] BlockValues(const std::byte* row, int b, int k) {
+    for (int h = 0; h < 2; ++h) x[h] = load_lanes<S, dtype>(row, b * kBlockColumns + h * kLanes, k);
+  }
+
+  [[gnu::always_inline]] float largest() const {
+    const auto size = [](typename S::F y) { return S::max(y, S::sub(S::zero(), y)); };
+    return S::reduce_max(S::max(size(x[0]), size(x[1])));
+  }
+
+  // 0, or NaN if a value is not finite.
+  [[gnu::always_inline]] float faults() const {
+    return S::reduce_add(S::add(S::sub(x[0], x[0]), S::sub(x[1], x[1])));
+  }
+
+  typename S::F x[2];
+};
+
+// 32 values of x in whole units, of which the largest has `levels`; `scale` is a unit, or NaN if a value is not finite.
 template <class S>
 struct RoundedBlock {
+  template <Dtype dtype>
+  [[gnu::always_inline]] RoundedBlock(const BlockValues<S, dtype>& values, float largest, float levels) {
+    const float faults = values.faults();
+    const bool some = faults == 0.0f && largest > kSmallestBlock;
+    const auto inverse = S::splat(some ? levels / largest : 0.0f);
+    for (int h = 0; h < 2; ++h) whole[h] = some ? S::nearest(S::mul(values.x[h], inverse)) : S::zero_int();
+    scale = largest / kLargestValue + faults;
+  }
+
   typename S::I whole[2];
   float scale;
 };
 
-// Block b of a row of k values: nearest(value / scale), scale = largest / (127 * 254).
+// The size above which a block's largest value stands out of a row of k values. The largest value of each block is left
+// with its scales.
 template <class S, Dtype dtype>
-[[gnu::always_inline]] inline RoundedBlock<S> round_block(const std::byte* row, int b, int k) {
-  typename S::F x[2];
-  for (int h = 0; h < 2; ++h) x[h] = load_lanes<S, dtype>(row, b * kBlockColumns + h * kLanes, k);
-  const auto size = [](typename S::F y) { return S::max(y, S::sub(S::zero(), y)); };
-  const float largest = S::reduce_max(S::max(size(x[0]), size(x[1])));
-  const float faults = S::reduce_add(S::add(S::sub(x[0], x[0]), S::sub(x[1], x[1])));  // 0 or NaN
-  const bool some = faults == 0.0f && largest > kSmallestBlock;
-  const auto inverse = S::splat(some ? kLargestValue / largest : 0.0f);
-  const auto nearest = [&](typename S::F y) { return some ? S::nearest(S::mul(y, inverse)) : S::zero_int(); };
-  return {{nearest(x[0]), nearest(x[1])}, largest / kLargestValue + faults};
+float standing_out(const std::byte* row, int k, RowBlock* block, int place) {
+  float total = 0.0f;  // one by one: every instruction set has to come to the same verdicts
+  const int blocks = k / kBlockColumns;
+  for (int b = 0; b < blocks; ++b) {
+    block[b].scales[place] = BlockValues<S, dtype>(row, b, k).largest();
+    total += block[b].scales[place];
+  }
+  return total * (kStandsOut / float(blocks));
 }
 
-// A row of k values -> row `at` of `out`, each as two digits: 254 upper + lower.
+// A row of k values that meets codes of `bits` bits -> row `at` of `out`, each as two digits: 254 upper + lower.
 template <class S, Dtype dtype>
-void round_blocks(const std::byte* row, int k, const BlockRows& out, std::int64_t at) {
+void round_blocks(const std::byte* row, int k, int bits, const BlockRows& out, std::int64_t at) {
   RowBlock* block = out.group_of(at);
   const int place = int(at % kLanes);
+  const bool coarse = dtype == Dtype::kBfloat && bits == 4;
+  const float most = coarse ? standing_out<S, dtype>(row, k, block, place) : 0.0f;
   for (int b = 0; b < k / kBlockColumns; ++b, ++block) {
-    const RoundedBlock<S> rounded = round_block<S, dtype>(row, b, k);
-    std::int32_t sums[kRowBytes] = {};
+    const BlockValues<S, dtype> values(row, b, k);
+    const float largest = coarse ? block->scales[place] : values.largest();
+    const bool fine = !coarse || largest > most;
+    const RoundedBlock<S> rounded(values, largest, fine ? kLargestValue : kLargestDigit);
+    typename S::I digits[kRowBytes][2];
     for (int h = 0; h < 2; ++h) {
+      digits[0][h] = rounded.whole[h];
+      digits[1][h] = S::zero_int();
+      if (!fine) continue;
       const auto whole = S::to_float(rounded.whole[h]);
-      const auto upper = S::nearest(S::mul(whole, S::splat(1.0f / kDigitBase)));
-      const auto lower = S::nearest(S::sub(whole, S::mul(S::to_float(upper), S::splat(kDigitBase))));
-      const typename S::I digits[] = {upper, lower};
-      for (int i = 0; i < kRowBytes; ++i) {
-        S::store_low_bytes(reinterpret_cast<std::uint8_t*>(block->codes[i][place] + h * kLanes), digits[i]);
-        sums[i] += S::reduce_add_int(digits[i]);
-      }
+      digits[0][h] = S::nearest(S::mul(whole, S::splat(1.0f / kDigitBase)));
+      digits[1][h] = S::nearest(S::sub(whole, S::mul(S::to_float(digits[0][h]), S::splat(kDigitBase))));
+    }
+    std::int32_t sums[kRowBytes] = {};
+    for (int i = 0; i < kRowBytes; ++i) {
+      for (int h = 0; h < 2; ++h)
+        S::store_low_bytes(reinterpret_cast<std::uint8_t*>(block->codes[i][place] + h * kLanes), digits[i][h]);
+      if (i == 0 || fine) sums[i] = S::reduce_add_int(S::add_int(digits[i][0], digits[i][1]));
     }
     block->scales[place] = rounded.scale;
     block->sums[place] = (kDigitBase * float(sums[0]) + float(sums[1])) * rounded.scale;
+    block->fine[place] = fine;
     for (int i = 0; i < kRowBytes; ++i) block->starts[i][place] = -128 * sums[i];
   }
 }
@@ -93,10 +131,37 @@ template <class S, Dtype dtype>
   store_lanes<S, dtype>(item.out + row * item.out_stride, at, item.outputs, total);
 }
 
+// Adds products of `digits` digits of R rows of x in a block, and of the codes of N tiles.
+template <class S, int bits, int R, int N, int digits>
+[[gnu::always_inline]] inline void add_dots(const std::byte* block, std::int64_t tile_bytes, const RowBlock* const (&x)[R],
+                                            const int (&place)[R], typename S::I (&sums)[R * N][kRowBytes]) {
+  constexpr int kFields = 8 / bits;
+  unrolled<8 / kFields>([&](auto quad) __attribute__((always_inline)) {
+    typename S::I packed[N];
+    unrolled<N>([&](auto n) __attribute__((always_inline)) {
+      packed[n] = S::load_int(block + n * tile_bytes + 64 * quad);
+    });
+    unrolled<kFields>([&](auto f) __attribute__((always_inline)) {
+      typename S::I codes[N];
+      unrolled<N>([&](auto n) __attribute__((always_inline)) {
+        codes[n] = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
+      });
+      unrolled<R>([&](auto r) __attribute__((always_inline)) {
+        unrolled<digits>([&](auto digit) __attribute__((always_inline)) {
+          const auto four = S::broadcast_quad(x[r]->codes[digit][place[r]] + 16 * f + 4 * quad);
+          unrolled<N>([&](auto n) __attribute__((always_inline)) {
+            sums[r * N + n][digit] = S::template dot<bits>(sums[r * N + n][digit], codes[n], four);
+          });
+        });
+      });
+    });
+  });
+}
+
 // R rows of x, from row `row` on, times N tiles of w.
 template <class S, Dtype dtype, int bits, int R, int N>
 void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
-  constexpr int kFields = 8 / bits, kCodes = kBlockColumns * kLanes * bits / 8;
+  constexpr int kCodes = kBlockColumns * kLanes * bits / 8;
   typename S::F totals[R * N];
   const RowBlock* x[R];
   int place[R];
@@ -108,38 +173,23 @@ void block_tile(const BlockItem& item, std::int64_t row, std::int64_t tile) {
   const std::byte* block = item.w + tile * item.tile_bytes;
   for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(bits)) {
     typename S::I sums[R * N][kRowBytes];
+    bool fine = bits == 8;
     unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
-      unrolled<kRowBytes>([&](auto byte) __attribute__((always_inline)) {
-        sums[i][byte] = bits == 8 ? S::splat_int(x[i / N][b].starts[byte][place[i / N]]) : S::zero_int();
+      unrolled<kRowBytes>([&](auto digit) __attribute__((always_inline)) {
+        sums[i][digit] = bits == 8 ? S::splat_int(x[i / N]->starts[digit][place[i / N]]) : S::zero_int();
       });
     });
-    unrolled<8 / kFields>([&](auto quad) __attribute__((always_inline)) {
-      typename S::I packed[N];
-      unrolled<N>([&](auto n) __attribute__((always_inline)) {
-        packed[n] = S::load_int(block + n * item.tile_bytes + 64 * quad);
-      });
-      unrolled<kFields>([&](auto f) __attribute__((always_inline)) {
-        typename S::I codes[N];
-        unrolled<N>([&](auto n) __attribute__((always_inline)) {
-          codes[n] = bits == 8 ? packed[n] : S::template plane<bits, f>(packed[n]);
-        });
-        unrolled<R>([&](auto r) __attribute__((always_inline)) {
-          unrolled<kRowBytes>([&](auto byte) __attribute__((always_inline)) {
-            const auto four = S::broadcast_quad(x[r][b].codes[byte][place[r]] + 16 * f + 4 * quad);
-            unrolled<N>([&](auto n) __attribute__((always_inline)) {
-              sums[r * N + n][byte] = S::template dot<bits>(sums[r * N + n][byte], codes[n], four);
-            });
-          });
-        });
-      });
-    });
+    unrolled<R>([&](auto r) __attribute__((always_inline)) { fine |= x[r]->fine[place[r]] != 0; });
+    if (fine) add_dots<S, bits, R, N, kRowBytes>(block, item.tile_bytes, x, place, sums);
+    else add_dots<S, bits, R, N, 1>(block, item.tile_bytes, x, place, sums);
     unrolled<N>([&](auto n) __attribute__((always_inline)) {
       const BlockScales<S, bits> scales(block + n * item.tile_bytes + kCodes);
       unrolled<R>([&](auto r) __attribute__((always_inline)) {
         constexpr int at = r * N + n;
-        totals[at] = scales.add(totals[at], sums[at][0], sums[at][1], x[r][b], place[r]);
+        totals[at] = scales.add(totals[at], sums[at][0], sums[at][1], *x[r], place[r]);
       });
     });
+    unrolled<R>([&](auto r) __attribute__((always_inline)) { ++x[r]; });
   }
   unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
     write_block<S, dtype>(item, row + i / N, tile + i % N, totals[i]);

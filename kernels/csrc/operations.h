@@ -1,6 +1,7 @@
 // The table of one instruction set S: a row for every kind of page.
 #pragma once
 
+#include "block_digits.h"
 #include "block_product.h"
 #include "block_words.h"
 #include "choose.h"
@@ -15,15 +16,25 @@
 
 namespace hack {
 
+// Rows of x on their way to a weight's codes, and their products, on units that multiply words.
+template <class S, Dtype dtype>
+void round_for_words(const std::byte* row, int k, int bits, const BlockRows& out, std::int64_t at) {
+  bits == 8 ? round_words<S, dtype>(row, k, out, at) : round_blocks<S, dtype>(row, k, bits, out, at);
+}
+template <class S, Dtype dtype>
+void multiply_words(const BlockItem& item, std::byte* scratch) {
+  item.bits == 8 ? word_product_of<S, dtype>(item, scratch) : digit_product_of<S, dtype>(item, scratch);
+}
+
 template <class S, Dtype dtype>
 constexpr RowOperations row_operations_of() {
   constexpr bool words = S::kMultipliesWords;
   constexpr auto round = [] {
-    if constexpr (words) return round_words<S, dtype>;
+    if constexpr (words) return round_for_words<S, dtype>;
     else return round_blocks<S, dtype>;
   }();
   constexpr auto multiply = [] {
-    if constexpr (words) return word_product_of<S, dtype>;
+    if constexpr (words) return multiply_words<S, dtype>;
     else return block_product_of<S, dtype>;
   }();
   return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>,

@@ -146,7 +146,7 @@ void product(const RowOperations& operations, int threads, const Strips& x, cons
   auto* blocks = reinterpret_cast<RowBlock*>(thread_scratch(rounded + block_scratch_bytes(w.blocks)));
   const BlockRows rows{blocks, w.blocks};
   for_rows(threads, x.count, k, [&](std::int64_t row) {
-    operations.round_blocks(x.data + row * x.stride, int(k), rows, row);
+    operations.round_blocks(x.data + row * x.stride, int(k), w.bits, rows, row);
   });
   const std::int64_t down = (x.count + kCodedRows - 1) / kCodedRows;
   const std::int64_t dots = (x.count * kRowBytes + kReadingDots) * tiles * w.blocks;

@@ -142,7 +142,12 @@ constexpr std::int64_t block_bytes(int bits) {
 
 inline constexpr int kRowBytes = 2;        // of a value of x that meets codes of a weight: digits, upper one first,
 inline constexpr float kDigitBase = 254;  // of this base,
-inline constexpr float kLargestValue = 127 * kDigitBase;  // and the largest value of a block becomes that
+inline constexpr float kLargestDigit = 127;
+inline constexpr float kLargestValue = kLargestDigit * kDigitBase;  // and the largest value of a block becomes that
+
+// A block of a row stands out if its largest value is so many times the mean of those of the row's blocks. Of the others
+// a row in BF16 keeps the upper digits where it meets codes of 4 bits.
+inline constexpr float kStandsOut = 2.0f;
 
 // A block of 16 rows of x in two bytes.
 struct RowBlock {
@@ -153,6 +158,15 @@ struct RowBlock {
   float scales[kLanes];
   float sums[kLanes];                      // of a row's values as rounded
   std::int32_t starts[kRowBytes][kLanes];  // -128 times the sum of a row's codes
+  std::uint8_t fine[kLanes];               // whether a row has lower digits; else they are 0
+
+  // Whether one of R rows has lower digits.
+  template <int R>
+  bool any_fine(int row) const {
+    bool any = false;
+    for (int r = row; r < row + R; ++r) any |= fine[r] != 0;
+    return any;
+  }
 };
 
 // Rows of x in two bytes: [groups of 16 rows, blocks].
@@ -212,7 +226,7 @@ struct RowOperations {
   void (*widen)(const std::byte* row, int n, bool rounded, float* out);
   void (*store)(const float* row, int n, std::byte* out);
   void (*turn)(const ProductItem&);
-  void (*round_blocks)(const std::byte* row, int k, const BlockRows& out, std::int64_t at);
+  void (*round_blocks)(const std::byte* row, int k, int bits, const BlockRows& out, std::int64_t at);
   void (*block_product)(const BlockItem&, std::byte* scratch);
   void (*unpack_row)(const BlockItem&, std::int64_t row, std::byte* out);
   // Up to `slots` rows of x in the order that `product` asks for. Null: it takes them as they are.

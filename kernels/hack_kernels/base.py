@@ -157,7 +157,7 @@ class RowKernels(ChoiceKernels, Protocol):
     """
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """x [T, k] @ weight [n, k]^T + bias [n] -> [T, n], of one dtype. Packed: of `block_weight.rounded_rows(x)`."""
+        """x [T, k] @ weight [n, k]^T + bias [n] -> [T, n], of one dtype. Packed: of `block_weight.rounded_rows`."""
         ...
 
     def finish_layer(self, x: Tensor, mixed: Tensor, matrices: Matrices, norms: Norms, epsilon: float) -> Tensor:

@@ -6,8 +6,12 @@ exactly. In memory 16 rows are side by side, as processors multiply them: for ev
 16 minima.
 
 A product rounds rows of x to two bytes, each block of 32 with a scale of its own, multiplies integers and adds blocks
-in FP32. A value of x is wrong by at most a 64,000th of the largest of its block. One byte, as in
-llama.cpp, would take half the products; `python -m bench.rounding` measures what it would cost a model.
+in FP32. A value of x is wrong by at most a 64,000th of the largest of its block.
+
+Where rows in BF16 meet codes of 4 bits, one byte does for most blocks, with half the products: a value is wrong by at
+most a 254th of the largest of its block. Blocks that stand out keep two bytes. Their largest value is more than
+`STANDS_OUT` times the mean of those of the row's blocks, and with one byte they would bring in most of the error.
+`python -m bench.rounding` measures what each way costs a model.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ TILE: Final = 16
 WIDTHS: Final = (4, 8)
 LARGEST: Final = 127 * 254
 """What the largest value of a block of x becomes. Kernels hold a value as two digits of base 254, a byte each."""
+LARGEST_DIGIT: Final = 127
+"""What it becomes where one byte does."""
+STANDS_OUT: Final = 2.0
 SMALLEST: Final = 1e-30
 """Values of a block of x that are all smaller count as 0."""
 
@@ -150,13 +157,27 @@ def _divisor(scale: Tensor) -> Tensor:
     return scale.float().masked_fill(scale == 0, 1)[..., None]
 
 
-def rounded_rows(x: Tensor, levels: int = LARGEST) -> Tensor:
-    """Rows [T, columns] by blocks, as float32: what a product multiplies. `levels` is what the largest value of a block
-    becomes. A block with a value that is not finite becomes NaN."""
-    blocks = x.float().unflatten(1, (-1, BLOCK))
+def rounded_rows(x: Tensor, bits: int) -> Tensor:
+    """Rows [T, columns] by blocks, in float32: what products with codes of `bits` bits take.
+
+    A block with a value that is not finite becomes NaN.
+    """
+    largest = x.float().unflatten(1, (-1, BLOCK)).abs().amax(-1)
+    if x.dtype != torch.bfloat16 or bits > 4:
+        return rounded_to(x, torch.full_like(largest, LARGEST))
+    total = torch.zeros_like(largest[:, 0])
+    for each in largest.unbind(1):  # one by one: every instruction set has to come to the same verdicts
+        total += each
+    most = total * torch.full_like(total, STANDS_OUT).div(largest.shape[1])
+    return rounded_to(x, torch.where(largest > most[:, None], float(LARGEST), float(LARGEST_DIGIT)))
+
+
+def rounded_to(x: Tensor, levels: Tensor) -> Tensor:
+    """As `rounded_rows`; the largest value of a block becomes `levels` [T, blocks], in float32."""
+    blocks, levels = x.float().unflatten(1, (-1, BLOCK)), levels[..., None]
     largest = blocks.abs().amax(-1, keepdim=True)
     faults = (blocks - blocks).sum(-1, keepdim=True)
     # Not levels / largest, which torch computes as a reciprocal and a product: that rounds twice.
-    inverse = torch.full_like(largest, levels).div(largest).masked_fill(largest <= SMALLEST, 0)
+    inverse = levels.div(largest).masked_fill(largest <= SMALLEST, 0)
     rounded: Tensor = (blocks * inverse).round() * (largest / levels + faults)
     return rounded.flatten(1)

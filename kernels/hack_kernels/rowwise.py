@@ -27,7 +27,7 @@ class Rowwise:
         """Summed in float64: torch orders a float32 sum by the number of rows and threads, and the order shows."""
         if isinstance(weight, BlockWeight):
             wide = None if bias is None else bias.float()
-            return self.product(rounded_rows(x), weight.unpacked(), wide).to(x.dtype)
+            return self.product(rounded_rows(x, weight.bits), weight.unpacked(), wide).to(x.dtype)
         if x.dtype != torch.float32:
             return F.linear(x, weight, bias)
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()

@@ -11,6 +11,7 @@ from hack_kernels import cpu
 from hack_kernels.base import BackendUnavailable, RowKernels
 from hack_kernels.block_weight import (
     BLOCK,
+    LARGEST_DIGIT,
     TILE,
     WIDTHS,
     BlockWeight,
@@ -99,20 +100,40 @@ def test_products_are_those_of_the_definition_and_bit_equal_among_instruction_se
     for added in (None, bias.to(dtype)):
         found = [cpu.CpuBackend(isa, threads=2).rows.product(x, weight, added) for isa in ISAS]
         assert all(torch.equal(each, found[0]) for each in found)
-        wanted = rounded_rows(x).double() @ weight.unpacked().double().T + (0 if added is None else added.double())
-        size = rounded_rows(x).double().abs() @ weight.unpacked().double().abs().T + 1
+        wanted = rounded_rows(x, bits).double() @ weight.unpacked().double().T + (
+            0 if added is None else added.double()
+        )
+        size = rounded_rows(x, bits).double().abs() @ weight.unpacked().double().abs().T + 1
         step = torch.finfo(dtype).eps
         for each in (found[0], TORCH.product(x, weight, added)):
             assert bool(((each.double() - wanted).abs() <= step * wanted.abs() + 1e-6 * size).all())
 
 
 @bits_of
-def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: RowKernels, bits: int) -> None:
-    weight, x = quantized(numbers(6, 200, 576), bits), numbers(7, 150, 576)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_rows_beside_it(kernels: RowKernels, dtype: torch.dtype, bits: int) -> None:
+    weight, x = quantized(numbers(6, 200, 576), bits), numbers(7, 150, 576, dtype=dtype)
+    x[5::9, 40:70] *= 8  # blocks that stand out
     whole = kernels.product(x, weight)
     for start, count in [(0, 1), (149, 1), (3, 2), (5, 3), (8, 5), (60, 9), (1, 66)]:
         rows = slice(start, start + count)
         assert torch.equal(kernels.product(x[rows], weight), whole[rows])
+
+
+@bits_of
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_rounded_to_two_bytes_and_blocks_that_do_not_stand_out_to_one(dtype: torch.dtype, bits: int) -> None:
+    x = numbers(12, 40, 576, dtype=dtype)
+    x[:20, 64:96] *= 8
+    apart, largest = (
+        each.unflatten(1, (-1, BLOCK)).abs().amax(-1) for each in (rounded_rows(x, bits) - x.float(), x.float())
+    )
+    fine = torch.full_like(largest, dtype != torch.bfloat16 or bits == 8, dtype=torch.bool)
+    fine[:20, 2] = True
+    step = largest / LARGEST_DIGIT
+    assert bool((apart[fine] <= 0.501 * step[fine] / 254 + 1e-6 * largest[fine]).all())
+    assert bool((apart[~fine] <= 0.501 * step[~fine]).all())
+    assert bool((apart[~fine] > 0.05 * step[~fine]).all())
 
 
 @bits_of

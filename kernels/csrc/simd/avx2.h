@@ -7,29 +7,9 @@
 #include <cstring>
 
 #include "../widths.h"
+#include "avx2_products.h"
 
 namespace hack {
-
-// The 8 lanes of a product in FP32: twice as many accumulators fit into registers.
-struct Avx2Products {
-  static constexpr int kProductLanes = 8;
-  using F = __m256;
-
-  static F zero() { return _mm256_setzero_ps(); }
-  static F load(const float* p) { return _mm256_loadu_ps(p); }
-  static F load_half(const std::uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-  static F load_bfloat(const std::uint16_t* p) {
-    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-  }
-  static F fma(F x, F y, F z) { return _mm256_fmadd_ps(x, y, z); }
-  static void fold_add(const F (&rows)[4], float* out) {
-    const F even = _mm256_add_ps(_mm256_unpacklo_ps(rows[0], rows[2]), _mm256_unpackhi_ps(rows[0], rows[2]));
-    const F odd = _mm256_add_ps(_mm256_unpacklo_ps(rows[1], rows[3]), _mm256_unpackhi_ps(rows[1], rows[3]));
-    const F all = _mm256_add_ps(_mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
-  }
-};
 
 struct Avx2 {
   using Products = Avx2Products;
@@ -40,7 +20,7 @@ struct Avx2 {
   static constexpr int kProductOutputs = 3;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 8;
   static constexpr int kProductCache = 1 << 14;  // bytes of x that stay in the first-level cache meanwhile
-  static constexpr bool kMultipliesWords = true;  // products with codes of a weight: block_words.h
+  static constexpr bool kMultipliesWords = true;  // products with codes of a weight: block_words.h and block_digits.h
   struct F {
     __m256 a, b;
   };
@@ -216,15 +196,11 @@ struct Avx2 {
     return {byte_dot(acc.a, codes.a, even(signed_bytes.a), odd(signed_bytes.a)),
             byte_dot(acc.b, codes.b, even(signed_bytes.b), odd(signed_bytes.b))};
   }
-  // Of products with codes of a weight (block_words.h): every other field of `bits` bits from `shift` on, as a word.
-  template <int bits, int shift>
+  // Of products with codes of a weight (block_words.h): every other byte, the odd ones or the even ones, as a word.
+  template <bool odd>
   static I words(I x) {
-    const __m256i mask = _mm256_set1_epi16((1 << bits) - 1);
-    const auto half = [&](__m256i y) {
-      if constexpr (shift + bits == 16) return _mm256_srli_epi16(y, shift);
-      return _mm256_and_si256(shift == 0 ? y : _mm256_srli_epi16(y, shift), mask);
-    };
-    return {half(x.a), half(x.b)};
+    if constexpr (odd) return {odd_unsigned(x.a), odd_unsigned(x.b)};
+    return {even_unsigned(x.a), even_unsigned(x.b)};
   }
   // acc + the products of two words per lane.
   static I word_dot(I acc, I x, I y) {
@@ -254,9 +230,9 @@ struct Avx2 {
     return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, signed_bytes.a)),
             _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, signed_bytes.b))};
   }
-  static I run_total(I run) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    return {_mm256_madd_epi16(run.a, ones), _mm256_madd_epi16(run.b, ones)};
+  static I run_total(I run, std::int16_t factor = 1) {
+    const __m256i factors = _mm256_set1_epi16(factor);
+    return {_mm256_madd_epi16(run.a, factors), _mm256_madd_epi16(run.b, factors)};
   }
   // Lanes of numbers in 0..127 to lanes of four bytes.
   static I quads_of(I a, I b, I c, I d) {
