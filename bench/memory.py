@@ -1,17 +1,16 @@
 """`python -m bench.memory [MODEL] [--codec NAME] [--dtype NAME] [--weights W]`: memory of a cluster and of one process.
 
-*PSS* is resident memory in which a page that n processes map counts 1/n in each. So the sum over processes is what the
-machine holds. Of files, what other programs map too counts less here; so this process, which measures, loads no library
-that it measures, and says how many others do. *Anonymous* pages, those of no file, do not depend on what else runs. Two
-things are measured, one after the other, each after the same few requests:
+*PSS* is resident memory. A page that n processes map counts 1/n in each, so the sum over processes is what the machine
+holds. A file that other programs map too counts less here. So this process loads no library that it measures, and says
+how many other programs map them. *Anonymous* pages belong to no file, and do not depend on what else runs. Two things
+are measured, one after the other, each after the same few requests:
 
-- one process that loads the model and answers them (`bench.alone`), with nobody to share with: as it is then, and when
-  it has given back what it freed and the code that only its start needed, as the processes of a cluster do, and has
-  answered once more;
+- one process that loads the model and answers alone (`bench.alone`). It is measured then, and again after it has given
+  back freed memory and start-up code, as the processes of a cluster do, and has answered once more;
 - `hackkv serve MODEL`, 2 prefill and 2 decode nodes: every node, the router, and the command itself.
 
 The one process runs once before, unmeasured. The first load on a machine converts the model and times products
-(`hackkv/model/products.py`), which leaves memory in the heap; a later one remembers the answer.
+(`hackkv/model/products.py`), which leaves memory in the heap. A later load reads the stored results.
 
 Weights are the pages of a mapped safetensors file. A model in Hugging Face's form is copied at load: then its weights
 count as own memory, which the nodes of `hackkv serve` share, since they are forked from one process that loaded it.

@@ -93,10 +93,10 @@ class PagePool:
         return self._replace(grant, (*grant.pages, *(self._new_page() for _ in range(num_pages))))
 
     def publish(self, grant: Grant, names: Sequence[PageName]) -> Grant:
-        """Name the first pages of `grant`, which are sealed; nobody may be reading them.
+        """Name the first pages of `grant`. They must be sealed, and no step may be reading them.
 
-        Returns the grant that replaces it: where another page has the name and the same bytes already, it holds that
-        one. Raises `ValueError` when `grant` is not held.
+        Returns the grant that replaces `grant`. If a kept page has a name already, and so the same bytes, the new grant
+        holds that page, and the duplicate becomes free. Raises `ValueError` when `grant` is not held.
         """
         self._check_held(grant)
         named, pages = self._named[grant.slot], list(grant.pages)

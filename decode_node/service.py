@@ -34,11 +34,10 @@ from transport.closing import closing
 from transport.wires import Listeners
 
 FAREWELL_S = 5.0
-"""How long a drained node waits until its last events have been read, in seconds."""
-
+"""Seconds that a drained node waits for its last events to be read."""
 
 ROWS_SHARE: Final = 2
-"""Of the host memory for kept pages, one part in so many is for exact rows, with codecs that need them."""
+"""One part in so many of the host memory for kept pages goes to exact rows, if the codec needs them."""
 
 
 class DecodeService:

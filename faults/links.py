@@ -1,4 +1,4 @@
-"""Links under a plan. Their calls wait in threads, and rules strike on the event loop."""
+"""Links that suffer a plan of faults. Their calls wait in threads; rules strike on the event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def faulty_links(faults: Injector) -> Callable[[LinkKind], LinkKind]:
-    """What makes of a kind of link one that suffers `faults` (`transport.wires.Site.links`)."""
+    """Returns a function that makes a kind of link suffer `faults`, for `transport.wires.Site.links`."""
     return lambda kind: replace(kind, open=lambda rank, host: FaultyLink(kind.open(rank, host), faults))
 
 

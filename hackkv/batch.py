@@ -150,8 +150,11 @@ def _same_places(spans: Sequence[Span], others: Sequence[Span]) -> bool:
 
 def non_finite(layer: int, batch: Batch, k: Tensor, v: Tensor) -> NonFiniteError:
     """The error that names layer, tensor, position and KV head of the first value of K, else of V, that FP16 does not
-    hold. It reads whole tensors. If FP16 holds all of them, what a codec made of a row may still be too large, and
-    `batch.faulty` says whose; raises `ValueError` if it says nothing."""
+    hold. Reads whole tensors.
+
+    If FP16 holds every value, a codec may still have made too large a row of them. Then `batch.faulty` says which
+    sequence it is. Raises `ValueError` if no sequence is at fault.
+    """
     for name, x in (("K", k), ("V", v)):
         for row, head, channel in (~torch.isfinite(x.to(torch.float16))).nonzero().tolist():
             offsets = batch.where.offsets.tolist()

@@ -260,7 +260,8 @@ class Lanes:
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """What the block brings is written when it ends, even if it fails: the pages may have another owner then."""
+        """Writes queued in the block finish before it exits, even on error, because the pages may then get a new
+        owner."""
         try:
             yield
         finally:

@@ -1,8 +1,7 @@
-"""What differs from one decode step to the next, at one place on the device, where recorded steps look for it
-(`hackkv.model.graphs`).
+"""The input of a decode step, at one place on the device, where recorded steps read it (`hackkv.model.graphs`).
 
-A step has as many rows as the device has recorded; those past its sequences belong to nobody. They write to a slot, and
-fills past its own to a page, that no sequence ever has.
+A step has as many rows as the device has recorded. Rows past its sequences are padding: they write to a slot that no
+sequence ever has. Pages past those that the step fills are padding too, and are sealed to a page that no sequence has.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from hackkv.streams import DONE, Lane, Mark
 STARTS, IDS, POSITIONS, SLOTS, PAGE_IDS, PAGE_STARTS, PAGE_SLOTS = range(7)
 LISTS: Final = 7
 MIRRORS: Final = 4
-"""Inputs that the host may have written while the device has not copied them yet: of two steps, of which each may have
-sequences that join and pages to seal."""
+"""Step inputs that the host may have written before the device has copied them. Two steps may be under way. Each puts
+one for its rows, and may put another for sequences that join or for pages to seal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """What no sequence has: padding writes there, and nobody reads it."""
+    """A page and a slot that no sequence has. Padding writes there, and nobody reads it."""
 
     page: int
     slot: int

@@ -39,7 +39,7 @@ _RESERVED = frozenset(
     {"messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"}
     | {"continue_final_message", "tokenize", "tokenizer_kwargs"}
 )
-"""What a request says elsewhere or may not say: clients must not reach it as a variable of the template."""
+"""Template variables that clients cannot set."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -98,8 +98,8 @@ class Tokenizer:
         return ids
 
     def starts(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Where each token of `encode` begins in the text, in characters: where the one before it ends, or where its
-        character does that tokens share. One that is put around the text takes no room."""
+        """The character offset at which each token of `encode` begins. A token begins where the previous one ends.
+        Tokens that share a character begin where it begins. Special tokens around the text have no length."""
         encoding = self._core.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         starts, end = list[int](), 0
         for first, last in encoding.offsets:

@@ -1,4 +1,4 @@
-"""The line by which a process says that it is ready. Who reads it has no need of what the process has loaded."""
+"""The line by which a process says that it is ready. Its reader loads nothing of what the process has loaded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import json
 from typing import Final
 
 NEW_OBJECTS: Final = 5_000
-"""The garbage collector runs when there are as many, and looks at them for 3 ms or so. By default it runs several times
-a request; the more there may be, the longer a large body may stay that belongs to a cycle."""
+"""New objects until the garbage collector runs. A larger threshold frees cyclic garbage later. With Python's own the
+collector runs several times a request."""
 YOUNG_RUNS, OLD_RUNS = 1, 100
-"""So often it looks at new objects only, before it looks at those of its last round too; and so often at these, before
-it looks at all that there are, for 0.4 s where 2,000 streams are open. By default both are 10, which stopped the event
-loop for 50 ms every second."""
+"""Young collections before a middle one, and middle ones before a full one. A full one looks at all objects, and stops
+the event loop the longer the more streams are open. Python's own values make that frequent."""
 
 
 def settle() -> None:

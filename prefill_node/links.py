@@ -50,7 +50,7 @@ class Links:
         return receipt
 
     def fetch_form(self, address: str) -> WireForm:
-        """In which planes should come from `address`: coded where those to it would be."""
+        """The wire form in which planes should come from `address`: the coded one if it would pay towards `address`."""
         pays = not self._where_it_pays or self._coder.pays(self.rates[address])
         return self._form if pays else RAW
 

@@ -23,7 +23,8 @@ from hackkv.page_names import PageName
 from prefill_node.prefix_pool import PrefixGrant, PrefixPool
 
 MAX_SKIPS = 8
-"""Younger prompts that may start before one that finds no room, and prompts without room that a pass tries."""
+"""A limit of two numbers: younger prompts that start before a prompt that finds no room, and prompts without room that
+one pass tries."""
 
 Owner = TypeVar("Owner")
 

@@ -69,7 +69,7 @@ class LimitsConfig(Frozen):
 
     max_body_bytes: int = Field(default=16 << 20, gt=0)
     max_buffered_bytes: int = Field(default=256 << 20, gt=0)
-    """Bodies in memory, until they are parsed. One client may hold half of it. More is a 429."""
+    """Bytes of bodies that wait to be parsed. One client may have half of them. A body beyond that is a 429."""
     parsers: int = Field(default=2, gt=0)
     """Large bodies that are parsed side by side, each in a process. One place is kept for bodies below 256 KiB."""
     max_parsing: int = Field(default=256, gt=0)
@@ -77,8 +77,8 @@ class LimitsConfig(Frozen):
     max_connections: int = Field(default=8192, gt=0)
     """HTTP connections; one more is closed at once."""
     max_connections_per_address: int = Field(default=256, gt=0)
-    """Of one client's address (IPv6: of one /64 network) to one process; one more is a 429. Does not hold for
-    `proxies`."""
+    """HTTP connections of one client address (IPv6: of one /64 network) to one process; one more is a 429. Addresses in
+    `proxies` have no such limit."""
     max_prompt_tokens: int = Field(default=1 << 20, gt=0)
     """The fleet's own context length applies as well."""
     default_chat_tokens: int = Field(default=1024, gt=0)

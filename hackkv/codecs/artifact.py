@@ -24,17 +24,18 @@ UNCALIBRATED: Final = "none"
 """What the setting `calibration` of a codec says in place of a path."""
 
 ROTATED, KVQUANT, ZACK = "rot", "kvquant", "zack"
-"""Families of codecs that have such files; one that does not say its own is of the first."""
+"""Families of codecs that read a calibration file. A file that names no family is of the first."""
 
 METADATA: Final = "hackkv"
-"""The one key of the file's metadata, whose value is JSON: the library writes several keys in any order, and the bytes
-of a file must follow from what was measured."""
+"""The only metadata key of the file. Its value is JSON. The library writes several keys in any order, and equal
+measurements must give equal bytes."""
 
 VERSION: Final = 3
-"""Of what a file holds: 2 has weights beside the gains, which 1 called `feedback`; 3 has bits for several presets."""
+"""The version of the file's contents. 2 added weights to the gains, which 1 called `feedback`. 3 added bits for several
+presets."""
 
 MAX_BYTES: Final = 1 << 30
-"""The largest file that is read; a rotation of every layer and KV head of a large model takes a tenth of it."""
+"""The largest file that is read. Rotations of every layer and KV head of a large model take a tenth of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
-"""Decode reads a part of the pages that a sequence holds, others for each KV head (MPCache, arXiv 2501.06807, §4.3).
+"""Decode reads some of the pages that a sequence holds. Each KV head chooses its own (MPCache, arXiv 2501.06807, §4.3).
 
-A cluster is a page. How alike a query q and a page are says Eq. 2 of the paper: with r_max and r_min, the largest and
-the least of each channel of its keys, Sim = Σ_d q_d (α r_max,d + (1 - α) r_min,d), for the sum of the query heads that
-share a KV head. Choosing has two levels: of pairs of pages half stay, if less than half of the pages is to be read at
-all; of the pages in them those most alike. First and last page are always read, and so is the open one. With `pairs`
-layers 2 and 3, 4 and 5 and so on read the same pages: the even layer chooses (§4.4).
+A page is the paper's cluster. Eq. 2 scores it for a query q: Sim = Σ_d q_d (α r_max,d + (1 - α) r_min,d). Here r_max
+and r_min are the largest and the least value of each channel of the page's keys, and q is the sum of the query heads
+that share a KV head. Pages are chosen in two levels. If less than half of the pages is to be read, the better half of
+the pairs of pages stays. Of the pages that are left, those with the best scores are read. The first and the last page
+are always read, and so is the open one. With `pairs`, layers 2 and 3, 4 and 5 and so on read the same pages: the even
+layer chooses (§4.4).
 
-Rows of prompts see all pages. Where pages were left out K and V of later rows are others, so a replay runs one row
+Rows of prompts see all pages. Decode that leaves pages out makes other K and V of later rows. So a replay runs one row
 after the other, as decode did (`KvCodec.decodes_as_prefill`).
 """
 

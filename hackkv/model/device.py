@@ -109,10 +109,10 @@ def recorded_bytes(spec: ModelSpec, dtype: torch.dtype, footprint: Footprint, ro
 def pass_bytes(spec: ModelSpec, dtype: torch.dtype, busiest: Busiest) -> int:
     """An upper bound of what a forward pass and the choice of its tokens take beside weights and pools.
 
-    Counted as if nothing were freed within a layer. Of rows: those of the hidden size (x, its norm, both branches),
-    those of the feed-forward, and Q, K and V, once as the product gives them, once in FP16 and, for codecs that turn
-    rows, in FP32 and FP64. Choosing computes on FP64 logits: those given, adjusted, ordered and weighed. Invariant
-    products of FP32 make copies of their operands in FP64, the matrix among them.
+    It counts as if nothing were freed within a layer. A row takes its hidden sizes (x, its norm, both branches), its
+    feed-forward, and Q, K and V: as the product gives them, in FP16, and in FP32 and FP64 for codecs that rotate rows.
+    Tokens are chosen from FP64 logits: as given, adjusted, ordered and weighed. Invariant products of FP32 copy their
+    operands to FP64, the weight among them.
     """
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     copied = 8 if dtype == torch.float32 else 0

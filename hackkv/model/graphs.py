@@ -1,17 +1,17 @@
-"""Decode steps that a device has recorded: one launch in place of some 30 operators a layer (CUDA graphs, or calls of
-C++ without Python on the processor).
+"""Recorded decode steps: one program in place of some 30 operators a layer. On a GPU it is a CUDA graph, on the
+processor a list of calls of C++ without Python.
 
-A recorded step is a fixed program on fixed memory. All that differs from step to step is its input, which lies at one
-place (`hackkv.step_input`). A GPU records steps of some numbers of rows before it serves, and a batch runs as the next
-larger one. The processor records each number of rows when it first comes.
+A recorded step is a fixed program on fixed memory. Only its input differs from step to step, and lies at one place
+(`hackkv.step_input`). A GPU records steps of some numbers of rows before it serves, and a batch runs as the next larger
+one. The processor records a number of rows when it first comes.
 
-Who fills a page is known to the host. The page's own sequence reads it exactly until its next row, so it is sealed
-behind the layers of the step, by a program of its own, recorded for some numbers of pages, in steps that fill one.
-Rejected: a launch in each layer that looks for full pages. In 32 layers that would cost every step some 60 us, at 2 us
-a launch. Of the steps of one sequence 1 in 64 fills a page, of those of 32 sequences four in ten.
+The host knows which sequences fill a page. Such a sequence reads its page exactly until its next row. So the page is
+sealed after the layers of the step, by a second program, which is recorded for some numbers of pages. A step that fills
+no page does not run it. Rejected: a launch in each layer that looks for full pages. Every step would pay for it, and of
+the steps of one sequence only 1 in 64 fills a page of 64 rows, of those of 32 sequences four in ten.
 
-Choosing is not recorded: its operators depend on the rules of requests. Prompts and replays are not either, nor is
-sealing on the processor: it is rare, and its time is in the kernel.
+Choosing is not recorded, since its operators depend on the rules of requests. Prompts and replays are not recorded
+either, nor is sealing on the processor: it is rare, and its time is in the kernel.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ ROUNDS: Final = 8
 SECONDS: Final = 0.03
 WAITED_S: Final = 1e-4
 PATIENCE_S: Final = 0.15
-"""Both are timed alternately for so many rounds and `SECONDS`, at least, and the shortest times count. A call whose
-threads waited for a processor longer than `WAITED_S` is not counted as a round: a thread that wakes waits for
-microseconds, and where other work is in the way for milliseconds. If that happens so often that `PATIENCE_S` pass,
-those calls have to serve, and the answer holds for a while only."""
+"""Ours and the library's products are timed alternately, for at least `ROUNDS` rounds and `SECONDS`. The shortest times
+count. A call is no round if its threads waited for a processor longer than `WAITED_S`: a thread that wakes waits for
+microseconds, and for milliseconds behind other work. After `PATIENCE_S` such calls count as well, and the answer is
+kept for a while only."""
 GAIN: Final = 1.1
 """The library takes over where it is at least so many times faster."""
 

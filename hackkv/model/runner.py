@@ -156,8 +156,8 @@ class ModelRunner:
         return [each for each in found if each is not None]
 
     def _fault(self, at: int, found: int, span: Span, token_id: int) -> NonFiniteError | None:
-        """What is wrong with a row whose choice is `found`. If it is the cache, the row is computed once more, alone: a
-        step that is under way already may have gone on in the slots of others."""
+        """The error of a row whose choice is `found`; None if that is a token. If K or V is at fault, this row alone is
+        computed again to find the value: a step under way may have written to the slots of other rows by now."""
         if found >= 0:
             return None
         error = self._named(self._lay_out([span], [token_id]), 0) if found == FAULTY else no_choice(at, found)

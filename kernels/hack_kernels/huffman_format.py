@@ -50,22 +50,23 @@ SLICES: Final = 16
 """Parts of a page's codes that decode side by side."""
 
 SLACK_BYTES: Final = 8
-"""Behind the last slice, so that a decoder reads words."""
+"""Zeros behind the last slice, so that a decoder can read whole words."""
 
 LONGEST: Final = 12
 """Bits of the longest code, as published."""
 
 MOST_SYMBOLS: Final = 4
-"""That one look-up gives."""
+"""Symbols that one look-up decodes at most."""
 
 RUNGS: Final = (1.0, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-"""What ρ is multiplied by, one after another, where a page does not fit."""
+"""Factors of ρ, tried in this order until a page fits."""
 
 SPREADS: Final = ((1, 1 / 6), (0, 0.7), (0, 1.0), (0, 1.4), (0, 2.0), (0, 2.8), (0, 4.0), (0, 8.0))
-"""Of each book: symbols beside the centre that are as frequent as it, and how far the others spread, in symbols."""
+"""(flat, spread) of each book, in symbols. Symbols up to `flat` from the centre are as frequent as the centre. The
+larger `spread` is, the slower frequencies fall beyond."""
 
 HEAVIEST: Final = 1 << 16
-"""The weight of a book's centre; the least is 1."""
+"""The weight of a book's centre. The least weight is 1."""
 
 LEAST_SCALE, MOST_SCALE = 0.02, 0.5
 LEAST_ROOM, MOST_ROOM = 2.0, 8.0

@@ -1,4 +1,4 @@
-"""How a device records what it is told to do, to do it again at a fraction of the host's time."""
+"""Recorders: a device records work once, and repeats it at a fraction of the host's time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Protocol
 
 
 class Recorder(Protocol):
-    """What is recorded here shares one memory."""
+    """Records work. All recordings of one recorder share scratch memory."""
 
     queues: bool
-    """Whether the device works behind the host. Then recording waits for it, and what is needed is recorded before."""
+    """Whether the device works behind the host. Recording waits for such a device, so everything is recorded before the
+    node serves."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What does again what `work` does, on the same memory. Runs `work`, maybe twice. What it takes for itself
-        stays its own until something else that was recorded here runs. Raises `RuntimeError` if the device cannot."""
+        """Returns a callable that repeats `work` on the same memory. Its scratch memory stays valid until the next
+        recording runs. Runs `work` once or twice. Raises `RuntimeError` if the device cannot record."""
         ...

@@ -23,10 +23,11 @@ class RowFormat(PageFormat):
     head_dim: int
     page_tokens: int = DEFAULT_PAGE_TOKENS
     exact: bool = True
-    """Whether a page holds the very rows that it was made of. If not, it matters that a query sees its own page as it
-    was, and earlier ones as they rest."""
+    """Whether a page holds the rows that it was made of, unchanged. If not, attention goes page by page: a query sees
+    its own page as it was, and earlier pages as they rest."""
     window: Window = OWN_PAGE_ONLY
-    """As other layers have it. Here it only says how slots lie: rows of earlier pages are the same in either place."""
+    """The window of the other layers. Here it only says how slots lie: rows of earlier pages are the same in either
+    place."""
 
     def __post_init__(self) -> None:
         if self.window != OWN_PAGE_ONLY and not self.exact:

@@ -1,8 +1,8 @@
-"""Who is next: places for work that many clients want, shared fairly.
+"""A fair line for work that many clients want: start-time fair queueing (Goyal, Vin and Cheng 1996).
 
-Each client has a place in time that moves by the cost of its work, as in start-time fair queueing (Goyal, Vin and Cheng
-1996). The waiting work of the client that has had least is next. So a client with a hundred large jobs is one client
-beside another with a small one. Large jobs never have all places, so that small ones need not wait until one ends.
+Each client has a virtual time, which advances by the cost of its work. The next job is that of the client with the
+least virtual time. So a client with a hundred large jobs counts as one client beside another with a small job. Large
+jobs never have all places, so a small job need not wait until a large one ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Wait:
 @dataclass(slots=True)
 class _Client:
     at: float
-    """What it has had, on the line's own scale."""
+    """Its virtual time: the cost of the work that it has had."""
     waiting: deque[_Wait] = field(default_factory=deque)
     working: int = 0
 
@@ -98,8 +98,8 @@ class FairLine:
         return not wait.admitted.done() and (wait.cost < LARGE or self._free_large > 0)
 
     def _forget(self) -> None:
-        """Drop clients that want nothing. One that had more than others is kept, lest it comes back as if it were new,
-        until nobody wants anything."""
+        """Drop clients that want nothing. A client that is ahead stays until the line is idle. Otherwise it would
+        return with a clean record."""
         busy = {name: one for name, one in self._clients.items() if one.waiting or one.working}
         ahead = {name: one for name, one in self._clients.items() if one.at > self._now} if busy else {}
         self._clients = {**ahead, **busy}
