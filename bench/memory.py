@@ -2,7 +2,7 @@
 
 *PSS* is resident memory. A page that n processes map counts 1/n in each, so the sum over processes is what the machine
 holds. A file that other programs map too counts less here. So this process loads no library that it measures, and says
-how many other programs map them. *Anonymous* pages belong to no file, and do not depend on what else runs. Two things
+how many other processes map them. *Anonymous* pages belong to no file, and do not depend on what else runs. Two things
 are measured, one after the other, each after the same few requests:
 
 - one process that loads the model and answers alone (`bench.alone`). It is measured then, and again after it has given
