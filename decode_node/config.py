@@ -32,7 +32,7 @@ class DecodeSettings(Frozen):
     """Whether decode steps are recorded: a GPU makes CUDA graphs of them before the node serves, the processor runs its
     kernels without Python between them."""
     landing_s: float = Field(default=600.0, gt=0)
-    """How long a reservation waits for its KV, the prompt's computation included."""
+    """Seconds that a reservation waits for its KV, the prompt's computation included."""
 
     @property
     def busiest(self) -> Busiest:
@@ -45,4 +45,4 @@ class DecodeConfig(DecodeSettings, NodeConfig):
     """Everything a decode node process needs to know."""
 
     frame_timeout_s: float = Field(default=FRAME_TIMEOUT_S, gt=0)
-    """How long a handoff may pause between two frames, the time until prefill seals a page included."""
+    """Seconds that a handoff may pause between two frames, the time until prefill seals a page included."""

@@ -18,12 +18,12 @@ from hackkv.model.sampler import SamplerState
 from hackkv.types import Token
 
 Outcome: TypeAlias = Token | NonFiniteError | None
-"""Of a part of a step: the token after its rows, why there is none, or nothing in a replay."""
+"""The result of a part of a step: the token after its rows, why there is none, or nothing in a replay."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What the engine remembers of a sequence from step to step."""
+    """A sequence as the engine remembers it from step to step."""
 
     pending: list[int]
     """Tokens that are known and not in the cache yet: one, or more in a replay."""

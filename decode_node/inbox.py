@@ -60,7 +60,7 @@ class Reservation:
     arrival: asyncio.Future[CommittedHandoff]
     receiving: bool = False
     names: Sequence[PageName] = ()
-    """Of the prompt's full pages."""
+    """The names of the prompt's full pages."""
     loading: asyncio.Task[bool] | None = None
     """Brings held pages back from host memory; False if that failed."""
     lending: bool = False

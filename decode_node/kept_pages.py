@@ -67,9 +67,9 @@ class KeptPages:
         # Popped from the end, so low numbers first.
         self._places = list(reversed(range(host_places)))
         self._copied: dict[KeptPage, None] = {}
-        """Those with a place, the oldest copy first."""
+        """Pages with a copy in host memory, the oldest copy first."""
         self._saving: dict[KeptPage, int] = {}
-        """Those whose copy is being made, and the page that it is made of."""
+        """Pages whose copy is being made, and the index that it is made from."""
 
     @property
     def idle(self) -> int:
@@ -78,7 +78,7 @@ class KeptPages:
 
     @property
     def known(self) -> tuple[int, int]:
-        """How many pages could be hit in the page pool, and in host memory; some lie in both."""
+        """Numbers of pages with a name, in the page pool and in host memory. Some lie in both."""
         stored = sum(kept.page is None for kept in self._copied)
         return len(self._known) - stored, len(self._copied)
 

@@ -25,7 +25,7 @@ from hackkv.wire_form import wire_form
 
 @dataclass(slots=True)
 class LendCounts:
-    """What was lent so far."""
+    """Totals of lent pages and bytes, and refusals."""
 
     pages: int = 0
     payload_bytes: int = 0
@@ -63,7 +63,7 @@ class Lender:
     async def frames(
         self, handoff: Handoff, grant: LandingGrant, rows: HostKv | None
     ) -> AsyncIterator[KvFrame | HandoffEnd]:
-        """What `handoff` asks for, with `rows` if any. Raises `TransferError` as soon as `grant` is closed."""
+        """Yield the frames that `handoff` asks for, with `rows`. Raises `TransferError` once `grant` is closed."""
         writer = FrameWriter(handoff.transfer_id, handoff.epoch, wire_form(handoff.fingerprint.wire_form))
         end = handoff.num_tokens // self._footprint.page_tokens
         exact_rows = self._footprint.exact_rows(handoff.num_tokens)

@@ -14,14 +14,14 @@ from hackkv.page_names import PageName
 
 
 class Grant(NamedTuple):
-    """What one sequence holds: pool indices of its pages, in order, and its open page's slot."""
+    """The pages that one sequence holds, as pool indices in order, and the slot of its open page."""
 
     pages: tuple[int, ...]
     slot: int
     held: int = 0
-    """Its first pages, which held the bytes of its prompt when it came."""
+    """The number of its first pages that held the bytes of its prompt when it came."""
     loads: tuple[Copy, ...] = ()
-    """Those of them whose bytes have to come from host memory first."""
+    """The copies from host memory that its first pages need before use."""
 
 
 class PagePool:
@@ -48,7 +48,7 @@ class PagePool:
 
     @property
     def empty_pages(self) -> int:
-        """Those of them whose contents nobody may ask for."""
+        """Free pages whose contents nobody may ask for."""
         return len(self._pages)
 
     @property
@@ -58,11 +58,11 @@ class PagePool:
 
     @property
     def idle_slots(self) -> tuple[int, ...]:
-        """Those slots."""
+        """The numbers of the free slots."""
         return tuple(self._slots)
 
     def taken_by(self, num_pages: int, names: Sequence[PageName] = ()) -> int:
-        """How many free pages `take` would take: pages that others hold too cost nothing."""
+        """The free pages that `take` would take. Pages that others hold too cost nothing."""
         return num_pages - sum(kept.users > 0 for kept in self.kept.match(names[:num_pages]))
 
     def take(self, num_pages: int, names: Sequence[PageName] = ()) -> Grant | None:
@@ -134,7 +134,7 @@ class PagePool:
             self._slots.append(slot)
 
     def freed_by(self, grants: Iterable[Grant]) -> int:
-        """How many pages are free once all of `grants` are given back."""
+        """The pages that are free once all of `grants` are given back."""
         leaving, private = Counter[KeptPage](), 0
         for grant in grants:
             named = self._named[grant.slot]

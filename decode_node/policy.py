@@ -1,4 +1,4 @@
-"""Which sequence is swapped out, and how much of a replay runs in one step: pure functions of a few numbers."""
+"""The choice of the sequence to swap out, and of the rows of a replay in one step: pure functions of a few numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SwapCandidate:
     order: int
     """Order of landing."""
     pages: int
-    """What swapping it out would free."""
+    """Pages that swapping it out would free."""
     left: int
     """Tokens until its end, at most."""
 
@@ -37,7 +37,7 @@ def pick_victim(candidates: Sequence[SwapCandidate]) -> int | None:
 
 
 def replay_rows(start: int, rows: int, budget: int, page_tokens: int, *, by_page: bool = False) -> int:
-    """How many of the `rows` rows from row `start` on run in one chunk of at most `budget` rows.
+    """The rows, of `rows` from row `start` on, that run in one chunk of at most `budget`.
 
     A chunk that starts inside a page ends with that page at the latest, and `by_page` every chunk does. Otherwise it
     would overwrite rows of its slot that a repeated step still has to read (`KvCodec.attend`). Any other chunk but the

@@ -43,11 +43,11 @@ from hackkv.page_names import PageName
 
 LOW_PAGES = 1 / 16
 HIGH_PAGES = 1 / 4
-"""How far ahead the watermarks look, in pages' worth of steps: farther leaves memory idle, nearer swaps more often."""
+"""Lookahead of the watermarks, in pages' worth of steps. A larger one leaves memory idle, a smaller one swaps more."""
 
 
 class Lookahead(NamedTuple):
-    """How far ahead the watermarks look, in steps."""
+    """The number of steps that each watermark looks ahead."""
 
     low: int
     high: int
@@ -60,7 +60,7 @@ def lookahead(page_tokens: int) -> Lookahead:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What a scheduler may use."""
+    """The resources that a scheduler may use."""
 
     host_bytes: int
     """Host memory for sequences that are swapped out."""
@@ -88,7 +88,7 @@ class DecodeScheduler(Generic[Owner]):
         self._moving: set[Seat[Owner]] = set()
         self._landed = 0
         self._most_pages = 0
-        """What all sequences that hold something may come to hold."""
+        """The most that all present sequences may come to hold."""
         self.running = 0
         """Sequences in the current step."""
         self.host_bytes = 0

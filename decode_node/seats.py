@@ -14,7 +14,7 @@ Owner = TypeVar("Owner")
 
 
 class Place(Enum):
-    """Where a sequence's KV is."""
+    """The place of a sequence's KV."""
 
     LANDING = auto()
     """A prefill node writes it."""
@@ -78,7 +78,7 @@ def give_back(pool: PagePool, seat: Seat[Any]) -> None:
 
 
 class StepShare(NamedTuple, Generic[Owner]):
-    """What a sequence does in a step: it runs `rows` rows and chooses a token after them, unless they are a replay."""
+    """A sequence's share of a step: `rows` rows, and the choice of a token after them unless they are a replay."""
 
     seat: Seat[Owner]
     rows: int
@@ -86,7 +86,7 @@ class StepShare(NamedTuple, Generic[Owner]):
 
 
 class Plan(NamedTuple, Generic[Owner]):
-    """What to do now: one step, and copies that run beside it."""
+    """One step, and the copies that run beside it."""
 
     shares: list[StepShare[Owner]]
     leaving: list[Seat[Owner]]

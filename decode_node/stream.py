@@ -29,7 +29,7 @@ class Stream:
     loading: asyncio.Task[bool] | None = None
     """Brings pages of its prompt back from host memory, and exact rows."""
     held: HeldKv = NOTHING_HELD
-    """What was here of its prompt when it came."""
+    """The part of its prompt that was here when it came."""
     sequence: Sequence = field(init=False)
     """Set when the KV has landed."""
     kv: HostKv | None = None

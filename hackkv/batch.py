@@ -1,4 +1,4 @@
-"""What one forward pass adds to which sequences, as codecs and kernels take it.
+"""The batch of one forward pass: the rows that it adds, and the sequences that get them.
 
 Letters: T rows, B sequences, P pages.
 """

@@ -1,4 +1,4 @@
-"""What a codec may leave out: rows of a prompt once it is computed, and pages that decode does not read."""
+"""Choices of a codec: it may evict rows of a prompt once it is computed, and leave out pages that decode would read."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Eviction(Protocol):
     """
 
     notes: tuple[Plane, ...]
-    """What is noted of a page of one KV head while its prompt is computed (`Pool.notes`)."""
+    """Notes of a page of one KV head, made while its prompt is computed (`Pool.notes`)."""
 
     def rows_held(self, tokens: int) -> int:
-        """How many rows of a prompt of `tokens` tokens stay, at least 1."""
+        """The number of rows that stay of a prompt of `tokens` tokens, at least 1."""
         ...
 
     def observe(self, pool: Pool, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> None:

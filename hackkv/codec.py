@@ -1,4 +1,4 @@
-"""What a codec is: the form in which KV rests, travels and is attended to.
+"""The protocol of codecs. A codec is the form in which KV rests, travels and is attended to.
 
 A codec owns three things: the format of a sealed page (`hack_kernels.base.PageFormat`, one for each of the model's
 layers), what a batch does to pages (`attend`), and which planes travel (`to_wire`, `from_wire`). Schedulers, pools,
@@ -44,7 +44,7 @@ class AttentionWeights:
 
 
 def rows_held(codec: KvCodec, tokens: int) -> int:
-    """How many rows the cache holds of a prompt of `tokens` tokens, once it is computed."""
+    """The number of rows that the cache holds of a prompt of `tokens` tokens, once it is computed."""
     return tokens if codec.eviction is None else codec.eviction.rows_held(tokens)
 
 
@@ -53,7 +53,7 @@ class Origin:
     """The model that a codec's calibration file was made for, as the file says."""
 
     path: Path
-    """Of the file."""
+    """The calibration file."""
     model: str
     """The model's name."""
     model_hash: str
@@ -67,9 +67,9 @@ class KvCodec(Protocol):
     page_tokens: int
     """Π, the same in all layers."""
     window: Window
-    """What queries see exactly, the same in all layers."""
+    """The rows that queries see exactly, the same in all layers."""
     wire_form: WireForm
-    """How planes are coded on the wire. `hackkv.framing` applies it, not the codec."""
+    """The form of planes on the wire. `hackkv.framing` applies it, not the codec."""
     codes_where_it_pays: bool
     """Whether a sender codes only where that saves time (`hackkv.wire_choice`), else always."""
     prepares_weights: bool

@@ -1,4 +1,4 @@
-"""What a handoff is to bring: both ends agree on it before the first frame."""
+"""The contents of a handoff, on which both ends agree before the first frame."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_planes(width: int, rows: int) -> tuple[Plane, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a handoff is to bring, as both ends agreed before its first frame."""
+    """The contents of a handoff, as both ends agreed before its first frame."""
 
     layout: KvLayout
     wire_planes: tuple[tuple[Plane, ...], ...]
@@ -30,12 +30,12 @@ class Expected:
     """Rows of the sequence, without evicted ones."""
     footprint: Footprint
     form: WireForm = RAW
-    """How the sender codes planes; a plane that coding does not shrink comes uncoded."""
+    """The form in which the sender codes planes. A plane that coding does not shrink comes uncoded."""
     held: HeldKv = NOTHING_HELD
-    """What the receiver has already and must not come."""
+    """Pages that the receiver has already, and that must not come."""
 
     def planes(self, layer: int, rows: int) -> tuple[Plane, ...]:
-        """Those of a frame of a layer: of `rows` exact rows, or of sealed pages if that is 0."""
+        """The planes of a frame of a layer: those of `rows` exact rows, or of sealed pages if `rows` is 0."""
         return open_planes(self.footprint.widths[layer], rows) if rows else self.wire_planes[layer]
 
     @property
@@ -45,7 +45,7 @@ class Expected:
 
     @property
     def sent_pages(self) -> range:
-        """Those of them that come: a receiver seals pages whose rows come exactly by itself."""
+        """The sealed pages that come. The receiver itself seals pages whose rows come exactly."""
         return self.footprint.sent_pages(self.num_rows, self.held)
 
     @property
@@ -55,5 +55,5 @@ class Expected:
 
 
 def expected_of(codec: KvCodec, layout: KvLayout, rows: int, form: WireForm, held: HeldKv) -> Expected:
-    """What a handoff of `rows` rows in this form brings to a receiver that has `held`."""
+    """The contents of a handoff of `rows` rows in this form to a receiver that has `held`."""
     return Expected(layout, codec.wire_planes, rows, footprint_of(codec, layout), form, held)

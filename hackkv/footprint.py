@@ -31,7 +31,7 @@ class Footprint:
     """Whether rows past the last full page rest as a sealed page too."""
     window: Window = OWN_PAGE_ONLY
     noted_bytes: int = 0
-    """What a node that computes prompts notes of one page of all layers and KV heads (`Eviction.notes`)."""
+    """Notes of one page of all layers and KV heads, on a node that computes prompts (`Eviction.notes`)."""
     widths: tuple[int, ...] = ()
     """Channels of a row in a slot, by layer: fewer than the model's where a codec projects."""
 
@@ -40,11 +40,11 @@ class Footprint:
         return -(-rows // self.page_tokens)
 
     def sealed(self, rows: int) -> int:
-        """How many of those pages rest as planes."""
+        """The number of pages of `rows` rows that rest as planes."""
         return self.pages(rows) if self.seals_open_page else rows // self.page_tokens
 
     def sent_pages(self, rows: int, held: HeldKv = NOTHING_HELD) -> range:
-        """Those of them that travel to a receiver that has `held`. It seals by itself those whose rows come exactly."""
+        """The sealed pages that travel to a receiver that has `held`. It seals pages whose rows come exactly itself."""
         sealed = self.sealed(rows)
         coded = range(sealed) if self.seals_open_page else self.window.coded(sealed)
         return range(max(coded.start, held.pages), max(coded.stop, held.pages))
@@ -55,12 +55,12 @@ class Footprint:
         return tuple(page for page in exact if page >= first)
 
     def exact_rows(self, rows: int, first: int = 0) -> int:
-        """How many of the rows lie in the slot, in FP16: those of the open page, of sinks and of recent pages. Pages
-        before number `first` do not count."""
+        """The number of rows in the slot, in FP16: those of the open page, of sinks and of recent pages. Pages before
+        number `first` do not count."""
         return 0 if self.seals_open_page else self.window.exact_rows(rows, self.page_tokens, first)
 
     def runs(self, rows: int, first: int = 0) -> tuple[slice, ...]:
-        """Where in its slot they lie; see `Window.runs`."""
+        """The places of these rows in the slot; see `Window.runs`."""
         return () if self.seals_open_page else self.window.runs(rows, self.page_tokens, first)
 
     @property

@@ -251,7 +251,7 @@ def reissued(frame: KvFrame, epoch: int, seq: int) -> KvFrame:
 
 
 def lacked_part(frame: KvFrame, expected: Expected) -> KvFrame | None:
-    """What `frame` holds of what a receiver lacks; None if that is nothing. Its sender wrote it for one that has less.
+    """The part of `frame` that a receiver lacks; None if it lacks nothing. The frame was written for one that has less.
 
     A frame that had to be cut is number 0 of its handoff: `reissued` brings it to its place. Raises `FrameRefused` as
     `CheckedFrame.open` does.

@@ -31,7 +31,7 @@ KEPT_GRAMMARS = 16
 """Compiled grammars that a process keeps, least recently used ones leave."""
 
 MAX_REASON_CHARS = 400
-"""Of what llguidance says about a grammar at fault."""
+"""The longest reason that is passed on from llguidance about a grammar at fault."""
 
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
@@ -42,11 +42,11 @@ LIMITS = LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-"""What a grammar may cost: about 20 ms for each of fuel and items in a step, and 40 MB of states."""
+"""The limits of a grammar: about 20 ms for each of fuel and items in a step, and 40 MB of states."""
 
 
 class Guide:
-    """Where one sequence stands in its grammar. Used by one thread at a time."""
+    """The place of one sequence in its grammar. Used by one thread at a time."""
 
     def __init__(self, matcher: LLMatcher, eos_ids: Sequence[int]) -> None:
         self._matcher, self._eos_ids = matcher, frozenset(eos_ids)

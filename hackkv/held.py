@@ -1,4 +1,4 @@
-"""What of a prompt's KV a receiver has before it is sent any."""
+"""KV of a prompt that a receiver has before it is sent any."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class HeldKv:
-    """What a receiver has of a prompt from earlier requests: it does not travel."""
+    """KV of a prompt that a receiver has from earlier requests. It does not travel."""
 
     pages: int = 0
     """The prompt's first pages, as they rest."""

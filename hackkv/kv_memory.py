@@ -203,7 +203,7 @@ class KvMemory:
                     self.install_rows(layer, self._heads, slot, (slice(place, place + page_tokens),), planes)
 
     def _fetched(self, pages: Tensor, parts: Iterator[range], read: Callable[[Tensor], Planes]) -> Iterator[Leaving]:
-        """What `read` makes of pages, part by part. A part leaves when the iterator is asked for it."""
+        """Yield what `read` makes of pages, part by part. A part leaves when the iterator is asked for it."""
         return (self.lanes.fetch(pages[part.start : part.stop], read, part.start) for part in parts)
 
     def _read(self, slot: Tensor, rows: int, first: int = 0) -> Tensor:

@@ -108,7 +108,7 @@ class Leaving:
     ) -> None:
         """`give_back` frees the slot in which the planes will be, if they will be in one."""
         self.first = first
-        """Of the pages that were asked for, the number of the first one in here."""
+        """The number of the first page in here, counted among those that were asked for."""
         self.mark: Mark = DONE
         self.planes = planes
         self._give_back = give_back

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 Scores: TypeAlias = tuple[float, list[tuple[int, float]]]
-"""Of a token: its own log-probability, and ids and log-probabilities of the most probable ones."""
+"""A token's own log-probability, and ids and log-probabilities of the most probable tokens."""
 
 
 def _float64() -> array[float]:
@@ -21,7 +21,7 @@ def _uint32() -> array[int]:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Of the tokens of a prompt from the second on; nothing comes before the first."""
+    """Log-probabilities of the tokens of a prompt from the second on. The first has none, since nothing precedes it."""
 
     own: array[float] = field(default_factory=_float64)
     """[n] float64: of the token itself."""

@@ -26,18 +26,18 @@ class WireAddress:
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Who a node is: a stable name, the address that peers dial, and a word that changes when its process restarts."""
+    """A node's identity: a stable name, the address that peers dial, and a word that changes with its process."""
 
     node_id: str
     address: str
     incarnation: str
     wires: tuple[WireAddress, ...] = ()
-    """How KV reaches the node, or leaves it."""
+    """The wires by which KV reaches the node, or leaves it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecLoss:
-    """What a lossy codec costs a model, beside exact KV on a text (`hackkv.canary`)."""
+    """The loss of a codec on a model, beside exact KV on a text (`hackkv.canary`)."""
 
     kl: float
     """KL(exact || codec) of the next token in nats, mean over positions. Not finite where the codec fails."""
@@ -56,7 +56,7 @@ has a version of its own, in the fingerprint."""
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a node says of itself when it registers, and again each time it renews its lease.
+    """The facts that a node tells when it registers, and again each time it renews its lease.
 
     `incarnation` changes when the process restarts. Page counts are zero on nodes that hold no pages for a role.
     `stats` are gauges for the metrics page, by Prometheus name.
@@ -83,7 +83,7 @@ class NodeInfo:
     wires: tuple[WireAddress, ...] = ()
     """The node's wires, in order of preference."""
     loss: CodecLoss | None = None
-    """What the codec costs the model; None for a lossless codec, and for one that nobody measured."""
+    """The loss of the codec on the model; None for a lossless codec, and for one that nobody measured."""
     marks: bytes | None = field(default=None, repr=False)
     """Marks of sealed pages that later prompts can share (`hackkv.page_names`), one after another, those used last
     first; None on nodes that keep none."""

@@ -1,4 +1,4 @@
-"""What a name that does not exist was probably meant to be."""
+"""Guesses of the name that was meant by one that does not exist."""
 
 from __future__ import annotations
 

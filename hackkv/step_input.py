@@ -96,7 +96,7 @@ class StepInput:
         return Fills(*(self._lists[each, :count] for each in (PAGE_IDS, PAGE_STARTS, PAGE_SLOTS)))
 
     def filled(self, spans: Sequence[Span]) -> list[Span]:
-        """Those that fill a page with their row."""
+        """The spans that fill a page with their row."""
         return [span for span in spans if (span.held + 1) % self._page_tokens == 0]
 
     def put(
@@ -126,7 +126,7 @@ class StepInput:
         here.copied = lane.mark()
 
     def _changed(self, spans: Sequence[Span]) -> int:
-        """How many rows of the table have to be copied, so that all are right."""
+        """The number of rows of the table that have to be copied, so that all are right."""
         changed = 0
         for row, span in enumerate(spans):
             if self._rows[row] is not span.pages:

@@ -1,7 +1,8 @@
-"""What was measured once: a small file for each question, in the user's cache folder.
+"""A store of measurements: a small file for each question, in the user's cache folder.
 
 A file is written beside its place and renamed when it is on the disk, under a lock: the nodes of a machine measure
-once. What cannot be read, or tells of something else, is measured again and replaced. Files may be deleted at any time.
+once. A file that cannot be read, or that answers another question, is replaced by a new measurement. Files may be
+deleted at any time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Store(Generic[Found]):
         return user_cache_path("hackkv") / self._folder
 
     def remembered(self, key: Key, measure: Callable[[], Found | Passing[Found]]) -> Found:
-        """What was measured for `key`, or what `measure` says now. Several processes may ask at once: one measures.
+        """The stored measurement for `key`, or a new one by `measure`. Several processes may ask at once: one measures.
 
         Where the folder cannot be written the log says so, and every process measures for itself.
         """

@@ -33,7 +33,7 @@ class Lane(Protocol):
         ...
 
     def wait(self, mark: Mark) -> None:
-        """What the lane is given from now on begins when `mark` is done. The host does not wait."""
+        """Work that the lane is given from now on begins when `mark` is done. The host does not wait."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How much text one token can stand for, derived from a `tokenizer.json`.
+"""The most text that one token can stand for, derived from a `tokenizer.json`.
 
 `text_per_token` times a number of tokens is the most text that they can hold. So a text that cannot fit a context is
 known without tokenizing it. That holds only where no step of the tokenizer drops text. Each step is looked up in a

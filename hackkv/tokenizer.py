@@ -27,7 +27,7 @@ from hackkv.token_sizes import BYTE_OF_CHAR, text_per_token
 from hackkv.tokenizer_files import read_tokenizer
 
 BROKEN = "\ufffd"
-"""What a decoder shows for bytes that are not (yet) UTF-8."""
+"""The character that a decoder shows for bytes that are not (yet) UTF-8."""
 
 MAX_HELD = 32
 """The most tokens that wait for a character to complete; after that, bytes that are not UTF-8 show as U+FFFD."""
@@ -181,7 +181,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def _decode_bytes(self, token_id: int) -> bytes:
-        """What the decoder `ByteLevel` makes of a token: its characters are bytes, unless one stands for none."""
+        """The bytes of a token as `ByteLevel` decodes it: its characters are bytes, unless one stands for none."""
         piece = str(self._core.id_to_token(token_id) or "")
         if all(char in BYTE_OF_CHAR for char in piece):
             return bytes(BYTE_OF_CHAR[char] for char in piece)

@@ -28,7 +28,7 @@ class TokenizerFiles:
 
     core: Tokenizer
     named: dict[str, str]
-    """Those of `NAMED` that the checkpoint has."""
+    """The tokens of `NAMED` that the checkpoint has."""
     chat_template: str | None
 
 
@@ -103,7 +103,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """What the file holds; nothing if there is no such file."""
+    """The object in the file; an empty one if there is no such file."""
     if not path.is_file():
         return {}
     try:

@@ -17,7 +17,7 @@ from hackkv.logprobs import PromptLogprobs
 
 
 class Role(StrEnum):
-    """What a node does."""
+    """The part that a node plays."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -36,7 +36,7 @@ MAX_GRAMMAR_CHARS = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+    """Rules for choosing tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
 
     `seed` is always set (the router draws one if the client gave none), so that a replay on another node chooses the
     same tokens: the draw for token i depends on (seed, i) only. `logprobs` is the number of alternatives to report
@@ -59,7 +59,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str = ""
-    """What the output must match (`hackkv.guide`); empty allows everything. With one, end tokens always end."""
+    """The grammar of the output (`hackkv.guide`); empty allows everything. With a grammar, end tokens always end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ WIRE_FORM = "codec.wire_form"
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What both ends of a handoff must know of each other, as named fields. Order does not matter.
+    """Facts that both ends of a handoff must know of each other, as named fields. Order does not matter.
 
     All fields say how KV rests and must be equal, but for `WIRE_FORM`: that is how KV travels, which the sender
     chooses. The receiver only has to know the form, since pages rest as they were before they were coded.
@@ -108,7 +108,7 @@ class Fingerprint:
 
     @property
     def wire_form(self) -> str:
-        """How a sender of this fingerprint codes planes."""
+        """The form in which a sender of this fingerprint codes planes."""
         return dict(self.fields).get(WIRE_FORM, "")
 
     def mismatch(self, other: Fingerprint, here: str = "here", there: str = "at the peer") -> str | None:
@@ -152,7 +152,7 @@ class Handoff:
     fingerprint: Fingerprint
     num_tokens: int
     held: HeldKv = NOTHING_HELD
-    """What the receiver has already."""
+    """KV that the receiver has already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +167,11 @@ class PlaneSpan:
     coded_bytes: int
     checksum: int
     method: int = 0
-    """How the bytes are coded: 0 not at all, else the number of a `hackkv.wire_form.WireForm`."""
+    """The coding of the bytes: 0 for none, else the number of a `hackkv.wire_form.WireForm`."""
 
 
 class Payload(Sized, SupportsBytes, Protocol):
-    """What a frame carries: `len()` is its size, `bytes()` brings it to host memory.
+    """The bytes that a frame carries: `len()` is their number, `bytes()` brings them to host memory.
 
     A wire that can move data from the memory where it lies need not call `bytes()`. A `bytes` object is itself a
     payload in host memory and costs no copy.
@@ -228,7 +228,7 @@ class Receipt:
     wire_decode_s: float = 0.0
     """Turning frames into pages: checksums, decoding, copying to where they rest. It overlaps with receiving."""
     held_tokens: int = 0
-    """How many of `tokens` lie in pages that the receiver held already."""
+    """The number of `tokens` in pages that the receiver held already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +319,7 @@ class Reserved:
     """The decode node holds pages for the prompt and the step after it; the handoff may start."""
 
     held: HeldKv = NOTHING_HELD
-    """What it has from earlier requests. It keeps it until the request is over."""
+    """KV that it has from earlier requests, and keeps until the request is over."""
 
 
 @dataclass(frozen=True, slots=True)

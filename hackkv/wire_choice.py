@@ -50,7 +50,7 @@ class Rate:
 
 
 class CodingCosts:
-    """What coding costs and saves, per byte at rest, whatever the link. One thread encodes.
+    """Costs and savings of coding, per byte at rest, whatever the link. One thread encodes.
 
     Its own processor time counts: what else runs on the machine says nothing about the coder.
     """
@@ -95,7 +95,7 @@ class ChosenForm:
         self._passed = 0
 
     def cap(self, raw_bytes: int) -> int:
-        """That of the form."""
+        """The form's cap."""
         return self._coder.form.cap(raw_bytes)
 
     def encode(self, plane: Bytes, itemsize: int) -> bytes | None:
@@ -107,5 +107,5 @@ class ChosenForm:
         return self._coder.encode(plane, itemsize)
 
     def decode(self, coded: memoryview, plane: Bytes, itemsize: int) -> None:
-        """That of the form."""
+        """Decode as the form does."""
         self._coder.form.decode(coded, plane, itemsize)

@@ -1,4 +1,4 @@
-"""How planes are coded on the wire: bytes of planes at rest -> coded bytes that travel -> the same bytes.
+"""Forms of planes on the wire: bytes of planes at rest -> coded bytes that travel -> the same bytes.
 
 A wire form is lossless and knows nothing of codecs: a plane is an array of bytes and the size of its elements. The
 sender chooses it (`wire_form` among a codec's settings) and names it in the handshake; a receiver must know the form
@@ -28,9 +28,9 @@ class WireForm(Protocol):
     """One way to code planes. Implementations keep no state between calls: several threads share one."""
 
     name: str
-    """What the handshake calls it."""
+    """Its name in the handshake."""
     method: int
-    """What headers call it: `UNCODED`, or a number of its own in 1..255."""
+    """Its number in headers: `UNCODED`, or a number of its own in 1..255."""
 
     def cap(self, raw_bytes: int) -> int:
         """The largest coded size of a plane of `raw_bytes` that a receiver takes, checked before it allocates."""

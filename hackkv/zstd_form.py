@@ -65,7 +65,7 @@ class ZstdForm:
 
 
 def _content(frame: memoryview, size: int) -> Bytes:
-    """What one frame holds, `size` bytes. Raises `ValueError` for anything else, before it allocates."""
+    """The contents of one frame, `size` bytes. Raises `ValueError` for anything else, before it allocates."""
     try:
         header = zstandard.get_frame_parameters(frame)
         if header.content_size != size:

@@ -31,11 +31,11 @@ from hackkv.config import TracesConfig
 from transport.trail import TraceContext, TraceSpan, Value
 
 EXPORT_S: Final = 2.0
-"""How long one batch may take on its way."""
+"""Seconds that one batch may take on its way."""
 EVERY_S: Final = 1.0
-"""How often batches leave."""
+"""Seconds between batches."""
 CLOSE_S: Final = 2.0
-"""How long the last batch may hold up the end of the process."""
+"""Seconds that the last batch may hold up the end of the process."""
 
 
 class OtelSpans:

@@ -1,4 +1,4 @@
-"""How soon a process that ended is started again."""
+"""The pause before a process that ended is started again."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Ground(Generic[ConfigT]):
-    """What is ready before a role's service is made: a loaded model and an open port."""
+    """The ground of a role's service, ready before it is made: a loaded model and an open port."""
 
     config: ConfigT
     worker: Worker
@@ -66,7 +66,7 @@ class Ground(Generic[ConfigT]):
 
 
 class Service(Protocol):
-    """What a node's process needs of its service, beside the protocol that callers use."""
+    """A service as its process needs it, beside the protocol that callers use."""
 
     @property
     def draining(self) -> asyncio.Event:
@@ -84,7 +84,7 @@ class Hosted:
 
     service: Service
     face: PrefillNode | DecodeNode
-    """What callers reach: the service, or the service wrapped in its faults."""
+    """The service as callers reach it: itself, or wrapped in its faults."""
 
 
 OpenNode = Callable[[Ground[ConfigT]], AbstractAsyncContextManager[Hosted]]

@@ -21,9 +21,9 @@ class PrefillSettings(Frozen):
     """Host memory for compressed KV of prompts that run or wait for a decode node. What is left serves two uses: KV of
     requests that are being decoded, in case their decode node dies, and prefixes that prompts may share."""
     unassigned_s: float = Field(default=300.0, gt=0)
-    """How long finished KV waits until a decode node is named, in seconds. Then it is given up."""
+    """Seconds that finished KV waits for a decode node to be named. Then it is given up."""
     kept_s: float = Field(default=1800.0, gt=0)
-    """How long KV is kept after its handoff, in seconds. It goes earlier when the request ends."""
+    """Seconds that KV is kept after its handoff. It goes earlier when the request ends."""
     prefix_cache: bool = True
     """Whether prompts share the pages of a common beginning; idle ones stay in the page pool, then in host memory."""
     resume_points: int = Field(default=64, gt=0)
@@ -32,7 +32,7 @@ class PrefillSettings(Frozen):
     prefix_fetch: PrefixFetch = PrefixFetch.AUTO
     """Whether pages that a prompt lacks here come from the decode node that holds them."""
     fetch_s: float = Field(default=10.0, gt=0)
-    """How long a fetch may take, in seconds; then the pages are computed. With `auto` it is given up sooner."""
+    """Seconds that a fetch may take. Then the pages are computed. With `auto` it is given up sooner."""
     assumed_bytes_per_s: float = Field(default=1e8, gt=0)
     """The speed of a link on which nothing has passed yet."""
     assumed_tokens_per_s: float = Field(default=2000.0, gt=0)

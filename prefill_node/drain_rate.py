@@ -1,4 +1,4 @@
-"""How fast waiting KV leaves a prefill node, and so when there may be room for more."""
+"""The rate at which waiting KV leaves a prefill node. It says when there may be room for more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DrainRate:
         self._forget()
 
     def seconds(self, num_bytes: int) -> float:
-        """How long `num_bytes` will take to leave at the measured rate, within `SHORTEST_S` .. `LONGEST_S`."""
+        """Seconds until `num_bytes` have left at the measured rate, within `SHORTEST_S` .. `LONGEST_S`."""
         self._forget()
         watched = min(WINDOW_S, self._clock() - self._since)
         if not self._sum:

@@ -37,7 +37,7 @@ class Work:
     job: PrefillJob
     queued_at: float
     form: WireForm = RAW
-    """How its frames are coded."""
+    """The wire form of its frames."""
     guide: Guide | None = None
     """Set if the request has a grammar."""
     writer: FrameWriter = field(init=False)
@@ -213,7 +213,7 @@ def _span(chunk: Chunk[Work]) -> Span:
 
 
 def _wanted(chunk: Chunk[Work]) -> int:
-    """How many of a chunk's last rows predict a token that the request needs."""
+    """The number of a chunk's last rows that predict a token which the request needs."""
     if chunk.prompt.owner.job.request.sampling.prompt_logprobs is not None:
         return chunk.count
     return 1 if chunk.is_last else 0

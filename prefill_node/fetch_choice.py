@@ -16,7 +16,7 @@ from typing import Final
 from hackkv.wire_choice import Rate
 
 BELIEVED_S: Final = 60.0
-"""How long a measured fetch counts, in seconds."""
+"""Seconds that a measured fetch counts."""
 ENOUGH_BYTES: Final = 256 << 10
 """The smallest fetch that measures its link; others measure how far away it is."""
 ASSUMED_WAIT_S: Final = 0.005
@@ -39,7 +39,7 @@ class PrefixFetch(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the same pages take either way, in seconds."""
+    """Seconds to fetch pages, and seconds to compute them."""
 
     fetch_s: float
     compute_s: float
@@ -72,7 +72,7 @@ class PassSpeed:
             self._stretches[stretch] = keeps * tokens + count, keeps * spent + each * count
 
     def seconds(self, first: int, end: int) -> float:
-        """How long tokens [first, end) of a prompt take."""
+        """Seconds to compute tokens [first, end) of a prompt."""
         total = 0.0
         while first < end:
             stretch = _stretch(first)
@@ -92,7 +92,7 @@ class PassSpeed:
 
 @dataclass(slots=True)
 class _Peer:
-    """What fetches from one decode node measured."""
+    """Measurements of fetches from one decode node."""
 
     wait: Rate
     link: Rate
@@ -100,7 +100,7 @@ class _Peer:
 
 
 class FetchSpeed:
-    """How fast pages come from each decode node."""
+    """The speed of fetches from each decode node."""
 
     def __init__(self, assumed_bytes_per_s: float) -> None:
         self._assumed_s = 1 / assumed_bytes_per_s
@@ -118,7 +118,7 @@ class FetchSpeed:
         self._remembered(address, now).link.add(max(1, num_bytes), seconds)
 
     def seconds(self, address: str, num_bytes: int, pushes: Rate, now: float) -> float:
-        """How long `num_bytes` take. `pushes` is what handoffs to the same node measured."""
+        """Seconds to fetch `num_bytes`. `pushes` is what handoffs to the same node measured."""
         peer = self._known(address, now)
         wait_s = peer.wait.seconds_per_unit if peer and peer.wait.known else ASSUMED_WAIT_S
         measured = (rate for rate in (peer.link if peer else None, pushes) if rate is not None and rate.known)

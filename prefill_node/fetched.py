@@ -44,7 +44,7 @@ class Fetched:
 
     @property
     def pushed_out(self) -> bool:
-        """Whether it has no host memory (any more)."""
+        """True before it has host memory, and once that is gone."""
         return self._claim is None
 
     def into(self, pages: tuple[int, ...], slot: int, first: int, rows: int) -> Install:

@@ -39,7 +39,7 @@ class PlannedFetch:
     handoff: Handoff
     estimate: Estimate
     fetched: Fetched
-    """Where it goes."""
+    """Takes the frames."""
     spared_tokens: int
     """Tokens that the prompt need not compute then."""
     then_tokens: int
@@ -71,7 +71,7 @@ class Fetches:
         return sum(ask.then_tokens for ask in self._under_way)
 
     def wanted(self, job: PrefillJob, known: int, resumable: int) -> PlannedFetch | None:
-        """What to fetch for a prompt whose first `known` pages are here, and which can go on after `resumable`."""
+        """The fetch worth making for a prompt whose first `known` pages are here. It can go on after `resumable`."""
         footprint = self._worker.footprint
         page_tokens, num_tokens = footprint.page_tokens, len(job.request.prompt_ids)
         end = min(job.held.pages, (num_tokens - 1) // page_tokens)

@@ -22,7 +22,7 @@ class Moves:
     slots: SlotMoves = field(default_factory=SlotMoves)
     """Exact rows, after all pages."""
     installs: list[Install] = field(default_factory=list)
-    """What was fetched, after everything else."""
+    """Copies of fetched pages, which come after all others."""
 
 
 class HostPlaces:
@@ -47,7 +47,7 @@ class HostPlaces:
         self._moves.loads[page] = place
 
     def offer(self, name: PageName, fetched: Fetched) -> None:
-        """What was fetched ends with page `name`. `withdraw` must follow."""
+        """Note that fetched pages end with page `name`. `withdraw` must follow."""
         self._fetched[name] = fetched
 
     def withdraw(self, name: PageName, fetched: Fetched) -> None:
@@ -71,7 +71,7 @@ class HostPlaces:
         self._free.append(place)
 
     def take_moves(self) -> Moves:
-        """What must be copied before the next pass, once. Later moves come after these."""
+        """Take the copies that are due before the next pass. Later moves come after these."""
         moves, self._moves = self._moves, Moves()
         self._free.extend(moves.loads.values())
         return moves

@@ -18,7 +18,7 @@ from typing import Final
 
 
 class Tenant(StrEnum):
-    """What host memory is held for."""
+    """A purpose of host memory."""
 
     WAITING = "waiting"
     KEPT = "kept"

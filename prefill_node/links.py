@@ -79,6 +79,6 @@ class _Passage:
                     self.num_bytes += len(item.payload)
 
     def over(self) -> None:
-        """What was given last has left."""
+        """Note that the last item has left."""
         now = self._now()
         self.seconds, self._left_at = self.seconds + now - self._left_at, now

@@ -46,7 +46,7 @@ class SharedPage:
 
 @dataclass(eq=False, slots=True)
 class PrefixGrant:
-    """What one prompt holds: pool indices of its pages, in order, and its open page's slot."""
+    """The pages that one prompt holds, as pool indices in order, and the slot of its open page."""
 
     pages: list[int]
     slot: int
@@ -125,7 +125,7 @@ class PrefixPool:
 
     @property
     def known_pages(self) -> tuple[int, int]:
-        """How many pages could be hit, in the page pool and in host memory."""
+        """Numbers of pages with a name, in the page pool and in host memory."""
         here = sum(shared.page is not None for shared in self._known.values())
         return here, len(self._known) - here
 
@@ -246,7 +246,7 @@ class PrefixPool:
         self.moves()
 
     def moves(self) -> Moves:
-        """What must be copied before the next pass, once."""
+        """Take the copies that are due before the next pass; they are given once."""
         moves = self.places.take_moves()
         return moves if self._points is None else replace(moves, slots=self._points.take_moves())
 

@@ -80,7 +80,7 @@ class ResumePoints(Generic[Page]):
             self._free.append(kept)
 
     def take_moves(self) -> SlotMoves:
-        """What must be copied before the next pass, once."""
+        """Take the copies that are due before the next pass."""
         moves, self._moves = self._moves, SlotMoves()
         return moves
 

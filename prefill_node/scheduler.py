@@ -1,4 +1,4 @@
-"""Which prompt tokens run next, by a token budget. Numbers only, no tensors.
+"""The scheduler of prompts: it chooses, by a token budget, the prompt tokens that run next. It has no tensors.
 
 A forward pass takes up to `chunk_tokens` tokens. Half of them belong to the oldest prompt, so that a long prompt ends
 however many others come. (With a budget of one page, every other pass belongs to it.) The rest goes to the prompts with
@@ -49,7 +49,7 @@ class Prompt(Generic[Owner]):
     blocked: bool = False
     """Whether there was no room when it was last tried."""
     overtaken: int = 0
-    """How many younger prompts have started since then, while it was the oldest waiting one."""
+    """Younger prompts that have started since then, while it was the oldest waiting one."""
     cached_tokens: int = 0
     """Tokens that were in the cache when it started."""
 

@@ -35,7 +35,7 @@ from transport.base import KvSender
 log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 1.0
-"""How long a drained node waits until its last events have been read, in seconds."""
+"""Seconds that a drained node waits for its last events to be read."""
 
 
 class PrefillService:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long KV stays in host memory while no push needs it, in seconds."""
+    """Seconds that KV stays in host memory while no push needs it."""
 
     unassigned_s: float
     """From token 0, or from a failed push, until a decode node is named."""
@@ -62,14 +62,14 @@ class _Push:
 
 @dataclass(frozen=True, slots=True)
 class FrameKind:
-    """What all frames of a node are."""
+    """The facts that all frames of a node share."""
 
     fingerprint: Fingerprint
     expected: Expected
-    """What a receiver of a prompt without tokens expects."""
+    """What a receiver expects, but for the number of tokens."""
 
     def lacked_part(self, frame: KvFrame, rows: int, held: HeldKv) -> KvFrame | None:
-        """What `frame` holds of what a receiver of `rows` rows lacks; see `hackkv.framing.lacked_part`."""
+        """The part of `frame` that a receiver of `rows` rows lacks; see `hackkv.framing.lacked_part`."""
         return lacked_part(frame, replace(self.expected, num_rows=rows, held=held))
 
 

@@ -29,7 +29,7 @@ VERSION = "1"
 
 
 def check_codec(model: ModelConfig, codec: CodecConfig, say: Callable[[str], None] = log.info) -> CodecLoss | None:
-    """What the codec costs the model on the canary's text, or None for a lossless one, which is not measured.
+    """The loss of the codec on the canary's text, or None for a lossless codec, which is not measured.
 
     It takes seconds to minutes unless this machine knows the answer already, so never call it on an event loop. `say`
     gets a line before and one after. Raises `ConfigError` if the KL is not below `codec.max_kl` and `codec.allow_loss`

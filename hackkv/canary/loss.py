@@ -1,8 +1,8 @@
-"""How far a model with a codec is from the same model with exact KV, in three numbers.
+"""The distance of a model with a codec from the same model with exact KV, in three numbers.
 
 The codec's side runs as nodes run it: most of the text is prefilled in chunks, the rest decoded token by token on the
-pages that prefill left. So both kinds of kernels are measured. Of a codec that evicts rows in between, half of the text
-is decoded, and nothing else counts: prefill has all rows.
+pages that prefill left. So both kinds of kernels are measured. If a codec evicts rows in between, half of the text is
+decoded, and only that counts, since prefill has all rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reference:
 
 @dataclass(slots=True)
 class Pace:
-    """How long a codec's side of a measurement took."""
+    """The duration of a codec's side of a measurement."""
 
     prefill_s: float = 0.0
     prefill_tokens: int = 0
@@ -61,7 +61,7 @@ def read_exactly(model: Llama, ids: Sequence[int]) -> Reference:
 
 @torch.inference_mode()
 def codec_loss(model: Llama, codec: KvCodec, reference: Reference, pace: Pace | None = None) -> CodecLoss:
-    """What `codec` costs on the text of `reference`. `model` has what the codec folds into its weights.
+    """The loss of `codec` on the text of `reference`. `model` has what the codec folds into its weights.
 
     The time that the codec's side took is added to `pace`. KV that the codec cannot hold (`NonFiniteError`) is an
     infinite loss.
@@ -87,7 +87,7 @@ def codec_loss(model: Llama, codec: KvCodec, reference: Reference, pace: Pace | 
 
 
 def _prompt_tokens(codec: KvCodec, tokens: int) -> int:
-    """How many tokens of a text are prefilled."""
+    """The number of tokens of a text that are prefilled."""
     return max(1, tokens - DECODED_TOKENS if codec.eviction is None else tokens // 2)
 
 

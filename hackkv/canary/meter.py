@@ -46,7 +46,7 @@ class Meter:
         return plan_worker(self._model, codec)
 
     def measure(self, planned: Unloaded, pace: Pace | None = None) -> CodecLoss:
-        """What the codec of `planned` costs; its time is added to `pace`.
+        """The loss of the codec of `planned`. Its time is added to `pace`.
 
         Raises `CheckpointError` if the weights cannot be loaded.
         """

@@ -1,4 +1,4 @@
-"""What the canary reads: plain English of our own, with names and figures that come back far from where they stood.
+"""The canary's text: plain English of our own, with names and figures that come back far from where they stood.
 
 A model that has lost its KV cache still writes grammar; it forgets who Maren was. The end of the text asks for what its
 beginning said, across several pages of any codec.

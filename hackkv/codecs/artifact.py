@@ -21,7 +21,7 @@ from torch import Tensor
 from hackkv.codec import Origin
 
 UNCALIBRATED: Final = "none"
-"""What the setting `calibration` of a codec says in place of a path."""
+"""The value of a codec's setting `calibration` that names no file."""
 
 ROTATED, KVQUANT, ZACK = "rot", "kvquant", "zack"
 """Families of codecs that read a calibration file. A file that names no family is of the first."""
@@ -47,7 +47,7 @@ class Artifact:
     """SHA-256 of the file, in hexadecimal digits."""
     tensors: Mapping[str, Tensor] = field(repr=False)
     about: Mapping[str, Any]
-    """What `hackkv calibrate` wrote of itself: the JSON of the metadata, empty where there is none."""
+    """The JSON of the metadata, as `hackkv calibrate` wrote it. Empty where there is none."""
 
     @property
     def origin(self) -> Origin:

@@ -103,7 +103,7 @@ def make_cachegen(name: str, shape: KvShape, backend: Backend, settings: dict[st
 
 
 def bins_of(bins: Bins, layer: int) -> int:
-    """Of one layer."""
+    """The bins of one layer."""
     return [count for first, count in bins if first <= layer][-1]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 PRIMES: Final = (11, 19)
-"""Of Paley's first construction (J. Math. Phys. 12, 1933): a prime p that is 3 modulo 4 gives order p + 1."""
+"""Primes of Paley's first construction (J. Math. Phys. 12, 1933): a prime p that is 3 modulo 4 gives order p + 1."""
 
 
 def hadamard(order: int) -> Tensor:

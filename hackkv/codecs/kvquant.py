@@ -81,7 +81,7 @@ def make_kvquant(name: str, shape: KvShape, backend: Backend, settings: dict[str
 
 
 def tables_of(artifact: Artifact, layer: int, shape: KvShape, fmt: NuqFormat) -> NuqTables:
-    """Of all KV heads of a layer. Raises `ValueError` naming file and tensor."""
+    """The tables of all KV heads of a layer. Raises `ValueError` naming file and tensor."""
     tables = NuqTables(
         artifact.tensor(f"layers.{layer}.k_poles_{fmt.k_bits}", (2**fmt.k_bits,)),
         artifact.tensor(f"layers.{layer}.v_poles_{fmt.v_bits}", (2**fmt.v_bits,)),

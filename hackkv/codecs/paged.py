@@ -27,7 +27,7 @@ Settings = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How a codec keeps the pages of a layer. Layers of one format share one set of kernels."""
+    """The format and kernels of a layer's pages. Layers of one format share one set of kernels."""
 
     format: PageFormat
     kernels: PageKernels
@@ -68,12 +68,12 @@ class PagedCodec:
 
     @property
     def formats(self) -> tuple[PageFormat, ...]:
-        """Of pages, by layer."""
+        """Page formats, by layer."""
         return tuple(kept.format for kept in self.layers)
 
     @property
     def wire_planes(self) -> tuple[tuple[Plane, ...], ...]:
-        """Of pages, by layer."""
+        """Planes of a page that travel, by layer."""
         return tuple(kept.wire_planes for kept in self.layers)
 
     @property

@@ -39,7 +39,7 @@ class Amount:
     percent: float = 0.0
 
     def of(self, tokens: int) -> int:
-        """Of a prompt of `tokens` tokens, rounded up, at most all."""
+        """The amount in rows of a prompt of `tokens` tokens, rounded up, at most all."""
         return min(tokens, self.rows + -int(-tokens * self.percent // 100))
 
     @property
@@ -52,7 +52,7 @@ class Amount:
 
 
 def _amount(given: Any) -> Amount:
-    """Of a setting. Raises `ValueError`."""
+    """The amount that a setting says. Raises `ValueError`."""
     text = str(given).strip()
     number = text.removesuffix("%")
     try:
@@ -89,12 +89,12 @@ class Retention(Frozen):
     """Whether two layers share a choice."""
 
     def rows_held(self, tokens: int) -> int:
-        """How many rows of a prompt of `tokens` tokens stay."""
+        """The number of rows that stay of a prompt of `tokens` tokens."""
         forced = self.first + (self.last.of(tokens) if self.voters_of(tokens) else 0)
         return min(tokens, max(1, self.budget.of(tokens), forced))
 
     def voters_of(self, tokens: int) -> int:
-        """How many queries of such a prompt vote."""
+        """The number of queries of such a prompt that vote."""
         return self.voters.of(tokens)
 
     def chooser(self, layer: int) -> int:

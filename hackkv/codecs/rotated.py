@@ -188,7 +188,7 @@ def calibrated_rotations(artifact: Artifact, layer: int, shape: KvShape) -> Head
 
 
 def feedback_of(artifact: Artifact, layer: int, shape: KvShape) -> Feedback:
-    """Of all KV heads of a layer. Raises `ValueError` naming file and tensor."""
+    """The feedback of all KV heads of a layer. Raises `ValueError` naming file and tensor."""
     heads, dim = shape.num_kv_heads, shape.head_dim
     gains = artifact.tensor(f"layers.{layer}.gains", (heads, dim, dim))
     found = Feedback(gains, artifact.tensor(f"layers.{layer}.weights", (heads, dim)))

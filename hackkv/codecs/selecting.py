@@ -88,7 +88,7 @@ class Selecting:
         return some_pages(where, batch.page_tokens, table, counts[:, 0, 0])
 
     def _counts(self, sealed: Tensor) -> Tensor:
-        """How many of `sealed` pages are read."""
+        """The number of `sealed` pages that are read."""
         share = self._settings.select
         wanted = (sealed * share.percent / 100).ceil().long() + share.rows
         return torch.minimum(sealed, wanted.clamp(min=self._settings.least))

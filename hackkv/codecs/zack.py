@@ -43,7 +43,7 @@ SIDES: Final = ("qk", "vw")
 """The two pairs of a head that share a rotation."""
 
 WORST_ANGLE: Final = 1e-3
-"""How far R^T R may be from 1."""
+"""The largest distance of R^T R from 1."""
 
 
 def _share(given: Any) -> Any:
@@ -109,7 +109,7 @@ class Projections:
         return found
 
     def means(self, removal: float) -> tuple[float, float]:
-        """How many channels heads keep on average, of K and of V, if each had a width of its own."""
+        """Channels that heads keep on average, of K and of V, if each had a width of its own."""
         k, v = self._kept(removal).double().chunk(2, dim=-1)
         return float(k.mean()), float(v.mean())
 
@@ -189,7 +189,7 @@ def _made(shape: KvShape, step: int, below: Callable[[KvShape], KvCodec]) -> dic
 
 
 def _fold(found: Projections, layer: int, width: int) -> tuple[HeadRotations, Tensor]:
-    """Of a layer that keeps `width` channels: how K and Q are rotated, and what is folded into the weights around V."""
+    """The rotations of K and Q in a layer that keeps `width` channels, and what is folded into the weights around V."""
     rotated = {side: torch.zeros_like(each[layer]) for side, each in found.rotations.items()}
     for side, into in rotated.items():
         into[..., :width] = found.rotations[side][layer, ..., :width] @ hadamard(width)

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, checked and in our own words.
+"""The contents of a checkpoint's config.json, checked and in our own words.
 
 Every family that we serve is one row of `FAMILIES`; every option that would change the computation in a way that
 `Llama` does not know is one row of `REFUSED`. Rotary frequencies (`rope`) are kept as plain numbers, so that a spec can
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How an architecture differs from Llama."""
+    """The differences of an architecture from Llama."""
 
     name: str
     qkv_bias: bool = False

@@ -1,4 +1,4 @@
-"""Where a node computes: which devices a setting means, what a node needs of one, and how much KV fits beside that.
+"""Devices: those that a setting means, the memory that a node needs of one, and the KV that fits beside that.
 
 On a GPU nothing is swapped and nothing is given before it is asked for, so every byte that a node will ever need is
 counted before it takes its pages.
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 AUTO: Final = "auto"
 ON_PROCESSOR_BYTES: Final = 256 << 20
-"""What `auto` takes for KV where the memory is everybody's."""
+"""Bytes of KV that `auto` takes on the processor, whose memory others use too."""
 RESERVE: Final = 0.1
 """The share of a GPU's memory that stays free: CUDA's context, compiled kernels, the libraries' workspaces, gaps that
 torch's allocator leaves."""
@@ -63,7 +63,7 @@ def backend_on(name: str, device: str | None = None) -> Backend:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Of a device, in bytes."""
+    """The memory of a device, in bytes."""
 
     owner: str
     """Whose it is, for messages."""

@@ -61,7 +61,7 @@ class CudaRecorder:
 
 
 def recorder_on(device: torch.device, kernels: RowKernels) -> Recorder | None:
-    """How a device records steps of these kernels; None if nothing is gained."""
+    """The recorder of a device for steps of these kernels; None if recording gains nothing."""
     return CudaRecorder(device) if device.type == "cuda" else kernels.recorder()
 
 
@@ -91,8 +91,8 @@ class Graphs:
     """The recorded steps of a node."""
 
     def __init__(self, model: Llama, codec: KvCodec, memory: KvMemory, spare: Spare, most: int) -> None:
-        """Of up to `most` sequences, over the pools of `memory`. Where batches run as larger ones, nobody else has the
-        page and the slot `spare`."""
+        """Steps have up to `most` sequences, over the pools of `memory`. Padding writes to the page and slot `spare`,
+        which nobody else has."""
         self._model, self._codec, self._memory = model, codec, memory
         spec, page_tokens = model.spec, codec.page_tokens
         pages = min(-(-spec.max_context // page_tokens), memory.pools[0].num_pages)

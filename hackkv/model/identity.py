@@ -39,7 +39,7 @@ def model_hash(folder: Path) -> str:
 
 
 def source_hash(folder: Path) -> str:
-    """What a calibration is made for: 32 hexadecimal digits, the same for all dtypes that a GGUF file is converted to.
+    """The hash by which a calibration names its model: 32 hexadecimal digits, equal for all dtypes of a GGUF file.
 
     Raises `CheckpointError` as `model_hash`, which it is for any other checkpoint.
     """

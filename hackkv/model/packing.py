@@ -54,7 +54,7 @@ class Packing:
 
 
 def computed_in(dtype: str, weights: str) -> str:
-    """What peers compare besides the checkpoint, as `hackkv serve --dtype` has it: float32, or float32,int8."""
+    """The dtype that peers compare, as `hackkv serve --dtype` has it: float32, or float32,int8."""
     return f"{dtype},{weights}" if weights in PACKED else dtype
 
 
@@ -63,7 +63,7 @@ HELD: Final = Packing(8, held_only=True)
 
 
 def packing_of(weights: str, dtype: str, device: str = CPU) -> Packing:
-    """What the setting means where products are computed in `dtype` on a device of this type. Raises `ConfigError`."""
+    """The packing that the setting means for products in `dtype` on such a device. Raises `ConfigError`."""
     if weights not in CHOICES:
         raise ConfigError(f"model.weights: {weights!r} is not one of {', '.join(CHOICES)}")
     if DENSE.get(weights, dtype) != dtype:

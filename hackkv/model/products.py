@@ -1,4 +1,4 @@
-"""Who multiplies a model's matrices: our own products for few rows, the library's for many.
+"""Products of a model's matrices: our own for few rows, the library's for many.
 
 Our own read a weight as it rests and form every sum in one order (`RowKernels.product`), so a row does not depend on
 the rows beside it. A model that uses no other products is *batch invariant*. The library is faster from some number of
@@ -93,7 +93,7 @@ def _key(dtype: torch.dtype, isa: str, weights: str) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class ProductTimes:
-    """Who multiplies how fast."""
+    """Times of our own products and of the library's."""
 
     seconds: Mapping[int, tuple[float, float]]
     """Rows, ascending -> (our time, the library's)."""
@@ -136,7 +136,7 @@ def measure(
 
 @dataclass(slots=True)
 class _Times:
-    """Of one product."""
+    """The times of one product."""
 
     calm: int = 0
     """Calls that had processors when they wanted them."""
@@ -169,7 +169,7 @@ def _alternating(products: tuple[Product, Product], x: Tensor, weight: Weight) -
 
 
 def waited_s() -> float:
-    """How long threads of this process that could have run have waited for a processor, in all. Linux counts it; 0
+    """Seconds for which runnable threads of this process have waited for a processor, in all. Linux counts them; 0
     where nobody does."""
     waited_ns = 0
     for thread in _THREADS.glob("*/schedstat"):

@@ -27,7 +27,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class RopeSource:
-    """What the frequencies follow from."""
+    """The numbers from which the frequencies follow."""
 
     parameters: Mapping[str, Any]
     """`rope_theta`, and what else the kind asks for, under Hugging Face's names."""

@@ -140,7 +140,7 @@ def no_choice(row: int, found: int) -> NonFiniteError:
 
 
 def masks(states: Sequence[SamplerState], vocab: int) -> Tensor | None:
-    """What the grammar of each row allows, [B, ceil(vocab / 32)] int32 as `ChoiceInput` has it; None for all.
+    """The tokens that the grammar of each row allows, [B, ceil(vocab / 32)] int32 as in `ChoiceInput`; None for all.
 
     Raises `GuideError` whose `span` is the first row whose grammar cannot go on.
     """

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, a GGUF file, a hub name, SmolLM2, or the model that ships with hackkv."""
+"""The folder of a model: given as such, or as a GGUF file, a hub name, SmolLM2, or the model that ships with hackkv."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ PACKED = NAMES[torch.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How weights are loaded."""
+    """Options of loading weights."""
 
     dtype: torch.dtype
     device: torch.device

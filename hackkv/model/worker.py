@@ -69,7 +69,7 @@ class Worker:
     guides: Guides
     """Grammars compiled for the model's vocabulary."""
     loss: CodecLoss | None = None
-    """What the codec costs the model, if it was measured (`hackkv.canary`)."""
+    """The loss of the codec on the model, if it was measured (`hackkv.canary`)."""
 
     @property
     def layout(self) -> KvLayout:
@@ -82,7 +82,7 @@ class Worker:
         return footprint_of(self.codec, self.layout)
 
     def pages_in(self, kv_bytes: int, *, prompts: bool = False) -> int:
-        """How many pages, each of all layers and KV heads, fit in `kv_bytes`; with `prompts` beside their notes.
+        """The number of pages, of all layers and KV heads, that fit in `kv_bytes`; with `prompts` beside their notes.
 
         Raises `ConfigError` when not even one page fits, or when the device has less memory: the system would grant
         the allocation and kill the process when it is used.
@@ -96,7 +96,7 @@ class Worker:
         return kv_bytes // page_bytes
 
     def auto_kv_bytes(self, busiest: Busiest, nodes: int, memory: DeviceMemory) -> int:
-        """What `kv_bytes: auto` takes of the memory of the model's device, which `nodes` nodes share.
+        """Bytes that `kv_bytes: auto` takes of the memory of the model's device, which `nodes` nodes share.
 
         Raises `ConfigError` with the sums if that is less than a page.
         """
@@ -127,7 +127,7 @@ class Unloaded:
 
     @property
     def kernels(self) -> str:
-        """Who computes, for display: names the format's definition where the backend has no kernels for a format."""
+        """The kernels that compute, for display. Of formats without kernels of the backend it names the definition."""
         backend, served_by = self.backend, self.codec.served_by
         pages = "" if served_by == backend.name else f", pages by {served_by}"
         return f"{backend.name} ({backend.isa}{pages})"
@@ -140,7 +140,7 @@ class Unloaded:
         return sizes.resting_bytes(rows_held(self.codec, SHARE_TOKENS)) / fp16_bytes(layout, SHARE_TOKENS)
 
     def fingerprint(self) -> Fingerprint:
-        """What peers compare. Reads parts of the weights. Raises `CheckpointError`."""
+        """The fingerprint that peers compare. Reads parts of the weights. Raises `CheckpointError`."""
         spec = self.spec
         return Fingerprint(
             (

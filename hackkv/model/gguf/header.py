@@ -88,7 +88,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says about itself, checked against its size."""
+    """The header of a file, checked against the file's size."""
 
     path: Path
     metadata: dict[str, Any]

@@ -16,7 +16,7 @@ HELD: Final = {_Kind.Q8_0: 8, _Kind.Q4_0: 4, _Kind.Q4_1: 4}
 
 
 def codes_of(rows: Tensor, kind: GGMLQuantizationType) -> Codes:
-    """What rows of the file, uint8 [rows, bytes], hold; `kind` is one of `HELD`."""
+    """The codes in rows of the file, uint8 [rows, bytes]; `kind` is one of `HELD`."""
     _, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = rows.unflatten(1, (-1, block_bytes))
     numbers = 2 if kind is _Kind.Q4_1 else 1

@@ -34,7 +34,7 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How text is cut before pieces are merged: one value of `tokenizer.ggml.pre`."""
+    """The rules by which text is cut before pieces are merged: one value of `tokenizer.ggml.pre`."""
 
     regex: str = ""
     """Cuts as this says; empty means GPT-2's cuts."""
@@ -162,7 +162,7 @@ def _add_marked(header: GgufHeader, core: Tokenizer, tokens: list[str], special:
 def _around(
     header: GgufHeader, ids: dict[str, int], names: dict[str, str | None], begins: bool
 ) -> processors.TemplateProcessing | None:
-    """What puts BOS and EOS around a text, where the file wants them."""
+    """The processor that puts BOS and EOS around a text; None where the file wants neither."""
     first = names["bos_token"] if header.metadata.get("tokenizer.ggml.add_bos_token", begins) else None
     last = names["eos_token"] if header.metadata.get("tokenizer.ggml.add_eos_token", False) else None
     around = [token for token in (first, last) if token is not None]
