@@ -1,4 +1,4 @@
-"""What clients reach: the HTTP API of one process, over a fleet that it is given."""
+"""The HTTP API of one process, over a fleet that it is given."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
 
 
 def _registry(config: RouterConfig, nodes: Membership, trust: Trust) -> RpcServer:
-    """Where nodes register."""
+    """The port at which nodes register."""
     listen = config.control
     control = RpcServer(listen.host, listen.port, advertise_host=listen.advertise_host, trust=trust)
     control.add_registry(nodes)

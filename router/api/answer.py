@@ -1,4 +1,4 @@
-"""What an answer consists of: thoughts, text, and calls of tools, told apart while it grows."""
+"""The parts of an answer: thoughts, text, and calls of tools, told apart while it grows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class MessageDraft:
         """OpenAI's `tool_calls` so far."""
 
     def push(self, text: str, last: bool) -> list[dict[str, Any]]:
-        """What a piece of the output adds, as OpenAI's `delta` objects."""
+        """Take a piece of the output. Returns what it adds, as OpenAI's `delta` objects."""
         thought, said = self._thoughts.push(text, last)
         deltas: list[dict[str, Any]] = []
         if thought:

@@ -41,7 +41,7 @@ _REFUSALS = {404: ("no such route", "not_found"), 405: ("method not allowed", "m
 
 @cache
 def document(needs_key: bool) -> dict[str, Any]:
-    """What `/openapi.json` says."""
+    """The document of `/openapi.json`."""
     return describe(ROUTES, needs_key)
 
 

@@ -82,7 +82,7 @@ def _within(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, 
 
 
 def _target(reference: str, root: dict[str, Any]) -> Any:
-    """What a JSON pointer leads to; None if it leads nowhere, out of the schema, or to a value."""
+    """The schema to which a JSON pointer leads; None if it leads nowhere, out of the schema, or to a value."""
     steps = [unquote(step).replace("~1", "/").replace("~0", "~") for step in reference.partition("#")[2].split("/")[1:]]
     if not _VALUES.isdisjoint(steps):
         return None

@@ -82,7 +82,7 @@ class ChatRenderer(OpenAiEvents):
         plain = thinking is Thinking.NEVER and not body.offered()
         super().__init__(plain=plain and not body.logprobs and not body.continuous_usage)
         self._answers = [None if plain else served.conversations.answer(body, thinking) for _ in range(body.n)]
-        """Of each choice; None where the message is plain text."""
+        """The message of each choice; None where it is plain text."""
         self._head = {"id": name, "created": int(time()), "model": served.name}
 
     def whole(self, generation: Generation) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from router.life.flight import Flight
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one token adds to one choice. `token` is None if nobody asked for the token itself."""
+    """The part that one token adds to one choice. `token` is None if nobody asked for the token itself."""
 
     choice: ChoiceCollector
     text: str
@@ -64,7 +64,7 @@ class ChoiceCollector:
         self._matcher = StopMatcher(stops)
         self._min_tokens, self._wants_tokens, self.echoes = min_tokens, wants_tokens, echoes
         self.pieces: list[str] = []
-        """What each token added to the text."""
+        """The text that each token added."""
         self.tokens: list[Token] = []
         self.finish: Finish | None = None
         self.flight: Flight | None = None
@@ -88,7 +88,7 @@ class ChoiceCollector:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs:
-        """Of the prompt, if they were asked for."""
+        """Log-probabilities of the prompt, if they were asked for."""
         prefilled = self.flight.route.prefilled if self.flight else None
         return prefilled.prompt_logprobs if prefilled else PromptLogprobs()
 

@@ -80,7 +80,7 @@ async def _plan(
 
 
 async def _starts(served: ServedModel, body: CompletionRequest, caller: Caller) -> dict[int, list[int]]:
-    """Where each token of a prompt begins in its text, of prompts that are texts and will be told of."""
+    """The offset of each token of a prompt in its text, for prompts that are texts and will be told of."""
     if not body.echo or body.logprobs is None:
         return {}
     starts, found = served.tokenizer.starts, dict[int, list[int]]()
@@ -196,7 +196,7 @@ class CompletionRenderer(OpenAiEvents):
         }
 
     def _begin(self, choice: ChoiceCollector, tokens: list[Token], echo: bool) -> Iterator[int]:
-        """Where tokens begin in the text."""
+        """Yield the offsets of tokens in the text."""
         offsets = self._offsets.setdefault(choice.index, Offsets(self._tokenizer, self._body.skip_special_tokens))
         if echo:
             echoed = Offsets(self._tokenizer, skip_special_tokens=True)
@@ -207,16 +207,16 @@ class CompletionRenderer(OpenAiEvents):
 
 
 class Offsets:
-    """Where each token of a text begins, in characters. A token within a character begins where the character does."""
+    """The offset of each token of a text, in characters. A token within a character begins where the character does."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self.start = 0
-        """Where the text begins."""
+        """The offset at which the text begins."""
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._shown = 0
 
     def push(self, token_id: int) -> int:
-        """Where this token begins."""
+        """Take a token. Returns the offset at which it begins."""
         offset = self.start + self._shown
         self._shown += len(self._detokenizer.push(token_id))
         return offset
@@ -234,7 +234,7 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 def alternatives(
     name: Callable[[int], str], token_id: int, logprob: float | None, best: Sequence[tuple[int, float]]
 ) -> dict[str, float]:
-    """Of one token; the chosen one is always among them.
+    """The alternatives of one token. The chosen token is always among them.
 
     OpenAI keys alternatives by name, and tokens can share one. The key then belongs to the chosen token if it has that
     name, else to the most probable token.

@@ -40,7 +40,7 @@ LEAST_CHUNK: Final = 64
 """Bytes of a chunk, on average, after the first `FREE_CHUNKS`."""
 FREE_CHUNKS: Final = 1024
 LINGER_S: Final = 10.0
-"""How long a body is read and dropped whose request has been refused."""
+"""Seconds for which the body of a refused request is read and dropped."""
 FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
 
 LONGEST_FAULT: Final = 200
@@ -95,7 +95,7 @@ class Census:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long a connection waits for its peer, in seconds."""
+    """Seconds that a connection waits for its peer."""
 
     head_s: float
     write_s: float
@@ -183,7 +183,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
     """One connection."""
 
     _buffer: Final = bytearray(READ_BYTES)
-    """Of all connections: what is read into it is taken out before the event loop reads again."""
+    """Memory that all connections share. Bytes read into it are taken out before the event loop reads again."""
 
     def __init__(self, census: Census, waits: Waits, refused: Callable[[int], None], **given: Any) -> None:
         """`refused` is called with the status of each refusal; `given` is what uvicorn gives its protocols."""

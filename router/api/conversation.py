@@ -33,7 +33,7 @@ _INSTRUCTIONS = (
 
 
 class Conversations:
-    """What is special about the conversations of one checkpoint."""
+    """The peculiarities of one checkpoint's conversations."""
 
     def __init__(self, tokenizer: Tokenizer, config: ChatConfig) -> None:
         self.tokenizer, self.config = tokenizer, config
@@ -67,7 +67,7 @@ class Conversations:
         return Thinking.NEVER if tail.endswith("</think>") else Thinking.MAYBE
 
     def form(self, body: ChatRequest, thinking: Thinking) -> Form | None:
-        """What the answer has to match, if anything. Raises `RequestError` if fields contradict each other."""
+        """The form that the answer has to match, if any. Raises `RequestError` if fields contradict each other."""
         form, forced = body.form(), body.forced()
         if form is not None and body.offered():
             raise RequestError(f"{form.param} and tools exclude each other, unless tool_choice is none", form.param)

@@ -40,7 +40,7 @@ _EVENTS: Final[dict[str, type[BaseModel]]] = {
     "/v1/responses": ResponseEvent,
     "/v1/messages": MessageEvent,
 }
-"""Of routes that stream."""
+"""The events of routes that stream."""
 _ERRORS: Final = {
     "400": "a field is wrong or not supported; `param` names it",
     "404": "the model does not exist",

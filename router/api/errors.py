@@ -92,7 +92,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def anthropic_envelope(error: BaseException, request_id: str = "") -> dict[str, Any]:
-    """What `envelope` says, in Anthropic's shape. Its messages name the field at fault, as ours do."""
+    """The `envelope` in Anthropic's shape. Its messages name the field at fault, as ours do."""
     status = status_of(error)
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     body = {"type": "error", "error": {"type": kind, "message": envelope(error)["error"]["message"]}}

@@ -1,4 +1,4 @@
-"""What pydantic refused, as an error that names the field in the client's words."""
+"""Refusals of pydantic as errors that name the field in the client's words."""
 
 from __future__ import annotations
 

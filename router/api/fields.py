@@ -1,4 +1,4 @@
-"""How a field of a request is treated.
+"""Kinds of fields of a request.
 
 A field that is *supported* is declared as pydantic has it. The annotations here are for the others. Each validates,
 describes itself in `/openapi.json` and gives docs/api.md its row:
@@ -78,7 +78,7 @@ def text_or_parts(told: str) -> Discriminator:
 
 
 class _Unsupported:
-    """What `Ignored` and `Refused` share: any JSON goes in, None comes out."""
+    """The base of `Ignored` and `Refused`: any JSON goes in, None comes out."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.with_info_plain_validator_function(self._checked)

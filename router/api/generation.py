@@ -119,7 +119,7 @@ class Generation:
         return token_counts(prompt, completion, sum(choice.cached_tokens for choice in prompts))
 
     def report(self) -> dict[str, Any]:
-        """Where the time went and what was moved: the opt-in field `hackkv`. Seconds and bytes.
+        """The opt-in field `hackkv`: seconds by stage, and bytes that were moved.
 
         With several sequences the stages are those of the one that ended last, since it made the client wait.
         """

@@ -1,4 +1,4 @@
-"""What happens to a request before its route: it is timed and named, its key is checked, its body read and bounded."""
+"""The intake of a request before its route: it is timed and named, its key is checked, its body read and bounded."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PAGE_FILES = "/page/"
 """The page's files lie below this path. They need no key either."""
 REQUEST_ID: Final = "x-request-id"
 ANTHROPIC_REQUEST_ID: Final = "request-id"
-"""Where Anthropic's clients look for the same."""
+"""The header in which Anthropic's clients look for the same."""
 API_KEY: Final = "x-api-key"
-"""Where Anthropic's clients show the key."""
+"""The header in which Anthropic's clients show the key."""
 _NAMED: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 """Request ids that are taken over from clients; they go into logs and to the nodes."""
 
@@ -90,7 +90,7 @@ class Gate:
         await error_response(error, scope["path"], request_id)(scope, receive, send)
 
     def _client_of(self, scope: Scope, key: bytes) -> str:
-        """Who shares with whom: requests of one address and, where keys are checked, of one key."""
+        """The name of a request's client: its address and, where keys are checked, its key."""
         host = (scope.get("client") or ("", 0))[0]
         return f"{host} {key.decode('latin-1')}" if self._expected else str(host)
 
@@ -133,7 +133,7 @@ def arrival(request: Request) -> float:
 
 
 def served_by(request: Request) -> ServedModel:
-    """What the application was built with."""
+    """The model with which the application was built."""
     served: ServedModel = request.app.state.served
     return served
 

@@ -57,7 +57,7 @@ KINDS: Final = {kind.__name__: kind for kind in _BODIES}
 
 @dataclass(frozen=True, slots=True)
 class ParseJob:
-    """What a child is asked to do with a body."""
+    """A job of a child: a body to read."""
 
     kind: str
     model_name: str

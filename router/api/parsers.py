@@ -89,11 +89,11 @@ class Parsers:
             self._take(ours)
 
     async def parse(self, kind: type[BodyT], data: Data, job: ParseJob) -> Parsed[BodyT]:
-        """What `validate` and `tokenize` make of a body. Raises what they raise, and `Unavailable`."""
+        """Validate and tokenize a body, as `validate` and `tokenize` do. Raises what they raise, and `Unavailable`."""
         return await _parsed(kind, *await self._do(data, job))
 
     async def answer(self, data: Data, job: ParseJob) -> bytes:
-        """What `validate` and `answer_question` make of a body. Raises what they raise, and `Unavailable`."""
+        """Answer a question, as `validate` and `answer_question` do. Raises what they raise, and `Unavailable`."""
         return (await self._do(data, job))[1]
 
     async def _do(self, data: Data, job: ParseJob) -> tuple[dict[str, Any], bytes]:

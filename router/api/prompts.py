@@ -77,7 +77,7 @@ class PromptParser:
         return ParseJob(kind.__name__, self._model_name, bounds, self._conversations.config, self._strict)
 
     async def _in_line(self, work: Coroutine[Any, Any, T], size: int, caller: Caller, client: str) -> T:
-        """What a process makes of a large body."""
+        """Do the work of a large body when its client is next in line."""
 
         async def placed() -> T:
             async with self._line.place(client, size):

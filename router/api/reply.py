@@ -35,7 +35,7 @@ SLICE_S: Final = 0.002
 
 
 class TokenRows:
-    """What an answer tells of its tokens, one after another. It is made while it is written: there may be very many."""
+    """Rows of an answer, one for each of its tokens. They are made while they are written: there may be very many."""
 
     def __init__(self, rows: Iterable[Any]) -> None:
         """`rows` can be read once."""
@@ -99,7 +99,7 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 class Renderer(Protocol):
-    """How an endpoint writes its answers."""
+    """Writes the answers of an endpoint."""
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The complete answer."""
@@ -122,12 +122,12 @@ class Renderer(Protocol):
         ...
 
     def frame(self, event: dict[str, Any]) -> tuple[bytes, bytes]:
-        """What a stream has before and after an event."""
+        """The bytes of a stream before and after an event."""
         ...
 
     @property
     def end(self) -> bytes:
-        """What ends a stream that is complete."""
+        """The bytes that end a stream which is complete."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What routes of other APIs than OpenAI's older ones have in common: a body is told again and answered as a chat."""
+"""The routes of APIs other than OpenAI's older ones: a body is told again and answered as a chat."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Retold(Sampled):
     """A body that can be told as a chat request."""
 
     names: ClassVar[Mapping[str, str]]
-    """What the client calls the fields of a `ChatRequest` at which a fault is found only there."""
+    """The client's names of those fields of a `ChatRequest` whose faults are found only there."""
 
     def chat(self) -> ChatRequest:
         """The same as a chat request."""

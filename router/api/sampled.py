@@ -1,4 +1,4 @@
-"""What every request that generates may say, whatever API it follows: how tokens are drawn, and our own fields.
+"""Fields of every request that generates, whatever API it follows: rules for drawing tokens, and our own fields.
 
 Sampling settings that are left out, or null, are the checkpoint's own (`router.api.defaults`).
 """

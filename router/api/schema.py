@@ -37,7 +37,7 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_DIGITS = 9
-"""Of a token id in `logit_bias`."""
+"""The most digits of a token id in `logit_bias`."""
 MAX_MESSAGES = 1 << 14
 """Of one message."""
 MAX_BIASES = MAX_STOP_TOKENS = 1 << 12
@@ -142,7 +142,7 @@ class Generate(Sampled, Structured, VllmExtras, LlamaExtras):
     store: Annotated[Any, Ignored("requests are not kept")] = None
 
     def form(self) -> Form | None:
-        """What the output must match, if anything. Raises `RequestError` if fields contradict each other."""
+        """The form that the output must match, if any. Raises `RequestError` if fields contradict each other."""
         form = super().form()
         if form is not None and self.ignore_eos:
             raise RequestError(f"ignore_eos and {form.param} exclude each other", "ignore_eos")

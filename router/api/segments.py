@@ -16,7 +16,7 @@ from router.api.choices import ChoiceCollector, Delta
 
 
 class SegmentKind(StrEnum):
-    """What a segment holds."""
+    """The content of a segment."""
 
     THOUGHT = "thought"
     TEXT = "text"
@@ -33,7 +33,7 @@ class Segment:
     name: str = ""
     pieces: list[str] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
-    """Of a text; a token belongs to the first piece that came with it or after it."""
+    """The tokens of a text. A token belongs to the first piece that came with it or after it."""
     closed: bool = False
 
     @property

@@ -22,7 +22,7 @@ _CHAT = ChatConfig()
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the routes work with."""
+    """The model that is served, with all that the routes need."""
 
     name: str
     prompts: PromptParser

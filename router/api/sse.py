@@ -118,7 +118,7 @@ class Events(ABC):
 
 
 class OpenAiEvents(Events):
-    """How OpenAI's older routes write events: as data alone, and at last `[DONE]`."""
+    """Events of OpenAI's older routes: data alone, and at last `[DONE]`."""
 
     end = b"data: [DONE]\n\n"
 
@@ -126,7 +126,7 @@ class OpenAiEvents(Events):
         """If the events are `plain`, those in the middle of a choice differ in their text only."""
         self._plain = plain
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        """What stands before and after the text of a choice's plain event."""
+        """The bytes before and after the text of a choice's plain event."""
 
     def frame(self, event: dict[str, Any]) -> tuple[bytes, bytes]:
         """See `Renderer`."""
@@ -149,7 +149,7 @@ class OpenAiEvents(Events):
 
 
 class NamedEvents(Events):
-    """How newer APIs write events: each with its name, which is its `type` too. The last one ends the stream."""
+    """Events of newer APIs: each has a name, which is its `type` too. The last one ends the stream."""
 
     end = b""
 

@@ -25,7 +25,7 @@ Choices = Annotated[tuple[Text, ...], Field(min_length=1, max_length=MAX_CHOICES
 
 
 class FormKind(StrEnum):
-    """What the text of a `Form` is."""
+    """The meaning of the text of a `Form`."""
 
     JSON = "json"
     """A JSON schema."""
@@ -50,7 +50,7 @@ class Thinking(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an output must match."""
+    """A form that an output must match."""
 
     kind: FormKind
     text: str
@@ -98,7 +98,7 @@ class Structured(Strict):
     structured_outputs: StructuredOutputs | None = None
 
     def form(self) -> Form | None:
-        """What the output must match, if anything. Raises `RequestError` if two fields ask."""
+        """The form that the output must match, if any. Raises `RequestError` if two fields ask."""
         forms = [*self._response_forms(), *self._guided_forms()]
         if len(forms) > 1:
             raise RequestError(f"{forms[0].param} and {forms[1].param} exclude each other", forms[1].param)

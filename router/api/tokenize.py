@@ -27,10 +27,10 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one HTTP request may hold."""
+    """Limits of one HTTP request."""
 
     prompt_tokens: int
-    """Of each prompt."""
+    """The most tokens of each prompt."""
     sequences: int
     """Prompts times `n`."""
     context: int | None = None
@@ -150,4 +150,4 @@ _TOKENIZE: Final[dict[type[Prompted], Callable[[Conversations, Any, Bounds], lis
     CompletionRequest: _completion,
     ChatRequest: chat,
 }
-"""How the prompts of each kind of body become token ids."""
+"""Functions that make token ids of the prompts of each kind of body."""

@@ -30,10 +30,10 @@ _FAULTS: Final = 500
 
 @dataclass(slots=True)
 class HttpCall:
-    """What is known of an HTTP request while it is answered."""
+    """An HTTP request, while it is answered."""
 
     traceparent: str = ""
-    """What its answer says of its trace; empty if it has none."""
+    """The trace header of its answer; empty if it has none."""
     status: int = 0
     """0 while there is no answer."""
 

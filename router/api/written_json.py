@@ -1,4 +1,4 @@
-"""How guided JSON is written: what `x-guidance` of a schema tells llguidance, which this module does not load."""
+"""Rules for writing guided JSON: `x-guidance` of a schema tells them to llguidance, which this module does not load."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Booking(Generic[NodeT]):
         return self.member.node
 
     def kv_address(self, prefill: NodeInfo) -> str:
-        """Where `prefill` sends KV for this decode node. Raises `NodeLost` if they share no wire."""
+        """The address to which `prefill` sends KV for this decode node. Raises `NodeLost` if they share no wire."""
         return kv_address(prefill, self.member.info)
 
     async def guard(self, work: Coroutine[Any, Any, T], *alarms: Alarm) -> T:

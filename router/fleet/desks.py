@@ -1,4 +1,4 @@
-"""Where requests book shares of nodes: one desk for each role.
+"""Desks, one for each role: requests book shares of nodes there.
 
 Load is the router's own count. It is exact at every moment, because all work of a node was booked here. Only the count
 of free pages also uses the node's last report, and the node may still refuse (`Overloaded`). A request that finds no
@@ -28,10 +28,10 @@ _SMOOTHING = 0.2
 
 @dataclass(slots=True)
 class PrefixAccount:
-    """What a desk expected to be held where it sent prompts."""
+    """Counts of prompt tokens, and of those that a desk expected the chosen nodes to hold."""
 
     tokens: int = 0
-    """Of all prompts."""
+    """The tokens of all prompts."""
     held_tokens: int = 0
     told: Callable[[int, int], None] = lambda tokens, held: None
     """Called with both numbers of each choice."""

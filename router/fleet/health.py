@@ -10,7 +10,7 @@ _LONGEST_SUSPENSION_S = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What recent failures say about a node. Times are seconds on the router's clock."""
+    """The health of a node, as recent failures show it. Times are seconds on the router's clock."""
 
     suspended_until: float = 0.0
     """Until then requests use the node only if there is no other."""
@@ -30,7 +30,7 @@ class Breaker:
     def __init__(self) -> None:
         self.health = Health()
         self.suspensions = 0
-        """How often the node was suspended since it joined."""
+        """Suspensions of the node since it joined."""
         self._failures = 0
 
     def failed(self, now: float) -> None:

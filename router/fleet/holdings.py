@@ -51,7 +51,7 @@ class Holdings:
             del self._expected[next(iter(self._expected))]
 
     def pages(self, marks: Marks) -> int:
-        """How many of a prompt's first pages the node holds. Who holds a page holds those before it."""
+        """The number of a prompt's first pages that the node holds. A node that holds a page holds those before it."""
         known = (index for index in range(len(marks), 0, -1) if self._has(marks[index - 1]))
         return next(known, 0)
 

@@ -21,7 +21,7 @@ from router.fleet.policy import Need
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of a desk."""
+    """The share of a node for which a request asks a desk."""
 
     need: Need
     serial: int
@@ -29,7 +29,7 @@ class Demand:
     avoid: AbstractSet[str] = frozenset()
     """Nodes that failed the request."""
     marks: Marks = ()
-    """Of the prompt's first pages, which nodes may hold."""
+    """Marks of the prompt's first pages, which nodes may hold."""
     recovering: bool = False
     """The request was placed on nodes before. A full line does not turn it away."""
 
@@ -41,7 +41,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Ageing:
-    """How long others may pass a request that does not fit."""
+    """Limits within which others may pass a request that does not fit."""
 
     ageing_s: float
     max_passed: int

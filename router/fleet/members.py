@@ -20,7 +20,7 @@ NodeT = TypeVar("NodeT", bound=PrefillNode | DecodeNode)
 
 @dataclass(slots=True)
 class Booked:
-    """What requests hold of one node."""
+    """The share of one node that requests hold."""
 
     tokens: int = 0
     """Queued (prefill) or outstanding (decode) tokens of requests that were sent there."""
@@ -33,10 +33,10 @@ class Booked:
 
 @dataclass(slots=True)
 class Shared:
-    """What the router's other processes told of a node, and what they are to hear (`router.fleet.sharing`)."""
+    """News of a node from the router's other processes, and news that they are to hear (`router.fleet.sharing`)."""
 
     booked: Booked = field(default_factory=Booked)
-    """What their requests hold."""
+    """The share that their requests hold."""
     spoke: bool = False
     """The node sent something to a request."""
     marks: deque[bytes] = field(default_factory=lambda: deque(maxlen=MOST_MARKS))
@@ -54,7 +54,7 @@ class Member(Generic[NodeT]):
         self.gone = Alarm()
         """Goes off when the node leaves the fleet, with the error that its requests get."""
         self.booked = Booked()
-        """What requests of this process hold."""
+        """The share that requests of this process hold."""
         self.shared = Shared()
         self.chosen_at = 0
         """Number of the choice that last fell on this node."""
@@ -78,7 +78,7 @@ class Member(Generic[NodeT]):
 
     @property
     def health(self) -> Health:
-        """What recent failures say about the node."""
+        """The health of the node, as recent failures show it."""
         return self.breaker.health
 
     @property
@@ -88,7 +88,7 @@ class Member(Generic[NodeT]):
 
     @property
     def load(self) -> Booked:
-        """What all requests hold of the node."""
+        """The share of the node that all requests hold."""
         return self.booked + self.shared.booked
 
     @property
@@ -100,7 +100,7 @@ class Member(Generic[NodeT]):
         return max(0, min(self._room, self.info.total_pages) - self.load.pages)
 
     def held_tokens(self, marks: Marks) -> int:
-        """How many of a prompt's first tokens the node holds, by the marks of its pages."""
+        """The number of a prompt's first tokens that the node holds, by the marks of its pages."""
         return self.holdings.pages(marks) * self.info.page_tokens
 
     def prefill_load(self, marks: Marks = ()) -> PrefillLoad:

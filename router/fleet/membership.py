@@ -1,4 +1,4 @@
-"""Who is in the fleet.
+"""The members of the fleet.
 
 A node is in the fleet while it renews its lease. Joining, renewing and coming back after a restart are one call,
 `register`; nodes listed in the configuration are asked to `describe()` themselves and take the same path.

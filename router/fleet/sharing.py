@@ -1,4 +1,4 @@
-"""What the processes of one router tell each other of their requests, so that each sees the load of all.
+"""Reports between the processes of one router about their requests, so that each sees the load of all.
 
 A report has what this process has booked on every node, and what it learned of nodes since the last report: that they
 live, and which pages they are about to hold. Reports come some milliseconds late. So two processes may choose a node at
@@ -48,7 +48,7 @@ class Sharing:
         return sum(report["waiting"] for report in self._theirs.values())
 
     def report(self) -> Report | None:
-        """What others should hear now; None if it would be what they know."""
+        """The report that others should hear now; None if they know all of it."""
         members, now = self._nodes.members(), self._now()
         booked = {one.key: [one.booked.tokens, one.booked.pages, one.booked.requests] for one in members}
         marks = {one.key: b"".join(one.shared.marks).hex() for one in members if one.shared.marks}

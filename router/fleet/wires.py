@@ -10,7 +10,7 @@ from hackkv.types import Role
 
 
 def kv_address(prefill: NodeInfo, decode: NodeInfo) -> str:
-    """Where `prefill` is to send KV for `decode`: the URL on the first of its wires that both have.
+    """The URL to which `prefill` sends KV for `decode`: on the first of its wires that both have.
 
     Raises `NodeLost` when there is none: one of the two has come back with other wires.
     """

@@ -28,7 +28,7 @@ class DecodeLeg:
         self.landed = False
         """The decode node says that it has the KV."""
         self.held = NOTHING_HELD
-        """What the node has of the prompt already."""
+        """KV of the prompt that the node has already."""
         self.handed_off = False
         """The prefill node says that the decode node has the KV."""
         self.push_over = asyncio.Event()

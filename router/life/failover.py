@@ -1,4 +1,4 @@
-"""How many failures a request survives, which nodes it avoids after them, and how they are counted."""
+"""Failures that a request survives, the nodes that it avoids after them, and their counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Remedy(StrEnum):
-    """How a request went on."""
+    """The way in which a request went on after a failure."""
 
     REDISPATCHED = "redispatched"
     """The client had nothing yet: the prompt went to another pair of nodes."""

@@ -1,4 +1,4 @@
-"""What the router knows of one sequence while it is on its way."""
+"""One sequence on its way, as the router knows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transport.trail import NoSpan, TraceSpan
 
 
 class Output:
-    """What the client has of a sequence."""
+    """The output of a sequence that the client has."""
 
     def __init__(self, emit: Callable[[Token], bool], clock: StageClock) -> None:
         """`emit` takes each token once, in order; it returns False when the client wants no more."""
@@ -52,10 +52,10 @@ class Output:
 
 @dataclass(slots=True)
 class Route:
-    """Where a sequence was served, and what nodes said of it."""
+    """The nodes that served a sequence, and what they said of it."""
 
     attempts: int = 1
-    """How often the request was placed on nodes: once more for each node that was lost, was full or dropped it."""
+    """Times that the request was placed on nodes: once more for each node that was lost, was full or dropped it."""
     prefill_node: str = ""
     decode_node: str = ""
     prefilled: Prefilled | None = None
@@ -78,7 +78,7 @@ class Flight:
         self.output = Output(emit, clock)
         self.route = Route()
         self.marks: Marks = ()
-        """Of the prompt's first pages, which nodes may hold."""
+        """Marks of the prompt's first pages, which nodes may hold."""
         self.serial = 0
         """Place in the order of arrival; the request keeps it through every failure."""
 
@@ -90,7 +90,7 @@ class Flight:
 
     @property
     def fetched_tokens(self) -> int:
-        """How many of them it had from a decode node."""
+        """The number of its cached tokens that came from a decode node."""
         return self.route.prefilled.fetched_tokens if self.route.prefilled else 0
 
     @property
@@ -105,10 +105,10 @@ class Flight:
         return Need(prompt + len(self.output.token_ids), prompt + self.request.sampling.max_tokens)
 
     def prefill_demand(self, avoid: AbstractSet[str]) -> Demand:
-        """What the request asks of a prefill node."""
+        """The share of a prefill node that the request needs."""
         prompt = len(self.request.prompt_ids)
         return Demand(Need(prompt, prompt), self.serial, frozenset(avoid), self.marks)
 
     def decode_demand(self, avoid: AbstractSet[str]) -> Demand:
-        """What the request asks of a decode node."""
+        """The share of a decode node that the request needs."""
         return Demand(self.need, self.serial, frozenset(avoid), self.marks, recovering=self.route.attempts > 1)

@@ -53,12 +53,12 @@ class Lifecycle:
 
     @property
     def state(self) -> RequestState:
-        """Where the request is."""
+        """The state of the request."""
         return self._state
 
     @property
     def stage(self) -> Stage:
-        """Where time is booked that no worker accounts for."""
+        """The stage that gets time for which no worker accounts."""
         return TABLE[self._state].stage
 
     def move(self, to: RequestState) -> None:

@@ -1,4 +1,4 @@
-"""What nodes say during one attempt, and what it means for the request."""
+"""Events of nodes during one attempt, and their effect on the request."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Receivers:
         self.current: DecodeLeg | None = None
 
     def address_for(self, prefill: NodeInfo) -> str:
-        """Where `prefill` can send KV now; empty if no decode node holds room."""
+        """The address to which `prefill` can send KV now; empty if no decode node holds room."""
         return self.current.booking.kv_address(prefill) if self.current else ""
 
     async def find_now(self) -> None:

@@ -34,7 +34,7 @@ from router.scopes import unwrapped
 from transport.closing import closing
 
 _LATE_S = 0.1
-"""How long a finished request waits for the prefill node's report of the handoff, which may come after the tokens."""
+"""Seconds that a finished request waits for the prefill node's report of the handoff, which may come last."""
 
 
 async def serve(flight: Flight, fleet: Fleet, failovers: Failovers) -> None:

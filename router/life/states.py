@@ -14,7 +14,7 @@ from hackkv.timing import Stage
 
 
 class RequestState(StrEnum):
-    """Where a request is."""
+    """A state in the life of a request."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -35,7 +35,7 @@ class Rule:
 
     meaning: str
     owner: str
-    """Who holds what the request needs in this state, and gives it back when the state ends."""
+    """The owner of what the request needs in this state. It gives that back when the state ends."""
     deadline: str | None
     """Field of `DeadlinesConfig`; None in a final state."""
     stage: Stage

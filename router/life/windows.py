@@ -1,4 +1,4 @@
-"""Where the time of one attempt goes."""
+"""The time of one attempt, divided among stages."""
 
 from __future__ import annotations
 

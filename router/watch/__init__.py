@@ -1,1 +1,1 @@
-"""What is seen from outside: metrics, the journal of the page, accounts of time and bytes. Changes nothing."""
+"""Observation: metrics, the journal of the page, accounts of time and bytes. It changes nothing."""

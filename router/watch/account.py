@@ -1,4 +1,4 @@
-"""What one or several sequences cost: time by stage in seconds, KV by plane in bytes."""
+"""Accounts of one or several sequences: time by stage in seconds, KV by plane in bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kv_account(codec: str, receipts: Iterable[Receipt]) -> dict[str, Any]:
 
 
 def codec_loss(loss: CodecLoss | None) -> dict[str, float | None] | None:
-    """What a codec costs a node's model, for JSON, which has no NaN and no infinity: these are None."""
+    """The loss of a codec on a node's model, for JSON. NaN and infinity, which JSON lacks, are None."""
     if loss is None:
         return None
     numbers = {"kl": loss.kl, "top1": loss.top1, "perplexity_ratio": loss.perplexity_ratio, "tokens": loss.tokens}

@@ -1,4 +1,4 @@
-"""What the router's own page shows: the last requests, the last minutes, and nodes that are gone.
+"""The journal behind the router's own page: the last requests, the last minutes, and nodes that are gone.
 
 The journal is bounded, lives in memory and holds no text: prompts and outputs are counted, never kept. For more than
 the last minutes there is `/metrics`.
@@ -25,7 +25,7 @@ SAMPLE_S: Final = 1.0
 SAMPLES: Final = 300
 ENDED: Final = 200
 GONE_S: Final = 600.0
-"""How long a node that is gone is remembered."""
+"""Seconds that a node which is gone is remembered."""
 
 FINISHED: Final = (Outcome.STOP, Outcome.LENGTH)
 
@@ -46,7 +46,7 @@ class UnderWay:
 
     sequences: int = 0
     tokens: int = 0
-    """That they have by now."""
+    """Tokens that the sequences have by now."""
 
     def __add__(self, other: UnderWay) -> UnderWay:
         return UnderWay(self.sequences + other.sequences, self.tokens + other.tokens)

@@ -1,4 +1,4 @@
-"""What `/metrics` shows. Names follow vLLM's where the meaning is equal; ours begin with `hackkv_`.
+"""The metrics of `/metrics`. Names follow vLLM's where the meaning is equal; ours begin with `hackkv_`.
 
 Stage histograms and vLLM's latencies are per sequence (a request with n=3 counts three times) and are observed when
 the last byte has been handed to the socket. Every HELP line names its unit.
@@ -29,13 +29,13 @@ SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client reads it when it is imported."""
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _SERIES = 64
-"""Of one family, that are at hand."""
+"""Series of one family that are at hand."""
 _REFUSALS = (400, 401, 404, 408, 413, 415, 429, 503)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
 
 class Outcome(StrEnum):
-    """How a sequence ended; the first two are OpenAI's finish reasons."""
+    """The end of a sequence. The first two are OpenAI's finish reasons."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -238,11 +238,11 @@ class Metrics:
             self._tpot.observe((flight.output.at_s[-1] - flight.output.at_s[0]) / (len(flight.output.at_s) - 1))
 
     def render(self) -> bytes:
-        """What this process knows, in Prometheus' text format."""
+        """The metrics of this process, in Prometheus' text format."""
         return generate_latest(self.registry) + generate_latest(self._gauges)
 
     async def page(self) -> bytes:
-        """What all processes of the router know, in Prometheus' text format."""
+        """The metrics of all processes of the router, in Prometheus' text format."""
         folder = os.environ.get(SHARED)
         if not folder:
             return self.render()

@@ -1,4 +1,4 @@
-"""What `/metrics` shows of the nodes: read from their last reports when somebody looks."""
+"""The metrics of the nodes in `/metrics`, read from their last reports when somebody looks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class FleetGauges(Collector):
             yield family
 
     def _losses(self) -> Iterator[GaugeMetricFamily]:
-        """What the codec costs, of nodes that measured it when they started."""
+        """Losses of the codec, of nodes that measured it when they started."""
         for name, text, field in (
             ("kl", "KL divergence of the codec from exact KV, mean over positions (nats).", "kl"),
             ("top1_agreement", "Share of positions whose first choice is that of exact KV (1 = all).", "top1"),

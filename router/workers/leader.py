@@ -41,7 +41,7 @@ START_S: Final = 120.0
 STOP_S: Final = 10.0
 """Time beyond `shutdown_grace_s` that workers get to stop by themselves."""
 ASK_S: Final = 2.0
-"""How long the page waits for a worker."""
+"""Seconds that the page waits for a worker."""
 
 
 @dataclass(eq=False, slots=True)

@@ -31,9 +31,9 @@ from transport.trust import load_trust
 log = logging.getLogger(__name__)
 
 REPORT_S: Final = 0.01
-"""How often a worker looks whether it has anything to tell of its bookings."""
+"""Seconds after which a worker looks again whether it has news of its bookings."""
 ASK_S: Final = 5.0
-"""How long the page waits for the leader, who asks all workers."""
+"""Seconds that the page waits for the leader, who asks all workers."""
 
 
 class LeadersJournal(Journal):
@@ -57,7 +57,7 @@ class LeadersJournal(Journal):
         return told
 
     async def requests(self, after: int) -> dict[str, Any]:
-        """What the leader says. Raises `Unavailable` if it says nothing."""
+        """The leader's answer. Raises `Unavailable` if there is none."""
         told: dict[str, Any] = await self._link.ask("requests", after, ASK_S)
         return told
 

@@ -14,7 +14,7 @@ from router.api.strict import Strict
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
-"""Of a forced answer."""
+"""The most calls of a forced answer."""
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]

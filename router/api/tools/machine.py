@@ -49,7 +49,7 @@ class ToolParser(ABC):
         self._parts: list[Part] = []
         self._back = deque[str]()
         self._raw = ""
-        """What the call under way consists of so far."""
+        """The text of the call under way so far."""
         self._blank = ""
         """White space that is text only if text follows."""
         self.calls = 0

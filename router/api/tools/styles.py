@@ -28,11 +28,11 @@ class Style:
     markers: tuple[str, ...]
     """Special tokens that are part of a call, so they have to be seen."""
     frame: tuple[str, str, str]
-    """What comes before all calls, between two, and behind all."""
+    """The texts before all calls, between two, and behind all."""
     call: Callable[[Sequence[Function], Literal], list[str]]
     """Lark rules of one call, the first of which is `call`."""
     id_length: int = 0
-    """How many letters and digits the id of a call has; 0 for OpenAI's form."""
+    """The number of letters and digits of a call's id; 0 for OpenAI's form."""
 
 
 def _schema(function: Function) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def detect(template: str) -> str | None:
 
 
 def force(style: Style, functions: Sequence[Function], most: int, literal: Literal, thinking: Thinking) -> Form:
-    """What an answer matches that consists of one to `most` calls of `functions`."""
+    """The form of an answer that consists of one to `most` calls of `functions`."""
     before, between, behind = style.frame
     start = [f"start: {_framed(before, literal)}call"]
     if most > 1:
