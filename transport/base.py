@@ -77,7 +77,7 @@ class KvListener(Protocol):
 
 
 class PrefillNode(Protocol):
-    """What the router may ask of a prefill node."""
+    """A prefill node, as the router may call it."""
 
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         """Run a prompt. Yields `Prefilled`, then the fate of each push: `HandedOff` or `HandoffFailed`.
@@ -105,7 +105,7 @@ class PrefillNode(Protocol):
 
 
 class DecodeNode(Protocol):
-    """What the router may ask of a decode node."""
+    """A decode node, as the router may call it."""
 
     def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """Serve one request. Yields `Reserved`, `Landed`, the tokens from index 1 on, then `Decoded`.
@@ -122,7 +122,7 @@ class DecodeNode(Protocol):
 
 
 class Registry(Protocol):
-    """What a node may ask of the router."""
+    """The router, as a node may call it."""
 
     async def register(self, info: NodeInfo) -> Lease:
         """Join the fleet or renew the lease. Raises `HandshakeRefused` naming a field that differs from the fleet's."""

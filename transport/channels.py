@@ -125,7 +125,7 @@ class ChannelPool:
 
     @property
     def metadata(self) -> Metadata:
-        """What every call on these channels must carry."""
+        """Metadata that every call on these channels must carry."""
         return self._trust.metadata
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How one noun becomes bytes and back, and the checks that every decoded field passes.
+"""Coders: one noun becomes bytes and back, and every decoded field passes checks.
 
 `MessageCoder.encode` and `MessageCoder.decode` raise the coder's own named error for anything malformed. A decoder
 raises no other exception, whatever the bytes. Counts and lengths have caps that an honest peer cannot reach.

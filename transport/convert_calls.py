@@ -1,4 +1,4 @@
-"""What both ends of a stream of calls tell each other <-> protobuf: the messages of `Serve`."""
+"""Messages of a stream of calls (`Serve`) <-> protobuf."""
 
 from __future__ import annotations
 

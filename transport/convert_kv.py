@@ -76,12 +76,12 @@ def _unpack_layout(message: pb.KvLayout) -> KvLayout:
 
 
 def pack_held(held: HeldKv) -> pb.HeldKv:
-    """What a receiver has already."""
+    """Pack the KV that a receiver has already."""
     return pb.HeldKv(pages=held.pages, exact=held.exact)
 
 
 def unpack_held(message: pb.HeldKv) -> HeldKv:
-    """What `pack_held` was given."""
+    """Inverse of `pack_held`."""
     return HeldKv(message.pages, message.exact)
 
 

@@ -1,4 +1,4 @@
-"""What both ends of a pair tell each other <-> protobuf: the messages of a `KvReceiver.Connect` stream."""
+"""Messages of a pair (a `KvReceiver.Connect` stream) <-> protobuf."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAX_KEY_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What the sender's link speaks (`LinkKind.dialect`)."""
+    """The dialect of the sender's link (`LinkKind.dialect`)."""
 
     dialect: str
 
 
 @dataclass(frozen=True, slots=True)
 class PairKey:
-    """What an end says to the other while both connect (`Exchange.put`)."""
+    """A value that an end tells the other while both connect (`Exchange.put`)."""
 
     name: str
     value: bytes

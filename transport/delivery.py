@@ -21,7 +21,7 @@ from transport.status import internal
 log = logging.getLogger(__name__)
 
 FRAME_TIMEOUT_S = 300.0
-"""How long a receiver waits for the next frame, the time until prefill seals a page included."""
+"""Seconds that a receiver waits for the next frame, the time until prefill seals a page included."""
 
 Pull = Callable[[], Coroutine[Any, Any, KvFrame | HandoffEnd]]
 Accept = Callable[[], Awaitable[None]]

@@ -34,24 +34,24 @@ from transport.status import Context, answer, outstay, read_message, translating
 from transport.trust import EVERYBODY, Trust
 
 STALL_TIMEOUT_S = 60.0
-"""How long a sender waits for the receiver: to accept, to take one frame, to commit."""
+"""Seconds that a sender waits for the receiver: to accept, to take one frame, to commit."""
 
 PushCall = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 class Outlet(Protocol):
-    """How the payloads of one push leave."""
+    """The way out for the payloads of one push."""
 
     async def message(self, item: KvFrame | HandoffEnd) -> bytes:
-        """What the stream says of `item`. Waits while too much is on its way. Raises `NodeLost`, `DeadlineExceeded`."""
+        """The message of the stream for `item`. Waits while too much is on its way. Raises `NodeLost`, `DeadlineExceeded`."""
         ...
 
 
 class Outlets(Protocol):
-    """How the payloads of a sender leave."""
+    """The ways out for the payloads of a sender."""
 
     def outlet(self, address: str) -> AbstractAsyncContextManager[Outlet]:
-        """How those of one push to `address` leave."""
+        """The way out for one push to `address`."""
         ...
 
     async def close(self) -> None:

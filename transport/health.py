@@ -40,7 +40,7 @@ HANDLER = grpc.method_handlers_generic_handler(
 
 
 class _Peer(Frozen, extra="ignore"):
-    """What a prober reads of any role's configuration."""
+    """The part of any role's configuration that a prober reads."""
 
     internal: InternalConfig = InternalConfig()
 

@@ -1,4 +1,4 @@
-"""What a link is: one connection of two processes that moves payloads in one direction, beside gRPC.
+"""The protocol of links. A link is one connection of two processes that moves payloads one way, beside gRPC.
 
 gRPC keeps everything else: handshakes, headers, verdicts, and the messages by which both ends of a link agree
 (`transport/pair.py`). A link moves one parcel after another, in the order in which the receiver posts them.
@@ -18,9 +18,9 @@ from hackkv.errors import ConfigError
 from hackkv.types import Payload
 
 CONNECT_TIMEOUT_S: Final = 30.0
-"""How long both ends of a link may take to connect."""
+"""Seconds that both ends of a link may take to connect."""
 PARCEL_TIMEOUT_S: Final = 60.0
-"""How long a parcel may take once its receiver is ready. 8 MiB take as long at 1.1 Mbit/s."""
+"""Seconds that a parcel may take once its receiver is ready. 8 MiB take as long at 1.1 Mbit/s."""
 
 
 Checksums = Callable[[Sequence[Any], int], list[int]]
@@ -33,7 +33,8 @@ def on_host(pieces: Sequence[Any], seed: int) -> list[int]:
 
 
 class Exchange(Protocol):
-    """What both ends tell each other while they connect, over the channel that knows its peer. Any thread may call."""
+    """Values that both ends tell each other while they connect, over the channel that knows its peer. Any thread may
+    call."""
 
     def put(self, name: str, value: bytes) -> None:
         """Say `value` under `name`, to the other end and to this one."""
@@ -74,7 +75,7 @@ class LinkKind:
 
     name: str
     dialect: str
-    """What both ends have to agree on: library and version."""
+    """Library and version, on which both ends have to agree."""
     open: Callable[[int, str], Link]
     """Makes an end, not connected, from its rank (0 sends, 1 receives) and the host at which peers reach it."""
 

@@ -20,7 +20,7 @@ RETRY_S = 0.5
 """Pause before a router that does not answer is asked again, in seconds."""
 
 LAST_WORD_S = 1.0
-"""How long a node that stops waits until its news has reached the router, in seconds."""
+"""Seconds that a node which stops waits for its news to reach the router."""
 
 
 async def stay_member(

@@ -33,7 +33,7 @@ SUCCESS, IN_PROGRESS, UINT8 = 0, 7, 1  # ncclResult_t and ncclDataType_t
 
 
 class PayloadMemory(Protocol):
-    """Where NCCL finds payloads and puts them. Buffers are uint8 [bytes]."""
+    """The memory in which NCCL finds payloads and puts them. Buffers are uint8 [bytes]."""
 
     @property
     def stream(self) -> int:
@@ -57,7 +57,7 @@ class PayloadMemory(Protocol):
         ...
 
     def payload(self, buffer: Tensor) -> DevicePayload:
-        """What has arrived."""
+        """The payload that has arrived in `buffer`."""
         ...
 
 

@@ -48,7 +48,7 @@ class Library:
     api: Any
     version: str
     errors: tuple[type[Exception], ...]
-    """What its calls raise; these classes have no base of their own."""
+    """Errors that its calls raise. These classes have no base of their own."""
 
 
 def create(_: Checksums) -> LinkKind:
@@ -105,7 +105,7 @@ class NixlLink:
         """Address of the sender's slab."""
         self._heard = deque[bytes]()
         self._numbers = count(1)
-        """Of parcels, at both ends in the same order."""
+        """Numbers of parcels, at both ends in the same order."""
 
     def connect(self, exchange: Exchange) -> None:
         """See `Link`. What NIXL tells of an end, and where its slab lies, travels over the exchange only."""

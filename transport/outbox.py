@@ -10,7 +10,7 @@ from typing import Final, Generic, TypeVar
 ItemT = TypeVar("ItemT")
 
 MESSAGE_BYTES: Final = 256 << 10
-"""Of a message with several items; a larger item travels alone."""
+"""The most bytes of a message with several items. A larger item travels alone."""
 WAITING_BYTES: Final = 4 << 20
 """More does not wait for a peer that takes nothing: `room` holds up whoever adds to it."""
 PATIENCE_S: Final = 0.01
@@ -19,7 +19,7 @@ _ITEM_BYTES: Final = 64
 
 
 class StreamOutbox(Generic[ItemT]):
-    """What waits to be sent on one stream, in order."""
+    """Items that wait to be sent on one stream, in order."""
 
     def __init__(self, write: Callable[[list[ItemT]], Awaitable[bool]]) -> None:
         """`write` sends one message; it returns False when the stream is over."""

@@ -52,7 +52,7 @@ class PairStream(Protocol):
 
 
 class Pair:
-    """What both ends have in common. It belongs to the event loop that made it."""
+    """The base of both ends of a pair. It belongs to the event loop that made it."""
 
     tells_why: ClassVar[bool]
     """Whether the peer still hears why this end has given the pair up."""
@@ -181,7 +181,7 @@ class OutPair(Pair):
         self._ready: asyncio.Queue[Ready] = asyncio.Queue(MAX_READY)
         self._paired = asyncio.Event()
         self.number = 0
-        """What the receiver calls the pair."""
+        """The receiver's number of the pair."""
 
     async def open(self, hello: Hello) -> None:
         """Meet the receiver. Raises its refusal word for word."""

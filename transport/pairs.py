@@ -38,7 +38,7 @@ class OutPairs:
 
     @asynccontextmanager
     async def outlet(self, address: str) -> AsyncIterator[_Consignment]:
-        """How payloads of one push reach `address`. Makes a pair if there is none that lives.
+        """The way out for payloads of one push to `address`. Makes a pair if there is none that lives.
 
         Raises `NodeLost`, `HandshakeRefused` when the peer's link speaks differently, or `DeadlineExceeded`.
         """
