@@ -43,7 +43,7 @@ class Outlet(Protocol):
     """The way out for the payloads of one push."""
 
     async def message(self, item: KvFrame | HandoffEnd) -> bytes:
-        """The message of the stream for `item`. Waits while too much is on its way. Raises `NodeLost`, `DeadlineExceeded`."""
+        """The stream's message for `item`. Waits while too much is under way. Raises `NodeLost`, `DeadlineExceeded`."""
         ...
 
 
