@@ -158,7 +158,7 @@ def evaluate(context: typer.Context) -> None:
 
 @app.command(
     "calibrate",
-    help="Fit codecs (rot-*, kvquant-* or zack) to a model, and write a calibration file; --help lists the options.",
+    help="Fit a family of codecs to a model, and write a calibration file; --help lists families and options.",
     context_settings=_PASSED_ON,
 )
 def calibrate(context: typer.Context) -> None:

@@ -29,7 +29,8 @@ from hackkv.errors import HackkvError
 from hackkv.streams import DONE, InlineLane, Lane, Mark, StreamLane
 
 ALIGNED: Final = 256
-"""Tensors in a slot begin at multiples of so many bytes, as memory that CUDA gives does: Triton compiles for that."""
+"""Tensors in a slot begin at multiples of so many bytes, as memory that CUDA gives does: kernels are compiled for
+that."""
 SLOT_BYTES: Final = 4 << 20
 SLOTS: Final = 16
 SLOT_S: Final = 60.0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 STRIDE: Final = 32
 """Lists begin, and rows of tables follow each other, at multiples of as many numbers: 256 bytes, as memory that CUDA
-gives. So pointers and strides of every batch are divisible alike, and Triton compiles a kernel once for all of them."""
+gives. So pointers and strides of every batch are divisible alike, and a kernel is compiled once for all of them."""
 
 Numbers = Sequence[int] | npt.NDArray[np.int64]
 
@@ -42,7 +42,8 @@ def packed(lists: Sequence[Numbers]) -> tuple[npt.NDArray[np.int64], list[slice]
 def table_of(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
     """Lists of different lengths as rows of a table, zeros past their ends; flat, a whole number of `STRIDE`s a row.
 
-    At least one, since Triton compiles another kernel for rows of no entry: those follow each other at 1.
+    A row has at least one `STRIDE`, even if all lists are empty. Rows without one would follow each other at 1, and a
+    kernel would be compiled for that.
     """
     table = np.zeros((len(rows), max(1, -(-max(map(len, rows)) // STRIDE)) * STRIDE), dtype=np.int64)
     for row, each in zip(table, rows, strict=True):

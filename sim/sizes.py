@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from hack_kernels import DEFINITIONS
 from hack_kernels import load as load_backend
 
 from hackkv.choices import Eviction
@@ -16,7 +17,7 @@ from sim.spec import Codec
 
 _CODES_BELOW = 0.5
 """A page of less than this share of FP16 holds fewer than 8 bits a value: codes, which attention multiplies as
-integers. FP8 and FP16 pages are multiplied as they are."""
+integers. Pages of floats are multiplied as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def sizes_of(codec: Codec, shape: KvShape) -> CodecSizes:
 def _sizes(
     name: str, settings: tuple[tuple[str, int | float | str | bool], ...], shape: KvShape, deq: bool
 ) -> CodecSizes:
-    made = make_codec(CodecConfig(name=name, settings=dict(settings)), shape, load_backend("reference"))
+    made = make_codec(CodecConfig(name=name, settings=dict(settings)), shape, load_backend(DEFINITIONS))
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, made.page_tokens)
     footprint = footprint_of(made, layout)
     plain = fp16_bytes(layout, made.page_tokens)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +17,7 @@ from router.config import LimitsConfig
 from sim.catalogue import Catalogue, Gpu, Instance, ModelShape, named, shipped
 
 GIB = 1 << 30
+CODECS_FILE: Final = Path(__file__).with_name("codecs.yaml")
 _LIMITS = LimitsConfig()
 
 
@@ -166,12 +168,24 @@ class Codec(Frozen):
     name: str = DEFAULT_CODEC
     settings: dict[str, int | float | str | bool] = Field(default_factory=dict)
     dequantizes: bool = False
-    """A step makes FP16 of the KV before it attends, as CacheGen and KVQuant do."""
+    """A step makes FP16 of the KV before it attends, as codecs do that the kernels cannot multiply."""
 
     @property
     def label(self) -> str:
         """For tables."""
         return f"{self.name}, dequantized" if self.dequantizes else self.name
+
+
+class CodecList(Frozen):
+    """A file of codecs."""
+
+    codecs: tuple[Codec, ...]
+
+
+@cache
+def shipped_codecs() -> tuple[Codec, ...]:
+    """Those among which a plan chooses if its specification names none."""
+    return load(CodecList, CODECS_FILE).codecs
 
 
 class Objective(Frozen):
@@ -215,14 +229,8 @@ class Choices(Frozen):
     decode: tuple[str, ...] = ()
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4)
-    codecs: tuple[Codec, ...] = (
-        Codec(name="fp16"),
-        Codec(name="fp8"),
-        Codec(name="rot-k4v4"),
-        Codec(name="hack"),
-        Codec(name="hack", dequantizes=True),
-    )
-    """The most exact first: of codecs that cost the same, the first one wins."""
+    codecs: tuple[Codec, ...] = Field(default_factory=shipped_codecs)
+    """The most exact first: of codecs that cost the same, the first one wins. By default those of `sim/codecs.yaml`."""
     aggregated: bool = True
     """Whether replicas that compute prompts and decode are tried too."""
     available: dict[str, int] = Field(default_factory=dict)

@@ -1,6 +1,8 @@
-"""What a node runs once before its port opens: all that serving launches. Triton compiles a kernel when it is launched
-for the first time, which takes seconds; no request waits for that. Steps are recorded later, over the pools that the
-node serves from (`hackkv.model.graphs`)."""
+"""Runs, before a node's port opens, all that serving launches.
+
+A backend may compile a kernel when it is launched for the first time, which takes seconds. No request waits for that.
+Steps are recorded later, over the pools that the node serves from (`hackkv.model.graphs`).
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ BACKENDS: Final = {
 """Name -> module with `create(device) -> Backend`. Importing it or calling `create` raises `BackendUnavailable` where
 the backend cannot run. Without a device the backend takes its own."""
 
-AUTO: Final = ("cpu", "reference")
+DEFINITIONS: Final = "reference"
+"""The backend that computes with the definition of every format, wherever torch runs."""
+AUTO: Final = ("cpu", DEFINITIONS)
 """What `auto` tries on the processor, fastest first."""
 AUTO_ON_GPU: Final = ("triton",)
 """The same on a GPU: on those that `gpus` calls usable. The definitions alone are so slow there that they have to be

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hackkv.defaults import EXACT_CODEC
 from sim.paper.report import table
-from sim.plan.region import LINKS_GBIT_S, PROMPTS, region, sensitivity, spread_of, upgrades
+from sim.plan.region import LINKS_GBIT_S, PROMPTS, TIE, region, sensitivity, spread_of, upgrades
 from sim.plan.screen import ServiceTarget
 from sim.plan.search import Trial
 from sim.spec import Spec
@@ -26,8 +27,8 @@ def report(spec: Spec, demand: ServiceTarget, trials: list[Trial], command: str)
         "Durations are a roofline at the efficiencies of the specification, not measurements; `profile` of a "
         "pool replaces them by measured ones. Decisions are the live router's and schedulers' own. TTFT ends "
         "when the client has token 0, TPOT is (JCT - TTFT) / (tokens - 1). What a codec costs in accuracy is not "
-        "in here: `hackkv eval --recommend MODEL` measures it, and two bits in the paper's form (`hack`) ruin "
-        "small models. Prices are the catalogue's."
+        "in here: `hackkv eval --recommend MODEL` measures it, and few bits can ruin a small model. Prices are the "
+        "catalogue's."
     )
 
 
@@ -138,9 +139,9 @@ def _region(spec: Spec, demand: ServiceTarget) -> Iterator[str]:
     yield "## Where which codec wins"
     yield ""
     yield (
-        "The cheapest kind by formulas, and its cost beside the best FP16 cluster (aggregated or not). Kinds "
-        "within 2% of the cheapest count as equal, and the most exact of them is named: where FP16 or FP8 "
-        "stands, codes of 2 or 4 bits gain nothing. Limits on TTFT grow with the prompt."
+        f"The cheapest kind by formulas, and its cost beside the best cluster with exact KV (`{EXACT_CODEC}`), "
+        f"aggregated or not. Kinds within {TIE:.0%} of the cheapest count as equal, and the most exact of them is "
+        "named: where it stands, fewer bits gain nothing. Limits on TTFT grow with the prompt."
     )
     yield ""
     cells = {(cell.prompt, cell.link_gbit_s): cell for cell in region(spec, demand)}

@@ -32,7 +32,6 @@ OWN = {
     "hackkv/codecs/": "codecs and their table",
     "kernels/hack_kernels/": "backends and their table",
     "hackkv/defaults.py": "settings: the default, and what others are compared with",
-    "sim/spec.py": "settings: among what a plan chooses, if it does not say so",
     "sim/paper/": "the paper's experiments: its methods, and the codecs that stand for them",
     "measure/accuracy/variants.py": "the table of what is measured",
     "measure/accuracy/findings.py": "which of its rows are compared",
@@ -42,7 +41,6 @@ OWN_BACKENDS = {
     "kernels/hack_kernels/": "backends and their table",
     "hackkv/codecs/": "a codec's definition lies beside the kernels",
     "measure/calibrate/": "a calibration quantizes as its codec's definition does",
-    "sim/sizes.py": "a simulated page has the size that its definition says",
 }
 
 
@@ -63,9 +61,8 @@ def literals(source: str) -> Iterator[tuple[int, str]]:
 
 
 def test_no_python_file_names_a_codec_or_a_backend() -> None:
-    own = OWN | {"sim/sizes.py": OWN_BACKENDS["sim/sizes.py"]}
     found = [
-        f"{path}:{line}: {text}" for path, code in sources(".py", own) for line, text in literals(code) if text in NAMES
+        f"{path}:{line}: {text}" for path, code in sources(".py", OWN) for line, text in literals(code) if text in NAMES
     ]
     assert found == []
 
