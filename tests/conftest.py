@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from hackkv.codecs import CODECS, Preset
+from tests.codecs.toy8 import make_toy8
 from tests.interpreter import patch_once, remember_types
 from tests.tiers import thin_out
 from tests.toys import make_layered, make_projected, make_windowed
@@ -38,9 +39,11 @@ settings.load_profile("any machine")
 
 
 # Tests that loop over CODECS hold it for formats that differ by layer, for another window than the presets have (and a
-# layer that is left exact under it), and for a wire form of variable size: one row each, and no test knows of them.
+# layer that is left exact under it), for a wire form of variable size, and for a codec in one module (CONTRIBUTING.md):
+# one row each, and no test knows of them.
 CODECS["toy-layers"] = Preset(make_layered)
 CODECS["rot-window"] = Preset(make_windowed, {"k_bits": 3, "v_bits": 2, "sink": 1, "recent": 1})
+CODECS["toy-int8"] = Preset(make_toy8)
 # Projections are nothing without a file, and tests of the table bring none.
 CODECS["zack"] = Preset(make_projected, CODECS["zack"].settings)
 if find_spec("zstandard"):

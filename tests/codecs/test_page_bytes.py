@@ -47,6 +47,7 @@ def make(name: str, head_dim: int, **settings: int | float | str | bool) -> KvCo
         ("cachegen-fp16", {}, 32768, 164 * 64),
         ("cachegen-delta", {}, 11520, 11520),
         ("cachegen-delta", {"level": "eq86"}, 9472, 9472),
+        ("toy-int8", {}, 16392, 16392),
         ("rot-k4v4", {}, 8448, 8448),
         ("rot-k4v4-window", {}, 8448, 8448),
         ("rot-k3v3", {}, 6400, 6400),
@@ -84,7 +85,7 @@ def test_every_codec_of_the_table_is_pinned() -> None:
     assert evicting == set(EVICTING)
     cachegen = {"cachegen", "cachegen-eq86", "cachegen-fp16", "cachegen-delta"}
     known = {*hack, *rotated, *floats, *groups, *evicting, *cachegen, "fp16", "kvcomp", "zack"}
-    assert set(CODECS) - {"hack-zstd", "toy-layers", "rot-window"} == known
+    assert set(CODECS) - {"hack-zstd", "toy-layers", "toy-int8", "rot-window"} == known
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.pair import PI, greedy, prompt, tiny_worker
 SLOTS = 3
 EACH = 3
 """Pages of a sequence."""
-UNRECORDED = {"mpcache", "cachegen-fp16", "cachegen-delta"}
+UNRECORDED = {"mpcache", "cachegen-fp16", "cachegen-delta", "toy-int8"}
 """Codecs that choose pages, or have some that their definition serves."""
 ANEW = {"zack", "rot-window"}
 """Codecs for which torch computes in a step: it cuts off the channels that are dropped, or copies the open pages of a
