@@ -75,7 +75,9 @@ def document(
 
 
 schema = schemathesis.pytest.from_fixture("document")
-quiet = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=CASES // ROUTES)
+quiet = settings(
+    deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=-(-CASES // ROUTES)
+)
 
 
 @schema.include(method="POST", path_regex=CHOSEN).parametrize()
