@@ -13,6 +13,9 @@ from conftest import serving
 from hypothesis import HealthCheck, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+pytestmark = pytest.mark.timeout(4 * 3600)
+"""All routes are one test, which takes an hour where it shares two cores with others."""
+
 CASES = int(os.environ.get("SCHEMATHESIS_CASES", "5000"))
 ROUTES = 7
 """Routes with bodies."""
