@@ -1,6 +1,6 @@
 // Products with weights that rest as codes (block_weight.py): blocks of 32 columns, 16 rows of a weight side by side.
 //
-// Values of x are rounded to two bytes, with a scale for each block. Sums within a block are integers. Blocks are added in
+// Values of x are rounded to one or two bytes, with a scale for each block. Sums within a block are integers. Blocks are added in
 // one order, each with one rounding. So every instruction set gives the same bits, whatever rows stand beside.
 #pragma once
 
@@ -31,7 +31,8 @@ struct BlockValues {
   typename S::F x[2];
 };
 
-// 32 values of x in whole units, of which the largest has `levels`; `scale` is a unit, or NaN if a value is not finite.
+// 32 values of x in whole units, of which the largest has `levels`. `scale` is what 1 in the lower digit is worth, or NaN if
+// a value is not finite.
 template <class S>
 struct RoundedBlock {
   template <Dtype dtype>
