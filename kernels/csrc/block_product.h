@@ -66,7 +66,7 @@ template <class S, Dtype dtype>
 void round_blocks(const std::byte* row, int k, int bits, const BlockRows& out, std::int64_t at) {
   RowBlock* block = out.group_of(at);
   const int place = int(at % kLanes);
-  const bool coarse = dtype == Dtype::kBfloat && bits == 4;
+  const bool coarse = rounds_coarsely(dtype, bits);
   const float most = coarse ? standing_out<S, dtype>(row, k, block, place) : 0.0f;
   for (int b = 0; b < k / kBlockColumns; ++b, ++block) {
     const BlockValues<S, dtype> values(row, b, k);

@@ -16,25 +16,27 @@
 
 namespace hack {
 
-// Rows of x on their way to a weight's codes, and their products, on units that multiply words.
+// On units that multiply words: rows of x on their way to a weight's codes, and their products.
 template <class S, Dtype dtype>
-void round_for_words(const std::byte* row, int k, int bits, const BlockRows& out, std::int64_t at) {
-  bits == 8 ? round_words<S, dtype>(row, k, out, at) : round_blocks<S, dtype>(row, k, bits, out, at);
+void round_for_tiles(const std::byte* row, int k, int bits, const BlockRows& out, std::int64_t at) {
+  rounds_coarsely(dtype, bits) ? round_blocks<S, dtype>(row, k, bits, out, at) : round_words<S, dtype>(row, k, out, at);
 }
 template <class S, Dtype dtype>
-void multiply_words(const BlockItem& item, std::byte* scratch) {
-  item.bits == 8 ? word_product_of<S, dtype>(item, scratch) : digit_product_of<S, dtype>(item, scratch);
+void multiply_tiles(const BlockItem& item, std::byte* scratch) {
+  if (item.bits == 8) return code_product<BlockWords<S, 8>, dtype>(item, scratch);
+  if constexpr (rounds_coarsely(dtype, 4)) code_product<BlockDigits<S>, dtype>(item, scratch);
+  else code_product<BlockWords<S, 4>, dtype>(item, scratch);
 }
 
 template <class S, Dtype dtype>
 constexpr RowOperations row_operations_of() {
   constexpr bool words = S::kMultipliesWords;
   constexpr auto round = [] {
-    if constexpr (words) return round_for_words<S, dtype>;
+    if constexpr (words) return round_for_tiles<S, dtype>;
     else return round_blocks<S, dtype>;
   }();
   constexpr auto multiply = [] {
-    if constexpr (words) return multiply_words<S, dtype>;
+    if constexpr (words) return multiply_tiles<S, dtype>;
     else return block_product_of<S, dtype>;
   }();
   return {round_row<S, dtype>,      rotate_row<S, dtype>, norm_row<S, dtype>, gate_row<S, dtype>,

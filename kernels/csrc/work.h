@@ -145,9 +145,9 @@ inline constexpr float kDigitBase = 254;  // of this base,
 inline constexpr float kLargestDigit = 127;
 inline constexpr float kLargestValue = kLargestDigit * kDigitBase;  // and the largest value of a block becomes that
 
-// A block of a row stands out if its largest value is so many times the mean of those of the row's blocks. Of the others
-// a row in BF16 keeps the upper digits where it meets codes of 4 bits.
-inline constexpr float kStandsOut = 2.0f;
+// Whether rows that meet codes of `bits` bits keep lower digits only in blocks that stand out.
+constexpr bool rounds_coarsely(Dtype dtype, int bits) { return dtype == Dtype::kBfloat && bits == 4; }
+inline constexpr float kStandsOut = 2.0f;  // a block stands out if its largest value is over so many times the row's mean
 
 // A block of 16 rows of x in two bytes.
 struct RowBlock {
@@ -189,9 +189,11 @@ constexpr std::int64_t wide_tile_bytes(int blocks) {
   return (std::int64_t(blocks) + kMatrixBlocks - 1) * kLanes * (kBlockColumns + 2 * 4);
 }
 
-// Scratch of an item. It lies behind the rows of x, which may be read past their end by less than a turn of blocks.
+// Scratch of an item: `wide_tile_bytes`, or two bytes for each code. It lies behind the rows of x, which may be read past
+// their end by less than a turn of blocks.
 constexpr std::size_t block_scratch_bytes(int blocks) {
-  return std::size_t(kWideTiles * wide_tile_bytes(blocks));
+  const std::int64_t words = std::int64_t(blocks) * kBlockColumns * kLanes * 2, wide = wide_tile_bytes(blocks);
+  return std::size_t(kWideTiles * (words > wide ? words : wide));
 }
 
 // Rows [first_row, last_row) of x times tiles [first_tile, last_tile) of 16 rows of a weight w of `outputs` rows.

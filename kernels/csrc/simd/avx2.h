@@ -20,7 +20,7 @@ struct Avx2 {
   static constexpr int kProductOutputs = 3;  // times rows of a weight
   static constexpr int kProductOutputsOfOneRow = 8;
   static constexpr int kProductCache = 1 << 14;  // bytes of x that stay in the first-level cache meanwhile
-  static constexpr bool kMultipliesWords = true;  // products with codes of a weight: block_words.h and block_digits.h
+  static constexpr bool kMultipliesWords = true;  // products with codes of a weight: block_tiles.h
   struct F {
     __m256 a, b;
   };
@@ -196,11 +196,15 @@ struct Avx2 {
     return {byte_dot(acc.a, codes.a, even(signed_bytes.a), odd(signed_bytes.a)),
             byte_dot(acc.b, codes.b, even(signed_bytes.b), odd(signed_bytes.b))};
   }
-  // Of products with codes of a weight (block_words.h): every other byte, the odd ones or the even ones, as a word.
-  template <bool odd>
+  // Of products with codes of a weight (block_words.h): every other field of `bits` bits from `shift` on, as a word.
+  template <int bits, int shift>
   static I words(I x) {
-    if constexpr (odd) return {odd_unsigned(x.a), odd_unsigned(x.b)};
-    return {even_unsigned(x.a), even_unsigned(x.b)};
+    const __m256i mask = _mm256_set1_epi16((1 << bits) - 1);
+    const auto half = [&](__m256i y) {
+      if constexpr (shift + bits == 16) return _mm256_srli_epi16(y, shift);
+      return _mm256_and_si256(shift == 0 ? y : _mm256_srli_epi16(y, shift), mask);
+    };
+    return {half(x.a), half(x.b)};
   }
   // acc + the products of two words per lane.
   static I word_dot(I acc, I x, I y) {

@@ -1,0 +1,87 @@
+// Products with weights that rest as codes, on units that have no product of bytes to sums of 32 bits (AVX2): the bits of
+// block_product.h.
+//
+// `Codes` says how codes meet rows of x: `BlockWords` (block_words.h) or `BlockDigits` (block_digits.h). Where a tile of a
+// weight meets many rows, its codes are widened once.
+#pragma once
+
+#include "block_product.h"
+
+namespace hack {
+
+inline constexpr int kTileGroup = 4;  // rows of x at a time, of one group
+
+// R rows of x, from row `row` on, of one group, times N tiles of w from `tile` on. `codes`: of the tile, widened, or null.
+template <class Codes, Dtype dtype, int R, int N, bool wide>
+void code_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const std::byte* codes) {
+  static_assert(!wide || N == 1);
+  using S = typename Codes::Lanes;
+  constexpr int bits = Codes::kBits;
+  typename S::F totals[R * N];
+  const RowBlock* x = item.x.group_of(row);
+  const int place = int(row % kLanes);
+  unrolled<R * N>([&](auto i) __attribute__((always_inline)) { totals[i] = S::zero(); });
+  const std::byte* block = item.w + tile * item.tile_bytes;
+  for (int b = 0; b < item.x.blocks; ++b, ++x, block += block_bytes(bits), codes += wide ? Codes::kWideBlock : 0) {
+    typename S::I sums[R * N];
+    if constexpr (wide) Codes::fetch(x + 1, place);
+    Codes::template form_sums<R, N, wide>(wide ? codes : block, item.tile_bytes, *x, place, sums);
+    unrolled<N>([&](auto n) __attribute__((always_inline)) {
+      const BlockScales<S, bits> scales(block + n * item.tile_bytes + kBlockColumns * kLanes * bits / 8);
+      unrolled<R>([&](auto r) __attribute__((always_inline)) {
+        constexpr int at = r * N + n;
+        totals[at] = scales.add(totals[at], S::to_float(sums[at]), *x, place + r);
+      });
+    });
+  }
+  unrolled<R * N>([&](auto i) __attribute__((always_inline)) {
+    write_block<S, dtype>(item, row + i / N, tile + i % N, totals[i]);
+  });
+}
+
+// Widened codes of a tile of w.
+template <class Codes>
+void widen_tile_codes(const BlockItem& item, std::int64_t tile, std::byte* codes) {
+  const std::byte* block = item.w + tile * item.tile_bytes;
+  for (int b = 0; b < item.x.blocks; ++b, block += block_bytes(Codes::kBits), codes += Codes::kWideBlock)
+    Codes::widen(block, codes);
+}
+
+// As many rows of x as make whole groups of kTileGroup, times all tiles; returns the first row that is left. Two tiles at
+// a time fill a line of the cache with results, and read rows of x from the second-level cache half as often.
+template <class Codes, Dtype dtype>
+std::int64_t wide_rows(const BlockItem& item, std::byte* scratch) {
+  const std::int64_t bytes = std::int64_t(item.x.blocks) * Codes::kWideBlock;
+  const std::int64_t last = item.first_row + (item.last_row - item.first_row) / kTileGroup * kTileGroup;
+  for (std::int64_t tile = item.first_tile; tile < item.last_tile; tile += kWideTiles) {
+    const std::int64_t count = tile + kWideTiles <= item.last_tile ? kWideTiles : item.last_tile - tile;
+    for (std::int64_t i = 0; i < count; ++i) widen_tile_codes<Codes>(item, tile + i, scratch + i * bytes);
+    for (std::int64_t row = item.first_row; row < last; row += kTileGroup)
+      for (std::int64_t i = 0; i < count; ++i)
+        code_tile<Codes, dtype, kTileGroup, 1, true>(item, row, tile + i, scratch + i * bytes);
+  }
+  return last;
+}
+
+// Rows of x, R at a time from `row` on, times a tile of w; returns the first row that is left.
+template <class Codes, Dtype dtype, int R>
+std::int64_t few_rows(const BlockItem& item, std::int64_t row, std::int64_t tile) {
+  for (; row + R <= item.last_row; row += R) code_tile<Codes, dtype, R, 1, false>(item, row, tile, nullptr);
+  return row;
+}
+
+template <class Codes, Dtype dtype>
+void code_product(const BlockItem& item, std::byte* scratch) {
+  static_assert(block_scratch_bytes(64) >= 64 * kWideTiles * Codes::kWideBlock);
+  const bool wide = item.last_row - item.first_row >= kLanes;
+  const std::int64_t first = wide ? wide_rows<Codes, dtype>(item, scratch) : item.first_row;
+  std::int64_t single = first;
+  for (std::int64_t tile = item.first_tile; tile < item.last_tile && first < item.last_row; ++tile)
+    single = few_rows<Codes, dtype, 2>(item, few_rows<Codes, dtype, kTileGroup>(item, first, tile), tile);
+  if (single == item.last_row) return;
+  std::int64_t tile = item.first_tile;
+  for (; tile + 2 <= item.last_tile; tile += 2) code_tile<Codes, dtype, 1, 2, false>(item, single, tile, nullptr);
+  if (tile < item.last_tile) code_tile<Codes, dtype, 1, 1, false>(item, single, tile, nullptr);
+}
+
+}  // namespace hack
