@@ -15,7 +15,7 @@ from hackkv.codecs import CODECS, Preset
 from tests.codecs.toy8 import make_toy8
 from tests.interpreter import patch_once, remember_types
 from tests.tiers import thin_out
-from tests.toys import make_layered, make_projected, make_windowed
+from tests.toys import make_layered, make_projected, make_with_exact_layer
 
 # Until `pytest_collection_finish`: what is imported is no garbage.
 gc.disable()
@@ -38,11 +38,12 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-# Tests that loop over CODECS hold it for formats that differ by layer, for another window than the presets have (and a
-# layer that is left exact under it), for a wire form of variable size, and for a codec in one module (CONTRIBUTING.md):
-# one row each, and no test knows of them.
+# Tests that loop over CODECS hold it for formats that differ by layer, for another window than the presets have, for a
+# layer that is left exact under a window, for a wire form of variable size, and for a codec in one module
+# (CONTRIBUTING.md): one row each.
 CODECS["toy-layers"] = Preset(make_layered)
-CODECS["rot-window"] = Preset(make_windowed, {"k_bits": 3, "v_bits": 2, "sink": 1, "recent": 1})
+CODECS["rot-window"] = Preset(CODECS["rot-k3v2"].make, {"k_bits": 3, "v_bits": 2, "sink": 1, "recent": 1})
+CODECS["rot-exact-layer"] = Preset(make_with_exact_layer, {"k_bits": 3, "v_bits": 2, "sink": 1, "recent": 1})
 CODECS["toy-int8"] = Preset(make_toy8)
 # Projections are nothing without a file, and tests of the table bring none.
 CODECS["zack"] = Preset(make_projected, CODECS["zack"].settings)

@@ -38,7 +38,7 @@ def make_layered(name: str, shape: KvShape, backend: Backend, settings: dict[str
     return PagedCodec(name, layers, backend, (("page_tokens", str(page_tokens)),))
 
 
-def make_windowed(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
+def make_with_exact_layer(name: str, shape: KvShape, backend: Backend, settings: dict[str, Any]) -> KvCodec:
     """A codec `rot-*` that leaves its second layer exact, if it has one."""
     return rotated.make_rotated(name, shape, backend, {"exact_layers": "1" if shape.num_layers > 1 else "", **settings})
 

@@ -30,7 +30,7 @@ EACH = 3
 """Pages of a sequence."""
 UNRECORDED = {"mpcache", "cachegen-fp16", "cachegen-delta", "toy-int8"}
 """Codecs that choose pages, or have some that their definition serves."""
-ANEW = {"zack", "rot-window"}
+ANEW = {"zack", "rot-exact-layer"}
 """Codecs for which torch computes in a step: it cuts off the channels that are dropped, or copies the open pages of a
 layer that is left exact under a window."""
 
