@@ -10,6 +10,7 @@ template <class S>
 struct BlockDigits {
   using Lanes = S;
   static constexpr int kBits = 4;
+  static constexpr int kTiles = 2;
   static constexpr int kQuads = kBlockColumns / 4;
   static constexpr int kWideBlock = kBlockColumns * kLanes;  // a byte for each code
   static_assert(S::template kRunOfDots<kBits> >= kQuads);

@@ -48,13 +48,14 @@ void widen_tile_codes(const BlockItem& item, std::int64_t tile, std::byte* codes
 }
 
 // As many rows of x as make whole groups of kTileGroup, times all tiles; returns the first row that is left. Two tiles at
-// a time fill a line of the cache with results, and read rows of x from the second-level cache half as often.
+// a time fill a line of the cache with results, and read rows of x from the second-level cache half as often: `Codes` says
+// how many find room in the first-level cache.
 template <class Codes, Dtype dtype>
 std::int64_t wide_rows(const BlockItem& item, std::byte* scratch) {
   const std::int64_t bytes = std::int64_t(item.x.blocks) * Codes::kWideBlock;
   const std::int64_t last = item.first_row + (item.last_row - item.first_row) / kTileGroup * kTileGroup;
-  for (std::int64_t tile = item.first_tile; tile < item.last_tile; tile += kWideTiles) {
-    const std::int64_t count = tile + kWideTiles <= item.last_tile ? kWideTiles : item.last_tile - tile;
+  for (std::int64_t tile = item.first_tile; tile < item.last_tile; tile += Codes::kTiles) {
+    const std::int64_t count = tile + Codes::kTiles <= item.last_tile ? Codes::kTiles : item.last_tile - tile;
     for (std::int64_t i = 0; i < count; ++i) widen_tile_codes<Codes>(item, tile + i, scratch + i * bytes);
     for (std::int64_t row = item.first_row; row < last; row += kTileGroup)
       for (std::int64_t i = 0; i < count; ++i)
@@ -72,7 +73,7 @@ std::int64_t few_rows(const BlockItem& item, std::int64_t row, std::int64_t tile
 
 template <class Codes, Dtype dtype>
 void code_product(const BlockItem& item, std::byte* scratch) {
-  static_assert(block_scratch_bytes(64) >= 64 * kWideTiles * Codes::kWideBlock);
+  static_assert(block_scratch_bytes(64) >= 64 * Codes::kTiles * Codes::kWideBlock);
   const bool wide = item.last_row - item.first_row >= kLanes;
   const std::int64_t first = wide ? wide_rows<Codes, dtype>(item, scratch) : item.first_row;
   std::int64_t single = first;

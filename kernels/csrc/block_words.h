@@ -28,6 +28,7 @@ template <class S, int bits>
 struct BlockWords {
   using Lanes = S;
   static constexpr int kBits = bits;
+  static constexpr int kTiles = 1;
   static constexpr int kSteps = kBlockColumns / 2;
   static constexpr int kWideBlock = kBlockColumns * kLanes * 2;  // a word for each code
 

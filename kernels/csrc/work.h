@@ -189,11 +189,9 @@ constexpr std::int64_t wide_tile_bytes(int blocks) {
   return (std::int64_t(blocks) + kMatrixBlocks - 1) * kLanes * (kBlockColumns + 2 * 4);
 }
 
-// Scratch of an item: `wide_tile_bytes`, or two bytes for each code. It lies behind the rows of x, which may be read past
-// their end by less than a turn of blocks.
+// Scratch of an item. It lies behind the rows of x, which may be read past their end by less than a turn of blocks.
 constexpr std::size_t block_scratch_bytes(int blocks) {
-  const std::int64_t words = std::int64_t(blocks) * kBlockColumns * kLanes * 2, wide = wide_tile_bytes(blocks);
-  return std::size_t(kWideTiles * (words > wide ? words : wide));
+  return std::size_t(kWideTiles * wide_tile_bytes(blocks));
 }
 
 // Rows [first_row, last_row) of x times tiles [first_tile, last_tile) of 16 rows of a weight w of `outputs` rows.
