@@ -49,7 +49,7 @@ class CodecLoss:
     """Length of the text."""
 
 
-CONTROL_VERSION: Final = 1
+CONTROL_VERSION: Final = 2
 """Version of what router and nodes say to each other. Increases when one of them would misread another; how KV travels
 has a version of its own, in the fingerprint."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, SupportsBytes
+from typing import NamedTuple, Protocol, SupportsBytes
 
 from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.logprobs import PromptLogprobs
@@ -73,8 +73,7 @@ class Request:
     """Only requests of equal salt may share sealed pages of a common prefix: one tenant cannot time another's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(NamedTuple):
     """Natural-log probability of one candidate token."""
 
     token_id: int

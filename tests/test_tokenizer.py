@@ -86,9 +86,11 @@ def adorned_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @given(data=st.data())
-def test_few_ids_are_decoded_as_the_library_does(data: st.DataObject, adorned_tokenizer: Tokenizer) -> None:
+def test_added_tokens_are_streamed_as_the_library_decodes_them(
+    data: st.DataObject, adorned_tokenizer: Tokenizer
+) -> None:
     ids = data.draw(st.lists(st.integers(280, adorned_tokenizer.vocab_size) | st.integers(0, 300), max_size=12))
-    assert adorned_tokenizer.decode_few(ids) == adorned_tokenizer.decode(ids, skip_special_tokens=False)
+    assert "".join(stream(adorned_tokenizer, ids, skip=False)) == adorned_tokenizer.decode(ids, False)
 
 
 @given(text=st.text(max_size=60))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from hackkv.errors import HackkvError
 from transport.coder import Malformed, MessageCoder, capped, text
@@ -25,8 +25,7 @@ class Ask:
     trail: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """An event of a call, why the call failed, or None: its end."""
 
     call: int

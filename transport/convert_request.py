@@ -110,7 +110,7 @@ def pack_token(token: Token) -> pb.Token:
         token_id=token.token_id,
         finish=_FINISH_TO_PB[token.finish],
         logprob=token.logprob,
-        top=[pb.Logprob(token_id=item.token_id, logprob=item.logprob) for item in token.top],
+        top=_pack_top(token.top) if token.top else None,
     )
 
 
@@ -118,14 +118,26 @@ def unpack_token(message: pb.Token) -> Token:
     """From protobuf. Raises `Malformed`."""
     if message.finish not in _FINISH_FROM_PB:
         raise Malformed("finish", f"{message.finish} is not a Finish")
-    top = capped("top", message.top, MAX_ALTERNATIVES)
     return Token(
         index=message.index,
         token_id=message.token_id,
         finish=_FINISH_FROM_PB[message.finish],
         logprob=not_nan("logprob", message.logprob) if message.HasField("logprob") else None,
-        top=tuple(Logprob(item.token_id, not_nan("logprob", item.logprob)) for item in top) if top else (),
+        top=_unpack_top(message.top) if message.HasField("top") else (),
     )
+
+
+def _pack_top(top: tuple[Logprob, ...]) -> pb.Candidates:
+    return pb.Candidates(token_ids=[item.token_id for item in top], logprobs=[item.logprob for item in top])
+
+
+def _unpack_top(message: pb.Candidates) -> tuple[Logprob, ...]:
+    ids, logprobs = capped("top", message.token_ids, MAX_ALTERNATIVES), message.logprobs
+    if len(ids) != len(logprobs):
+        raise Malformed("top", f"{len(logprobs)} probabilities of {len(ids)} candidates")
+    if any(map(math.isnan, logprobs)):
+        raise Malformed("top", "must not be NaN")
+    return tuple(map(Logprob, ids, logprobs))
 
 
 def pack_prompt_logprobs(columns: PromptLogprobs) -> pb.PromptLogprobs:

@@ -32,11 +32,12 @@ from transport.convert import (
     Empty,
 )
 from transport.convert_kv import HANDOFF, PUSH_REQUEST
+from transport.decode_call import DecodeCall
 from transport.prefill_parts import PrefillCall
 from transport.replies import replies
 from transport.status import translating
 from transport.trail import outgoing
-from transport.trunk import Trunk, TrunkCall
+from transport.trunk import Trunk
 
 CALL_TIMEOUT_S = 5.0
 """Deadline of calls that return at once (assign, describe, register). The caller of a stream sets deadlines itself."""
@@ -86,7 +87,7 @@ class DecodeClient(_Client):
 
     def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """Serve one request there. Raises what the node raised, or `NodeLost`."""
-        return TrunkCall(self._trunk_to(methods.DECODE_SERVE), job, DECODE_JOB, DECODE_EVENT)
+        return DecodeCall(self._trunk_to(methods.DECODE_SERVE), job, DECODE_JOB, DECODE_EVENT)
 
     async def describe(self) -> NodeInfo:
         """Ask for identity, capacity and load."""

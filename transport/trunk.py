@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from copy import copy
 from itertools import count
-from typing import Any, Generic, TypeVar
+from time import perf_counter
+from typing import Any, Final, Generic, TypeVar
 
 import grpc.aio
 
@@ -29,6 +30,8 @@ from transport.trail import outgoing
 Stream = grpc.aio.StreamStreamCall[bytes, bytes]
 Body = bytes | HackkvError | None
 """An event of a call, why the call failed, or its end."""
+SLICE_S: Final = 0.002
+"""For so long answers are handed out before others run."""
 JobT = TypeVar("JobT")
 EventT = TypeVar("EventT")
 
@@ -69,7 +72,7 @@ class Trunk:
         try:
             with translating(self._address):
                 while isinstance(data := await self._stream.read(), bytes):
-                    self._hand_out(data)
+                    await self._hand_out(data)
         except HackkvError as caught:
             error = caught
         finally:
@@ -80,8 +83,13 @@ class Trunk:
             take(copy(error))
         self._takers.clear()
 
-    def _hand_out(self, data: bytes) -> None:
+    async def _hand_out(self, data: bytes) -> None:
+        """Hand answers out, and let others run in between: callers may do with each what takes long together."""
+        until = perf_counter() + SLICE_S
         for answer in ANSWERS.decode(data):
+            if perf_counter() >= until:
+                await asyncio.sleep(0)
+                until = perf_counter() + SLICE_S
             take = self._takers.get(answer.call)
             if take is None:  # its caller has left
                 continue
@@ -137,11 +145,15 @@ class TrunkCall(Generic[JobT, EventT]):
         if self._trunk is not None:
             self._trunk.leave(self._number)
 
-    async def _next(self) -> Body:
+    async def _begin(self) -> None:
+        """Begin the call, unless it has begun."""
         if self._trunk is None:
             job = self._jobs.encode(self._job)
             self._trunk = await self._open()
             self._number = self._trunk.begin(job, self._take)
+
+    async def _next(self) -> Body:
+        await self._begin()
         while not self._arrived:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting

@@ -16,7 +16,7 @@ from router.api.choices import ChoiceCollector, Delta
 from router.api.conversation import Conversations
 from router.api.generation import Generation
 from router.api.intake import arrival, counting_refusals, read_body, request_id, served_by
-from router.api.reply import JsonReply, TokenRows, running_usage
+from router.api.reply import JsonReply, rows_of, running_usage
 from router.api.sampling import nth_seed, sampling_of
 from router.api.schema import ChatRequest
 from router.api.served import ServedModel
@@ -147,7 +147,8 @@ class ChatRenderer(OpenAiEvents):
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return {"content": TokenRows(logprob_of(self._tokenizer, token) for token in tokens), "refusal": None}
+        rows = rows_of((logprob_of(self._tokenizer, token) for token in tokens), len(tokens))
+        return {"content": rows, "refusal": None}
 
 
 def logprob_of(tokenizer: Tokenizer, token: Token) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from router.api.caller import Caller
 from router.api.choices import ChoiceCollector, Delta
 from router.api.generation import Generation
 from router.api.intake import arrival, counting_refusals, read_body, request_id, served_by
-from router.api.reply import JsonReply, TokenRows, running_usage
+from router.api.reply import JsonReply, rows_of, running_usage
 from router.api.sampling import nth_seed, sampling_of
 from router.api.schema import CompletionRequest
 from router.api.served import ServedModel
@@ -125,6 +125,8 @@ class CompletionRenderer(OpenAiEvents):
             "model": served.name,
         }
         self._texts, self._starts = texts, starts
+        self._name = partial(token_name, served.tokenizer)
+        self._tells_usage = body.include_usage  # each event asks, and pydantic's fields are slow
         self._offsets: dict[int, Offsets] = {}
 
     def whole(self, generation: Generation) -> dict[str, Any]:
@@ -143,7 +145,7 @@ class CompletionRenderer(OpenAiEvents):
         choice, tokens = delta.choice, [delta.token] if delta.token else []
         echo = choice.echoes and delta.opening
         event = {**self._head, "choices": [self._choice(choice, delta.text, tokens, delta.finish, echo)]}
-        if self._body.include_usage:
+        if self._tells_usage:
             event["usage"] = running_usage(self._body, delta)
         return [event]
 
@@ -171,11 +173,11 @@ class CompletionRenderer(OpenAiEvents):
             text = self._prompt_text(choice) + text
         answer = {"text": text, "index": choice.index, "logprobs": logprobs, "finish_reason": finish}
         if self._body.return_token_ids:
-            answer["token_ids"] = TokenRows(token.token_id for token in tokens)
+            answer["token_ids"] = rows_of((token.token_id for token in tokens), len(tokens))
         return answer
 
-    def _logprobs(self, choice: ChoiceCollector, tokens: list[Token], echo: bool) -> dict[str, TokenRows]:
-        name = partial(token_name, self._tokenizer)
+    def _logprobs(self, choice: ChoiceCollector, tokens: list[Token], echo: bool) -> dict[str, Any]:
+        name = self._name
         ids = [token.token_id for token in tokens]
         owns: Iterable[float | None] = (token.logprob for token in tokens)
         tops: Iterable[Any] = (
@@ -188,16 +190,19 @@ class CompletionRenderer(OpenAiEvents):
             nothing = (None,)  # comes before the first token, so it has no probability
             owns = chain(nothing, scores.own, owns)
             tops = chain(nothing, starmap(partial(_scored, name), zip(scored, scores, strict=True)), tops)
-        return {
-            "text_offset": TokenRows(self._begin(choice, tokens, echo)),
-            "token_logprobs": TokenRows(owns),
-            "tokens": TokenRows(map(name, ids)),
-            "top_logprobs": TokenRows(tops),
+        columns: dict[str, Iterable[Any]] = {
+            "text_offset": self._begin(choice, tokens, echo),
+            "token_logprobs": owns,
+            "tokens": map(name, ids),
+            "top_logprobs": tops,
         }
+        return {key: rows_of(column, len(ids)) for key, column in columns.items()}
 
     def _begin(self, choice: ChoiceCollector, tokens: list[Token], echo: bool) -> Iterator[int]:
         """Yield the offsets of tokens in the text."""
-        offsets = self._offsets.setdefault(choice.index, Offsets(self._tokenizer, self._body.skip_special_tokens))
+        offsets = self._offsets.get(choice.index)
+        if offsets is None:
+            offsets = self._offsets[choice.index] = Offsets(self._tokenizer, self._body.skip_special_tokens)
         if echo:
             echoed = Offsets(self._tokenizer, skip_special_tokens=True)
             yield from self._starts.get(choice.index // self._body.n) or map(echoed.push, choice.prompt_ids)

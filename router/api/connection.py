@@ -28,13 +28,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from node.logs import ACCESS, FIELDS
 from router.api.errors import HTTPError, told
+from router.api.gathered import Gathered
 from router.api.intake import name_headers, name_request
 
 log = logging.getLogger(ACCESS)
 
 READ_BYTES: Final = 1 << 16
-GATHERED_BYTES: Final = 1 << 16
-"""Written at most before it is sent, however much more comes in the same round."""
 MAX_HEAD_BYTES: Final = 64 << 10
 LEAST_CHUNK: Final = 64
 """Bytes of a chunk, on average, after the first `FREE_CHUNKS`."""
@@ -45,6 +44,10 @@ FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
 
 LONGEST_FAULT: Final = 200
 """Characters of what is said about bytes that are not HTTP; h11 repeats them."""
+
+WRITE: Final = "hackkv.write"
+"""An ASGI extension: a function that writes a piece of a stream of events, and does not wait as `send` may. It returns
+False, and has done nothing, where that would have to wait or where the answer is no such stream."""
 
 _REMEMBERED: Final = 4096
 """Addresses whose owners need not be found again."""
@@ -101,57 +104,6 @@ class Waits:
     write_s: float
 
 
-class _Gathered(asyncio.Transport):
-    """A connection's transport, which sends together what is written in one round of the event loop.
-
-    Each `send` of the system costs more than an event of a stream, and makes the client wake up.
-    """
-
-    def __init__(self, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
-        self._inner, self._loop = inner, loop
-        self._parts: list[bytes] = []
-        self._bytes = 0
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._inner.get_extra_info(name, default)
-
-    def is_closing(self) -> bool:
-        return self._inner.is_closing()
-
-    def pause_reading(self) -> None:
-        self._inner.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._inner.resume_reading()
-
-    def write(self, data: bytes) -> None:  # type: ignore[override]
-        if not self._parts:
-            self._loop.call_soon(self._flush)
-        self._parts.append(data)
-        self._bytes += len(data)
-        if self._bytes > GATHERED_BYTES:
-            self._flush()
-
-    def write_eof(self) -> None:
-        self._flush()
-        self._inner.write_eof()
-
-    def close(self) -> None:
-        self._flush()
-        self._inner.close()
-
-    def abort(self) -> None:
-        self._parts.clear()
-        self._inner.abort()
-
-    def _flush(self) -> None:
-        if self._parts:
-            self._inner.write(b"".join(self._parts))
-            self._parts.clear()
-            self._bytes = 0
-
-
 class _Requests(h11.Connection):
     """h11's parser, which also refuses bodies in crumbs: each chunk costs time, however small it is."""
 
@@ -200,7 +152,7 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
     # What asyncio calls ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(_Gathered(transport, self.loop))
+        super().connection_made(Gathered(transport, self.loop))
         self._address = self.client[0] if self.client else ""
         if error := self._census.enter(self._address):
             self._refuse(error)
@@ -292,7 +244,12 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
                 return
             await send(message)
 
-        await self.config.loaded_app(scope, receive, noting)
+        extensions = scope.setdefault("extensions", {})
+        extensions[WRITE] = self._write_now
+        try:
+            await self.config.loaded_app(scope, receive, noting)
+        finally:
+            del extensions[WRITE]  # our own method would be a cycle, for the garbage collector to find
 
     async def _write_chunk(self, data: bytes) -> None:
         """Do what h11 does with a piece of a chunked answer, in a tenth of the time: the states remain as they are."""
@@ -301,6 +258,13 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
             await self.flow.drain()
         if not cycle.disconnected and data:
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _write_now(self, data: bytes) -> bool:
+        """See `WRITE`."""
+        if not self._chunked or self.flow.write_paused or self.cycle.disconnected or not data:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _head_is_late(self) -> None:
         self._refuse(HTTPError(408, "the request's headers did not arrive in time", "request_timeout"))

@@ -48,6 +48,8 @@ MAX_REST: Final = 1 << 20
 """The most bytes of a body beside its prompts. The router reads them on its event loop."""
 NICENESS: Final = 5
 """Streams come first when cores are short."""
+LARGE_BYTES, LARGE_NICENESS = 256 << 10, 15
+"""A larger body takes seconds, and several of them would leave the router less than half of two cores."""
 
 _BODIES: Final[tuple[type[Body], ...]] = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, *QUESTIONS,
@@ -134,6 +136,8 @@ def _child(tokenizer: Tokenizer, control: socket.socket, job: socket.socket) -> 
 def _serve(tokenizer: Tokenizer, job: socket.socket) -> None:
     lengths = LENGTH.unpack(_receive(job, LENGTH.size))
     head, data = (_receive(job, length) for length in lengths)
+    if len(data) > LARGE_BYTES:
+        os.nice(LARGE_NICENESS - NICENESS)
     asked = json.loads(head)
     threading.Thread(target=_end_with, args=(job,), daemon=True).start()
     result, rest = answer(tokenizer, _job(asked), data)

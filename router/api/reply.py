@@ -11,6 +11,7 @@ from itertools import islice
 from time import perf_counter
 from typing import Any, Final, Protocol
 
+import pydantic_core
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,18 +21,20 @@ from router.api.choices import ChoiceCollector, Delta
 from router.api.generation import Generation
 from router.api.schema import Generate
 from router.scopes import unwrapped
+from transport.slices import give_way
 
 log = logging.getLogger(__name__)
 
 
 SMALL: Final = 256
 """Tokens up to which an answer, or an event, is written at once: with log-probabilities it takes some milliseconds."""
-PIECE: Final = 64
+PIECE: Final = 16
 """Rows that are encoded at once."""
 SENT_AT_ONCE: Final = 256 << 10
 """Bytes of an answer that are handed to the socket together."""
-SLICE_S: Final = 0.002
-"""For so long a larger answer is written before others run."""
+SLICE_S, OTHERS_S = 0.002, 0.008
+"""For so long a larger answer is written before others run, and for so long they run then if they have enough to do.
+With more of the event loop, one large answer would halve the rate of everybody's tokens."""
 
 
 class TokenRows:
@@ -44,22 +47,30 @@ class TokenRows:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._rows)
 
+    def listed(self) -> list[Any]:
+        """All of them, which from now on can be read again."""
+        self._rows = rows = list(self._rows)
+        return rows
+
+
+def rows_of(rows: Iterable[Any], count: int) -> TokenRows | list[Any]:
+    """Rows of `count` tokens. One row, which an event of a stream has, is made at once: a list is written faster."""
+    return list(rows) if count == 1 else TokenRows(rows)
+
 
 def _listed(value: object) -> list[Any]:
     if not isinstance(value, TokenRows):
         raise TypeError(f"{type(value).__name__} is not JSON")
-    return list(value)
+    return value.listed()
 
 
-# Made once: `json.dumps` with these settings would make one for every token.
-_ENCODER = json.JSONEncoder(
-    ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False, default=_listed
-)
-
-
-def to_json(value: dict[str, Any] | str) -> bytes:
-    """Compact UTF-8."""
-    return _ENCODER.encode(value).encode("utf-8", "replace")
+def to_json(value: object) -> bytes:
+    """Compact UTF-8. Numbers that JSON lacks are null, and halves of characters are question marks."""
+    try:
+        return pydantic_core.to_json(value, inf_nan_mode="null", fallback=_listed)
+    except pydantic_core.PydanticSerializationError:  # it refuses halves of characters (lone surrogates)
+        whole = json.dumps(value, ensure_ascii=False, default=_listed).encode("utf-8", "replace")
+        return pydantic_core.to_json(json.loads(whole))
 
 
 async def to_json_in_slices(value: dict[str, Any]) -> bytes:
@@ -70,32 +81,32 @@ async def to_json_in_slices(value: dict[str, Any]) -> bytes:
     """
     pieces, until = [], perf_counter() + SLICE_S
     for piece in _pieces(value):
-        pieces.append(piece.encode("utf-8", "replace"))
+        pieces.append(piece)
         if perf_counter() >= until:
-            await asyncio.sleep(0)
+            await give_way(OTHERS_S)
             until = perf_counter() + SLICE_S
     return b"".join(pieces)
 
 
-def _pieces(value: object) -> Iterator[str]:
+def _pieces(value: object) -> Iterator[bytes]:
     if isinstance(value, dict):
         for nth, (key, item) in enumerate(value.items()):
-            yield f"{',' if nth else '{'}{_ENCODER.encode(key)}:"
+            yield b"%b%b:" % (b"," if nth else b"{", to_json(key))
             yield from _pieces(item)
-        yield "}" if value else "{}"
+        yield b"}" if value else b"{}"
     elif isinstance(value, list):
         for nth, item in enumerate(value):
-            yield "," if nth else "["
+            yield b"," if nth else b"["
             yield from _pieces(item)
-        yield "]" if value else "[]"
+        yield b"]" if value else b"[]"
     elif isinstance(value, TokenRows):
         begun, rows = False, iter(value)
         while some := list(islice(rows, PIECE)):
-            yield f"{',' if begun else '['}{_ENCODER.encode(some)[1:-1]}"
+            yield (b"," if begun else b"[") + to_json(some)[1:-1]
             begun = True
-        yield "]" if begun else "[]"
+        yield b"]" if begun else b"[]"
     else:
-        yield _ENCODER.encode(value)
+        yield to_json(value)
 
 
 class Renderer(Protocol):

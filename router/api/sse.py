@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from hackkv.errors import Cancelled
 from router.api.choices import ChoiceCollector, Delta
+from router.api.connection import WRITE
 from router.api.errors import envelope
 from router.api.generation import Generation
 from router.api.reply import Renderer, Reply, log_break, to_json
@@ -39,11 +40,18 @@ class StreamReply(Reply):
         self._unsent = b""
         """Events that a delta became; renderers see each delta once."""
         self._news = asyncio.Event()
-        self._produced = False
+        self._produced = self._sending = False
+        self._write: Callable[[bytes], bool] | None = None
+        """See `router.api.connection.WRITE`."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Reply`."""
+        self._write = scope.get("extensions", {}).get(WRITE)
+        await super().__call__(scope, receive, send)
 
     async def _work(self, tasks: asyncio.TaskGroup, send: Send) -> None:
         tasks.create_task(self._produce())
-        while not self._produced or self._deltas:
+        while not self._produced or self._deltas or self._unsent:
             await self._news.wait()
             self._news.clear()
             await self._send_deltas(send)
@@ -67,19 +75,28 @@ class StreamReply(Reply):
         self._news.set()
 
     def _take(self, delta: Delta) -> None:
-        self._deltas.append(delta)
+        """Write a delta at once, which spares the task that sends a turn for each token, or leave it to that task."""
+        waits = not self._started or self._sending or self._unsent or self._deltas
+        if self._write is None or waits or _is_long(delta):
+            self._deltas.append(delta)
+        elif (events := self._renderer.written(delta)) and not self._write(events):
+            self._unsent = events
+        else:
+            return
         self._news.set()
 
     async def _send_deltas(self, send: Send) -> None:
+        self._sending = True
         while self._deltas or self._unsent:
             if not self._unsent:
                 self._unsent = await self._event(self._deltas.popleft())
             if self._unsent:
                 await self._send_body(send, self._unsent)
                 self._unsent = b""  # only now: a failure elsewhere may have cancelled the sending
+        self._sending = False
 
     async def _event(self, delta: Delta) -> bytes:
-        if not delta.opening and delta.finish is None:  # the others may tell of all tokens
+        if not _is_long(delta):
             return self._renderer.written(delta)
         return await self._framed((delta.choice,), self._renderer.chunks(delta))
 
@@ -95,6 +112,11 @@ class StreamReply(Reply):
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             self._started = True
         await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def _is_long(delta: Delta) -> bool:
+    """Whether its events may tell of all tokens: those of the prompt, or of the answer."""
+    return delta.opening or delta.finish is not None
 
 
 class Events(ABC):
@@ -135,7 +157,7 @@ class OpenAiEvents(Events):
     def written(self, delta: Delta) -> bytes:
         """See `Renderer`. Of plain events only the text is written anew."""
         index = delta.choice.index
-        if not self._plain or delta.finish is not None or delta.opening:
+        if not self._plain or _is_long(delta):
             return super().written(delta)
         if index not in self._around:
             before, _, after = super().written(replace(delta, text=_TEXT)).rpartition(to_json(_TEXT))

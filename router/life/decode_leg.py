@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from hackkv.errors import HackkvError, NodeLost, Overloaded, TransferError, by_code
@@ -11,7 +11,7 @@ from hackkv.held import NOTHING_HELD
 from hackkv.types import DecodeEvent, DecodeJob, HandoffFailed, Landed, Reserved
 from router.fleet.booking import Booking
 from router.fleet.holdings import Marks
-from router.life.events import expect
+from router.life.events import expect, hand_on
 from router.scopes import Alarm
 from transport.base import DecodeNode
 from transport.closing import closing
@@ -61,6 +61,15 @@ class DecodeLeg:
         self.booking.will_hold(marks)
         self.landed = True
         return landed
+
+    async def each(self, take: Callable[[DecodeEvent], bool]) -> None:
+        """Hand further events to `take` until it returns True or the node ends its stream."""
+
+        def heard(event: DecodeEvent) -> bool:
+            self.booking.heard()
+            return take(event)
+
+        await hand_on(self.events, heard)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises if before that the node is lost, or `push_failed` or `fail` is called."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 from hackkv.errors import NodeLost
+from hackkv.types import DecodeEvent
+from transport.decode_call import DecodeCall
 
 EventT = TypeVar("EventT")
 
@@ -17,3 +19,13 @@ async def expect(events: AsyncIterator[object], kind: type[EventT], who: str) ->
             return event
         raise NodeLost(f"{who} sent {type(event).__name__} where {kind.__name__} was due")
     raise NodeLost(f"{who} ended its stream before {kind.__name__}")
+
+
+async def hand_on(events: AsyncIterator[DecodeEvent], take: Callable[[DecodeEvent], bool]) -> None:
+    """Hand events to `take` until it returns True or the stream ends."""
+    if isinstance(events, DecodeCall):
+        await events.each(take)
+        return
+    async for event in events:
+        if take(event):
+            return

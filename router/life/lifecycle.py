@@ -47,6 +47,8 @@ class Lifecycle:
         self.on_stall: Callable[[Stalled], None] | None = None
         """Called when the deadline of a `retried` state passes. None while the request has no decode node to leave."""
         self._deadlines, self._kv_tokens = _DEADLINES, 0
+        self._limit_s: float | None = None
+        """Of the state that the request is in."""
         self._scope: asyncio.Timeout | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -66,7 +68,9 @@ class Lifecycle:
         if to is not self._state or not self.marks:
             _check(self._state, to)
             self.marks.append((to, perf_counter()))
-        self._state, self._ahead = to, None
+            self._state = to
+            self._limit_s = limit_s(self._deadlines, to, self._kv_tokens)
+        self._ahead = None
         self._arm()
 
     def ahead(self, to: RequestState) -> None:
@@ -86,6 +90,7 @@ class Lifecycle:
     async def timed(self, deadlines: DeadlinesConfig, kv_tokens: int) -> AsyncIterator[None]:
         """Raise `DeadlineExceeded` when a state outlives its deadline within the block."""
         self._deadlines, self._kv_tokens = deadlines, kv_tokens
+        self._limit_s = limit_s(deadlines, self._state, kv_tokens)
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -102,7 +107,7 @@ class Lifecycle:
 
     def _arm(self) -> None:
         """Start the state's deadline. A timer that rings earlier may stay: it then compares the time and goes on."""
-        seconds = limit_s(self._deadlines, self._state, self._kv_tokens)
+        seconds = self._limit_s
         if self._scope is None or seconds is None:
             self._disarm()
             return
@@ -130,8 +135,7 @@ class Lifecycle:
             self._scope.reschedule(now)
 
     def _too_long(self) -> str:
-        seconds = limit_s(self._deadlines, self._state, self._kv_tokens)
-        return f"the request was {self._state} for longer than {seconds:g} s"
+        return f"the request was {self._state} for longer than {self._limit_s:g} s"
 
 
 def _check(now: RequestState, to: RequestState) -> None:

@@ -128,10 +128,7 @@ class Attempt:
         """Transferring, landed, decoding: from the first page to the last token, or the last that the client wants."""
         self._news.take_landed(await leg.land(self._flight.marks), leg)
         await prefill.token0.wait()  # token 1 may overtake token 0, which comes from the other node
-        async for event in leg.events:
-            leg.booking.heard()
-            if self._news.take(event):
-                return
+        await leg.each(self._news.take)
         if not self._flight.output.complete:
             raise NodeLost(f"decode node {leg.node_id} ended its stream before the last token")
 

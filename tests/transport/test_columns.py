@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from typing import Any
 
 import pytest
 
@@ -32,3 +33,18 @@ def test_columns_of_log_probabilities_fit_one_another(columns: dict[str, bytes],
     event = pb.PrefillEvent(prefilled=pb.Prefilled(token=pb.Token(), prompt_logprobs=pb.PromptLogprobs(**columns)))
     with pytest.raises(TransferError, match=re.escape(why)):
         convert.PREFILL_EVENT.decode(event.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({"token_ids": [1, 2], "logprobs": [-1.0]}, "top: 1 probabilities of 2 candidates"),
+        ({"logprobs": [-1.0]}, "top: 1 probabilities of 0 candidates"),
+        ({"token_ids": [1] * 1025, "logprobs": [-1.0] * 1025}, "top: 1025 elements"),
+        ({"token_ids": [1, 2], "logprobs": [-1.0, math.nan]}, "top: must not be NaN"),
+    ],
+)
+def test_columns_of_candidates_fit_one_another(columns: dict[str, Any], why: str) -> None:
+    event = pb.DecodeEvent(token=pb.Token(top=pb.Candidates(**columns)))
+    with pytest.raises(TransferError, match=re.escape(why)):
+        convert.DECODE_EVENT.decode(event.SerializeToString())

@@ -126,13 +126,13 @@ class Request(_message.Message):
     cache_salt: str
     def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
-class Logprob(_message.Message):
-    __slots__ = ("token_id", "logprob")
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    token_id: int
-    logprob: float
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+class Candidates(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("index", "token_id", "finish", "logprob", "top")
@@ -145,8 +145,8 @@ class Token(_message.Message):
     token_id: int
     finish: Finish
     logprob: float
-    top: _containers.RepeatedCompositeFieldContainer[Logprob]
-    def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[Logprob, _Mapping]]] = ...) -> None: ...
+    top: Candidates
+    def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., logprob: _Optional[float] = ..., top: _Optional[_Union[Candidates, _Mapping]] = ...) -> None: ...
 
 class FingerprintField(_message.Message):
     __slots__ = ("name", "value")

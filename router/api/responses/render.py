@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import time
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from router.api.chat import logprob_of
 from router.api.choices import Delta
 from router.api.errors import envelope
 from router.api.generation import Generation
-from router.api.reply import TokenRows
+from router.api.reply import TokenRows, rows_of
 from router.api.responses.schema import ResponsesRequest
 from router.api.segments import Closed, Opened, Segment, SegmentKind, Segments, Step
 from router.api.served import ServedModel
@@ -141,8 +141,9 @@ class ResponsesRenderer(NamedEvents):
             "type": "output_text", "text": segment.text, "annotations": [], "logprobs": self._logprobs(segment.tokens),
         }  # fmt: skip
 
-    def _logprobs(self, tokens: list[Token] | tuple[Token, ...]) -> TokenRows:
-        return TokenRows(logprob_of(self._tokenizer, token) for token in tokens if self._body.logprobs)
+    def _logprobs(self, tokens: Sequence[Token]) -> TokenRows | list[Any]:
+        told = tokens if self._body.logprobs else ()
+        return rows_of((logprob_of(self._tokenizer, token) for token in told), len(told))
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

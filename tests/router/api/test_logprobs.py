@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections import Counter
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hackkv.tokenizer import Tokenizer
-from router.api import reply
+from router.api import reply, sse
 from router.api.completions import alternatives, token_name
 from router.api.reply import PIECE, SMALL, TokenRows, to_json, to_json_in_slices
 from tests.router.conftest import INSIDE, Api, Inside
@@ -107,7 +106,7 @@ async def test_others_run_while_a_long_answer_is_written(
     api: Inside, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool, tokens: int
 ) -> None:
     """A few rows at a time, of many choices too, and of what the last events of a stream repeat."""
-    encode, slices, sizes = reply._ENCODER.encode, Counter[int](), [0]
+    encode, slices, sizes = to_json, Counter[int](), [0]
     nth = 0
 
     async def others() -> None:
@@ -116,13 +115,14 @@ async def test_others_run_while_a_long_answer_is_written(
             nth += 1
             await asyncio.sleep(0)
 
-    def watched(value: Any) -> str:
+    def watched(value: Any) -> bytes:
         written = encode(value)
         slices[nth] += len(written)
         sizes.append(len(written))
         return written
 
-    monkeypatch.setattr(reply, "_ENCODER", SimpleNamespace(encode=watched))
+    for module in (reply, sse):
+        monkeypatch.setattr(module, "to_json", watched)
     monkeypatch.setattr(reply, "SLICE_S", 0.0)
     n = 1 if path == "/v1/responses" else 3
     messages = [{"role": "user", "content": "x"}]
