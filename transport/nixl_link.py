@@ -14,7 +14,7 @@ import importlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -38,6 +38,8 @@ PACKAGES: Final = {"13": "nixl_cu13", "12": "nixl_cu12"}
 """Major version of CUDA -> module, which is one package built twice. Without CUDA either serves."""
 ADDRESS_BYTES: Final = 8
 POLL_S: Final = 100e-6
+LAST_ROUNDS: Final = 100
+"""For which an agent moves on before it goes."""
 DONE, UNDER_WAY = "DONE", "PROC"  # what `check_xfer_state` says; else "ERR"
 
 
@@ -99,6 +101,8 @@ class NixlLink:
         self._over = False
         self._peer = ""
         self._slab = torch.empty(0, dtype=torch.uint8)
+        self._registered: Any = None
+        """The slab, as the agent knows it."""
         self._transfer: Any = None
         """Under way: NIXL may write to the slab until it is released."""
         self._there = 0
@@ -117,7 +121,7 @@ class NixlLink:
             self._agent = api.nixl_agent(
                 uuid4().hex, api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
             )
-            self._agent.register_memory(slab)
+            self._registered = self._agent.register_memory(slab)
             own = slab.data_ptr().to_bytes(ADDRESS_BYTES, "little") + self._agent.get_agent_metadata()
         exchange.put(str(self._rank), own)
         said = exchange.get(str(1 - self._rank))
@@ -210,6 +214,23 @@ class NixlLink:
     def _close(self) -> None:
         """End what is under way, then the agent, and then its memory."""
         with self._lock:
-            self._transfer = None
+            if self._agent is not None:
+                self._take_leave(self._agent)
+            self._transfer = self._registered = None
             self._agent = None
             self._slab = torch.empty(0, dtype=torch.uint8)
+
+    def _take_leave(self, agent: Any) -> None:
+        """Give back what the agent has. UCX may abort the process if an agent goes that still has a peer, words on
+        their way to it, or memory (openucx/ucx#1050, ai-dynamo/nixl#2025)."""
+        with suppress(*self._library.errors):
+            if self._transfer is not None:
+                agent.release_xfer_handle(self._transfer)
+        with suppress(*self._library.errors):
+            if self._peer:
+                agent.remove_remote_agent(self._peer)
+            for _ in range(LAST_ROUNDS):  # the peer's end is closed while the agent moves on, and not before
+                agent.get_new_notifs()
+        with suppress(*self._library.errors):
+            if self._registered is not None:
+                agent.deregister_memory(self._registered)
