@@ -16,8 +16,7 @@ from hackkv.footprint import Footprint
 from hackkv.page_names import Naming, PageName
 from hackkv.types import Fingerprint
 
-PI = 4
-PAGE_BYTES, ROW_BYTES = 10, 3
+PI, PAGE_BYTES, ROW_BYTES = 4, 10, 3
 NAMING = Naming(PI, Fingerprint(()))
 FOOTPRINT = Footprint(PI, PAGE_BYTES, PAGE_BYTES, ROW_BYTES, OWN_PAGE_ONLY)
 
