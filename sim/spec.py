@@ -196,7 +196,7 @@ class Choices(Frozen):
     """Among what `hackkv plan` chooses."""
 
     prefill: tuple[str, ...] = ()
-    """Instances; none are those of the specification's own pool."""
+    """Instances; none are those of the specification's own pools."""
     decode: tuple[str, ...] = ()
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4)

@@ -227,16 +227,22 @@ class RigChoice:
 
 
 def rig_choice(spec: Spec, codec: Codec) -> RigChoice:
-    """Of every role."""
-    of, base, decode = spec.plan, (spec.prefill or spec.decode)[0], spec.decode[0]
-    names = tuple(dict.fromkeys((*of.prefill, *of.decode)))
+    """Of every role. Where the specification does not say which instances, those of its own pools."""
+    base, decode = (spec.prefill or spec.decode)[0], spec.decode[0]
+    first = spec.plan.prefill or _instances(spec.prefill or spec.decode)
+    second = spec.plan.decode or _instances(spec.decode)
+    names = tuple(dict.fromkeys((*spec.plan.prefill, *spec.plan.decode))) or second
     chunk = decode.model_copy(update={"chunk_tokens": min(512, decode.chunk_tokens)})
     return RigChoice(
         codec,
-        tuple(rigs(spec, base, of.prefill, codec)),
-        tuple(rigs(spec, decode, of.decode, codec)),
-        tuple(rigs(spec, chunk, names, codec)) if of.aggregated else (),
+        tuple(rigs(spec, base, first, codec)),
+        tuple(rigs(spec, decode, second, codec)),
+        tuple(rigs(spec, chunk, names, codec)) if spec.plan.aggregated else (),
     )
+
+
+def _instances(pools: Sequence[ReplicaPool]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(pool.instance for pool in pools))
 
 
 def candidates(spec: Spec, demand: ServiceTarget, best: int = 3) -> list[ClusterCandidate]:

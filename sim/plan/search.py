@@ -168,9 +168,10 @@ def search(
             trial = settle(spec, candidate, demand, requests, seed)
             if trial is not None:
                 trials.append(trial)
-                best = settled.get(candidate.label)
+                label = trial.candidate.label  # of a mix that needs one kind only, another than before
+                best = settled.get(label)
                 if best is None or requests > ROUNDS[0][1] or trial.usd < best.usd:
-                    settled[candidate.label] = trial
+                    settled[label] = trial
         if not trials:
             break
         trials.sort(key=lambda trial: trial.usd)
@@ -197,7 +198,9 @@ def most(
             if trial is None:
                 continue
             others = by_instance(choice, demand.at(rate), aggregated=aggregated) if mixed else ([], [])
-            best[candidate.label] = climb(spec, trial, Scope(demand, budget, seed, others))
+            trial = climb(spec, trial, Scope(demand, budget, seed, others))
+            label = trial.candidate.label
+            best[label] = max(best.get(label, trial), trial, key=lambda one: one.rate)
     if not best:
         raise ConfigError(f"--budget: {budget:g} $/h buys nothing that keeps the objective")
     return sorted(best.values(), key=lambda trial: -trial.rate)

@@ -170,6 +170,13 @@ def test_kinds_are_mixed_only_where_one_does_not_suffice() -> None:
         assert min(shares) >= 1 - 1e-6
 
 
+def test_a_plan_chooses_among_the_pools_of_the_specification() -> None:
+    spec = mixed().model_copy(update={"plan": Choices(tp=(4,), pp=(1,))})
+    choice = rig_choice(spec, Codec(name="rot-k4v4"))
+    assert [rig.pool.instance for rig in choice.prefill] == ["g5.12xlarge", "g6.12xlarge"]
+    assert [rig.pool.instance for rig in choice.decode] == ["p4de.24xlarge"]
+
+
 def test_a_mix_serves_more_and_says_who_does_what() -> None:
     spec = question(g5_12xlarge=2, g6_12xlarge=2, p4de_24xlarge=1)
     trials = most(spec, demand_of(spec, 1.0, LIMITS), 48.0, 0)
