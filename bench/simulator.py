@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from sim.cluster import Options
+from sim.network_spec import NetworkSpec, Sending
 from sim.shards import simulate
-from sim.spec import Codec, Load, NetworkSpec, Policy, ReplicaPool, Sending, Spec
+from sim.spec import Codec, Load, Policy, ReplicaPool, Spec
 from sim.workload import synthetic
 
 TARGET_S, TARGET_GB = 60.0, 4.0
@@ -27,8 +28,8 @@ def fleet(requests: int, replicas: int, rate: float, shape: str) -> Spec:
     pool = ReplicaPool(instance="p4de.24xlarge", replicas=replicas // 2)
     return Spec(
         model="mistral-7b",
-        prefill=pool,
-        decode=pool,
+        prefill=(pool,),
+        decode=(pool,),
         codec=Codec(name="rot-k4v4"),
         network=NetworkSpec(sending=Sending.AFTER),
         policy=Policy(shards=max(1, replicas // 62)),

@@ -23,6 +23,7 @@ from decode_node.landing import LandingGrant, LandingStrip
 from decode_node.lending import Lender
 from decode_node.pages import Grant
 from hackkv.codec import rows_held
+from hackkv.codec_footprint import fp16_bytes
 from hackkv.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -33,7 +34,6 @@ from hackkv.errors import (
     TransferError,
 )
 from hackkv.expected import Expected, expected_of
-from hackkv.footprint import fp16_bytes
 from hackkv.framing import FrameLedger
 from hackkv.held import HeldKv
 from hackkv.model.runner import ModelRunner

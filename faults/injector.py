@@ -1,4 +1,4 @@
-"""Decides when a rule strikes, and carries out its action."""
+"""Carries out the actions of rules that strike (`faults.armed` decides when)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from typing import Protocol
 
+from faults.armed import Armed, armed
 from faults.plan import Action, FaultPlan, FaultRule, Point
 from hackkv.errors import NodeLost
 from hackkv.types import KvFrame, Payload
@@ -33,36 +33,6 @@ class Hands(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Armed:
-    """A rule on one node, with its own random numbers and counts."""
-
-    rule: FaultRule
-    chance: random.Random
-    seen: int = 0
-    struck: int = 0
-
-    def strikes(self, point: Point, request: str) -> bool:
-        """Count the moment if it matches the rule. Returns whether the rule strikes now."""
-        rule = self.rule
-        if rule.at is not point or not fnmatchcase(request, rule.request):
-            return False
-        self.seen += 1
-        spent = rule.times and self.struck >= rule.times
-        hit = not spent and rule.nth in (0, self.seen) and self.chance.random() < rule.chance
-        self.struck += hit
-        return hit
-
-
-def armed(plan: FaultPlan, node: str) -> list[Armed]:
-    """The rules that concern a node, each at its beginning."""
-    return [
-        Armed(rule, random.Random(f"{plan.seed}/{node}/{index}"))
-        for index, rule in enumerate(plan.rules)
-        if fnmatchcase(node, rule.node)
-    ]
-
-
 class Injector:
     """The faults of one node. `on_strike` hears of each one in a few words."""
 
@@ -76,40 +46,40 @@ class Injector:
 
     async def reach(self, point: Point, request: str) -> None:
         """Report that `request` is at `point`. Raises `NodeLost` if a rule cuts its connection there."""
-        for armed in self._strikes(point, request):
-            await self._strike(armed.rule, request)
+        for one in self._strikes(point, request):
+            await self._strike(one.rule, request)
 
     async def reach_frame(self, frame: KvFrame, point: Point = Point.FRAME) -> list[KvFrame]:
         """The frames that leave in place of `frame`. Raises `NodeLost` if a rule cuts the connection there."""
         request = self.requests.get(frame.transfer_id, "")
         frames = [frame]
-        for armed in self._strikes(point, request):
-            match armed.rule.do:
+        for one in self._strikes(point, request):
+            match one.rule.do:
                 case Action.DROP:
                     frames = []
                 case Action.DUPLICATE:
                     frames = frames * 2
                 case Action.CORRUPT:
-                    frames = [replace(each, payload=_flipped(each.payload, armed.chance)) for each in frames]
+                    frames = [replace(each, payload=_flipped(each.payload, one.chance)) for each in frames]
                 case Action.SLOW:
-                    await asyncio.sleep(len(frame.payload) / armed.rule.bytes_per_s)
+                    await asyncio.sleep(len(frame.payload) / one.rule.bytes_per_s)
                 case _:
-                    await self._strike(armed.rule, request)
+                    await self._strike(one.rule, request)
         return frames
 
     async def reach_parcel(self, payload: Payload) -> Payload:
         """What leaves over a link in place of `payload`. Raises `NodeLost` if a rule cuts the connection there."""
-        for armed in self._strikes(Point.SEND, ""):
-            if armed.rule.do is Action.CORRUPT:
-                payload = _flipped(payload, armed.chance)
+        for one in self._strikes(Point.SEND, ""):
+            if one.rule.do is Action.CORRUPT:
+                payload = _flipped(payload, one.chance)
             else:
-                await self._strike(armed.rule, "")
+                await self._strike(one.rule, "")
         return payload
 
     def _strikes(self, point: Point, request: str) -> list[Armed]:
-        striking = [armed for armed in self._armed if armed.strikes(point, request)]
-        for armed in striking:
-            self._on_strike(f"{self._node}: {armed.rule.do} at {point}" + (f" of {request}" if request else ""))
+        striking = [one for one in self._armed if one.strikes(point, request)]
+        for one in striking:
+            self._on_strike(f"{self._node}: {one.rule.do} at {point}" + (f" of {request}" if request else ""))
         return striking
 
     async def _strike(self, rule: FaultRule, request: str) -> None:

@@ -8,7 +8,8 @@ import torch
 from hack_kernels.base import Plane
 
 from hackkv.codec import KvCodec
-from hackkv.footprint import Footprint, footprint_of
+from hackkv.codec_footprint import footprint_of
+from hackkv.footprint import Footprint
 from hackkv.held import NOTHING_HELD, HeldKv
 from hackkv.types import KvLayout
 from hackkv.wire_form import RAW, WireForm

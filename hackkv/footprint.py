@@ -1,5 +1,7 @@
 """The size of a sequence, in pages and in bytes, over all layers and KV heads of a node. Numbers only, no tensors.
 
+Schedulers decide by it, so it loads no tensor library: `hackkv.codec_footprint` asks codecs for their sizes.
+
 Everything here is a function of *rows*: what the cache holds. A codec that evicts rows after prefill holds fewer rows
 than tokens; `hackkv.codec.rows_held` says how many.
 """
@@ -7,13 +9,12 @@ than tokens; `hackkv.codec.rows_held` says how many.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from typing import TYPE_CHECKING
 
-from hack_kernels.window import OWN_PAGE_ONLY, Window
-
-from hackkv.codec import FP16_BYTES, KvCodec, planes_bytes
 from hackkv.held import NOTHING_HELD, HeldKv
-from hackkv.types import KvLayout
+
+if TYPE_CHECKING:
+    from hack_kernels.window import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,10 @@ class Footprint:
     """One sealed page of all layers and KV heads on the wire, before coding."""
     row_bytes: int
     """One row of K and V of all layers and KV heads in a slot: FP16."""
+    window: Window
+    """Which rows lie in the slot."""
     seals_open_page: bool = False
     """Whether rows past the last full page rest as a sealed page too."""
-    window: Window = OWN_PAGE_ONLY
     noted_bytes: int = 0
     """Notes of one page of all layers and KV heads, on a node that computes prompts (`Eviction.notes`)."""
     widths: tuple[int, ...] = ()
@@ -85,25 +87,3 @@ class Footprint:
     def most_bytes(self, rows: int) -> int:
         """The largest size at rest of a sequence while it grows to `rows` rows."""
         return self.sealed(rows) * self.page_bytes + self.slot_bytes
-
-
-def footprint_of(codec: KvCodec, layout: KvLayout) -> Footprint:
-    """The sizes of a model's KV, for the layers and KV heads of `layout`."""
-    widths = tuple(fmt.head_dim for fmt in codec.formats)
-    return Footprint(
-        page_tokens=layout.page_tokens,
-        page_bytes=sum(fmt.page_bytes for fmt in codec.formats) * layout.num_kv_heads,
-        wire_page_bytes=sum(map(planes_bytes, codec.wire_planes)) * layout.num_kv_heads,
-        row_bytes=2 * FP16_BYTES * sum(widths) * layout.num_kv_heads,
-        seals_open_page=codec.seals_open_page,
-        window=codec.window,
-        noted_bytes=planes_bytes(codec.eviction.notes if codec.eviction else ())
-        * layout.num_layers
-        * layout.num_kv_heads,
-        widths=widths,
-    )
-
-
-def fp16_bytes(layout: KvLayout, tokens: int) -> int:
-    """Bytes of K and V of `tokens` tokens in FP16."""
-    return prod((2, FP16_BYTES, layout.num_layers, layout.num_kv_heads, layout.head_dim, tokens))

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from hackkv.batch import Fills
 from hackkv.codec import KvCodec
+from hackkv.codec_footprint import footprint_of
 from hackkv.device_payload import lies_on_device
-from hackkv.footprint import Footprint, footprint_of
+from hackkv.footprint import Footprint
 from hackkv.lanes import Leaving, lanes_on
 from hackkv.types import KvFrame, KvLayout
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
-from hack_kernels.base import Planes
-
-from hackkv.kv_memory import KvMemory
 from hackkv.types import KvFrame
 from prefill_node.host_pool import Claim, HostPool, Tenant
 
-Part = tuple[KvFrame, Planes]
+if TYPE_CHECKING:  # the page book decides about what is fetched, and loads no tensor library
+    from hack_kernels.base import Planes
+
+    from hackkv.kv_memory import KvMemory
+
+Part: TypeAlias = "tuple[KvFrame, Planes]"
 """A frame without its payload, and what the payload was."""
 
 

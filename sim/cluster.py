@@ -14,27 +14,28 @@ from hackkv.page_names import PageName
 from prefill_node.host_pool import HostPool
 from prefill_node.prefix_pool import PrefixPool
 from prefill_node.scheduler import PrefillScheduler
-from router.fleet.line import Ageing
+from router.fleet.turns import Ageing
 from sim.aggregated import InterleavedPrompts
 from sim.books import CountedPages, CountedPrefixes
-from sim.costs import CostModel, Profiled, Roofline, read_profile
+from sim.capacity import GBIT, cost_of, flow_of, host_bytes_of, largest_request, line_of, pages_of
+from sim.costs import CostModel
 from sim.decode import DecodeReplica, Setting
 from sim.eventlog import EventLog
 from sim.faults import Faults
 from sim.host import HostCores
 from sim.jobs import Arrival, Job, StageTimes
 from sim.network import Network, SharedLink
+from sim.network_spec import Sending
 from sim.prefill import KvDispatch, PrefillReplica
+from sim.racks import Place, Uplink, uplinks_of
 from sim.results import RequestTable, SimulationRecord
 from sim.rooms import DecodeSite, Rooms
 from sim.router import Router
 from sim.scaled import noisy
 from sim.scaling import TICK_S, Staff, staff_of
 from sim.sizes import CodecSizes, sizes_of
-from sim.spec import GIB, ReplicaPool, Sending, Spec
+from sim.spec import ReplicaPool, Spec
 from sim.world import World
-
-GBIT = 1e9 / 8
 
 
 def _heard(_: int) -> None:
@@ -86,60 +87,14 @@ class SimulationOutcome:
         )
 
 
-def pages_of(spec: Spec, pool: ReplicaPool, sizes: CodecSizes) -> int:
-    """Pages that fit beside weights, activations and the slots. Raises `ConfigError` if none does."""
-    if pool.pages:
-        return pool.pages
-    gpu = spec.gpu_of(pool)
-    memory = pool.gpus * gpu.memory_gb * 1e9 * (1 - pool.reserve) - spec.shape.total_weight_bytes
-    pages = int((memory - pool.max_sequences * sizes.footprint.slot_bytes) // sizes.footprint.page_bytes)
-    if pages < 1:
-        raise ConfigError(
-            f"{spec.role_of(pool)}: {pool.gpus} x {spec.instance_of(pool).gpu} have no room for KV: weights take "
-            f"{spec.shape.total_weight_bytes / 1e9:.0f} GB, {pool.max_sequences} open pages "
-            f"{pool.max_sequences * sizes.footprint.slot_bytes / 1e9:.0f} GB (tp, pp, max_sequences)"
-        )
-    return pages
+@dataclass(slots=True)
+class Layout:
+    """Which replica is of which kind, and where it stands."""
 
-
-def largest_request(spec: Spec, sizes: CodecSizes) -> int:
-    """Tokens of KV that fit on every replica when it is empty. Raises `ConfigError` if none do."""
-    pages = [pages_of(spec, pool, sizes) for pool in (spec.prefill, spec.decode) if pool is not None]
-    if spec.prefill is not None:
-        pages.append(host_bytes_of(spec, spec.prefill) // sizes.footprint.wire_page_bytes)
-    return min(pages) * sizes.footprint.page_tokens
-
-
-def host_bytes_of(spec: Spec, pool: ReplicaPool) -> int:
-    """Host memory of one replica."""
-    instance = spec.instance_of(pool)
-    share = 0.5 * instance.host_gib * pool.gpus / instance.gpus if pool.host_gib is None else pool.host_gib
-    return int(share * GIB)
-
-
-def cost_of(spec: Spec, pool: ReplicaPool, sizes: CodecSizes) -> CostModel:
-    """The pool's cost model: measured if it names a profile, else by roofline."""
-    if pool.profile is not None:
-        return Profiled(read_profile(pool.profile))
-    return Roofline(spec.shape, spec.gpu_of(pool), spec.efficiency_of(pool), sizes, pool.tp, pool.pp)
-
-
-def line_of(spec: Spec, pool: ReplicaPool) -> float:
-    """Bytes per second of a replica's line: its stage's share of the instance's."""
-    instance = spec.instance_of(pool)
-    gbit_s = instance.network_gbit_s * min(1.0, pool.tp / instance.gpus)
-    if spec.network.link_gbit_s:
-        gbit_s = min(gbit_s, spec.network.link_gbit_s)
-    return gbit_s * GBIT * spec.efficiency_of(pool).network
-
-
-def flow_of(spec: Spec, pool: ReplicaPool) -> float:
-    """Bytes per second of one handoff at most: a flow for each GPU of a stage."""
-    instance = spec.instance_of(pool)
-    if not instance.flow_gbit_s:
-        return line_of(spec, pool)
-    flows = pool.tp * instance.flow_gbit_s * GBIT * spec.efficiency_of(pool).network
-    return min(line_of(spec, pool), flows)
+    kinds: dict[str, list[int]]
+    """Role -> the pool of each replica, by number, as its place among the role's pools."""
+    uplinks: dict[Place, Uplink] = field(default_factory=dict)
+    """Of the racks of replicas; empty without racks."""
 
 
 class Cluster:
@@ -155,8 +110,8 @@ class Cluster:
         self.spec, self._options, self._costs = spec, options or Options(), costs
         self.sizes = sizes_of(spec.codec, spec.shape.kv_shape)
         faults = Faults(spec.faults)
-        scaled = any(pool is not None and pool.scale for pool in (spec.prefill, spec.decode))
-        if spec.faults.rules and (spec.prefill is None or scaled):
+        scaled = any(pool.scale for pool in spec.pools)
+        if spec.faults.rules and (not spec.prefill or scaled):
             raise ConfigError("faults: an aggregated cluster, and one that scales, are simulated without them")
         if spec.faults.rules and spec.host is not None:
             raise ConfigError("faults: a cluster that shares a host is simulated without them")
@@ -169,6 +124,7 @@ class Cluster:
         self._links: list[SharedLink] = []
         self._reuse = False
         self._faults = faults
+        self._layout = Layout({role: _kinds(pools) for role, pools in spec.roles.items()})
         self.routers: list[Router] = []
         self._staff: list[dict[str, Staff]] = []
         """Of each router."""
@@ -181,7 +137,7 @@ class Cluster:
         shards = self.spec.policy.shards
         mine = range(shards) if shard is None else range(shard, shard + 1)
         numbers = range(mine[0], mine[0] + len(arrivals) * (shards // len(mine)), shards // len(mine))
-        can_reuse = self.spec.prefill is not None and self.sizes.bytes_follow_tokens
+        can_reuse = bool(self.spec.prefill) and self.sizes.bytes_follow_tokens
         self._reuse = can_reuse and any(arrival.blocks for arrival in arrivals)
         self._build(mine)
         rows, jobs = RequestTable(numbers), list[Job]()
@@ -256,8 +212,14 @@ class Cluster:
         ageing = Ageing(spec.policy.ageing_s, spec.policy.max_passed)
         largest = largest_request(spec, self.sizes)
         for shard in mine:
-            prefills = [self._prefill(number) for number in _share(spec.prefill, shard, shards)]
-            decodes = [self._site(number) for number in _share(spec.decode, shard, shards)]
+            numbers = {role: self._numbers(role)[shard::shards] for role in ("prefill", "decode")}
+            own = {
+                role: [(n, pools[self._layout.kinds[role][n]]) for n in numbers[role]]
+                for role, pools in spec.roles.items()
+            }
+            self._layout.uplinks |= uplinks_of(spec, own, self._link)
+            prefills = [self._prefill(number) for number in numbers["prefill"]]
+            decodes = [self._site(number) for number in numbers["decode"]]
             rooms = Rooms(self.world, decodes, ageing)
             router = Router(self.world, prefills, rooms, spec, largest)
             self.routers.append(router)
@@ -265,8 +227,8 @@ class Cluster:
             self._staff.append(staff_of(self.world, spec, router))
 
     def _prefill(self, number: int) -> PrefillReplica:
-        spec, pool, footprint = self.spec, self.spec.prefill, self.sizes.footprint
-        assert pool is not None
+        spec, kind, footprint = self.spec, self._layout.kinds["prefill"][number], self.sizes.footprint
+        pool = spec.prefill[kind]
         host = HostPool(host_bytes_of(spec, pool), lambda _: replica.wake())
         pages = pages_of(spec, pool, self.sizes)
         of_page = (footprint.page_tokens, host, footprint.page_bytes)
@@ -283,33 +245,47 @@ class Cluster:
             0.0 if spec.host is None else spec.host.byte_s,
             spec.network.sending is Sending.LAYERS and self.sizes.eviction is None,
             spec.network.blocking,
+            self._layout.uplinks.get(("prefill", number)),
         )
         replica = PrefillReplica(self.world, number, self._cost(pool, number, "prefill"), scheduler, host, sender)
+        replica.tally.kind = kind
         return replica
 
     def _site(self, number: int) -> DecodeSite:
-        pool, prompts = self.spec.decode, None
-        if self.spec.prefill is None:
+        pool, prompts = self.spec.decode[self._layout.kinds["decode"][number]], None
+        if not self.spec.prefill:
             cost = self._cost(pool, number, "prompts")
             prompts = InterleavedPrompts(self.world, number, cost, pool.chunk_tokens, pool.max_sequences)
-        return DecodeSite(self._decode(number, prompts), self._receiving(number), prompts)
+        return DecodeSite(
+            self._decode(number, prompts),
+            self._receiving(pool, number),
+            prompts,
+            self._layout.uplinks.get(("decode", number)),
+        )
 
     def _decode(self, number: int, beside: InterleavedPrompts | None = None) -> DecodeReplica:
-        spec, pool = self.spec, self.spec.decode
+        spec, kind = self.spec, self._layout.kinds["decode"][number]
+        pool = spec.decode[kind]
         pages = pages_of(spec, pool, self.sizes)
         book = (PagePool if self._reuse else CountedPages)(pages, pool.max_sequences)
         limits = SchedulerLimits(host_bytes_of(spec, pool), pool.max_batch, pool.replay_tokens)
         scheduler: DecodeScheduler[Job] = DecodeScheduler(book, self.sizes.footprint, limits)
         setting = Setting(self.world, self._cost(pool, number, "decode"), pool.max_batch, beside)
-        return DecodeReplica(number, setting, scheduler, book)
+        replica = DecodeReplica(number, setting, scheduler, book)
+        replica.tally.kind = kind
+        return replica
+
+    def _numbers(self, role: str) -> range:
+        """Of the replicas of a role. Routers take them in turn, so each gets its part of every kind."""
+        return range(len(self._layout.kinds.get(role, ())))
 
     def _cost(self, pool: ReplicaPool, number: int, role: str) -> CostModel:
         cost = self._costs(self.spec, pool, self.sizes)
         return noisy(cost, self.spec.noise, f"{self._options.seed}/{role}-{number}") if self.spec.noise else cost
 
-    def _receiving(self, number: int) -> tuple[SharedLink, ...]:
+    def _receiving(self, pool: ReplicaPool, number: int) -> tuple[SharedLink, ...]:
         spec = self.spec
-        links = [self._link(f"decode-{number:06d}", line_of(spec, spec.decode))]
+        links = [self._link(f"decode-{number:06d}", line_of(spec, pool))]
         if spec.network.receiver_gbit_s:
             links.append(self._link(f"receiver-{number:06d}", spec.network.receiver_gbit_s * GBIT))
         return tuple(links)
@@ -333,6 +309,5 @@ def _name(block: int, index: int) -> PageName:
     return PageName(pack("<qq", block, index), b"", "")
 
 
-def _share(pool: ReplicaPool | None, shard: int, shards: int) -> range:
-    """The numbers of a router's replicas."""
-    return range(0) if pool is None else range(shard * pool.replicas // shards, (shard + 1) * pool.replicas // shards)
+def _kinds(pools: Sequence[ReplicaPool]) -> list[int]:
+    return [kind for kind, pool in enumerate(pools) for _ in range(pool.replicas)]

@@ -58,6 +58,8 @@ class DecodeTally:
     page_seconds: float = 0.0
     gaps: Counter[int] = field(default_factory=Counter)
     """Tokens by the time since the token before, in steps of 1% (`gap_of`)."""
+    kind: int = 0
+    """Its pool: the place in `Spec.decode`."""
 
 
 def _step_of(gap_s: float) -> int:

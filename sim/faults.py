@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Final
 
-from faults.injector import Armed, armed
+from faults.armed import Armed, armed
 from faults.plan import Action, FaultPlan, FaultRule, Point
 from hackkv.errors import ConfigError
 from sim.decode import DecodeReplica

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from sim import spec
 from sim.network import Flow, Network, SharedLink
+from sim.network_spec import LinkSharing
+from sim.spec import Host
 from sim.world import World
 
 _UNITS: Final = 1e6
@@ -22,9 +23,9 @@ _UNITS: Final = 1e6
 class HostCores:
     """`sim.world.Cores`."""
 
-    def __init__(self, world: World, of: spec.Host) -> None:
+    def __init__(self, world: World, of: Host) -> None:
         self.cores = SharedLink("cores", of.cores * _UNITS)
-        self._network, self._of = Network(world, spec.LinkSharing.FAIR), of
+        self._network, self._of = Network(world, LinkSharing.FAIR), of
         self._router = Thread(self.compute)
 
     def compute(self, seconds: float, call: Callable[[], None]) -> None:

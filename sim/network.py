@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from sim.spec import LinkSharing
+from sim.network_spec import LinkSharing
 from sim.world import World
 
 _EMPTY_BYTES = 1e-3

@@ -24,7 +24,7 @@ from node.process import Shutdown, run_role
 from node.shell import Loaded
 from prefill_node.__main__ import serve as serve_prefill
 from prefill_node.config import PrefillConfig
-from sim.cluster import host_bytes_of, pages_of
+from sim.capacity import host_bytes_of, pages_of
 from sim.sizes import sizes_of
 from sim.spec import ReplicaPool, Spec, read_spec
 from sim.weightless import weightless_worker
@@ -50,21 +50,24 @@ async def serve(config: FleetConfig, shutdown: Shutdown) -> None:
     Each node ends by itself: one that has drained does not stop the others.
     """
     spec, folder = read_spec(config.spec), find_model(config.model).path
-    if spec.prefill is None:
+    if not spec.prefill:
         raise ConfigError(f"{config.spec}: prefill: replicas that do both are simulated (hackkv simulate), not served")
     ends: list[Shutdown] = []
     passing_on = asyncio.create_task(_pass_on(shutdown, ends))
     try:
         async with asyncio.TaskGroup() as group:
-            for role, pool in (("prefill", spec.prefill), ("decode", spec.decode)):
-                loaded, settings = _prepared(config, spec, pool, folder)
-                for number in range(config.first, config.first + pool.replicas):
-                    ends.append(end := Shutdown())
-                    node = {**settings, "node_id": f"{role}-{number}"}
-                    if role == "prefill":
-                        group.create_task(serve_prefill(_prefill(node, pool), end, loaded))
-                    else:
-                        group.create_task(serve_decode(_decode(node, pool), end, loaded))
+            for role, pools in spec.roles.items():
+                first = config.first
+                for pool in pools:
+                    loaded, settings = _prepared(config, spec, pool, folder)
+                    for number in range(first, first + pool.replicas):
+                        ends.append(end := Shutdown())
+                        node = {**settings, "node_id": f"{role}-{number}"}
+                        if role == "prefill":
+                            group.create_task(serve_prefill(_prefill(node, pool), end, loaded))
+                        else:
+                            group.create_task(serve_decode(_decode(node, pool), end, loaded))
+                    first += pool.replicas
     finally:
         await reap(passing_on)
 

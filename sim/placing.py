@@ -23,15 +23,18 @@ _NEVER = int(np.iinfo(np.int64).max)
 class Shelf:
     """Loads of the replicas of one role. Indices are places in `names`, which are sorted."""
 
-    def __init__(self, names: Sequence[str], total_pages: int, page_tokens: int) -> None:
+    def __init__(self, names: Sequence[str], total_pages: Sequence[int], page_tokens: int) -> None:
+        """`total_pages` are those of each replica."""
         if list(names) != sorted(names):
             raise ValueError("names are not sorted")
         self.names = list(names)
-        self._total_pages, self._page_tokens = total_pages, page_tokens
+        self._page_tokens = page_tokens
+        self._total = np.array(total_pages, dtype=np.int64)
+        self._least_total = min(total_pages, default=0)
         size = len(self.names)
         self.tokens = [0] * size
         """Queued or outstanding tokens of what was booked."""
-        self.free = np.full(size, total_pages, dtype=np.int64)
+        self.free = self._total.copy()
         """Free pages as the router believes."""
         self.up = [True] * size
         """Takes requests."""
@@ -58,16 +61,18 @@ class Shelf:
             away = {self.names[index] for index in avoid}
             return self._named(pick_decode(self._decode_loads(held or repeat(0)), need, avoid=away))
         landing, whole = pages_for(need.landing, self._page_tokens), pages_for(need.whole, self._page_tokens)
-        if whole > self._total_pages:
-            return None
-        best = self._least(self._keys)
+        keys = self._keys if whole <= self._least_total else np.where(self._total >= whole, self._keys, _NEVER)
+        best = self._least(keys)
         if best is None or self.free[best] >= landing:
             return best
-        return self._least(np.where(self.free >= landing, self._keys, _NEVER))
+        return self._least(np.where(self.free >= landing, keys, _NEVER))
 
     def could_hold(self, need: Need) -> bool:
         """Whether a replica that is here has room once others have ended."""
-        return any(self.up) and pages_for(need.whole, self._page_tokens) <= self._total_pages
+        whole = pages_for(need.whole, self._page_tokens)
+        if whole <= self._least_total:
+            return any(self.up)
+        return bool(np.any(self._total[self.up] >= whole))
 
     def choose(self, index: int, tokens: int = 0) -> None:
         """Note that a replica was chosen, and add tokens to its account."""
@@ -95,7 +100,7 @@ class Shelf:
                 name,
                 self.tokens[index],
                 int(self.free[index]),
-                self._total_pages,
+                int(self._total[index]),
                 self._page_tokens,
                 self._chosen[index],
                 draining=not self.up[index],

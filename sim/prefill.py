@@ -20,6 +20,7 @@ from sim.costs import CostModel, PassCost
 from sim.eventlog import EventKind
 from sim.jobs import Job
 from sim.network import Flow, Network, SharedLink
+from sim.racks import Uplink, between
 from sim.world import World
 
 
@@ -29,6 +30,11 @@ class Receiver(Protocol):
     @property
     def links(self) -> tuple[SharedLink, ...]:
         """The receiver's line and its processing."""
+        ...
+
+    @property
+    def uplink(self) -> Uplink | None:
+        """Of the receiver's rack."""
         ...
 
 
@@ -81,7 +87,8 @@ class SimulatedShipment:
         if ready > 0:
             epoch, byte_s = self.epoch, sender.byte_s
             arrived = partial(self._arrived, epoch, ready * byte_s) if byte_s else partial(self._handled, epoch)
-            flow = self.flow = Flow((sender.line, *self.receiver.links), sender.flow_rate, arrived)
+            links = (sender.line, *between(sender.uplink, self.receiver.uplink), *self.receiver.links)
+            flow = self.flow = Flow(links, sender.flow_rate, arrived)
             self.sent = self.made
             self.job.account.wire_bytes += ready
             sender.network.start(flow, float(ready))
@@ -118,6 +125,8 @@ class KvDispatch:
     """Layers leave while their pass still computes later ones."""
     blocking: bool
     """Its replica computes nothing while it sends."""
+    uplink: Uplink | None = None
+    """Of its rack."""
 
 
 @dataclass(slots=True)
@@ -128,6 +137,8 @@ class PrefillTally:
     passes: int = 0
     busy_s: float = 0.0
     cached_tokens: int = 0
+    kind: int = 0
+    """Its pool: the place in `Spec.prefill`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from decode_node.seats import Seat
 from hackkv.errors import Overloaded, RequestError
-from router.fleet.line import Ageing, Demand, Ticket, next_in_line
 from router.fleet.policy import Need
+from router.fleet.turns import Ageing, Demand, Ticket, next_in_line
 from sim.aggregated import InterleavedPrompts
 from sim.decode import DecodeReplica
 from sim.eventlog import EventKind
@@ -20,6 +20,7 @@ from sim.jobs import Job
 from sim.network import SharedLink
 from sim.placing import Shelf
 from sim.prefill import SimulatedShipment
+from sim.racks import Uplink
 from sim.world import World
 
 
@@ -31,6 +32,8 @@ class DecodeSite:
     links: tuple[SharedLink, ...]
     prompts: InterleavedPrompts | None = None
     """Set where the replica computes prompts too."""
+    uplink: Uplink | None = None
+    """Of its rack."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +69,8 @@ class Rooms:
 
     def __init__(self, world: World, sites: list[DecodeSite], ageing: Ageing) -> None:
         self._world, self._ageing, self.sites = world, ageing, sites
-        self.shelf = Shelf(names(len(sites)), sites[0].replica.pool.num_pages, world.footprint.page_tokens)
+        pages = [site.replica.pool.num_pages for site in sites]
+        self.shelf = Shelf(names(len(sites)), pages, world.footprint.page_tokens)
         self.on_room: Callable[[Ride], None] = lambda _: None
         self.on_refused: Callable[[Ride, str], None] = lambda _, __: None
         self._line: list[Ticket] = []

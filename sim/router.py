@@ -25,11 +25,11 @@ class Router:
     """One router with its part of the fleet. `on_over` is called with every job that is done or has failed."""
 
     def __init__(self, world: World, prefills: list[PrefillReplica], rooms: Rooms, spec: Spec, largest: int) -> None:
-        """`largest` is how many tokens of one request fit on every replica of the fleet."""
+        """`largest` is how many tokens one request may have (`sim.capacity.largest_request`)."""
         self._world, self._largest = world, largest
         self._max_failovers, self._network = spec.policy.max_failovers, spec.network
         self.prefills, self.rooms = prefills, rooms
-        self.shelf = Shelf(names(len(prefills)), 0, world.footprint.page_tokens)
+        self.shelf = Shelf(names(len(prefills)), [0] * len(prefills), world.footprint.page_tokens)
         self.on_over: Callable[[Job], None] = lambda _: None
         self._rides: dict[Job, Ride] = {}
         self._homeless: list[Ride] = []

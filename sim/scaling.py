@@ -115,7 +115,7 @@ class Staff:
 
 
 def staff_of(world: World, spec: Spec, router: Router) -> dict[str, Staff]:
-    """Role -> its controller, where the specification asks for one."""
+    """Role -> its controller, where the specification asks for one. Its role has one pool then."""
     prefills, rooms, staff = router.prefills, router.rooms, {}
 
     def queued_s(up: list[int]) -> float:
@@ -131,9 +131,9 @@ def staff_of(world: World, spec: Spec, router: Router) -> dict[str, Staff]:
     def is_done(index: int) -> bool:
         return not prefills[index].shipments and not prefills[index].queued_tokens
 
-    if spec.prefill is not None and spec.prefill.scale is not None:
-        staff["prefill"] = Staff(world, spec.prefill.scale, router.shelf, Watched(queued_s, is_done, lambda: None))
-    if spec.decode.scale is not None:
+    if spec.prefill and (scale := spec.prefill[0].scale) is not None:
+        staff["prefill"] = Staff(world, scale, router.shelf, Watched(queued_s, is_done, lambda: None))
+    if (scale := spec.decode[0].scale) is not None:
         watched = Watched(used, lambda index: not rooms.sites[index].replica.scheduler.seats, rooms.serve)
-        staff["decode"] = Staff(world, spec.decode.scale, rooms.shelf, watched)
+        staff["decode"] = Staff(world, scale, rooms.shelf, watched)
     return staff

@@ -9,9 +9,10 @@ from hack_kernels import DEFINITIONS
 from hack_kernels import load as load_backend
 
 from hackkv.choices import Eviction
+from hackkv.codec_footprint import footprint_of, fp16_bytes
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
-from hackkv.footprint import Footprint, footprint_of, fp16_bytes
+from hackkv.footprint import Footprint
 from hackkv.types import KvLayout, KvShape
 from sim.spec import Codec
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Final, Self
+from typing import Annotated, Final, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from faults.plan import FaultPlan
 from hackkv.config import Frozen, load
@@ -15,30 +14,11 @@ from hackkv.defaults import DEFAULT_CODEC
 from hackkv.errors import ConfigError
 from router.config import LimitsConfig
 from sim.catalogue import Catalogue, Gpu, Instance, ModelShape, named, shipped
+from sim.network_spec import NetworkSpec
 
 GIB = 1 << 30
 CODECS_FILE: Final = Path(__file__).with_name("codecs.yaml")
 _LIMITS = LimitsConfig()
-
-
-class LinkSharing(StrEnum):
-    """How flows share links."""
-
-    FAIR = "fair"
-    """Max-min fair over all links on the way."""
-    INDEPENDENT = "independent"
-    """Every flow as if it were alone."""
-    FIFO = "fifo"
-    """A sender serves one flow after another."""
-
-
-class Sending(StrEnum):
-    """When KV leaves."""
-
-    LAYERS = "layers"
-    """Layer by layer, while the prompt is computed."""
-    AFTER = "after"
-    """When the prompt is complete."""
 
 
 class Efficiency(Frozen):
@@ -119,25 +99,6 @@ class ReplicaPool(Frozen):
         return self.tp * self.pp
 
 
-class NetworkSpec(Frozen):
-    """What lies between the replicas."""
-
-    sharing: LinkSharing = LinkSharing.FAIR
-    sending: Sending = Sending.LAYERS
-    blocking: bool = False
-    """A prefill replica computes nothing while it sends."""
-    link_gbit_s: float = Field(default=0.0, ge=0)
-    """Caps every replica's line; 0 leaves the instance's."""
-    receiver_gbit_s: float = Field(default=0.0, ge=0)
-    """What a decode replica can verify and write; 0 is no limit."""
-    request_s: float = Field(default=0.0, ge=0)
-    """Fixed seconds of a request in the router, before it has a node: HTTP, tokens."""
-    request_token_s: float = Field(default=0.0, ge=0)
-    """The same for each token of its prompt."""
-    call_s: float = Field(default=0.0, ge=0)
-    """Fixed seconds between router and prefill replica, there and back."""
-
-
 class Host(Frozen):
     """One machine on whose cores all processes compute (`sim.host`): replicas, each with a thread, router and clients.
     Durations are those alone on it. Every step is an event then."""
@@ -150,6 +111,16 @@ class Host(Frozen):
     """The same for each token."""
     byte_s: float = Field(default=0.0, ge=0)
     """Seconds of a core for each byte of KV, beside passes: at both ends of the wire."""
+
+
+def _in_a_row(pools: object) -> object:
+    """A role with one kind of replica needs no list."""
+    if pools is None:
+        return ()
+    return pools if isinstance(pools, list | tuple) else (pools,)
+
+
+Pools = Annotated[tuple[ReplicaPool, ...], BeforeValidator(_in_a_row)]
 
 
 class Policy(Frozen):
@@ -225,7 +196,7 @@ class Choices(Frozen):
     """Among what `hackkv plan` chooses."""
 
     prefill: tuple[str, ...] = ()
-    """Instances; none are those of the specification's own pool."""
+    """Instances; none are those of the specification's own pools."""
     decode: tuple[str, ...] = ()
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4)
@@ -243,9 +214,10 @@ class Spec(Frozen):
     """Everything about a simulated cluster."""
 
     model: str | ModelShape
-    prefill: ReplicaPool | None = None
-    """Without it every decode replica computes prompts too (aggregated)."""
-    decode: ReplicaPool
+    prefill: Pools = ()
+    """One pool, or a list: a role may have several kinds of replicas. Without any, every decode replica computes
+    prompts too (aggregated)."""
+    decode: Pools = Field(min_length=1)
     codec: Codec = Codec()
     network: NetworkSpec = NetworkSpec()
     host: Host | None = None
@@ -263,12 +235,25 @@ class Spec(Frozen):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        parts = [self.decode.replicas, *([self.prefill.replicas] if self.prefill else [])]
+        parts = [sum(pool.replicas for pool in pools) for pools in self.roles.values()]
         if self.policy.shards > min(parts):
             raise ValueError(f"policy.shards is {self.policy.shards}, but a role has {min(parts)} replicas")
         if self.host is not None and self.policy.shards > 1:
             raise ValueError(f"policy.shards is {self.policy.shards}, but routers that share a host are not simulated")
+        for role, pools in self.roles.items():
+            if len(pools) > 1 and any(pool.scale for pool in pools):
+                raise ValueError(f"{role}: a role with several kinds of replicas is simulated without `scale`")
         return self
+
+    @property
+    def roles(self) -> dict[str, tuple[ReplicaPool, ...]]:
+        """Role -> its pools; only roles that have some."""
+        return {"prefill": self.prefill, "decode": self.decode} if self.prefill else {"decode": self.decode}
+
+    @property
+    def pools(self) -> tuple[ReplicaPool, ...]:
+        """Of both roles."""
+        return self.prefill + self.decode
 
     @property
     def tables(self) -> Catalogue:
@@ -286,7 +271,11 @@ class Spec(Frozen):
 
     def role_of(self, pool: ReplicaPool) -> str:
         """The key of a pool."""
-        return "prefill" if pool is self.prefill else "decode"
+        for role, pools in self.roles.items():
+            for index, one in enumerate(pools):
+                if one is pool:
+                    return role if len(pools) == 1 else f"{role}.{index}"
+        return "decode"
 
     def gpu_of(self, pool: ReplicaPool) -> Gpu:
         """The pool's GPU. Raises `ConfigError` for an unknown name."""
@@ -298,8 +287,7 @@ class Spec(Frozen):
 
     def usd_per_hour(self) -> float:
         """Of all replicas: each pays for the share of an instance that it uses."""
-        pools = [pool for pool in (self.prefill, self.decode) if pool is not None]
-        return sum(pool.replicas * self.usd_of(pool) for pool in pools)
+        return sum(pool.replicas * self.usd_of(pool) for pool in self.pools)
 
     def usd_of(self, pool: ReplicaPool) -> float:
         """Price of one replica per hour."""
@@ -312,9 +300,8 @@ def read_spec(path: Path) -> Spec:
     spec = load(Spec, path)
     try:
         _ = spec.shape
-        for pool in (spec.prefill, spec.decode):
-            if pool is not None:
-                spec.gpu_of(pool)
+        for pool in spec.pools:
+            spec.gpu_of(pool)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return spec

@@ -136,17 +136,43 @@ def _fleet(record: SimulationRecord, span: float) -> dict[str, Any]:
         "pages_used": _mean([each.page_seconds / span / each.pages for each in decodes]),
         "pages_peak": max((each.peak_pages / each.pages for each in decodes), default=0.0),
         "link_used": max(record.links_s, default=0.0) / span,
+        "pools": _pools(record, span),
         "swaps": int(sum(each.swaps for each in decodes)),
         "failovers": int(np.nansum(rows["failovers"])),
         "cached_tokens": int(np.nansum(rows["cached_tokens"])),
     }
 
 
+def _pools(record: SimulationRecord, span: float) -> list[dict[str, Any]]:
+    """What replicas of each kind did: tokens that were computed or chosen, and the share of the time."""
+    rows = []
+    for role, pools in record.spec.roles.items():
+        tallies = record.prefills if role == "prefill" else record.decodes
+        for kind, pool in enumerate(pools):
+            own = [tally for tally in tallies if tally.kind == kind]
+            rows.append(
+                {
+                    "role": role,
+                    "instance": pool.instance,
+                    "tp": pool.tp,
+                    "pp": pool.pp,
+                    "replicas": pool.replicas,
+                    "busy": _mean([tally.busy_s / span for tally in own]),
+                    "tokens": sum(tally.tokens for tally in own),
+                }
+            )
+    return rows
+
+
 def _usd(record: SimulationRecord, span: float) -> float:
     """Of all replicas while they ran."""
-    pools = {"prefill": record.spec.prefill, "decode": record.spec.decode}
-    paid = ((pool, record.paid_s.get(role, pool.replicas * span)) for role, pool in pools.items() if pool is not None)
-    return sum(seconds / 3600 * record.spec.usd_of(pool) for pool, seconds in paid)
+    spec, usd = record.spec, 0.0
+    for role, pools in spec.roles.items():
+        if role in record.paid_s:  # it scales, and has one pool
+            usd += record.paid_s[role] / 3600 * spec.usd_of(pools[0])
+        else:
+            usd += sum(pool.replicas * span / 3600 * spec.usd_of(pool) for pool in pools)
+    return usd
 
 
 def _mean(values: list[float]) -> float:

@@ -27,7 +27,7 @@ from hackkv.model.llama import Attend, Llama, Weights
 from hackkv.model.rope import Rope
 from hackkv.model.worker import WIRE_VERSION, Worker
 from hackkv.types import WIRE_FORM, Fingerprint
-from sim.cluster import cost_of
+from sim.capacity import cost_of
 from sim.costs import CostModel
 from sim.sizes import sizes_of
 from sim.spec import ReplicaPool, Spec

@@ -11,11 +11,11 @@ from hack_kernels.base import Plane
 from torch import Tensor
 
 from hackkv.codec import KvCodec
+from hackkv.codec_footprint import footprint_of
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
 from hackkv.expected import Expected
-from hackkv.footprint import footprint_of
 from hackkv.framing import FrameLedger, FrameWriter
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape
 from hackkv.wire_form import WIRE_FORMS, WireForm, wire_form

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hackkv import framing
 from hackkv.codec import planes_bytes
+from hackkv.codec_footprint import fp16_bytes
 from hackkv.codecs import CODECS
 from hackkv.errors import FrameRefused
-from hackkv.footprint import fp16_bytes
 from hackkv.framing import FrameLedger, handoff_end, lacked_part, reissued
 from hackkv.held import HeldKv
 from hackkv.types import HandoffEnd, KvFrame, KvLayout, KvShape

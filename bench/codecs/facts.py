@@ -12,9 +12,9 @@ from hack_kernels import load
 from bench.codecs.jct import Key, Record
 from bench.codecs.rows import MODEL, ROWS, CodecRow
 from hackkv.codec import planes_bytes, rows_held
+from hackkv.codec_footprint import footprint_of
 from hackkv.codecs import make_codec
 from hackkv.config import ModelConfig
-from hackkv.footprint import footprint_of
 from hackkv.model.shipped import SMOLLM2_NAME, find_model
 from hackkv.model.worker import Unloaded, plan_worker
 from hackkv.types import KvShape

@@ -25,11 +25,12 @@ from hackkv.timing import Stage
 from hackkv.types import Role
 from measure.serve.calls import PlannedRequest
 from prefill_node.config import PrefillSettings
+from sim.capacity import cost_of
 from sim.catalogue import Catalogue, Gpu, Instance, ModelShape
-from sim.cluster import cost_of
 from sim.costs import Grid, Profile
+from sim.network_spec import NetworkSpec
 from sim.sizes import sizes_of
-from sim.spec import Codec, Efficiency, Host, NetworkSpec, ReplicaPool, Spec
+from sim.spec import Codec, Efficiency, Host, ReplicaPool, Spec
 
 REPEATS = 7
 SHORT, TOKENS = 64, 32
@@ -146,12 +147,12 @@ def gpus(codec: str) -> Profile:
     pool = ReplicaPool(instance="g5.12xlarge", replicas=1, tp=4)
     spec = Spec(
         model="mistral-7b",
-        prefill=pool,
-        decode=ReplicaPool(instance="p4de.24xlarge", replicas=1),
+        prefill=(pool,),
+        decode=(ReplicaPool(instance="p4de.24xlarge", replicas=1),),
         codec=Codec(name=codec),
     )
     sizes = sizes_of(spec.codec, spec.shape.kv_shape)
-    prefill, decode = cost_of(spec, pool, sizes), cost_of(spec, spec.decode, sizes)
+    prefill, decode = cost_of(spec, pool, sizes), cost_of(spec, spec.decode[0], sizes)
     passes = tuple(tuple(prefill.prefill([(start, count)]).seconds for start in contexts) for count in tokens)
     steps = tuple(tuple(decode.decode(batch).seconds(batch * rows, 1) for rows in contexts) for batch in batches)
     return Profile(
@@ -217,8 +218,8 @@ def spec_of(
     }
     return Spec(
         model=model,
-        prefill=node.model_copy(update=prefill),
-        decode=node.model_copy(update=decode),
+        prefill=(node.model_copy(update=prefill),),
+        decode=(node.model_copy(update=decode),),
         codec=Codec(name=codec),
         network=NetworkSpec(request_s=around.request_s, request_token_s=around.request_token_s, call_s=around.call_s),
         host=host,

@@ -143,7 +143,6 @@ async def started(subject: Subject) -> AsyncIterator[Cluster]:
 @contextlib.asynccontextmanager
 async def napping(subject: Subject, spec: Spec, folder: Path) -> AsyncIterator[Cluster]:
     """Start a router, and the nodes of `spec` without weights (`sim.nodes`); `folder` takes the specification."""
-    assert spec.prefill is not None
     file = folder / "naps.yaml"
     file.write_text(spec.model_dump_json(), encoding="utf-8")
     async with running(ClusterPlan(_router(subject), {}, 0, 0), lambda _: None) as cluster:
@@ -159,7 +158,7 @@ async def napping(subject: Subject, spec: Spec, folder: Path) -> AsyncIterator[C
         nodes = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=DEVNULL)
         try:
             await until(lambda: _has_nodes(cluster.url), START_S, "registration of the nodes")
-            pages = {Role.PREFILL: spec.prefill.pages, Role.DECODE: spec.decode.pages}
+            pages = {Role.PREFILL: spec.prefill[0].pages, Role.DECODE: spec.decode[0].pages}
             processes = {cluster.children[0].name: cluster.children[0].process.pid, "nodes": nodes.pid}
             async with _client(cluster, subject, pages, processes) as client:
                 yield client

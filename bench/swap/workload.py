@@ -10,9 +10,10 @@ from statistics import mean
 
 from hack_kernels import load
 
+from hackkv.codec_footprint import footprint_of
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
-from hackkv.footprint import Footprint, footprint_of
+from hackkv.footprint import Footprint
 from hackkv.model.tiny import Tiny
 from hackkv.types import KvLayout, KvShape
 

@@ -13,10 +13,11 @@ from hack_kernels.base import Backend
 from tokenizers import Tokenizer
 
 from hackkv.codec import KvCodec, Origin, rows_held
+from hackkv.codec_footprint import footprint_of, fp16_bytes
 from hackkv.codecs import calibrates, make_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import CalibrationMismatch, CheckpointError, ConfigError
-from hackkv.footprint import Footprint, footprint_of, fp16_bytes
+from hackkv.footprint import Footprint
 from hackkv.guide import Guides
 from hackkv.heap import trim
 from hackkv.model import check_dtype, load_model

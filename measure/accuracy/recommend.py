@@ -14,11 +14,11 @@ from rich.table import Table
 
 from hackkv.canary import Meter, Pace, PresetRow, loss_key, survey
 from hackkv.codec import rows_held
+from hackkv.codec_footprint import footprint_of
 from hackkv.codecs import CODECS
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import EXACT_CODEC
 from hackkv.errors import ConfigError
-from hackkv.footprint import footprint_of
 from hackkv.model.worker import Unloaded, model_folder
 from hackkv.nodes import CodecLoss
 from hackkv.store import Store

@@ -17,8 +17,8 @@ from time import perf_counter
 from typing import Final
 
 from hackkv.codec import rows_held
+from hackkv.codec_footprint import footprint_of, fp16_bytes
 from hackkv.errors import ConfigError
-from hackkv.footprint import footprint_of, fp16_bytes
 from hackkv.model.worker import SHARE_TOKENS, Unloaded
 from hackkv.types import WIRE_FORM
 from measure.accuracy import cells

@@ -12,10 +12,10 @@ from router.config import LEASE_TTL_S, DeadlinesConfig, LimitsConfig
 from router.fleet.capacity import Capacity
 from router.fleet.desks import DecodeDesk, PrefillDesk
 from router.fleet.holdings import Marker, Marks
-from router.fleet.line import Ageing
 from router.fleet.membership import Membership
 from router.fleet.roster import Roster
 from router.fleet.sharing import Sharing
+from router.fleet.turns import Ageing
 from transport.base import DecodeNode, PrefillNode
 
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()

@@ -11,10 +11,11 @@ from sim.catalogue import shipped
 from sim.cluster import Cluster
 from sim.costs import LinearStep, PassCost, Roofline
 from sim.jobs import Arrival
+from sim.network_spec import NetworkSpec
 from sim.paper.model import DATA, QUANTIZE, RATIOS, Parameters, Setup, arrival_rate, line_bytes_s, prefill_s, step_s
 from sim.paper.numbers import Case, numbers
 from sim.sizes import sizes_of
-from sim.spec import Codec, Efficiency, NetworkSpec, ReplicaPool, Spec
+from sim.spec import Codec, Efficiency, ReplicaPool, Spec
 
 CODECS = {"baseline": "fp16", "CacheGen": "hack", "KVQuant": "hack", "HACK": "hack"}
 """Which codec's pages the simulator counts; the wire carries the paper's ratios."""
@@ -90,8 +91,8 @@ def simulated_jct(case: Case, at: Setup, method: str, p: Parameters, requests: i
     )
     spec = Spec(
         model=case.model,
-        prefill=pool,
-        decode=room.model_copy(update={"max_sequences": 512, "efficiency": Efficiency(network=1.0)}),
+        prefill=(pool,),
+        decode=(room.model_copy(update={"max_sequences": 512, "efficiency": Efficiency(network=1.0)}),),
         codec=Codec(name=CODECS[method]),
         network=NetworkSpec.model_validate({"sharing": "independent", "sending": "after", "blocking": True}),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +11,10 @@ from sim.paper.engine import good_engine, simulated_jct
 from sim.paper.fit import errors, fits
 from sim.paper.model import Parameters, parts_of, reductions, setup_of, transfer_share
 from sim.paper.numbers import FITTED, HELD_OUT, METHODS, Numbers, numbers
-from sim.sizes import sizes_of
+from sim.paper.tables import SHORT, accuracy, memory, partitions, span, table
 from sim.spec import Codec
 
 REQUESTS, SEED = 4_000, 1
-SHORT = ("IMDb", "HumanEval", "arXiv", "Cocktail")
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """A table in Markdown."""
-    yield "| " + " | ".join(head) + " |"
-    yield "|" + "---|" * len(head)
-    for row in rows:
-        yield "| " + " | ".join(str(cell) for cell in row) + " |"
-    yield ""
 
 
 def report() -> Iterator[str]:
@@ -35,9 +25,9 @@ def report() -> Iterator[str]:
     yield from _decomposition(paper, found.all_cases)
     yield from _simulated(paper, found.all_cases)
     yield from _scaling(paper, found.held_out)
-    yield from _memory(paper)
-    yield from _accuracy(paper)
-    yield from _partitions(paper)
+    yield from memory(paper)
+    yield from accuracy(paper)
+    yield from partitions(paper)
     yield from _good(paper)
     yield from Path(__file__).with_name("contradictions.md").read_text(encoding="utf-8").splitlines()
 
@@ -142,11 +132,7 @@ def _cuts(paper: Numbers, p: Parameters) -> Iterator[Sequence[object]]:
             (told.transfer_cut, 1 - hack.transfer / base.transfer),
             (told.approximation, hack.approximate / hack.jct),
         )
-        yield name, *(cell for paper_s, share in ours for cell in (_range(paper_s), f"{100 * share:.1f}"))
-
-
-def _range(values: tuple[float, float]) -> str:
-    return f"{values[0]:g}-{values[1]:g}"
+        yield name, *(cell for paper_s, share in ours for cell in (span(paper_s), f"{100 * share:.1f}"))
 
 
 def _simulated(paper: Numbers, p: Parameters) -> Iterator[str]:
@@ -185,90 +171,11 @@ def _scaling(paper: Numbers, p: Parameters) -> Iterator[str]:
         parts = parts_of(at, method, p)
         share = parts.transfer / (parts.jct - parts.wait)
         low, high = (paper.fig14.baseline,) * 2 if method == "baseline" else paper.fig14.others
-        told = f"{low:g}" if low == high else _range((low, high))
+        told = f"{low:g}" if low == high else span((low, high))
         near = min(max(700 * share, low), high)
         off = (100 + 700 * share) / (100 + near) - 1
         rows.append((method, told, f"{700 * share:.0f}", f"{100 * share:.1f}", f"{100 * off:+.1f}%"))
     yield from table(("method", "JCT at p = 8, % more: paper", "7 c", "c, %", "JCT beside the paper's"), rows)
-
-
-def _memory(paper: Numbers) -> Iterator[str]:
-    at = setup_of(paper.cases["Cocktail"])
-    total = at.decode_tp * at.decode_gpu.memory_gb * 1e9
-    weights = at.model.total_weight_bytes
-    yield "## Table 5: peak memory of decode instances, percent"
-    yield ""
-    yield (
-        "Ours: weights, and pages of `hackkv`'s codecs for the number of 16K-token requests that makes FP16 "
-        "reach the paper's 93.7% on Cocktail. Other memory differs by data set in the paper (contradiction 5), "
-        "so only Cocktail is compared."
-    )
-    yield ""
-    tokens = round(at.prompt + at.output)
-    fp16 = sizes_of(Codec(name="fp16"), at.model.kv_shape).footprint
-    other = 0.06 * total
-    count = (0.937 * total - weights - other) / fp16.resting_bytes(tokens)
-    rows = []
-    for method, codec in (("baseline", "fp16"), ("HACK", "hack-paper"), ("", "rot-k4v4"), ("", "fp8")):
-        held = sizes_of(Codec(name=codec), at.model.kv_shape).footprint.resting_bytes(tokens)
-        told = paper.table5.get(method, {}).get("Cocktail", "")
-        rows.append((method or "-", codec, told, f"{100 * (weights + other + count * held) / total:.1f}"))
-    yield from table(("method", "our codec", "paper", "ours"), rows)
-    yield f"That is {count:.0f} requests at once on a replica; 6% stand for activations."
-    yield ""
-
-
-def _accuracy(paper: Numbers) -> Iterator[str]:
-    yield "## Tables 6 and 7: accuracy"
-    yield ""
-    yield (
-        "Points that methods lose, mean over the paper's models. A simulator cannot say what answers are worth: "
-        "what our codecs cost real models is measured ([accuracy](accuracy.md)), and the paper's form of two "
-        "bits ruins small ones."
-    )
-    yield ""
-    rows = [
-        (name, *(f"{np.mean(losses[data]):.2f}" for data in SHORT))
-        for name, losses in paper.table6.items()
-        if name != "baseline"
-    ]
-    rows.append(
-        ("without requantization elimination (Table 7)", *(f"{-paper.table7[data]:.2f} more" for data in SHORT))
-    )
-    yield from table(("method", *SHORT), rows)
-
-
-def _partitions(paper: Numbers) -> Iterator[str]:
-    at = setup_of(paper.cases["Cocktail"])
-    yield "## Table 8 and Figure 13: partitions, sums, the last block"
-    yield ""
-    yield (
-        "JCT beside partitions of 128, percent more. The paper's numbers are linear in 1/partition "
-        "(contradiction 6). Ours are what `hack` pages weigh at rest and on the wire, which is all that a page's "
-        "size changes in a good engine."
-    )
-    yield ""
-    base = good_jct("hack", 128)
-    rows = []
-    for size, told in paper.table8.items():
-        ours = 100 * (good_jct("hack", size) / base - 1)
-        ratio = sizes_of(Codec(name="hack", settings={"page_tokens": size}), at.model.kv_shape).resting_ratio
-        rows.append((size, *(told[data] for data in SHORT), f"{ours:.1f}", f"{ratio:.4f}"))
-    head = ("partition", *(f"{data}: paper" for data in SHORT), "Cocktail, good engine", "bytes beside FP16")
-    yield from table(head, rows)
-    se, rqe = paper.fig13["se_long"], paper.fig13["rqe_short"]
-    yield (
-        f"Figure 13 (paper): recomputing sums costs {_range(se)}% on long prompts, requantizing the last block "
-        f"{_range(rqe)}% on short ones. `hackkv` has both ablations (`stored_sums: false`, `open_page: "
-        "requantize`); [performance](performance.md) measures them on processors."
-    )
-    yield ""
-
-
-def good_jct(codec: str, page_tokens: int) -> float:
-    """JCT of Cocktail on A10G with a good engine at batch 16 and pages of another size, in seconds."""
-    at = setup_of(numbers().cases["Cocktail"])
-    return sum(good_engine(at, Codec(name=codec, settings={"page_tokens": page_tokens}), 16))
 
 
 GOOD = ("Cocktail", "T4", "L4", "V100", "A100", "Mistral-7B", "arXiv", "IMDb", "HumanEval")

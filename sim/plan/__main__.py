@@ -80,7 +80,7 @@ def _plan(args: argparse.Namespace, command: str, notes: Console) -> tuple[list[
             demand = demand.at(trials[0].rate)
         else:
             trials = search(spec, demand, args.seed, status.update)
-        lines = list(report(spec, demand, trials, command))
+        lines = list(report(spec, demand, trials, command, args.budget and args.budget / cells))
     return lines, {
         "command": command,
         "rate": demand.rate * cells,
@@ -91,11 +91,12 @@ def _plan(args: argparse.Namespace, command: str, notes: Console) -> tuple[list[
 
 def _as_data(trial: Trial) -> dict[str, Any]:
     return {
-        "kind": trial.candidate.kind,
+        "kind": trial.candidate.label,
         "usd_per_hour": trial.usd,
         "rate": trial.rate,
         "parts": [
             {
+                "role": "prefill" if part in trial.candidate.prefill else "decode",
                 "instance": part.rig.pool.instance,
                 "tp": part.rig.pool.tp,
                 "pp": part.rig.pool.pp,

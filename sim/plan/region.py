@@ -8,7 +8,8 @@ from typing import Final
 
 from hackkv.defaults import EXACT_CODEC
 from measure.serve.shapes import Spread, fixed
-from sim.plan.screen import ClusterCandidate, ServiceTarget, candidates, demand_of
+from sim.plan.parts import ClusterCandidate
+from sim.plan.screen import ServiceTarget, candidates, demand_of
 from sim.spec import Efficiency, Spec
 
 PROMPTS: Final = (512, 2_048, 8_192, 32_768)
@@ -40,7 +41,7 @@ def share_costs(spec: Spec, demand: ServiceTarget) -> dict[str, float]:
     for one in found:
         if one.kind not in best or one.share_usd < best[one.kind].share_usd:
             best[one.kind] = one
-    kinds = sorted(best, key=lambda kind: (order.index(best[kind].codec.label), best[kind].prefill is None))
+    kinds = sorted(best, key=lambda kind: (order.index(best[kind].codec.label), not best[kind].prefill))
     return {kind: best[kind].share_usd for kind in kinds}
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hackkv.defaults import EXACT_CODEC
-from sim.paper.report import table
+from sim.paper.tables import table
+from sim.plan.idle import idle
+from sim.plan.parts import Part
 from sim.plan.region import LINKS_GBIT_S, PROMPTS, TIE, region, sensitivity, spread_of, upgrades
 from sim.plan.screen import ServiceTarget
 from sim.plan.search import Trial
@@ -13,12 +15,15 @@ from sim.spec import Spec
 from sim.workload import shape_of
 
 
-def report(spec: Spec, demand: ServiceTarget, trials: list[Trial], command: str) -> Iterator[str]:
-    """The lines of plan.md."""
+def report(
+    spec: Spec, demand: ServiceTarget, trials: list[Trial], command: str, budget: float | None = None
+) -> Iterator[str]:
+    """The lines of plan.md. `budget` is in dollars per hour, of one cell."""
     best = trials[0]
     yield from _head(spec, demand, best, command)
     yield from _kinds(spec, trials)
     yield from _best(best)
+    yield from _idle(spec, demand, best, budget)
     yield from _changes(spec, demand, best)
     yield from _region(spec, demand)
     yield "## How far to trust it"
@@ -53,12 +58,18 @@ def _head(spec: Spec, demand: ServiceTarget, best: Trial, command: str) -> Itera
 
 
 def _describe(trial: Trial) -> str:
-    parts = trial.candidate.parts
-    roles, purpose = (("prefill ", "decode "), "") if len(parts) > 1 else (("",), " for both")
+    candidate = trial.candidate
+    purposes = [" for prefill"] * len(candidate.prefill)
+    purposes += [" for decode" if candidate.prefill else " for both"] * len(candidate.decode)
     machines = [
-        f"{part.count} {role}x {part.rig.pool.gpus} GPUs ({part.rig})" for role, part in zip(roles, parts, strict=True)
+        f"{part.count} x {part.rig.pool.gpus} GPUs ({part.rig}){purpose}"
+        for part, purpose in zip(candidate.parts, purposes, strict=True)
     ]
-    return f"{' and '.join(machines)}{purpose}, {trial.candidate.codec.label}"
+    return f"{'; '.join(machines)}; {candidate.codec.label}"
+
+
+def _side(parts: Sequence[Part]) -> str:
+    return " + ".join(map(str, parts)) or "-"
 
 
 def _kinds(spec: Spec, trials: list[Trial]) -> Iterator[str]:
@@ -67,19 +78,18 @@ def _kinds(spec: Spec, trials: list[Trial]) -> Iterator[str]:
     limits = list(trials[0].found)
     rows = []
     for trial in trials:
-        prefill = trial.candidate.prefill
-        decode = trial.candidate.decode
+        prefill, decode = trial.candidate.prefill, trial.candidate.decode
         rows.append(
             (
-                trial.candidate.kind,
-                "-" if prefill is None else f"{prefill.count} x {prefill.rig}",
-                f"{decode.count} x {decode.rig}",
+                trial.candidate.label,
+                _side(prefill),
+                _side(decode),
                 f"{trial.rate:.4g}",
                 f"{trial.usd:,.2f}",
                 f"{trial.usd_per_request / trials[0].usd_per_request:.2f}",
                 *(f"{trial.found[limit]:.3g}" for limit in limits),
                 f"{trial.result['prefill_busy']:.0%} / {trial.result['decode_busy']:.0%}"
-                if prefill is not None
+                if prefill
                 else f"{trial.result['decode_busy']:.0%}",
                 f"{trial.result['pages_peak']:.0%}",
             )
@@ -106,19 +116,50 @@ def _best(best: Trial) -> Iterator[str]:
     result = best.result
     yield "## The best one"
     yield ""
-    prefill, decode = best.candidate.prefill, best.candidate.decode
-    if prefill is not None:
-        ratio = prefill.count / decode.count
-        yield f"- {prefill.count} : {decode.count} prefill to decode replicas ({ratio:.2g} : 1)."
-        yield f"- Bottlenecks by formula: {prefill.bottleneck}; {decode.bottleneck}."
+    prefill, decode = (sum(part.count for part in parts) for parts in (best.candidate.prefill, best.candidate.decode))
+    words = "; ".join(dict.fromkeys(part.bottleneck for part in best.candidate.parts))
+    if prefill:
+        yield f"- {prefill} : {decode} prefill to decode replicas ({prefill / decode:.2g} : 1)."
+        yield f"- Bottlenecks by formula: {words}."
     else:
-        yield f"- Bottleneck by formula: {decode.bottleneck}."
+        yield f"- Bottleneck by formula: {words}."
     yield f"- Mean batch of a decode step: {result['decode_batch']:.1f}; busiest line {result['link_used']:.0%}."
     stages = ", ".join(
         f"{stage} {values['mean']:,.0f}" for stage, values in result["stages"].items() if values["mean"] >= 0.5
     )
     yield f"- Stages of a request, mean ms: {stages}; JCT {result['mean_e2el_ms']:,.0f}."
     yield ""
+    if best.candidate.is_mixed:
+        yield from _shares(best)
+
+
+def _shares(best: Trial) -> Iterator[str]:
+    """Who did how much, where a role has several kinds. The router counts tokens, whatever the speed of a replica."""
+    pools = best.result["pools"]
+    done = {role: sum(pool["tokens"] for pool in pools if pool["role"] == role) for role in ("prefill", "decode")}
+    rows = [
+        (
+            pool["role"],
+            f"{pool['replicas']} x {part.rig}",
+            f"{pool['tokens'] / max(1, done[pool['role']]):.0%}",
+            f"{pool['busy']:.0%}",
+        )
+        for pool, part in zip(pools, best.candidate.parts, strict=True)
+    ]
+    yield from table(("role", "replicas", "of the role's tokens", "busy"), rows)
+
+
+def _idle(spec: Spec, demand: ServiceTarget, best: Trial, budget: float | None) -> Iterator[str]:
+    rows = idle(spec, demand, best.candidate, budget)
+    if not spec.plan.available:
+        return
+    yield "## What stays idle"
+    yield ""
+    if rows:
+        yield from table(("instance", "idle GPUs", "why"), rows)
+    else:
+        yield "Nothing: every GPU that can be had is used."
+        yield ""
 
 
 def _changes(spec: Spec, demand: ServiceTarget, best: Trial) -> Iterator[str]:

@@ -7,26 +7,24 @@
     both      aggregated: a replica's time is prompts and steps, and every step may carry a chunk
 
 The simulator corrects what they leave out. Roles do not depend on each other but for the sender's line, so the best of
-each are combined.
+each are combined. Where only so many instances of a kind can be had, a role may also mix kinds (`sim.plan.mix`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Final
+from functools import cache
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from hackkv.errors import ConfigError
 from measure.serve.shapes import Shape
-from sim.cluster import cost_of, flow_of, host_bytes_of, line_of, pages_of
-from sim.costs import CostModel
 from sim.paper.model import erlang_wait
+from sim.plan.mix import best_of_each, cheapest_mix
 from sim.plan.objective import Limit, tightest
-from sim.sizes import CodecSizes, sizes_of
+from sim.plan.parts import MOST, ClusterCandidate, Part, Rig
 from sim.spec import Codec, ReplicaPool, Spec
 from sim.workload import shape_of
 
@@ -36,8 +34,6 @@ _SAMPLES: Final = 60
 _TAIL: Final = math.log(10)
 """p90 of an exponential wait, in means."""
 _TPOT_SHARE: Final = 0.9
-_MOST: Final = 200_000
-"""Replicas beyond which nothing is sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,124 +73,6 @@ def demand_of(spec: Spec, rate: float, limits: Sequence[Limit], shape: Shape | N
     return ServiceTarget(tuple(prompts), tuple(outputs), rate, tuple(limits))
 
 
-@dataclass(frozen=True, eq=False)
-class Rig:
-    """A kind of replica: a pool of one, with a codec."""
-
-    spec: Spec
-    pool: ReplicaPool
-    codec: Codec
-
-    @cached_property
-    def sizes(self) -> CodecSizes:
-        """Of the codec."""
-        return sizes_of(self.codec, self.spec.shape.kv_shape)
-
-    @cached_property
-    def cost(self) -> CostModel:
-        """Durations."""
-        return cost_of(self.spec, self.pool, self.sizes)
-
-    @cached_property
-    def pages(self) -> int:
-        """Raises `ConfigError` if weights leave no room."""
-        return pages_of(self.spec, self.pool, self.sizes)
-
-    @property
-    def usd(self) -> float:
-        """Of a replica, per hour."""
-        return self.spec.usd_of(self.pool)
-
-    def holds(self, tokens: int, *, by_host: bool) -> bool:
-        """Whether a request of so many tokens fits."""
-        footprint = self.sizes.footprint
-        try:
-            room = self.pages
-        except ConfigError:
-            return False
-        if by_host:
-            room = min(room, host_bytes_of(self.spec, self.pool) // footprint.wire_page_bytes)
-        return footprint.pages(tokens) < room
-
-    def prompt_s(self, tokens: int) -> float:
-        """Seconds of a prompt alone."""
-        step = self.pool.chunk_tokens
-        starts = range(0, tokens, step)
-        return sum(self.cost.prefill([(start, min(step, tokens - start))]).seconds for start in starts)
-
-    def __str__(self) -> str:
-        shape = f"TP{self.pool.tp}" + (f" PP{self.pool.pp}" if self.pool.pp > 1 else "")
-        return f"{self.pool.instance} {shape}"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Replicas of one rig."""
-
-    rig: Rig
-    replicas: float
-    """Not rounded up."""
-    bottleneck: str
-
-    @property
-    def count(self) -> int:
-        """Rounded up."""
-        return max(1, math.ceil(self.replicas - 1e-9))
-
-    @property
-    def usd(self) -> float:
-        """Per hour, of whole replicas."""
-        return self.count * self.rig.usd
-
-    @property
-    def share_usd(self) -> float:
-        """Per hour, of fractions: for comparisons that steps of whole replicas would hide."""
-        return self.replicas * self.rig.usd
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterCandidate:
-    """A cluster."""
-
-    codec: Codec
-    prefill: Part | None
-    decode: Part
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """One or two."""
-        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
-
-    @property
-    def usd(self) -> float:
-        """Per hour."""
-        return sum(part.usd for part in self.parts)
-
-    @property
-    def share_usd(self) -> float:
-        """Per hour, of fractions."""
-        return sum(part.share_usd for part in self.parts)
-
-    @property
-    def kind(self) -> str:
-        """For tables."""
-        return f"{self.codec.label}, aggregated" if self.prefill is None else self.codec.label
-
-    def with_counts(self, prefill: int, decode: int) -> ClusterCandidate:
-        """The same rigs, in other numbers."""
-        first = None if self.prefill is None else replace(self.prefill, replicas=float(prefill))
-        return ClusterCandidate(self.codec, first, replace(self.decode, replicas=float(decode)))
-
-    def fits(self, available: dict[str, int]) -> bool:
-        """Whether so many instances can be had."""
-        wanted: dict[str, float] = {}
-        for part in self.parts:
-            pool = part.rig.pool
-            per = pool.gpus / part.rig.spec.instance_of(pool).gpus
-            wanted[pool.instance] = wanted.get(pool.instance, 0.0) + part.count * per
-        return all(math.ceil(count - 1e-9) <= available.get(name, _MOST) for name, count in wanted.items())
-
-
 def rigs(spec: Spec, base: ReplicaPool, names: Sequence[str], codec: Codec) -> Iterator[Rig]:
     """Every instance and split over its GPUs that is allowed. A stage does not leave its instance."""
     for name in names or (base.instance,):
@@ -205,21 +83,55 @@ def rigs(spec: Spec, base: ReplicaPool, names: Sequence[str], codec: Codec) -> I
                     yield Rig(spec, pool, codec)
 
 
+class Refusal(NamedTuple):
+    """Why a rig cannot serve a role."""
+
+    why: str
+    by: float
+    """What it misses its limit by, as a factor; infinite if something does not fit."""
+
+
+_NO_ROOM: Final = Refusal("weights and the longest request do not fit", math.inf)
+
+
+@cache
 def _service(rig: Rig, prompts: tuple[int, ...]) -> tuple[float, float, float]:
     """Mean, squared coefficient of variation and p90 of a prompt's seconds."""
     times = np.array([rig.prompt_s(tokens) for tokens in prompts])
     return float(times.mean()), float(times.var() / times.mean() ** 2), float(np.percentile(times, 90))
 
 
+def no_prefill(rig: Rig, demand: ServiceTarget) -> Refusal | None:
+    """Why a rig cannot compute prompts; None if it can."""
+    if not rig.holds(max(demand.prompts), by_host=True):
+        return _NO_ROOM
+    p90, limit = _service(rig, demand.prompts)[2], tightest(demand.limits, "ttft")
+    if p90 > limit:
+        return Refusal(f"a prompt takes {p90:.3g} s (p90), and TTFT may be {limit:g} s", p90 / limit)
+    return None
+
+
+def no_decode(rig: Rig, demand: ServiceTarget) -> Refusal | None:
+    """Why a rig cannot decode; None if it can."""
+    if not rig.holds(demand.longest, by_host=False):
+        return _NO_ROOM
+    if best_batch(rig, demand)[0]:
+        return None
+    limit = _TPOT_SHARE * tightest(demand.limits, "tpot")
+    alone_s = rig.cost.decode(1).seconds(round(demand.prompt), 1)
+    return Refusal(
+        f"a decode step of one sequence takes {1e3 * alone_s:.3g} ms, and {1e3 * limit:.3g} ms keep the limit on TPOT",
+        alone_s / limit,
+    )
+
+
 def prefill_part(rig: Rig, demand: ServiceTarget) -> Part | None:
     """How many replicas prompts take; None if none suffice."""
-    if not rig.holds(max(demand.prompts), by_host=True):
+    if no_prefill(rig, demand) is not None:
         return None
     mean, cv2, p90 = _service(rig, demand.prompts)
     limit = tightest(demand.limits, "ttft")
-    if p90 > limit:
-        return None
-    by_line = demand.rate * _mean_bytes(rig, demand) / (LINE * line_of(rig.spec, rig.pool))
+    by_line = demand.rate * _mean_bytes(rig, demand) / (LINE * rig.line)
     least = max(demand.rate * mean / RHO, by_line)
 
     def keeps(count: float) -> bool:
@@ -228,10 +140,10 @@ def prefill_part(rig: Rig, demand: ServiceTarget) -> Part | None:
         return p90 + _TAIL * (1 + cv2) / 2 * mean * erlang_wait(load, whole) <= limit
 
     count = least
-    while not keeps(count) and count < _MOST:
+    while not keeps(count) and count < MOST:
         count = max(count * 1.05, count + (0.25 if count > 4 else 0.1))
     word = "line of the prefill replicas" if by_line >= demand.rate * mean / RHO else "prefill compute"
-    return Part(rig, count, word) if count < _MOST else None
+    return Part(rig, count, word, count) if count < MOST else None
 
 
 def _mean_bytes(rig: Rig, demand: ServiceTarget) -> float:
@@ -264,54 +176,123 @@ def best_batch(rig: Rig, demand: ServiceTarget, beside_s: float = 0.0) -> tuple[
 
 def decode_part(rig: Rig, demand: ServiceTarget) -> Part | None:
     """How many replicas decoding takes; None if none suffice."""
-    if not rig.holds(demand.longest, by_host=False):
+    if no_decode(rig, demand) is not None:
         return None
     batch, step_s, word = best_batch(rig, demand)
-    if not batch:
-        return None
     by_steps = demand.rate * demand.output * step_s / (batch * RHO)
-    by_line = demand.rate * _mean_bytes(rig, demand) / (LINE * line_of(rig.spec, rig.pool))
-    return Part(rig, max(by_steps, by_line), "line of the decode replicas" if by_line > by_steps else word)
+    by_line = demand.rate * _mean_bytes(rig, demand) / (LINE * rig.line)
+    count = max(by_steps, by_line)
+    return Part(rig, count, "line of the decode replicas" if by_line > by_steps else word, count)
+
+
+def no_both(rig: Rig, demand: ServiceTarget) -> Refusal | None:
+    """Why a rig cannot do both; None if it can."""
+    if not rig.holds(demand.longest, by_host=False):
+        return _NO_ROOM
+    chunk_s = _chunk_s(rig, demand)
+    batch, step_s, _ = best_batch(rig, demand, chunk_s)
+    limit = _TPOT_SHARE * tightest(demand.limits, "tpot")
+    if not batch:
+        alone_s = chunk_s + rig.cost.decode(1).seconds(round(demand.prompt), 1)
+        words = f"a step beside a prompt takes {1e3 * alone_s:.3g} ms, and {1e3 * limit:.3g} ms keep the limit on TPOT"
+        return Refusal(words, alone_s / limit)
+    ttft_s, limit = _service(rig, demand.prompts)[2] + step_s, tightest(demand.limits, "ttft")
+    if ttft_s > limit:
+        return Refusal(f"a prompt takes {ttft_s:.3g} s (p90), and TTFT may be {limit:g} s", ttft_s / limit)
+    return None
+
+
+def _chunk_s(rig: Rig, demand: ServiceTarget) -> float:
+    return rig.cost.prefill([(round(demand.prompt / 2), min(rig.pool.chunk_tokens, round(demand.prompt)))]).seconds
 
 
 def both_part(rig: Rig, demand: ServiceTarget) -> Part | None:
     """How many replicas that do both a load takes; None if none suffice."""
-    if not rig.holds(demand.longest, by_host=False):
+    if no_both(rig, demand) is not None:
         return None
-    mean, _, p90 = _service(rig, demand.prompts)
-    chunk_s = rig.cost.prefill([(round(demand.prompt / 2), min(rig.pool.chunk_tokens, round(demand.prompt)))]).seconds
+    mean, chunk_s = _service(rig, demand.prompts)[0], _chunk_s(rig, demand)
     batch, step_s, word = best_batch(rig, demand, chunk_s)
-    if not batch or p90 + step_s > tightest(demand.limits, "ttft"):
-        return None
-    plain_s = step_s - chunk_s
-    return Part(rig, demand.rate * (mean + demand.output * plain_s / batch) / RHO, word)
+    count = demand.rate * (mean + demand.output * (step_s - chunk_s) / batch) / RHO
+    return Part(rig, count, word, count)
+
+
+@dataclass(frozen=True, slots=True)
+class RigChoice:
+    """All rigs that a specification allows for one codec."""
+
+    codec: Codec
+    prefill: tuple[Rig, ...]
+    decode: tuple[Rig, ...]
+    both: tuple[Rig, ...]
+
+
+def rig_choice(spec: Spec, codec: Codec) -> RigChoice:
+    """Of every role. Where the specification does not say which instances, those of its own pools."""
+    base, decode = (spec.prefill or spec.decode)[0], spec.decode[0]
+    first = spec.plan.prefill or _instances(spec.prefill or spec.decode)
+    second = spec.plan.decode or _instances(spec.decode)
+    names = tuple(dict.fromkeys((*spec.plan.prefill, *spec.plan.decode))) or second
+    chunk = decode.model_copy(update={"chunk_tokens": min(512, decode.chunk_tokens)})
+    return RigChoice(
+        codec,
+        tuple(rigs(spec, base, first, codec)),
+        tuple(rigs(spec, decode, second, codec)),
+        tuple(rigs(spec, chunk, names, codec)) if spec.plan.aggregated else (),
+    )
+
+
+def _instances(pools: Sequence[ReplicaPool]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(pool.instance for pool in pools))
 
 
 def candidates(spec: Spec, demand: ServiceTarget, best: int = 3) -> list[ClusterCandidate]:
     """The best of every codec, cheapest first. Raises nothing: an empty list means that nothing suffices."""
-    found: list[ClusterCandidate] = []
-    for codec in spec.plan.codecs:
-        base = spec.prefill or spec.decode
-        can, of = spec.plan.available, spec.plan
-        prefills = _cheapest((prefill_part(rig, demand) for rig in rigs(spec, base, of.prefill, codec)), best, can)
-        decodes = _cheapest((decode_part(rig, demand) for rig in rigs(spec, spec.decode, of.decode, codec)), best, can)
-        found += [ClusterCandidate(codec, first, second) for first in prefills for second in decodes]
-        if spec.plan.aggregated:
-            names = tuple(dict.fromkeys((*spec.plan.prefill, *spec.plan.decode)))
-            chunk = spec.decode.model_copy(update={"chunk_tokens": min(512, spec.decode.chunk_tokens)})
-            both = _cheapest((both_part(rig, demand) for rig in rigs(spec, chunk, names, codec)), best, can)
-            found += [ClusterCandidate(codec, None, part) for part in both]
-    found = [one for one in found if one.fits(spec.plan.available)]
+    found = [one for codec in spec.plan.codecs for one in candidates_of(rig_choice(spec, codec), demand, best)]
     return sorted(found, key=lambda one: one.usd)
 
 
-def _cheapest(parts: Iterator[Part | None], count: int, available: dict[str, int]) -> list[Part]:
+def candidates_of(choice: RigChoice, demand: ServiceTarget, best: int = 3) -> list[ClusterCandidate]:
+    """The best of one codec, cheapest first."""
+    can = choice.decode[0].spec.plan.available if choice.decode else {}
+    prefills = [part for rig in choice.prefill if (part := prefill_part(rig, demand))]
+    decodes = [part for rig in choice.decode if (part := decode_part(rig, demand))]
+    both = [part for rig in choice.both if (part := both_part(rig, demand))]
+    codec = choice.codec
     found = [
-        part for part in parts if part is not None and ClusterCandidate(part.rig.codec, None, part).fits(available)
+        ClusterCandidate(codec, (first,), (second,))
+        for first in _cheapest(prefills, best, can)
+        for second in _cheapest(decodes, best, can)
     ]
+    found += [ClusterCandidate(codec, (), (part,)) for part in _cheapest(both, best, can)]
+    found += _mixed(codec, prefills, decodes, can)
+    found += _mixed(codec, None, both, can)
+    return sorted((one for one in found if one.fits(can)), key=lambda one: one.usd)
+
+
+def by_instance(choice: RigChoice, demand: ServiceTarget, *, aggregated: bool) -> tuple[list[Part], list[Part]]:
+    """The best split of every instance, for prefill and for decode."""
+    if aggregated:
+        return [], best_of_each((part for rig in choice.both if (part := both_part(rig, demand))), 1)
+    prefills = (part for rig in choice.prefill if (part := prefill_part(rig, demand)))
+    decodes = (part for rig in choice.decode if (part := decode_part(rig, demand)))
+    return best_of_each(prefills, 1), best_of_each(decodes, 1)
+
+
+def _mixed(
+    codec: Codec, prefills: list[Part] | None, decodes: list[Part], can: dict[str, int]
+) -> list[ClusterCandidate]:
+    """The cheapest cluster with several kinds in a role, if that is cheaper than every cluster without, or the only
+    one. Without limits on what can be had it never is."""
+    roles = [decodes] if prefills is None else [prefills, decodes]
+    if not can or not all(roles) or len({part.rig.pool.instance for role in roles for part in role}) == 1:
+        return []
+    mix = cheapest_mix(roles, can)
+    if mix is None:
+        return []
+    one = ClusterCandidate(codec, () if prefills is None else mix[0], mix[-1])
+    return [one] if one.is_mixed else []
+
+
+def _cheapest(parts: Iterable[Part], count: int, available: dict[str, int]) -> list[Part]:
+    found = [part for part in parts if ClusterCandidate(part.rig.codec, (), (part,)).fits(available)]
     return sorted(found, key=lambda part: (part.usd, part.share_usd))[:count]
-
-
-def handoff_s(rig: Rig, tokens: int) -> float:
-    """Seconds of a handoff on an idle line."""
-    return rig.sizes.footprint.wire_bytes(rig.sizes.rows_held(tokens)) / flow_of(rig.spec, rig.pool)

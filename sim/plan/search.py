@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Final
@@ -10,7 +10,8 @@ from typing import Any, Final
 from hackkv.errors import ConfigError
 from sim.cluster import Options
 from sim.plan.objective import Limit
-from sim.plan.screen import ClusterCandidate, ServiceTarget, candidates
+from sim.plan.parts import ClusterCandidate, Part, Rig
+from sim.plan.screen import RigChoice, ServiceTarget, by_instance, candidates, candidates_of, rig_choice
 from sim.shards import simulate
 from sim.spec import Spec
 from sim.summary import summarize
@@ -21,8 +22,13 @@ ROUNDS: Final = ((12, 400), (6, 1_200), (3, 4_000))
 _PER_REPLICA: Final = 12
 """Requests for each replica, at least: a fleet has to fill before it can be judged."""
 _TRIES: Final = 12
-_BISECTIONS: Final = 6
+_HALVINGS: Final = 10
 _HIGHEST_RATE: Final = 1e7
+_GAIN: Final = 1.02
+_CLIMB: Final = 1.3
+"""A change serves so many times as much at most."""
+STYLES: Final = ((False, False), (False, True), (True, False), (True, True))
+"""Whether replicas do both, and whether a role has several kinds of them."""
 _STEP: Final = 0.08
 """Share of replicas that a try adds or takes."""
 
@@ -53,13 +59,16 @@ class Trial:
 
 def spec_of(spec: Spec, candidate: ClusterCandidate, rate: float, requests: int) -> Spec:
     """The candidate as a specification to simulate."""
-    counted = [part.rig.pool.model_copy(update={"replicas": part.count}) for part in candidate.parts]
+    roles = [
+        tuple(part.rig.pool.model_copy(update={"replicas": part.count}) for part in parts)
+        for parts in (candidate.prefill, candidate.decode)
+    ]
     load = spec.load.model_copy(update={"rate": rate, "requests": requests, "concurrency": 0, "ramp_to": 0.0})
-    shards = max(1, min(pool.replicas for pool in counted) // 32)
+    shards = max(1, min(sum(pool.replicas for pool in pools) for pools in roles if pools) // 32)
     return spec.model_copy(
         update={
-            "prefill": counted[0] if candidate.prefill is not None else None,
-            "decode": counted[-1],
+            "prefill": roles[0],
+            "decode": roles[1],
             "codec": candidate.codec,
             "load": load,
             "policy": spec.policy.model_copy(update={"shards": shards}),
@@ -73,7 +82,7 @@ def try_out(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, requ
     whole = spec_of(spec, candidate, demand.rate, max(requests, _PER_REPLICA * replicas))
     record = simulate(whole, synthetic(whole.load, seed), Options(seed=seed))
     found = {str(limit): limit.found(record.rows) for limit in demand.limits}
-    result = summarize(record, candidate.kind)
+    result = summarize(record, candidate.label)
     keeps = all(found[str(limit)] <= limit.seconds for limit in demand.limits) and not result["unstable"]
     return Trial(candidate, demand.rate, found, keeps, result)
 
@@ -82,47 +91,60 @@ def settle(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, reque
     """The fewest replicas of a candidate's rigs that keep the objective, by steps from what formulas say; None if that
     takes more than can be had."""
     trial = try_out(spec, candidate, demand, requests, seed)
-    if trial.keeps:
-        return _fewer(spec, trial, demand, requests, seed)
     for _ in range(_TRIES):
-        more = _more(trial, demand.limits)
-        if not more.fits(spec.plan.available):
+        if trial.keeps:
+            return _fewer(spec, trial, demand, requests, seed)
+        more = _more(spec, trial, demand.limits)
+        if more is None:
             return None
         trial = try_out(spec, more, demand, requests, seed)
-        if trial.keeps:
-            return trial
-    return None
+    return _fewer(spec, trial, demand, requests, seed) if trial.keeps else None
 
 
-def _more(trial: Trial, limits: Sequence[Limit]) -> ClusterCandidate:
-    """More of the role that misses its limit, by how far it does."""
+def _more(spec: Spec, trial: Trial, limits: Sequence[Limit]) -> ClusterCandidate | None:
+    """More of the role that misses its limit, by how far it does, of the kind that serves it at least cost; None if no
+    more can be had."""
     candidate = trial.candidate
     late = {limit.metric: trial.found[str(limit)] / limit.seconds for limit in limits}
     ttft, tpot = late.get("ttft", 0.0), max(late.get("tpot", 0.0), late.get("e2el", 0.0))
     busy = trial.result["prefill_busy"] > trial.result["decode_busy"]
-    prefill = 0 if candidate.prefill is None else candidate.prefill.count
-    decode = candidate.decode.count
-    if candidate.prefill is not None and (ttft > max(1.0, tpot) or (max(ttft, tpot) <= 1 and busy)):
-        prefill += max(1, ceil(_STEP * prefill))
-    else:
-        decode += max(1, ceil(_STEP * decode))
-    return candidate.with_counts(prefill, decode)
+    cut = len(candidate.prefill)
+    short_of_prefill = bool(cut) and (ttft > max(1.0, tpot) or (max(ttft, tpot) <= 1 and busy))
+    first, role = (0, candidate.prefill) if short_of_prefill else (cut, candidate.decode)
+    replicas = sum(part.count for part in role)
+    for part in sorted(role, key=lambda part: part.role_usd):
+        more = candidate.changed(first + role.index(part), max(1, ceil(_STEP * replicas)))
+        if more is not None and more.fits(spec.plan.available):
+            return more
+    return None
 
 
 def _fewer(spec: Spec, trial: Trial, demand: ServiceTarget, requests: int, seed: int) -> Trial:
-    """Take replicas away while the objective is kept, of each role in turn."""
-    for role in (1, 0):
-        for _ in range(_TRIES):
-            candidate = trial.candidate
-            counts = [0 if candidate.prefill is None else candidate.prefill.count, candidate.decode.count]
-            counts[role] -= max(1, int(_STEP * counts[role]))
-            if counts[role] < 1:
-                break
-            less = try_out(spec, candidate.with_counts(*counts), demand, requests, seed)
-            if not less.keeps:
-                break
-            trial = less
+    """Take replicas away while the objective is kept: of decode, then of prefill, and of a role the dearest kind first
+    for what it serves. Again and again, since a role with less before it may need less itself."""
+    rigs = [part.rig for side in (trial.candidate.decode, trial.candidate.prefill) for part in _dearest_first(side)]
+    before: ClusterCandidate | None = None
+    while before is not trial.candidate:
+        before = trial.candidate
+        for rig in rigs:
+            trial = _fewer_of(spec, trial, rig, (demand, requests, seed))
     return trial
+
+
+def _fewer_of(spec: Spec, trial: Trial, rig: Rig, of: tuple[ServiceTarget, int, int]) -> Trial:
+    for _ in range(_TRIES):
+        parts = trial.candidate.parts
+        index = next((place for place, part in enumerate(parts) if part.rig is rig), None)
+        less = None if index is None else trial.candidate.changed(index, -max(1, int(_STEP * parts[index].count)))
+        tried = None if less is None else try_out(spec, less, *of)
+        if tried is None or not tried.keeps:
+            break
+        trial = tried
+    return trial
+
+
+def _dearest_first(role: Sequence[Part]) -> list[Part]:
+    return sorted(role, key=lambda part: -part.role_usd)
 
 
 def search(
@@ -135,20 +157,21 @@ def search(
     screened = candidates(spec, demand)
     if not screened:
         raise ConfigError("--slo: no instance, split and codec of the specification can keep it, by formulas")
-    kinds = dict.fromkeys(one.kind for one in screened)
-    kept = [[one for one in screened if one.kind == kind][:2] for kind in kinds]
+    kinds = dict.fromkeys(one.label for one in screened)
+    kept = [[one for one in screened if one.label == kind][:2] for kind in kinds]
     pool = sorted((one for some in kept for one in some), key=lambda one: one.usd)
     settled: dict[str, Trial] = {}
     for stay, requests in ROUNDS:
         trials = []
         for candidate in pool[: max(stay, len(kinds)) if requests == ROUNDS[0][1] else stay]:
-            on_trial(f"{candidate.kind}: {requests} requests")
+            on_trial(f"{candidate.label}: {requests} requests")
             trial = settle(spec, candidate, demand, requests, seed)
             if trial is not None:
                 trials.append(trial)
-                best = settled.get(candidate.kind)
+                label = trial.candidate.label  # of a mix that needs one kind only, another than before
+                best = settled.get(label)
                 if best is None or requests > ROUNDS[0][1] or trial.usd < best.usd:
-                    settled[candidate.kind] = trial
+                    settled[label] = trial
         if not trials:
             break
         trials.sort(key=lambda trial: trial.usd)
@@ -162,30 +185,39 @@ def most(
     spec: Spec, demand: ServiceTarget, budget: float, seed: int, on_trial: Callable[[str], None] = lambda _: None
 ) -> list[Trial]:
     """What every kind serves at most for `budget` dollars per hour, the most first. Raises `ConfigError` if nothing."""
-    trials = []
+    best: dict[str, Trial] = {}
     for codec in spec.plan.codecs:
-        for aggregated in (False, True)[: 1 + spec.plan.aggregated]:
-            plan = spec.plan.model_copy(update={"codecs": (codec,)})
-            candidate = _dearest(spec.model_copy(update={"plan": plan}), demand, budget, aggregated=aggregated)
-            if candidate is None:
+        choice = rig_choice(spec, codec)
+        for aggregated, mixed in STYLES:
+            found = _dearest(choice, demand, budget, aggregated=aggregated, mixed=mixed)
+            if found is None:
                 continue
-            on_trial(candidate[0].kind)
-            trial = _fastest(spec, candidate[0], demand.at(candidate[1]), seed)
-            if trial is not None:
-                trials.append(trial)
-    if not trials:
+            candidate, rate = found
+            on_trial(candidate.label)
+            trial = fastest(spec, candidate, demand.at(rate), seed)
+            if trial is None:
+                continue
+            others = by_instance(choice, demand.at(rate), aggregated=aggregated) if mixed else ([], [])
+            trial = climb(spec, trial, Scope(demand, budget, seed, others))
+            label = trial.candidate.label
+            best[label] = max(best.get(label, trial), trial, key=lambda one: one.rate)
+    if not best:
         raise ConfigError(f"--budget: {budget:g} $/h buys nothing that keeps the objective")
-    return sorted(trials, key=lambda trial: trial.usd_per_request)
+    return sorted(best.values(), key=lambda trial: -trial.rate)
 
 
 def _dearest(
-    spec: Spec, demand: ServiceTarget, budget: float, *, aggregated: bool
+    choice: RigChoice, demand: ServiceTarget, budget: float, *, aggregated: bool, mixed: bool
 ) -> tuple[ClusterCandidate, float] | None:
-    """The candidate of the highest rate that formulas serve within the budget, and that rate."""
+    """The candidate of the highest rate that formulas serve within the budget, and that rate; None if nothing does, or
+    if nothing is gained where kinds may be mixed."""
 
     def at(rate: float) -> ClusterCandidate | None:
-        found = candidates(spec, demand.at(rate), best=2)
-        found = [one for one in found if (one.prefill is None) is aggregated and one.usd <= budget]
+        found = [
+            one
+            for one in candidates_of(choice, demand.at(rate), best=2)
+            if bool(one.prefill) is not aggregated and one.usd <= budget and (mixed or not one.is_mixed)
+        ]
         return found[0] if found else None
 
     low, high = 0.0, 1e-3
@@ -193,18 +225,26 @@ def _dearest(
         low, high = high, high * 4
     if not low:
         return None
-    for _ in range(10):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if at(middle) is not None else (low, middle)
     best = at(low)
-    return None if best is None else (best, low)
+    return None if best is None or best.is_mixed is not mixed else (best, low)
 
 
-def _fastest(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, seed: int) -> Trial | None:
-    """The highest rate at which a candidate keeps the objective, by bisection around what formulas say."""
+def fastest(
+    spec: Spec,
+    candidate: ClusterCandidate,
+    demand: ServiceTarget,
+    seed: int,
+    within: tuple[float, float] = (0.3, 1.7),
+    halvings: int = 6,
+) -> Trial | None:
+    """The highest rate at which a candidate keeps the objective (its goodput), by bisection. `within` are the ends, as
+    shares of the rate that formulas or a trial said."""
     best: Trial | None = None
-    low, high = 0.3, 1.7
-    for _ in range(_BISECTIONS):
+    low, high = within
+    for _ in range(halvings):
         middle = (low + high) / 2
         trial = try_out(spec, candidate, demand.at(demand.rate * middle), ROUNDS[1][1], seed)
         if trial.keeps:
@@ -212,3 +252,58 @@ def _fastest(spec: Spec, candidate: ClusterCandidate, demand: ServiceTarget, see
         else:
             high = middle
     return best
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Within what a cluster may be changed."""
+
+    demand: ServiceTarget
+    budget: float
+    """Dollars per hour."""
+    seed: int
+    others: tuple[list[Part], list[Part]]
+    """Kinds that may join: for prefill, and for decode."""
+
+
+def climb(spec: Spec, trial: Trial, scope: Scope) -> Trial:
+    """Change a cluster as long as that serves `_GAIN` times as much within the budget. Formulas add up what each role
+    serves alone, and only the simulator knows how roles wait for each other."""
+    for _ in range(_TRIES):
+        more = scope.demand.at(trial.rate * _GAIN)
+        better = None
+        for other in _neighbours(trial.candidate, scope.others):
+            if other.usd > scope.budget or not other.fits(spec.plan.available):
+                continue
+            tried = try_out(spec, other, more, ROUNDS[1][1], scope.seed)
+            if tried.keeps:
+                better = fastest(spec, other, more, scope.seed, (1.0, _CLIMB)) or tried
+                break
+        if better is None:
+            break
+        trial = better
+    return trial
+
+
+def _neighbours(candidate: ClusterCandidate, others: tuple[list[Part], list[Part]]) -> Iterator[ClusterCandidate]:
+    """Clusters with more replicas, of kinds that are there and of others, and clusters in which replicas of one part
+    gave way to those of another."""
+    parts = candidate.parts
+    for index, part in enumerate(parts):
+        more = candidate.changed(index, _step(part))
+        if more is not None:
+            yield more
+    for part in others[0]:
+        yield candidate.joined(part, prefill=True)
+    for part in others[1]:
+        yield candidate.joined(part, prefill=False)
+    for index, part in enumerate(parts):
+        for place, other in enumerate(parts):
+            for by in {_step(other), max(1, _step(part) * part.rig.pool.gpus // other.rig.pool.gpus)}:
+                moved = None if place == index else candidate.moved(index, place, (_step(part), by))
+                if moved is not None:
+                    yield moved
+
+
+def _step(part: Part) -> int:
+    return max(1, int(_STEP * part.count))

@@ -21,12 +21,11 @@ def test_a_profile_is_measured_and_simulated(tmp_path: Path) -> None:
     path.write_text(profile.model_dump_json())
     assert read_profile(path) == profile
     spec = small(prefills=1, decodes=1)
-    assert spec.prefill is not None
     measured = {"profile": path, "chunk_tokens": 64}
     spec = spec.model_copy(
         update={
-            "prefill": spec.prefill.model_copy(update=measured),
-            "decode": spec.decode.model_copy(update={**measured, "max_batch": 3}),
+            "prefill": (spec.prefill[0].model_copy(update=measured),),
+            "decode": (spec.decode[0].model_copy(update={**measured, "max_batch": 3}),),
         }
     )
     rows = Cluster(spec).run([Arrival(0.0, 64, 5), Arrival(0.0, 40, 9)]).rows

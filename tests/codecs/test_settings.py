@@ -9,10 +9,10 @@ import pytest
 import torch
 from hack_kernels import load
 
+from hackkv.codec_footprint import footprint_of
 from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig
 from hackkv.errors import ConfigError
-from hackkv.footprint import footprint_of
 from hackkv.types import KvLayout, KvShape
 from tests.codecs.cases import (
     HEADS,

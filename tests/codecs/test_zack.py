@@ -15,13 +15,13 @@ from torch import Tensor
 
 from hackkv.batch import Span
 from hackkv.codec import KvCodec, fp16_page_bytes, planes_bytes
+from hackkv.codec_footprint import footprint_of
 from hackkv.codecs import make_codec
 from hackkv.codecs.hadamard import hadamard
 from hackkv.codecs.rotated import RotatedCodec
 from hackkv.codecs.zack import Projections
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.errors import ConfigError
-from hackkv.footprint import footprint_of
 from hackkv.model.generate import generate
 from hackkv.model.runner import ModelRunner
 from hackkv.model.tiny import Tiny, write_tiny

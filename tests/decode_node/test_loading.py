@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hack_kernels.window import OWN_PAGE_ONLY
+
 from decode_node.pages import PagePool
 from decode_node.scheduler import DecodeScheduler, SchedulerLimits
 from decode_node.seats import publish
@@ -11,7 +13,7 @@ from hackkv.types import Fingerprint
 
 PI = 4
 NAMING = Naming(PI, Fingerprint(()))
-FOOTPRINT = Footprint(PI, page_bytes=10, wire_page_bytes=10, row_bytes=3)
+FOOTPRINT = Footprint(PI, page_bytes=10, wire_page_bytes=10, row_bytes=3, window=OWN_PAGE_ONLY)
 
 
 def test_pages_that_come_back_from_host_memory_stay_taken_until_they_are_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hack_kernels.window import OWN_PAGE_ONLY
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,10 +16,9 @@ from hackkv.footprint import Footprint
 from hackkv.page_names import Naming, PageName
 from hackkv.types import Fingerprint
 
-PI = 4
-PAGE_BYTES, ROW_BYTES = 10, 3
+PI, PAGE_BYTES, ROW_BYTES = 4, 10, 3
 NAMING = Naming(PI, Fingerprint(()))
-FOOTPRINT = Footprint(PI, PAGE_BYTES, PAGE_BYTES, ROW_BYTES)
+FOOTPRINT = Footprint(PI, PAGE_BYTES, PAGE_BYTES, ROW_BYTES, OWN_PAGE_ONLY)
 
 
 def scheduler(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from hack_kernels.base import Plane
+from hack_kernels.window import OWN_PAGE_ONLY
 
 from hackkv.expected import Expected
 from hackkv.footprint import Footprint
@@ -27,7 +28,7 @@ FRAMES, FRAME_BYTES = 3, 64
 KV_BYTES = FRAMES * FRAME_BYTES
 TOKEN = 9
 PLANES = ((Plane("k", torch.uint8, (FRAME_BYTES,)),),) * FRAMES
-SIZES = Footprint(1, page_bytes=KV_BYTES, wire_page_bytes=KV_BYTES, row_bytes=0)
+SIZES = Footprint(1, page_bytes=KV_BYTES, wire_page_bytes=KV_BYTES, row_bytes=0, window=OWN_PAGE_ONLY)
 KIND = FrameKind(Fingerprint(()), Expected(KvLayout(FRAMES, 1, FRAME_BYTES, 1), PLANES, 0, SIZES))
 PATIENCE = Patience(unassigned_s=300.0, kept_s=1800.0)
 

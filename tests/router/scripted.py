@@ -37,9 +37,9 @@ from hackkv.types import (
 )
 from router.config import LimitsConfig
 from router.fleet.fleet import Fleet
-from router.fleet.line import Demand
 from router.fleet.members import Booked
 from router.fleet.policy import Need
+from router.fleet.turns import Demand
 
 FINGERPRINT = Fingerprint((("codec", "hack"), ("model", "tiny")))
 PAGE_TOKENS = 16

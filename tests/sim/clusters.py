@@ -41,7 +41,9 @@ def tight(pages: int, **fields: Any) -> Spec:
 def weightless(folder: Path, codec: str) -> Worker:
     """Mistral-7B on an A100, which naps; with the tokenizer of a tiny checkpoint, which is written to `folder`."""
     pool = ReplicaPool(instance="p4de.24xlarge", replicas=1)
-    spec = Spec(model="mistral-7b", prefill=pool, decode=pool, codec=Codec(name=codec, settings={"page_tokens": PI}))
+    spec = Spec(
+        model="mistral-7b", prefill=(pool,), decode=(pool,), codec=Codec(name=codec, settings={"page_tokens": PI})
+    )
     return weightless_worker(spec, pool, write_tiny(folder, Tiny(max_context=1024)))
 
 

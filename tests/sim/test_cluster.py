@@ -15,8 +15,9 @@ from hackkv.errors import ConfigError
 from sim.cluster import Cluster, Options, SimulationOutcome
 from sim.eventlog import EventKind
 from sim.jobs import Arrival
+from sim.network_spec import LinkSharing, NetworkSpec, Sending
 from sim.shards import simulate as simulate_shards
-from sim.spec import Codec, LinkSharing, Load, NetworkSpec, ReplicaPool, Sending, Spec
+from sim.spec import Codec, Load, ReplicaPool, Spec
 from sim.summary import summarize
 from sim.workload import synthetic
 from tests.sim.clusters import run, small, stages, tight

@@ -17,7 +17,7 @@ from sim import spec
 from sim.cluster import Cluster
 from sim.host import HostCores
 from sim.jobs import Arrival
-from sim.spec import NetworkSpec
+from sim.network_spec import NetworkSpec
 from sim.world import World
 from tests.sim.clusters import Drawn, run, small, stages
 

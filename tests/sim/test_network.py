@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hack_kernels.window import OWN_PAGE_ONLY
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hackkv.footprint import Footprint
 from sim.network import Flow, Network, SharedLink, fair_rates
-from sim.spec import LinkSharing
+from sim.network_spec import LinkSharing
 from sim.world import World
 
 FLOWS = st.lists(
@@ -19,7 +20,7 @@ FLOWS = st.lists(
 
 
 def new_world() -> World:
-    return World(Footprint(64, 1, 1, 1), 1)
+    return World(Footprint(64, 1, 1, 1, OWN_PAGE_ONLY), 1)
 
 
 @given(FLOWS, st.lists(st.floats(0.5, 5), min_size=8, max_size=8))

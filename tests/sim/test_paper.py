@@ -11,7 +11,7 @@ from sim.paper.engine import good_engine, simulated_jct
 from sim.paper.fit import BOUNDS, errors, fits
 from sim.paper.model import Parameters, erlang_wait, parts_of, reductions, setup_of
 from sim.paper.numbers import FITTED, HELD_OUT, METHODS, numbers
-from sim.paper.report import table
+from sim.paper.tables import table
 from sim.spec import Codec
 
 PAPER = numbers()

@@ -11,18 +11,18 @@ from router.fleet.policy import DecodeLoad, Need, PrefillLoad, pick_decode, pick
 from sim.placing import Shelf
 
 NODES = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(0, 6), st.booleans()), min_size=1, max_size=40
-)  # tokens, free pages, up
-NEEDS = st.tuples(st.integers(1, 400), st.integers(0, 200))
+    st.tuples(st.integers(0, 3), st.integers(0, 6), st.booleans(), st.integers(6, 9)), min_size=1, max_size=40
+)  # tokens, free pages, up, pages
+NEEDS = st.tuples(st.integers(1, 400), st.integers(0, 300))
 
 
 @given(NODES, st.lists(NEEDS, max_size=8), st.frozensets(st.integers(0, 39), max_size=3))
 @settings(max_examples=200)
-def test_choices(nodes: list[tuple[int, int, bool]], needs: list[tuple[int, int]], avoid: frozenset[int]) -> None:
+def test_choices(nodes: list[tuple[int, int, bool, int]], needs: list[tuple[int, int]], avoid: frozenset[int]) -> None:
     names = [f"{index:03d}" for index in range(len(nodes))]
-    shelf = Shelf(names, 6, 64)
+    shelf = Shelf(names, [pages for *_, pages in nodes], 64)
     chosen = dict.fromkeys(names, 0)
-    for index, (tokens, free, up) in enumerate(nodes):
+    for index, (tokens, free, up, _) in enumerate(nodes):
         shelf.free[index] = free
         shelf.book(index, tokens)
         shelf.mark(index, up=up)
@@ -34,7 +34,7 @@ def test_choices(nodes: list[tuple[int, int, bool]], needs: list[tuple[int, int]
             PrefillLoad(name, shelf.tokens[i], chosen[name], draining=not nodes[i][2]) for i, name in enumerate(names)
         ]
         decode = [
-            DecodeLoad(name, shelf.tokens[i], nodes[i][1], 6, 64, chosen[name], draining=not nodes[i][2])
+            DecodeLoad(name, shelf.tokens[i], nodes[i][1], nodes[i][3], 64, chosen[name], draining=not nodes[i][2])
             for i, name in enumerate(names)
         ]
         held = [(7 * index) % 200 for index in range(len(names))] if number % 2 else []

@@ -46,7 +46,7 @@ def test_what_is_no_limit_is_named(text: str) -> None:
 
 def test_rigs_stay_on_their_instance(spec: Spec) -> None:
     wide = spec.model_copy(update={"plan": Choices(tp=(4, 8), pp=(1, 3))})
-    found = [(rig.pool.tp, rig.pool.pp) for rig in rigs(wide, wide.decode, ("g5.12xlarge",), Codec())]
+    found = [(rig.pool.tp, rig.pool.pp) for rig in rigs(wide, wide.decode[0], ("g5.12xlarge",), Codec())]
     assert found == [(4, 1)]
 
 
@@ -65,14 +65,14 @@ def test_more_load_takes_more_replicas(spec: Spec) -> None:
 
 def test_a_batch_keeps_the_limit_and_fits(spec: Spec) -> None:
     demand = demand_of(spec, 1.0, LIMITS)
-    for rig in rigs(spec, spec.decode, (), Codec(name="fp16")):
+    for rig in rigs(spec, spec.decode[0], (), Codec(name="fp16")):
         batch, step_s, _ = best_batch(rig, demand)
         assert 0 < step_s <= 0.06
         assert batch * rig.sizes.footprint.sealed(4100) <= rig.pages
 
 
 def test_prompts_that_take_too_long_have_no_replicas(spec: Spec) -> None:
-    rig = next(rigs(spec, spec.decode, (), Codec(name="fp16")))
+    rig = next(rigs(spec, spec.decode[0], (), Codec(name="fp16")))
     assert prefill_part(rig, demand_of(spec, 1.0, LIMITS)) is not None
     assert prefill_part(rig, demand_of(spec, 1.0, parse("ttft_p90=1ms"))) is None
 
@@ -86,15 +86,14 @@ def test_what_can_be_had_limits_what_is_bought(spec: Spec) -> None:
 
 def test_no_cluster_with_fewer_replicas_keeps_the_objective(spec: Spec) -> None:
     demand = demand_of(spec, 8.0, LIMITS)
-    split = next(one for one in candidates(spec, demand) if one.prefill is not None)
+    split = next(one for one in candidates(spec, demand) if one.prefill)
     trial = settle(spec, split, demand, 300, 0)
     assert trial is not None
     assert trial.keeps
     assert all(trial.found[str(limit)] <= limit.seconds for limit in LIMITS)
-    assert trial.candidate.prefill is not None
-    counts = trial.candidate.prefill.count, trial.candidate.decode.count
-    if counts[0] > 1:
-        assert not try_out(spec, trial.candidate.with_counts(counts[0] - 1, counts[1]), demand, 300, 0).keeps
+    less = trial.candidate.changed(0, -1)
+    if less is not None:
+        assert not try_out(spec, less, demand, 300, 0).keeps
 
 
 def test_a_budget_is_kept(spec: Spec) -> None:
@@ -117,8 +116,8 @@ def test_long_prompts_on_thin_lines_want_few_bits() -> None:
     pool = ReplicaPool(instance="p4de.24xlarge", replicas=1, chunk_tokens=4096)
     spec = Spec(
         model="mistral-7b",
-        prefill=pool,
-        decode=pool,
+        prefill=(pool,),
+        decode=(pool,),
         load=Load(input_len=16_000, output_len=200),
         plan=Choices(tp=(1,), pp=(1,), aggregated=False, codecs=(Codec(name="fp16"), Codec(name="rot-k4v4"))),
         network={"link_gbit_s": 2},  # type: ignore[arg-type]

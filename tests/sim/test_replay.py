@@ -110,7 +110,8 @@ def _by_shelf(loads: list[Any], need: Need | None) -> str | None:
     """The simulator's choice over the same loads."""
     loads = sorted(loads, key=lambda load: str(load.node_id))
     names = [load.node_id for load in loads]
-    shelf = Shelf(names, 0, 1) if need is None else Shelf(names, loads[0].total_pages, loads[0].page_tokens)
+    pages = [0 if need is None else load.total_pages for load in loads]
+    shelf = Shelf(names, pages, 1 if need is None else loads[0].page_tokens)
     for load in sorted(loads, key=lambda load: int(load.chosen_at)):
         if load.chosen_at:
             shelf.choose(names.index(load.node_id))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hackkv.errors import ConfigError
+from sim.capacity import flow_of, line_of, pages_of
 from sim.catalogue import shipped
-from sim.cluster import flow_of, line_of, pages_of
 from sim.sizes import sizes_of
 from sim.spec import Codec, ReplicaPool, Spec, read_spec
 
@@ -28,10 +28,9 @@ def write(folder: Path, text: str) -> Path:
 def test_a_specification(tmp_path: Path) -> None:
     spec = read_spec(write(tmp_path, GOOD))
     assert spec.usd_per_hour() == pytest.approx(5 * 8 / 4 * 5.67 + 4 * 4 / 8 * 27.45)
-    assert spec.prefill is not None
-    assert line_of(spec, spec.prefill) == pytest.approx(0.85 * 40e9 / 8)
-    assert flow_of(spec, spec.prefill) == pytest.approx(0.85 * 4 * 5e9 / 8)
-    assert line_of(spec, spec.decode) == flow_of(spec, spec.decode) == pytest.approx(0.85 * 200e9 / 8)
+    assert line_of(spec, spec.prefill[0]) == pytest.approx(0.85 * 40e9 / 8)
+    assert flow_of(spec, spec.prefill[0]) == pytest.approx(0.85 * 4 * 5e9 / 8)
+    assert line_of(spec, spec.decode[0]) == flow_of(spec, spec.decode[0]) == pytest.approx(0.85 * 200e9 / 8)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ catalogue:
 """
     spec = read_spec(write(tmp_path, own))
     assert spec.usd_per_hour() == 0.25
-    assert spec.gpu_of(spec.decode).memory_gb == 8
+    assert spec.gpu_of(spec.decode[0]).memory_gb == 8
 
 
 def test_every_row_of_the_catalogue_has_a_source_and_a_gpu() -> None:
@@ -101,7 +100,7 @@ def test_kv_of_a_token(model: str, bytes_per_token: int) -> None:
 
 def test_pages_fill_the_memory() -> None:
     decode = ReplicaPool(instance="p4de.24xlarge", replicas=1, tp=4, reserve=0.0, max_sequences=100)
-    spec = Spec(model="llama-70b", decode=decode, codec=Codec(name="hack"))
+    spec = Spec(model="llama-70b", decode=(decode,), codec=Codec(name="hack"))
     sizes = sizes_of(spec.codec, spec.shape.kv_shape)
     pages = pages_of(spec, decode, sizes)
     footprint = sizes.footprint
@@ -110,5 +109,5 @@ def test_pages_fill_the_memory() -> None:
     assert sizes.reads_codes
     alone = decode.model_copy(update={"tp": 1})
     with pytest.raises(ConfigError, match="decode: 1 x A100 have no room"):
-        pages_of(spec.model_copy(update={"decode": alone}), alone, sizes)
+        pages_of(spec.model_copy(update={"decode": (alone,)}), alone, sizes)
     assert not sizes_of(Codec(name="fp8"), spec.shape.kv_shape).codes

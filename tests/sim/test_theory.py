@@ -15,7 +15,8 @@ from measure.serve.arrivals import arrival_times
 from sim.cluster import Cluster
 from sim.jobs import Arrival
 from sim.network import Flow, Network, SharedLink
-from sim.spec import Efficiency, LinkSharing, ReplicaPool, Spec
+from sim.network_spec import LinkSharing
+from sim.spec import Efficiency, ReplicaPool, Spec
 from sim.world import World
 from tests.sim.clusters import Drawn, small
 

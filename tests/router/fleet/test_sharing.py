@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hackkv.page_names import MARK_BYTES
 from hackkv.types import Role
 from router.fleet.booking import Booking
-from router.fleet.line import Demand
 from router.fleet.members import Booked
 from router.fleet.policy import Need, pages_for
+from router.fleet.turns import Demand
 from tests.router.scripted import PAGE_TOKENS, Cluster
 from transport.base import DecodeNode, PrefillNode
 

@@ -1,0 +1,208 @@
+"""What a plan is made of: kinds of replicas, so many of each, and a cluster of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from hackkv.errors import ConfigError
+from sim.capacity import cost_of, crossing_of, host_bytes_of, pages_of
+from sim.catalogue import Instance
+from sim.costs import CostModel
+from sim.sizes import CodecSizes, sizes_of
+from sim.spec import Codec, ReplicaPool, Spec
+
+MOST: Final = 200_000
+"""Replicas beyond which nothing is sought."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rig:
+    """A kind of replica: a pool of one, with a codec."""
+
+    spec: Spec
+    pool: ReplicaPool
+    codec: Codec
+
+    @cached_property
+    def sizes(self) -> CodecSizes:
+        """Of the codec."""
+        return sizes_of(self.codec, self.spec.shape.kv_shape)
+
+    @cached_property
+    def instance(self) -> Instance:
+        """Its machine."""
+        return self.spec.instance_of(self.pool)
+
+    @cached_property
+    def line(self) -> float:
+        """Bytes per second of its line, or of its part of its rack's uplink."""
+        return crossing_of(self.spec, self.pool)
+
+    @cached_property
+    def usd(self) -> float:
+        """Of a replica, per hour."""
+        return self.spec.usd_of(self.pool)
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """Durations."""
+        return cost_of(self.spec, self.pool, self.sizes)
+
+    @cached_property
+    def pages(self) -> int:
+        """Raises `ConfigError` if weights leave no room."""
+        return pages_of(self.spec, self.pool, self.sizes)
+
+    def holds(self, tokens: int, *, by_host: bool) -> bool:
+        """Whether a request of so many tokens fits."""
+        footprint = self.sizes.footprint
+        try:
+            room = self.pages
+        except ConfigError:
+            return False
+        if by_host:
+            room = min(room, host_bytes_of(self.spec, self.pool) // footprint.wire_page_bytes)
+        return footprint.pages(tokens) < room
+
+    def prompt_s(self, tokens: int) -> float:
+        """Seconds of a prompt alone."""
+        step = self.pool.chunk_tokens
+        starts = range(0, tokens, step)
+        return sum(self.cost.prefill([(start, min(step, tokens - start))]).seconds for start in starts)
+
+    def __str__(self) -> str:
+        shape = f"TP{self.pool.tp}" + (f" PP{self.pool.pp}" if self.pool.pp > 1 else "")
+        return f"{self.pool.instance} {shape}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Replicas of one rig."""
+
+    rig: Rig
+    replicas: float
+    """Not rounded up."""
+    bottleneck: str
+    alone: float
+    """Replicas that the role takes if they are all of this rig, by formulas. One of them serves 1 / `alone` of the load
+    that they were made for."""
+
+    @property
+    def count(self) -> int:
+        """Rounded up."""
+        return max(1, math.ceil(self.replicas - 1e-9))
+
+    @property
+    def usd(self) -> float:
+        """Per hour, of whole replicas."""
+        return self.count * self.rig.usd
+
+    @property
+    def share_usd(self) -> float:
+        """Per hour, of fractions: for comparisons that steps of whole replicas would hide."""
+        return self.replicas * self.rig.usd
+
+    @property
+    def role_usd(self) -> float:
+        """Per hour, if the role has no other kind."""
+        return self.alone * self.rig.usd
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.rig}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCandidate:
+    """A cluster. A role may have several kinds of replicas."""
+
+    codec: Codec
+    prefill: tuple[Part, ...]
+    """Empty: replicas of `decode` do both."""
+    decode: tuple[Part, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Of both roles."""
+        return self.prefill + self.decode
+
+    @property
+    def usd(self) -> float:
+        """Per hour."""
+        return sum(part.usd for part in self.parts)
+
+    @property
+    def share_usd(self) -> float:
+        """Per hour, of fractions."""
+        return sum(part.share_usd for part in self.parts)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a role has several kinds of replicas."""
+        return len(self.prefill) > 1 or len(self.decode) > 1
+
+    @property
+    def kind(self) -> str:
+        """Codec, and whether replicas do both."""
+        return self.codec.label if self.prefill else f"{self.codec.label}, aggregated"
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        return f"{self.kind}, mixed" if self.is_mixed else self.kind
+
+    def with_counts(self, counts: Sequence[int]) -> ClusterCandidate:
+        """The same rigs in other numbers, in the order of `parts`; those of which there is none are left out."""
+        counted = [
+            replace(part, replicas=float(count)) if count else None
+            for part, count in zip(self.parts, counts, strict=True)
+        ]
+        cut = len(self.prefill)
+        first, second = (tuple(filter(None, some)) for some in (counted[:cut], counted[cut:]))
+        return ClusterCandidate(self.codec, first, second)
+
+    def changed(self, index: int, by: int) -> ClusterCandidate | None:
+        """With `by` replicas more of one part; None if its role has none left then."""
+        counts = [part.count for part in self.parts]
+        counts[index] += by
+        return self._checked(counts)
+
+    def _checked(self, counts: Sequence[int]) -> ClusterCandidate | None:
+        if min(counts) < 0:
+            return None
+        other = self.with_counts(counts)
+        return other if other.decode and bool(other.prefill) is bool(self.prefill) else None
+
+    def moved(self, index: int, place: int, by: tuple[int, int]) -> ClusterCandidate | None:
+        """With so many replicas less of the part at `index` and so many more of that at `place`; None if a role has
+        none left then."""
+        counts = [part.count for part in self.parts]
+        counts[index] -= by[0]
+        counts[place] += by[1]
+        return self._checked(counts)
+
+    def joined(self, part: Part, *, prefill: bool) -> ClusterCandidate:
+        """With one replica more, of a kind that need not be there yet."""
+        one = replace(part, replicas=1.0)
+        side = self.prefill if prefill else self.decode
+        more = tuple(replace(own, replicas=own.count + 1.0) if own.rig is part.rig else own for own in side)
+        if not any(own.rig is part.rig for own in side):
+            more = (*side, one)
+        return replace(self, prefill=more) if prefill else replace(self, decode=more)
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """Instance -> GPUs that are used."""
+        used: dict[str, int] = {}
+        for part in self.parts:
+            pool = part.rig.pool
+            used[pool.instance] = used.get(pool.instance, 0) + part.count * pool.gpus
+        return used
+
+    def fits(self, available: dict[str, int]) -> bool:
+        """Whether so many instances can be had."""
+        of_one = {part.rig.pool.instance: part.rig.instance.gpus for part in self.parts}
+        return all(gpus <= available.get(name, MOST) * of_one[name] for name, gpus in self.gpus.items())
