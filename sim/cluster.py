@@ -14,7 +14,7 @@ from hackkv.page_names import PageName
 from prefill_node.host_pool import HostPool
 from prefill_node.prefix_pool import PrefixPool
 from prefill_node.scheduler import PrefillScheduler
-from router.fleet.turns import Ageing
+from router.fleet.order import Ageing
 from sim.aggregated import InterleavedPrompts
 from sim.books import CountedPages, CountedPrefixes
 from sim.capacity import GBIT, cost_of, flow_of, host_bytes_of, largest_request, line_of, pages_of

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from decode_node.seats import Seat
 from hackkv.errors import Overloaded, RequestError
+from router.fleet.order import Ageing, Demand, Ticket, next_in_line
 from router.fleet.policy import Need
-from router.fleet.turns import Ageing, Demand, Ticket, next_in_line
 from sim.aggregated import InterleavedPrompts
 from sim.decode import DecodeReplica
 from sim.eventlog import EventKind

@@ -18,9 +18,9 @@ from router.fleet.booking import Booking
 from router.fleet.holdings import Marks
 from router.fleet.line import Line
 from router.fleet.members import Member
+from router.fleet.order import Ageing, Demand
 from router.fleet.policy import pages_for, pick_decode, pick_prefill
 from router.fleet.roster import Roster
-from router.fleet.turns import Ageing, Demand
 from transport.base import DecodeNode, PrefillNode
 
 _SMOOTHING = 0.2

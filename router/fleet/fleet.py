@@ -13,9 +13,9 @@ from router.fleet.capacity import Capacity
 from router.fleet.desks import DecodeDesk, PrefillDesk
 from router.fleet.holdings import Marker, Marks
 from router.fleet.membership import Membership
+from router.fleet.order import Ageing
 from router.fleet.roster import Roster
 from router.fleet.sharing import Sharing
-from router.fleet.turns import Ageing
 from transport.base import DecodeNode, PrefillNode
 
 _DEADLINES, _LIMITS = DeadlinesConfig(), LimitsConfig()

@@ -1,4 +1,4 @@
-"""The line for room on a node: requests wait, and `router.fleet.turns` says whose turn it is."""
+"""The line for room on a node: requests wait, and `router.fleet.order` says who is next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import insort
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from router.fleet.turns import Ageing, Demand, Ticket, next_in_line
+from router.fleet.order import Ageing, Demand, Ticket, next_in_line
 
 
 class Held(Protocol):

@@ -11,8 +11,8 @@ from hackkv.errors import NodeLost, TransferError
 from hackkv.timing import StageClock
 from hackkv.types import Prefilled, Receipt, Request, Token
 from router.fleet.holdings import Marks
+from router.fleet.order import Demand
 from router.fleet.policy import Need
-from router.fleet.turns import Demand
 from router.life.lifecycle import Lifecycle
 from transport.trail import NoSpan, TraceSpan
 

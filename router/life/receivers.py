@@ -9,7 +9,7 @@ from hackkv.nodes import NodeInfo
 from hackkv.types import DecodeJob
 from router.fleet.booking import Booking
 from router.fleet.desks import DecodeDesk
-from router.fleet.turns import Demand
+from router.fleet.order import Demand
 from router.life.decode_leg import DecodeLeg
 from router.life.failover import Failovers, Remedy
 from router.life.flight import Flight

@@ -38,8 +38,8 @@ from hackkv.types import (
 from router.config import LimitsConfig
 from router.fleet.fleet import Fleet
 from router.fleet.members import Booked
+from router.fleet.order import Demand
 from router.fleet.policy import Need
-from router.fleet.turns import Demand
 
 FINGERPRINT = Fingerprint((("codec", "hack"), ("model", "tiny")))
 PAGE_TOKENS = 16

@@ -22,7 +22,7 @@ DECISIONS = (
     "prefill_node.prefix_pool",
     "prefill_node.scheduler",
     "router.fleet.policy",
-    "router.fleet.turns",
+    "router.fleet.order",
 )
 LOADED = """
 import sys

@@ -16,8 +16,8 @@ from router.fleet.booking import Booking
 from router.fleet.fleet import Fleet
 from router.fleet.health import Health
 from router.fleet.members import Booked
+from router.fleet.order import Demand
 from router.fleet.policy import Need
-from router.fleet.turns import Demand
 from tests.router.scripted import PAGE_TOKENS, Cluster, info
 from transport.base import DecodeNode
 

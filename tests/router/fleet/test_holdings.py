@@ -13,8 +13,8 @@ from hackkv.page_names import MARK_BYTES, MOST_MARKS, Naming
 from hackkv.types import WIRE_FORM, Fingerprint, Role
 from router.fleet.fleet import Fleet
 from router.fleet.holdings import MOST_MARKED, Holdings, Marker, Marks
+from router.fleet.order import Demand
 from router.fleet.policy import Need
-from router.fleet.turns import Demand
 from tests.router.runs import Run
 from tests.router.scripted import FINGERPRINT, PAGE_TOKENS, Cluster, info
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.fleet.order import Ageing, Demand, Ticket, next_in_line
 from router.fleet.policy import Need
-from router.fleet.turns import Ageing, Demand, Ticket, next_in_line
 
 AGEING = Ageing(ageing_s=5.0, max_passed=3)
 NOW = 10.0

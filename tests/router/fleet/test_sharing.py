@@ -14,8 +14,8 @@ from hackkv.page_names import MARK_BYTES
 from hackkv.types import Role
 from router.fleet.booking import Booking
 from router.fleet.members import Booked
+from router.fleet.order import Demand
 from router.fleet.policy import Need, pages_for
-from router.fleet.turns import Demand
 from tests.router.scripted import PAGE_TOKENS, Cluster
 from transport.base import DecodeNode, PrefillNode
 

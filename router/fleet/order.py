@@ -1,4 +1,4 @@
-"""Whose turn it is in the line for room on a node. Decisions only: time is an argument, and nobody waits here.
+"""The order in which requests in line get room on a node. Decisions only: time is an argument, and nobody waits here.
 
 The oldest request comes first, small ones may pass it, and none is passed for ever. A request that finds no room may
 be passed by later requests that fit. So one large prompt does not leave pages idle that twenty small ones could use.
