@@ -132,10 +132,9 @@ def test_layers_left_exact_count_in_bytes_and_in_the_fingerprint() -> None:
 
 def test_scales_in_fp8_count_in_bytes_and_in_the_fingerprint() -> None:
     """A byte less for K and for V of each row. Without them the fingerprint is what it was before there were any."""
-    made = [
-        make_codec(CodecConfig(name="rot-k3v2", settings=settings), KvShape(2, 2, HEAD_DIM), load("reference"))
-        for settings in ({"scales": "fp8"}, {"scales": "fp16"}, {})
-    ]
+    every: list[dict[str, int | float | str | bool]] = [{"scales": "fp8"}, {"scales": "fp16"}, {}]
+    configs = (CodecConfig(name="rot-k3v2", settings=settings) for settings in every)
+    made = [make_codec(config, KvShape(2, 2, HEAD_DIM), load("reference")) for config in configs]
     narrow, wide, silent = ([fmt.page_bytes for fmt in codec.formats] for codec in made)
     assert wide == silent == [each + 2 * 64 for each in narrow]
     assert [dict(codec.fingerprint()).get("codec.scales") for codec in made] == ["fp8", None, None]

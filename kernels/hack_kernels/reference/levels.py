@@ -166,7 +166,7 @@ def pack_scales(scale: Tensor, scales: Scales) -> Tensor:
         return scale
     bits = scale.view(torch.int16).to(torch.int32)
     odd = (bits >> BYTE_SHIFT) & 1
-    rounded = (bits + (2 ** (BYTE_SHIFT - 1) - 1) + odd) >> BYTE_SHIFT
+    rounded: Tensor = (bits + (2 ** (BYTE_SHIFT - 1) - 1) + odd) >> BYTE_SHIFT
     return rounded.clamp(LEAST_BYTE, MOST_BYTE).to(torch.uint8)
 
 
