@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from hack_kernels.base import Backend, Pool
 from hack_kernels.defaults import DEFAULT_PAGE_TOKENS
 from hack_kernels.head_rotations import HeadRotations
-from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
+from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, Scales
 from hack_kernels.reference.levels import LevelReference
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
@@ -65,6 +65,8 @@ class RotatedSettings(Frozen):
     exact_layers: int | str = ""
     """Layers whose K and V rest in FP16: numbers with commas between, such as `0,29`; negative ones count from the
     last."""
+    scales: Scales = Scales.FP16
+    """How the scale of a row rests: `fp16`, or `fp8`, which is a byte."""
     calibration: str = UNCALIBRATED
     """Path of a file that `hackkv calibrate` wrote for this model, or `none`. A worker whose settings have neither
     takes the file that ships for its model, if there is one (`hackkv.model.worker`)."""
@@ -101,7 +103,7 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
         )
         feedback = [feedback_of(artifact, layer, shape) for layer in range(shape.num_layers)]
     exact = exact_layers(str(chosen.exact_layers), shape.num_layers)
-    formats = [LevelFormat(shape.head_dim, chosen.page_tokens, *each, window) for each in bits]
+    formats = [LevelFormat(shape.head_dim, chosen.page_tokens, *each, window, chosen.scales) for each in bits]
     definition: Definition = LevelReference
     used = (fmt for layer, fmt in enumerate(formats) if layer not in exact)
     kernels = {fmt: backend.kernels_for(fmt, definition) for fmt in dict.fromkeys(used)}
@@ -115,6 +117,7 @@ def make_rotated(name: str, shape: KvShape, backend: Backend, settings: dict[str
         ("sink", str(window.sink)),
         ("recent", str(window.recent)),
         ("calibration", digest),
+        *_otherwise(chosen, "scales"),
     )
     rows = RowFormat(shape.head_dim, chosen.page_tokens, window=window)
     as_rows = Kept(rows, backend.kernels_for(rows, RowReference))
@@ -162,6 +165,14 @@ def layer_bits(artifact: Artifact, plain: list[tuple[int, int]]) -> list[tuple[i
 def _in_words(bits: list[int]) -> str:
     """One number if all layers have the same."""
     return ",".join(map(str, bits)) if len(set(bits)) > 1 else str(bits[0])
+
+
+def _otherwise(settings: RotatedSettings, *names: str) -> Settings:
+    """Those of the settings that are not the family's own, in words. What came before them stays as it was said: files
+    of measurements and caches go by it."""
+    own = RotatedSettings()
+    values = ((name, getattr(settings, name)) for name in names)
+    return tuple((name, str(value)) for name, value in values if value != getattr(own, name))
 
 
 def plain_rotations(head_dim: int) -> HeadRotations:

@@ -28,18 +28,18 @@ HackFormat make_hack_format(int head_dim, int page_tokens, int k_bits, int v_bit
 
 // `gains` [heads, D/8, D, 8] in the order of level_format.h, and `weights` [heads, D], outlive the format. Both or
 // neither is None.
-LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_bits, int sink, int recent,
-                              nb::handle gains, nb::handle weights) {
+LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_bits, bool narrow_scales, int sink,
+                              int recent, nb::handle gains, nb::handle weights) {
   if (!is_level_width(k_bits) || !is_level_width(v_bits)) refuse("levels have a width that no kernel takes");
   const Window window = make_window(sink, recent);
-  if (gains.is_none()) return LevelFormat(head_dim, page_tokens, k_bits, v_bits, window, {}, 0);
+  if (gains.is_none()) return LevelFormat(head_dim, page_tokens, k_bits, v_bits, narrow_scales, window, {}, 0);
   const Array each_gain(gains, "gains"), each_weight(weights, "weights");
   const std::size_t d = std::size_t(head_dim), heads = each_gain.shape(0);
   expect_shape(each_gain, {heads, d / kGainBlock, d, kGainBlock});
   expect_shape(each_weight, {heads, d});
   const Feedback feedback{elements<const float>(each_gain, Type::kFloat, heads * d * d),
                           elements<const float>(each_weight, Type::kFloat, heads * d)};
-  return LevelFormat(head_dim, page_tokens, k_bits, v_bits, window, feedback, std::int64_t(heads));
+  return LevelFormat(head_dim, page_tokens, k_bits, v_bits, narrow_scales, window, feedback, std::int64_t(heads));
 }
 
 // The shapes that kernels which read pages value by value take.
@@ -158,7 +158,8 @@ void bind_formats(nb::module_& m) {
   m.def("huffman_format", make_huffman_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k"_a, "v"_a,
         nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>());
   m.def("level_format", make_level_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
-        "sink"_a, "recent"_a, "gains"_a.none(), "weights"_a.none(), nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>());
+        "narrow_scales"_a, "sink"_a, "recent"_a, "gains"_a.none(), "weights"_a.none(), nb::keep_alive<0, 8>(),
+        nb::keep_alive<0, 9>());
   m.def("hack_format", make_hack_format, nb::kw_only(), "head_dim"_a, "page_tokens"_a, "k_bits"_a, "v_bits"_a,
         "k_partition"_a, "stochastic"_a, "asymmetric"_a, "stored_sums"_a, "own_k_codes"_a, "own_v_codes"_a, "seed"_a);
   m.def(

@@ -1,4 +1,4 @@
-// Pages of levels (Kind::kLevels), the format LevelFormat of Python: codes around zero, one FP16 scale a row.
+// Pages of levels (Kind::kLevels), the format LevelFormat of Python: codes around zero, one scale a row.
 //
 // Codes rest as those of pages of codes do (hack_format.h). 3 bits are a plane of 2 and a plane of 1, which
 // meet in a register. A vector of highest bits belongs to two vectors of lower bits, the bits of one in the lower half
@@ -40,22 +40,25 @@ struct Feedback {
 struct LevelFormat : PageFormat {
   int k_bits;
   int v_bits;
+  bool narrow_scales;  // a byte each, else FP16 (level_scales.h)
   Feedback feedback;  // of K, of known_heads heads
 
-  constexpr LevelFormat(int head_dim, int page_tokens, int k_bits, int v_bits, Window exact, Feedback feedback,
-                        std::int64_t heads)
+  constexpr LevelFormat(int head_dim, int page_tokens, int k_bits, int v_bits, bool narrow_scales, Window exact,
+                        Feedback feedback, std::int64_t heads)
       : PageFormat(Kind::kLevels, head_dim, page_tokens),
         k_bits(k_bits),
         v_bits(v_bits),
+        narrow_scales(narrow_scales),
         feedback(feedback) {
     window = exact;
     known_heads = heads;
+    const Element scale = narrow_scales ? Element::kByte : Element::kHalf;
     add({"k_codes", Element::kByte, code_bytes(low_bits(k_bits))});
     if (k_bits == 3) add({"k_high", Element::kByte, code_bytes(1)});
-    add({"k_scale", Element::kHalf, std::size_t(page_tokens)});
+    add({"k_scale", scale, std::size_t(page_tokens)});
     add({"v_codes", Element::kByte, code_bytes(low_bits(v_bits))});
     if (v_bits == 3) add({"v_high", Element::kByte, code_bytes(1)});
-    add({"v_scale", Element::kHalf, std::size_t(page_tokens)});
+    add({"v_scale", scale, std::size_t(page_tokens)});
   }
 
   constexpr Feedback feedback_of(int head) const {
@@ -64,6 +67,12 @@ struct LevelFormat : PageFormat {
     return {feedback.gains + head * d * d, feedback.weights + head * d};
   }
   constexpr std::size_t code_bytes(int bits) const { return elements() * bits / 8; }
+  constexpr std::size_t scale_bytes() const { return narrow_scales ? 1 : 2; }
+  // Where the scale of row t lies, of those that begin at `scales`.
+  template <class Byte>
+  constexpr Byte* scale_of(Byte* scales, int t) const {
+    return scales + t * scale_bytes();
+  }
 };
 
 [[gnu::always_inline]] constexpr const LevelFormat& as_levels(const PageFormat& format) {
@@ -71,20 +80,20 @@ struct LevelFormat : PageFormat {
 }
 
 // Codes of K or of V of one page, and their scales [Π]; `high` is null unless a code has 3 bits.
-template <class Byte, class Half>
+template <class Byte>
 struct BasicLevels {
   Byte* codes;
   Byte* high;
-  Half* scale;
+  Byte* scale;
 };
 
-template <class Byte, class Half>
+template <class Byte>
 struct BasicLevelPage {
-  BasicLevels<Byte, Half> k;
-  BasicLevels<Byte, Half> v;
+  BasicLevels<Byte> k;
+  BasicLevels<Byte> v;
 };
-using LevelPage = BasicLevelPage<std::uint8_t, std::uint16_t>;
-using ConstLevelPage = BasicLevelPage<const std::uint8_t, const std::uint16_t>;
+using LevelPage = BasicLevelPage<std::uint8_t>;
+using ConstLevelPage = BasicLevelPage<const std::uint8_t>;
 
 template <class Page, class Planes>
 [[gnu::always_inline]] inline Page level_page(const LevelFormat& fmt, const Planes& planes) {
@@ -94,7 +103,7 @@ template <class Page, class Planes>
     const auto bytes = [&] { return reinterpret_cast<decltype(Levels::codes)>(planes.at[next++]); };
     const auto codes = bytes();
     const auto high = bits == 3 ? bytes() : nullptr;
-    return {codes, high, reinterpret_cast<decltype(Levels::scale)>(planes.at[next++])};
+    return {codes, high, bytes()};
   };
   const Levels k = take(fmt.k_bits);
   return {k, take(fmt.v_bits)};

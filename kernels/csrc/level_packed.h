@@ -2,6 +2,7 @@
 #pragma once
 
 #include "level_query.h"
+#include "level_scales.h"
 #include "packed.h"
 
 namespace hack {
@@ -15,8 +16,8 @@ struct LevelStrip {
 
 // dots = codes · rows over `elements` of every lane, for NB blocks of lanes from block `block` on; as packed_dots.
 template <class S, int bits, bool of_k, int NR, int NB>
-[[gnu::always_inline]] inline void level_dots(const BasicLevels<const std::uint8_t, const std::uint16_t>& page,
-                                              const BasicLevels<const std::uint8_t, const std::uint16_t>& next,
+[[gnu::always_inline]] inline void level_dots(const BasicLevels<const std::uint8_t>& page,
+                                              const BasicLevels<const std::uint8_t>& next,
                                               int block, int elements, const std::uint8_t* rows, int stride,
                                               typename S::I (&dots)[NR][NB]) {
   const int bytes = elements / chunk_of(low_bits(bits)) * kVectorBytes;
@@ -72,8 +73,8 @@ void level_scores(const LevelFormat& fmt, const ConstLevelPage& page, const Cons
         typename S::F scale[NB];
         level_dots<S, bits, true, NR, NB>(page.k, next.k, t / kLanes, d, rows, d, dots);
         unrolled<NB>([&](auto b) __attribute__((always_inline)) {
-          scale[b] = S::load_half(page.k.scale + t + b * kLanes);
-          fetch(next.k.scale + t + b * kLanes);
+          scale[b] = load_row_scales<S>(fmt, page.k.scale, t + b * kLanes);
+          fetch(fmt.scale_of(next.k.scale, t + b * kLanes));
         });
         unrolled<NR * NB>([&](auto i) __attribute__((always_inline)) {
           constexpr int r = i / NB, b = i % NB;
@@ -124,8 +125,8 @@ void level_rows(const LevelFormat& fmt, const LevelStrip& strip, const LevelQuer
   take_maxima<S, NR>(fmt, state, r0, strip.pages, tops, takes);
   for (int i = 0; i < strip.pages; ++i) {
     for (int t = 0; t < pi; t += kLanes) {
-      S::store(v_scale + t, S::load_half(strip.page[i].v.scale + t));
-      fetch(strip.next[i].v.scale + t);
+      S::store(v_scale + t, load_row_scales<S>(fmt, strip.page[i].v.scale, t));
+      fetch(fmt.scale_of(strip.next[i].v.scale, t));
     }
     alignas(64) float scale[kTile];
     for (int r = 0; r < kTile; ++r) {

@@ -65,8 +65,8 @@ void move_levels(const LevelFormat& fmt, const From& from, const LevelPage& to) 
     move(fmt, from.v.codes, to.v.codes);
     if constexpr (bits == 3) move_high(fmt, from.v.high, to.v.high);
   });
-  std::memcpy(to.k.scale, from.k.scale, 2 * std::size_t(fmt.page_tokens));
-  std::memcpy(to.v.scale, from.v.scale, 2 * std::size_t(fmt.page_tokens));
+  std::memcpy(to.k.scale, from.k.scale, fmt.scale_bytes() * fmt.page_tokens);
+  std::memcpy(to.v.scale, from.v.scale, fmt.scale_bytes() * fmt.page_tokens);
 }
 
 template <class S>

@@ -5,6 +5,7 @@
 #include "arena.h"
 #include "half.h"
 #include "level_format.h"
+#include "level_scales.h"
 #include "unrolled.h"
 
 namespace hack {
@@ -62,11 +63,13 @@ void turn_rows(const std::uint16_t* rows, int d, float* x) {
   }
 }
 
-// A scale as FP16 holds it.
+// A scale as the format holds it.
 template <class S>
-typename S::F stored_scale(typename S::F scale) {
+typename S::F stored_scale(const LevelFormat& fmt, typename S::F scale) {
   std::uint16_t half[kLanes];
   S::store_half(half, S::min(S::max(scale, S::splat(kTinyHalf)), S::splat(kMaxHalf)));
+  if (fmt.narrow_scales)
+    for (auto& h : half) h = half_of_byte(byte_of_half(h));
   return S::max(S::load_half(half), S::splat(kTinyHalf));
 }
 
@@ -134,10 +137,11 @@ template <class S, class Value>
 // Levels of rows of which b is `felt` [D][kSealedRows], by their scales; with `refit` these become the scales that fit
 // the levels best.
 template <class S, int bits, bool refit>
-void round_under_feedback(const Feedback& feedback, int d, const float* felt, EachRow<S>& scale, float* levels) {
+void round_under_feedback(const LevelFormat& fmt, const Feedback& feedback, const float* felt, EachRow<S>& scale,
+                          float* levels) {
   EachRow<S> steps, dots = EachRow<S>::splat(0.0f), norm = dots;
   for (int v = 0; v < kSealedVectors; ++v) steps.at[v] = S::div(S::splat(1.0f), scale.at[v]);
-  feed_back<S>(feedback.gains, d, levels, [&](int i, auto v, auto before) __attribute__((always_inline)) {
+  feed_back<S>(feedback.gains, fmt.head_dim, levels, [&](int i, auto v, auto before) __attribute__((always_inline)) {
     const auto wanted = S::load(felt + i * kSealedRows + v * kLanes);
     const auto level = nearest_level<S, bits>(S::sub(S::mul(wanted, steps.at[v]), before));
     if constexpr (refit) {
@@ -148,21 +152,22 @@ void round_under_feedback(const Feedback& feedback, int d, const float* felt, Ea
     return level;
   });
   if constexpr (refit)
-    for (int v = 0; v < kSealedVectors; ++v) scale.at[v] = stored_scale<S>(S::div(dots.at[v], norm.at[v]));
+    for (int v = 0; v < kSealedVectors; ++v) scale.at[v] = stored_scale<S>(fmt, S::div(dots.at[v], norm.at[v]));
 }
 
 // Levels of rows x [D][kSealedRows] under `feedback`, in place, and their scales. `felt` and `levels` are as large as x.
 template <class S, int bits>
-void feed_levels_back(const Feedback& feedback, int d, float* x, EachRow<S>& scale, float* felt, float* levels) {
-  feed_back<S>(feedback.gains, d, levels, [&](int i, auto v, auto before) __attribute__((always_inline)) {
+void feed_levels_back(const LevelFormat& fmt, const Feedback& feedback, float* x, EachRow<S>& scale, float* felt,
+                      float* levels) {
+  feed_back<S>(feedback.gains, fmt.head_dim, levels, [&](int i, auto v, auto before) __attribute__((always_inline)) {
     const int at = i * kSealedRows + v * kLanes;
     const auto value = S::load(x + at);
     S::store(felt + at, S::add(before, value));
     return value;
   });
   for (int refit = 0; refit < kLevelRefits; ++refit)
-    round_under_feedback<S, bits, true>(feedback, d, felt, scale, levels);
-  round_under_feedback<S, bits, false>(feedback, d, felt, scale, x);
+    round_under_feedback<S, bits, true>(fmt, feedback, felt, scale, levels);
+  round_under_feedback<S, bits, false>(fmt, feedback, felt, scale, x);
 }
 
 template <class S, int bits>
@@ -231,7 +236,7 @@ void pack_v_levels(const PageFormat& fmt, int t, const float* levels, std::uint8
 // One page of rows [Π, D] of K or V to its planes.
 template <class S, int bits, bool of_k>
 void quantize_levels(const LevelFormat& fmt, const std::uint16_t* rows, const Feedback& feedback,
-                     const BasicLevels<std::uint8_t, std::uint16_t>& to, Arena<S> arena) {
+                     const BasicLevels<std::uint8_t>& to, Arena<S> arena) {
   const int d = fmt.head_dim;
   const auto take = [&] { return arena.template take<float>(std::size_t(d) * kSealedRows); };
   float *x = take(), *felt = take(), *levels = take();
@@ -239,7 +244,7 @@ void quantize_levels(const LevelFormat& fmt, const std::uint16_t* rows, const Fe
     turn_rows<S>(rows + std::size_t(t) * d, d, x);
     EachRow<S> scale = fit_scales<S, bits>(x, d);
     const auto stretch = S::splat(feedback.gains == nullptr ? 1.0f : level_stretch(bits));
-    for (auto& each : scale.at) each = stored_scale<S>(S::mul(each, stretch));
+    for (auto& each : scale.at) each = stored_scale<S>(fmt, S::mul(each, stretch));
     if (feedback.gains == nullptr) {
       const auto steps = EachRow<S>::make([&](auto v) { return S::div(S::splat(1.0f), scale.at[v]); });
       for (int i = 0; i < d; ++i) {
@@ -248,9 +253,9 @@ void quantize_levels(const LevelFormat& fmt, const std::uint16_t* rows, const Fe
             .store(x + i * kSealedRows);
       }
     } else {
-      feed_levels_back<S, bits>(feedback, d, x, scale, felt, levels);
+      feed_levels_back<S, bits>(fmt, feedback, x, scale, felt, levels);
     }
-    for (int v = 0; v < kSealedVectors; ++v) S::store_half(to.scale + t + v * kLanes, scale.at[v]);
+    for (int v = 0; v < kSealedVectors; ++v) store_row_scales<S>(fmt, to.scale, t + v * kLanes, scale.at[v]);
     constexpr auto pack = of_k ? pack_k_levels<S, bits, low_bits(bits)> : pack_v_levels<S, bits, low_bits(bits), 0>;
     pack(fmt, t, x, to.codes);
     if constexpr (bits == 3) (of_k ? pack_k_highest<S> : pack_v_levels<S, 3, 1, 2>)(fmt, t, x, to.high);

@@ -6,6 +6,7 @@
 #include "exact_lanes.h"
 #include "layout.h"
 #include "level_query.h"
+#include "level_scales.h"
 #include "tile.h"
 
 namespace hack {
@@ -20,7 +21,7 @@ struct WideLevels {
 
 // Codes [lanes, elements] in packed vectors -> [elements / 4][blocks] vectors of bytes; as widen_codes.
 template <class S, bool of_k>
-void widen_levels(int bits, const BasicLevels<const std::uint8_t, const std::uint16_t>& from, int lanes, int elements,
+void widen_levels(int bits, const BasicLevels<const std::uint8_t>& from, int lanes, int elements,
                   std::uint8_t* wide) {
   with_level_bits(bits, [&](auto constant) {
     if constexpr (constant != 3) {
@@ -93,8 +94,8 @@ class LevelLanes {
     Codes::arrange(unpacked_, fmt_.v_bits, d, pi, wide_.v);
     const auto step = S::splat(Codes::step(fmt_.k_bits));
     for (int t = 0; t < pi; t += kLanes) {
-      S::store(wide_.k_scale + t, S::mul(S::load_half(page.k.scale + t), step));
-      S::store(wide_.v_scale + t, S::load_half(page.v.scale + t));
+      S::store(wide_.k_scale + t, S::mul(load_row_scales<S>(fmt_, page.k.scale, t), step));
+      S::store(wide_.v_scale + t, load_row_scales<S>(fmt_, page.v.scale, t));
     }
   }
 

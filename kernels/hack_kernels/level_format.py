@@ -1,4 +1,4 @@
-"""The page format of levels: K and V as integer codes around zero with one FP16 scale per row; no minimum is stored.
+"""The page format of levels: K and V as integer codes around zero with one scale per row; no minimum is stored.
 
 A code c of b bits stands for the level c - z with z = (2^b - 1) / 2, and x^ = s · (c - z). So
 q·k^ = s_t s_q (Σ q'c - z Σ q'), one correction per query and none per key, and Σ p_t v^_t = Σ w_t (c_t - z) with the
@@ -10,13 +10,15 @@ plane      shape                  dtype    meaning
 =========  =====================  =======  =============================================================
 k_codes    [Π·b/8, D]             uint8    byte (r, d): rows f·r .. f·r+f-1 of channel d, f = 8/b
 k_high     [Π/8, D]               uint8    only with 3 bits: the codes' highest bit; k_codes has the lower 2
-k_scale    [Π]                    float16
+k_scale    [Π]                    float16  or uint8, with `Scales.FP8`
 v_codes    [D, Π·b/8]             uint8    byte (d, r): rows f·r .. f·r+f-1 of channel d
 v_high     [D, Π/8]               uint8    only with 3 bits
-v_scale    [Π]                    float16
+v_scale    [Π]                    float16  as k_scale
 =========  =====================  =======  =============================================================
 
-Bit order: the earliest row sits in the lowest bits.
+Bit order: the earliest row sits in the lowest bits. A byte of scale stands for the FP16 number whose bits are 2^7 times
+the byte: no sign, five bits of exponent, three of mantissa (UE5M3). It has the range of FP16, so that scales need no
+unit of a page, as those in E4M3 would, and a row's bytes follow from the row alone.
 
 Quantizing a row x [D], in FP32. Sums over channels have the order that is said here, one addition at a time; where none
 is said, every partial sum is exact. Operations are rounded one by one. A product of FP16 values, levels and gains is
@@ -25,7 +27,8 @@ exact, so that a fused multiply-add of it is the same.
 1. s = sqrt(Σ x_d² / D) · STEP[b]; FITS times: l_d = level(x_d · (1/s)), s = Σ l_d x_d / Σ l_d². Each s is at least
    TINY, and channel 0 comes first.
 2. With feedback s is multiplied by STRETCH[b]. Then it is rounded to FP16, to nearest even, and is at least TINY and
-   at most 65504.
+   at most 65504. With `Scales.FP8` the bits of that are rounded to a multiple of 2^7, to nearest even, and are at least
+   2^7 (2^-17) and at most 247 · 2^7 (61440).
 3. Without feedback l_d = level(x_d · (1/s)).
 
 Feedback (K only) chooses codes whose error e = x/s - l is small where the queries to come feel it, in a metric
@@ -50,6 +53,7 @@ relative to the page's largest p_t s_t. The sum of the softmax is that of the p_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from typing import Final, Protocol
 
@@ -72,9 +76,22 @@ REFITS: Final = 1
 """Of the scale, under feedback. Four would lose 2% less with K at 2 bits (lab/frontier); each reads all gains again."""
 TINY: Final = 2.0**-24
 """The smallest positive FP16 value."""
+BYTE_SHIFT: Final = 7
+"""Of a byte of scale to the bits of FP16."""
+LEAST_BYTE: Final = 1
+MOST_BYTE: Final = 247
+"""The largest that FP16 has as a number."""
 GAIN_STEP: Final = 2.0**-10
 MAX_GAIN: Final = 8.0
 MAX_GAINS: Final = 63.0
+
+
+class Scales(StrEnum):
+    """How the scale of a row rests."""
+
+    FP16 = "fp16"
+    FP8 = "fp8"
+    """A byte, UE5M3."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,7 @@ class LevelFormat(PageFormat):
     k_bits: int = 4
     v_bits: int = 4
     window: Window = OWN_PAGE_ONLY
+    scales: Scales = Scales.FP16
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -101,12 +119,13 @@ class LevelFormat(PageFormat):
     def planes(self) -> tuple[Plane, ...]:
         """As in the table above."""
         pi, d = self.page_tokens, self.head_dim
+        scale = torch.uint8 if self.scales is Scales.FP8 else torch.float16
         planes: list[Plane] = []
         for name, bits in (("k", self.k_bits), ("v", self.v_bits)):
             for plane, width in code_planes(name, bits):
                 shape = (pi * width // 8, d) if name == "k" else (d, pi * width // 8)
                 planes.append(Plane(plane, torch.uint8, shape))
-            planes.append(Plane(f"{name}_scale", torch.float16, (pi,)))
+            planes.append(Plane(f"{name}_scale", scale, (pi,)))
         return tuple(planes)
 
 

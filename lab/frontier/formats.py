@@ -132,7 +132,9 @@ def mixed(c: Moments) -> list[Kv]:
 
 
 def sealed(c: Moments) -> list[Kv]:
-    """K as the codecs `rot-*` seal it; with scales in FP8 (`fp8-`); as before scales were refitted (`unfit-`)."""
+    """K as the codecs `rot-*` seal it; with scales in FP8 (`fp8-`); from a row's rms without least squares, but for the
+    refit under feedback (`rms-`); as before scales were refitted (`unfit-`). `plain-` has no feedback, and K by channel
+    (`chan-`) none either."""
     b, d = basis(c.kk, c.qq, c.k_mean), c.kk.shape[-1]
     out = []
     for k_bits, v_bits in PAIRS:
@@ -141,7 +143,11 @@ def sealed(c: Moments) -> list[Kv]:
         for prefix, k, values in (
             ("rot-", stretched, v),
             ("fp8-", replace(stretched, fp8_scale=True), replace(v, fp8_scale=True)),
+            ("rms-", replace(stretched, fits=0), replace(v, fits=0)),
             ("unfit-", replace(tok, passes=0), v),
+            ("plain-", rotated(k_bits, d), v),
+            ("plain-rms-", replace(rotated(k_bits, d), fits=0), replace(v, fits=0)),
+            ("chan-", Channel(k_bits), v),
         ):
             out.append(Kv(f"{prefix}K{k_bits}V{v_bits}-r2", k, values, recent=2))
     return out

@@ -52,6 +52,8 @@ class Tok:
     stretch: float = 1.0
     """What a scale is multiplied by before the first codes under feedback."""
     fp8_scale: bool = False
+    fits: int = FITS
+    """Of the scale by least squares, after it began with the row's rms and before feedback."""
     sweeps: int = 0
     """Of coordinate descent after the feedback."""
 
@@ -74,7 +76,7 @@ class Tok:
         bits = self.bits_of(layer)
         x = rows if self.mean is None else rows - self.mean[layer][:, None]
         y = x @ (self.to[layer] if self.to.dim() > 2 else self.to)
-        s = fit(y, bits)
+        s = fit(y, bits, self.fits)
         if self.feedback is None:
             s = self._stored(s)
             return nearest(y / s, bits), s
@@ -164,10 +166,10 @@ def quotient(levels: Tensor, y: Tensor) -> Tensor:
     return ((levels * y).sum(-1, keepdim=True) / levels.pow(2).sum(-1, keepdim=True)).clamp_min(1e-8)
 
 
-def fit(y: Tensor, bits: int) -> Tensor:
-    """The scale per row, [..., 1], by least squares."""
+def fit(y: Tensor, bits: int, fits: int = FITS) -> Tensor:
+    """The scale per row, [..., 1], from its rms by least squares."""
     s = y.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-8) * STEP[bits]
-    for _ in range(FITS):
+    for _ in range(fits):
         s = quotient(nearest(y / s, bits), y)
     return s
 

@@ -20,7 +20,7 @@ from hack_kernels.hack_format import (
     OpenPage,
     Rounding,
 )
-from hack_kernels.level_format import Feedback, LevelFormat
+from hack_kernels.level_format import Feedback, LevelFormat, Scales
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.decode import decode_launch
 from hack_kernels.triton.exchange import exchange_launch
@@ -241,7 +241,8 @@ def _code_bytes(fmt: HackFormat | LevelFormat) -> int:
 def _name(fmt: HackFormat | LevelFormat) -> str:
     if isinstance(fmt, LevelFormat):
         window = f" window {fmt.window.sink}+{fmt.window.recent}" if fmt.window.pages > 1 else ""
-        return f"levels D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits}{window}"
+        scales = "" if fmt.scales is Scales.FP16 else " FP8 scales"
+        return f"levels D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits}{window}{scales}"
     form = "" if fmt.arithmetic is Arithmetic.SYMMETRIC else " asymmetric" if fmt.stored_sums else " no-sums"
     return f"D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits}{form}"
 
@@ -295,11 +296,14 @@ EXCHANGE: Final = tuple(
     for installing in (True, False)
 )
 
-LEVELS: Final = tuple(
-    example
-    for d, group in ((128, 4), (64, 3))
-    for k_bits, v_bits, window in PRESETS
-    for example in levels(LevelFormat(d, 64, k_bits, v_bits, window), group)
+LEVELS: Final = (
+    *(
+        example
+        for d, group in ((128, 4), (64, 3))
+        for k_bits, v_bits, window in PRESETS
+        for example in levels(LevelFormat(d, 64, k_bits, v_bits, window), group)
+    ),
+    *levels(LevelFormat(64, 64, 3, 2, scales=Scales.FP8), 3),
 )
 ROTATION: Final = (rotation(128, 4), rotation(64, 3))
 CHECKSUMS: Final = checksums()

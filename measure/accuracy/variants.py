@@ -39,6 +39,7 @@ EXACT: Final = _row("fp16", "fp16", "exact", "exact: K and V in FP16, attention 
 _OPEN, _STOCHASTIC, _PAPER, _ABLATION = "open-page rule, nearest", "open-page rule, stochastic", "paper", "ablation"
 _EVICTING: Final = "evicting"
 _PROJECTED: Final = "projected"
+_ROT: Final = "rot"
 
 _DESCRIBED: Final = (
     EXACT,
@@ -75,6 +76,10 @@ _DESCRIBED: Final = (
     _row("snapkv-rot-k4v4", "snapkv", _EVICTING, "`snapkv` in pages of `rot-k4v4`", of="rot-k4v4"),
     _row("mpcache-static", "mpcache", _EVICTING, "`mpcache`, but decode reads all pages", select="100%"),
     _row("mpcache-rot-k4v4", "mpcache", _EVICTING, "`mpcache` in pages of `rot-k4v4`", of="rot-k4v4"),
+    *(
+        _row(f"{name}-fp8", name, _ROT, f"`{name}`, but scales in FP8", scales="fp8")
+        for name in ("rot-k4v4", "rot-k3v3", "rot-k3v2", "rot-k2v2")
+    ),
     _row("kvquant-3", "kvquant-4", KVQUANT, "`kvquant-4`, but 3 bits", k_bits=3, v_bits=3),
     _row("cachegen-level-3", "cachegen", "cachegen", "`cachegen`, but 32 bins in all layers", level="3"),
     _row("kvcomp-channel", "kvcomp", "kvcomp", "`kvcomp`, but K by channel", k_unit="channel", k_scale=0.25),

@@ -77,6 +77,7 @@ VARIANTS = [
     *(Case("rot-k3v2", backend=backend, settings=CODED, calibrated=True) for backend in AUTO),
     Case("rot-k4v4", 64, 96, group=3, calibrated=True),
     *(Case("rot-k3v2", group=3, backend=backend, settings={"exact_layers": LAYER}) for backend in AUTO),
+    *(Case("rot-k3v2", backend=backend, settings={"scales": "fp8", **CODED}, calibrated=True) for backend in AUTO),
     *(
         Case("kvquant-2", pi, d, backend=backend, settings={"k_bits": bits, "v_bits": 3}, calibrated=True)
         for backend in AUTO

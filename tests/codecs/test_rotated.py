@@ -130,6 +130,16 @@ def test_layers_left_exact_count_in_bytes_and_in_the_fingerprint() -> None:
         assert bits == ["16" if i in exact else "3" for i in range(3)]
 
 
+def test_scales_in_fp8_count_in_bytes_and_in_the_fingerprint() -> None:
+    """A byte less for K and for V of each row. Without them the fingerprint is what it was before there were any."""
+    every: list[dict[str, int | float | str | bool]] = [{"scales": "fp8"}, {"scales": "fp16"}, {}]
+    configs = (CodecConfig(name="rot-k3v2", settings=settings) for settings in every)
+    made = [make_codec(config, KvShape(2, 2, HEAD_DIM), load("reference")) for config in configs]
+    narrow, wide, silent = ([fmt.page_bytes for fmt in codec.formats] for codec in made)
+    assert wide == silent == [each + 2 * 64 for each in narrow]
+    assert [dict(codec.fingerprint()).get("codec.scales") for codec in made] == ["fp8", None, None]
+
+
 @pytest.mark.parametrize("weights", ["auto", "int8"])
 def test_a_model_all_of_whose_layers_are_left_exact_says_what_it_says_with_fp16(tmp_path: Path, weights: str) -> None:
     """Nothing is rotated, and nothing is folded into the weights."""
@@ -298,6 +308,7 @@ def test_a_calibration_file_that_is_wrong_is_named_with_its_tensor(tmp_path: Pat
         ({"v_bits": "two"}, "codec.settings.v_bits"),
         ({"rounding": "nearest"}, "codec.settings.rounding"),
         ({"calibration": 7}, "codec.settings.calibration"),
+        ({"scales": "e4m3"}, "codec.settings.scales: Input should be 'fp16' or 'fp8'"),
         ({"exact_layers": 1}, "exact_layers: '1' is no layer of a model of 1"),
         ({"exact_layers": "0,-2"}, "exact_layers: '-2' is no layer of a model of 1"),
         ({"exact_layers": "last"}, "exact_layers: 'last' is no layer"),

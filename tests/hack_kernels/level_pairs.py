@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from hack_kernels.base import Backend, Planes, Pool, Rows, Spans
-from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels
+from hack_kernels.level_format import Feedback, LevelFormat, LevelKernels, Scales
 from hack_kernels.pools import new_pool
 from hack_kernels.reference.levels import LevelReference
 from hack_kernels.rowwise import Rowwise
@@ -20,6 +20,13 @@ from tests.hack_kernels.test_levels import feedback_of, fill_slot, filled, metri
 HEADS = 2
 LAYER = 3
 WINDOWED = [LevelFormat(64, 32, 3, 2, Window(1, 2)), LevelFormat(96, 64, 4, 4, Window(2, 1))]
+NARROW = [
+    LevelFormat(64, 32, 3, 2, Window(1, 2), Scales.FP8),
+    LevelFormat(80, 64, 2, 2, scales=Scales.FP8),
+    LevelFormat(128, 128, 4, 4, scales=Scales.FP8),
+    LevelFormat(64, 64, 8, 3, scales=Scales.FP8),
+]
+"""Scales in bytes."""
 WINDOWS = [Window(s, r) for s in range(3) for r in range(3) if s + r < 4]
 Pair = tuple[LevelKernels, LevelKernels]
 

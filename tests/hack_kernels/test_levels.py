@@ -20,6 +20,7 @@ from hack_kernels.level_format import (
     Feedback,
     LevelFormat,
     LevelKernels,
+    Scales,
     on_grid,
 )
 from hack_kernels.pools import new_pool
@@ -27,10 +28,12 @@ from hack_kernels.reference.levels import (
     LevelReference,
     dequantize,
     pack_codes,
+    pack_scales,
     quantize_query,
     quantize_rows,
     top_level,
     unpack_codes,
+    unpack_scales,
 )
 from hack_kernels.window import Window
 from hypothesis import given, settings
@@ -40,6 +43,7 @@ from torch import Tensor
 from tests.hack_kernels.pools import CPU, random_rows
 
 BITS = st.sampled_from(LEVEL_BITS)
+SCALES = st.sampled_from(Scales)
 HEADS = 2
 
 
@@ -56,7 +60,7 @@ def metrics(seed: int, heads: int, dim: int) -> Tensor:
     return factors.mT @ factors / dim + 0.1 * torch.eye(dim)
 
 
-def scalar_row(row: np.ndarray, bits: int, feedback: Feedback | None) -> tuple[list[int], np.float16]:
+def scalar_row(row: np.ndarray, bits: int, feedback: Feedback | None, scales: Scales) -> tuple[list[int], np.float16]:
     """The docstring of the format, one number after another in float32."""
     f32 = np.float32
     z, half, tiny, x = f32(top_level(bits)), f32(0.5), f32(TINY), row.astype(f32)
@@ -72,7 +76,11 @@ def scalar_row(row: np.ndarray, bits: int, feedback: Feedback | None) -> tuple[l
         return total
 
     def stored(s: np.float32) -> np.float32:
-        return f32(np.float16(min(max(s, tiny), f32(65504))))
+        half_scale = np.float16(min(max(s, tiny), f32(65504)))
+        if scales is Scales.FP8:
+            byte = round(int(half_scale.view(np.uint16)) / 128)
+            half_scale = np.uint16(128 * min(max(byte, 1), 247)).view(np.float16)
+        return f32(half_scale)
 
     s = max(f32(np.sqrt(f32(summed([f32(a * a) for a in x]) / f32(len(x)))) * f32(STEP[bits])), tiny)
     for _ in range(FITS):
@@ -98,31 +106,37 @@ def scalar_row(row: np.ndarray, bits: int, feedback: Feedback | None) -> tuple[l
     return [int(each + z) for each in levels], np.float16(s)
 
 
+@pytest.mark.parametrize("scales", Scales)
 @pytest.mark.parametrize("fed", [False, True])
 @pytest.mark.parametrize("bits", LEVEL_BITS)
-def test_codes_and_scales_are_those_of_the_words_to_the_last_bit(bits: int, fed: bool) -> None:
+def test_codes_and_scales_are_those_of_the_words_to_the_last_bit(bits: int, fed: bool, scales: Scales) -> None:
     rows = random_rows(bits, 1, 6, 64).half()
     rows[0, 1] *= 100
     rows[0, 2, 1:] = 0
     rows[0, 3] = 0
     rows[0, 4] *= 1e-6
     feedback = feedback_of(metrics(1, 1, 64)) if fed else None
-    codes, scale = quantize_rows(rows, bits, feedback)
+    codes, scale = quantize_rows(rows, bits, feedback, scales)
     for row, found, found_scale in zip(rows[0], codes[0], scale[0], strict=True):
-        wanted, wanted_scale = scalar_row(row.numpy(), bits, feedback)
+        wanted, wanted_scale = scalar_row(row.numpy(), bits, feedback, scales)
         assert found.tolist() == wanted
         assert found_scale.numpy() == wanted_scale
 
 
 @settings(max_examples=60)
-@given(bits=BITS, seed=st.integers(0, 9999), exponent=st.integers(-26, 15), dim=st.sampled_from([64, 96]))
-def test_codes_lie_in_range_and_scales_are_positive_and_finite(bits: int, seed: int, exponent: int, dim: int) -> None:
+@given(
+    bits=BITS, scales=SCALES, seed=st.integers(0, 9999), exponent=st.integers(-26, 15), dim=st.sampled_from([64, 96])
+)
+def test_codes_lie_in_range_and_scales_are_positive_and_finite(
+    bits: int, scales: Scales, seed: int, exponent: int, dim: int
+) -> None:
     rows = (random_rows(seed, 1, 5, dim) * 2.0**exponent).clamp(-65504, 65504).half()
     for feedback in (None, feedback_of(metrics(seed, 1, dim))):
-        codes, scale = quantize_rows(rows, bits, feedback)
+        codes, scale = quantize_rows(rows, bits, feedback, scales)
         assert int(codes.max()) < 2**bits
         assert bool(scale.isfinite().all())
         assert float(scale.min()) >= TINY
+        assert torch.equal(unpack_scales(pack_scales(scale, scales), scales), scale)
 
 
 def test_the_largest_rows_have_a_finite_scale() -> None:
@@ -136,21 +150,22 @@ def test_the_largest_rows_have_a_finite_scale() -> None:
 
 
 @settings(max_examples=40)
-@given(bits=BITS, seed=st.integers(0, 9999))
-def test_a_row_does_not_depend_on_the_rows_beside_it(bits: int, seed: int) -> None:
+@given(bits=BITS, scales=SCALES, seed=st.integers(0, 9999))
+def test_a_row_does_not_depend_on_the_rows_beside_it(bits: int, scales: Scales, seed: int) -> None:
     rows, feedback = random_rows(seed, 1, 7, 64).half(), feedback_of(metrics(seed, 1, 64))
-    codes, scale = quantize_rows(rows, bits, feedback)
+    codes, scale = quantize_rows(rows, bits, feedback, scales)
     for part in (slice(0, 1), slice(3, 5)):
-        alone, alone_scale = quantize_rows(rows[:, part], bits, feedback)
+        alone, alone_scale = quantize_rows(rows[:, part], bits, feedback, scales)
         assert torch.equal(alone, codes[:, part])
         assert torch.equal(alone_scale, scale[:, part])
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(2, 0.36), (3, 0.20), (4, 0.11), (8, 0.011)])
-def test_the_error_of_normal_rows_is_near_the_least_of_uniform_levels(bits: int, bound: float) -> None:
+@pytest.mark.parametrize("scales", Scales)
+def test_the_error_of_normal_rows_is_near_the_least_of_uniform_levels(scales: Scales, bits: int, bound: float) -> None:
     """Relative to the row: 0.345, 0.193, 0.107 and 0.010 are the least for a normal variable (Max, 1960)."""
     rows = random_rows(1, 400, 128).half()
-    found = dequantize(bits, *quantize_rows(rows, bits))
+    found = dequantize(bits, *quantize_rows(rows, bits, scales=scales))
     assert float((found - rows).norm() / rows.norm()) < bound
 
 
@@ -235,8 +250,8 @@ def exact(
     pi, coded = fmt.page_tokens, fmt.window.coded(at // fmt.page_tokens)
     sealed, scaled = slice(coded.start * pi, coded.stop * pi), q * q.shape[0] ** -0.5
     codes, scale = quantize_query(scaled)
-    k_hat = dequantize(fmt.k_bits, *quantize_rows(k[None], fmt.k_bits, feedback), torch.float64)[0]
-    v_codes, v_scale = quantize_rows(v, fmt.v_bits)
+    k_hat = dequantize(fmt.k_bits, *quantize_rows(k[None], fmt.k_bits, feedback, fmt.scales), torch.float64)[0]
+    v_codes, v_scale = quantize_rows(v, fmt.v_bits, scales=fmt.scales)
     levels = v_codes.double() - top_level(fmt.v_bits)
     scores = k[: at + 1].double() @ scaled.double()
     scores[sealed] = k_hat[sealed] @ (codes.double() * scale.double())
@@ -260,6 +275,7 @@ FORMATS = [
     LevelFormat(64, 32, 8, 8),
     *(LevelFormat(64, 32, 3, 2, Window(*w)) for w in [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]),
     LevelFormat(128, 64, 2, 4, Window(1, 2)),
+    *(LevelFormat(64, 32, k, v, Window(1, 1), Scales.FP8) for k, v in [(2, 2), (3, 2), (4, 4)]),
 ]
 
 
@@ -296,13 +312,16 @@ def test_decode_equals_prefill_row_by_row(window: Window) -> None:
         assert torch.allclose(prefill, kernels.attend(0, pool, spans, Rows(q[last])), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("scales", Scales)
 @pytest.mark.parametrize("bits", LEVEL_BITS)
-def test_export_and_install_are_bit_exact(bits: int) -> None:
-    fmt = LevelFormat(96, 64, bits, bits)
+def test_export_and_install_are_bit_exact(bits: int, scales: Scales) -> None:
+    fmt = LevelFormat(96, 64, bits, bits, scales=scales)
     kernels = LevelReference(fmt, CPU)
     k, v = (random_rows(seed, 192, HEADS, 96).half() for seed in (10, 11))
     wire = kernels.export(filled(kernels, fmt, k, v), torch.tensor([2, 0, 1]))
-    assert {name: tuple(x.shape[2:]) for name, x in wire.items()} == {p.name: p.shape for p in fmt.planes}
+    assert {name: (tuple(x.shape[2:]), x.dtype) for name, x in wire.items()} == {
+        p.name: (p.shape, p.dtype) for p in fmt.planes
+    }
     other = new_pool(fmt, kernels, CPU, 5, 1, range(HEADS))
     kernels.install(other, torch.tensor([4, 1, 3]), wire)
     back = kernels.export(other, torch.tensor([4, 1, 3]))

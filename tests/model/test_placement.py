@@ -46,6 +46,7 @@ EVERY = [
     ("rot-k3v2", {"calibration": True}),
     ("rot-k3v2", {"sink": 1, "recent": 1}),
     ("rot-k4v4", {"exact_layers": 0}),
+    ("rot-k3v2", {"scales": "fp8"}),
 ]
 every_codec = pytest.mark.parametrize("runner", EVERY, ids=str, indirect=True)
 

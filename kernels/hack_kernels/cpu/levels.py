@@ -11,7 +11,7 @@ from hack_kernels.check import check_seal
 from hack_kernels.cpu.attention import attend
 from hack_kernels.cpu.extension import compiled
 from hack_kernels.cpu.resting import RestingCodes
-from hack_kernels.level_format import Feedback, LevelFormat
+from hack_kernels.level_format import Feedback, LevelFormat, Scales
 
 GAIN_BLOCK: Final = 8
 
@@ -51,6 +51,7 @@ def native_format(fmt: LevelFormat, feedback: Feedback | None) -> Any:
         page_tokens=fmt.page_tokens,
         k_bits=fmt.k_bits,
         v_bits=fmt.v_bits,
+        narrow_scales=fmt.scales is Scales.FP8,
         sink=fmt.window.sink,
         recent=fmt.window.recent,
         gains=None if feedback is None else feedback.gains,

@@ -9,7 +9,20 @@ from torch import Tensor
 
 from hack_kernels.base import Planes, Pool, Rows, Spans
 from hack_kernels.check import check_attention, check_seal
-from hack_kernels.level_format import FITS, REFITS, STEP, STRETCH, TINY, Feedback, LevelFormat, code_planes
+from hack_kernels.level_format import (
+    BYTE_SHIFT,
+    FITS,
+    LEAST_BYTE,
+    MOST_BYTE,
+    REFITS,
+    STEP,
+    STRETCH,
+    TINY,
+    Feedback,
+    LevelFormat,
+    Scales,
+    code_planes,
+)
 from hack_kernels.quantize import pack, unpack
 from hack_kernels.reference.ragged import SequenceRows, group_heads, held_pages, sequences, ungroup_heads
 from hack_kernels.reference.wire_order import WireOrder
@@ -39,13 +52,14 @@ class LevelReference(WireOrder):
         feedback = self._feedback.get(layer)
         if feedback is not None:
             feedback = feedback.heads(pool.head_start, pool.num_kv_heads)
-        k_codes, k_scale = quantize_rows(k, self.fmt.k_bits, feedback)
-        v_codes, v_scale = quantize_rows(v, self.fmt.v_bits)
+        scales = self.fmt.scales
+        k_codes, k_scale = quantize_rows(k, self.fmt.k_bits, feedback, scales)
+        v_codes, v_scale = quantize_rows(v, self.fmt.v_bits, scales=scales)
         planes = {
             **pack_codes("k", self.fmt.k_bits, k_codes),
-            "k_scale": k_scale,
+            "k_scale": pack_scales(k_scale, scales),
             **pack_codes("v", self.fmt.v_bits, v_codes),
-            "v_scale": v_scale,
+            "v_scale": pack_scales(v_scale, scales),
         }
         for name, plane in planes.items():
             pool.planes[name][page_ids] = plane
@@ -124,21 +138,44 @@ class _Exact(NamedTuple):
     numbers: Tensor  # [m] int64
 
 
-def quantize_rows(x: Tensor, bits: int, feedback: Feedback | None = None) -> tuple[Tensor, Tensor]:
-    """Rows x [..., D] -> codes uint8 [..., D] and scales FP16 [...]; with `feedback`, x is [..., heads, Π, D]."""
+def quantize_rows(
+    x: Tensor, bits: int, feedback: Feedback | None = None, scales: Scales = Scales.FP16
+) -> tuple[Tensor, Tensor]:
+    """Rows x [..., D] -> codes uint8 [..., D], scales FP16 [...] that `scales` holds; with `feedback`, x is
+    [..., heads, Π, D]."""
     rows, z = x.float(), top_level(bits)
     scale = _fit_scale(rows, bits)
     if feedback is None:
-        scale = _stored(scale)
+        scale = _stored(scale, scales)
         levels = to_levels(rows * (1 / scale)[..., None], z)
     else:
-        levels, scale = _feed_back(rows, _stored(scale * torch.full_like(scale, STRETCH[bits])), z, feedback)
+        scale = _stored(scale * torch.full_like(scale, STRETCH[bits]), scales)
+        levels, scale = _feed_back(rows, scale, z, feedback, scales)
     return (levels + z).to(torch.uint8), scale.to(torch.float16)
 
 
-def _stored(scale: Tensor) -> Tensor:
-    """A scale as FP16 holds it, FP32."""
-    return scale.clamp(TINY, LARGEST).to(torch.float16).float()
+def _stored(scale: Tensor, scales: Scales) -> Tensor:
+    """A scale as it is held, FP32."""
+    half = scale.clamp(TINY, LARGEST).to(torch.float16)
+    return unpack_scales(pack_scales(half, scales), scales).float()
+
+
+def pack_scales(scale: Tensor, scales: Scales) -> Tensor:
+    """Positive scales FP16 -> their plane."""
+    if scales is Scales.FP16:
+        return scale
+    bits = scale.view(torch.int16).to(torch.int32)
+    odd = (bits >> BYTE_SHIFT) & 1
+    rounded: Tensor = (bits + (2 ** (BYTE_SHIFT - 1) - 1) + odd) >> BYTE_SHIFT
+    return rounded.clamp(LEAST_BYTE, MOST_BYTE).to(torch.uint8)
+
+
+def unpack_scales(plane: Tensor, scales: Scales) -> Tensor:
+    """Inverse of `pack_scales`, FP16."""
+    if scales is Scales.FP16:
+        return plane
+    bits: Tensor = plane.to(torch.int16) << BYTE_SHIFT
+    return bits.view(torch.float16)
 
 
 def _fit_scale(rows: Tensor, bits: int) -> Tensor:
@@ -152,7 +189,7 @@ def _fit_scale(rows: Tensor, bits: int) -> Tensor:
     return scale
 
 
-def _feed_back(rows: Tensor, scale: Tensor, z: float, feedback: Feedback) -> tuple[Tensor, Tensor]:
+def _feed_back(rows: Tensor, scale: Tensor, z: float, feedback: Feedback, scales: Scales) -> tuple[Tensor, Tensor]:
     """Levels [..., D] and their scales [...], FP32, of rows [..., heads, Π, D] whose scales are `scale` before it."""
     gains, weights = feedback.gains[:, None], feedback.weights[:, None]
     felt = _felt_rows(rows, gains)
@@ -160,7 +197,7 @@ def _feed_back(rows: Tensor, scale: Tensor, z: float, feedback: Feedback) -> tup
         _, felt_levels = _levels_under(felt, scale, z, gains)
         weighted = weights * felt_levels
         products, squares = ((weighted * x).flip(-1) for x in (felt, felt_levels))
-        scale = _stored(sum_in_order(products) / sum_in_order(squares))
+        scale = _stored(sum_in_order(products) / sum_in_order(squares), scales)
     return _levels_under(felt, scale, z, gains)[0], scale
 
 
@@ -264,9 +301,9 @@ def _unpack(fmt: LevelFormat, held: Planes) -> _Sealed:
             x.transpose(0, 1).float()
             for x in (
                 unpack_codes("k", fmt.k_bits, held),
-                held["k_scale"],
+                unpack_scales(held["k_scale"], fmt.scales),
                 unpack_codes("v", fmt.v_bits, held),
-                held["v_scale"],
+                unpack_scales(held["v_scale"], fmt.scales),
             )
         )
     )

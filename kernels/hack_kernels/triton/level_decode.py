@@ -16,10 +16,11 @@ from hack_kernels.level_format import LevelFormat
 from hack_kernels.triton.decode import ROUND, new_top_of, pair_in_token_order, top_of
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.level_layout import level_layout
+from hack_kernels.triton.level_scales import load_scale_units
 from hack_kernels.triton.paged import SPARING, PageReader, paged_launch, rows_of_heads
 from hack_kernels.triton.query import query_columns
 from hack_kernels.triton.split import Workspace
-from hack_kernels.triton.tiles import doubled, equal_halves, load_scales, load_tile, masked
+from hack_kernels.triton.tiles import doubled, equal_halves, load_tile, masked
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def level_scores(record, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.con
     SIDE: tl.constexpr = LAYOUT.k
     low = load_tiles(record + SIDE.codes, 0, SIDE.low.stored, W)
     top = load_tiles(record + SIDE.high, 0, SIDE.top.stored, W) if SIDE.split else low
-    scales = load_scales(record + SIDE.scale, LAYOUT.page_tokens // 16, W)
+    scales = load_scale_units(record + SIDE.scale, LAYOUT.page_tokens // 16, W, SIDE.narrow)
     low_flips = tl.broadcast_to(flips[0][:, None, :] * 128, (W, 16, N))
     top_flips = tl.broadcast_to(flips[1][:, None, :] * 128, (W, 16, N))
     scores = ()
@@ -165,7 +166,7 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
     scores = level_scores(record, query, LAYOUT, W, N)
     page_top = top_of(scores)
     new_top, kept, share = new_top_of(top, page_top, valid)
-    scales = load_scales(record + SIDE.scale, LAYOUT.page_tokens // 16, W)
+    scales = load_scale_units(record + SIDE.scale, LAYOUT.page_tokens // 16, W, SIDE.narrow)
     codes, p_scale, p_total = level_weights(scores, page_top, scales, LAYOUT, W, N)
     sums = ()
     for step in tl.static_range(tl.constexpr(len(codes))):

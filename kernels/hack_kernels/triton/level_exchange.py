@@ -12,6 +12,7 @@ from hack_kernels.triton.exchange import block_of_pages, empty_wire, move, pages
 from hack_kernels.triton.exchange_codes import export_codes, install_codes, load_wire
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.level_layout import level_layout
+from hack_kernels.triton.level_scales import scale_pointer
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def move_side(
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """The planes of K or V."""
-    resting = (record + SIDE.scale).to(tl.pointer_type(tl.float16), bitcast=True)
+    resting = scale_pointer(record + SIDE.scale, SIDE.narrow)
     move(scale + index * LAYOUT.page_tokens, resting, present, INSTALL, 1, LAYOUT, True)
     move_codes(codes, record + SIDE.codes, index, present, INSTALL, SIDE.low, OF_K)
     if SIDE.split:

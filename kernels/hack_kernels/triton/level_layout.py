@@ -2,7 +2,7 @@
 
 A record holds k_codes, k_high where codes have 3 bits, k_scale, v_codes, v_high, v_scale. Codes are stored tiles of
 `code_tiles.py`; of 3 bits the lower two and the highest are tiles of their own, and so two products that are added in
-integers. Scales are FP16 in units of 16 tokens, two units together as [8 rows l//4][2 units][2 row halves].
+integers. Scales are FP16 or bytes in units of 16 tokens, two units together as [8 rows l//4][2 units][2 row halves].
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hack_kernels.base import Planes
-from hack_kernels.level_format import STEP, STRETCH, LevelFormat, code_planes
+from hack_kernels.level_format import STEP, STRETCH, LevelFormat, Scales, code_planes
 from hack_kernels.quantize import pack, unpack
 from hack_kernels.triton.code_tiles import TILE_ROWS, CodeTiles
 from hack_kernels.triton.layout import aligned, in_units, new_records, out_of_units, unit_plane
@@ -33,6 +33,8 @@ class LevelSide:
     split: bool
     """Codes have 3 bits."""
     tokens: int
+    narrow: bool
+    """Scales are bytes."""
 
     @property
     def bits(self) -> int:
@@ -67,7 +69,12 @@ class LevelSide:
     @property
     def end(self) -> int:
         """Offset behind the scales."""
-        return self.scale + 2 * self.tokens
+        return self.scale + self.scale_dtype.itemsize * self.tokens
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """In which a scale rests."""
+        return torch.uint8 if self.narrow else torch.float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +131,22 @@ class LevelLayout:
             planes[f"{name}_codes"] = records[..., side.codes : side.high]
             if side.split:
                 planes[f"{name}_high"] = records[..., side.high : side.scale]
-            planes[f"{name}_scale"] = unit_plane(records, side.scale, self.page_tokens // TILE_ROWS, torch.float16)
+            planes[f"{name}_scale"] = unit_plane(records, side.scale, self.page_tokens // TILE_ROWS, side.scale_dtype)
         return planes
 
 
-def _side(codes: int, rows: int, columns: int, bits: int, tokens: int) -> LevelSide:
+def _side(codes: int, rows: int, columns: int, bits: int, fmt: LevelFormat) -> LevelSide:
     low = CodeTiles(rows, columns, 2 if bits == 3 else bits)
-    return LevelSide(codes, low, CodeTiles(rows, columns, 1), bits == 3, tokens)
+    top = CodeTiles(rows, columns, 1)
+    return LevelSide(codes, low, top, bits == 3, fmt.page_tokens, fmt.scales is Scales.FP8)
 
 
 @lru_cache(maxsize=64)
 def level_layout(fmt: LevelFormat) -> LevelLayout:
     """The layout of a format's pages."""
     pi, d = fmt.page_tokens, fmt.head_dim
-    k = _side(0, pi, d, fmt.k_bits, pi)
-    return LevelLayout(pi, d, math.sqrt(d), k, _side(k.end, d, pi, fmt.v_bits, pi))
+    k = _side(0, pi, d, fmt.k_bits, fmt)
+    return LevelLayout(pi, d, math.sqrt(d), k, _side(k.end, d, pi, fmt.v_bits, fmt))
 
 
 def new_level_pages(fmt: LevelFormat, num_pages: int, num_kv_heads: int, device: torch.device | str) -> Planes:

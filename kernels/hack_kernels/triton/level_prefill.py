@@ -8,11 +8,12 @@ import triton.language as tl
 
 from hack_kernels.level_format import LevelFormat
 from hack_kernels.triton.level_layout import level_layout
+from hack_kernels.triton.level_scales import load_row_scales
 from hack_kernels.triton.prefill import PromptReader
 from hack_kernels.triton.prefill_tiling import OWN_ROWS, QUERY_ROWS, TILES_AT_ONCE, Tiling
 from hack_kernels.triton.quantize import divided
 from hack_kernels.triton.query import query_levels, query_scale
-from hack_kernels.triton.tiles import linear, load_codes, unit_place
+from hack_kernels.triton.tiles import linear, load_codes
 
 CHANNELS_AT_ONCE = tl.constexpr(128)
 """Channels of K that are multiplied at once: tiles that a load of codes takes."""
@@ -94,7 +95,7 @@ def level_page_scores(query, record, LAYOUT: tl.constexpr):
     dots = tl.zeros((ROWS, PI), tl.float32)
     for piece in tl.static_range(PIECES):
         dots = add_side(dots, codes[piece], record, SIDE, 0, PI // 16, piece, PIECES)
-    scale = load_scale(record + SIDE.scale, token)
+    scale = load_row_scales(record + SIDE.scale, token, SIDE.narrow)
     return (dots - correction[:, None]) * q_scale[:, None] * scale[None, :]
 
 
@@ -121,12 +122,6 @@ def add_side(dots, operand, record, SIDE: tl.constexpr, first, TILES: tl.constex
 
 
 @triton.jit
-def load_scale(scales, token):
-    """Scales FP32 of tokens; `scales` points to bytes."""
-    return tl.load(scales.to(tl.pointer_type(tl.float16), bitcast=True) + unit_place(token, 0)).to(tl.float32)
-
-
-@triton.jit
 def add_level_page(state, query, record, first_block, TILING: tl.constexpr, LAYOUT: tl.constexpr):
     """A page added to the running softmax, as `prefill_sealed.add_page`."""
     top, total, outputs = state
@@ -139,7 +134,8 @@ def add_level_page(state, query, record, first_block, TILING: tl.constexpr, LAYO
     higher = tl.maximum(top, page_top)
     kept, added = tl.exp(top - higher), tl.exp(page_top - higher)
     weights = tl.exp(scores - page_top[:, None])
-    scaled = weights * load_scale(record + SIDE.scale, tl.arange(0, LAYOUT.page_tokens))[None, :]
+    token = tl.arange(0, LAYOUT.page_tokens)
+    scaled = weights * load_row_scales(record + SIDE.scale, token, SIDE.narrow)[None, :]
     largest = tl.max(scaled, axis=1)
     p = tl.floor(scaled * tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), largest)[:, None] + 0.5)
     codes, correction = p.to(tl.int8), tl.sum(p, axis=1) * SIDE.zero

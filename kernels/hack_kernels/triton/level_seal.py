@@ -16,7 +16,8 @@ from hack_kernels.base import Pool
 from hack_kernels.level_format import FITS, REFITS, TINY, Feedback, LevelFormat
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.level_layout import level_layout
-from hack_kernels.triton.tiles import store_codes, unit_place
+from hack_kernels.triton.level_scales import byte_of_half, half_of_byte, load_row_scales, store_row_scales
+from hack_kernels.triton.tiles import store_codes
 
 TIMES = tl.constexpr(FITS)
 AGAIN = tl.constexpr(REFITS)
@@ -39,9 +40,10 @@ def inverse_of(scale):
 
 
 @triton.jit
-def stored(scale):
-    """A scale as FP16 holds it."""
-    return tl.minimum(tl.maximum(scale, LEAST), MOST).to(tl.float16)
+def stored(scale, NARROW: tl.constexpr):
+    """A scale as it is held, FP16."""
+    half = tl.minimum(tl.maximum(scale, LEAST), MOST).to(tl.float16)
+    return half_of_byte(byte_of_half(half)) if NARROW else half
 
 
 @triton.jit
@@ -123,7 +125,7 @@ def fed_codes(rows, codes, scale, gains, weights, SIDE: tl.constexpr, D: tl.cons
             else:
                 tl.store(codes + d, (nearest + SIDE.zero).to(tl.uint8))
         if refit < AGAIN:
-            scale = stored(tl.div_rn(dots, norm)).to(tl.float32)
+            scale = stored(tl.div_rn(dots, norm), SIDE.narrow).to(tl.float32)
     return scale.to(tl.float16)
 
 
@@ -151,19 +153,19 @@ def seal_side(
     PI: tl.constexpr = LAYOUT.page_tokens
     D: tl.constexpr = LAYOUT.head_dim
     token = tl.arange(0, PI)
-    scales = (record + SIDE.scale).to(tl.pointer_type(tl.float16), bitcast=True)
+    scales = record + SIDE.scale
     scale = fitted_scale(rows + token * token_stride, SIDE, D)
     if FED:
-        tl.store(scales + unit_place(token, 0), stored(scale * SIDE.stretch))
+        store_row_scales(scales, token, stored(scale * SIDE.stretch, SIDE.narrow), SIDE.narrow)
         tl.debug_barrier()
         for first in range(0, PI, TOKENS_AT_ONCE):
             some = first + tl.arange(0, TOKENS_AT_ONCE)
-            at = scales + unit_place(some, 0)
-            begin = tl.load(at).to(tl.float32)
-            tl.store(at, fed_codes(rows + some * token_stride, codes + some * D, begin, gains, weights, SIDE, D))
+            begin = load_row_scales(scales, some, SIDE.narrow)
+            half = fed_codes(rows + some * token_stride, codes + some * D, begin, gains, weights, SIDE, D)
+            store_row_scales(scales, some, half, SIDE.narrow)
     else:
-        half = stored(scale)
-        tl.store(scales + unit_place(token, 0), half)
+        half = stored(scale, SIDE.narrow)
+        store_row_scales(scales, token, half, SIDE.narrow)
         plain_codes(rows + token * token_stride, codes + token * D, half.to(tl.float32), SIDE, D)
     tl.debug_barrier()
     ROW: tl.constexpr = D if OF_K else 1

@@ -67,19 +67,6 @@ def load_unit(meta, unit: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def load_scales(scales, UNITS: tl.constexpr, W: tl.constexpr):
-    """Scales alone of all units of W pages, which begin at `scales` [W] uint8: a tuple over units of FP32 [W, 16]."""
-    found = ()
-    for pair in tl.static_range(UNITS // 2):
-        place = pair * 16 + tl.arange(0, 8)[:, None] * 2 + tl.arange(0, 2)[None, :]
-        words = tl.load(scales.to(tl.pointer_type(tl.int32), bitcast=True)[:, None, None] + place[None, :, :])
-        for unit in tl.static_range(2):
-            low, high = scale_and_minimum(tl.split(words)[unit])
-            found = found + (tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (W, 16)),)
-    return found
-
-
-@triton.jit
 def sums_pointer(sums, WIDE: tl.constexpr):
     """Bytes to elements of a sum's type."""
     return sums.to(tl.pointer_type(tl.int16), bitcast=True) if WIDE else sums

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hack_kernels import cpu
 from hack_kernels.base import Rows
-from hack_kernels.level_format import HEAD_DIMS, LEVEL_BITS, PAGE_TOKENS, LevelFormat
+from hack_kernels.level_format import HEAD_DIMS, LEVEL_BITS, PAGE_TOKENS, LevelFormat, Scales
 from hack_kernels.window import Window
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ FORMATS = [LevelFormat(*s) for s in (*SHAPES, *WIDTHS, *((80, 32, bits, bits) fo
 
 @pytest.mark.grid
 @pytest.mark.parametrize("fed", [False, True])
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("fmt", [*FORMATS, *pairs.NARROW], ids=str)
 def test_bytes_equal_the_definition(backend: cpu.CpuBackend, fmt: LevelFormat, fed: bool) -> None:
     feedback = feedback_of(metrics(4, pairs.HEADS, fmt.head_dim)) if fed else None
     k, v = (random_rows(seed, 3 * fmt.page_tokens, pairs.HEADS, fmt.head_dim).half() for seed in (1, 2))
@@ -33,13 +33,14 @@ def test_bytes_equal_the_definition(backend: cpu.CpuBackend, fmt: LevelFormat, f
 
 @pytest.mark.parametrize("scale", [0.0, 2.0**-24, 2.0**-14, 1e-3, 300.0, 15000.0, 60000.0, torch.inf])
 def test_bytes_equal_the_definition_at_extreme_scales(backend: cpu.CpuBackend, scale: float) -> None:
-    for bits, fed in itertools.product(LEVEL_BITS, (None, feedback_of(metrics(5, pairs.HEADS, 64)))):
-        pairs.assert_extremes_agree(backend, LevelFormat(64, 32, bits, bits), scale, fed)
+    feedback = feedback_of(metrics(5, pairs.HEADS, 64))
+    for bits, scales, fed in itertools.product(LEVEL_BITS, Scales, (None, feedback)):
+        pairs.assert_extremes_agree(backend, LevelFormat(64, 32, bits, bits, scales=scales), scale, fed)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("group", [1, 3, 7])
-@pytest.mark.parametrize("fmt", [*FORMATS[:: len(PAGE_TOKENS) - 1], *pairs.WINDOWED], ids=str)
+@pytest.mark.parametrize("fmt", [*FORMATS[:: len(PAGE_TOKENS) - 1], *pairs.WINDOWED, *pairs.NARROW], ids=str)
 def test_attention_agrees_with_the_definition(backend: cpu.CpuBackend, fmt: LevelFormat, group: int) -> None:
     """Prompts that begin inside pages and at their edges, and decode."""
     pi, pages = fmt.page_tokens, fmt.window.pages + 1
@@ -47,7 +48,7 @@ def test_attention_agrees_with_the_definition(backend: cpu.CpuBackend, fmt: Leve
     pairs.assert_attention_agrees(pairs.kernels_of(backend, fmt), fmt, group, begins)
 
 
-@pytest.mark.parametrize("fmt", [*FORMATS[:: len(PAGE_TOKENS) - 1], *pairs.WINDOWED], ids=str)
+@pytest.mark.parametrize("fmt", [*FORMATS[:: len(PAGE_TOKENS) - 1], *pairs.WINDOWED, *pairs.NARROW], ids=str)
 def test_prompts_equal_fp64_attention_on_what_codes_stand_for(backend: cpu.CpuBackend, fmt: LevelFormat) -> None:
     """Rows around the edges of pages, to 2e-6 relative, plus what weights near a tie may turn."""
     ours, _ = pairs.kernels_of(backend, fmt)
@@ -69,9 +70,12 @@ def test_feedback_goes_by_the_layer_and_the_heads_of_the_model(backend: cpu.CpuB
 
 
 @pytest.mark.parametrize("head_dim", [80, 96])
+@pytest.mark.parametrize("scales", Scales)
 @pytest.mark.parametrize("bits", LEVEL_BITS)
-def test_pages_move_between_the_definition_and_cpp(backend: cpu.CpuBackend, bits: int, head_dim: int) -> None:
-    fmt = LevelFormat(head_dim, 64, bits, bits)
+def test_pages_move_between_the_definition_and_cpp(
+    backend: cpu.CpuBackend, bits: int, scales: Scales, head_dim: int
+) -> None:
+    fmt = LevelFormat(head_dim, 64, bits, bits, scales=scales)
     pairs.assert_pages_move(pairs.kernels_of(backend, fmt), fmt)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hack_kernels import level_format
 from hack_kernels.base import Rows
-from hack_kernels.level_format import LEVEL_BITS, PAGE_TOKENS, LevelFormat
+from hack_kernels.level_format import LEVEL_BITS, PAGE_TOKENS, LevelFormat, Scales
 from hack_kernels.window import Window
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -27,8 +27,15 @@ BACKEND = TritonBackend(CPU)
 HEAD_DIMS = [dim for dim in level_format.HEAD_DIMS if dim >= NARROWEST]
 WIDTHS = [(64, 32, k, v) for k, v in itertools.product(LEVEL_BITS, LEVEL_BITS)]
 SHAPES = [(d, pi, 3, 3) for d, pi in itertools.product(HEAD_DIMS, PAGE_TOKENS)]
-FED = [LevelFormat(64, 32, 2, 3), LevelFormat(80, 32, 3, 3), LevelFormat(64, 64, 4, 4), LevelFormat(128, 32, 3, 2)]
-FORMATS = [LevelFormat(64, 32, 3, 2), *(LevelFormat(*s) for s in (*SHAPES, *WIDTHS, (80, 64, 4, 4), (128, 64, 4, 4)))]
+FED = [
+    *(LevelFormat(*s) for s in ((64, 32, 2, 3), (80, 32, 3, 3), (64, 64, 4, 4), (128, 32, 3, 2))),
+    LevelFormat(64, 32, 3, 2, scales=Scales.FP8),
+]
+FORMATS = [
+    LevelFormat(64, 32, 3, 2),
+    *(LevelFormat(*s) for s in (*SHAPES, *WIDTHS, (80, 64, 4, 4), (128, 64, 4, 4))),
+    *pairs.NARROW,
+]
 
 
 @pytest.mark.parametrize(("fmt", "fed"), [*((fmt, False) for fmt in FORMATS), *((fmt, True) for fmt in FED)], ids=str)
@@ -40,10 +47,10 @@ def test_bytes_equal_the_definition(fmt: LevelFormat, fed: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, 2.0**-24, 300.0, torch.inf])
-@pytest.mark.parametrize("bits", LEVEL_BITS)
-def test_bytes_equal_the_definition_at_extreme_scales(bits: int, scale: float) -> None:
+@pytest.mark.parametrize(("bits", "scales"), [*((bits, Scales.FP16) for bits in LEVEL_BITS), (2, Scales.FP8)])
+def test_bytes_equal_the_definition_at_extreme_scales(bits: int, scales: Scales, scale: float) -> None:
     for fed in (None, feedback_of(metrics(5, pairs.HEADS, 64))):
-        pairs.assert_extremes_agree(BACKEND, LevelFormat(64, 32, bits, bits), scale, fed)
+        pairs.assert_extremes_agree(BACKEND, LevelFormat(64, 32, bits, bits, scales=scales), scale, fed)
 
 
 @pytest.mark.slow
@@ -92,8 +99,8 @@ def test_windows_agree_with_the_definition_for_any_batch(
 
 
 def test_any_bytes_survive_the_way_there_and_back() -> None:
-    for d, pi, k, v in itertools.product(HEAD_DIMS, PAGE_TOKENS, LEVEL_BITS, LEVEL_BITS):
-        fmt = LevelFormat(d, pi, k, v)
+    for d, pi, k, v, scales in itertools.product(HEAD_DIMS, PAGE_TOKENS, LEVEL_BITS, LEVEL_BITS, Scales):
+        fmt = LevelFormat(d, pi, k, v, scales=scales)
         generator = torch.Generator().manual_seed(k + 10 * v)
         wire = {
             plane.name: torch.randint(
@@ -108,6 +115,6 @@ def test_any_bytes_survive_the_way_there_and_back() -> None:
 
 
 def test_a_record_of_a_preset_is_as_large_as_the_page_on_the_wire() -> None:
-    for d, bits in itertools.product((64, 128), (2, 3, 4, 8)):
-        fmt = LevelFormat(d, 64, bits, bits)
+    for d, bits, scales in itertools.product((64, 128), (2, 3, 4, 8), Scales):
+        fmt = LevelFormat(d, 64, bits, bits, scales=scales)
         assert level_layout(fmt).nbytes == fmt.page_bytes
