@@ -135,9 +135,9 @@ def _child(tokenizer: Tokenizer, control: socket.socket, job: socket.socket) -> 
 
 def _serve(tokenizer: Tokenizer, job: socket.socket) -> None:
     lengths = LENGTH.unpack(_receive(job, LENGTH.size))
-    head, data = (_receive(job, length) for length in lengths)
-    if len(data) > LARGE_BYTES:
+    if lengths[1] > LARGE_BYTES:
         os.nice(LARGE_NICENESS - NICENESS)
+    head, data = (_receive(job, length) for length in lengths)
     asked = json.loads(head)
     threading.Thread(target=_end_with, args=(job,), daemon=True).start()
     result, rest = answer(tokenizer, _job(asked), data)

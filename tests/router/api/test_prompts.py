@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from hackkv.errors import Cancelled, DeadlineExceeded, HackkvError, RequestError, Unavailable
 from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.caller import Caller
+from router.api.parser import LARGE_BYTES, LARGE_NICENESS, NICENESS
 from router.api.prompts import SMALL, PromptParser
 from router.api.schema import ChatRequest, CompletionRequest
+from router.packets import LENGTH
 from tests.router.conftest import check_error, make_served
+from tests.router.processes import PATIENCE_S
 from tests.router.scripted import Cluster
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -218,3 +223,16 @@ async def test_nothing_is_parsed_before_a_node_has_said_how_much_fits(tokenizer:
     with pytest.raises(Unavailable):
         await prompts.parse(CompletionRequest, large(prompt="x"), Caller(Leaving()), "a")
     assert prompts.parsers.jobs == 0
+
+
+@pytest.mark.parametrize(("size", "niceness"), [(LARGE_BYTES, NICENESS), (LARGE_BYTES + 1, LARGE_NICENESS)])
+async def test_a_large_body_is_parsed_with_less_priority(prompts: PromptParser, size: int, niceness: int) -> None:
+    await prompts.parsers.start()
+    parent = psutil.Process(prompts.parsers.pid)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        prompts.parsers._hand_over(theirs)
+        ours.send(LENGTH.pack(0, size))  # the child waits for the body
+        async with asyncio.timeout(PATIENCE_S):
+            while {child.nice() for child in parent.children()} != {niceness}:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
