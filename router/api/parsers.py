@@ -82,10 +82,14 @@ class Parsers:
                 log.error("the parser process ended with code %s; it is started again", self._process.returncode)
             self._close_control()
             ours, theirs = socket.socketpair()
-            with theirs:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "router.api.parser", str(self._tokenizer.folder), stdin=theirs.fileno()
-                )
+            try:
+                with theirs:
+                    self._process = await asyncio.create_subprocess_exec(
+                        sys.executable, "-m", "router.api.parser", str(self._tokenizer.folder), stdin=theirs.fileno()
+                    )
+            except BaseException:  # whoever asked for it first may leave meanwhile
+                ours.close()
+                raise
             self._take(ours)
 
     async def parse(self, kind: type[BodyT], data: Data, job: ParseJob) -> Parsed[BodyT]:
