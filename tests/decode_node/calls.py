@@ -88,14 +88,31 @@ async def begun_together(
     emitted: Series[tuple[int, ...]] = (),
     timeout_s: float = TIMEOUT_S,
 ) -> list[Served]:
+    """As `ends_together`. Raises the first failure."""
+    ends = await ends_together(nodes, begin, requests, emitted, timeout_s)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
+    return [end for end in ends if isinstance(end, Served)]
+
+
+async def ends_together(
+    nodes: Pair,
+    begin: threading.Event,
+    requests: Series[Request],
+    emitted: Series[tuple[int, ...]] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> list[Served | BaseException]:
     """Let the decode node of `held_up` begin when the KV of all has arrived there; of requests whose `emitted` is known
-    only the rest is served. So sequences want pages at the same time, however slow the machine is."""
+    only the rest is served. So sequences want pages at the same time, however slow the machine is. What became of each
+    request."""
     arrived = asyncio.Semaphore(0)
     served = asyncio.gather(
         *(
             nodes.serve(request, emitted=known, arrived=arrived)
             for request, known in zip(requests, emitted or [()] * len(requests), strict=True)
-        )
+        ),
+        return_exceptions=True,
     )
     async with asyncio.timeout(timeout_s):
         for _ in requests:

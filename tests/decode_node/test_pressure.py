@@ -10,7 +10,7 @@ import pytest
 from hackkv.codecs import CODECS
 from hackkv.model.generate import generate
 from hackkv.types import Request
-from tests.decode_node.calls import begun_together, held_up
+from tests.decode_node.calls import begun_together, ends_together, held_up
 from tests.pair import PI, Pair, greedy, paired, prompt, tiny_worker
 
 
@@ -84,8 +84,9 @@ async def test_a_swap_that_fails_ends_its_request_and_not_the_node(
     worker = tiny_worker("fp16")
     requests = growing(6)
     failures = iter([MemoryError("no memory")])
+    decode, begin = held_up(worker)
 
-    async with paired(worker, num_pages=8) as nodes:
+    async with paired(worker, decode, num_pages=8) as nodes:
         swapper = nodes.decode._steps.copies._swapper
         out = swapper.out
 
@@ -95,7 +96,7 @@ async def test_a_swap_that_fails_ends_its_request_and_not_the_node(
             return await out(*arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(swapper, "out", fails_once)
-        outcomes = await asyncio.gather(*(nodes.serve(request) for request in requests), return_exceptions=True)
+        outcomes = await ends_together(nodes, begin, requests)
         await nodes.assert_idle()
     failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     assert [str(error) for error in failed] == ["swap failed: MemoryError: no memory"]
