@@ -222,7 +222,8 @@ class NixlLink:
 
     def _take_leave(self, agent: Any) -> None:
         """Give back what the agent has. UCX may abort the process if an agent goes that still has a peer, words on
-        their way to it, or memory (openucx/ucx#1050, ai-dynamo/nixl#2025)."""
+        their way to it, or memory (openucx/ucx#1050, ai-dynamo/nixl#2025,
+        ai-dynamo/modelexpress#649)."""
         with suppress(*self._library.errors):
             if self._transfer is not None:
                 agent.release_xfer_handle(self._transfer)

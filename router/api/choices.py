@@ -12,7 +12,7 @@ from hackkv.types import Finish, Token
 from router.life.flight import Flight
 
 
-@dataclass(slots=True)  # frozen ones take three times as long to make, and there is one for each token
+@dataclass(slots=True)  # a frozen one takes longer to make, and there is one for each token
 class Delta:
     """The part that one token adds to one choice. `token` is None if nobody asked for the token itself."""
 

@@ -131,6 +131,11 @@ class _Requests(h11.Connection):
         return event
 
 
+def _chunk(data: bytes) -> bytes:
+    """A piece of a chunked answer (RFC 9112, 7.1)."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
 class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
     """One connection."""
 
@@ -257,13 +262,13 @@ class BoundedHttp(H11Protocol, asyncio.BufferedProtocol):
         if self.flow.write_paused and not cycle.disconnected:
             await self.flow.drain()
         if not cycle.disconnected and data:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.transport.write(_chunk(data))
 
     def _write_now(self, data: bytes) -> bool:
         """See `WRITE`."""
         if not self._chunked or self.flow.write_paused or self.cycle.disconnected or not data:
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.transport.write(_chunk(data))
         return True
 
     def _head_is_late(self) -> None:

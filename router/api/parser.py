@@ -49,7 +49,7 @@ MAX_REST: Final = 1 << 20
 NICENESS: Final = 5
 """Streams come first when cores are short."""
 LARGE_BYTES, LARGE_NICENESS = 256 << 10, 15
-"""A larger body takes seconds, and several of them would leave the router less than half of two cores."""
+"""A larger body may take seconds. Its child gets what the router and other children leave of the cores."""
 
 _BODIES: Final[tuple[type[Body], ...]] = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, *QUESTIONS,

@@ -22,7 +22,10 @@ async def expect(events: AsyncIterator[object], kind: type[EventT], who: str) ->
 
 
 async def hand_on(events: AsyncIterator[DecodeEvent], take: Callable[[DecodeEvent], bool]) -> None:
-    """Hand events to `take` until it returns True or the stream ends."""
+    """Hand events to `take` until it returns True or the stream ends.
+
+    A node in this process gives a plain generator, which costs a turn of the event loop for each event.
+    """
     if isinstance(events, DecodeCall):
         await events.each(take)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sim.plan.parts import ClusterCandidate, Rig
 from sim.plan.screen import Refusal, ServiceTarget, no_both, no_decode, no_prefill, rig_choice
+from sim.plan.search import GAIN
 from sim.spec import Spec
 
 
@@ -45,7 +46,7 @@ def _spare(able: list[Rig], left: int, usd: float, budget: float | None) -> str:
         return "the rate needs no more"
     if usd + min(rig.usd for rig in able if rig.pool.gpus <= left) > budget:
         return "the budget is spent"
-    return "another replica serves less than 2% more in the simulator"
+    return f"no more steps of the search: each has to serve {GAIN - 1:.0%} more in the simulator"
 
 
 def _answers(

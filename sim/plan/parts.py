@@ -154,27 +154,11 @@ class ClusterCandidate:
         """For tables."""
         return f"{self.kind}, mixed" if self.is_mixed else self.kind
 
-    def with_counts(self, counts: Sequence[int]) -> ClusterCandidate:
-        """The same rigs in other numbers, in the order of `parts`; those of which there is none are left out."""
-        counted = [
-            replace(part, replicas=float(count)) if count else None
-            for part, count in zip(self.parts, counts, strict=True)
-        ]
-        cut = len(self.prefill)
-        first, second = (tuple(filter(None, some)) for some in (counted[:cut], counted[cut:]))
-        return ClusterCandidate(self.codec, first, second)
-
     def changed(self, index: int, by: int) -> ClusterCandidate | None:
         """With `by` replicas more of one part; None if its role has none left then."""
         counts = [part.count for part in self.parts]
         counts[index] += by
-        return self._checked(counts)
-
-    def _checked(self, counts: Sequence[int]) -> ClusterCandidate | None:
-        if min(counts) < 0:
-            return None
-        other = self.with_counts(counts)
-        return other if other.decode and bool(other.prefill) is bool(self.prefill) else None
+        return self._with_counts(counts)
 
     def moved(self, index: int, place: int, by: tuple[int, int]) -> ClusterCandidate | None:
         """With so many replicas less of the part at `index` and so many more of that at `place`; None if a role has
@@ -182,7 +166,16 @@ class ClusterCandidate:
         counts = [part.count for part in self.parts]
         counts[index] -= by[0]
         counts[place] += by[1]
-        return self._checked(counts)
+        return self._with_counts(counts)
+
+    def _with_counts(self, counts: Sequence[int]) -> ClusterCandidate | None:
+        """The same rigs in other numbers, in the order of `parts`; those of which there is none are left out."""
+        if min(counts) < 0:
+            return None
+        cut, parts = len(self.prefill), zip(self.parts, counts, strict=True)
+        counted = [replace(part, replicas=float(count)) if count else None for part, count in parts]
+        first, second = (tuple(filter(None, some)) for some in (counted[:cut], counted[cut:]))
+        return ClusterCandidate(self.codec, first, second) if second and bool(first) is bool(self.prefill) else None
 
     def joined(self, part: Part, *, prefill: bool) -> ClusterCandidate:
         """With one replica more, of a kind that need not be there yet."""

@@ -24,7 +24,8 @@ _PER_REPLICA: Final = 12
 _TRIES: Final = 12
 _HALVINGS: Final = 10
 _HIGHEST_RATE: Final = 1e7
-_GAIN: Final = 1.02
+GAIN: Final = 1.02
+"""What a change of a cluster has to serve, as a multiple of what it served before."""
 _CLIMB: Final = 1.3
 """A change serves so many times as much at most."""
 STYLES: Final = ((False, False), (False, True), (True, False), (True, True))
@@ -267,10 +268,10 @@ class Scope:
 
 
 def climb(spec: Spec, trial: Trial, scope: Scope) -> Trial:
-    """Change a cluster as long as that serves `_GAIN` times as much within the budget. Formulas add up what each role
+    """Change a cluster as long as that serves `GAIN` times as much within the budget. Formulas add up what each role
     serves alone, and only the simulator knows how roles wait for each other."""
     for _ in range(_TRIES):
-        more = scope.demand.at(trial.rate * _GAIN)
+        more = scope.demand.at(trial.rate * GAIN)
         better = None
         for other in _neighbours(trial.candidate, scope.others):
             if other.usd > scope.budget or not other.fits(spec.plan.available):

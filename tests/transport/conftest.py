@@ -9,7 +9,7 @@ import pytest
 from tests.transport.ends import FRAME_TIMEOUT_S
 from tests.transport.fakes import Cluster, FakeDecode, FakePrefill, FakeRegistry
 from tests.wires import EVERY_LINK, LINKS_HERE, WIRES_HERE
-from transport.base import KvListener, KvSender
+from transport.base import DecodeNode, KvListener, KvSender
 from transport.channels import ChannelPool
 from transport.rpc_client import DecodeClient, PrefillClient, RegistryClient
 from transport.rpc_server import RpcServer
@@ -50,6 +50,13 @@ async def channels() -> AsyncIterator[ChannelPool]:
     made = ChannelPool()
     yield made
     await made.close()
+
+
+@pytest.fixture
+async def client(server: RpcServer, node: DecodeNode, channels: ChannelPool) -> DecodeClient:
+    """Of the decode node that is a module's fixture `node`."""
+    server.add_decode(node)
+    return DecodeClient(await server.start(), channels)
 
 
 @pytest.fixture

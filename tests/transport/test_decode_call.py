@@ -17,7 +17,6 @@ from transport import methods
 from transport.channels import ChannelPool
 from transport.decode_call import DecodeCall
 from transport.rpc_client import DecodeClient
-from transport.rpc_server import RpcServer
 
 TOKENS = 50
 EVENTS: list[DecodeEvent] = [
@@ -49,16 +48,8 @@ class Node(FakeDecode):
 
 
 @pytest.fixture
-async def node(server: RpcServer) -> Node:
-    node = Node()
-    server.add_decode(node)
-    await server.start()
-    return node
-
-
-@pytest.fixture
-async def client(server: RpcServer, node: Node, channels: ChannelPool) -> DecodeClient:
-    return DecodeClient(await server.start(), channels)
+async def node() -> Node:
+    return Node()
 
 
 def begin(client: DecodeClient, transfer_id: str) -> DecodeCall:

@@ -19,7 +19,6 @@ from transport.channels import ChannelPool
 from transport.convert import DECODE_JOB
 from transport.convert_calls import ANSWERS, ASKS, Answer, Ask
 from transport.rpc_client import DecodeClient
-from transport.rpc_server import RpcServer
 from transport.status import rebuild
 
 FULL, HANGS, TOKENS = "full", "hangs", 50
@@ -55,16 +54,8 @@ class Node(FakeDecode):
 
 
 @pytest.fixture
-async def node(server: RpcServer) -> Node:
-    node = Node()
-    server.add_decode(node)
-    await server.start()
-    return node
-
-
-@pytest.fixture
-async def client(server: RpcServer, node: Node, channels: ChannelPool) -> DecodeClient:
-    return DecodeClient(await server.start(), channels)
+async def node() -> Node:
+    return Node()
 
 
 def job(transfer_id: str, epoch: int = 0) -> DecodeJob:

@@ -6,12 +6,12 @@ import asyncio
 import json
 import os
 import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from hackkv.errors import Cancelled, DeadlineExceeded, HackkvError, RequestError, Unavailable
@@ -21,12 +21,13 @@ from router.api.caller import Caller
 from router.api.parser import LARGE_BYTES, LARGE_NICENESS, NICENESS
 from router.api.prompts import SMALL, PromptParser
 from router.api.schema import ChatRequest, CompletionRequest
-from router.packets import LENGTH
+from router.packets import pack, read_packet
 from tests.router.conftest import check_error, make_served
-from tests.router.processes import PATIENCE_S
 from tests.router.scripted import Cluster
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MOST_NICENESS = 19
+"""Of Linux."""
 
 
 class Leaving:
@@ -225,14 +226,28 @@ async def test_nothing_is_parsed_before_a_node_has_said_how_much_fits(tokenizer:
     assert prompts.parsers.jobs == 0
 
 
+TELLING = """
+import os, socket, sys
+from router.api import parser
+parser._job, parser.answer = dict, lambda *_: ({"niceness": os.nice(0)}, b"")
+sys.exit(parser.main(None, socket.socket(fileno=sys.stdin.fileno())))
+"""
+"""A parser process whose answer is the niceness with which it was made."""
+
+
 @pytest.mark.parametrize(("size", "niceness"), [(LARGE_BYTES, NICENESS), (LARGE_BYTES + 1, LARGE_NICENESS)])
-async def test_a_large_body_is_parsed_with_less_priority(prompts: PromptParser, size: int, niceness: int) -> None:
-    await prompts.parsers.start()
-    parent = psutil.Process(prompts.parsers.pid)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        prompts.parsers._hand_over(theirs)
-        ours.send(LENGTH.pack(0, size))  # the child waits for the body
-        async with asyncio.timeout(PATIENCE_S):
-            while {child.nice() for child in parent.children()} != {niceness}:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+async def test_a_large_body_is_parsed_with_less_priority(size: int, niceness: int) -> None:
+    control, its_control = socket.socketpair()
+    with control:
+        with its_control:
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", TELLING, stdin=its_control.fileno())
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(control, [b"j"], [theirs.fileno()])
+        reader, writer = await asyncio.open_connection(sock=ours)
+        body = bytes(size)
+        writer.write(pack({}, body) + body)
+        told, _ = await read_packet(reader)
+        writer.close()
+    assert await process.wait() == 0
+    assert told == {"niceness": min(MOST_NICENESS, os.nice(0) + niceness)}
