@@ -34,6 +34,7 @@ from hackkv.heap import trim
 from hackkv.tokenizer import Tokenizer
 from router.api.conversation import Conversations
 from router.api.errors import HTTPError
+from router.api.fair_line import LARGE
 from router.api.messages.schema import CountRequest, MessagesRequest
 from router.api.responses.schema import ResponsesRequest
 from router.api.schema import ChatRequest, CompletionRequest
@@ -48,8 +49,8 @@ MAX_REST: Final = 1 << 20
 """The most bytes of a body beside its prompts. The router reads them on its event loop."""
 NICENESS: Final = 5
 """Streams come first when cores are short."""
-LARGE_BYTES, LARGE_NICENESS = 256 << 10, 15
-"""A larger body may take seconds. Its child gets what the router and other children leave of the cores."""
+LARGE_NICENESS: Final = 15
+"""A large body (`fair_line.LARGE`) may take seconds. Its child gets what the router and other children leave."""
 
 _BODIES: Final[tuple[type[Body], ...]] = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest, *QUESTIONS,
@@ -135,7 +136,7 @@ def _child(tokenizer: Tokenizer, control: socket.socket, job: socket.socket) -> 
 
 def _serve(tokenizer: Tokenizer, job: socket.socket) -> None:
     lengths = LENGTH.unpack(_receive(job, LENGTH.size))
-    if lengths[1] > LARGE_BYTES:
+    if lengths[1] >= LARGE:
         os.nice(LARGE_NICENESS - NICENESS)
     head, data = (_receive(job, length) for length in lengths)
     asked = json.loads(head)

@@ -18,7 +18,8 @@ from hackkv.errors import Cancelled, DeadlineExceeded, HackkvError, RequestError
 from hackkv.tokenizer import Tokenizer
 from router.api.app import build_app
 from router.api.caller import Caller
-from router.api.parser import LARGE_BYTES, LARGE_NICENESS, NICENESS
+from router.api.fair_line import LARGE
+from router.api.parser import LARGE_NICENESS, NICENESS
 from router.api.prompts import SMALL, PromptParser
 from router.api.schema import ChatRequest, CompletionRequest
 from router.packets import pack, read_packet
@@ -235,7 +236,7 @@ sys.exit(parser.main(None, socket.socket(fileno=sys.stdin.fileno())))
 """A parser process whose answer is the niceness with which it was made."""
 
 
-@pytest.mark.parametrize(("size", "niceness"), [(LARGE_BYTES, NICENESS), (LARGE_BYTES + 1, LARGE_NICENESS)])
+@pytest.mark.parametrize(("size", "niceness"), [(LARGE - 1, NICENESS), (LARGE, LARGE_NICENESS)])
 async def test_a_large_body_is_parsed_with_less_priority(size: int, niceness: int) -> None:
     control, its_control = socket.socketpair()
     with control:
