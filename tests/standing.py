@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -96,7 +96,8 @@ class Runners:
 
     recorded: ModelRunner
     eager: ModelRunner
-    recorder: TapeRecorder
+    recorder: TapeRecorder = field(default_factory=TapeRecorder)
+    """Where tapes stand for graphs."""
 
 
 def runners(codec: str, page_tokens: int, most: int, layers: int = 1) -> Runners:

@@ -60,9 +60,9 @@ class Going:
 class Schedule:
     """Sequences that join, grow, stop, leave, and move to host memory and to other pages and slots, as a seed draws."""
 
-    def __init__(self, runner: ModelRunner, seed: int, backward: float) -> None:
+    def __init__(self, runner: ModelRunner, seed: int, backward: float, page_tokens: int = SMALL) -> None:
         """`backward` is the share of sequences whose rules look at their tokens."""
-        self._runner, self._chance = runner, Random(seed)
+        self._runner, self._chance, self._page_tokens = runner, Random(seed), page_tokens
         self.engine = DecodeEngine(runner)
         self._slots, self._pages = list(range(SLOTS)), list(range(PAGES))
         self._backward = backward
@@ -83,8 +83,8 @@ class Schedule:
     def _join(self, number: int) -> None:
         if len(self.going) == SLOTS or (self.going and self._chance.random() < 0.6):
             return
-        rows = self._chance.randrange(1, 3 * SMALL)
-        if rows // SMALL > len(self._pages):
+        rows = self._chance.randrange(1, 3 * self._page_tokens)
+        if rows // self._page_tokens > len(self._pages):
             return
         ids = prompt(number, rows)
         rules: dict[str, object] = {"temperature": self._chance.choice([0.0, 0.9]), "seed": number, "min_tokens": 3}
@@ -93,7 +93,7 @@ class Schedule:
         stops = frozenset(range(self._chance.randrange(SMALL), 600, 12))
         sampling = greedy("r", ids, self._chance.choice([5, 999]), ignore_eos=True, stop_token_ids=stops, **rules)
         sampler = SamplerState(sampling.sampling, ids, (), kernels=self._runner.model.kernels)
-        one = Going(self._slots.pop(), self._take(rows // SMALL), rows, Sequence([ids[0]], sampler, 0.0))
+        one = Going(self._slots.pop(), self._take(rows // self._page_tokens), rows, Sequence([ids[0]], sampler, 0.0))
         self._runner.forward([Span(one.slot, 0, rows, one.pages)], ids)
         self.said.append(one.said)
         self.going.append(one)
@@ -104,11 +104,11 @@ class Schedule:
         self._pages += one.pages
 
     def _move(self, one: Going) -> None:
-        kv: HostKv = self._runner.memory.copy_out(one.pages[: one.held // SMALL], one.slot, one.held)
+        kv: HostKv = self._runner.memory.copy_out(one.pages[: one.held // self._page_tokens], one.slot, one.held)
         self._slots.append(one.slot)
         self._pages += one.pages
         self._chance.shuffle(self._pages)
-        one.slot, one.pages = self._slots.pop(0), self._take(one.held // SMALL)
+        one.slot, one.pages = self._slots.pop(0), self._take(one.held // self._page_tokens)
         self._runner.memory.copy_back(kv, one.pages, one.slot)
 
     def _take(self, count: int) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class Schedule:
 
     def _step(self) -> None:
         for one in list(self.going):
-            if (one.held + 1) // SMALL > len(one.pages):
+            if (one.held + 1) // self._page_tokens > len(one.pages):
                 if not self._pages:
                     self._leave(one)
                     continue

@@ -33,19 +33,20 @@ def add_partition(
 ):
     """Eq. (4) over partition `p` for the keys of token tile `m`, added to their scores FP32 [W, 16, N]."""
     codes, q_scale, q_minimum, constant, q_sums = part
-    across: tl.constexpr = LAYOUT.k_tiles.across
-    bits: tl.constexpr = LAYOUT.k_tiles.bits
-    row_fields: tl.constexpr = LAYOUT.k_tiles.row_fields
-    column_fields: tl.constexpr = LAYOUT.k_tiles.column_fields
+    TILES: tl.constexpr = LAYOUT.k_tiles
+    across: tl.constexpr = TILES.across
+    bits: tl.constexpr = TILES.bits
+    row_fields: tl.constexpr = TILES.row_fields
+    column_fields: tl.constexpr = TILES.column_fields
     steps: tl.constexpr = LAYOUT.partition // 32
     unit: tl.constexpr = p * (LAYOUT.page_tokens // 16) + m
     f: tl.constexpr = (p * steps) % column_fields * row_fields + m % row_fields
-    last: tl.constexpr = f == LAYOUT.k_tiles.fields - 1
+    last: tl.constexpr = f == TILES.fields - 1
     flipped = q_sums * 128 if last and not LAYOUT.asymmetric else q_sums * 0
     dot = tl.broadcast_to(flipped[None, None, :], (W, 16, N))
     for step in tl.static_range(steps):
         tile = tiles[m // row_fields * across + (p * steps + step) // column_fields]
-        dot = tl.dot(masked(tile, f, LAYOUT.k_tiles), codes[step], dot, out_dtype=tl.int32)
+        dot = tl.dot(masked(tile, f, TILES), codes[step], dot, out_dtype=tl.int32)
     scale, minimum = load_unit(record + LAYOUT.k_meta, unit, W)
     if LAYOUT.asymmetric:
         # The field's weight goes to K's scale, its flipped bit to K's minimum and sums: scales of Q per field, and its
@@ -58,7 +59,7 @@ def add_partition(
             for step in tl.static_range(steps):
                 tile = tiles[m // row_fields * across + (p * steps + step) // column_fields]
                 ones = tl.full((W, 32, N), 1, tl.int8)
-                sums = tl.dot(masked(tile, f, LAYOUT.k_tiles), ones, sums, out_dtype=tl.int32)
+                sums = tl.dot(masked(tile, f, TILES), ones, sums, out_dtype=tl.int32)
         x = dot.to(tl.float32) * q_scale[None, None, :] + sums.to(tl.float32) * q_minimum[None, None, :]
         scale *= 2.0 ** (-bits * f)
         minimum += scale * (128.0 if last else 0.0)
@@ -148,10 +149,11 @@ def add_channels(
     """Eq. (4) of P·V for channel tile `m`, added to its outputs FP32 [W, 16, N]."""
     p_sums, p_scale, p_minimum, p_total = terms
     PI: tl.constexpr = LAYOUT.page_tokens
-    bits: tl.constexpr = LAYOUT.v_tiles.bits
-    f: tl.constexpr = m % LAYOUT.v_tiles.fields
-    last: tl.constexpr = f == LAYOUT.v_tiles.fields - 1
-    codes = masked(tiles, f, LAYOUT.v_tiles)
+    TILES: tl.constexpr = LAYOUT.v_tiles
+    bits: tl.constexpr = TILES.bits
+    f: tl.constexpr = m % TILES.fields
+    last: tl.constexpr = f == TILES.fields - 1
+    codes = masked(tiles, f, TILES)
     flipped = doubled(p_sums * 128 if last else p_sums * 0, W, N)
     if LAYOUT.asymmetric:
         # P's codes are signed for the product only; as 0..255 again, the terms of Eq. (4) do not cancel in FP32.
@@ -185,7 +187,8 @@ def add_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.conste
     """W pages at `record` [W] added to the running softmax: (largest score [W, N], weight [W, 8, N], outputs)."""
     top, weight, out = state
     PI: tl.constexpr = LAYOUT.page_tokens
-    fields: tl.constexpr = LAYOUT.v_tiles.fields
+    TILES: tl.constexpr = LAYOUT.v_tiles
+    fields: tl.constexpr = TILES.fields
     scores = page_scores(record, query, LAYOUT, W, N)
     page_top = top_of(scores)
     new_top, kept, share = new_top_of(top, page_top, valid)
@@ -202,7 +205,7 @@ def add_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.conste
     added = ()
     for m in tl.static_range(tl.constexpr(LAYOUT.v_units)):
         if m % fields == 0:
-            tiles = load_row(record + LAYOUT.v_codes, m // fields, LAYOUT.v_tiles, W)
+            tiles = load_row(record + LAYOUT.v_codes, m // fields, TILES, W)
         added = added + (add_channels(out[m], record, tiles, weights, kept, terms, LAYOUT, m, W, N),)
     return new_top, weight * kept[:, None, :] + equal_halves(p_total, W, N), added
 

@@ -48,16 +48,16 @@ def wire_place(field, TILE, OF_K: tl.constexpr):
     return place, there
 
 
-@triton.jit
-def quads_of(TILE, OF_K: tl.constexpr):
+@triton.constexpr_function
+def quads_of(TILE, OF_K):
     """Words of a row of one part, in a half of the columns of a tile."""
-    return tl.constexpr(4 if OF_K or TILE.fields == 1 else 2 if TILE.fields == 2 else 1)
+    return 4 if OF_K or TILE.fields == 1 else 2 if TILE.fields == 2 else 1
 
 
-@triton.jit
-def halves_of(TILE, OF_K: tl.constexpr):
+@triton.constexpr_function
+def halves_of(TILE, OF_K):
     """Halves of columns that one part has: 32 codes of V of one bit are a word, and so each part is in one half."""
-    return tl.constexpr(1 if TILE.fields == 8 and not OF_K else 2)
+    return 1 if TILE.fields == 8 and not OF_K else 2
 
 
 @triton.jit

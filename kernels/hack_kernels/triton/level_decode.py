@@ -50,12 +50,15 @@ def level_query_columns(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.c
     sums = ()
     for step in tl.static_range(tl.constexpr(len(codes))):
         sums = sums + (tl.sum(codes[step].to(tl.int32), 1),)
-    zero: tl.constexpr = LAYOUT.k.zero
+    SIDE: tl.constexpr = LAYOUT.k
+    LOW: tl.constexpr = SIDE.low
+    TOP: tl.constexpr = SIDE.top
+    zero: tl.constexpr = SIDE.zero
     return (
         codes,
         scale,
         zero * total_of(sums).to(tl.float32),
-        (last_sum(sums, LAYOUT.k.low), last_sum(sums, LAYOUT.k.top)),
+        (last_sum(sums, LOW), last_sum(sums, TOP)),
     )
 
 
@@ -92,21 +95,23 @@ def plane_product(tiles, operand, flips, TILE: tl.constexpr, m: tl.constexpr, UN
     return total
 
 
-@triton.jit
-def unit_of(SIDE: tl.constexpr, m: tl.constexpr):
+@triton.constexpr_function
+def unit_of(SIDE, m):
     """What products of row tile `m` are worth 2^-unit of: no code is worth less than its place."""
-    low: tl.constexpr = SIDE.low.bits * ((SIDE.low.column_fields - 1) * SIDE.low.row_fields + m % SIDE.low.row_fields)
-    top: tl.constexpr = (SIDE.top.column_fields - 1) * SIDE.top.row_fields + m % SIDE.top.row_fields - 2
-    return tl.constexpr(top if SIDE.split and top > low else low)
+    low = SIDE.low.bits * ((SIDE.low.column_fields - 1) * SIDE.low.row_fields + m % SIDE.low.row_fields)
+    top = (SIDE.top.column_fields - 1) * SIDE.top.row_fields + m % SIDE.top.row_fields - 2
+    return top if SIDE.split and top > low else low
 
 
 @triton.jit
 def code_product(low, top, operand, low_flips, top_flips, SIDE: tl.constexpr, m: tl.constexpr):
     """Codes of row tile `m` times `operand`, exact in FP32 [W, 16, N]."""
+    LOW: tl.constexpr = SIDE.low
+    TOP: tl.constexpr = SIDE.top
     unit: tl.constexpr = unit_of(SIDE, m)
-    total = plane_product(low, operand, low_flips, SIDE.low, m, unit)
+    total = plane_product(low, operand, low_flips, LOW, m, unit)
     if SIDE.split:
-        total += plane_product(top, operand, top_flips, SIDE.top, m, unit + 2)
+        total += plane_product(top, operand, top_flips, TOP, m, unit + 2)
     return total.to(tl.float32) * (2.0**-unit)
 
 
@@ -124,15 +129,17 @@ def level_scores(record, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.con
     """Scores of W pages at `record` [W], in units of log2: a tuple over token tiles of FP32 [W, 16, N]."""
     codes, q_scale, correction, flips = query
     SIDE: tl.constexpr = LAYOUT.k
-    low = load_tiles(record + SIDE.codes, 0, SIDE.low.stored, W)
-    top = load_tiles(record + SIDE.high, 0, SIDE.top.stored, W) if SIDE.split else low
+    LOW: tl.constexpr = SIDE.low
+    TOP: tl.constexpr = SIDE.top
+    low = load_tiles(record + SIDE.codes, 0, LOW.stored, W)
+    top = load_tiles(record + SIDE.high, 0, TOP.stored, W) if SIDE.split else low
     scales = load_scale_units(record + SIDE.scale, LAYOUT.page_tokens // 16, W, SIDE.narrow)
     low_flips = tl.broadcast_to(flips[0][:, None, :] * 128, (W, 16, N))
     top_flips = tl.broadcast_to(flips[1][:, None, :] * 128, (W, 16, N))
     scores = ()
     for m in tl.static_range(tl.constexpr(LAYOUT.page_tokens // 16)):
-        low_row = row_of_tiles(low, m, SIDE.low)
-        top_row = row_of_tiles(top, m, SIDE.top) if SIDE.split else low_row
+        low_row = row_of_tiles(low, m, LOW)
+        top_row = row_of_tiles(top, m, TOP) if SIDE.split else low_row
         dots = code_product(low_row, top_row, codes, low_flips, top_flips, SIDE, m)
         x = (dots - correction[:, None, :]) * q_scale[None, None, :]
         scores = scores + (x * scales[m][:, :, None],)
@@ -163,6 +170,8 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
     """W pages at `record` [W] added to the running softmax, as `decode.add_pages`."""
     top, weight, out = state
     SIDE: tl.constexpr = LAYOUT.v
+    LOW: tl.constexpr = SIDE.low
+    TOP: tl.constexpr = SIDE.top
     scores = level_scores(record, query, LAYOUT, W, N)
     page_top = top_of(scores)
     new_top, kept, share = new_top_of(top, page_top, valid)
@@ -175,17 +184,17 @@ def add_level_pages(state, record, _, valid, query, LAYOUT: tl.constexpr, W: tl.
         sums = sums + (equal_halves(found, W, N),)
     zero: tl.constexpr = SIDE.zero
     correction = zero * total_of(sums).to(tl.float32)
-    low_flips = doubled(last_sum(sums, SIDE.low) * 128, W, N)
-    top_flips = doubled(last_sum(sums, SIDE.top) * 128, W, N)
+    low_flips = doubled(last_sum(sums, LOW) * 128, W, N)
+    top_flips = doubled(last_sum(sums, TOP) * 128, W, N)
     p_scale = p_scale * share
     added = ()
     for m in tl.static_range(tl.constexpr(LAYOUT.head_dim // 16)):
-        if m % SIDE.low.row_fields == 0:
-            low = load_tiles(record + SIDE.codes, m // SIDE.low.row_fields * SIDE.low.across, SIDE.low.across, W)
+        if m % LOW.row_fields == 0:
+            low = load_tiles(record + SIDE.codes, m // LOW.row_fields * LOW.across, LOW.across, W)
         if m == 0:
             top_row = low
-        if SIDE.split and m % SIDE.top.row_fields == 0:
-            top_row = load_tiles(record + SIDE.high, m // SIDE.top.row_fields * SIDE.top.across, SIDE.top.across, W)
+        if SIDE.split and m % TOP.row_fields == 0:
+            top_row = load_tiles(record + SIDE.high, m // TOP.row_fields * TOP.across, TOP.across, W)
         dots = code_product(low, top_row, codes, low_flips, top_flips, SIDE, m)
         x = dots - doubled(correction, W, N)
         added = added + (out[m] * kept[:, None, :] + x * p_scale[:, None, :],)

@@ -32,11 +32,13 @@ def move_side(
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """The planes of K or V."""
+    LOW: tl.constexpr = SIDE.low
+    TOP: tl.constexpr = SIDE.top
     resting = scale_pointer(record + SIDE.scale, SIDE.narrow)
     move(scale + index * LAYOUT.page_tokens, resting, present, INSTALL, 1, LAYOUT, True)
-    move_codes(codes, record + SIDE.codes, index, present, INSTALL, SIDE.low, OF_K)
+    move_codes(codes, record + SIDE.codes, index, present, INSTALL, LOW, OF_K)
     if SIDE.split:
-        move_codes(high, record + SIDE.high, index, present, INSTALL, SIDE.top, OF_K)
+        move_codes(high, record + SIDE.high, index, present, INSTALL, TOP, OF_K)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -56,9 +58,11 @@ def level_exchange_kernel(
     LAYOUT: tl.constexpr,
 ):
     """Grid (blocks of PAGES pages, KV heads); wire planes are contiguous [heads, count, ...]."""
+    K: tl.constexpr = LAYOUT.k
+    V: tl.constexpr = LAYOUT.v
     present, record, index = block_of_pages(page_ids, records, count, page_stride, PAGES, LAYOUT)
-    move_side(k_codes, k_high, k_scale, record, index, present, INSTALL, LAYOUT.k, True, LAYOUT)
-    move_side(v_codes, v_high, v_scale, record, index, present, INSTALL, LAYOUT.v, False, LAYOUT)
+    move_side(k_codes, k_high, k_scale, record, index, present, INSTALL, K, True, LAYOUT)
+    move_side(v_codes, v_high, v_scale, record, index, present, INSTALL, V, False, LAYOUT)
 
 
 def install_levels(fmt: LevelFormat, pages: Planes, page_ids: Tensor, planes: Planes) -> None:

@@ -126,7 +126,8 @@ def add_level_page(state, query, record, first_block, TILING: tl.constexpr, LAYO
     """A page added to the running softmax, as `prefill_sealed.add_page`."""
     top, total, outputs = state
     SIDE: tl.constexpr = LAYOUT.v
-    TILES: tl.constexpr = TILING.channels // 16
+    CHANNELS: tl.constexpr = TILING.channels
+    TILES: tl.constexpr = CHANNELS // 16
     ROWS: tl.constexpr = top.shape[0]
     BLOCKS: tl.constexpr = TILING.blocks
     scores = level_page_scores(query, record, LAYOUT)
@@ -142,7 +143,7 @@ def add_level_page(state, query, record, first_block, TILING: tl.constexpr, LAYO
     take = largest * added * (1.0 / 127.0)
     updated = ()
     for block in tl.static_range(BLOCKS):
-        dots = tl.zeros((ROWS, TILING.channels), tl.float32)
+        dots = tl.zeros((ROWS, CHANNELS), tl.float32)
         dots = add_side(dots, codes, record, SIDE, (first_block + block) * TILES, TILES, 0, 1)
         updated = updated + (outputs[block] * kept[:, None] + take[:, None] * (dots - correction[:, None]),)
     return higher, total * kept + added * tl.sum(weights, axis=1), updated

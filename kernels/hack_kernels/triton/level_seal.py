@@ -132,9 +132,10 @@ def fed_codes(rows, codes, scale, gains, weights, SIDE: tl.constexpr, D: tl.cons
 @triton.jit
 def pack_plane(codes, rest, SHIFT: tl.constexpr, TILE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr):
     """Bits SHIFT.. of code bytes, ROW bytes from row to row and COLUMN from column to column, to stored tiles."""
-    local = tl.arange(0, TILE.field_rows)[:, None]
+    HEIGHT: tl.constexpr = TILE.field_rows
+    local = tl.arange(0, HEIGHT)[:, None]
     for across in range(TILE.across):
-        packed = tl.zeros((TILE.field_rows, 32), tl.int32)
+        packed = tl.zeros((HEIGHT, 32), tl.int32)
         for field in tl.static_range(tl.constexpr(TILE.fields)):
             row = (local // 16 * TILE.row_fields + field % TILE.row_fields) * 16 + local % 16
             column = (across * TILE.column_fields + field // TILE.row_fields) * 32 + tl.arange(0, 32)[None, :]
@@ -168,11 +169,13 @@ def seal_side(
         store_row_scales(scales, token, half, SIDE.narrow)
         plain_codes(rows + token * token_stride, codes + token * D, half.to(tl.float32), SIDE, D)
     tl.debug_barrier()
+    LOW: tl.constexpr = SIDE.low
+    TOP: tl.constexpr = SIDE.top
     ROW: tl.constexpr = D if OF_K else 1
     COLUMN: tl.constexpr = 1 if OF_K else D
-    pack_plane(codes, record + SIDE.codes, 0, SIDE.low, ROW, COLUMN)
+    pack_plane(codes, record + SIDE.codes, 0, LOW, ROW, COLUMN)
     if SIDE.split:
-        pack_plane(codes, record + SIDE.high, 2, SIDE.top, ROW, COLUMN)
+        pack_plane(codes, record + SIDE.high, 2, TOP, ROW, COLUMN)
 
 
 @triton.jit(do_not_specialize=["head_start"])
@@ -195,6 +198,8 @@ def level_seal_kernel(
     """Grid (pages, KV heads, 2): K or V of one page of one head. `codes` is room for bytes [pages, heads, 2, Π, D];
     feedback is that of the model's head `head_start` on."""
     D: tl.constexpr = LAYOUT.head_dim
+    K: tl.constexpr = LAYOUT.k
+    V: tl.constexpr = LAYOUT.v
     page, head, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     record = records + tl.load(page_ids + page) * page_stride + head * LAYOUT.nbytes
     at = page.to(tl.int64) * row_stride + head * head_stride
@@ -202,9 +207,9 @@ def level_seal_kernel(
     if side == 0:
         of_head = (head_start + head) * D
         more, felt = gains + of_head * D, weights + of_head
-        seal_side(k + at, room, record, token_stride, more, felt, FED, LAYOUT.k, True, LAYOUT)
+        seal_side(k + at, room, record, token_stride, more, felt, FED, K, True, LAYOUT)
     else:
-        seal_side(v + at, room, record, token_stride, gains, weights, False, LAYOUT.v, False, LAYOUT)
+        seal_side(v + at, room, record, token_stride, gains, weights, False, V, False, LAYOUT)
 
 
 def columns_first(feedback: Feedback) -> Feedback:

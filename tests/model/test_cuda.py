@@ -1,0 +1,96 @@
+"""What only a GPU can show: graphs that it has captured, steps begun ahead on real streams, and that nobody waits.
+
+Without one these tests are skipped; `test_graphs.py` and `tests/decode_node/test_ahead.py` hold the same on a tape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+from decode_node.engine import DecodeEngine, Sequence, StepPart
+from hackkv.model.generate import generate
+from hackkv.model.runner import ModelRunner
+from tests.decode_node.test_ahead import Schedule, requests
+from tests.on_triton import served
+from tests.pair import DECODING, PI, paired
+from tests.standing import PAGES, SLOTS, Runners, assert_same_pages, assert_same_rows, spans_of, states, worker_in_16_bits
+
+RECORDED = [name for name in served() if name not in {"mpcache", "requantize", "hack-paper"}]
+
+
+def on_graphs(codec: str) -> Runners:
+    """One that runs CUDA graphs, and one that enqueues each step."""
+    worker = worker_in_16_bits(codec, PI, layers=2)
+    recorded = ModelRunner(worker.model, worker.codec, PAGES, SLOTS, recorded=SLOTS)
+    recorded.record()
+    return Runners(recorded, ModelRunner(worker.model, worker.codec, PAGES, SLOTS))
+
+
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    """Torch refuses what makes the host wait for the device; waiting for an event is not that."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("codec", RECORDED)
+@torch.inference_mode()
+def test_random_schedules_on_graphs_give_the_bytes_and_tokens_of_steps_enqueued_anew(codec: str) -> None:
+    """Across joins, leaves, full pages and swaps, some steps begun ahead."""
+    both = on_graphs(codec)
+    if both.recorded._graphs is None:
+        pytest.skip("this codec's steps are not recorded")
+    mine, its = (Schedule(runner, 3, 0.2, PI) for runner in (both.recorded, both.eager))
+    assert mine.run(100) == its.run(100)
+    assert mine.engine.foreseen > 0
+    torch.cuda.synchronize()
+    for one in mine.going:
+        assert_same_rows(both, one.slot, both.eager.memory.footprint.runs(one.held))
+    assert_same_pages(both)
+
+
+@pytest.mark.parametrize("codec", ["rot-k3v2", "fp16", "hack"])
+@torch.inference_mode()
+def test_no_step_makes_the_host_wait(codec: str) -> None:
+    """But for the event behind the tokens: across a page that fills, recorded and not."""
+    both = on_graphs(codec)
+    for runner in (both.recorded, both.eager):
+        engine = DecodeEngine(runner)
+        going = [Sequence([7 + at], state, 0.0) for at, state in enumerate(states(3))]
+        for rows in range(PI - 2, PI + 2):
+            batch = zip(going, spans_of(rows, rows, rows), strict=True)
+            parts = [StepPart(each, span, replay=False) for each, span in batch]
+            if rows == PI - 2:
+                engine.step(parts)  # takes memory for all later ones
+                continue
+            with nobody_waits():
+                engine.step(parts)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("codec", ["rot-k3v2", "fp16"])
+async def test_nodes_on_a_gpu_say_what_one_process_says(codec: str, backward: bool) -> None:
+    """Through wire, joins, full pages and swaps, on recorded steps and copies beside them."""
+    worker = worker_in_16_bits(codec, PI, layers=2)
+    asked = [replace(each, sampling=replace(each.sampling, max_tokens=60)) for each in requests(backward=backward)]
+    expected = [generate(worker, request) for request in asked]
+    async with paired(worker, num_pages=10, decoding=DECODING) as nodes:
+        served = await asyncio.gather(*map(nodes.serve, asked))
+        await nodes.assert_idle()
+        foreseen = nodes.decode._steps._engine.foreseen
+    assert backward or foreseen > 50
+    assert [result.tokens for result in served] == expected
+    assert sum(result.swaps for result in served) > 0
