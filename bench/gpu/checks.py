@@ -8,13 +8,18 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from hack_kernels.base import PageKernels, Planes, Pool, Rows, Spans
+from hack_kernels.base import PageFormat, PageKernels, Planes, Pool, Rows, Spans
+from hack_kernels.float_format import FloatFormat
+from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, OpenPage, Rounding
 from hack_kernels.level_format import LevelFormat
 from hack_kernels.pools import new_pool
 from hack_kernels.quantize import unpack
 from hack_kernels.reference.hack import HackReference
-from hack_kernels.triton.backend import TritonBackend
+from hack_kernels.reference.levels import dequantize, unpack_codes, unpack_scales
+from hack_kernels.reference.reading import ReadingReference
+from hack_kernels.row_format import RowFormat
+from hack_kernels.triton.backend import Prefill, TritonBackend
 from hack_kernels.triton.rows import attn_decode_rows
 from hack_kernels.triton.split import Workspace
 from torch import Tensor
@@ -55,7 +60,10 @@ def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
             yield Task(f"loop over pages {_name(fmt)} {tokens} x {batch}", run)
     for preset in presets[2:3] if smoke else presets:
         yield Task(f"prefill, decode {_name(preset)}", partial(check_attention, preset, 4))
+        yield Task(f"dense {_name(preset)}", partial(check_dense, preset, 4))
         yield Task(f"seal, export, install {_name(preset)}", partial(check_pages, preset))
+    for other in others(smoke=smoke):
+        yield Task(f"dense {_name(other)}", partial(check_dense, other, 4))
     sizes = sorted(itertools.product(HEAD_DIMS, PAGE_TOKENS), key=lambda size: (size != (128, 64), -size[0]))
     kinds = itertools.cycle(itertools.product(((2, 2), (4, 2), (4, 4)), (4, 8, 1, 7, 3)))  # 15 kinds for 48 cases
     for (d, pi), arithmetic, open_page in itertools.product([(64, 32)] if smoke else sizes, Arithmetic, _open_pages()):
@@ -69,8 +77,17 @@ def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
             if smoke and open_page is not OpenPage.EXACT:
                 continue
             yield Task(f"seal, export, install {_name(fmt)} {rounding}", partial(check_pages, fmt))
+        if open_page is OpenPage.EXACT:
+            yield Task(f"dense {_name(fmt)} G={group}", partial(check_dense, fmt, group))
         if arithmetic is Arithmetic.SYMMETRIC and open_page is OpenPage.EXACT:
             yield Task(f"dequantize, rows {_name(fmt)} G={group}", partial(check_rivals, fmt, group))
+
+
+def others(*, smoke: bool) -> list[PageFormat]:
+    """Pages without codes of their own arithmetic."""
+    d, pi = (64, 32) if smoke else (128, 64)
+    side = partial(Grouping, 4, 32)
+    return [RowFormat(d, pi), FloatFormat(d, page_tokens=pi), GroupFormat(d, side(by_channel=True), side(), pi)]
 
 
 def check_rotations(backend: TritonBackend) -> None:
@@ -144,7 +161,8 @@ def check_attention(fmt: Format, group: int, backend: TritonBackend) -> None:
     starts, counts = (torch.tensor(x) for x in zip(*pairs, strict=True))
     order = torch.arange(len(pairs))
     spans = Spans(starts, counts, counts.cumsum(0) - counts, torch.randperm(4 * len(pairs)).view(-1, 4), order)
-    kernels, reference, total = kernels_of(backend, fmt), definition_of(fmt), int(counts.sum())
+    kernels = kernels_of(TritonBackend(backend.device, Prefill.HOMOMORPHIC), fmt)
+    reference, total = definition_of(fmt), int(counts.sum())
     expected = new_pool(fmt, reference, CPU, 4 * len(pairs), len(pairs), range(heads))
     ids = torch.arange(4 * len(pairs))
     reference.seal(0, expected, ids, ids * pi, *(torch.randn(len(ids), heads, pi, fmt.head_dim).half() for _ in "kv"))
@@ -164,6 +182,71 @@ def check_attention(fmt: Format, group: int, backend: TritonBackend) -> None:
     poison(q, backend.device)
     got = kernels.attend(0, pool, _spans(one, backend.device), Rows(their_q[: len(pairs)]))
     _close(got, reference.attend(0, expected, one, Rows(q)), "decode")
+
+
+def check_dense(fmt: PageFormat, group: int, backend: TritonBackend, heads: int = 2) -> None:
+    """Prompts that read dequantized pages, around page boundaries, against FP64 attention to what a query sees; and a
+    prompt in two parts, whose rows must be bit-equal to those of the whole."""
+    pi, d, device = fmt.page_tokens, fmt.head_dim, backend.device
+    kernels, reference = kernels_of(TritonBackend(device, Prefill.DENSE), fmt), definition_of(fmt)
+    pairs = [(0, pi), (pi - 1, 2), (2 * pi + 3, 2 * pi + 1), (5 * pi, 1)]
+    starts, counts = (torch.tensor(x) for x in zip(*pairs, strict=True))
+    most, order = 6, torch.randperm(len(pairs))
+    k, v = (torch.randn(len(pairs), most * pi, heads, d).half() for _ in "kv")  # of all sequences
+    table = torch.randperm(most * len(pairs)).view(-1, most)
+    ids, numbers = table.flatten(), torch.arange(most).repeat(len(pairs)) * pi
+    expected = new_pool(fmt, reference, CPU, len(ids), len(pairs), range(heads))
+    reference.seal(
+        0, expected, ids, numbers, *(x.unflatten(1, (most, pi)).flatten(0, 1).transpose(1, 2) for x in (k, v))
+    )
+    held = [
+        x[table].transpose(2, 3).flatten(1, 2)
+        for x in _reconstructed(fmt, reference.export(expected, ids[ids.argsort()]))
+    ]
+    pool = poisoned_pool(backend, fmt, len(ids), heads, slots=len(pairs))
+    kernels.install(pool, ids.to(device), _moved(reference.export(expected, ids), device))
+    q = torch.randn(len(pairs), most * pi, heads * group, d).bfloat16()
+
+    def attended(starts: list[int], counts: list[int]) -> list[Tensor]:
+        rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        for b, start in enumerate(starts):
+            for exact, x in ((pool.open_k, k), (pool.open_v, v)):
+                exact[order[b]] = torch.nan
+                for page in range(-(-start // pi)):
+                    if page in (*fmt.window.earlier(start // pi), start // pi):
+                        part, at = slice(page * pi, min((page + 1) * pi, start)), fmt.window.place(page) * pi
+                        exact[order[b], :, at : at + part.stop - part.start] = x[b, part].transpose(0, 1).to(device)
+        sizes = torch.tensor(counts)
+        spans = Spans(torch.tensor(starts), sizes, sizes.cumsum(0) - sizes, table, order)
+        flat = [torch.cat([x[b, part] for b, part in enumerate(rows)]).to(device) for x in (q, k, v)]
+        poison(flat[0], device)
+        return list(kernels.attend(0, pool, _spans(spans, device), Rows(*flat)).split(counts))
+
+    whole = attended(starts.tolist(), counts.tolist())
+    for b, (start, count) in enumerate(pairs):
+        exact = _seen(fmt, q[b, start : start + count], start, (k[b], v[b]), (held[0][b], held[1][b]))
+        _close(whole[b], exact, "dense")
+    firsts = [(count + 1) // 2 for count in counts.tolist()]
+    part = attended(starts.tolist(), firsts)
+    for b, count in enumerate(firsts):
+        if not torch.equal(part[b], whole[b][:count]):
+            raise AssertionError("dense: rows differ by where the prompt was cut")
+
+
+def _seen(fmt: PageFormat, q: Tensor, start: int, exact: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor]) -> Tensor:
+    """FP64 attention [n, Hq, D] of rows q from number `start` on, over rows [m, Hkv, D] as the format has them seen."""
+    pi, outs = fmt.page_tokens, []
+    for i, each in enumerate(q):
+        page, stop = (start + i) // pi, start + i + 1
+        coded = fmt.window.coded(page)
+        rows = [x[:stop].double().clone() for x in exact]
+        for mine, codes in zip(rows, held, strict=True):
+            mine[coded.start * pi : coded.stop * pi] = codes[coded.start * pi : coded.stop * pi]
+        keys, values = (x.transpose(0, 1) for x in rows)
+        queries = each.double().unflatten(0, (keys.shape[0], -1))
+        weights = (queries @ keys.mT / q.shape[-1] ** 0.5).softmax(-1)
+        outs.append((weights @ values).flatten(0, 1))
+    return torch.stack(outs)
 
 
 def check_rivals(fmt: HackFormat, group: int, backend: TritonBackend) -> None:
@@ -194,8 +277,25 @@ def check_rivals(fmt: HackFormat, group: int, backend: TritonBackend) -> None:
         _close(got, _exact(spans, q, open_k, open_v, k_rows, v_rows), f"rows in {dtype}", RIVAL_TOLERANCE)
 
 
-def _reconstructed(fmt: HackFormat, wire: Planes) -> tuple[Tensor, Tensor]:
+def _reconstructed(fmt: PageFormat, wire: Planes) -> tuple[Tensor, Tensor]:
     """K^ and V^ FP64 [P, Hkv, Π, D] of planes in wire order."""
+    if isinstance(fmt, RowFormat):
+        return wire["k"].transpose(0, 1).double(), wire["v"].transpose(0, 1).double()
+    if isinstance(fmt, LevelFormat):
+        k, v = (
+            dequantize(bits, unpack_codes(x, bits, wire), unpack_scales(wire[f"{x}_scale"], fmt.scales), torch.float64)
+            for x, bits in (("k", fmt.k_bits), ("v", fmt.v_bits))
+        )
+        return k.transpose(0, 1), v.transpose(0, 1)
+    if not isinstance(fmt, HackFormat):
+        found = {name: plane.transpose(0, 1) for name, plane in wire.items()}
+        reference = definition_of(fmt)
+        assert isinstance(reference, ReadingReference)
+        k, v = (
+            reference.dequantize(x, {name: plane for name, plane in found.items() if name.split("_")[0] == x}).double()
+            for x in "kv"
+        )
+        return k, v
     planes = {name: plane.transpose(0, 1).double() for name, plane in wire.items() if "codes" not in name}
     k, v = (unpack(wire[f"{x}_codes"].transpose(0, 1), bits, axis).double() for x, bits, axis in (
         ("k", fmt.k_bits, -2), ("v", fmt.v_bits, -1)
@@ -220,10 +320,10 @@ def _exact(spans: Spans, q: Tensor, open_k: Tensor, open_v: Tensor, k: Tensor, v
     return torch.stack(outs)
 
 
-def poisoned_pool(backend: TritonBackend, fmt: Format, pages: int, heads: int) -> Pool:
+def poisoned_pool(backend: TritonBackend, fmt: PageFormat, pages: int, heads: int, slots: int = 1) -> Pool:
     """A pool of bytes that mean nothing."""
-    pool = new_pool(fmt, kernels_of(backend, fmt), backend.device, pages, 1, range(heads))
-    records = pool.planes["k_codes"].untyped_storage()
+    pool = new_pool(fmt, kernels_of(backend, fmt), backend.device, pages, slots, range(heads))
+    records = next(iter(pool.planes.values())).untyped_storage()
     torch.empty(0, dtype=torch.uint8, device=backend.device).set_(records).fill_(0xFF)
     return pool
 
@@ -237,10 +337,12 @@ def _open_pages() -> tuple[OpenPage, ...]:
     return OpenPage.EXACT, OpenPage.K_CODES
 
 
-def _name(fmt: Format) -> str:
+def _name(fmt: PageFormat) -> str:
     if isinstance(fmt, LevelFormat):
         return f"levels D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits} {fmt.window}"
-    return f"D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits} {fmt.arithmetic}"
+    if isinstance(fmt, HackFormat):
+        return f"D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits} {fmt.arithmetic}"
+    return f"{type(fmt).__name__} D={fmt.head_dim} Π={fmt.page_tokens}"
 
 
 def _moved(planes: Planes, device: torch.device) -> Planes:

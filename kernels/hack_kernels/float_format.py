@@ -65,7 +65,11 @@ class Element(StrEnum):
     @property
     def sizes(self) -> Tensor:
         """[2^(bits - 1)] float32, ascending: what the codes without a sign stand for."""
-        codes = torch.arange(2 ** (self.bits - 1))
+        return self.sizes_on(torch.device("cpu"))
+
+    def sizes_on(self, device: torch.device) -> Tensor:
+        """`sizes`, computed there: a copy from host memory would wait for the device."""
+        codes = torch.arange(2 ** (self.bits - 1), device=device)
         exponent, mantissa = codes >> self.mantissa_bits, codes & (2**self.mantissa_bits - 1)
         normal = exponent > 0
         fraction = mantissa / 2**self.mantissa_bits + normal

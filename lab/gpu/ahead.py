@@ -70,7 +70,7 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
 
     run, active = Launch.run, driver._active
     driver.set_active(Absent(arch))
-    Launch.run = compile_only  # type: ignore[method-assign]
+    Launch.run = compile_only  # type: ignore[assignment, method-assign]
     try:
         yield compiled
     finally:

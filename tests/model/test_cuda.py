@@ -23,7 +23,16 @@ from hackkv.model.runner import ModelRunner
 from tests.decode_node.test_ahead import Schedule, requests
 from tests.on_triton import served
 from tests.pair import DECODING, PI, paired
-from tests.standing import PAGES, SLOTS, Runners, assert_same_pages, assert_same_rows, spans_of, states, worker_in_16_bits
+from tests.standing import (
+    PAGES,
+    SLOTS,
+    Runners,
+    assert_same_pages,
+    assert_same_rows,
+    spans_of,
+    states,
+    worker_in_16_bits,
+)
 
 RECORDED = [name for name in served() if name not in {"mpcache", "requantize", "hack-paper"}]
 

@@ -67,7 +67,7 @@ def steps_of(fmt: FloatFormat, name: str, planes: Planes) -> Tensor:
 
 def encode(element: Element, x: Tensor) -> Tensor:
     """Codes, uint8, of finite x: to nearest, ties to the even code, saturating."""
-    sizes = element.sizes[: element.finite].to(x.device)
+    sizes = element.sizes_on(x.device)[: element.finite]
     between = (sizes[1:] + sizes[:-1]) / 2  # exact
     # A size between two values ties if it has one rank from below and another from above.
     size = x.abs().contiguous()
@@ -78,5 +78,5 @@ def encode(element: Element, x: Tensor) -> Tensor:
 
 def decode(element: Element, codes: Tensor) -> Tensor:
     """What the codes stand for, FP32."""
-    sizes = element.sizes.to(codes.device)
+    sizes = element.sizes_on(codes.device)
     return torch.cat((sizes, -sizes))[codes.long()]

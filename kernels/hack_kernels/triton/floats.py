@@ -12,6 +12,7 @@ from hack_kernels.base import PageFormat, Planes, Pool, Rows, Spans
 from hack_kernels.check import check_attention, check_seal
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.reference.floats import FloatReference
+from hack_kernels.triton.dense import attn_read
 from hack_kernels.triton.float_decode import float_decode_launch
 from hack_kernels.triton.float_layout import float_layout
 from hack_kernels.triton.float_prefill import float_prompt_reader
@@ -34,9 +35,10 @@ class FloatTriton(FloatReference):
 
     served_by = "triton"
 
-    def __init__(self, fmt: FloatFormat, device: torch.device, workspace: Workspace) -> None:
+    def __init__(self, fmt: FloatFormat, device: torch.device, workspace: Workspace, *, dense: bool) -> None:
+        """`dense`: prompts read dequantized pages (`dense.py`)."""
         super().__init__(fmt, device)
-        self._workspace = workspace
+        self._workspace, self._dense = workspace, dense
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Views into the records."""
@@ -57,6 +59,8 @@ class FloatTriton(FloatReference):
         check_attention(self.fmt, pool, spans, rows)
         check_layout(float_layout(self.fmt), pool.planes)
         if rows.k is not None and rows.v is not None:
+            if self._dense:
+                return attn_read(self, pool, spans, rows)
             return attn_prompt(float_prompt_reader(self.fmt), layer, pool, spans, rows.q, rows.k, rows.v)
         q = rows_of_heads(rows.q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

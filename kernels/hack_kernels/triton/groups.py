@@ -13,6 +13,7 @@ from hack_kernels.check import check_attention, check_seal
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.reference.groups import GroupReference
 from hack_kernels.triton.code_tiles import CODE_BITS, padded
+from hack_kernels.triton.dense import attn_read
 from hack_kernels.triton.group_decode import group_decode_launch
 from hack_kernels.triton.group_layout import group_layout
 from hack_kernels.triton.group_prefill import group_prompt_reader
@@ -35,9 +36,10 @@ class GroupTriton(GroupReference):
 
     served_by = "triton"
 
-    def __init__(self, fmt: GroupFormat, device: torch.device, workspace: Workspace) -> None:
+    def __init__(self, fmt: GroupFormat, device: torch.device, workspace: Workspace, *, dense: bool) -> None:
+        """`dense`: prompts read dequantized pages (`dense.py`)."""
         super().__init__(fmt, device)
-        self._workspace = workspace
+        self._workspace, self._dense = workspace, dense
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Views into the records."""
@@ -58,6 +60,8 @@ class GroupTriton(GroupReference):
         check_attention(self.fmt, pool, spans, rows)
         check_layout(group_layout(self.fmt), pool.planes)
         if rows.k is not None and rows.v is not None:
+            if self._dense:
+                return attn_read(self, pool, spans, rows)
             return attn_prompt(group_prompt_reader(self.fmt), layer, pool, spans, rows.q, rows.k, rows.v)
         q = rows_of_heads(rows.q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

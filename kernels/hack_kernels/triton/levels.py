@@ -10,7 +10,9 @@ from torch import Tensor
 
 from hack_kernels.base import PageFormat, Planes, Pool, Rows, Spans
 from hack_kernels.check import check_attention, check_install, check_seal
-from hack_kernels.level_format import Feedback, LevelFormat
+from hack_kernels.level_format import Feedback, LevelFormat, code_planes
+from hack_kernels.reference.levels import top_level, unpack_scales
+from hack_kernels.triton.dense import CodedSide, attn_dequantized
 from hack_kernels.triton.layout import check_layout
 from hack_kernels.triton.level_decode import attn_level_decode
 from hack_kernels.triton.level_exchange import export_levels, install_levels
@@ -29,8 +31,9 @@ class LevelTriton:
 
     served_by = "triton"
 
-    def __init__(self, fmt: LevelFormat, device: torch.device, workspace: Workspace) -> None:
-        self.fmt, self.device = fmt, device
+    def __init__(self, fmt: LevelFormat, device: torch.device, workspace: Workspace, *, dense: bool) -> None:
+        """`dense`: prompts read dequantized pages (`dense.py`)."""
+        self.fmt, self.device, self._dense = fmt, device, dense
         self.approximation_s = 0.0  # the corrections are one subtraction in each product
         self._workspace = workspace
         self._feedback = dict[int, Feedback]()
@@ -64,14 +67,32 @@ class LevelTriton:
         return export_levels(self.fmt, pool.planes, page_ids)
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """INT8 products. Decode divides pages among programs. A prompt takes tiles of queries against one page after
-        another."""
+        """Decode multiplies INT8 and divides pages among programs. A prompt takes tiles of queries against one page
+        after another, in INT8 or FP16."""
         check_attention(self.fmt, pool, spans, rows)
         self._check(pool)
         if rows.k is None or rows.v is None:
             return attn_level_decode(self.fmt, pool, spans, rows.q, self._workspace)
+        if self._dense:
+            return attn_dequantized(pool, spans, rows, lambda ids: _sides(self.fmt, self.export(pool, ids)))
         reader = level_prompt_reader(self.fmt, rows.q.dtype)
         return attn_prompt(reader, layer, pool, spans, rows.q, rows.k, rows.v)
 
     def _check(self, pool: Pool) -> None:
         check_layout(level_layout(self.fmt), pool.planes)
+
+
+def _sides(fmt: LevelFormat, wire: Planes) -> tuple[CodedSide, CodedSide]:
+    """K and V of pages in wire order."""
+    k, v = (
+        CodedSide(
+            wire[f"{name}_codes"],
+            wire.get(f"{name}_high"),
+            unpack_scales(wire[f"{name}_scale"], fmt.scales)[..., None],
+            None,
+            code_planes(name, bits)[0][1],
+            top_level(bits),
+        )
+        for name, bits in (("k", fmt.k_bits), ("v", fmt.v_bits))
+    )
+    return k, v

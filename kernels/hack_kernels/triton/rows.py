@@ -19,6 +19,7 @@ from hack_kernels.check import check_attention
 from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
+from hack_kernels.triton.dense import attn_dense
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.paged import LOWEST, PageReader, paged_launch, rows_of_heads
 from hack_kernels.triton.query import LOG2_E
@@ -119,21 +120,23 @@ def add_row_pages(state, keys, values, valid, query, LAYOUT: tl.constexpr, W: tl
 class RowTriton(RowReference):
     """Implements `PageKernels` for `RowFormat`. Decode of 16-bit queries is the kernel of this file.
 
-    The rest is the definition's: there is nothing to quantize, prompts go through torch's fused attention sequence by
-    sequence, and FP32 queries, which this kernel would round to FP16, keep their precision.
+    Prompts read pages where they lie (`dense.py`). FP32 queries, which kernels would round to FP16, keep their
+    precision: they are the definition's.
     """
 
     served_by = "triton"
 
-    def __init__(self, fmt: RowFormat, device: torch.device, workspace: Workspace) -> None:
+    def __init__(self, fmt: RowFormat, device: torch.device, workspace: Workspace, *, dense: bool) -> None:
         super().__init__(fmt, device)
-        self._workspace = workspace
+        self._workspace, self._dense = workspace, dense
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
         """In one launch and without waiting for the device, if the kernel takes it."""
-        if rows.k is not None or rows.q.dtype.itemsize != 2:
+        if rows.q.dtype.itemsize != 2 or (rows.k is not None and not self._dense):
             return super().attend(layer, pool, spans, rows)
         check_attention(self.fmt, pool, spans, rows)
+        if rows.k is not None:
+            return attn_dense(pool, spans, rows, (pool.planes["k"], pool.planes["v"]), in_place=True)
         return attn_decode_rows(pool, spans, rows.q, self._workspace)
 
 

@@ -11,7 +11,6 @@ from hack_kernels.hack_format import SUM_PLANES, Arithmetic, HackFormat, HackKer
 from hack_kernels.pools import new_pool
 from hack_kernels.reference.hack import HackReference
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from tests.hack_kernels.pools import CPU, empty_pool, hack_kernels, reference
 
@@ -196,29 +195,9 @@ def test_prefill_of_a_ragged_batch_is_the_reference_s(fmt: HackFormat, group: in
     assert float((out - expected).norm() / expected.norm()) <= 2e-3 + rounding
 
 
-def test_exact_prefill_is_plain_attention_and_reads_what_was_cached() -> None:
-    fmt = HackFormat(64, 32)
-    kernels = kernels_of(fmt, Prefill.EXACT)
-    k, v, q = rows(11, 40, 1, 64), rows(12, 40, 1, 64), rows(13, 40, 3, 64).float()
-    pool, zero = empty_pool(kernels, fmt, 1, 1), torch.tensor([0])
-    whole = Spans(zero, torch.tensor([40]), zero, torch.tensor([[0]]), zero)
-    out = kernels.attend(0, pool, whole, Rows(q, k, v))
-    queries, keys, values = (x.float().transpose(0, 1)[None] for x in (q, k, v))
-    plain = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-    assert float((out - plain).norm() / plain.norm()) < 1e-2  # BF16
-
-    kernels.seal(0, pool, zero, zero, *(x[None, :32].transpose(1, 2) for x in (k, v)))
-    rest = Spans(torch.tensor([32]), torch.tensor([8]), zero, torch.tensor([[0]]), zero)
-    later = kernels.attend(0, pool, rest, Rows(q[32:], k[32:], v[32:]))
-    cached = empty_pool(reference(fmt), fmt, 1, 1)
-    reference(fmt).install(cached, zero, kernels.export(pool, zero))
-    homomorphic = reference(fmt).attend(0, cached, rest, Rows(q[32:], k[32:], v[32:]))
-    assert float((later - homomorphic).norm() / homomorphic.norm()) < 2e-2  # Q and P in 8 bits, BF16
-
-
 def test_devices_and_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFILL_VARIABLE, "fast")
-    with pytest.raises(BackendUnavailable, match="is 'fast'; it must be one of homomorphic, exact"):
+    with pytest.raises(BackendUnavailable, match="is 'fast'; it must be one of homomorphic, dense"):
         backend.create()
     monkeypatch.delenv(PREFILL_VARIABLE)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)

@@ -1,0 +1,324 @@
+"""Prompts attended to in FP16: pages are dequantized into rows first, then tiles of queries read one after another.
+
+A query sees what it sees in the homomorphic kernels: earlier pages as their codes say, its own page and those of the
+window exactly. So results do not depend on where a prompt was cut. Queries and weights have 11 bits where those kernels
+have 8.
+
+Why: a page is dequantized once a pass and read by hundreds of tiles. On Hopper Triton's INT8 products of codes take
+six times as long as BF16's of cuDNN (docs/kernels-gpu.md). A program computes one tile, as in `prefill.py`: the query
+heads of one KV head for a few consecutive tokens that lie in one page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hack_kernels.base import Planes, Pool, Rows, Spans
+from hack_kernels.reference.reading import LARGEST_FP16, ReadingReference, heads_of
+from hack_kernels.triton.code_tiles import padded
+from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.paged import place_of
+from hack_kernels.triton.prefill import locate
+from hack_kernels.triton.prefill_own import own_rows
+from hack_kernels.triton.query import LOG2_E
+from hack_kernels.triton.split import batch_block
+
+ROWS: Final = 128
+"""Query rows of a program: two groups of four warps with 64 each, as Hopper's matrix unit takes them."""
+BLOCK: Final = 64
+"""Rows of K and V that are multiplied at once."""
+STAGES: Final = 2
+"""Blocks on their way from memory, the one that is multiplied among them."""
+WIDE: Final = 128
+"""Channels beyond which a program has half of the rows: outputs fill the registers."""
+
+LARGEST = tl.constexpr(LARGEST_FP16)
+"""Of FP16."""
+
+
+@triton.jit
+def add_block(state, queries, keys, values, seen, factor, MASKED: tl.constexpr):
+    """Keys and values FP16 [R, D] added to the running softmax, in units of log2; `seen` [M, R] counts with MASKED."""
+    top, total, out = state
+    scores = tl.dot(queries, tl.trans(keys)) * factor
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    weights, kept = tl.exp2(scores - higher[:, None]), tl.exp2(top - higher)
+    out = tl.dot(weights.to(tl.float16), values, out * kept[:, None])
+    return higher, total * kept + tl.sum(weights, axis=1), out
+
+
+@triton.jit(do_not_specialize_on_alignment=["batch"])
+def dense_kernel(
+    q,
+    k,
+    v,
+    out,
+    open_k,
+    open_v,
+    held_k,
+    held_v,
+    table,
+    starts,
+    counts,
+    offsets,
+    slots,
+    batch,
+    q_stride,
+    row_stride,
+    slot_stride,
+    open_head_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BATCH: tl.constexpr,
+    D: tl.constexpr,
+    PI: tl.constexpr,
+    READ: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (tiles, KV heads). Rows of a tile are (token, query head), heads padded to GROUP_PAD.
+
+    held_k, held_v FP16 [pages, HEADS, PI, D], contiguous: those that `table` int64 [batch, ...] says if pages are read
+    IN_PLACE, else those of one sequence after another, as many of each as a row of `table` has. The rest as in
+    `prefill.prefill_kernel`.
+    """
+    M: tl.constexpr = TOKENS * GROUP_PAD
+    CHANNELS: tl.constexpr = triton.next_power_of_2(D)
+    sequence, first = locate(starts, counts, batch, BATCH, TOKENS)
+    if sequence < 0:
+        return
+    head = tl.program_id(1)
+    start = tl.load(starts + sequence).to(tl.int32)
+    end = start + tl.load(counts + sequence).to(tl.int32)
+    shift = tl.load(offsets + sequence) - start  # from positions to rows of the batch
+    own_page = first // PI
+
+    row, channel = tl.arange(0, M), tl.arange(0, CHANNELS)
+    inside = (channel < D)[None, :]
+    position, member = first + row // GROUP_PAD, row % GROUP_PAD
+    seen_rows = (position >= start) & (position < end) & (member < GROUP)
+    tile = (shift + first) * q_stride + head * (GROUP * D)
+    at = (row // GROUP_PAD * q_stride + member * D)[:, None] + channel[None, :]
+    queries = tl.load(q + tile + at, mask=seen_rows[:, None] & inside, other=0.0).to(tl.float16)
+    factor = LOG2_E * D**-0.5
+    state = (tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, CHANNELS), tl.float32))
+
+    coded = own_page
+    if WINDOW.pages > 1:
+        coded = tl.maximum(own_page - (WINDOW.pages - 1), 0)
+    first_page = sequence.to(tl.int64) * table_stride + WINDOW.sink
+    entry = table + first_page
+    read = tl.arange(0, READ)
+    for begin in tl.range(0, coded * PI, READ, num_stages=STAGES):
+        page = tl.load(entry + begin // PI) if IN_PLACE else first_page + begin // PI
+        place = ((page * HEADS + head) * PI + begin % PI) * D + (read * D)[:, None] + channel[None, :]
+        keys = tl.load(held_k + place, mask=inside, other=0.0)
+        values = tl.load(held_v + place, mask=inside, other=0.0)
+        state = add_block(state, queries, keys, values, seen_rows, factor, False)
+
+    open_at = tl.load(slots + sequence) * slot_stride + head * open_head_stride
+    if WINDOW.pages == 1:
+        open_at -= (start // PI * PI).to(tl.int64) * D
+    batch_at = shift * row_stride + head * D
+    open_k, open_v, k, v = open_k + open_at, open_v + open_at, k + batch_at, v + batch_at
+    last = tl.minimum(first + TOKENS, end)
+    for place in tl.range(coded * PI, last, READ, num_stages=1):
+        token = place + read
+        early_k, early_v = open_k, open_v
+        if WINDOW.pages > 1:
+            # Sinks come first; the pages between them and the others were read as codes.
+            page = place // PI
+            page = tl.where(page < coded + tl.minimum(WINDOW.sink, own_page), page - coded, page)
+            token = page * PI + place % PI + read
+            moved = (place_of(page, WINDOW) - page) * (PI * D)
+            early_k, early_v = open_k + moved, open_v + moved
+        keys = own_rows(early_k, k, token, channel, start, end, row_stride, D)
+        values = own_rows(early_v, v, token, channel, start, end, row_stride, D)
+        state = add_block(state, queries, keys, values, token[None, :] <= position[:, None], factor, True)
+
+    _, total, found = state
+    x = (found / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + tile + at, x, mask=seen_rows[:, None] & inside)
+
+
+def attn_dense(pool: Pool, spans: Spans, rows: Rows, held: tuple[Tensor, Tensor], *, in_place: bool) -> Tensor:
+    """`PageKernels.attend` of a batch with rows k, v, which reads sealed pages from `held`, K^ and V^ FP16
+    [P, Hkv, Π, D]: a pool's pages `in_place`, or those of `spans.table` in its order. Nothing is read on the host."""
+    assert rows.k is not None
+    assert rows.v is not None
+    q, k, v = rows.q.contiguous(), rows.k.contiguous(), rows.v.contiguous()
+    out = torch.empty_like(q)
+    dense_launch(pool, spans, Rows(q, k, v), held, out, in_place=in_place).run()
+    return out
+
+
+def dense_launch(
+    pool: Pool, spans: Spans, rows: Rows, held: tuple[Tensor, Tensor], out: Tensor, *, in_place: bool
+) -> Launch:
+    """The launch that writes `out`; rows and `out` are contiguous."""
+    q, k, batch, table = rows.q, rows.k, spans.starts.numel(), spans.table.contiguous()
+    assert k is not None
+    heads, dim = k.shape[1:]
+    group, pi = q.shape[1] // heads, pool.page_tokens
+    most = ROWS if dim <= WIDE else ROWS // 2
+    tokens = min(pi, max(1, most // padded(group)))
+    height = tokens * padded(group)
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": rows.v,
+        "out": out,
+        "open_k": pool.open_k,
+        "open_v": pool.open_v,
+        "held_k": held[0],
+        "held_v": held[1],
+        "table": table,
+        "starts": spans.starts,
+        "counts": spans.counts,
+        "offsets": spans.offsets,
+        "slots": spans.slots,
+        "batch": batch,
+        "q_stride": q.stride(0),
+        "row_stride": k.stride(0),
+        "slot_stride": pool.open_k.stride(0),
+        "open_head_stride": pool.open_k.stride(1),
+        "table_stride": table.stride(0),
+        "HEADS": heads,
+        "GROUP": group,
+        "GROUP_PAD": padded(group),
+        "TOKENS": tokens,
+        "BATCH": batch_block(batch),
+        "D": dim,
+        "PI": pi,
+        "READ": min(pi, BLOCK if dim <= WIDE else BLOCK // 2),
+        "WINDOW": pool.window,
+        "IN_PLACE": in_place,
+        "STAGES": STAGES,
+    }
+    # A span touches at most two tiles that it does not fill.
+    tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)
+    return Launch(dense_kernel, (tiles, heads), arguments, warps=8 if height >= ROWS else 4)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSide:
+    """K or V of pages in wire order, as far as `rows_kernel` asks: x^ = scale·(code - zero) + minimum."""
+
+    codes: Tensor
+    """uint8 [Hkv, P, Π·bits/8, D] of K, [Hkv, P, D, Π·bits/8] of V; their lower two bits where codes have 3."""
+    high: Tensor | None
+    """The highest bits of codes of 3 bits, likewise."""
+    scale: Tensor
+    """FP16 [Hkv, P, tokens, groups of channels], where either of the two may be 1."""
+    minimum: Tensor | None
+    """FP16, of the same shape."""
+    bits: int
+    """Of `codes`."""
+    zero: float = 0.0
+
+
+@triton.jit
+def code_of(codes, token, channel, BITS: tl.constexpr, OF_V: tl.constexpr, PI: tl.constexpr, D: tl.constexpr):
+    """Codes INT32 of tokens and channels, which lie along bytes (`quantize.pack`)."""
+    FIELDS: tl.constexpr = 8 // BITS
+    at = channel * (PI // FIELDS) + token // FIELDS if OF_V else token // FIELDS * D + channel
+    return tl.load(codes + at, mask=channel < D, other=0).to(tl.int32) >> (token % FIELDS * BITS) & ((1 << BITS) - 1)
+
+
+@triton.jit(do_not_specialize=["pages"])
+def rows_kernel(
+    codes,
+    high,
+    scale,
+    minimum,
+    out,
+    pages,
+    BITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    ZERO: tl.constexpr,
+    OF_V: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PI: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Grid (pages, KV heads): a page of K or V, as `CodedSide` has it, to `out` FP16 [pages, KV heads, Π, D]."""
+    page, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    wire = head * pages.to(tl.int64) + page
+    token, channel = tl.arange(0, PI)[:, None], tl.arange(0, triton.next_power_of_2(D))[None, :]
+    code = code_of(codes + wire * (PI * D * BITS // 8), token, channel, BITS, OF_V, PI, D)
+    if SPLIT:
+        code += code_of(high + wire * (PI * D // 8), token, channel, 1, OF_V, PI, D) << 2
+    at = wire * (TOKENS * GROUPS) + token * (GROUPS if TOKENS > 1 else 0) + channel // (D // GROUPS)
+    x = (code.to(tl.float32) - ZERO) * tl.load(scale + at, mask=channel < D, other=0.0).to(tl.float32)
+    if SHIFTED:
+        x += tl.load(minimum + at, mask=channel < D, other=0.0).to(tl.float32)
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(tl.float16)
+    tl.store(out + ((page * heads + head) * PI + token) * D + channel, x, mask=channel < D)
+
+
+def page_rows(sides: tuple[CodedSide, CodedSide], page_tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """K^ and V^ FP16 [P, Hkv, Π, D] of pages whose codes are `sides`."""
+    found = []
+    for of_v, side in enumerate(sides):
+        heads, pages = side.codes.shape[:2]
+        out = torch.empty(pages, heads, page_tokens, head_dim, dtype=torch.float16, device=side.codes.device)
+        arguments = {
+            "codes": side.codes,
+            "high": side.codes if side.high is None else side.high,
+            "scale": side.scale,
+            "minimum": side.scale if side.minimum is None else side.minimum,
+            "out": out,
+            "pages": pages,
+            "BITS": side.bits,
+            "SPLIT": side.high is not None,
+            "SHIFTED": side.minimum is not None,
+            "ZERO": side.zero,
+            "OF_V": bool(of_v),
+            "TOKENS": side.scale.shape[2],
+            "GROUPS": side.scale.shape[3],
+            "PI": page_tokens,
+            "D": head_dim,
+        }
+        Launch(rows_kernel, (pages, heads), arguments, warps=4).run()
+        found.append(out)
+    return found[0], found[1]
+
+
+def attn_dequantized(
+    pool: Pool, spans: Spans, rows: Rows, sides: Callable[[Tensor], tuple[CodedSide, CodedSide]]
+) -> Tensor:
+    """`attn_dense` over pages of codes; `sides` brings those of some page ids [P] int64."""
+    held = page_rows(sides(spans.table.flatten()), pool.page_tokens, pool.open_k.shape[3])
+    return attn_dense(pool, spans, rows, held, in_place=False)
+
+
+def attn_read(kernels: ReadingReference, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
+    """`attn_dense` over pages that the definition dequantizes, in torch."""
+    ids, found = spans.table.flatten(), list[Tensor]()
+    for name in ("k", "v"):
+        planes = {plane: x[ids] for plane, x in pool.planes.items() if plane.split("_")[0] == name}
+        x = kernels.dequantize(name, planes, heads_of(pool))
+        found.append(x.clamp(-LARGEST_FP16, LARGEST_FP16).to(torch.float16).contiguous())
+    return attn_dense(pool, spans, rows, (found[0], found[1]), in_place=False)
+
+
+def hack_sides(wire: Planes, bits: tuple[int, int]) -> tuple[CodedSide, CodedSide]:
+    """Codes with minima: scales of K by token and partition, of V by channel."""
+    k = CodedSide(wire["k_codes"], None, wire["k_scale"], wire["k_min"], bits[0])
+    v_scale, v_min = (wire[name].unsqueeze(2) for name in ("v_scale", "v_min"))
+    return k, CodedSide(wire["v_codes"], None, v_scale, v_min, bits[1])

@@ -1,0 +1,40 @@
+"""Prompts that read dequantized pages, as Triton interprets them: FP64 attention to what a query sees, wherever a
+prompt was cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hack_kernels.base import PageFormat
+from hack_kernels.float_format import FloatFormat
+from hack_kernels.group_format import GroupFormat, Grouping
+from hack_kernels.hack_format import Arithmetic, HackFormat
+from hack_kernels.level_format import LevelFormat, Scales
+from hack_kernels.row_format import RowFormat
+from hack_kernels.triton.backend import TritonBackend
+from hack_kernels.window import Window
+
+from bench.gpu.checks import check_dense
+
+FORMATS = [
+    LevelFormat(64, 32, 3, 2, Window(1, 2)),
+    HackFormat(64, 32),
+    RowFormat(64, 32),
+    LevelFormat(80, 64, 4, 3),
+    LevelFormat(128, 32, 8, 3, Window(0, 1), Scales.FP8),
+    HackFormat(96, 32, 2, 4, arithmetic=Arithmetic.ASYMMETRIC),
+    HackFormat(256, 32, 4, 4),
+    FloatFormat(64, page_tokens=32),
+    GroupFormat(64, Grouping(4, 32, by_channel=True), Grouping(4, 32), 32),
+    RowFormat(64, 32, window=Window(1, 2)),
+]
+
+
+@pytest.mark.parametrize("group", [3, 1, 8])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_prompts_see_what_the_format_says_wherever_they_are_cut(fmt: PageFormat, group: int) -> None:
+    torch.manual_seed(group)
+    check_dense(fmt, group, TritonBackend(torch.device("cpu")), heads=1)
