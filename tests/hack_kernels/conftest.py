@@ -12,6 +12,12 @@ from tests.tiers import keep_first
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(autouse=True)
+def prompts_on_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that is loaded here attends to prompts as formats define it; `triton/test_dense.py` makes its own."""
+    monkeypatch.setenv("HACKKV_TRITON_PREFILL", "homomorphic")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a GPU Triton interprets, some thousand times slower."""
     if not torch.cuda.is_available():
