@@ -21,10 +21,9 @@ from hack_kernels.triton.split import (
     OWN_UNITS,
     Workspace,
     batch_block,
-    merged,
+    merge_if_last,
     opening_of,
     page_ends,
-    part_of,
     partial_of,
     sequence_of,
 )
@@ -173,7 +172,7 @@ def decode_kernel(
     values += head.to(tl.int64) * HEAD_STRIDE
 
     EXACT: tl.constexpr = WINDOW.pages
-    ends = page_ends(starts, batch, PI, BATCH, EXACT)
+    ends = page_ends(starts, batch, PI, BATCH, EXACT, OWN_UNITS)
     total = tl.max(ends, 0)
     parts = tl.minimum(tl.num_programs(1), total)  # no stretch is empty; the programs left over have nothing to do
     mine, stop = opening_of(part, parts, total), opening_of(part + 1, parts, total)
@@ -215,21 +214,11 @@ def decode_kernel(
         if (mine <= begin) & (end <= stop):
             store_outputs(out + rows * D, state, heads_here, D, W, N)
         else:
-            first = part_of(begin, parts, total)
-            count = part_of(end - 1, parts, total) - first + 1
             SIZE: tl.constexpr = (D + 32) * N
             slot = tl.where(begin > mine, 1, 0)
             store_share(partials + partial_of(group, groups, part, slot, SIZE), state, D, W, N)
-            tl.debug_barrier()
             ticket = tickets + b * groups + group
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == count - 1:
-                opens_inside = tl.where(begin > opening_of(first, parts, total), 1, 0)
-                found, weight = merged(partials, first, count, group, groups, opens_inside, D, N)
-                channel, column = tl.arange(0, triton.next_power_of_2(D))[:, None], tl.arange(0, N)[None, :]
-                x = (found / weight[None, :]).to(out.dtype.element_ty)
-                seen = (column < heads_here) & (channel < D)
-                tl.store(out + rows * D + column * D + channel, x, mask=seen)
-                tl.store(ticket, 0)
+            merge_if_last(out + rows * D, ticket, partials, begin, end, parts, total, group, groups, heads_here, D, N)
 
 
 class PoolLayout(Protocol):
@@ -328,9 +317,9 @@ def rows_of_heads(q: Tensor) -> Tensor:
     return q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
 
 
-def programs_per_processor(registers: int) -> int:
+def programs_per_processor(registers: int, warps: int = WARPS) -> int:
     """Programs that fit a multiprocessor at a time, given registers per thread, which are allocated in eights."""
-    return PROCESSOR_REGISTERS // (WARPS * 32 * -(-registers // 8) * 8)
+    return PROCESSOR_REGISTERS // (warps * 32 * -(-registers // 8) * 8)
 
 
 def query_columns(head_dim: int, group: int, *, few: bool) -> int:
