@@ -55,7 +55,7 @@ class Tiling:
 
     def rows(self, head_dim: int) -> int:
         """Rows of a tile."""
-        return self.elements // triton.next_power_of_2(head_dim)
+        return self.elements // (1 << (head_dim - 1).bit_length())
 
     @property
     def shared(self) -> int:

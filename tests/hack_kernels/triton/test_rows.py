@@ -76,7 +76,8 @@ def test_each_head_may_have_its_own_pages_and_its_slot_a_window() -> None:
         place = slice(window.place(start // 32) * 32, window.place(start // 32) * 32 + 32)
         for own, rows in zip(opens, (batch.open_k, batch.open_v), strict=True):
             own[slot, :, place] = rows[slot]
-    out = attn_decode_rows(Pool({"k": batch.k, "v": batch.v}, *opens, window=window), spans, batch.q, workspace())
+    pool = Pool({"k": batch.k, "v": batch.v}, opens[0], opens[1], window=window)
+    out = attn_decode_rows(pool, spans, batch.q, workspace())
     for head in range(2):
         alone = replace(
             batch,
