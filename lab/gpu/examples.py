@@ -27,6 +27,7 @@ from hack_kernels.triton.exchange import exchange_launch
 from hack_kernels.triton.float_decode import float_decode_launch
 from hack_kernels.triton.float_layout import float_layout
 from hack_kernels.triton.float_prefill import float_prompt_reader
+from hack_kernels.triton.float_query import ROWS_AT_ONCE
 from hack_kernels.triton.float_seal import float_seal_launch
 from hack_kernels.triton.floats import WIDEST
 from hack_kernels.triton.group_decode import group_decode_launch
@@ -42,7 +43,7 @@ from hack_kernels.triton.level_layout import new_level_pages
 from hack_kernels.triton.level_prefill import level_prompt_reader
 from hack_kernels.triton.level_seal import level_seal_launch
 from hack_kernels.triton.prefill import PromptReader, prefill_launch, prompt_launch
-from hack_kernels.triton.rows import ROWS_AT_ONCE, rows_launch
+from hack_kernels.triton.rows import rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.xxh3 import xxh3_launches
@@ -89,7 +90,8 @@ def rows(fmt: HackFormat, group: int) -> Example:
     shape = (TOKENS // fmt.page_tokens, KV_HEADS, fmt.page_tokens, fmt.head_dim)
     planes = {name: _empty(*shape, dtype=torch.float16) for name in "kv"}
     launch = rows_launch(replace(_pool(fmt, 0), planes=planes), *_one_step(fmt, group))
-    return Example(f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}", launch, ROWS_AT_ONCE.value)
+    name = f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}"
+    return Example(name, launch, launch.arguments["R"] // launch.warps)
 
 
 def floats(fmt: FloatFormat, group: int) -> tuple[Example, ...]:

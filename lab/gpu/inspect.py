@@ -35,6 +35,7 @@ COLUMNS: Final = {
     "float_mma": ("hmma", 6),
     "code_loads": ("codes", 7),
     "loads_128": ("ld128", 7),
+    "async_128": ("async", 7),
     "loads_64": ("ld64", 6),
     "loads_narrower": ("ld<64", 7),
     "barriers": ("bar", 5),

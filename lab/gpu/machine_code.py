@@ -57,6 +57,8 @@ class Report:
     code_loads: int
     """16-byte loads that a warp needs to read its share of the codes once; a lower bound of `loads_128`."""
     loads_128: int
+    async_128: int
+    """Those among them that go to shared memory past registers."""
     loads_64: int
     loads_narrower: int
     barriers: int
@@ -186,8 +188,9 @@ def _report(example: Example, arch: int, compiled: Any, code: str) -> Report:
         float_mma=count("HMMA") + count("HGMMA"),
         code_loads=-(-example.code_bytes // (example.launch.warps * WARP_LOAD_BYTES)),
         loads_128=count("LDG", ".128"),
+        async_128=count("LDGSTS", ".128"),
         loads_64=count("LDG", ".64"),
-        loads_narrower=count("LDG") - count("LDG", ".128") - count("LDG", ".64"),
+        loads_narrower=count("LDG") - count("LDG", ".128") - count("LDG", ".64") - count("LDGDEPBAR"),
         barriers=count("BAR"),
         loop_per_64_tokens=round((end - begin) * 64 / example.tokens) if example.tokens else None,
         fingerprint=_digest(example.launch, arch, code),

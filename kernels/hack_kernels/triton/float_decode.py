@@ -15,9 +15,9 @@ from torch import Tensor
 from hack_kernels.base import Pool, Spans
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.triton.float_layout import float_layout, page_factor, row_scales, widened
+from hack_kernels.triton.float_query import ROWS_AT_ONCE, product, rounded_query
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.paged import ALL_REGISTERS, LOWEST, REGISTERS, PageReader, paged_launch
-from hack_kernels.triton.rows import ROWS_AT_ONCE, product, rounded_query
 from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.tiles import doubled, equal_halves
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from hack_kernels.base import Pool, Spans
 from hack_kernels.group_format import GroupFormat
 from hack_kernels.triton.float_decode import SMALLEST, WEIGHT_UNIT, in_operand_order, load_bytes
+from hack_kernels.triton.float_query import ROWS_AT_ONCE, product, rounded_query
 from hack_kernels.triton.group_layout import group_layout, halves_at, widened_codes
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.paged import ALL_REGISTERS, LOWEST, PageReader, paged_launch
-from hack_kernels.triton.rows import ROWS_AT_ONCE, product, rounded_query
 from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.tiles import doubled, equal_halves
 

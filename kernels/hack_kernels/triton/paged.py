@@ -21,14 +21,13 @@ from hack_kernels.triton.split import (
     OWN_UNITS,
     Workspace,
     batch_block,
-    merged,
+    merge_if_last,
     opening_of,
     page_ends,
-    part_of,
     partial_of,
     sequence_of,
 )
-from hack_kernels.triton.tiles import doubled
+from hack_kernels.triton.tiles import INTERPRETED, doubled
 
 WARPS: Final = 4
 """Pages that a program reads at once, each by one warp."""
@@ -43,6 +42,8 @@ SPARING: Final = "--register-usage-level=4"
 REGISTERS_FOR_OUTPUTS: Final = 1024
 """Outputs (channels × queries) up to which a program fits in `REGISTERS`; with more it takes `ALL_REGISTERS`."""
 
+LINE = tl.constexpr(128)
+"""Bytes of a line of the second-level cache."""
 LOWEST = tl.constexpr(-1e30)
 """Stands for minus infinity where a difference of two of them is taken."""
 
@@ -91,6 +92,23 @@ def own_page(
         scores = exact_scores(q, heads, open_k, row, origin, D, W, N)
         state = add_rows(state, scores, open_v, row, seen, D, W, N)
     return state
+
+
+@triton.jit
+def fetch_ahead(records, BYTES: tl.constexpr, W: tl.constexpr):
+    """Has the first BYTES of `records` [W] fetched to the second-level cache; takes no registers for them."""
+    at = records.to(tl.pointer_type(tl.uint8), bitcast=True)
+    for first in tl.static_range(0, BYTES, 32 * LINE):
+        line = tl.minimum(first + tl.arange(0, 32) * LINE, BYTES - 1)
+        if not INTERPRETED:
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [at[:, None] + line[None, :]],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit
@@ -150,6 +168,9 @@ def decode_kernel(
     W: tl.constexpr,
     BY_HEAD: tl.constexpr,
     WINDOW: tl.constexpr,
+    OWN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Grid (HEADS · ceil(GROUP / N), parts), W warps: N query heads of a KV head, an equal share of all pages.
 
@@ -160,7 +181,9 @@ def decode_kernel(
     or [batch, HEADS, ...] with BY_HEAD, contiguous;
     starts, slots int64 [batch]; open_k, open_v [slots, HEADS, WINDOW.pages·PI, D]; q, out [batch, HEADS·GROUP, D],
     with Q_GAP elements between the queries of one sequence and of the next; partials FP32
-    [parts, grid[0], 2, (D + 32)·N]; tickets int32 [batch, grid[0]], zero before and after.
+    [parts, grid[0], 2, (D + 32)·N]; tickets int32 [batch, grid[0]], zero before and after. An exact page costs OWN
+    sealed ones. AHEAD bytes of a warp's next page, those that `keys` points to, are on their way to the second-level
+    cache while it computes; UNROLL pages of a warp are one turn of the loop, or one if it is None.
     """
     BLOCKS: tl.constexpr = (GROUP + N - 1) // N
     group, groups = tl.program_id(0), tl.num_programs(0)
@@ -173,7 +196,7 @@ def decode_kernel(
     values += head.to(tl.int64) * HEAD_STRIDE
 
     EXACT: tl.constexpr = WINDOW.pages
-    ends = page_ends(starts, batch, PI, BATCH, EXACT)
+    ends = page_ends(starts, batch, PI, BATCH, EXACT, OWN)
     total = tl.max(ends, 0)
     parts = tl.minimum(tl.num_programs(1), total)  # no stretch is empty; the programs left over have nothing to do
     mine, stop = opening_of(part, parts, total), opening_of(part + 1, parts, total)
@@ -185,7 +208,7 @@ def decode_kernel(
         if EXACT > 1:
             pages = tl.maximum(pages - (EXACT - 1), 0)
         end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
-        begin = end - pages - EXACT * OWN_UNITS
+        begin = end - pages - EXACT * OWN
         at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
         rows = b * (HEADS * GROUP) + first_query
         queries = q + (rows * D + b * Q_GAP)
@@ -203,10 +226,18 @@ def decode_kernel(
             entry += WINDOW.sink
         index = tl.minimum(at - begin + warp, last - 1)
         page = tl.load(entry + index, mask=index >= 0, other=0)
-        for i in range(at - begin, last, W):
+        if AHEAD > 0:
+            index = tl.minimum(at - begin + W + warp, last - 1)
+            following = tl.load(entry + index, mask=index >= 0, other=0)
+        for i in tl.range(at - begin, last, W, loop_unroll_factor=UNROLL):
             place = page * page_stride
             valid = i + warp < last
-            page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
+            if AHEAD > 0:
+                fetch_ahead(keys + following * page_stride, AHEAD, W)
+                page = following
+                following = tl.load(entry + tl.minimum(i + 2 * W + warp, last - 1))
+            else:
+                page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
             state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
         if until == end:
             own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (EXACT * PI * D)
@@ -215,21 +246,11 @@ def decode_kernel(
         if (mine <= begin) & (end <= stop):
             store_outputs(out + rows * D, state, heads_here, D, W, N)
         else:
-            first = part_of(begin, parts, total)
-            count = part_of(end - 1, parts, total) - first + 1
             SIZE: tl.constexpr = (D + 32) * N
             slot = tl.where(begin > mine, 1, 0)
             store_share(partials + partial_of(group, groups, part, slot, SIZE), state, D, W, N)
-            tl.debug_barrier()
             ticket = tickets + b * groups + group
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == count - 1:
-                opens_inside = tl.where(begin > opening_of(first, parts, total), 1, 0)
-                found, weight = merged(partials, first, count, group, groups, opens_inside, D, N)
-                channel, column = tl.arange(0, triton.next_power_of_2(D))[:, None], tl.arange(0, N)[None, :]
-                x = (found / weight[None, :]).to(out.dtype.element_ty)
-                seen = (column < heads_here) & (channel < D)
-                tl.store(out + rows * D + column * D + channel, x, mask=seen)
-                tl.store(ticket, 0)
+            merge_if_last(out + rows * D, ticket, partials, begin, end, parts, total, group, groups, heads_here, D, N)
 
 
 class PoolLayout(Protocol):
@@ -315,6 +336,9 @@ def paged_launch(
         "W": WARPS,
         "BY_HEAD": table.dim() == 3,
         "WINDOW": pool.window,
+        "OWN": OWN_UNITS.value,
+        "AHEAD": 0,
+        "UNROLL": None,
     }
     assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else reader.assembler
     return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)
@@ -328,9 +352,9 @@ def rows_of_heads(q: Tensor) -> Tensor:
     return q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
 
 
-def programs_per_processor(registers: int) -> int:
+def programs_per_processor(registers: int, warps: int = WARPS) -> int:
     """Programs that fit a multiprocessor at a time, given registers per thread, which are allocated in eights."""
-    return PROCESSOR_REGISTERS // (WARPS * 32 * -(-registers // 8) * 8)
+    return PROCESSOR_REGISTERS // (warps * 32 * -(-registers // 8) * 8)
 
 
 def query_columns(head_dim: int, group: int, *, few: bool) -> int:

@@ -1,13 +1,15 @@
 """Decode over uncompressed pages: codec `fp16` on a GPU, and what compression is measured against.
 
-Pages are FP16 or BF16 rows [N, Hkv, Π, D]. A warp reads 16 rows at a time, which is as much as registers hold while
-three programs run on a multiprocessor; K goes from memory to the matrix unit as it is, V once through shared memory to
-be transposed.
+Pages are FP16 or BF16 rows [N, Hkv, Π, D]. Rows are what memory gives and nothing else is in their way, so a program
+takes a tile of rows after another, whatever pages they lie in, and has the next tiles on their way to shared memory
+meanwhile (Triton's software pipelining). Query heads are the 16 rows of a matrix product. Work is divided and merged as
+in `split.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import triton
@@ -20,101 +22,199 @@ from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from hack_kernels.triton.dense import attn_dense
+from hack_kernels.triton.float_query import product
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.paged import LOWEST, PageReader, paged_launch, rows_of_heads
+from hack_kernels.triton.paged import LOWEST, place_of, programs_per_processor, rows_of_heads
 from hack_kernels.triton.query import LOG2_E
-from hack_kernels.triton.split import Workspace
-from hack_kernels.triton.tiles import INTERPRETED, doubled, equal_halves
+from hack_kernels.triton.split import (
+    Workspace,
+    batch_block,
+    merge_if_last,
+    opening_of,
+    page_ends,
+    partial_of,
+    sequence_of,
+)
 
-ROWS_AT_ONCE = tl.constexpr(16)
-"""Rows that a warp reads in one iteration."""
+QUERIES = tl.constexpr(16)
+"""Rows of the left operand of a matrix product, the least that there are: query heads of one program."""
+OWN_PAGE = tl.constexpr(2)
+"""Cost of a sequence's own page in sealed ones: it has their bytes, and nothing is on its way when it begins."""
 
 
 @dataclass(frozen=True, slots=True)
-class RowLayout:
-    """A page of rows [Π, D] of one KV head."""
+class Tiling:
+    """How a program goes through rows."""
 
-    head_dim: int
-    page_tokens: int
-    dtype: tl.dtype
+    elements: int = 2**13
+    """Of a tile of K, and of V: rows × channels, a power of two."""
+    stages: int = 3
+    """Tiles of K and V in shared memory, and one."""
+    warps: int = 8
+    registers: int = 128
+    """Of a thread, at most: two programs fit a multiprocessor."""
+
+    def rows(self, head_dim: int) -> int:
+        """Rows of a tile."""
+        return self.elements // (1 << (head_dim - 1).bit_length())
 
     @property
-    def step(self) -> int:
-        """Channels of K that are multiplied at once."""
-        return 32
-
-    @property
-    def head_stride(self) -> int:
-        """Elements from one KV head's page to the next head's."""
-        return self.page_tokens * self.head_dim
+    def shared(self) -> int:
+        """Bytes of shared memory that a program takes."""
+        return (self.stages - 1) * 4 * self.elements + SCRATCH
 
 
-@triton.jit
-def rounded_query(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
-    """Query heads in the type of the pages, scaled for scores in log2: a tuple over steps of [W, step, N]."""
-    D: tl.constexpr = LAYOUT.head_dim
-    STEP: tl.constexpr = LAYOUT.step
-    head = tl.arange(0, N)[None, :]
-    query = ()
-    for c in tl.static_range(D // STEP):
-        # The order in which a lane's part of a K row is operands: bits (product, half, quad, quad, one) of the place.
-        place = tl.arange(0, STEP)
-        channel = c * STEP + place // 2 % 4 * (STEP // 4) + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
-        x = tl.load(q + head * D + channel[:, None], mask=head < heads, other=0.0).to(tl.float32)
-        x = (x * (LOG2_E * D**-0.5)).to(LAYOUT.dtype)
-        query = query + (tl.broadcast_to(x[None, :, :], (W, STEP, N)),)
-    return query
+SCRATCH: Final = 11 << 10
+"""Shared memory that a program has for what passes between its warps, in the largest of these kernels."""
+TILING: Final = Tiling()
+"""32 KiB of K and V at a time, and of each program 32 to 64 KiB on their way."""
 
 
 @triton.jit
-def product(a, b, added):
-    """a·b + added in FP32. Triton 3.9's interpreter would multiply the bit patterns of BF16."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), added)
-    return tl.dot(a, b, added)
+def page_of_rows(entry, i, last, PI: tl.constexpr, R: tl.constexpr):
+    """Pages of the R rows from row i·min(R, Π) of a sequence on: one number, or [R, 1] where a tile has several pages.
 
-
-@triton.jit
-def load_keys(rows, first, c: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
-    """Channels 32·c.. of 16 rows from `first` on: [W, 16, 32] in the order of `rounded_query`.
-
-    Eight rows are one 16-byte load of a warp. More at once, and Triton would spread a page over several warps, so that
-    K had to go through shared memory.
+    Page numbers stand at `entry`; none is read at or past `last`, nor before the first.
     """
-    row, channel = first + tl.arange(0, 8), c * 32 + tl.arange(0, 32)
-    place = row[:, None] * D + channel[None, :]
-    top = tl.load(rows[:, None, None] + place[None, :, :])
-    bottom = tl.load(rows[:, None, None] + (8 * D + place)[None, :, :])
-    split = tl.reshape(tl.join(top, bottom), (W, 8, 4, 2, 2, 2, 2))  # row, quad, step, half, one, half of the rows
-    return tl.reshape(tl.permute(split, (0, 6, 1, 3, 4, 2, 5)), (W, ROWS_AT_ONCE, 32))
+    if R <= PI:
+        index = tl.minimum(i // (PI // R), last - 1)
+        page = tl.load(entry + index, mask=index >= 0, other=0)
+    else:
+        index = tl.minimum(i + tl.arange(0, R)[:, None] // PI, last - 1)
+        page = tl.load(entry + index, mask=index >= 0, other=0)
+    return page
 
 
 @triton.jit
-def add_row_pages(state, keys, values, valid, query, LAYOUT: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """W pages whose rows begin at `keys` and `values` [W] added to the running softmax."""
-    D: tl.constexpr = LAYOUT.head_dim
-    PI: tl.constexpr = LAYOUT.page_tokens
-    for first in tl.range(0, PI, ROWS_AT_ONCE, num_stages=1):
-        top, weight, out = state
-        score = tl.zeros((W, ROWS_AT_ONCE, N), tl.float32)
-        for c in tl.static_range(D // 32):
-            score = product(load_keys(keys, first, c, D, W), query[c], score)
-        new_top = tl.maximum(top, tl.where(valid[:, None], tl.max(score, 1), LOWEST))
-        kept = tl.exp2(top - new_top)
-        base = tl.where(valid[:, None], new_top, -LOWEST)  # pages that do not count get weights of 0
-        p = tl.exp2(score - base[:, None, :]).to(LAYOUT.dtype)
-        ones = tl.full((W, 16, ROWS_AT_ONCE), 1.0, tl.float32).to(LAYOUT.dtype)
-        weight = equal_halves(product(ones, p, doubled(weight * kept[:, None, :], W, N)), W, N)
-        # Always `values`, but known only with the scores: V beside K would take more registers than there are.
-        v_rows = values + (tl.max(new_top, 1) <= 2 * LOWEST).to(tl.int32) * D
-        row = first + tl.arange(0, ROWS_AT_ONCE)
-        added = ()
-        for m in tl.static_range(D // 16):
-            place = row[:, None] * D + (m * 16 + tl.arange(0, 16))[None, :]
-            v = tl.permute(tl.load(v_rows[:, None, None] + place[None, :, :]), (0, 2, 1))
-            added = added + (product(v, p, out[m] * kept[:, None, :]),)
-        state = (new_top, weight, added)
-    return state
+def add_tile(state, query, k, v, seen, D: tl.constexpr, SOME: tl.constexpr):
+    """Rows k, v [R, D'], all or SOME of them, those `seen` [R], added to the running softmax.
+
+    That is (largest score in log2 [16], weights [16, R], outputs [16, D']), all FP32; weights are summed over rows at
+    the end.
+    """
+    top, weights, out = state
+    score = product(query, tl.trans(k), tl.zeros_like(weights)) * (LOG2_E * D**-0.5)
+    if SOME:
+        score = tl.where(seen[None, :], score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    kept = tl.exp2(top - new_top)[:, None]
+    p = tl.exp2(score - new_top[:, None])
+    return new_top, weights * kept + p, product(p.to(v.dtype), v, out * kept)
+
+
+@triton.jit(do_not_specialize_on_alignment=["batch"])
+def rows_kernel(
+    keys,
+    values,
+    page_stride,
+    table,
+    table_stride,
+    starts,
+    slots,
+    batch,
+    open_k,
+    open_v,
+    slot_stride,
+    q,
+    out,
+    partials,
+    tickets,
+    D: tl.constexpr,
+    PI: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q_GAP: tl.constexpr,
+    N: tl.constexpr,
+    BATCH: tl.constexpr,
+    R: tl.constexpr,
+    STAGES: tl.constexpr,
+    BY_HEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Grid (HEADS · ceil(GROUP / N), parts): N query heads of a KV head, an equal share of all pages, R rows at a time.
+
+    keys, values: FP16 or BF16 pools [pages, HEADS, PI, D] with strides `page_stride` and PI·D; the rest as in
+    `paged.decode_kernel`. Of a slot the own page is read, and no page of the window before it, as those lie in the pool
+    too, unchanged.
+    """
+    BLOCKS: tl.constexpr = (GROUP + N - 1) // N
+    DP: tl.constexpr = triton.next_power_of_2(D)
+    PIECES: tl.constexpr = max(1, PI // R)  # of a page
+    TOGETHER: tl.constexpr = max(1, R // PI)  # pages of a tile
+    SIZE: tl.constexpr = (D + 32) * N
+    group, groups = tl.program_id(0), tl.num_programs(0)
+    part = tl.program_id(1)
+    head = group // BLOCKS
+    first_query = head * GROUP + group % BLOCKS * N
+    heads_here = GROUP if BLOCKS == 1 else tl.minimum(GROUP - group % BLOCKS * N, N)
+    keys += head.to(tl.int64) * (PI * D)
+    values += head.to(tl.int64) * (PI * D)
+    row, channel, column = tl.arange(0, R), tl.arange(0, DP), tl.arange(0, QUERIES)
+    inside = (channel < D)[None, :]
+    within = (row if R <= PI else row % PI)[:, None] * D + channel[None, :]
+
+    ends = page_ends(starts, batch, PI, BATCH, 1, OWN_PAGE)
+    total = tl.max(ends, 0)
+    parts = tl.minimum(tl.num_programs(1), total)  # no stretch is empty; the programs left over have nothing to do
+    mine, stop = opening_of(part, parts, total), opening_of(part + 1, parts, total)
+    past = tl.where(part < parts, sequence_of(stop - 1, ends) + 1, 0)
+    # Offsets of lanes hoisted out of this loop would fill the registers that tiles need.
+    for b in tl.range(sequence_of(mine, ends), past, disable_licm=True):
+        start = tl.load(starts + b).to(tl.int32)
+        pages = start // PI
+        end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
+        begin = end - pages - OWN_PAGE
+        at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
+        rows = b * (HEADS * GROUP) + first_query
+        asked = q + (rows * D + b * Q_GAP) + column[:, None] * D + channel[None, :]
+        query = tl.load(asked, mask=(column < heads_here)[:, None] & inside, other=0.0).to(keys.dtype.element_ty)
+        state = (
+            tl.full((QUERIES,), LOWEST, tl.float32),
+            tl.zeros((QUERIES, R), tl.float32),
+            tl.zeros((QUERIES, DP), tl.float32),
+        )
+
+        last = tl.minimum(until - begin, pages)
+        entry = table + b * table_stride
+        if BY_HEAD:
+            entry += head * (table_stride // HEADS)
+        first = (at - begin) * PIECES
+        page = page_of_rows(entry, first, last, PI, R)
+        for i in tl.range(first, last * PIECES, TOGETHER, num_stages=STAGES):
+            place = page * page_stride + i % PIECES * (R * D)
+            k_rows, v_rows = keys + place + within, values + place + within
+            seen = i + row // PI < last
+            if TOGETHER == 1 and D == DP:
+                k, v = tl.load(k_rows), tl.load(v_rows)
+            else:
+                read = (seen | (TOGETHER == 1))[:, None] & inside
+                k, v = tl.load(k_rows, mask=read, other=0.0), tl.load(v_rows, mask=read, other=0.0)
+            page = page_of_rows(entry, i + TOGETHER, last, PI, R)
+            state = add_tile(state, query, k, v, seen, D, TOGETHER > 1)
+
+        own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (WINDOW.pages * PI * D)
+        own += place_of(pages, WINDOW) * (PI * D)
+        own_rows = tl.where(until == end, start % PI + 1, 0)
+        for i in tl.range(0, own_rows, R, num_stages=1):
+            seen = i + row < own_rows
+            read = seen[:, None] & inside
+            place = own + (i + row)[:, None] * D + channel[None, :]
+            k, v = tl.load(open_k + place, mask=read, other=0.0), tl.load(open_v + place, mask=read, other=0.0)
+            state = add_tile(state, query, k.to(query.dtype), v.to(query.dtype), seen, D, True)
+
+        top, weights, found = state
+        weight = tl.sum(weights, 1)
+        here = (column < heads_here)[:, None] & inside
+        if (mine <= begin) & (end <= stop):
+            x = (found / weight[:, None]).to(out.dtype.element_ty)
+            tl.store(out + rows * D + column[:, None] * D + channel[None, :], x, mask=here)
+        else:
+            share = partials + partial_of(group, groups, part, tl.where(begin > mine, 1, 0), SIZE)
+            tl.store(share + channel[None, :] * N + column[:, None], found, mask=(column < N)[:, None] & inside)
+            tl.store(share + D * N + column, top, mask=column < N)
+            tl.store(share + (D + 16) * N + column, weight, mask=column < N)
+            ticket = tickets + b * groups + group
+            merge_if_last(out + rows * D, ticket, partials, begin, end, parts, total, group, groups, heads_here, D, N)
 
 
 class RowTriton(RowReference):
@@ -155,10 +255,44 @@ def attn_decode_rows(pool: Pool, spans: Spans, q: Tensor, workspace: Workspace) 
     return out
 
 
-def rows_launch(pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace) -> Launch:
+def rows_launch(
+    pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace, tiling: Tiling = TILING
+) -> Launch:
     """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
     k, v = pool.planes["k"], pool.planes["v"]
-    page_tokens, head_dim = k.shape[2:]
-    layout = RowLayout(head_dim, page_tokens, tl.float16 if k.dtype is torch.float16 else tl.bfloat16)
-    reader = PageReader(rounded_query, add_row_pages, layout)
-    return paged_launch(reader, k, v, pool, spans, q, out, workspace)
+    heads, page_tokens, head_dim = k.shape[1:]
+    batch, group = q.shape[0], q.shape[1] // heads
+    columns = min(1 << (group - 1).bit_length(), QUERIES.value)
+    groups = heads * -(-group // columns)
+    programs = min(programs_per_processor(tiling.registers, tiling.warps), workspace.fitting(tiling.shared))
+    parts = workspace.parts(groups, programs)
+    table = spans.table.contiguous()
+    arguments = {
+        "keys": k,
+        "values": v,
+        "page_stride": k.stride(0),
+        "table": table,
+        "table_stride": table.stride(0),
+        "starts": spans.starts,
+        "slots": spans.slots,
+        "batch": batch,
+        "open_k": pool.open_k,
+        "open_v": pool.open_v,
+        "slot_stride": pool.open_k.stride(0),
+        "q": q,
+        "out": out,
+        "partials": workspace.partials(groups, parts, head_dim, columns),
+        "tickets": workspace.tickets(batch, groups),
+        "D": head_dim,
+        "PI": page_tokens,
+        "HEADS": heads,
+        "GROUP": group,
+        "Q_GAP": q.stride(0) - q.shape[1] * q.shape[2],
+        "N": columns,
+        "BATCH": batch_block(batch),
+        "R": tiling.rows(head_dim),
+        "STAGES": tiling.stages,
+        "BY_HEAD": table.dim() == 3,
+        "WINDOW": pool.window,
+    }
+    return Launch(rows_kernel, (groups, parts), arguments, tiling.warps, registers=tiling.registers)

@@ -1,8 +1,8 @@
 """One launch for a ragged batch: how its pages are divided among programs, and how partial results are merged.
 
-Work is counted in units: one for every sealed page, `OWN_UNITS` for a sequence's own page. The units of a batch stand
-in one row, sequence after sequence, and every one of the `parts` programs of a KV head takes an equal stretch of it.
-Lengths are read on the device, so the grid does not depend on them and a CUDA graph replays for any.
+Work is counted in units: one for every sealed page, and for a sequence's own page as many as it costs. The units of a
+batch stand in one row, sequence after sequence, and every one of the `parts` programs of a KV head takes an equal
+stretch of it. Lengths are read on the device, so the grid does not depend on them and a CUDA graph replays for any.
 
 A sequence that lies in several stretches is merged by the program that finishes it last: each writes its share
 (outputs, weight and largest score) to `partials`, then draws a ticket. The program with the last ticket adds up all
@@ -21,7 +21,11 @@ from torch import Tensor
 PROGRAMS_PER_PROCESSOR: Final = 3
 """Decode programs that a multiprocessor holds at a time, as far as their registers let it (`paged.py`)."""
 OWN_UNITS = tl.constexpr(8)
-"""Cost of a sequence's own page in sealed pages: it has 6.4 times their bytes and other costs once per sequence."""
+"""Cost of a sequence's own page in pages of codes: it has 6.4 times their bytes and other costs once per sequence."""
+LEAST_SHARED: Final = 100 << 10
+"""Bytes of shared memory of a multiprocessor that is not here: what the smallest of `support.py` have."""
+SYSTEM_SHARED: Final = 1 << 10
+"""Shared memory that a program takes beside its own."""
 LARGE_BATCH: Final = 256
 """Sequences up to which batches share one compiled kernel. Their lengths take two registers of a lane."""
 
@@ -42,9 +46,9 @@ def block_sizes(most: int) -> list[int]:
 
 
 @triton.jit
-def page_ends(starts, batch, PI: tl.constexpr, BATCH: tl.constexpr, EXACT: tl.constexpr):
+def page_ends(starts, batch, PI: tl.constexpr, BATCH: tl.constexpr, EXACT: tl.constexpr, OWN: tl.constexpr):
     """Where the stretch of each sequence ends, int32 [BATCH]; sequences past `batch` take no room. EXACT pages, the own
-    one among them, are not read as codes.
+    one among them, are not read in sealed form and take OWN units each.
 
     32 bits are enough for units, and take half the registers through the loop over pages."""
     row = tl.arange(0, BATCH)
@@ -52,7 +56,7 @@ def page_ends(starts, batch, PI: tl.constexpr, BATCH: tl.constexpr, EXACT: tl.co
     coded = (cached // PI).to(tl.int32)
     if EXACT > 1:
         coded = tl.maximum(coded - (EXACT - 1), 0)
-    return tl.cumsum(tl.where(row < batch, coded + EXACT * OWN_UNITS, 0), 0)
+    return tl.cumsum(tl.where(row < batch, coded + EXACT * OWN, 0), 0)
 
 
 @triton.jit
@@ -92,7 +96,8 @@ def merged(partials, first, count, group, groups, opens_inside, D: tl.constexpr,
     `opens_inside`: 1 if the sequence does not begin where the stretch of program `first` does.
     """
     SIZE: tl.constexpr = (D + 32) * N
-    AT_ONCE: tl.constexpr = 16 if D * N <= 512 else 8 if D * N <= 1024 else 4  # loads in flight; 64 registers
+    # Loads in flight: 64 registers.
+    AT_ONCE: tl.constexpr = 16 if D * N <= 512 else 8 if D * N <= 1024 else 4 if D * N <= 2048 else 2
     channel = tl.arange(0, triton.next_power_of_2(D))
     column = tl.arange(0, N)
     top = tl.full((N,), float("-inf"), tl.float32)
@@ -125,6 +130,35 @@ def merged(partials, first, count, group, groups, opens_inside, D: tl.constexpr,
     return out, weight
 
 
+@triton.jit
+def merge_if_last(
+    out,
+    ticket,
+    partials,
+    begin,
+    end,
+    parts,
+    total,
+    group,
+    groups,
+    heads,
+    D: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Draws a ticket for a sequence at units `begin`..`end` whose share this program has stored. If it is the last one,
+    the sum of all shares goes to the `heads` query heads at `out`."""
+    first = part_of(begin, parts, total)
+    count = part_of(end - 1, parts, total) - first + 1
+    tl.debug_barrier()
+    if tl.atomic_add(ticket, 1, sem="acq_rel") == count - 1:
+        opens_inside = tl.where(begin > opening_of(first, parts, total), 1, 0)
+        found, weight = merged(partials, first, count, group, groups, opens_inside, D, N)
+        channel, column = tl.arange(0, triton.next_power_of_2(D))[:, None], tl.arange(0, N)[None, :]
+        x = (found / weight[None, :]).to(out.dtype.element_ty)
+        tl.store(out + column * D + channel, x, mask=(column < heads) & (channel < D))
+        tl.store(ticket, 0)
+
+
 class Workspace:
     """Device memory that launches share, one after another on one stream: shares of split sequences, and tickets.
 
@@ -136,6 +170,9 @@ class Workspace:
     def __init__(self, device: torch.device, programs: int) -> None:
         """`programs`: how many run at once on this device, over all KV heads, at `PROGRAMS_PER_PROCESSOR`."""
         self._programs = programs
+        self._shared = LEAST_SHARED
+        if device.type == "cuda":
+            self._shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
         self._partials = torch.empty(0, dtype=torch.float32, device=device)
         self._tickets = torch.zeros(0, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
@@ -143,6 +180,10 @@ class Workspace:
     def parts(self, groups: int, per_processor: int = PROGRAMS_PER_PROCESSOR) -> int:
         """Programs per group of query heads, for a kernel of which a multiprocessor holds `per_processor` programs."""
         return max(1, self._programs * per_processor // PROGRAMS_PER_PROCESSOR // groups)
+
+    def fitting(self, shared: int) -> int:
+        """Programs that the shared memory of a multiprocessor holds at a time, if each takes so many bytes of it."""
+        return max(1, min(PROGRAMS_PER_PROCESSOR, self._shared // (shared + SYSTEM_SHARED)))
 
     def partials(self, groups: int, parts: int, head_dim: int, columns: int) -> Tensor:
         """Room for two shares per program, FP32."""

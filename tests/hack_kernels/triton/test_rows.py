@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hack_kernels.base import Pool, Rows
 from hack_kernels.hack_format import HackFormat
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
+from hack_kernels.window import Window
 
 from tests.hack_kernels.triton.batches import decode_batch, largest_error
 
 pytest.importorskip("triton")
 
 from hack_kernels.triton.backend import TritonBackend
-from hack_kernels.triton.rows import attn_decode_rows
+from hack_kernels.triton.rows import Tiling, attn_decode_rows, rows_launch
 from hack_kernels.triton.split import Workspace
 
 FORMATS = [
@@ -37,6 +40,54 @@ def test_attention_over_rows_equals_fp64(fmt: HackFormat, dtype: torch.dtype) ->
     k, v = batch.k.to(dtype), batch.v.to(dtype)
     out = attn_decode_rows(Pool({"k": k, "v": v}, batch.open_k, batch.open_v), batch.spans, batch.q, workspace())
     assert largest_error(out, batch.exact(k, v)) < 3 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("group", [1, 5, 16, 24])
+@pytest.mark.parametrize("programs", [1, 6])
+def test_ragged_batches_for_any_group(group: int, programs: int) -> None:
+    """Two pages a tile: lengths around a page and a tile, and neighbours of very different lengths, in many shares."""
+    batch = decode_batch(HackFormat(64, 32), [31, 0, 32, 300, 33, 64], heads=1, group=group)
+    pool = Pool({"k": batch.k, "v": batch.v}, batch.open_k, batch.open_v)
+    space = Workspace(torch.device("cpu"), programs)
+    space.partials(8, 8, 256, 16).fill_(float("nan"))
+    out = attn_decode_rows(pool, batch.spans, batch.q.half(), space)
+    assert largest_error(out, batch.exact(batch.k, batch.v)) < 3 * torch.finfo(torch.float16).eps
+    assert int(space.tickets(1, 1).count_nonzero()) == 0, "tickets must be 0 again for the next launch"
+
+
+@pytest.mark.parametrize("tiling", [Tiling(2**11), Tiling(2**13, 4, 4, 255)], ids=str)
+def test_tiles_of_any_size(tiling: Tiling) -> None:
+    """Parts of a page, and several pages."""
+    batch = decode_batch(HackFormat(64, 64), [200, 7], heads=1, group=2)
+    pool, out = Pool({"k": batch.k, "v": batch.v}, batch.open_k, batch.open_v), torch.empty_like(batch.q)
+    rows_launch(pool, batch.spans, batch.q, out, workspace(), tiling).run()
+    assert largest_error(out, batch.exact(batch.k, batch.v)) < 3 * torch.finfo(torch.float16).eps
+
+
+def test_each_head_may_have_its_own_pages_and_its_slot_a_window() -> None:
+    fmt, window = HackFormat(64, 32), Window(1, 1)
+    batch = decode_batch(fmt, [170, 5, 40], heads=2, group=2)
+    table = batch.spans.table[:, None].repeat(1, 2, 1)
+    for b, count in enumerate((batch.spans.starts // 32).tolist()):
+        table[b, 1, :count] = batch.spans.table[b, :count].roll(1)
+    spans = replace(batch.spans, table=table)
+    opens = [torch.full((4, 2, 3 * 32, 64), float("nan")).half() for _ in "kv"]
+    for slot, start in zip(spans.slots.tolist(), spans.starts.tolist(), strict=True):
+        place = slice(window.place(start // 32) * 32, window.place(start // 32) * 32 + 32)
+        for own, rows in zip(opens, (batch.open_k, batch.open_v), strict=True):
+            own[slot, :, place] = rows[slot]
+    pool = Pool({"k": batch.k, "v": batch.v}, opens[0], opens[1], window=window)
+    out = attn_decode_rows(pool, spans, batch.q, workspace())
+    for head in range(2):
+        alone = replace(
+            batch,
+            open_k=batch.open_k[:, head : head + 1],
+            open_v=batch.open_v[:, head : head + 1],
+            spans=replace(spans, table=spans.table[:, head]),
+            q=batch.q[:, 2 * head : 2 * head + 2],
+        )
+        expected = alone.exact(*(x[:, head : head + 1] for x in (batch.k, batch.v)))
+        assert largest_error(out[:, 2 * head : 2 * head + 2], expected) < 3 * torch.finfo(torch.float16).eps
 
 
 def test_a_backend_takes_the_kernel_where_it_loses_nothing() -> None:

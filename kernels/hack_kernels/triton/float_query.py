@@ -1,0 +1,37 @@
+"""Q in 16 bits, for pages of which a warp reads 16 rows at a time and multiplies them as FP16 or BF16."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hack_kernels.triton.query import LOG2_E
+from hack_kernels.triton.tiles import INTERPRETED
+
+ROWS_AT_ONCE = tl.constexpr(16)
+"""Rows that a warp reads in one iteration."""
+
+
+@triton.jit
+def rounded_query(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constexpr):
+    """Query heads in the type of the pages, scaled for scores in log2: a tuple over steps of [W, step, N]."""
+    D: tl.constexpr = LAYOUT.head_dim
+    STEP: tl.constexpr = LAYOUT.step
+    head = tl.arange(0, N)[None, :]
+    query = ()
+    for c in tl.static_range(D // STEP):
+        # The order in which a lane's part of a K row is operands: bits (product, half, quad, quad, one) of the place.
+        place = tl.arange(0, STEP)
+        channel = c * STEP + place // 2 % 4 * (STEP // 4) + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
+        x = tl.load(q + head * D + channel[:, None], mask=head < heads, other=0.0).to(tl.float32)
+        x = (x * (LOG2_E * D**-0.5)).to(LAYOUT.dtype)
+        query = query + (tl.broadcast_to(x[None, :, :], (W, STEP, N)),)
+    return query
+
+
+@triton.jit
+def product(a, b, added):
+    """a·b + added in FP32. Triton 3.9's interpreter would multiply the bit patterns of BF16."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), added)
+    return tl.dot(a, b, added)
