@@ -16,9 +16,8 @@ pytest.importorskip("triton")
 
 import numpy as np
 import torch
-from hack_kernels.device_choosing import DeviceRows
 from hack_kernels.row_format import RowFormat
-from hack_kernels.triton.backend import TritonBackend
+from hack_kernels.triton.backend import TritonBackend, TritonRows
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.split import LARGE_BATCH
 from torch import Tensor
@@ -36,7 +35,7 @@ from tests.on_triton import codec_on, compiled_for, served
 from tests.pair import PI, prompt, tiny_worker
 
 
-class MetaDeviceRows(DeviceRows):
+class MetaDeviceRows(TritonRows):
     """Chooses token 7, after all that a device does for it."""
 
     def back(self, found: Tensor) -> list[Any]:
