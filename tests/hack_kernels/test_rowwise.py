@@ -8,6 +8,7 @@ from hack_kernels import cpu
 from hack_kernels.base import BackendUnavailable, Pool, RowKernels, Spans
 from hack_kernels.cpu.extension import supported_isas
 from hack_kernels.rowwise import Rowwise
+from hack_kernels.window import Window
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -213,6 +214,24 @@ def test_a_row_that_is_not_finite_is_flagged_and_not_written(fused: RowKernels, 
         for slot in (0, 1):
             assert torch.equal(pages[:, slot, :, spans.starts[slot]], given[:, slot].half())
             assert int(pages[:, slot].count_nonzero()) == 2 * 2 * 24
+
+
+@pytest.mark.parametrize("window", [Window(), Window(1, 2), Window(2, 0), Window(0, 2)], ids=str)
+def test_append_finds_the_place_of_a_window(fused: RowKernels, window: Window) -> None:
+    """Pages among the sinks, in the ring and when it comes round. A row at fault stays out among others, and one
+    that has the same slot is written all the same."""
+    pi, numbers = 16, [0, 15, 16, 33, 48 + 7, 16 * 64 + 1, 16 * 65 + 2, 16 * 66 + 15, 4]
+    slots = [*range(7, -1, -1), 7]
+    qkv, spans = rows(40, len(numbers), 10, 32, dtype=torch.bfloat16), decode_spans(numbers, slots)
+    k, v = qkv[:, 6:8], qkv[:, 8:]
+    v[0, 1, 31], k[3, 0, 0] = torch.inf, torch.nan
+    found, wanted = (torch.zeros(2, 8, 2, window.pages * pi, 32, dtype=torch.float16) for _ in range(2))
+    for each, pages in ((fused, found), (TORCH, wanted)):
+        faulty = flags(len(numbers))
+        each.append(Pool({}, pages[0], pages[1], window=window), spans, k, v, faulty)
+        assert each.set_in(faulty) == [0, 3]
+    assert torch.equal(found, wanted)
+    assert found.any(dim=-1).sum(dim=(2, 3)).tolist() == [[2] * 4 + [0] + [2] * 3] * 2
 
 
 def prefill_spans(counts: list[int]) -> Spans:

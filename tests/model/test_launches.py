@@ -20,6 +20,7 @@ from hack_kernels.row_format import RowFormat
 from hack_kernels.triton.backend import TritonBackend, TritonRows
 from hack_kernels.triton.head_rotation import rotate_heads_kernel, rotate_rows_kernel
 from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.paged import decode_kernel
 from hack_kernels.triton.row_ops import append_kernel, gate_kernel, norm_kernel, rotate_kernel
 from hack_kernels.triton.split import LARGE_BATCH
 from torch import Tensor
@@ -66,6 +67,9 @@ def checked_launches() -> Iterator[list[Launch]]:
 
 ROW_KERNELS = (append_kernel, gate_kernel, norm_kernel, rotate_kernel, rotate_heads_kernel, rotate_rows_kernel)
 """What a step launches beside attention and seals."""
+
+COSTLESS = {"empty", "empty_like", "new_empty", "select", "slice", "split_with_sizes", "view"}
+"""Operators after which a device has nothing to do."""
 
 
 def on_pages(launches: Iterable[Launch]) -> Counter[object]:
@@ -141,6 +145,28 @@ def test_a_recorded_step_takes_one_copy_to_the_device_and_reads_nothing_back(
         copies.append(watch.brought)
         parts = later(parts)
     assert copies == ([1, 1, 1] if recordable(engine._runner.codec, torch.bfloat16) else [0, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["fp16", "hack", "rot-k3v2"])
+def test_a_layer_is_four_products_and_a_launch_for_each_operation_between_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded step of few rows takes as long as its launches do, so that each one shows."""
+    monkeypatch.setattr(runner_module, "recorder_on", lambda device, kernels: Again())
+    runner = runner_on_triton(name, recorded=3)
+    with checked_launches():
+        runner.record()
+    graphs, layers = runner._graphs, runner.model.spec.num_layers
+    assert graphs is not None
+    with checked_launches() as launched, NothingComesBack(into_place=True) as watch, torch.inference_mode():
+        graphs._step(3)
+    each = [append_kernel, decode_kernel, gate_kernel, norm_kernel, norm_kernel, rotate_kernel]
+    each += [rotate_rows_kernel] * (name == "rot-k3v2")
+    assert Counter(launch.kernel for launch in launched) == Counter([*each * layers, norm_kernel])
+    computing = Counter(name for name in watch.operators if name.split(".")[1] not in COSTLESS)
+    assert computing.pop("aten.index_select.default") == 2, "rows of the embedding, and of the rotary embedding's table"
+    assert computing.pop("aten.linear.default") == 4 * layers
+    assert computing == ({"aten.to.dtype": layers} if name == "rot-k3v2" else {}), "outputs of attention are rounded"
 
 
 @pytest.mark.parametrize("name", SERVED)

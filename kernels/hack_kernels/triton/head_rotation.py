@@ -165,19 +165,13 @@ def rotate_rows_kernel(
     k_out = out + count.to(tl.int64) * (Q_HEADS * D)
     v_out = k_out + count.to(tl.int64) * (KV_HEADS * D)
     if group < Q_GROUPS:
-        rotate_one(
-            q, q_stride, query, shift, out, group, count, Q_HEADS, Q_GROUPS, D, ROWS, CHANNELS, False, False
-        )
+        rotate_one(q, q_stride, query, shift, out, group, count, Q_HEADS, Q_GROUPS, D, ROWS, CHANNELS, False, False)
     elif group < Q_GROUPS + K_GROUPS:
         group -= Q_GROUPS
-        rotate_one(
-            k, k_stride, key, shift, k_out, group, count, KV_HEADS, K_GROUPS, D, ROWS, CHANNELS, SHIFTED, True
-        )
+        rotate_one(k, k_stride, key, shift, k_out, group, count, KV_HEADS, K_GROUPS, D, ROWS, CHANNELS, SHIFTED, True)
     else:
         group -= Q_GROUPS + K_GROUPS
-        rotate_one(
-            v, v_stride, value, shift, v_out, group, count, KV_HEADS, V_GROUPS, D, ROWS, CHANNELS, False, True
-        )
+        rotate_one(v, v_stride, value, shift, v_out, group, count, KV_HEADS, V_GROUPS, D, ROWS, CHANNELS, False, True)
 
 
 class RotatedHeads:

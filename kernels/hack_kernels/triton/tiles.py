@@ -20,7 +20,7 @@ BEYOND_HALF = tl.constexpr(65520.0)
 def rounded(x, DTYPE: tl.constexpr):
     """FP32 to the nearest value of a type, of two the even one. Triton's interpreter would cut BF16 off, and make
     something of 0."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)  # what is no number stays none
         return (nearest >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
