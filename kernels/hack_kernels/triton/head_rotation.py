@@ -40,10 +40,13 @@ def channels_of(D: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def through_half(x):
-    """x FP32 rounded to FP16, in FP32. What FP16 does not hold is infinite."""
-    held = tl.abs(x) < BEYOND_HALF  # false for what is not a number, too
-    return tl.where(held, tl.where(held, x, 0.0).to(tl.float16).to(tl.float32), float("inf"))
+def widened(x, NARROW: tl.constexpr):
+    """x in FP32. NARROW: rounded to FP16 before; what that does not hold is infinite."""
+    x = x.to(tl.float32)
+    if NARROW:
+        held = tl.abs(x) < BEYOND_HALF  # false for what is not a number, too
+        x = tl.where(held, tl.where(held, x, 0.0).to(tl.float16).to(tl.float32), float("inf"))
+    return x
 
 
 @triton.jit
@@ -61,10 +64,7 @@ def rotated_rows(x, seen, matrix, D: tl.constexpr, ROWS: tl.constexpr, CHANNELS:
         columns = columns + (tl.load(matrix + channel * D + i[:, None], mask=inside, other=0.0),)
     rotated = tl.zeros((ROWS, CHANNELS), tl.float32)
     for step in tl.static_range(D // STEP):
-        part = parts[step].to(tl.float32)
-        if NARROW:
-            part = through_half(part)
-        rotated = tl.dot(part, columns[step], rotated, input_precision="ieee")
+        rotated = tl.dot(widened(parts[step], NARROW), columns[step], rotated, input_precision="ieee")
     return rotated
 
 
@@ -127,8 +127,7 @@ def rotate_one(
         if SHIFTED:
             rotated += tl.load(shift + group * D + channel, mask=inside, other=0.0)
     else:
-        same = tl.load(at[:, None] + channel, mask=seen & inside, other=0.0)
-        rotated = through_half(same.to(tl.float32))
+        rotated = widened(tl.load(at[:, None] + channel, mask=seen & inside, other=0.0), True)
     tl.store(out + (row * (HEADS * D) + head * D)[:, None] + channel, rotated, mask=seen & inside)
 
 
