@@ -117,13 +117,14 @@ def append_kernel(
     inside = element < HEADS * D
     k_row, k_held = narrowed(k + b.to(tl.int64) * k_stride + element, inside)
     v_row, v_held = narrowed(v + b.to(tl.int64) * v_stride + element, inside)
-    held = tl.min((k_held & v_held).to(tl.int32), 0) != 0
+    held = tl.min((k_held & v_held).to(tl.int32), 0)
     page = number // PI  # as `Window.at` has it
     place = tl.where(page < SINK, page, SINK + (page - SINK) % (RECENT + 1)) * PI + number % PI
     at = slot * slot_stride + (element // D).to(tl.int64) * head_stride + place * D + element % D
-    tl.store(open_k + at, k_row, mask=inside & held)
-    tl.store(open_v + at, v_row, mask=inside & held)
-    tl.store(faulty + b, True, mask=~held)  # what is set stays set
+    tl.store(open_k + at, k_row, mask=inside & (held != 0))
+    tl.store(open_v + at, v_row, mask=inside & (held != 0))
+    if held == 0:  # what is set stays set
+        tl.store(faulty + b, True)
 
 
 class FusedRows:
