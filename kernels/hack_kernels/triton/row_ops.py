@@ -121,8 +121,8 @@ def append_kernel(
     page = number // PI  # as `Window.at` has it
     place = tl.where(page < SINK, page, SINK + (page - SINK) % (RECENT + 1)) * PI + number % PI
     at = slot * slot_stride + (element // D).to(tl.int64) * head_stride + place * D + element % D
-    tl.store(open_k + at, k_row, mask=inside & (held != 0))
-    tl.store(open_v + at, v_row, mask=inside & (held != 0))
+    tl.store(open_k + at, k_row, mask=element < held * (HEADS * D))
+    tl.store(open_v + at, v_row, mask=element < held * (HEADS * D))
     if held == 0:  # what is set stays set
         tl.store(faulty + b, True)
 
