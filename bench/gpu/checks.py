@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from hack_kernels.base import PageFormat, PageKernels, Planes, Pool, Rows, Spans
+from hack_kernels.base import PageFormat, PageKernels, Planes, Pool, RowKernels, Rows, Spans
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, OpenPage, Rounding
+from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.level_format import LevelFormat
 from hack_kernels.pools import new_pool
 from hack_kernels.quantize import unpack
@@ -19,6 +20,7 @@ from hack_kernels.reference.hack import HackReference
 from hack_kernels.reference.levels import dequantize, unpack_codes, unpack_scales
 from hack_kernels.reference.reading import ReadingReference
 from hack_kernels.row_format import RowFormat
+from hack_kernels.rowwise import Rowwise
 from hack_kernels.triton.backend import Prefill, TritonBackend
 from hack_kernels.triton.rows import attn_decode_rows
 from hack_kernels.triton.split import Workspace
@@ -52,6 +54,7 @@ def checks(*, smoke: bool, seed: int) -> Iterator[Task]:
     The size that is timed comes first, then those that take longest to compile. `seed` rounds stochastically.
     """
     yield Task("turns of heads", check_rotations)
+    yield Task("rows between products", check_rows)
     presets = [LevelFormat(64 if smoke else 128, 32 if smoke else 64, *preset) for preset in PRESETS]
     looped: list[Format] = [FORMAT, *presets[2:3]]
     for fmt in looped:
@@ -102,6 +105,50 @@ def check_rotations(backend: TritonBackend) -> None:
         part = slice(start, start + size)
         if not torch.equal(backend.rows.rotate_heads(x[part], matrices), whole[part]):
             raise AssertionError("rotate_heads: a row differs by its place")
+
+
+def check_rows(backend: TritonBackend) -> None:
+    """A model's operations on BF16 rows beside their definition, at the shapes of an 8B Llama. A row alone has the bits
+    that it has among others, and one that FP16 does not hold stays out of its slot."""
+    count, heads, kv_heads, dim, device = 5, 32, 8, 128, backend.device
+    x, more, both, qkv = (
+        torch.randn(count, n).bfloat16() for n in (4096, 4096, 2 * 14336, (heads + 2 * kv_heads) * dim)
+    )
+    weight, cos_sin, square = torch.randn(4096).bfloat16(), torch.randn(count, dim), torch.randn(kv_heads, dim, dim)
+    qkv.view(count, -1, dim)[2, -1, 3] = torch.inf
+    rotations = HeadRotations(square, square, torch.randn(kv_heads, dim))
+    numbers, slots = torch.tensor([3, 64, 127, 0, 5]), torch.arange(count)
+
+    def all_on(rows: RowKernels, device: torch.device, part: slice) -> list[Tensor]:
+        """Of the rows of `part`: what is as the definition has it to the bit, 5 tensors, and then the rest."""
+        summed, turned = (each[part].clone().to(device) for each in (x, qkv))
+        normed = rows.norm(summed, weight.to(device), 1e-5, more[part].to(device))
+        turned = turned.view(len(summed), -1, dim)
+        rows.rotate(turned, heads + kv_heads, cos_sin[part].to(device))
+        q, k, v = turned.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+        pool = Pool({}, *torch.zeros(2, count, kv_heads, 64, dim, dtype=torch.float16, device=device))
+        faulty = torch.zeros(len(summed), dtype=torch.bool, device=device)
+        at, place = numbers[part], slots[part]
+        rows.append(pool, _spans(Spans(at, at, at, at[:, None], place), device), k, v, faulty)
+        exact = [summed, turned, pool.open_k[part], pool.open_v[part], faulty]
+        rotated = rows.rotate_rows(q, k, v, rotations.to(device))
+        return [each.cpu() for each in (*exact, normed, rows.gate(both[part].to(device)), *rotated)]
+
+    whole, expected = (all_on(*on, slice(None)) for on in ((backend.rows, device), (Rowwise(), CPU)))
+    names = ("sum", "rotate", "append k", "append v", "faulty", "norm", "gate", "rotate q", "rotate k", "rotate v")
+    for index, (name, got, wanted) in enumerate(zip(names, whole, expected, strict=True)):
+        if index < names.index("norm") and not torch.equal(got, wanted):
+            raise AssertionError(f"{name}: not the definition's bits")
+        held = torch.isfinite(wanted)
+        if not torch.equal(torch.isfinite(got), held):
+            raise AssertionError(f"{name}: other values are finite")
+        _close(got[held], wanted[held], name)
+    for at in range(count):
+        alone = all_on(backend.rows, device, slice(at, at + 1))
+        for name, one, of_all in zip(names, alone, whole, strict=True):
+            interpreted = device.type == "cpu" and name.startswith("rotate ")  # a dot is numpy's
+            if not interpreted and not torch.equal(one, of_all[at : at + 1]):
+                raise AssertionError(f"{name}: a row differs by its place")
 
 
 def check_pages(fmt: Format, backend: TritonBackend) -> None:

@@ -1,4 +1,4 @@
-"""Recorded decode steps: one program in place of some 30 operators a layer. On a GPU it is a CUDA graph, on the
+"""Recorded decode steps: one program in place of ten operators a layer and more. On a GPU it is a CUDA graph, on the
 processor a list of calls of C++ without Python.
 
 A recorded step is a fixed program on fixed memory. Only its input differs from step to step, and lies at one place

@@ -20,6 +20,7 @@ from hack_kernels.hack_format import (
     OpenPage,
     Rounding,
 )
+from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.level_format import Feedback, LevelFormat, Scales
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.decode import decode_launch
@@ -34,7 +35,7 @@ from hack_kernels.triton.group_decode import group_decode_launch
 from hack_kernels.triton.group_layout import group_layout
 from hack_kernels.triton.group_prefill import group_prompt_reader
 from hack_kernels.triton.group_seal import group_seal_launch
-from hack_kernels.triton.head_rotation import rotation_launch
+from hack_kernels.triton.head_rotation import rotation_launch, rotations_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import new_pages, new_planar_pages
 from hack_kernels.triton.level_decode import level_decode_launch
@@ -43,6 +44,7 @@ from hack_kernels.triton.level_layout import new_level_pages
 from hack_kernels.triton.level_prefill import level_prompt_reader
 from hack_kernels.triton.level_seal import level_seal_launch
 from hack_kernels.triton.prefill import PromptReader, prefill_launch, prompt_launch
+from hack_kernels.triton.row_ops import append_launch, gate_launch, norm_launch, rotate_launch
 from hack_kernels.triton.rows import rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.split import Workspace
@@ -201,6 +203,27 @@ def rotation(head_dim: int, group: int) -> Example:
     return Example(f"rotation D={head_dim} G={group}", rotation_launch(x, matrices, None, torch.empty_like(x)))
 
 
+def between_products(batch: int) -> tuple[Example, ...]:
+    """What a layer of an 8B Llama launches beside products and attention, in BF16, with 64 rows a page."""
+    heads, dim, hidden, ffn = 32, 128, 4096, 14336
+    fmt, name = LevelFormat(dim, 64), f"batch {batch}"
+    x, weight = _empty(batch, hidden, dtype=torch.bfloat16), _empty(hidden, dtype=torch.bfloat16)
+    both, flags = _empty(batch, 2 * ffn, dtype=torch.bfloat16), _empty(batch, dtype=torch.bool)
+    qkv = _empty(batch, heads + 2 * KV_HEADS, dim, dtype=torch.bfloat16)
+    q, k, v = qkv.split_with_sizes((heads, KV_HEADS, KV_HEADS), dim=1)
+    square = _empty(1, dim, dim, dtype=torch.float32)
+    rotated = _empty(qkv.numel(), dtype=torch.float32)
+    launches = {
+        "norm": norm_launch(x, weight, 1e-5, None, x),
+        "sum and norm": norm_launch(x, weight, 1e-5, x, x),
+        "rotary embedding": rotate_launch(qkv, heads + KV_HEADS, _empty(batch, dim, dtype=torch.float32)),
+        "gate": gate_launch(both, _empty(batch, ffn, dtype=torch.bfloat16)),
+        "append": append_launch(_pool(fmt, TOKENS), _sequences(1, batch), k, v, flags),
+        "rotation of rows": rotations_launch(q, k, v, HeadRotations(square, square), rotated),
+    }
+    return tuple(Example(f"{what} {name}", launch) for what, launch in launches.items())
+
+
 def _pool(fmt: HackFormat | LevelFormat, tokens: int) -> Pool:
     """A pool of one slot, with pages for `tokens` tokens."""
     shape = (1, KV_HEADS, fmt.window.pages * fmt.page_tokens, fmt.head_dim)
@@ -308,9 +331,22 @@ LEVELS: Final = (
     *levels(LevelFormat(64, 64, 3, 2, scales=Scales.FP8), 3),
 )
 ROTATION: Final = (rotation(128, 4), rotation(64, 3))
+BETWEEN_PRODUCTS: Final = between_products(1)
 CHECKSUMS: Final = checksums()
 
-KINDS: Final = (DECODE, RIVALS, FLOATS, GROUPS, PREFILL, SEAL, EXCHANGE, LEVELS, ROTATION, CHECKSUMS)
+KINDS: Final = (
+    DECODE,
+    RIVALS,
+    FLOATS,
+    GROUPS,
+    PREFILL,
+    SEAL,
+    EXCHANGE,
+    LEVELS,
+    ROTATION,
+    BETWEEN_PRODUCTS,
+    CHECKSUMS,
+)
 EXAMPLES: Final[tuple[Example, ...]] = tuple(itertools.chain(*KINDS))
 """What the tool prints unless told otherwise; add a kernel's examples here."""
 

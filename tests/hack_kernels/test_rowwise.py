@@ -8,6 +8,7 @@ from hack_kernels import cpu
 from hack_kernels.base import BackendUnavailable, Pool, RowKernels, Spans
 from hack_kernels.cpu.extension import supported_isas
 from hack_kernels.rowwise import Rowwise
+from hack_kernels.window import Window
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -34,6 +35,15 @@ def kernels(request: pytest.FixtureRequest) -> RowKernels:
     return cpu.CpuBackend(request.param, threads=2).rows
 
 
+@pytest.fixture(params=[*ISAS, "triton"])
+def fused(request: pytest.FixtureRequest) -> RowKernels:
+    """Of backends that compute these operations themselves."""
+    if request.param == "triton":
+        found: RowKernels = pytest.importorskip("hack_kernels.triton.backend").TritonBackend(torch.device("cpu")).rows
+        return found
+    return cpu.CpuBackend(request.param, threads=2).rows
+
+
 def rows(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
@@ -46,13 +56,13 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", SIZES)
-def test_norm(kernels: RowKernels, n: int, dtype: torch.dtype) -> None:
+def test_norm(fused: RowKernels, n: int, dtype: torch.dtype) -> None:
     x, more, weight = rows(1, 7, n, dtype=dtype), rows(2, 7, n, dtype=dtype), rows(3, n, dtype=dtype)
     summed = x + more
     for terms in (None, more):
         wide = (x if terms is None else summed).double()
         exact = wide / (wide.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-        for each in (kernels, TORCH):
+        for each in (fused, TORCH):
             given = x.clone()
             assert_close(each.norm(given, weight, 1e-5, terms), exact)
             assert torch.equal(given, x if terms is None else summed)
@@ -60,12 +70,12 @@ def test_norm(kernels: RowKernels, n: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [2, 16, 96, 128])
-def test_rotate_is_bit_equal(kernels: RowKernels, head_dim: int, dtype: torch.dtype) -> None:
+def test_rotate_is_bit_equal(fused: RowKernels, head_dim: int, dtype: torch.dtype) -> None:
     wide, cos_sin = rows(4, 9, 7, head_dim, dtype=dtype), rows(5, 9, head_dim)
     for heads in (1, 3, 5):
         for x in (wide[:, :5], wide[:, 2:]):  # rows lie apart
             found, wanted = x.clone(memory_format=torch.preserve_format), x.clone()
-            kernels.rotate(found, heads, cos_sin)
+            fused.rotate(found, heads, cos_sin)
             TORCH.rotate(wanted, heads, cos_sin)
             assert torch.equal(found, wanted)
             assert torch.equal(found[:, heads:], x[:, heads:])
@@ -73,37 +83,37 @@ def test_rotate_is_bit_equal(kernels: RowKernels, head_dim: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", SIZES)
-def test_gate(kernels: RowKernels, n: int, dtype: torch.dtype) -> None:
+def test_gate(fused: RowKernels, n: int, dtype: torch.dtype) -> None:
     x = rows(6, 5, 2 * n, dtype=dtype)
     x[0, 0], x[1, 0] = 200, -200  # where a power of e overflows
     g, u = x.double().chunk(2, dim=-1)
-    assert_close(kernels.gate(x), g * torch.sigmoid(g) * u)
+    assert_close(fused.gate(x), g * torch.sigmoid(g) * u)
     if dtype is torch.float32:
         assert_close(TORCH.gate(x), g * torch.sigmoid(g) * u)
 
 
-def test_what_is_not_a_number_stays_none(kernels: RowKernels) -> None:
+def test_what_is_not_a_number_stays_none(fused: RowKernels) -> None:
     """The codec and the sampler find broken values: nothing before them may lose one."""
     for at in (0, 3, 17):
         x = rows(7, 2, 36)
         x[1, at] = torch.nan
-        assert torch.isnan(kernels.gate(x)[1]).tolist() == [i == at % 18 for i in range(18)]
-        assert torch.isnan(kernels.norm(x, torch.ones(36), 0.0)[1]).all()
-        assert torch.isfinite(kernels.norm(x, torch.ones(36), 0.0)[0]).all()
+        assert torch.isnan(fused.gate(x)[1]).tolist() == [i == at % 18 for i in range(18)]
+        assert torch.isnan(fused.norm(x, torch.ones(36), 0.0)[1]).all()
+        assert torch.isfinite(fused.norm(x, torch.ones(36), 0.0)[0]).all()
 
 
 @pytest.mark.parametrize("columns", [172, 4096])
-def test_a_row_does_not_depend_on_its_place(kernels: RowKernels, columns: int) -> None:
+def test_a_row_does_not_depend_on_its_place(fused: RowKernels, columns: int) -> None:
     """Enough rows for several threads."""
     x, weight, cos_sin = rows(8, 300, 2 * columns), rows(9, 2 * columns), rows(10, 300, columns)
-    gated, normed, rotated = kernels.gate(x), kernels.norm(x, weight, 1e-6), x.view(300, 2, columns).clone()
-    kernels.rotate(rotated, 2, cos_sin)
+    gated, normed, rotated = fused.gate(x), fused.norm(x, weight, 1e-6), x.view(300, 2, columns).clone()
+    fused.rotate(rotated, 2, cos_sin)
     for part in (slice(0, 1), slice(5, 8), slice(299, 300)):
         alone = x[part].view(-1, 2, columns).clone()
-        kernels.rotate(alone, 2, cos_sin[part])
+        fused.rotate(alone, 2, cos_sin[part])
         assert torch.equal(alone, rotated[part])
-        assert torch.equal(kernels.gate(x[part]), gated[part])
-        assert torch.equal(kernels.norm(x[part], weight, 1e-6), normed[part])
+        assert torch.equal(fused.gate(x[part]), gated[part])
+        assert torch.equal(fused.norm(x[part], weight, 1e-6), normed[part])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -173,13 +183,13 @@ def decode_spans(positions: list[int], slots: list[int]) -> Spans:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [6, 64])
-def test_append_is_bit_equal(kernels: RowKernels, head_dim: int, dtype: torch.dtype) -> None:
+def test_append_is_bit_equal(fused: RowKernels, head_dim: int, dtype: torch.dtype) -> None:
     """Rows are slices of Q, K and V; sequences stand in any order of slots, at the ends of pages and inside."""
     qkv, spans = rows(11, 4, 7, head_dim, dtype=dtype), decode_spans([0, 31, 32 * 9 + 7, 63], [5, 0, 2, 3])
     k, v = qkv[:, 3:5], qkv[:, 5:]
     k[0, 0, 0], v[3, 1, 1] = 65504.0 if dtype is not torch.bfloat16 else 65280.0, 1e-7
     found, wanted = (torch.zeros(2, 6, 2, 32, head_dim, dtype=torch.float16) for _ in range(2))
-    for each, pages in ((kernels, found), (TORCH, wanted)):
+    for each, pages in ((fused, found), (TORCH, wanted)):
         faulty = flags(len(spans.slots))
         each.append(pool_of(pages[0], pages[1]), spans, k, v, faulty)
         assert not bool(faulty.any())
@@ -189,12 +199,12 @@ def test_append_is_bit_equal(kernels: RowKernels, head_dim: int, dtype: torch.dt
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf, 7e4])
 @pytest.mark.parametrize("tensor", [0, 1])
-def test_a_row_that_is_not_finite_is_flagged_and_not_written(kernels: RowKernels, tensor: int, broken: float) -> None:
+def test_a_row_that_is_not_finite_is_flagged_and_not_written(fused: RowKernels, tensor: int, broken: float) -> None:
     """The others are written as if it were not there; a flag that is set stays set."""
     given = rows(12, 2, 3, 2, 24)
     given[tensor, 2, 1, 23] = broken
     spans = decode_spans([1, 2, 3], [0, 1, 2])
-    for each in (kernels, TORCH):
+    for each in (fused, TORCH):
         pages, faulty = torch.zeros(2, 3, 2, 32, 24, dtype=torch.float16), flags(3)
         faulty[0] = True
         each.append(pool_of(pages[0], pages[1]), spans, given[0], given[1], faulty)
@@ -204,6 +214,24 @@ def test_a_row_that_is_not_finite_is_flagged_and_not_written(kernels: RowKernels
         for slot in (0, 1):
             assert torch.equal(pages[:, slot, :, spans.starts[slot]], given[:, slot].half())
             assert int(pages[:, slot].count_nonzero()) == 2 * 2 * 24
+
+
+@pytest.mark.parametrize("window", [Window(), Window(1, 2), Window(2, 0), Window(0, 2)], ids=str)
+def test_append_finds_the_place_of_a_window(fused: RowKernels, window: Window) -> None:
+    """Pages among the sinks, in the ring and when it comes round. A row at fault stays out among others, and one
+    that has the same slot is written all the same."""
+    pi, numbers = 16, [0, 15, 16, 33, 48 + 7, 16 * 64 + 1, 16 * 65 + 2, 16 * 66 + 15, 4]
+    slots = [*range(7, -1, -1), 7]
+    qkv, spans = rows(40, len(numbers), 10, 32, dtype=torch.bfloat16), decode_spans(numbers, slots)
+    k, v = qkv[:, 6:8], qkv[:, 8:]
+    v[0, 1, 31], k[3, 0, 0] = torch.inf, torch.nan
+    found, wanted = (torch.zeros(2, 8, 2, window.pages * pi, 32, dtype=torch.float16) for _ in range(2))
+    for each, pages in ((fused, found), (TORCH, wanted)):
+        faulty = flags(len(numbers))
+        each.append(Pool({}, pages[0], pages[1], window=window), spans, k, v, faulty)
+        assert each.set_in(faulty) == [0, 3]
+    assert torch.equal(found, wanted)
+    assert found.any(dim=-1).sum(dim=(2, 3)).tolist() == [[2] * 4 + [0] + [2] * 3] * 2
 
 
 def prefill_spans(counts: list[int]) -> Spans:

@@ -6,7 +6,7 @@ The device is `meta` (`tests/meta.py`), and each launch is looked at in place of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +16,12 @@ pytest.importorskip("triton")
 
 import numpy as np
 import torch
-from hack_kernels.device_choosing import DeviceRows
 from hack_kernels.row_format import RowFormat
-from hack_kernels.triton.backend import TritonBackend
+from hack_kernels.triton.backend import TritonBackend, TritonRows
+from hack_kernels.triton.head_rotation import rotate_heads_kernel, rotate_rows_kernel
 from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.paged import decode_kernel
+from hack_kernels.triton.row_ops import append_kernel, gate_kernel, norm_kernel, rotate_kernel
 from hack_kernels.triton.split import LARGE_BATCH
 from torch import Tensor
 
@@ -36,7 +38,7 @@ from tests.on_triton import codec_on, compiled_for, served
 from tests.pair import PI, prompt, tiny_worker
 
 
-class MetaDeviceRows(DeviceRows):
+class MetaDeviceRows(TritonRows):
     """Chooses token 7, after all that a device does for it."""
 
     def back(self, found: Tensor) -> list[Any]:
@@ -61,6 +63,18 @@ def checked_launches() -> Iterator[list[Launch]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Launch, "run", look)
         yield launched
+
+
+ROW_KERNELS = (append_kernel, gate_kernel, norm_kernel, rotate_kernel, rotate_heads_kernel, rotate_rows_kernel)
+"""What a step launches beside attention and seals."""
+
+COSTLESS = {"empty", "empty_like", "new_empty", "select", "slice", "split_with_sizes", "view"}
+"""Operators after which a device has nothing to do."""
+
+
+def on_pages(launches: Iterable[Launch]) -> Counter[object]:
+    """What kernels of pages are compiled for, and how often each is launched."""
+    return Counter(compiled_for(launch) for launch in launches if launch.kernel not in ROW_KERNELS)
 
 
 SERVED = served()
@@ -90,13 +104,13 @@ def test_a_decode_step_launches_on_its_device_and_reads_nothing_back(name: str) 
     for _ in range(3):
         with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
             engine.step(parts)
+        attending = on_pages(launched)
         steps.append(Counter(map(compiled_for, launched)))
         parts = later(parts)
-    attending = steps[0]
     assert len(attending) == len(set(runner.codec.formats)), "layers of one format are alike"
-    assert steps[2] == attending
-    assert steps[1] >= attending
-    assert name in OF_ROWS or steps[1] > attending, "a step that fills a page seals it"
+    assert steps[2] == steps[0]
+    assert steps[1] >= steps[0]
+    assert name in OF_ROWS or steps[1] > steps[0], "a step that fills a page seals it"
 
 
 class Again:
@@ -133,6 +147,28 @@ def test_a_recorded_step_takes_one_copy_to_the_device_and_reads_nothing_back(
     assert copies == ([1, 1, 1] if recordable(engine._runner.codec, torch.bfloat16) else [0, 0, 0])
 
 
+@pytest.mark.parametrize("name", ["fp16", "hack", "rot-k3v2"])
+def test_a_layer_is_four_products_and_a_launch_for_each_operation_between_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded step of few rows takes as long as its launches do, so that each one shows."""
+    monkeypatch.setattr(runner_module, "recorder_on", lambda device, kernels: Again())
+    runner = runner_on_triton(name, recorded=3)
+    with checked_launches():
+        runner.record()
+    graphs, layers = runner._graphs, runner.model.spec.num_layers
+    assert graphs is not None
+    with checked_launches() as launched, NothingComesBack(into_place=True) as watch, torch.inference_mode():
+        graphs._step(3)
+    each = [append_kernel, decode_kernel, gate_kernel, norm_kernel, norm_kernel, rotate_kernel]
+    each += [rotate_rows_kernel] * (name == "rot-k3v2")
+    assert Counter(launch.kernel for launch in launched) == Counter([*each * layers, norm_kernel])
+    computing = Counter(name for name in watch.operators if name.split(".")[1] not in COSTLESS)
+    assert computing.pop("aten.index_select.default") == 2, "rows of the embedding, and of the rotary embedding's table"
+    assert computing.pop("aten.linear.default") == 4 * layers
+    assert computing == ({"aten.to.dtype": layers} if name == "rot-k3v2" else {}), "outputs of attention are rounded"
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_what_a_step_does_follows_from_its_size_and_the_pages_that_it_fills(name: str) -> None:
     """Neither lengths nor tables change an operator or a kernel. So a graph can be captured, and no sequence that grows
@@ -144,7 +180,7 @@ def test_what_a_step_does_follows_from_its_size_and_the_pages_that_it_fills(name
         with checked_launches() as launched, NothingComesBack() as watch, torch.inference_mode():
             runner.choose(spans, [5] * len(spans), states)
         done.append((*watch.operators, *map(compiled_for, launched)))
-        assert len(set(map(compiled_for, launched))) == len(set(runner.codec.formats))
+        assert len(on_pages(launched)) == len(set(runner.codec.formats))
     assert len(set(done[1:])) == 1, "the first step takes the memory that all of them share"
 
 

@@ -53,6 +53,7 @@ from hack_kernels.triton.floats import WIDEST, FloatTriton
 from hack_kernels.triton.groups import GroupTriton, takes_groups
 from hack_kernels.triton.head_rotation import RotatedHeads
 from hack_kernels.triton.levels import NARROWEST, LevelTriton
+from hack_kernels.triton.row_ops import FusedRows
 from hack_kernels.triton.rows import RowTriton
 from hack_kernels.triton.seal import seal
 from hack_kernels.triton.split import PROGRAMS_PER_PROCESSOR, Workspace, block_sizes
@@ -152,9 +153,9 @@ class _OnReference:
         self.spans = Spans(starts, counts, offsets, places.view_as(spans.table).cpu(), slots)
 
 
-class TritonRows(RotatedHeads, DeviceRows):
-    """Implements `RowKernels`: heads are rotated in one launch, tokens are chosen on the device. The rest is
-    torch's."""
+class TritonRows(FusedRows, RotatedHeads, DeviceRows):
+    """Implements `RowKernels`: what a decode step does between products is one launch each, and tokens are chosen on
+    the device. Products, and what only prompts need, are torch's."""
 
 
 class TritonBackend:

@@ -12,6 +12,19 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+BEYOND_HALF = tl.constexpr(65520.0)
+"""The smallest number that FP16 rounds to infinity."""
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """FP32 to the nearest value of a type, of two the even one. Triton's interpreter would cut BF16 off, and make
+    something of 0."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)  # what is no number stays none
+        return (nearest >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)
 
 
 @triton.jit
