@@ -112,8 +112,8 @@ def pass_bytes(spec: ModelSpec, dtype: torch.dtype, busiest: Busiest) -> int:
     It counts as if nothing were freed within a layer. A row takes its hidden sizes (x, its norm, both branches), its
     feed-forward, and Q, K and V: as the product gives them, in FP16, and in FP32 and FP64 for codecs that rotate rows.
     Tokens are chosen from FP64 logits: as given, adjusted, ordered and weighed. Invariant products of FP32 copy their
-    operands to FP64, the weight among them. A prompt on a GPU reads K and V of a layer from all its pages as FP16, and as
-    much again counts for what becomes of codes on the way.
+    operands to FP64, the weight among them. A prompt on a GPU reads K and V of a layer from all its pages as FP16, and
+    as much again counts for what becomes of codes on the way.
     """
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     copied = 8 if dtype == torch.float32 else 0
