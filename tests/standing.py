@@ -1,7 +1,7 @@
 """A node of 16-bit weights on the Triton backend without a launch: what a tape may record and run again quickly.
 
-Decode over FP16 rows is a stand-in in torch, which looks at nothing on the host, as Triton's kernel does. Import it
-only where Triton is.
+Decode over FP16 rows is a stand-in in torch, which looks at nothing on the host, as Triton's kernel does; operations on
+rows are their definitions. Import it only where Triton is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from hack_kernels.base import Pool, Rows, Spans
 from hack_kernels.block_weight import BlockWeight, Weight
+from hack_kernels.device_choosing import DeviceRows
 from hack_kernels.reference.rows import RowReference
 from hack_kernels.row_format import RowFormat
 from hack_kernels.triton import backend
@@ -41,12 +42,20 @@ SMALL = 8
 """Rows of a page where no kernel of Triton has to know it."""
 
 
-class InvariantRows(TritonRows):
+class InvariantProducts:
     """A row's products do not depend on the rows beside it, so that padded batches give the same tokens to the bit."""
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         assert not isinstance(weight, BlockWeight)
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+
+
+class InvariantRows(InvariantProducts, TritonRows):
+    """Of the backend."""
+
+
+class PlainInvariantRows(InvariantProducts, DeviceRows):
+    """Of torch."""
 
 
 class StandingRows(RowReference):
@@ -72,10 +81,11 @@ class StandingRows(RowReference):
 
 @contextmanager
 def standing() -> Iterator[None]:
-    """Codecs over FP16 rows compute with the stand-in."""
+    """Codecs over FP16 rows compute with the stand-in, and nothing between products is a launch."""
     with pytest.MonkeyPatch.context() as patched:
         formats: dict[Any, Any] = backend.FORMATS
         patched.setitem(formats, RowFormat, lambda fmt, made: StandingRows(fmt, made.device))
+        patched.setattr(backend, "TritonRows", DeviceRows)
         yield
 
 
@@ -86,7 +96,8 @@ def worker_in_16_bits(codec: str, page_tokens: int, layers: int = 1) -> Worker:
         path = write_tiny(Path(folder), tiny)
         model = ModelConfig(path=str(path), dtype="bfloat16", backend="triton")
         found = load_worker(model, CodecConfig(name=codec, settings={"page_tokens": page_tokens}))
-    llama = Llama(found.model.spec, found.model.weights, kernels=InvariantRows())
+    kernels = InvariantRows() if isinstance(found.backend.rows, TritonRows) else PlainInvariantRows()
+    llama = Llama(found.model.spec, found.model.weights, kernels=kernels)
     return replace(found, model=llama)
 
 
