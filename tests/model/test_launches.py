@@ -22,6 +22,7 @@ from hack_kernels.triton.head_rotation import rotate_heads_kernel, rotate_rows_k
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.paged import decode_kernel
 from hack_kernels.triton.row_ops import append_kernel, gate_kernel, norm_kernel, rotate_kernel
+from hack_kernels.triton.rows import rows_kernel
 from hack_kernels.triton.split import LARGE_BATCH
 from torch import Tensor
 
@@ -160,7 +161,8 @@ def test_a_layer_is_four_products_and_a_launch_for_each_operation_between_them(
     assert graphs is not None
     with checked_launches() as launched, NothingComesBack(into_place=True) as watch, torch.inference_mode():
         graphs._step(3)
-    each = [append_kernel, decode_kernel, gate_kernel, norm_kernel, norm_kernel, rotate_kernel]
+    attend = rows_kernel if name == "fp16" else decode_kernel
+    each = [append_kernel, attend, gate_kernel, norm_kernel, norm_kernel, rotate_kernel]
     each += [rotate_rows_kernel] * (name == "rot-k3v2")
     assert Counter(launch.kernel for launch in launched) == Counter([*each * layers, norm_kernel])
     computing = Counter(name for name in watch.operators if name.split(".")[1] not in COSTLESS)
