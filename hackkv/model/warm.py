@@ -21,6 +21,8 @@ from hackkv.types import Sampling
 SLOTS: Final = 2
 """Sequences that hold anything. More of a batch are the same ones again, which write the same."""
 TOKEN: Final = 0
+LONG: Final = 258
+"""A prompt alone has as many rows, less one: a backend may compile other kernels for many."""
 SHORT: Final = 3
 """Rows of a prompt among many: a chunk of it and one row more, as chunks may be."""
 _GREEDY: Final = Sampling(0, 1 << 30, temperature=0.0, ignore_eos=True)
@@ -34,7 +36,7 @@ def warm_up(worker: Worker, sizes: Sequence[int]) -> None:
     """
     page_tokens, footprint = worker.codec.page_tokens, worker.footprint
     # A row short of a page, and so long that a page is read as it is sealed.
-    rows = (footprint.window.pages + 2) * page_tokens - 1
+    rows = max(footprint.window.pages + 2, -(-LONG // page_tokens)) * page_tokens - 1
     num_pages = rows // page_tokens + 2
     runner = ModelRunner(worker.model, worker.codec, SLOTS * num_pages, SLOTS)
     tables = [tuple(range(slot * num_pages, (slot + 1) * num_pages)) for slot in range(SLOTS)]

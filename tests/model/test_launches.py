@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 
 import numpy as np
 import torch
-from hack_kernels.row_format import RowFormat
 from hack_kernels.triton.backend import TritonBackend, TritonRows
 from hack_kernels.triton.head_rotation import rotate_heads_kernel, rotate_rows_kernel
 from hack_kernels.triton.launch import Launch
@@ -81,10 +80,6 @@ def on_pages(launches: Iterable[Launch]) -> Counter[object]:
 SERVED = served()
 OF_ROWS = [name for name in SERVED if beneath(CodecConfig(name=name)) == "fp16"]
 """Those whose pages are FP16 rows."""
-IN_A_LAYER = [
-    name for name in SERVED if any(isinstance(f, RowFormat) for f in codec_on(TritonBackend(META), name).formats)
-]
-"""Those that have such pages in one layer at least, if nothing is beside the rows."""
 
 
 def runner_on_triton(name: str, slots: int = 3, recorded: int = 0) -> ModelRunner:
@@ -201,9 +196,10 @@ def test_batches_of_any_size_run_what_is_compiled(name: str) -> None:
     assert len(compiled[0] | compiled[1]) <= 2 * len(compiled[1])
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in {*OF_ROWS, *IN_A_LAYER}])
+@pytest.mark.parametrize("name", SERVED)
 def test_passes_of_any_prompts_run_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are, and however many pages they fill; one alone has kernels of its own."""
+    """However many there are, and however many pages they fill; one alone has kernels of its own, and so has the
+    rotation of many rows."""
     monkeypatch.setattr(MetaDeviceRows, "set_in", lambda rows, flags: [])
     compiled = list[set[object]]()
     for size in (1, 2, 3, 16, 17):
@@ -213,13 +209,15 @@ def test_passes_of_any_prompts_run_what_is_compiled(name: str, monkeypatch: pyte
         with checked_launches() as launched, NothingComesBack(), torch.inference_mode():
             runner.forward(spans, ids, wanted=[1] * size)
         compiled.append(set(map(compiled_for, launched)))
-    assert all(kernels == compiled[1] for kernels in compiled[1:])
-    assert len(compiled[0] | compiled[1]) <= 2 * len(compiled[1])
+    known = compiled[1] | compiled[-1]
+    assert all(kernels <= known for kernels in compiled[1:])
+    assert len(known - compiled[1]) <= 1
+    assert len(compiled[0] | known) <= 2 * len(compiled[1]) + 1
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in {*OF_ROWS, *IN_A_LAYER}])
+@pytest.mark.parametrize("name", SERVED)
 def test_a_prefill_pass_launches_on_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for rows in FP16, whose prompts torch attends to sequence by sequence: the host has to know their lengths."""
+    """Nothing is read back."""
     runner = runner_on_triton(name)
     spans, ids = [Span(0, 0, 2 * PI + 3, (0, 1, 2)), Span(1, 5, PI, (3, 4))], prompt(2, 3 * PI + 3)
     monkeypatch.setattr(MetaDeviceRows, "set_in", lambda rows, flags: [])

@@ -34,7 +34,7 @@ ROWS: Final = 128
 """Query rows of a program: two groups of four warps with 64 each, as Hopper's matrix unit takes them."""
 BLOCK: Final = 64
 """Rows of K and V that are multiplied at once."""
-STAGES: Final = 2
+STAGES: Final = 3
 """Blocks on their way from memory, the one that is multiplied among them."""
 WIDE: Final = 128
 """Channels beyond which a program has half of the rows: outputs fill the registers."""

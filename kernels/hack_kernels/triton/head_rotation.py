@@ -6,7 +6,7 @@ what it waits for is memory: a program asks for all of its matrix before it mult
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -15,11 +15,23 @@ from torch import Tensor
 
 from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.split import LARGE_BATCH
 from hack_kernels.triton.tiles import BEYOND_HALF, rounded
 
-ROWS_AT_ONCE: Final = 16
-CHANNELS_AT_ONCE: Final = 32
-WARPS: Final = 2
+MANY: Final = LARGE_BATCH + 1
+"""Rows from which on they are a prompt's, whose rotation takes as long as its multiplications."""
+
+
+class Tile(NamedTuple):
+    """What a program computes. Each sum has its order whatever the tile is."""
+
+    rows: int
+    channels: int
+    warps: int
+
+
+FEW_ROWS: Final = Tile(16, 32, 2)
+MANY_ROWS: Final = Tile(64, 64, 4)
 STEP = tl.constexpr(16)
 """Channels that are added up at once. More would not fit the registers of a product."""
 
@@ -197,6 +209,7 @@ class RotatedHeads:
 def rotation_launch(x: Tensor, matrices: Tensor, shift: Tensor | None, out: Tensor) -> Launch:
     """The launch that writes `out`, which is contiguous."""
     (count, heads, dim), groups = x.shape, matrices.shape[0]
+    tile = tile_of(count)
     arguments = {
         "x": x,
         "matrices": matrices,
@@ -206,12 +219,17 @@ def rotation_launch(x: Tensor, matrices: Tensor, shift: Tensor | None, out: Tens
         "count": count,
         "MEMBERS": heads // groups,
         "D": dim,
-        "ROWS": ROWS_AT_ONCE,
-        "CHANNELS": CHANNELS_AT_ONCE,
+        "ROWS": tile.rows,
+        "CHANNELS": tile.channels,
         "SHIFTED": shift is not None,
     }
-    grid = (-(-count * (heads // groups) // ROWS_AT_ONCE), groups, -(-dim // CHANNELS_AT_ONCE))
-    return Launch(rotate_heads_kernel, grid, arguments, warps=WARPS)
+    grid = (-(-count * (heads // groups) // tile.rows), groups, -(-dim // tile.channels))
+    return Launch(rotate_heads_kernel, grid, arguments, warps=tile.warps)
+
+
+def tile_of(count: int) -> Tile:
+    """For a launch on `count` rows."""
+    return MANY_ROWS if count >= MANY else FEW_ROWS
 
 
 def rotations_launch(q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations, out: Tensor) -> Launch:
@@ -219,6 +237,7 @@ def rotations_launch(q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations, 
     (count, q_heads, dim), kv_heads = q.shape, k.shape[1]
     query, key, shift, value = rotations.query, rotations.key, rotations.shift, rotations.value
     groups = query.shape[0], key.shape[0], 0 if value is None else value.shape[0]
+    tile = tile_of(count)
     arguments = {
         "q": q,
         "k": k,
@@ -238,10 +257,10 @@ def rotations_launch(q: Tensor, k: Tensor, v: Tensor, rotations: HeadRotations, 
         "K_GROUPS": groups[1],
         "V_GROUPS": groups[2],
         "D": dim,
-        "ROWS": ROWS_AT_ONCE,
-        "CHANNELS": CHANNELS_AT_ONCE,
+        "ROWS": tile.rows,
+        "CHANNELS": tile.channels,
         "SHIFTED": shift is not None,
     }
     most = max(heads // max(each, 1) for heads, each in zip((q_heads, kv_heads, kv_heads), groups, strict=True))
-    grid = (-(-count * most // ROWS_AT_ONCE), groups[0] + groups[1] + max(groups[2], 1), -(-dim // CHANNELS_AT_ONCE))
-    return Launch(rotate_rows_kernel, grid, arguments, warps=WARPS)
+    grid = (-(-count * most // tile.rows), groups[0] + groups[1] + max(groups[2], 1), -(-dim // tile.channels))
+    return Launch(rotate_rows_kernel, grid, arguments, warps=tile.warps)
