@@ -22,8 +22,14 @@ def on_device(lists: Sequence[Numbers], device: torch.device) -> list[Tensor]:
     if device.type == "cpu":
         return [torch.from_numpy(np.array(each, dtype=np.int64)) for each in lists]
     buffer, places = packed(lists)
-    there = torch.from_numpy(buffer).to(device)
+    there = to_device(torch.from_numpy(buffer), device)
     return [there[place] for place in places]
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor in host memory on `device`. A GPU copies it when its turn has come, and the host goes on; from memory
+    that is not pinned it would wait."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def packed(lists: Sequence[Numbers]) -> tuple[npt.NDArray[np.int64], list[slice]]:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hackkv.errors import GuideError, NonFiniteError
 from hackkv.guide import Guide
+from hackkv.packing import to_device
 from hackkv.types import Finish, Logprob, Sampling, Token
 
 ROWWISE = Rowwise()
@@ -116,7 +117,7 @@ def choosing(
     """
     allowed = masks(states, logits.shape[1])
     if allowed is not None:
-        allowed = allowed.to(logits.device)
+        allowed = to_device(allowed, logits.device)
     given = ChoiceInput(logits, [state.chooser for state in states], faulty, allowed)
     return kernels.choosing(given, later=later)
 

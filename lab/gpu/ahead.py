@@ -1,22 +1,34 @@
-"""Compile kernels for a GPU that is not here: runs fill Triton's cache, and launch nothing.
+"""Compile, without a GPU, what a node on one compiles before its port opens:
 
-    with compiling_for(90):
-        warm_up(worker, sizes)
+    TRITON_CACHE_DIR=cache python -m lab.gpu.ahead smollm2 --arch 90 --codec rot-k3v2
 
-A cache (`TRITON_CACHE_DIR`) counts on machines with the same Triton, to the byte of its files.
+The cache counts on machines with the same Triton, to the byte of its files. Nothing is launched.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
+from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.launch import Launch
+from hack_kernels.triton.split import block_sizes
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
+
+from hackkv.codecs import make_codec
+from hackkv.config import CodecConfig, ModelConfig
+from hackkv.defaults import DEFAULT_CODEC
+from hackkv.guide import Guides
+from hackkv.model.config import read_spec
+from hackkv.model.shipped import find_model
+from hackkv.model.warm import warm_up
+from hackkv.model.worker import Unloaded, Worker, with_calibration
 
 WARP: Final = 32
 
@@ -76,3 +88,34 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
     finally:
         Launch.run = run  # type: ignore[method-assign]
         driver._active = active
+
+
+def absent_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
+    """A worker for the GPU that is not here; its weights and KV lie in host memory. Raises what `load_worker` does."""
+    backend = TritonBackend(torch.device("cpu"))
+    folder = find_model(model.path, model.dtype, model.weights, "cuda")
+    spec = read_spec(folder.path, model.max_context)
+    made = make_codec(with_calibration(codec, folder), spec.kv_shape, backend)
+    planned = Unloaded(model, folder, spec, made, backend)
+    guides = Guides(folder.path, sorted(spec.eos_ids))
+    return Worker(folder.name, planned.load(), made, backend, planned.fingerprint(), planned.kernels, guides)
+
+
+def main() -> None:
+    """Warm up, and say how much there is."""
+    parser = argparse.ArgumentParser(prog="python -m lab.gpu.ahead", description=__doc__)
+    parser.add_argument("model", nargs="?", default="", help="as `hackkv serve` takes it")
+    parser.add_argument("--arch", type=int, default=90, help="compute capability without its point, such as 80 or 90")
+    parser.add_argument("--codec", default=DEFAULT_CODEC)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--most", type=int, default=64, help="sequences of a batch")
+    options = parser.parse_args()
+    model = ModelConfig.model_validate({"path": options.model, "dtype": options.dtype})
+    worker = absent_worker(model, CodecConfig(name=options.codec))
+    with compiling_for(options.arch) as compiled:
+        warm_up(worker, block_sizes(options.most))
+    print(f"{len({each.hash for each in compiled})} kernels for sm_{options.arch}, {len(compiled)} launches")
+
+
+if __name__ == "__main__":
+    main()
