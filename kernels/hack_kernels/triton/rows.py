@@ -220,8 +220,8 @@ def rows_kernel(
 class RowTriton(RowReference):
     """Implements `PageKernels` for `RowFormat`. Decode of 16-bit queries is the kernel of this file.
 
-    Prompts read pages where they lie (`dense.py`). FP32 queries, which kernels would round to FP16, keep their
-    precision: they are the definition's.
+    Prompts read copies of pages, one behind another (`dense.py`). FP32 queries, which kernels would round to FP16,
+    keep their precision: they are the definition's.
     """
 
     served_by = "triton"
@@ -236,7 +236,8 @@ class RowTriton(RowReference):
             return super().attend(layer, pool, spans, rows)
         check_attention(self.fmt, pool, spans, rows)
         if rows.k is not None:
-            return attn_dense(pool, spans, rows, (pool.planes["k"], pool.planes["v"]), in_place=True)
+            k, v = (pool.planes[name].index_select(0, spans.table.flatten()) for name in ("k", "v"))
+            return attn_dense(pool, spans, rows, (k, v))
         return attn_decode_rows(pool, spans, rows.q, self._workspace)
 
 
