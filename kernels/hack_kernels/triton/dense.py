@@ -151,8 +151,8 @@ def dense_kernel(
 
 
 def attn_dense(pool: Pool, spans: Spans, rows: Rows, held: tuple[Tensor, Tensor]) -> Tensor:
-    """`PageKernels.attend` of a batch with rows k, v. Sealed pages are read from `held`: K^ and V^ FP16 [P, Hkv, Π, D] of
-    the pages of `spans.table` in its order. Nothing is read on the host.
+    """`PageKernels.attend` of a batch with rows k, v. Sealed pages are read from `held`: K^ and V^ FP16 [P, Hkv, Π, D]
+    of the pages of `spans.table` in its order. Nothing is read on the host.
 
     Read in a pool, pages took 1.4 times as long on an H200: their numbers stood between them and their copy.
     """
