@@ -8,17 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from hack_kernels.base import PageFormat, PageKernels, Planes, Pool, RowKernels, Rows, Spans
+from hack_kernels.base import PageFormat, PageKernels, Pool, RowKernels, Rows, Spans
 from hack_kernels.float_format import FloatFormat
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import HEAD_DIMS, PAGE_TOKENS, Arithmetic, HackFormat, OpenPage, Rounding
 from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.level_format import LevelFormat
 from hack_kernels.pools import new_pool
-from hack_kernels.quantize import unpack
 from hack_kernels.reference.hack import HackReference
-from hack_kernels.reference.levels import dequantize, unpack_codes, unpack_scales
-from hack_kernels.reference.reading import ReadingReference
 from hack_kernels.row_format import RowFormat
 from hack_kernels.rowwise import Rowwise
 from hack_kernels.triton.backend import Prefill, TritonBackend
@@ -26,16 +23,12 @@ from hack_kernels.triton.rows import attn_decode_rows
 from hack_kernels.triton.split import Workspace
 from torch import Tensor
 
+from bench.gpu.comparing import CPU, close, moved, poison, poisoned_pool, reconstructed, same, spans_on
+from bench.gpu.dense_checks import check_dense
 from bench.gpu.processes import Task
 from bench.gpu.shapes import FORMAT, Format, definition_of, kernels_of, random_pages
 from lab.gpu.dequantize import attn_decode_dequantized
 from lab.gpu.presets import PRESETS
-
-CPU = torch.device("cpu")
-
-TOLERANCE = 2.0**-7
-"""Relative, one step of BF16: Triton's interpreter truncates where torch rounds, and a GPU's exp turns weights that are
-near a rounding tie. A wrong page, field or scale is off by far more."""
 
 RIVAL_TOLERANCE = 2.0**-5
 """For FP16 values and weights of 2-bit pages, rows in BF16, and outputs in BF16."""
@@ -129,7 +122,7 @@ def check_rows(backend: TritonBackend) -> None:
         pool = Pool({}, *torch.zeros(2, count, kv_heads, 64, dim, dtype=torch.float16, device=device))
         faulty = torch.zeros(len(summed), dtype=torch.bool, device=device)
         at, place = numbers[part], slots[part]
-        rows.append(pool, _spans(Spans(at, at, at, at[:, None], place), device), k, v, faulty)
+        rows.append(pool, spans_on(Spans(at, at, at, at[:, None], place), device), k, v, faulty)
         exact = [summed, turned, pool.open_k[part], pool.open_v[part], faulty]
         rotated = rows.rotate_rows(q, k, v, rotations.to(device))
         return [each.cpu() for each in (*exact, normed, rows.gate(both[part].to(device)), *rotated)]
@@ -142,7 +135,7 @@ def check_rows(backend: TritonBackend) -> None:
         held = torch.isfinite(wanted)
         if not torch.equal(torch.isfinite(got), held):
             raise AssertionError(f"{name}: other values are finite")
-        _close(got[held], wanted[held], name)
+        close(got[held], wanted[held], name)
     for at in range(count):
         alone = all_on(backend.rows, device, slice(at, at + 1))
         for name, one, of_all in zip(names, alone, whole, strict=True):
@@ -163,10 +156,10 @@ def check_pages(fmt: Format, backend: TritonBackend) -> None:
     pool = poisoned_pool(backend, fmt, 5, 2)
     on_device = [x.to(backend.device) for x in (ids, starts, k, v)]
     kernels.seal(5, pool, *on_device)
-    _same(kernels.export(pool, on_device[0]), wire, "seal or export")
+    same(kernels.export(pool, on_device[0]), wire, "seal or export")
     fresh = poisoned_pool(backend, fmt, 5, 2)
     kernels.install(fresh, on_device[0], {n: x.to(backend.device) for n, x in wire.items() if "sums" not in n})
-    _same(kernels.export(fresh, on_device[0]), wire, "install")
+    same(kernels.export(fresh, on_device[0]), wire, "install")
 
 
 def check_loop(fmt: Format, tokens: int, batch: int, repeats: int, backend: TritonBackend) -> None:
@@ -183,13 +176,13 @@ def check_loop(fmt: Format, tokens: int, batch: int, repeats: int, backend: Trit
     open_k, open_v = (rows.normal_().to(device) for rows in (expected.open_k, expected.open_v))
     pool = Pool(pages, open_k, open_v, 0, expected.window)
     ids = torch.arange(each * batch)
-    reference.install(expected, ids, _moved(kernels_of(backend, fmt).export(pool, ids.to(device)), CPU))
+    reference.install(expected, ids, moved(kernels_of(backend, fmt).export(pool, ids.to(device)), CPU))
     q = torch.randn(batch, heads * group, fmt.head_dim).bfloat16()
-    exact, there = reference.attend(0, expected, spans, Rows(q)), (_spans(spans, device), Rows(q.to(device)))
+    exact, there = reference.attend(0, expected, spans, Rows(q)), (spans_on(spans, device), Rows(q.to(device)))
     for workspace in (Workspace(device, 3), backend.workspace):
         kernels = _with_workspace(backend, fmt, workspace)
         first = kernels.attend(0, pool, *there)
-        _close(first, exact, "decode")
+        close(first, exact, "decode")
         for _ in range(repeats):
             if not torch.equal(kernels.attend(0, pool, *there), first):
                 raise AssertionError("decode: two runs over the same pages differ")
@@ -214,7 +207,7 @@ def check_attention(fmt: Format, group: int, backend: TritonBackend) -> None:
     ids = torch.arange(4 * len(pairs))
     reference.seal(0, expected, ids, ids * pi, *(torch.randn(len(ids), heads, pi, fmt.head_dim).half() for _ in "kv"))
     pool = poisoned_pool(backend, fmt, len(ids), heads)
-    kernels.install(pool, ids.to(backend.device), _moved(reference.export(expected, ids), backend.device))
+    kernels.install(pool, ids.to(backend.device), moved(reference.export(expected, ids), backend.device))
     for open_rows in (expected.open_k, expected.open_v):
         open_rows.normal_()
     pool = replace(pool, open_k=expected.open_k.to(backend.device), open_v=expected.open_v.to(backend.device))
@@ -222,78 +215,13 @@ def check_attention(fmt: Format, group: int, backend: TritonBackend) -> None:
     k, v = (torch.randn(total, heads, fmt.head_dim).half() for _ in "kv")
     their_q, *new = (x.to(backend.device) for x in (q, k, v))
     poison(q, backend.device)
-    got = kernels.attend(0, pool, _spans(spans, backend.device), Rows(their_q, *new))
-    _close(got, reference.attend(0, expected, spans, Rows(q, k, v)), "prefill")
+    got = kernels.attend(0, pool, spans_on(spans, backend.device), Rows(their_q, *new))
+    close(got, reference.attend(0, expected, spans, Rows(q, k, v)), "prefill")
 
     one, q = Spans(starts, torch.ones_like(counts), order, spans.table, order), q[: len(pairs)]
     poison(q, backend.device)
-    got = kernels.attend(0, pool, _spans(one, backend.device), Rows(their_q[: len(pairs)]))
-    _close(got, reference.attend(0, expected, one, Rows(q)), "decode")
-
-
-def check_dense(fmt: PageFormat, group: int, backend: TritonBackend, heads: int = 2) -> None:
-    """Prompts that read dequantized pages, around page boundaries, against FP64 attention to what a query sees; and a
-    prompt in two parts, whose rows must be bit-equal to those of the whole."""
-    pi, d, device = fmt.page_tokens, fmt.head_dim, backend.device
-    kernels, reference = kernels_of(TritonBackend(device, Prefill.DENSE), fmt), definition_of(fmt)
-    pairs = [(0, pi), (pi - 1, 2), (2 * pi + 3, 2 * pi + 1), (5 * pi, 1)]
-    starts, counts = (torch.tensor(x) for x in zip(*pairs, strict=True))
-    most, order = 6, torch.randperm(len(pairs))
-    k, v = (torch.randn(len(pairs), most * pi, heads, d).half() for _ in "kv")  # of all sequences
-    table = torch.randperm(most * len(pairs)).view(-1, most)
-    ids, numbers = table.flatten(), torch.arange(most).repeat(len(pairs)) * pi
-    expected = new_pool(fmt, reference, CPU, len(ids), len(pairs), range(heads))
-    reference.seal(
-        0, expected, ids, numbers, *(x.unflatten(1, (most, pi)).flatten(0, 1).transpose(1, 2) for x in (k, v))
-    )
-    held = [
-        x[table].transpose(2, 3).flatten(1, 2)
-        for x in _reconstructed(fmt, reference.export(expected, ids[ids.argsort()]))
-    ]
-    pool = poisoned_pool(backend, fmt, len(ids), heads, slots=len(pairs))
-    kernels.install(pool, ids.to(device), _moved(reference.export(expected, ids), device))
-    q = torch.randn(len(pairs), most * pi, heads * group, d).bfloat16()
-
-    def attended(starts: list[int], counts: list[int]) -> list[Tensor]:
-        rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        for b, start in enumerate(starts):
-            for exact, x in ((pool.open_k, k), (pool.open_v, v)):
-                exact[order[b]] = torch.nan
-                for page in range(-(-start // pi)):
-                    if page in (*fmt.window.earlier(start // pi), start // pi):
-                        part, at = slice(page * pi, min((page + 1) * pi, start)), fmt.window.place(page) * pi
-                        exact[order[b], :, at : at + part.stop - part.start] = x[b, part].transpose(0, 1).to(device)
-        sizes = torch.tensor(counts)
-        spans = Spans(torch.tensor(starts), sizes, sizes.cumsum(0) - sizes, table, order)
-        flat = [torch.cat([x[b, part] for b, part in enumerate(rows)]).to(device) for x in (q, k, v)]
-        poison(flat[0], device)
-        return list(kernels.attend(0, pool, _spans(spans, device), Rows(*flat)).split(counts))
-
-    whole = attended(starts.tolist(), counts.tolist())
-    for b, (start, count) in enumerate(pairs):
-        exact = _seen(fmt, q[b, start : start + count], start, (k[b], v[b]), (held[0][b], held[1][b]))
-        _close(whole[b], exact, "dense")
-    firsts = [(count + 1) // 2 for count in counts.tolist()]
-    part = attended(starts.tolist(), firsts)
-    for b, count in enumerate(firsts):
-        if not torch.equal(part[b], whole[b][:count]):
-            raise AssertionError("dense: rows differ by where the prompt was cut")
-
-
-def _seen(fmt: PageFormat, q: Tensor, start: int, exact: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor]) -> Tensor:
-    """FP64 attention [n, Hq, D] of rows q from number `start` on, over rows [m, Hkv, D] as the format has them seen."""
-    pi, outs = fmt.page_tokens, []
-    for i, each in enumerate(q):
-        page, stop = (start + i) // pi, start + i + 1
-        coded = fmt.window.coded(page)
-        rows = [x[:stop].double().clone() for x in exact]
-        for mine, codes in zip(rows, held, strict=True):
-            mine[coded.start * pi : coded.stop * pi] = codes[coded.start * pi : coded.stop * pi]
-        keys, values = (x.transpose(0, 1) for x in rows)
-        queries = each.double().unflatten(0, (keys.shape[0], -1))
-        weights = (queries @ keys.mT / q.shape[-1] ** 0.5).softmax(-1)
-        outs.append((weights @ values).flatten(0, 1))
-    return torch.stack(outs)
+    got = kernels.attend(0, pool, spans_on(one, backend.device), Rows(their_q[: len(pairs)]))
+    close(got, reference.attend(0, expected, one, Rows(q)), "decode")
 
 
 def check_rivals(fmt: HackFormat, group: int, backend: TritonBackend) -> None:
@@ -310,45 +238,18 @@ def check_rivals(fmt: HackFormat, group: int, backend: TritonBackend) -> None:
     reference.seal(0, sealed, ids, ids * pi, k, v)
     wire = reference.export(sealed, ids)
     pool = poisoned_pool(backend, fmt, count, heads)
-    kernels_of(backend, fmt).install(pool, ids.to(device), _moved(wire, device))
+    kernels_of(backend, fmt).install(pool, ids.to(device), moved(wire, device))
     own = (open_k.to(device), open_v.to(device))
-    rest = (_spans(spans, device), q.to(device), backend.workspace)
+    rest = (spans_on(spans, device), q.to(device), backend.workspace)
     poison(q, device)
     got = attn_decode_dequantized(fmt, Pool(pool.planes, *own), *rest)
-    _close(got, _exact(spans, q, open_k, open_v, *_reconstructed(fmt, wire)), "dequantize", RIVAL_TOLERANCE)
+    close(got, _exact(spans, q, open_k, open_v, *reconstructed(fmt, wire)), "dequantize", RIVAL_TOLERANCE)
     for dtype in (torch.bfloat16, torch.float16):
         k_rows, v_rows = k.to(dtype), v.to(dtype)
         poison(q, device)
         planes = {"k": k_rows.to(device), "v": v_rows.to(device)}
         got = attn_decode_rows(Pool(planes, *own), *rest)
-        _close(got, _exact(spans, q, open_k, open_v, k_rows, v_rows), f"rows in {dtype}", RIVAL_TOLERANCE)
-
-
-def _reconstructed(fmt: PageFormat, wire: Planes) -> tuple[Tensor, Tensor]:
-    """K^ and V^ FP64 [P, Hkv, Π, D] of planes in wire order."""
-    if isinstance(fmt, RowFormat):
-        return wire["k"].transpose(0, 1).double(), wire["v"].transpose(0, 1).double()
-    if isinstance(fmt, LevelFormat):
-        k, v = (
-            dequantize(bits, unpack_codes(x, bits, wire), unpack_scales(wire[f"{x}_scale"], fmt.scales), torch.float64)
-            for x, bits in (("k", fmt.k_bits), ("v", fmt.v_bits))
-        )
-        return k.transpose(0, 1), v.transpose(0, 1)
-    if not isinstance(fmt, HackFormat):
-        found = {name: plane.transpose(0, 1) for name, plane in wire.items()}
-        reference = definition_of(fmt)
-        assert isinstance(reference, ReadingReference)
-        k, v = (
-            reference.dequantize(x, {name: plane for name, plane in found.items() if name.split("_")[0] == x}).double()
-            for x in "kv"
-        )
-        return k, v
-    planes = {name: plane.transpose(0, 1).double() for name, plane in wire.items() if "codes" not in name}
-    k, v = (unpack(wire[f"{x}_codes"].transpose(0, 1), bits, axis).double() for x, bits, axis in (
-        ("k", fmt.k_bits, -2), ("v", fmt.v_bits, -1)
-    ))  # fmt: skip
-    k_scale, k_min = (planes[x].repeat_interleave(fmt.k_partition, -1) for x in ("k_scale", "k_min"))
-    return k * k_scale + k_min, (v * planes["v_scale"][..., None] + planes["v_min"][..., None]).transpose(-1, -2)
+        close(got, _exact(spans, q, open_k, open_v, k_rows, v_rows), f"rows in {dtype}", RIVAL_TOLERANCE)
 
 
 def _exact(spans: Spans, q: Tensor, open_k: Tensor, open_v: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -367,19 +268,6 @@ def _exact(spans: Spans, q: Tensor, open_k: Tensor, open_v: Tensor, k: Tensor, v
     return torch.stack(outs)
 
 
-def poisoned_pool(backend: TritonBackend, fmt: PageFormat, pages: int, heads: int, slots: int = 1) -> Pool:
-    """A pool of bytes that mean nothing."""
-    pool = new_pool(fmt, kernels_of(backend, fmt), backend.device, pages, slots, range(heads))
-    records = next(iter(pool.planes.values())).untyped_storage()
-    torch.empty(0, dtype=torch.uint8, device=backend.device).set_(records).fill_(0xFF)
-    return pool
-
-
-def poison(like: Tensor, device: torch.device) -> None:
-    """Leave NaN where the allocator will put the next tensor of this size."""
-    torch.full_like(like, float("nan"), device=device)
-
-
 def _open_pages() -> tuple[OpenPage, ...]:
     return OpenPage.EXACT, OpenPage.K_CODES
 
@@ -390,24 +278,3 @@ def _name(fmt: PageFormat) -> str:
     if isinstance(fmt, HackFormat):
         return f"D={fmt.head_dim} Π={fmt.page_tokens} K{fmt.k_bits}V{fmt.v_bits} {fmt.arithmetic}"
     return f"{type(fmt).__name__} D={fmt.head_dim} Π={fmt.page_tokens}"
-
-
-def _moved(planes: Planes, device: torch.device) -> Planes:
-    return {name: plane.to(device) for name, plane in planes.items()}
-
-
-def _spans(x: Spans, device: torch.device) -> Spans:
-    return Spans(*(t.to(device) for t in (x.starts, x.counts, x.offsets, x.table, x.slots)))
-
-
-def _same(got: Planes, expected: Planes, what: str) -> None:
-    for name, plane in expected.items():
-        differing = int((got[name].cpu() != plane).sum())
-        if differing:
-            raise AssertionError(f"{what}: {differing} of {plane.numel()} elements of {name} differ")
-
-
-def _close(got: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
-    error = float((got.cpu().float() - expected.float()).norm() / expected.float().norm())
-    if not error <= tolerance:  # also NaN
-        raise AssertionError(f"{what}: relative error {error:.2e}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import torch
-from hack_kernels.base import PageFormat, Pool, Spans
+from hack_kernels.base import Pool
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import (
@@ -20,7 +20,6 @@ from hack_kernels.hack_format import (
     OpenPage,
     Rounding,
 )
-from hack_kernels.head_rotations import HeadRotations
 from hack_kernels.level_format import Feedback, LevelFormat, Scales
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.decode import decode_launch
@@ -35,47 +34,26 @@ from hack_kernels.triton.group_decode import group_decode_launch
 from hack_kernels.triton.group_layout import group_layout
 from hack_kernels.triton.group_prefill import group_prompt_reader
 from hack_kernels.triton.group_seal import group_seal_launch
-from hack_kernels.triton.head_rotation import rotation_launch, rotations_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import new_pages, new_planar_pages
 from hack_kernels.triton.level_decode import level_decode_launch
 from hack_kernels.triton.level_exchange import level_exchange_launch
-from hack_kernels.triton.level_layout import new_level_pages
 from hack_kernels.triton.level_prefill import level_prompt_reader
 from hack_kernels.triton.level_seal import level_seal_launch
 from hack_kernels.triton.prefill import PromptReader, prefill_launch, prompt_launch
-from hack_kernels.triton.row_ops import append_launch, gate_launch, norm_launch, rotate_launch
 from hack_kernels.triton.rows import rows_launch
 from hack_kernels.triton.seal import seal_launch
-from hack_kernels.triton.split import Workspace
 from hack_kernels.triton.xxh3 import xxh3_launches
-from torch import Tensor
 
 from lab.gpu.dequantize import dequantize_launch
+from lab.gpu.example import KV_HEADS, TOKENS, Example, empty, one_step, pool_of, sequences
 from lab.gpu.presets import PRESETS
-
-KV_HEADS: Final = 8
-TOKENS: Final = 2**17
-PROGRAMS: Final = 3 * 132
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A launch with a name."""
-
-    name: str
-    launch: Launch
-    tokens: int = 0
-    """Tokens of one KV head that a warp handles in one iteration of the main loop; 0 where that means nothing."""
-    code_bytes: int = 0
-    """Bytes of codes that a program reads in one iteration of the main loop, or in total if it has no main loop."""
-    int8: bool = False
-    """Whether the kernel multiplies codes as integers."""
+from lab.gpu.row_examples import between_products, rotation
 
 
 def decode(fmt: HackFormat, group: int, batch: int = 1) -> Example:
     """Sequences of 128K tokens, 8 KV heads, BF16 queries."""
-    launch = decode_launch(fmt, _pool(fmt, TOKENS), *_one_step(fmt, group, batch))
+    launch = decode_launch(fmt, pool_of(fmt, TOKENS), *one_step(fmt, group, batch))
     code_bytes = launch.warps * _code_bytes(fmt)
     more = f" batch {batch}" if batch > 1 else ""
     return Example(f"decode {_name(fmt)} G={group}{more}", launch, fmt.page_tokens, code_bytes, int8=True)
@@ -83,15 +61,15 @@ def decode(fmt: HackFormat, group: int, batch: int = 1) -> Example:
 
 def dequantize(fmt: HackFormat, group: int) -> Example:
     """The rival on the same pages."""
-    launch = dequantize_launch(fmt, _pool(fmt, TOKENS), *_one_step(fmt, group))
+    launch = dequantize_launch(fmt, pool_of(fmt, TOKENS), *one_step(fmt, group))
     return Example(f"dequantize {_name(fmt)} G={group}", launch, fmt.page_tokens, launch.warps * _code_bytes(fmt))
 
 
 def rows(fmt: HackFormat, group: int) -> Example:
     """Pages of FP16 rows."""
     shape = (TOKENS // fmt.page_tokens, KV_HEADS, fmt.page_tokens, fmt.head_dim)
-    planes = {name: _empty(*shape, dtype=torch.float16) for name in "kv"}
-    launch = rows_launch(replace(_pool(fmt, 0), planes=planes), *_one_step(fmt, group))
+    planes = {name: empty(*shape, dtype=torch.float16) for name in "kv"}
+    launch = rows_launch(replace(pool_of(fmt, 0), planes=planes), *one_step(fmt, group))
     name = f"rows D={fmt.head_dim} Π={fmt.page_tokens} G={group}"
     return Example(name, launch, launch.arguments["R"] // launch.warps)
 
@@ -100,8 +78,8 @@ def floats(fmt: FloatFormat, group: int) -> tuple[Example, ...]:
     """Every kernel for pages of small floating-point numbers; shapes are those of the others."""
     name = f"{fmt.element} {fmt.scaling} D={fmt.head_dim} Π={fmt.page_tokens}"
     planes = new_planar_pages(fmt, float_layout(fmt), TOKENS // fmt.page_tokens, KV_HEADS, torch.device("meta"))
-    pool = replace(_pool(HackFormat(fmt.head_dim, fmt.page_tokens), 0), planes=planes)
-    decoding = float_decode_launch(fmt, pool, *_one_step(fmt, group))
+    pool = replace(pool_of(HackFormat(fmt.head_dim, fmt.page_tokens), 0), planes=planes)
+    decoding = float_decode_launch(fmt, pool, *one_step(fmt, group))
     return _read_one_by_one(name, group, pool, decoding, float_prompt_reader(fmt), partial(float_seal_launch, fmt))
 
 
@@ -109,8 +87,8 @@ def groups(bits: int, head_dim: int, page_tokens: int, group: int) -> tuple[Exam
     """Every kernel for pages of integer codes in groups of 32, as `floats`."""
     fmt = GroupFormat(head_dim, Grouping(bits, 32, by_channel=True), Grouping(bits, 32), page_tokens)
     planes = new_planar_pages(fmt, group_layout(fmt), TOKENS // page_tokens, KV_HEADS, torch.device("meta"))
-    pool = replace(_pool(HackFormat(head_dim, page_tokens), 0), planes=planes)
-    decoding = group_decode_launch(fmt, pool, *_one_step(fmt, group))
+    pool = replace(pool_of(HackFormat(head_dim, page_tokens), 0), planes=planes)
+    decoding = group_decode_launch(fmt, pool, *one_step(fmt, group))
     name = f"groups K{bits}V{bits} D={head_dim} Π={page_tokens}"
     return _read_one_by_one(name, group, pool, decoding, group_prompt_reader(fmt), partial(group_seal_launch, fmt))
 
@@ -120,12 +98,12 @@ def _read_one_by_one(
 ) -> tuple[Example, ...]:
     """Decode, prefill and seal for pages whose values are read one by one."""
     page_tokens, head_dim, tokens = pool.page_tokens, pool.open_k.shape[-1], 2**14
-    k, v = (_empty(tokens, KV_HEADS, head_dim, dtype=torch.float16) for _ in range(2))
-    q = _empty(tokens, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
-    prompt = prompt_launch(reader, 0, pool, _sequences(TOKENS // page_tokens), q, k, v, torch.empty_like(q))
+    k, v = (empty(tokens, KV_HEADS, head_dim, dtype=torch.float16) for _ in range(2))
+    q = empty(tokens, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
+    prompt = prompt_launch(reader, 0, pool, sequences(TOKENS // page_tokens), q, k, v, torch.empty_like(q))
     count = tokens // page_tokens
-    page_k, page_v = (_empty(count, KV_HEADS, page_tokens, head_dim, dtype=torch.float16) for _ in range(2))
-    sealing = seal(pool, _empty(count, dtype=torch.int64), page_k, page_v)
+    page_k, page_v = (empty(count, KV_HEADS, page_tokens, head_dim, dtype=torch.float16) for _ in range(2))
+    sealing = seal(pool, empty(count, dtype=torch.int64), page_k, page_v)
     return (
         Example(f"decode {name} G={group}", decoding, ROWS_AT_ONCE.value),
         Example(f"prefill {name} G={group}", prompt),
@@ -136,10 +114,10 @@ def _read_one_by_one(
 def prefill(fmt: HackFormat, group: int) -> Example:
     """A prompt of 16K tokens, BF16 queries."""
     tokens = 2**14
-    k, v = (_empty(tokens, KV_HEADS, fmt.head_dim, dtype=torch.float16) for _ in range(2))
-    q = _empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
-    spans = _sequences(TOKENS // fmt.page_tokens)
-    launch = prefill_launch(fmt, 0, _pool(fmt, tokens), spans, q, k, v, torch.empty_like(q))
+    k, v = (empty(tokens, KV_HEADS, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    q = empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
+    spans = sequences(TOKENS // fmt.page_tokens)
+    launch = prefill_launch(fmt, 0, pool_of(fmt, tokens), spans, q, k, v, torch.empty_like(q))
     return Example(f"prefill {_name(fmt)} G={group}", launch, 0, _code_bytes(fmt), int8=True)
 
 
@@ -147,21 +125,21 @@ def seal(fmt: HackFormat) -> Example:
     """Pages of a prompt of 16K tokens."""
     tokens = 2**14
     count = tokens // fmt.page_tokens
-    k, v = (_empty(count, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
-    ids = _empty(count, dtype=torch.int64)
-    return Example(f"seal {_name(fmt)} {fmt.rounding}", seal_launch(fmt, 0, _pool(fmt, tokens), ids, ids, k, v))
+    k, v = (empty(count, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    ids = empty(count, dtype=torch.int64)
+    return Example(f"seal {_name(fmt)} {fmt.rounding}", seal_launch(fmt, 0, pool_of(fmt, tokens), ids, ids, k, v))
 
 
 def exchange(fmt: HackFormat, *, installing: bool) -> Example:
     """Pages of a prompt of 16K tokens from the wire, with sums to count if the format has them, or to the wire."""
     count = 2**14 // fmt.page_tokens
     wire = {
-        plane.name: _empty(KV_HEADS, count, *plane.shape, dtype=plane.dtype)
+        plane.name: empty(KV_HEADS, count, *plane.shape, dtype=plane.dtype)
         for plane in fmt.planes
         if not (installing and plane.derived)
     }
     pages = new_pages(fmt, count, KV_HEADS, "meta")
-    launch = exchange_launch(fmt, pages, _empty(count, dtype=torch.int64), wire, installing=installing)
+    launch = exchange_launch(fmt, pages, empty(count, dtype=torch.int64), wire, installing=installing)
     name = f"{'install' if installing else 'export'} {_name(fmt)}"
     return Example(name, launch, 0, launch.arguments["PAGES"] * _code_bytes(fmt))
 
@@ -169,18 +147,18 @@ def exchange(fmt: HackFormat, *, installing: bool) -> Example:
 def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
     """Every kernel for pages of levels; shapes are those of the others."""
     name, tokens, count = _name(fmt), 2**14, 2**14 // fmt.page_tokens
-    ids, pool = _empty(count, dtype=torch.int64), _pool(fmt, TOKENS)
-    decoding, together = (level_decode_launch(fmt, pool, *_one_step(fmt, group, batch)) for batch in (1, 32))
-    k, v = (_empty(tokens, KV_HEADS, fmt.head_dim, dtype=torch.float16) for _ in range(2))
-    q = _empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
-    spans = _sequences(TOKENS // fmt.page_tokens)
+    ids, pool = empty(count, dtype=torch.int64), pool_of(fmt, TOKENS)
+    decoding, together = (level_decode_launch(fmt, pool, *one_step(fmt, group, batch)) for batch in (1, 32))
+    k, v = (empty(tokens, KV_HEADS, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    q = empty(tokens, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
+    spans = sequences(TOKENS // fmt.page_tokens)
     reader = level_prompt_reader(fmt, q.dtype)
     prompt = prompt_launch(reader, 0, pool, spans, q, k, v, torch.empty_like(q))
-    page_k, page_v = (_empty(count, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
-    square = _empty(KV_HEADS, fmt.head_dim, fmt.head_dim, dtype=torch.float32)
+    page_k, page_v = (empty(count, KV_HEADS, fmt.page_tokens, fmt.head_dim, dtype=torch.float16) for _ in range(2))
+    square = empty(KV_HEADS, fmt.head_dim, fmt.head_dim, dtype=torch.float32)
     fed = Feedback(square, square[:, 0])
     seals = [level_seal_launch(fmt, pool, ids, page_k, page_v, feedback) for feedback in (None, fed)]
-    wire = {p.name: _empty(KV_HEADS, count, *p.shape, dtype=p.dtype) for p in fmt.planes}
+    wire = {p.name: empty(KV_HEADS, count, *p.shape, dtype=p.dtype) for p in fmt.planes}
     moves = [level_exchange_launch(fmt, pool.planes, ids, wire, installing=installing) for installing in (True, False)]
     code_bytes = _code_bytes(fmt)
     # Highest bits of V: 32 tokens of a channel are one word, so lanes move words and pairs of words.
@@ -194,59 +172,6 @@ def levels(fmt: LevelFormat, group: int) -> tuple[Example, ...]:
         Example(f"install {name}", moves[0], 0, moves[0].arguments["PAGES"] * (code_bytes - narrow)),
         Example(f"export {name}", moves[1], 0, moves[1].arguments["PAGES"] * (code_bytes - narrow)),
     )
-
-
-def rotation(head_dim: int, group: int) -> Example:
-    """Query heads of 32 sequences."""
-    x = _empty(32, KV_HEADS * group, head_dim, dtype=torch.float32)
-    matrices = _empty(KV_HEADS, head_dim, head_dim, dtype=torch.float32)
-    return Example(f"rotation D={head_dim} G={group}", rotation_launch(x, matrices, None, torch.empty_like(x)))
-
-
-def between_products(batch: int) -> tuple[Example, ...]:
-    """What a layer of an 8B Llama launches beside products and attention, in BF16, with 64 rows a page."""
-    heads, dim, hidden, ffn = 32, 128, 4096, 14336
-    fmt, name = LevelFormat(dim, 64), f"batch {batch}"
-    x, weight = _empty(batch, hidden, dtype=torch.bfloat16), _empty(hidden, dtype=torch.bfloat16)
-    both, flags = _empty(batch, 2 * ffn, dtype=torch.bfloat16), _empty(batch, dtype=torch.bool)
-    qkv = _empty(batch, heads + 2 * KV_HEADS, dim, dtype=torch.bfloat16)
-    q, k, v = qkv.split_with_sizes((heads, KV_HEADS, KV_HEADS), dim=1)
-    square = _empty(1, dim, dim, dtype=torch.float32)
-    rotated = _empty(qkv.numel(), dtype=torch.float32)
-    launches = {
-        "norm": norm_launch(x, weight, 1e-5, None, x),
-        "sum and norm": norm_launch(x, weight, 1e-5, x, x),
-        "rotary embedding": rotate_launch(qkv, heads + KV_HEADS, _empty(batch, dim, dtype=torch.float32)),
-        "gate": gate_launch(both, _empty(batch, ffn, dtype=torch.bfloat16)),
-        "append": append_launch(_pool(fmt, TOKENS), _sequences(1, batch), k, v, flags),
-        "rotation of rows": rotations_launch(q, k, v, HeadRotations(square, square), rotated),
-    }
-    return tuple(Example(f"{what} {name}", launch) for what, launch in launches.items())
-
-
-def _pool(fmt: HackFormat | LevelFormat, tokens: int) -> Pool:
-    """A pool of one slot, with pages for `tokens` tokens."""
-    shape = (1, KV_HEADS, fmt.window.pages * fmt.page_tokens, fmt.head_dim)
-    open_k, open_v = (_empty(*shape, dtype=torch.float16) for _ in range(2))
-    size = (tokens // fmt.page_tokens, KV_HEADS, "meta")
-    planes = new_pages(fmt, *size) if isinstance(fmt, HackFormat) else new_level_pages(fmt, *size)
-    return Pool(planes, open_k, open_v, 0, fmt.window)
-
-
-def _one_step(fmt: PageFormat, group: int, batch: int = 1) -> tuple[Spans, Tensor, Tensor, Workspace]:
-    """Spans, queries, room for outputs and a workspace."""
-    q = _empty(batch, KV_HEADS * group, fmt.head_dim, dtype=torch.bfloat16)
-    spans = _sequences(TOKENS // fmt.page_tokens, batch)
-    return spans, q, torch.empty_like(q), Workspace(torch.device("meta"), PROGRAMS)
-
-
-def _sequences(pages: int, count: int = 1) -> Spans:
-    each = _empty(count, dtype=torch.int64)
-    return Spans(each, each, each, _empty(count, pages, dtype=torch.int64), each)
-
-
-def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def checksums() -> tuple[Example, ...]:

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from lab.gpu.examples import Example
+from lab.gpu.example import Example
 
 ARCHITECTURES: Final = (80, 86, 89, 90, 100)
 SPECIALIZED_DIVISOR: Final = 16

@@ -27,7 +27,7 @@ from hack_kernels.triton.split import (
     partial_of,
     sequence_of,
 )
-from hack_kernels.triton.tiles import INTERPRETED, doubled
+from hack_kernels.triton.tiles import doubled
 
 WARPS: Final = 4
 """Pages that a program reads at once, each by one warp."""
@@ -42,8 +42,6 @@ SPARING: Final = "--register-usage-level=4"
 REGISTERS_FOR_OUTPUTS: Final = 1024
 """Outputs (channels × queries) up to which a program fits in `REGISTERS`; with more it takes `ALL_REGISTERS`."""
 
-LINE = tl.constexpr(128)
-"""Bytes of a line of the second-level cache."""
 LOWEST = tl.constexpr(-1e30)
 """Stands for minus infinity where a difference of two of them is taken."""
 
@@ -92,23 +90,6 @@ def own_page(
         scores = exact_scores(q, heads, open_k, row, origin, D, W, N)
         state = add_rows(state, scores, open_v, row, seen, D, W, N)
     return state
-
-
-@triton.jit
-def fetch_ahead(records, BYTES: tl.constexpr, W: tl.constexpr):
-    """Has the first BYTES of `records` [W] fetched to the second-level cache; takes no registers for them."""
-    at = records.to(tl.pointer_type(tl.uint8), bitcast=True)
-    for first in tl.static_range(0, BYTES, 32 * LINE):
-        line = tl.minimum(first + tl.arange(0, 32) * LINE, BYTES - 1)
-        if not INTERPRETED:
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                "=r,l",
-                [at[:, None] + line[None, :]],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
 
 
 @triton.jit
@@ -168,9 +149,6 @@ def decode_kernel(
     W: tl.constexpr,
     BY_HEAD: tl.constexpr,
     WINDOW: tl.constexpr,
-    OWN: tl.constexpr,
-    AHEAD: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """Grid (HEADS · ceil(GROUP / N), parts), W warps: N query heads of a KV head, an equal share of all pages.
 
@@ -181,9 +159,7 @@ def decode_kernel(
     or [batch, HEADS, ...] with BY_HEAD, contiguous;
     starts, slots int64 [batch]; open_k, open_v [slots, HEADS, WINDOW.pages·PI, D]; q, out [batch, HEADS·GROUP, D],
     with Q_GAP elements between the queries of one sequence and of the next; partials FP32
-    [parts, grid[0], 2, (D + 32)·N]; tickets int32 [batch, grid[0]], zero before and after. An exact page costs OWN
-    sealed ones. AHEAD bytes of a warp's next page, those that `keys` points to, are on their way to the second-level
-    cache while it computes; UNROLL pages of a warp are one turn of the loop, or one if it is None.
+    [parts, grid[0], 2, (D + 32)·N]; tickets int32 [batch, grid[0]], zero before and after.
     """
     BLOCKS: tl.constexpr = (GROUP + N - 1) // N
     group, groups = tl.program_id(0), tl.num_programs(0)
@@ -196,7 +172,7 @@ def decode_kernel(
     values += head.to(tl.int64) * HEAD_STRIDE
 
     EXACT: tl.constexpr = WINDOW.pages
-    ends = page_ends(starts, batch, PI, BATCH, EXACT, OWN)
+    ends = page_ends(starts, batch, PI, BATCH, EXACT, OWN_UNITS)
     total = tl.max(ends, 0)
     parts = tl.minimum(tl.num_programs(1), total)  # no stretch is empty; the programs left over have nothing to do
     mine, stop = opening_of(part, parts, total), opening_of(part + 1, parts, total)
@@ -208,7 +184,7 @@ def decode_kernel(
         if EXACT > 1:
             pages = tl.maximum(pages - (EXACT - 1), 0)
         end = tl.max(tl.where(tl.arange(0, BATCH) == b, ends, 0), 0)
-        begin = end - pages - EXACT * OWN
+        begin = end - pages - EXACT * OWN_UNITS
         at, until = tl.maximum(mine, begin), tl.minimum(stop, end)
         rows = b * (HEADS * GROUP) + first_query
         queries = q + (rows * D + b * Q_GAP)
@@ -226,18 +202,10 @@ def decode_kernel(
             entry += WINDOW.sink
         index = tl.minimum(at - begin + warp, last - 1)
         page = tl.load(entry + index, mask=index >= 0, other=0)
-        if AHEAD > 0:
-            index = tl.minimum(at - begin + W + warp, last - 1)
-            following = tl.load(entry + index, mask=index >= 0, other=0)
-        for i in tl.range(at - begin, last, W, loop_unroll_factor=UNROLL):
+        for i in range(at - begin, last, W):
             place = page * page_stride
             valid = i + warp < last
-            if AHEAD > 0:
-                fetch_ahead(keys + following * page_stride, AHEAD, W)
-                page = following
-                following = tl.load(entry + tl.minimum(i + 2 * W + warp, last - 1))
-            else:
-                page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
+            page = tl.load(entry + tl.minimum(i + W + warp, last - 1))
             state = ADD(state, keys + place, values + place, valid, query, LAYOUT, W, N)
         if until == end:
             own = tl.load(slots + b) * slot_stride + head.to(tl.int64) * (EXACT * PI * D)
@@ -336,9 +304,6 @@ def paged_launch(
         "W": WARPS,
         "BY_HEAD": table.dim() == 3,
         "WINDOW": pool.window,
-        "OWN": OWN_UNITS.value,
-        "AHEAD": 0,
-        "UNROLL": None,
     }
     assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else reader.assembler
     return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)

@@ -111,16 +111,6 @@ def test_as_many_programs_as_registers_let_run_at_once(arithmetic: Arithmetic, p
     assert launch.grid == (1, per_processor * 132)
 
 
-@pytest.mark.parametrize("more", [{"AHEAD": 4096}, {"UNROLL": 2}, {"OWN": 3}], ids=str)
-def test_how_the_loop_runs_changes_no_output(more: dict[str, int]) -> None:
-    batch = decode_batch(HackFormat(64, 32), [300, 5, 37], heads=1, group=2)
-    outs = [torch.empty_like(batch.q) for _ in range(2)]
-    for out, added in zip(outs, ({}, more), strict=True):
-        launch = decode_launch(batch.fmt, batch.pool, batch.spans, batch.q, out, Workspace(CPU, 3))
-        replace(launch, arguments=launch.arguments | added).run()
-    assert_equal(outs[1], outs[0])
-
-
 def test_attention_on_one_key_and_on_all_alike() -> None:
     """A score far above the rest, and long flat attention, where a fixed scale of P would lose every weight."""
     batch = decode_batch(HackFormat(64, 32), [320], heads=1, group=2)

@@ -17,7 +17,7 @@ from hack_kernels.row_format import RowFormat
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.window import Window
 
-from bench.gpu.checks import check_dense
+from bench.gpu.dense_checks import check_dense
 
 FORMATS = [
     LevelFormat(64, 32, 3, 2, Window(1, 2)),
