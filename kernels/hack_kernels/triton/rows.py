@@ -43,7 +43,7 @@ OWN_PAGE = tl.constexpr(2)
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class RowTiling:
     """How a program goes through rows."""
 
     elements: int = 2**13
@@ -66,7 +66,7 @@ class Tiling:
 
 SCRATCH: Final = 11 << 10
 """Shared memory that a program has for what passes between its warps, in the largest of these kernels."""
-TILING: Final = Tiling()
+ROW_TILING: Final = RowTiling()
 """32 KiB of K and V at a time, and of each program 32 to 64 KiB on their way."""
 
 
@@ -257,7 +257,7 @@ def attn_decode_rows(pool: Pool, spans: Spans, q: Tensor, workspace: Workspace) 
 
 
 def rows_launch(
-    pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace, tiling: Tiling = TILING
+    pool: Pool, spans: Spans, q: Tensor, out: Tensor, workspace: Workspace, tiling: RowTiling = ROW_TILING
 ) -> Launch:
     """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
     k, v = pool.planes["k"], pool.planes["v"]

@@ -19,11 +19,11 @@ from tests.hack_kernels.test_levels import feedback_of, filled, metrics, one_spa
 
 pytest.importorskip("triton")
 
-from hack_kernels.triton.backend import TritonBackend
+from hack_kernels.triton.backend import Prefill, TritonBackend
 from hack_kernels.triton.level_layout import level_layout, levels_from_wire, levels_to_wire
 from hack_kernels.triton.levels import NARROWEST
 
-BACKEND = TritonBackend(CPU)
+BACKEND = TritonBackend(CPU, Prefill.HOMOMORPHIC)
 HEAD_DIMS = [dim for dim in level_format.HEAD_DIMS if dim >= NARROWEST]
 WIDTHS = [(64, 32, k, v) for k, v in itertools.product(LEVEL_BITS, LEVEL_BITS)]
 SHAPES = [(d, pi, 3, 3) for d, pi in itertools.product(HEAD_DIMS, PAGE_TOKENS)]

@@ -17,7 +17,7 @@ from tests.hack_kernels.triton.batches import decode_batch, largest_error
 pytest.importorskip("triton")
 
 from hack_kernels.triton.backend import TritonBackend
-from hack_kernels.triton.rows import Tiling, attn_decode_rows, rows_launch
+from hack_kernels.triton.rows import RowTiling, attn_decode_rows, rows_launch
 from hack_kernels.triton.split import Workspace
 
 FORMATS = [
@@ -55,8 +55,8 @@ def test_ragged_batches_for_any_group(group: int, programs: int) -> None:
     assert int(space.tickets(1, 1).count_nonzero()) == 0, "tickets must be 0 again for the next launch"
 
 
-@pytest.mark.parametrize("tiling", [Tiling(2**11), Tiling(2**13, 4, 4, 255)], ids=str)
-def test_tiles_of_any_size(tiling: Tiling) -> None:
+@pytest.mark.parametrize("tiling", [RowTiling(2**11), RowTiling(2**13, 4, 4, 255)], ids=str)
+def test_tiles_of_any_size(tiling: RowTiling) -> None:
     """Parts of a page, and several pages."""
     batch = decode_batch(HackFormat(64, 64), [200, 7], heads=1, group=2)
     pool, out = Pool({"k": batch.k, "v": batch.v}, batch.open_k, batch.open_v), torch.empty_like(batch.q)
