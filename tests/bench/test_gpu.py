@@ -44,7 +44,7 @@ def test_the_bench_checks_every_kernel_and_writes_as_it_goes(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "gpu.json").read_text())
-    assert results["checks_passed"] == 14
+    assert results["checks_passed"] == 21
     assert not results["failures"]
     of_engine = ["step", "prompt", *COPIES, *["link"] * len(wires())]
     assert [row["what"] for row in results["rows"]] == ["decode", "seal", "seal", "prefill", *of_engine]
