@@ -53,8 +53,8 @@ class Absent(DriverBase):  # type: ignore[misc]
         return self._target
 
     def get_current_device(self) -> int:
-        """The only one."""
-        return 0
+        """A number of its own for each architecture: Triton remembers by device what it has compiled."""
+        return int(self._target.arch)
 
     def get_current_stream(self, device: int) -> int:
         """Of a device that runs nothing."""

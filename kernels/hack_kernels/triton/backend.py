@@ -69,7 +69,7 @@ class Prefill(StrEnum):
     HOMOMORPHIC = "homomorphic"
     """On codes, as the paper does."""
     DENSE = "dense"
-    """In FP16 on dequantized pages (dense.py), several times as fast on GPUs that were measured."""
+    """In FP16 on dequantized pages (dense.py), several times as fast on an H200."""
 
 
 class HackTriton:

@@ -35,7 +35,8 @@ ROWS: Final = 128
 BLOCK: Final = 64
 """Rows of K and V that are multiplied at once."""
 STAGES: Final = 3
-"""Blocks on their way from memory, the one that is multiplied among them."""
+"""Blocks on their way from memory, the one that is multiplied among them. Of wide heads three need 100 KiB of shared
+memory, which sm_86 and sm_89 do not have."""
 WIDE: Final = 128
 """Channels beyond which a program has half of the rows: outputs fill the registers."""
 
@@ -108,7 +109,8 @@ def dense_kernel(
     seen_rows = (position >= start) & (position < end) & (member < GROUP)
     tile = (shift + first) * q_stride + head * (GROUP * D)
     at = (row // GROUP_PAD * q_stride + member * D)[:, None] + channel[None, :]
-    queries = tl.load(q + tile + at, mask=seen_rows[:, None] & inside, other=0.0).to(tl.float16)
+    queries = tl.load(q + tile + at, mask=seen_rows[:, None] & inside, other=0.0).to(tl.float32)
+    queries = tl.minimum(tl.maximum(queries, -LARGEST), LARGEST).to(tl.float16)
     factor = LOG2_E * D**-0.5
     state = (tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32), tl.zeros((M, CHANNELS), tl.float32))
 
@@ -201,7 +203,7 @@ def dense_launch(pool: Pool, spans: Spans, rows: Rows, held: tuple[Tensor, Tenso
         "PI": pi,
         "READ": min(pi, BLOCK if dim <= WIDE else BLOCK // 2),
         "WINDOW": pool.window,
-        "STAGES": STAGES,
+        "STAGES": STAGES if dim <= WIDE else STAGES - 1,
     }
     # A span touches at most two tiles that it does not fill.
     tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)
