@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from hack_kernels import gpus, load
 from hack_kernels.base import Backend, BackendUnavailable
+from hack_kernels.limits import HELD_TOKENS
 
 from hackkv.config import ModelConfig
 from hackkv.errors import ConfigError
@@ -112,13 +113,13 @@ def pass_bytes(spec: ModelSpec, dtype: torch.dtype, busiest: Busiest) -> int:
     It counts as if nothing were freed within a layer. A row takes its hidden sizes (x, its norm, both branches), its
     feed-forward, and Q, K and V: as the product gives them, in FP16, and in FP32 and FP64 for codecs that rotate rows.
     Tokens are chosen from FP64 logits: as given, adjusted, ordered and weighed. Invariant products of FP32 copy their
-    operands to FP64, the weight among them. A prompt on a GPU reads K and V of a layer from all its pages as FP16, and
-    as much again counts for what becomes of codes on the way.
+    operands to FP64, the weight among them. Prompts on a GPU read K and V of a layer as FP16, from all
+    pages of a sequence or of several up to `HELD_TOKENS`; as much again counts for what becomes of codes on the way.
     """
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     copied = 8 if dtype == torch.float32 else 0
     row = (8 * spec.hidden + 3 * spec.ffn) * (dtype.itemsize + copied) + heads * (dtype.itemsize + copied + 32)
     choice = spec.vocab * (dtype.itemsize + copied + 8 * 8)
     matrix = spec.hidden * max(heads, 2 * spec.ffn, spec.vocab)
-    held = 2 * 2 * 2 * spec.max_context * spec.num_kv_heads * spec.head_dim
+    held = 2 * 2 * 2 * max(spec.max_context, HELD_TOKENS) * spec.num_kv_heads * spec.head_dim
     return busiest.rows * row + busiest.choices * choice + copied * matrix + held

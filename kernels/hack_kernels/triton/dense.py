@@ -12,7 +12,7 @@ heads of one KV head for a few consecutive tokens that lie in one page.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import torch
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hack_kernels.base import Planes, Pool, Rows, Spans
+from hack_kernels.limits import HELD_TOKENS
 from hack_kernels.reference.reading import LARGEST_FP16, ReadingReference, heads_of
 from hack_kernels.triton.code_tiles import padded
 from hack_kernels.triton.launch import Launch
@@ -37,6 +38,8 @@ BLOCK: Final = 64
 STAGES: Final = 3
 """Blocks on their way from memory, the one that is multiplied among them. Of wide heads three need 100 KiB of shared
 memory, which sm_86 and sm_89 do not have."""
+READ_PAGES: Final = 64
+"""Pages that the definition dequantizes at once: it takes some 30 bytes a channel on the way."""
 WIDE: Final = 128
 """Channels beyond which a program has half of the rows: outputs fill the registers."""
 
@@ -152,9 +155,13 @@ def dense_kernel(
     tl.store(out + tile + at, x, mask=seen_rows[:, None] & inside)
 
 
-def attn_dense(pool: Pool, spans: Spans, rows: Rows, held: tuple[Tensor, Tensor]) -> Tensor:
-    """`PageKernels.attend` of a batch with rows k, v. Sealed pages are read from `held`: K^ and V^ FP16 [P, Hkv, Π, D]
-    of the pages of `spans.table` in its order. Nothing is read on the host.
+Held = tuple[Tensor, Tensor]
+"""K^ and V^ of pages, FP16 [P, Hkv, Π, D], contiguous."""
+
+
+def attn_dense(pool: Pool, spans: Spans, rows: Rows, read: Callable[[Tensor], Held]) -> Tensor:
+    """`PageKernels.attend` of a batch with rows k, v. `read` brings the pages of some ids [P] int64. The host reads
+    nothing.
 
     Read in a pool, pages took 1.4 times as long on an H200: their numbers stood between them and their copy.
     """
@@ -162,11 +169,15 @@ def attn_dense(pool: Pool, spans: Spans, rows: Rows, held: tuple[Tensor, Tensor]
     assert rows.v is not None
     q, k, v = rows.q.contiguous(), rows.k.contiguous(), rows.v.contiguous()
     out = torch.empty_like(q)
-    dense_launch(pool, spans, Rows(q, k, v), held, out).run()
+    batch, pages = spans.table.shape
+    together = max(1, HELD_TOKENS // (pages * pool.page_tokens))
+    for first in range(0, batch, together):
+        part = Spans(*(getattr(spans, field.name)[first : first + together] for field in fields(Spans)))
+        dense_launch(pool, part, Rows(q, k, v), read(part.table.flatten()), out).run()
     return out
 
 
-def dense_launch(pool: Pool, spans: Spans, rows: Rows, held: tuple[Tensor, Tensor], out: Tensor) -> Launch:
+def dense_launch(pool: Pool, spans: Spans, rows: Rows, held: Held, out: Tensor) -> Launch:
     """The launch that writes `out`; rows and `out` are contiguous."""
     q, k, batch = rows.q, rows.k, spans.starts.numel()
     assert k is not None
@@ -212,7 +223,7 @@ def dense_launch(pool: Pool, spans: Spans, rows: Rows, held: tuple[Tensor, Tenso
 
 @dataclass(frozen=True, slots=True)
 class CodedSide:
-    """K or V of pages in wire order, as far as `rows_kernel` asks: x^ = scale·(code - zero) + minimum."""
+    """K or V of pages in wire order, as far as `dequantize_kernel` asks: x^ = scale·(code - zero) + minimum."""
 
     codes: Tensor
     """uint8 [Hkv, P, Π·bits/8, D] of K, [Hkv, P, D, Π·bits/8] of V; their lower two bits where codes have 3."""
@@ -236,7 +247,7 @@ def code_of(codes, token, channel, BITS: tl.constexpr, OF_V: tl.constexpr, PI: t
 
 
 @triton.jit(do_not_specialize=["pages"])
-def rows_kernel(
+def dequantize_kernel(
     codes,
     high,
     scale,
@@ -268,8 +279,8 @@ def rows_kernel(
     tl.store(out + ((page * heads + head) * PI + token) * D + channel, x, mask=channel < D)
 
 
-def page_rows(sides: tuple[CodedSide, CodedSide], page_tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """K^ and V^ FP16 [P, Hkv, Π, D] of pages whose codes are `sides`."""
+def page_rows(sides: tuple[CodedSide, CodedSide], page_tokens: int, head_dim: int) -> Held:
+    """Of pages whose codes are `sides`."""
     found = []
     for of_v, side in enumerate(sides):
         heads, pages = side.codes.shape[:2]
@@ -291,7 +302,7 @@ def page_rows(sides: tuple[CodedSide, CodedSide], page_tokens: int, head_dim: in
             "PI": page_tokens,
             "D": head_dim,
         }
-        Launch(rows_kernel, (pages, heads), arguments, warps=4).run()
+        Launch(dequantize_kernel, (pages, heads), arguments, warps=4).run()
         found.append(out)
     return found[0], found[1]
 
@@ -300,18 +311,23 @@ def attn_dequantized(
     pool: Pool, spans: Spans, rows: Rows, sides: Callable[[Tensor], tuple[CodedSide, CodedSide]]
 ) -> Tensor:
     """`attn_dense` over pages of codes; `sides` brings those of some page ids [P] int64."""
-    held = page_rows(sides(spans.table.flatten()), pool.page_tokens, pool.open_k.shape[3])
-    return attn_dense(pool, spans, rows, held)
+    shape = pool.page_tokens, pool.open_k.shape[3]
+    return attn_dense(pool, spans, rows, lambda ids: page_rows(sides(ids), *shape))
 
 
 def attn_read(kernels: ReadingReference, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
     """`attn_dense` over pages that the definition dequantizes, in torch."""
-    ids, found = spans.table.flatten(), list[Tensor]()
-    for name in ("k", "v"):
-        planes = {plane: x[ids] for plane, x in pool.planes.items() if plane.split("_")[0] == name}
-        x = kernels.dequantize(name, planes, heads_of(pool))
-        found.append(x.clamp(-LARGEST_FP16, LARGEST_FP16).to(torch.float16).contiguous())
-    return attn_dense(pool, spans, rows, (found[0], found[1]))
+
+    def side(name: str, ids: Tensor) -> Tensor:
+        mine = {plane: x for plane, x in pool.planes.items() if plane.split("_")[0] == name}
+        heads, dim = pool.num_kv_heads, pool.open_k.shape[3]
+        found = torch.empty(len(ids), heads, pool.page_tokens, dim, dtype=torch.float16, device=ids.device)
+        for some, there in zip(ids.split(READ_PAGES), found.split(READ_PAGES), strict=True):
+            x = kernels.dequantize(name, {plane: x[some] for plane, x in mine.items()}, heads_of(pool))
+            there.copy_(x.clamp(-LARGEST_FP16, LARGEST_FP16))
+        return found
+
+    return attn_dense(pool, spans, rows, lambda ids: (side("k", ids), side("v", ids)))
 
 
 def hack_sides(wire: Planes, bits: tuple[int, int]) -> tuple[CodedSide, CodedSide]:

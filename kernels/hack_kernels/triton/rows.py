@@ -236,8 +236,8 @@ class RowTriton(RowReference):
             return super().attend(layer, pool, spans, rows)
         check_attention(self.fmt, pool, spans, rows)
         if rows.k is not None:
-            k, v = (pool.planes[name].index_select(0, spans.table.flatten()) for name in ("k", "v"))
-            return attn_dense(pool, spans, rows, (k, v))
+            k, v = pool.planes["k"], pool.planes["v"]
+            return attn_dense(pool, spans, rows, lambda ids: (k.index_select(0, ids), v.index_select(0, ids)))
         return attn_decode_rows(pool, spans, rows.q, self._workspace)
 
 

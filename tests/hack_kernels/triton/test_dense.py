@@ -14,6 +14,7 @@ from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import Arithmetic, HackFormat
 from hack_kernels.level_format import LevelFormat, Scales
 from hack_kernels.row_format import RowFormat
+from hack_kernels.triton import dense
 from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.window import Window
 
@@ -38,3 +39,12 @@ FORMATS = [
 def test_prompts_see_what_the_format_says_wherever_they_are_cut(fmt: PageFormat, group: int) -> None:
     torch.manual_seed(group)
     check_dense(fmt, group, TritonBackend(torch.device("cpu")), heads=1)
+
+
+@pytest.mark.parametrize("fmt", [FORMATS[0], FORMATS[7], FORMATS[2]], ids=str)
+def test_a_batch_that_holds_too_much_is_attended_to_in_parts(fmt: PageFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences at a time, and five pages where the definition dequantizes."""
+    torch.manual_seed(7)
+    monkeypatch.setattr(dense, "HELD_TOKENS", 2 * 6 * fmt.page_tokens)
+    monkeypatch.setattr(dense, "READ_PAGES", 5)
+    check_dense(fmt, 3, TritonBackend(torch.device("cpu")), heads=1)
