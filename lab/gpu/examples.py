@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 import torch
-from hack_kernels.base import Pool
+from hack_kernels.base import Pool, Rows
 from hack_kernels.float_format import Element, FloatFormat, Scaling
 from hack_kernels.group_format import GroupFormat, Grouping
 from hack_kernels.hack_format import (
@@ -23,16 +23,15 @@ from hack_kernels.hack_format import (
 from hack_kernels.level_format import Feedback, LevelFormat, Scales
 from hack_kernels.triton.code_tiles import CODE_BITS
 from hack_kernels.triton.decode import decode_launch
+from hack_kernels.triton.dense import dense_launch
 from hack_kernels.triton.exchange import exchange_launch
 from hack_kernels.triton.float_decode import float_decode_launch
 from hack_kernels.triton.float_layout import float_layout
-from hack_kernels.triton.float_prefill import float_prompt_reader
 from hack_kernels.triton.float_query import ROWS_AT_ONCE
 from hack_kernels.triton.float_seal import float_seal_launch
 from hack_kernels.triton.floats import WIDEST
 from hack_kernels.triton.group_decode import group_decode_launch
 from hack_kernels.triton.group_layout import group_layout
-from hack_kernels.triton.group_prefill import group_prompt_reader
 from hack_kernels.triton.group_seal import group_seal_launch
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.layout import new_pages, new_planar_pages
@@ -40,10 +39,11 @@ from hack_kernels.triton.level_decode import level_decode_launch
 from hack_kernels.triton.level_exchange import level_exchange_launch
 from hack_kernels.triton.level_prefill import level_prompt_reader
 from hack_kernels.triton.level_seal import level_seal_launch
-from hack_kernels.triton.prefill import PromptReader, prefill_launch, prompt_launch
+from hack_kernels.triton.prefill import prefill_launch, prompt_launch
 from hack_kernels.triton.rows import rows_launch
 from hack_kernels.triton.seal import seal_launch
 from hack_kernels.triton.xxh3 import xxh3_launches
+from hack_kernels.window import Window
 
 from lab.gpu.dequantize import dequantize_launch
 from lab.gpu.example import KV_HEADS, TOKENS, Example, empty, one_step, pool_of, sequences
@@ -80,7 +80,7 @@ def floats(fmt: FloatFormat, group: int) -> tuple[Example, ...]:
     planes = new_planar_pages(fmt, float_layout(fmt), TOKENS // fmt.page_tokens, KV_HEADS, torch.device("meta"))
     pool = replace(pool_of(HackFormat(fmt.head_dim, fmt.page_tokens), 0), planes=planes)
     decoding = float_decode_launch(fmt, pool, *one_step(fmt, group))
-    return _read_one_by_one(name, group, pool, decoding, float_prompt_reader(fmt), partial(float_seal_launch, fmt))
+    return _read_one_by_one(name, group, pool, decoding, partial(float_seal_launch, fmt))
 
 
 def groups(bits: int, head_dim: int, page_tokens: int, group: int) -> tuple[Example, ...]:
@@ -90,23 +90,19 @@ def groups(bits: int, head_dim: int, page_tokens: int, group: int) -> tuple[Exam
     pool = replace(pool_of(HackFormat(head_dim, page_tokens), 0), planes=planes)
     decoding = group_decode_launch(fmt, pool, *one_step(fmt, group))
     name = f"groups K{bits}V{bits} D={head_dim} Π={page_tokens}"
-    return _read_one_by_one(name, group, pool, decoding, group_prompt_reader(fmt), partial(group_seal_launch, fmt))
+    return _read_one_by_one(name, group, pool, decoding, partial(group_seal_launch, fmt))
 
 
 def _read_one_by_one(
-    name: str, group: int, pool: Pool, decoding: Launch, reader: PromptReader, seal: Callable[..., Launch]
+    name: str, group: int, pool: Pool, decoding: Launch, seal: Callable[..., Launch]
 ) -> tuple[Example, ...]:
-    """Decode, prefill and seal for pages whose values are read one by one."""
+    """Decode and seal for pages whose values are read one by one."""
     page_tokens, head_dim, tokens = pool.page_tokens, pool.open_k.shape[-1], 2**14
-    k, v = (empty(tokens, KV_HEADS, head_dim, dtype=torch.float16) for _ in range(2))
-    q = empty(tokens, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
-    prompt = prompt_launch(reader, 0, pool, sequences(TOKENS // page_tokens), q, k, v, torch.empty_like(q))
     count = tokens // page_tokens
     page_k, page_v = (empty(count, KV_HEADS, page_tokens, head_dim, dtype=torch.float16) for _ in range(2))
     sealing = seal(pool, empty(count, dtype=torch.int64), page_k, page_v)
     return (
         Example(f"decode {name} G={group}", decoding, ROWS_AT_ONCE.value),
-        Example(f"prefill {name} G={group}", prompt),
         Example(f"seal {name}", sealing),
     )
 
@@ -119,6 +115,17 @@ def prefill(fmt: HackFormat, group: int) -> Example:
     spans = sequences(TOKENS // fmt.page_tokens)
     launch = prefill_launch(fmt, 0, pool_of(fmt, tokens), spans, q, k, v, torch.empty_like(q))
     return Example(f"prefill {_name(fmt)} G={group}", launch, 0, _code_bytes(fmt), int8=True)
+
+
+def dense(head_dim: int, page_tokens: int, group: int) -> Example:
+    """A prompt of 2,048 tokens, BF16 queries, which reads dequantized pages."""
+    rows, pages = 2**11, 2**11 // page_tokens
+    k, v = (empty(rows, KV_HEADS, head_dim, dtype=torch.float16) for _ in range(2))
+    q = empty(rows, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
+    held = empty(pages, KV_HEADS, page_tokens, head_dim, dtype=torch.float16)
+    pool = pool_of(LevelFormat(head_dim, page_tokens, window=Window(1, 2)), 0)
+    launch = dense_launch(pool, sequences(pages), Rows(q, k, v), (held, held), torch.empty_like(q))
+    return Example(f"dense D={head_dim} Π={page_tokens} G={group}", launch)
 
 
 def seal(fmt: HackFormat) -> Example:
@@ -234,6 +241,7 @@ PREFILL: Final = (
     prefill(HackFormat(256, 128, k_bits=4, v_bits=4), 8),
     prefill(HackFormat(128, 64, arithmetic=Arithmetic.ASYMMETRIC, open_page=OpenPage.K_CODES), 4),
 )
+DENSE: Final = (dense(64, 64, 3), dense(128, 64, 4))
 SEAL: Final = (
     seal(HackFormat(128, 64)),
     seal(HackFormat(64, 64)),
@@ -265,6 +273,7 @@ KINDS: Final = (
     FLOATS,
     GROUPS,
     PREFILL,
+    DENSE,
     SEAL,
     EXCHANGE,
     LEVELS,
@@ -305,7 +314,7 @@ GRID: Final = (
 )
 """Every kernel at every size, for `--grid`; kernels that need most registers come first."""
 
-CROWDED: Final = (decode(HackFormat(256, 128, 4, 4, arithmetic=Arithmetic.ASYMMETRIC), 8, 32),)
+CROWDED: Final = (decode(HackFormat(256, 128, 4, 4, arithmetic=Arithmetic.ASYMMETRIC), 8, 32), dense(256, 64, 4))
 """Kernels that are known to spill."""
 
 NAMED: Final = {example.name: example for example in (*EXAMPLES, *GRID, *CROWDED)}

@@ -64,7 +64,7 @@ PREFILL_VARIABLE: Final = "HACKKV_TRITON_PREFILL"
 
 
 class Prefill(StrEnum):
-    """How a prompt is attended to. Codes are made all the same."""
+    """How a prompt is attended to whose pages have codes of HACK or of levels. Codes are made all the same."""
 
     HOMOMORPHIC = "homomorphic"
     """On codes, as the paper does."""
@@ -171,11 +171,6 @@ class TritonBackend:
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self.workspace = Workspace(device, PROGRAMS_PER_PROCESSOR * processors)
 
-    @property
-    def dense(self) -> bool:
-        """Whether prompts read dequantized pages."""
-        return self.prefill is Prefill.DENSE
-
     def kernels_for(self, fmt: FormatT, definition: Callable[[FormatT, torch.device], KernelsT]) -> KernelsT:
         """Triton, if it has kernels for the format and its widths."""
         found = FORMATS[type(fmt)](fmt, self) if type(fmt) in FORMATS else None
@@ -211,14 +206,14 @@ def _for_floats(fmt: FloatFormat, backend: TritonBackend) -> PageKernels | None:
     """For fused conversion, in the shapes of codes up to `WIDEST`."""
     if not fmt.fused or not _shaped(fmt):
         return None
-    return FloatTriton(fmt, backend.device, backend.workspace, dense=backend.dense)
+    return FloatTriton(fmt, backend.device, backend.workspace)
 
 
 def _for_groups(fmt: GroupFormat, backend: TritonBackend) -> PageKernels | None:
     """Likewise, for groups as KIVI has them."""
     if not fmt.fused or not _shaped(fmt) or not takes_groups(fmt):
         return None
-    return GroupTriton(fmt, backend.device, backend.workspace, dense=backend.dense)
+    return GroupTriton(fmt, backend.device, backend.workspace)
 
 
 def _shaped(fmt: FloatFormat | GroupFormat) -> bool:
@@ -229,14 +224,14 @@ def _for_levels(fmt: LevelFormat, backend: TritonBackend) -> PageKernels | None:
     """For all widths of codes."""
     if fmt.head_dim < NARROWEST:
         return None
-    return LevelTriton(fmt, backend.device, backend.workspace, dense=backend.dense)
+    return LevelTriton(fmt, backend.device, backend.workspace, dense=backend.prefill is Prefill.DENSE)
 
 
 def _for_rows(fmt: RowFormat, backend: TritonBackend) -> PageKernels | None:
     """For the shapes of codes."""
     if fmt.head_dim not in HEAD_DIMS or fmt.page_tokens not in PAGE_TOKENS:
         return None
-    return RowTriton(fmt, backend.device, backend.workspace, dense=backend.dense)
+    return RowTriton(fmt, backend.device, backend.workspace)
 
 
 FORMATS: Final[dict[type[PageFormat], Callable[[Any, TritonBackend], PageKernels | None]]] = {

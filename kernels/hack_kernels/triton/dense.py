@@ -218,7 +218,7 @@ def dense_launch(pool: Pool, spans: Spans, rows: Rows, held: Held, out: Tensor) 
     }
     # A span touches at most two tiles that it does not fill.
     tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)
-    return Launch(dense_kernel, (tiles, heads), arguments, warps=8 if height >= ROWS else 4)
+    return Launch(dense_kernel, (tiles, heads), arguments, warps=8 if height >= ROWS or dim > WIDE else 4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,9 @@ from hack_kernels.reference.floats import FloatReference
 from hack_kernels.triton.dense import attn_read
 from hack_kernels.triton.float_decode import float_decode_launch
 from hack_kernels.triton.float_layout import float_layout
-from hack_kernels.triton.float_prefill import float_prompt_reader
 from hack_kernels.triton.float_seal import float_seal_launch
 from hack_kernels.triton.layout import check_layout, new_planar_pages
 from hack_kernels.triton.paged import rows_of_heads
-from hack_kernels.triton.prefill import attn_prompt
 from hack_kernels.triton.split import Workspace
 
 WIDEST: Final = 128
@@ -35,10 +33,9 @@ class FloatTriton(FloatReference):
 
     served_by = "triton"
 
-    def __init__(self, fmt: FloatFormat, device: torch.device, workspace: Workspace, *, dense: bool) -> None:
-        """`dense`: prompts read dequantized pages (`dense.py`)."""
+    def __init__(self, fmt: FloatFormat, device: torch.device, workspace: Workspace) -> None:
         super().__init__(fmt, device)
-        self._workspace, self._dense = workspace, dense
+        self._workspace = workspace
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Views into the records."""
@@ -59,9 +56,7 @@ class FloatTriton(FloatReference):
         check_attention(self.fmt, pool, spans, rows)
         check_layout(float_layout(self.fmt), pool.planes)
         if rows.k is not None and rows.v is not None:
-            if self._dense:
-                return attn_read(self, pool, spans, rows)
-            return attn_prompt(float_prompt_reader(self.fmt), layer, pool, spans, rows.q, rows.k, rows.v)
+            return attn_read(self, pool, spans, rows)
         q = rows_of_heads(rows.q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         float_decode_launch(self.fmt, pool, spans, q, out, self._workspace).run()

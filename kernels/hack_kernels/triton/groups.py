@@ -16,11 +16,9 @@ from hack_kernels.triton.code_tiles import CODE_BITS, padded
 from hack_kernels.triton.dense import attn_read
 from hack_kernels.triton.group_decode import group_decode_launch
 from hack_kernels.triton.group_layout import group_layout
-from hack_kernels.triton.group_prefill import group_prompt_reader
 from hack_kernels.triton.group_seal import group_seal_launch
 from hack_kernels.triton.layout import check_layout, new_planar_pages
 from hack_kernels.triton.paged import rows_of_heads
-from hack_kernels.triton.prefill import attn_prompt
 from hack_kernels.triton.split import Workspace
 
 SMALLEST_GROUP: Final = 16
@@ -36,10 +34,9 @@ class GroupTriton(GroupReference):
 
     served_by = "triton"
 
-    def __init__(self, fmt: GroupFormat, device: torch.device, workspace: Workspace, *, dense: bool) -> None:
-        """`dense`: prompts read dequantized pages (`dense.py`)."""
+    def __init__(self, fmt: GroupFormat, device: torch.device, workspace: Workspace) -> None:
         super().__init__(fmt, device)
-        self._workspace, self._dense = workspace, dense
+        self._workspace = workspace
 
     def new_planes(self, formats: Sequence[PageFormat], num_pages: int, num_kv_heads: int) -> tuple[Planes, ...]:
         """Views into the records."""
@@ -60,9 +57,7 @@ class GroupTriton(GroupReference):
         check_attention(self.fmt, pool, spans, rows)
         check_layout(group_layout(self.fmt), pool.planes)
         if rows.k is not None and rows.v is not None:
-            if self._dense:
-                return attn_read(self, pool, spans, rows)
-            return attn_prompt(group_prompt_reader(self.fmt), layer, pool, spans, rows.q, rows.k, rows.v)
+            return attn_read(self, pool, spans, rows)
         q = rows_of_heads(rows.q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         group_decode_launch(self.fmt, pool, spans, q, out, self._workspace).run()

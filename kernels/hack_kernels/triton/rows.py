@@ -226,13 +226,13 @@ class RowTriton(RowReference):
 
     served_by = "triton"
 
-    def __init__(self, fmt: RowFormat, device: torch.device, workspace: Workspace, *, dense: bool) -> None:
+    def __init__(self, fmt: RowFormat, device: torch.device, workspace: Workspace) -> None:
         super().__init__(fmt, device)
-        self._workspace, self._dense = workspace, dense
+        self._workspace = workspace
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
         """In one launch and without waiting for the device, if the kernel takes it."""
-        if rows.q.dtype.itemsize != 2 or (rows.k is not None and not self._dense):
+        if rows.q.dtype.itemsize != 2:
             return super().attend(layer, pool, spans, rows)
         check_attention(self.fmt, pool, spans, rows)
         if rows.k is not None:

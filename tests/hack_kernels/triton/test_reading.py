@@ -26,7 +26,7 @@ from tests.hack_kernels.triton.batches import DecodeBatch, decode_batch, largest
 
 pytest.importorskip("triton")
 
-from hack_kernels.triton.backend import Prefill, TritonBackend
+from hack_kernels.triton.backend import TritonBackend
 from hack_kernels.triton.floats import WIDEST, FloatTriton
 from hack_kernels.triton.groups import GroupTriton
 
@@ -60,7 +60,7 @@ every_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 
 
 def kernels_of(fmt: ReadFormat) -> FloatTriton | GroupTriton:
-    found = any_kernels_of(TritonBackend(CPU, Prefill.HOMOMORPHIC), fmt)
+    found = any_kernels_of(TritonBackend(CPU), fmt)
     assert isinstance(found, FloatTriton | GroupTriton)
     assert found.served_by == "triton"
     return found

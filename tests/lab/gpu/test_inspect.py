@@ -49,24 +49,18 @@ OF_LEVELS = {
 OF_NUMBERS = {
     "decode e2m1 power D=64 Π=64 G=3": 8 + 1,
     "decode e2m1 twofold D=64 Π=64 G=3": 8 + 1,
-    "prefill e2m1 power D=64 Π=64 G=3": 32,
-    "prefill e2m1 twofold D=64 Π=64 G=3": 32,
     "seal e2m1 power D=64 Π=64": 0,
     "seal e2m1 twofold D=64 Π=64": 0,
     "decode groups K4V4 D=64 Π=64 G=3": 8 + 1 + 2,
-    "prefill groups K4V4 D=64 Π=64 G=3": 32,
     "seal groups K4V4 D=64 Π=64": 0,
 }
 """Pages of FP4 and KIVI, on every architecture -> products of FP16 in decode, those of KIVI's minima
-among them, of TF32 in prefill."""
+among them."""
 READ_ONE_BY_ONE = (
     *("decode e4m3 page D=64 Π=64 G=3", "decode e4m3 power D=64 Π=64 G=3", "decode e2m3 power D=64 Π=64 G=3"),
-    *("prefill e4m3 page D=64 Π=64 G=3", "prefill e2m3 power D=64 Π=64 G=3"),
     *("seal e4m3 page D=64 Π=64", "seal e4m3 power D=64 Π=64", "seal e2m3 power D=64 Π=64"),
     *("decode e2m1 power D=128 Π=64 G=8", "decode e2m1 twofold D=128 Π=64 G=8", "decode e2m3 power D=128 Π=64 G=8"),
-    *("prefill e2m1 twofold D=128 Π=64 G=4", "prefill e2m3 power D=128 Π=64 G=4"),
     *("decode groups K2V2 D=64 Π=64 G=3", "decode groups K2V2 D=128 Π=64 G=4", "decode groups K4V4 D=128 Π=64 G=4"),
-    *("prefill groups K2V2 D=64 Π=64 G=3", "prefill groups K4V4 D=128 Π=64 G=4"),
     *("seal groups K2V2 D=64 Π=64", "seal groups K4V4 D=128 Π=64"),
 )
 """Pages of FP8, FP6 and integer codes in groups, and wider heads, on sm_90."""
@@ -76,6 +70,9 @@ CHECKSUMS = ("checksum XXH3 blocks", "checksum XXH3 chain")
 OF_ROWS = ("rows D=64 Π=64 G=8", "seal D=64 Π=64 K2V2 nearest")
 """Kernels that read FP16 rows, on every architecture."""
 ROWS = "rows D=128 Π=64 G=8"
+DENSE = "dense D=64 Π=64 G=3"
+WIDE_DENSE = ("dense D=128 Π=64 G=4", "dense D=256 Π=64 G=4")
+"""Prompts that read dequantized pages: wider ones take the most shared memory of all kernels."""
 
 SIZES = [f"D={d} Π={pi} K{bits}V{bits}" for d, pi, bits in (
     (64, 32, 4), (64, 128, 2), (96, 32, 2), (96, 64, 4), (96, 128, 2), (128, 32, 2), (128, 128, 4), (256, 32, 4),
@@ -99,10 +96,11 @@ Reports = dict[tuple[str, int], dict[str, Any]]
 @pytest.fixture(scope="module")
 def reports() -> Reports:
     """By kernel and architecture, from a process whose Triton compiles instead of interpreting."""
-    lines = inspected([*WITH_CODES, *OF_ROWS, *OF_NUMBERS, *CHECKSUMS], list(ARCHITECTURES))
+    lines = inspected([*WITH_CODES, *OF_ROWS, *OF_NUMBERS, *CHECKSUMS, DENSE], list(ARCHITECTURES))
     lines += (
         inspected([DECODE, ROWS, *OF_LEVELS, *READ_ONE_BY_ONE], [90])
         + inspected([*TOGETHER], [80, 90])
+        + inspected([*WIDE_DENSE], [86, 90])
         + inspected(SAMPLED, [SAMPLED_ON])
     )
     for kernel, (arch, _) in TIGHTEST.items():
@@ -122,7 +120,7 @@ def inspected(kernels: list[str], architectures: list[int], *more: str) -> list[
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", [*WITH_CODES, *OF_ROWS, *OF_NUMBERS, *CHECKSUMS])
+@pytest.mark.parametrize("kernel", [*WITH_CODES, *OF_ROWS, *OF_NUMBERS, *CHECKSUMS, DENSE])
 def test_nothing_spills(reports: Reports, kernel: str, arch: int) -> None:
     assert reports[kernel, arch]["local_accesses"] == 0
 
