@@ -170,6 +170,14 @@ class Unloaded:
         """The model with what the codec folds into its weights. Raises `CheckpointError` naming file and tensor."""
         return self._load(self.codec.prepare_weights if self.codec.prepares_weights else None)
 
+    def worker(self) -> Worker:
+        """With its weights. Raises `CheckpointError` naming file and tensor."""
+        llama = self.load()
+        guides = Guides(self.folder.path, sorted(self.spec.eos_ids))
+        kernels = f"{self.kernels}, {_products(llama)}"
+        trim()  # loading frees some 50 MiB, of which more or less stays, depending on what lies above it
+        return Worker(self.folder.name, llama, self.codec, self.backend, self.fingerprint(), kernels, guides)
+
     def load_plain(self) -> Llama:
         """The model as its checkpoint has it. Raises `CheckpointError` naming file and tensor."""
         return self._load(None)
@@ -221,11 +229,7 @@ def load_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
             planned.codec.name,
             planned.backend.name,
         )
-    llama = planned.load()
-    guides = Guides(planned.folder.path, sorted(planned.spec.eos_ids))
-    kernels = f"{planned.kernels}, {_products(llama)}"
-    trim()  # loading frees some 50 MiB, of which more or less stays, depending on what lies above it
-    return Worker(planned.folder.name, llama, planned.codec, planned.backend, planned.fingerprint(), kernels, guides)
+    return planned.worker()
 
 
 def _products(llama: Llama) -> str:
@@ -275,9 +279,14 @@ def model_folder(model: ModelConfig) -> ModelFolder:
 
 def plan_worker(model: ModelConfig, codec: CodecConfig) -> Unloaded:
     """Check settings, files and headers, but for those of the weights. Raises `ConfigError` or `CheckpointError`."""
-    backend = backend_on(model.backend, places(model)[0])
+    device = places(model)[0]
+    return plan_on(backend_on(model.backend, device), torch.device(device).type, model, codec)
+
+
+def plan_on(backend: Backend, device: str, model: ModelConfig, codec: CodecConfig) -> Unloaded:
+    """`plan_worker` for a backend, and weights as a device of this type takes them."""
     check_dtype(model.dtype, backend.device)
-    folder = model_folder(model)
+    folder = find_model(model.path, model.dtype, model.weights, device)
     spec = read_spec(folder.path, model.max_context)
     kv_codec = make_codec(with_calibration(codec, folder), spec.kv_shape, backend)
     if kv_codec.origin is not None:

@@ -21,14 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
-from hackkv.codecs import make_codec
 from hackkv.config import CodecConfig, ModelConfig
 from hackkv.defaults import DEFAULT_CODEC
-from hackkv.guide import Guides
-from hackkv.model.config import read_spec
-from hackkv.model.shipped import find_model
 from hackkv.model.warm import warm_up
-from hackkv.model.worker import Unloaded, Worker, with_calibration
+from hackkv.model.worker import plan_on
 
 WARP: Final = 32
 
@@ -90,19 +86,8 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
         driver._active = active
 
 
-def absent_worker(model: ModelConfig, codec: CodecConfig) -> Worker:
-    """A worker for the GPU that is not here; its weights and KV lie in host memory. Raises what `load_worker` does."""
-    backend = TritonBackend(torch.device("cpu"))
-    folder = find_model(model.path, model.dtype, model.weights, "cuda")
-    spec = read_spec(folder.path, model.max_context)
-    made = make_codec(with_calibration(codec, folder), spec.kv_shape, backend)
-    planned = Unloaded(model, folder, spec, made, backend)
-    guides = Guides(folder.path, sorted(spec.eos_ids))
-    return Worker(folder.name, planned.load(), made, backend, planned.fingerprint(), planned.kernels, guides)
-
-
 def main() -> None:
-    """Warm up, and say how much there is."""
+    """Warm up with weights and KV in host memory, and say how much there is."""
     parser = argparse.ArgumentParser(prog="python -m lab.gpu.ahead", description=__doc__)
     parser.add_argument("model", nargs="?", default="", help="as `hackkv serve` takes it")
     parser.add_argument("--arch", type=int, default=90, help="compute capability without its point, such as 80 or 90")
@@ -111,7 +96,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=64, help="sequences of a batch")
     options = parser.parse_args()
     model = ModelConfig.model_validate({"path": options.model, "dtype": options.dtype})
-    worker = absent_worker(model, CodecConfig(name=options.codec))
+    here = TritonBackend(torch.device("cpu"))
+    worker = plan_on(here, "cuda", model, CodecConfig(name=options.codec)).worker()
     with compiling_for(options.arch) as compiled:
         warm_up(worker, block_sizes(options.most))
     print(f"{len({each.hash for each in compiled})} kernels for sm_{options.arch}, {len(compiled)} launches")
