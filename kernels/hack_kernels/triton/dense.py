@@ -26,10 +26,9 @@ from hack_kernels.reference.reading import LARGEST_FP16, ReadingReference, heads
 from hack_kernels.triton.code_tiles import padded
 from hack_kernels.triton.launch import Launch
 from hack_kernels.triton.paged import place_of
-from hack_kernels.triton.prefill import locate
+from hack_kernels.triton.prefill import locate, most_tiles, tile_arguments
 from hack_kernels.triton.prefill_own import own_rows
 from hack_kernels.triton.query import LOG2_E
-from hack_kernels.triton.split import batch_block
 
 ROWS: Final = 128
 """Query rows of a program: two groups of four warps with 64 each, as Hopper's matrix unit takes them."""
@@ -179,46 +178,26 @@ def attn_dense(pool: Pool, spans: Spans, rows: Rows, read: Callable[[Tensor], He
 
 def dense_launch(pool: Pool, spans: Spans, rows: Rows, held: Held, out: Tensor) -> Launch:
     """The launch that writes `out`; rows and `out` are contiguous."""
-    q, k, batch = rows.q, rows.k, spans.starts.numel()
+    q, k, v = rows.q, rows.k, rows.v
     assert k is not None
+    assert v is not None
     heads, dim = k.shape[1:]
-    group, pi = q.shape[1] // heads, pool.page_tokens
+    group, pi = padded(q.shape[1] // heads), pool.page_tokens
     most = ROWS if dim <= WIDE else ROWS // 2
-    tokens = min(pi, max(1, most // padded(group)))
-    height = tokens * padded(group)
+    tokens = min(pi, max(1, most // group))
     arguments = {
-        "q": q,
-        "k": k,
-        "v": rows.v,
-        "out": out,
-        "open_k": pool.open_k,
-        "open_v": pool.open_v,
+        **tile_arguments(pool, spans, q, k, v, out, tokens),
         "held_k": held[0],
         "held_v": held[1],
-        "starts": spans.starts,
-        "counts": spans.counts,
-        "offsets": spans.offsets,
-        "slots": spans.slots,
-        "batch": batch,
-        "q_stride": q.stride(0),
-        "row_stride": k.stride(0),
-        "slot_stride": pool.open_k.stride(0),
-        "open_head_stride": pool.open_k.stride(1),
         "most_pages": spans.table.shape[1],
         "HEADS": heads,
-        "GROUP": group,
-        "GROUP_PAD": padded(group),
-        "TOKENS": tokens,
-        "BATCH": batch_block(batch),
         "D": dim,
         "PI": pi,
         "READ": min(pi, BLOCK if dim <= WIDE else BLOCK // 2),
-        "WINDOW": pool.window,
         "STAGES": STAGES if dim <= WIDE else STAGES - 1,
     }
-    # A span touches at most two tiles that it does not fill.
-    tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)
-    return Launch(dense_kernel, (tiles, heads), arguments, warps=8 if height >= ROWS or dim > WIDE else 4)
+    warps = 8 if tokens * group >= ROWS or dim > WIDE else 4
+    return Launch(dense_kernel, (most_tiles(q, spans, tokens), heads), arguments, warps)
 
 
 @dataclass(frozen=True, slots=True)

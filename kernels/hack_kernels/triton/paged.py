@@ -267,14 +267,33 @@ def paged_launch(
 
     keys, values: planes of `pool` with strides (any, head_stride).
     """
-    batch, heads = q.shape[0], keys.shape[1]
+    heads = keys.shape[1]
     group = q.shape[1] // heads
     columns = query_columns(reader.layout.head_dim, group, few=reader.few_columns)
     groups = heads * -(-group // columns)
     registers = reader.registers if columns * reader.layout.head_dim <= REGISTERS_FOR_OUTPUTS else ALL_REGISTERS
     parts = workspace.parts(groups, programs_per_processor(registers))
-    table = spans.table.contiguous()
     arguments = {
+        **step_arguments(keys, values, pool, spans, q, out),
+        "partials": workspace.partials(groups, parts, reader.layout.head_dim, columns),
+        "tickets": workspace.tickets(q.shape[0], groups),
+        "PREPARE": reader.prepare,
+        "ADD": reader.add,
+        "LAYOUT": reader.layout,
+        "HEAD_STRIDE": reader.layout.head_stride,
+        "D": reader.layout.head_dim,
+        "PI": reader.layout.page_tokens,
+        "N": columns,
+        "W": WARPS,
+    }
+    assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else reader.assembler
+    return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)
+
+
+def step_arguments(keys: Tensor, values: Tensor, pool: Pool, spans: Spans, q: Tensor, out: Tensor) -> dict[str, Any]:
+    """What kernels of a decode step are called with, however they read pages: see `decode_kernel`."""
+    batch, heads, table = q.shape[0], keys.shape[1], spans.table.contiguous()
+    return {
         "keys": keys,
         "values": values,
         "page_stride": keys.stride(0),
@@ -288,25 +307,13 @@ def paged_launch(
         "slot_stride": pool.open_k.stride(0),
         "q": q,
         "out": out,
-        "partials": workspace.partials(groups, parts, reader.layout.head_dim, columns),
-        "tickets": workspace.tickets(batch, groups),
-        "PREPARE": reader.prepare,
-        "ADD": reader.add,
-        "LAYOUT": reader.layout,
-        "HEAD_STRIDE": reader.layout.head_stride,
-        "D": reader.layout.head_dim,
-        "PI": reader.layout.page_tokens,
         "HEADS": heads,
-        "GROUP": group,
+        "GROUP": q.shape[1] // heads,
         "Q_GAP": q.stride(0) - q.shape[1] * q.shape[2],
-        "N": columns,
         "BATCH": batch_block(batch),
-        "W": WARPS,
         "BY_HEAD": table.dim() == 3,
         "WINDOW": pool.window,
     }
-    assembler = SPARING if registers == ALL_REGISTERS and reader.sparing else reader.assembler
-    return Launch(decode_kernel, (groups, parts), arguments, WARPS, registers=registers, assembler=assembler)
 
 
 def rows_of_heads(q: Tensor) -> Tensor:

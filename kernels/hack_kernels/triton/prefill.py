@@ -199,46 +199,58 @@ def prompt_launch(
     reader: PromptReader, layer: int, pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> Launch:
     """The launch that writes `out`; q, k, v and out are contiguous."""
-    records, batch = pool.planes[reader.records], spans.starts.numel()
-    group = q.shape[1] // k.shape[1]
-    tiling = reader.tiling
-    table = spans.table.contiguous()
-    tokens = min(pool.page_tokens, max(1, tiling.rows // padded(group)))
+    records, table, tiling = pool.planes[reader.records], spans.table.contiguous(), reader.tiling
+    tokens = min(pool.page_tokens, max(1, tiling.rows // padded(q.shape[1] // k.shape[1])))
     arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "out": out,
-        "open_k": pool.open_k,
-        "open_v": pool.open_v,
+        **tile_arguments(pool, spans, q, k, v, out, tokens),
         "records": records,
-        "starts": spans.starts,
-        "counts": spans.counts,
-        "offsets": spans.offsets,
         "table": table,
-        "slots": spans.slots,
-        "batch": batch,
-        "q_stride": q.stride(0),
-        "row_stride": k.stride(0),
-        "slot_stride": pool.open_k.stride(0),
-        "open_head_stride": pool.open_k.stride(1),
         "page_stride": records.stride(0),
         "table_stride": table.stride(0),
         "layer": layer,
         "head_start": pool.head_start,
         "seed": reader.seed,
-        "GROUP": group,
-        "GROUP_PAD": padded(group),
-        "TOKENS": tokens,
-        "BATCH": batch_block(batch),
         "EXACT_QK": "tf32x3" if q.dtype is torch.float32 else "tf32",  # TF32 holds FP16 and BF16 exactly
         "TILING": tiling,
         "LAYOUT": reader.layout,
         "BY_HEAD": table.dim() == 3,
         "PREPARE": reader.prepare,
         "ADD": reader.add,
+    }
+    grid = (most_tiles(q, spans, tokens), k.shape[1], tiling.parts)
+    return Launch(prefill_kernel, grid, arguments, tiling.warps, registers=ALL_REGISTERS)
+
+
+def tile_arguments(
+    pool: Pool, spans: Spans, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tokens: int
+) -> dict[str, Any]:
+    """What kernels of prompts in tiles of `tokens` tokens are called with, however they read sealed pages; q, k, v and
+    out are contiguous."""
+    batch, group = spans.starts.numel(), q.shape[1] // k.shape[1]
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": out,
+        "open_k": pool.open_k,
+        "open_v": pool.open_v,
+        "starts": spans.starts,
+        "counts": spans.counts,
+        "offsets": spans.offsets,
+        "slots": spans.slots,
+        "batch": batch,
+        "q_stride": q.stride(0),
+        "row_stride": k.stride(0),
+        "slot_stride": pool.open_k.stride(0),
+        "open_head_stride": pool.open_k.stride(1),
+        "GROUP": group,
+        "GROUP_PAD": padded(group),
+        "TOKENS": tokens,
+        "BATCH": batch_block(batch),
         "WINDOW": pool.window,
     }
-    # A span touches at most two tiles that it does not fill.
-    tiles = min(q.shape[0], q.shape[0] // tokens + 2 * batch)
-    return Launch(prefill_kernel, (tiles, k.shape[1], tiling.parts), arguments, tiling.warps, registers=ALL_REGISTERS)
+
+
+def most_tiles(q: Tensor, spans: Spans, tokens: int) -> int:
+    """An upper bound of tiles of `tokens` tokens: a span touches at most two that it does not fill."""
+    return min(q.shape[0], q.shape[0] // tokens + 2 * spans.starts.numel())

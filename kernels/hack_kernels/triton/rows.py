@@ -24,11 +24,10 @@ from hack_kernels.row_format import RowFormat
 from hack_kernels.triton.dense import attn_dense
 from hack_kernels.triton.float_query import product
 from hack_kernels.triton.launch import Launch
-from hack_kernels.triton.paged import LOWEST, place_of, programs_per_processor, rows_of_heads
+from hack_kernels.triton.paged import LOWEST, place_of, programs_per_processor, rows_of_heads, step_arguments
 from hack_kernels.triton.query import LOG2_E
 from hack_kernels.triton.split import (
     Workspace,
-    batch_block,
     merge_if_last,
     opening_of,
     page_ends,
@@ -262,38 +261,19 @@ def rows_launch(
     """The launch that writes `out`. `out` is contiguous; in `q` the heads of each sequence are contiguous."""
     k, v = pool.planes["k"], pool.planes["v"]
     heads, page_tokens, head_dim = k.shape[1:]
-    batch, group = q.shape[0], q.shape[1] // heads
+    group = q.shape[1] // heads
     columns = min(1 << (group - 1).bit_length(), QUERIES.value)
     groups = heads * -(-group // columns)
     programs = min(programs_per_processor(tiling.registers, tiling.warps), workspace.fitting(tiling.shared))
     parts = workspace.parts(groups, programs)
-    table = spans.table.contiguous()
     arguments = {
-        "keys": k,
-        "values": v,
-        "page_stride": k.stride(0),
-        "table": table,
-        "table_stride": table.stride(0),
-        "starts": spans.starts,
-        "slots": spans.slots,
-        "batch": batch,
-        "open_k": pool.open_k,
-        "open_v": pool.open_v,
-        "slot_stride": pool.open_k.stride(0),
-        "q": q,
-        "out": out,
+        **step_arguments(k, v, pool, spans, q, out),
         "partials": workspace.partials(groups, parts, head_dim, columns),
-        "tickets": workspace.tickets(batch, groups),
+        "tickets": workspace.tickets(q.shape[0], groups),
         "D": head_dim,
         "PI": page_tokens,
-        "HEADS": heads,
-        "GROUP": group,
-        "Q_GAP": q.stride(0) - q.shape[1] * q.shape[2],
         "N": columns,
-        "BATCH": batch_block(batch),
         "R": tiling.rows(head_dim),
         "STAGES": tiling.stages,
-        "BY_HEAD": table.dim() == 3,
-        "WINDOW": pool.window,
     }
     return Launch(rows_kernel, (groups, parts), arguments, tiling.warps, registers=tiling.registers)
