@@ -86,8 +86,8 @@ def memory_of(device: torch.device) -> DeviceMemory:
 def auto_kv_bytes(memory: DeviceMemory, weights: int, work: int, nodes: int) -> int:
     """Bytes for sealed pages on a GPU that `nodes` nodes share, each with as much, when the weights are loaded.
 
-    `weights` bytes lie there already, `work` (`pass_bytes` and slots) are still to come. Nodes that start at the same
-    moment see each other's memory as free, so each keeps to its part of the whole. May be negative.
+    `weights` bytes lie there already, `work` (passes, recorded steps and slots) are still to come. Nodes that start at
+    the same moment see each other's memory as free, so each keeps to its part of the whole. May be negative.
     """
     part = int(memory.total * (1 - RESERVE)) // nodes
     return min(part - weights, memory.free - int(memory.total * RESERVE)) - work
@@ -113,13 +113,20 @@ def pass_bytes(spec: ModelSpec, dtype: torch.dtype, busiest: Busiest) -> int:
     It counts as if nothing were freed within a layer. A row takes its hidden sizes (x, its norm, both branches), its
     feed-forward, and Q, K and V: as the product gives them, in FP16, and in FP32 and FP64 for codecs that rotate rows.
     Tokens are chosen from FP64 logits: as given, adjusted, ordered and weighed. Invariant products of FP32 copy their
-    operands to FP64, the weight among them. Prompts on a GPU read K and V of a layer as FP16, from all
-    pages of a sequence or of several up to `HELD_TOKENS`; as much again counts for what becomes of codes on the way.
+    operands to FP64, the weight among them.
     """
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     copied = 8 if dtype == torch.float32 else 0
     row = (8 * spec.hidden + 3 * spec.ffn) * (dtype.itemsize + copied) + heads * (dtype.itemsize + copied + 32)
     choice = spec.vocab * (dtype.itemsize + copied + 8 * 8)
     matrix = spec.hidden * max(heads, 2 * spec.ffn, spec.vocab)
-    held = 2 * 2 * 2 * max(spec.max_context, HELD_TOKENS) * spec.num_kv_heads * spec.head_dim
-    return busiest.rows * row + busiest.choices * choice + copied * matrix + held
+    return busiest.rows * row + busiest.choices * choice + copied * matrix
+
+
+def held_bytes(spec: ModelSpec) -> int:
+    """An upper bound of what a prompt's attention on a GPU holds of a layer's pages, beside `pass_bytes`.
+
+    It reads K and V as FP16, of all pages of a sequence or of several up to `HELD_TOKENS`; as much again counts for
+    what becomes of codes on the way.
+    """
+    return 2 * 2 * 2 * max(spec.max_context, HELD_TOKENS) * spec.num_kv_heads * spec.head_dim

@@ -27,6 +27,7 @@ from hackkv.model.device import (
     DeviceMemory,
     auto_kv_bytes,
     backend_on,
+    held_bytes,
     memory_of,
     pass_bytes,
     places,
@@ -104,7 +105,8 @@ class Worker:
         model = self.model
         if memory.swaps:
             return ON_PROCESSOR_BYTES
-        work = pass_bytes(model.spec, model.dtype, busiest) + busiest.slots * self.footprint.slot_bytes
+        work = pass_bytes(model.spec, model.dtype, busiest) + held_bytes(model.spec)
+        work += busiest.slots * self.footprint.slot_bytes
         if busiest.recorded:
             work += recorded_bytes(model.spec, model.dtype, self.footprint, busiest.recorded)
         found = auto_kv_bytes(memory, model.weights.nbytes, work, nodes)

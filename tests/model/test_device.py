@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hack_kernels.base import PageFormat, Rows, Spans
+from hack_kernels.float_format import FloatFormat
+from hack_kernels.hack_format import HackFormat
+from hack_kernels.pools import new_pool
+from hack_kernels.row_format import RowFormat
 from hack_kernels.triton.support import NO_TRITON, Gpus, gpus
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from app.cluster import Checked
+from bench.gpu.shapes import kernels_of
 from decode_node.config import DecodeConfig
 from hackkv.batch import Span
 from hackkv.codecs import make_codec
@@ -26,6 +34,7 @@ from hackkv.model.device import (
     RESERVE,
     DeviceMemory,
     auto_kv_bytes,
+    held_bytes,
     memory_of,
     pass_bytes,
     places,
@@ -188,6 +197,28 @@ def test_a_pass_takes_less_than_is_put_aside_for_it(codec: str, dtype: torch.dty
         llama.logits(hidden).double()
     bound = pass_bytes(model.spec, dtype, Busiest(1, rows, rows))
     assert peak.most <= bound <= 12 * peak.most
+
+
+@pytest.mark.parametrize("fmt", [HackFormat(64, PI), FloatFormat(64, page_tokens=PI), RowFormat(64, PI)], ids=str)
+def test_prompts_hold_less_than_is_put_aside_for_them(fmt: PageFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight sequences of three pages add a row each, two sequences at a time: all that is made but for kernels, which
+    make nothing. The bound is no more than some times of it."""
+    triton = pytest.importorskip("hack_kernels.triton.backend")
+    monkeypatch.setattr(importlib.import_module("hack_kernels.triton.launch").Launch, "run", lambda launch: None)
+    batch, pages = 8, 3
+    for module in (importlib.import_module("hack_kernels.triton.dense"), device):
+        monkeypatch.setattr(module, "HELD_TOKENS", 2 * pages * PI)
+    monkeypatch.setattr("hack_kernels.triton.dense.READ_PAGES", 1)
+    spec = replace(tiny_worker("fp16").model.spec, head_dim=fmt.head_dim, max_context=pages * PI)
+    kernels = kernels_of(triton.TritonBackend(META, triton.Prefill.DENSE), fmt)
+    with META:
+        pool = new_pool(fmt, kernels, META, batch * pages, batch, range(spec.num_kv_heads))
+        ones, order = torch.ones(batch, dtype=torch.long), torch.arange(batch)
+        spans = Spans(2 * PI * ones, ones, order, torch.arange(batch * pages).view(batch, pages), order)
+        q, k, v = (torch.zeros(batch, n, 64, dtype=torch.float16) for n in (spec.num_heads, *2 * [spec.num_kv_heads]))
+        with Peak() as peak:
+            kernels.attend(0, pool, spans, Rows(q, k, v))
+    assert peak.most <= held_bytes(spec) <= 4 * peak.most
 
 
 @pytest.mark.parametrize("codec", ["fp16", "hack", "rot-k4v4"])
