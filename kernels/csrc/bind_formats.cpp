@@ -21,7 +21,7 @@ namespace {
 
 HackFormat make_hack_format(int head_dim, int page_tokens, int k_bits, int v_bits, int k_partition, bool stochastic,
                             bool asymmetric, bool stored_sums, bool own_k_codes, bool own_v_codes, std::uint64_t seed) {
-  if (!is_width(k_bits) || !is_width(v_bits)) refuse("codes have a width that no kernel takes");
+  if (!CodeWidths::has(k_bits) || !CodeWidths::has(v_bits)) refuse("codes have a width that no kernel takes");
   return HackFormat({head_dim, page_tokens, k_bits, v_bits, k_partition, stochastic, asymmetric, stored_sums,
                      own_k_codes, own_v_codes, seed});
 }
@@ -30,7 +30,7 @@ HackFormat make_hack_format(int head_dim, int page_tokens, int k_bits, int v_bit
 // neither is None.
 LevelFormat make_level_format(int head_dim, int page_tokens, int k_bits, int v_bits, bool narrow_scales, int sink,
                               int recent, nb::handle gains, nb::handle weights) {
-  if (!is_level_width(k_bits) || !is_level_width(v_bits)) refuse("levels have a width that no kernel takes");
+  if (!LevelWidths::has(k_bits) || !LevelWidths::has(v_bits)) refuse("levels have a width that no kernel takes");
   const Window window = make_window(sink, recent);
   if (gains.is_none()) return LevelFormat(head_dim, page_tokens, k_bits, v_bits, narrow_scales, window, {}, 0);
   const Array each_gain(gains, "gains"), each_weight(weights, "weights");
@@ -54,8 +54,7 @@ FloatFormat make_float_format(int head_dim, int page_tokens, int exponent_bits, 
                               int scaling, int block) {
   check_read_shape(head_dim, page_tokens);
   const SmallFloat element{exponent_bits, mantissa_bits, largest};
-  constexpr std::pair<int, int> known[] = {{4, 3}, {3, 2}, {2, 3}, {2, 1}};
-  if (std::find(std::begin(known), std::end(known), std::pair(exponent_bits, mantissa_bits)) == std::end(known))
+  if (exponent_bits < 0 || mantissa_bits < 0 || mantissa_bits > 15 || !FloatShapes::has(element.shape()))
     refuse("elements have bits of exponent and mantissa that no kernel takes");
   if (scaling < 0 || scaling > int(Scaling::kTwofold)) refuse("scaling is unknown");
   if (scaling != int(Scaling::kPage) && block != 16 && block != 32) refuse("blocks have 16 or 32 channels");
@@ -67,8 +66,8 @@ using GroupWords = std::tuple<int, bool, int, int>;
 
 Grouped make_grouped(const GroupWords& words, int head_dim, int page_tokens) {
   const auto [bits, by_channel, group, centre] = words;
-  const bool known = bits == 2 || bits == 4 || (bits == 5 && !by_channel);
-  if (!known) refuse("groups have a width that no kernel takes");
+  if (!(by_channel ? ChannelGroupWidths::has(bits) : TokenGroupWidths::has(bits)))
+    refuse("groups have a width that no kernel takes");
   const int along = by_channel ? page_tokens : head_dim;
   const bool whole_row = !by_channel && group == head_dim;
   if (group < kLanes || along % group || (!whole_row && (group & (group - 1))))
@@ -84,7 +83,7 @@ GroupFormat make_group_format(int head_dim, int page_tokens, const GroupWords& k
 }
 
 NuqSide make_nuq_side(int bits, bool by_channel, bool ranged, const std::vector<float>& poles) {
-  if (bits < 2 || bits > 4) refuse("codes have a width that no kernel takes");
+  if (!NuqWidths::has(bits)) refuse("codes have a width that no kernel takes");
   if (poles.size() != std::size_t(1) << bits) refuse("poles are as many as codes");
   NuqSide side{bits, by_channel, ranged, {}};
   std::copy(poles.begin(), poles.end(), side.poles);

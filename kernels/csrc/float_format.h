@@ -13,8 +13,11 @@ struct SmallFloat {
   float largest;
 
   constexpr int bits() const { return 1 + exponent_bits + mantissa_bits; }
+  constexpr int shape() const { return exponent_bits << 4 | mantissa_bits; }
   constexpr int bias() const { return (1 << (exponent_bits - 1)) - 1; }
 };
+// Bits of exponent and of mantissa, a hexadecimal digit each.
+using FloatShapes = OneOf<0x43, 0x32, 0x23, 0x21>;
 inline constexpr SmallFloat kE4M3{4, 3, 448.0f};
 
 // What a code is multiplied by: FP32 of the page; a power of two of the block (E8M0); E4M3 of the block times FP32 of

@@ -93,19 +93,13 @@ class FloatPages {
   template <class Use>
   [[gnu::always_inline]] void with_readers(const ConstFloats& side, const ConstFloats& next, const float* scale,
                                            Use use) const {
-    const auto with = [&](auto exponent, auto mantissa) __attribute__((always_inline)) {
-      const auto reader = [&](const ConstFloats& of) -> FloatRows<S, exponent, mantissa> {
+    const auto with = [&](auto shape) __attribute__((always_inline)) {
+      const auto reader = [&](const ConstFloats& of) -> FloatRows<S, (shape >> 4), (shape & 15)> {
         return {{of.codes, of.high, fmt_.head_dim}, scale, row_scales_, shift_};
       };
       use(reader(side), reader(next));
     };
-    using One = std::integral_constant<int, 1>;
-    using Two = std::integral_constant<int, 2>;
-    using Three = std::integral_constant<int, 3>;
-    if (fmt_.element.bits() == 8) return with(std::integral_constant<int, 4>{}, Three{});
-    if (fmt_.element.bits() == 4) return with(Two{}, One{});
-    if (fmt_.element.exponent_bits == 2) return with(Two{}, Three{});
-    return with(Three{}, Two{});
+    FloatShapes::with(fmt_.element.shape(), with);
   }
 
   const FloatFormat& fmt_;

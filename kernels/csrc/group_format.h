@@ -6,6 +6,9 @@
 
 namespace hack {
 
+using ChannelGroupWidths = OneOf<2, 4>;
+using TokenGroupWidths = OneOf<2, 4, 5>;
+
 // How K or V is kept.
 struct Grouped {
   int bits;

@@ -92,17 +92,11 @@ class GroupPages {
       };
       use(reader(side), reader(next));
     };
-    using Channel = std::true_type;
-    using Token = std::false_type;
-    if (of.bits == 2) {
-      if (of.by_channel) return with(std::integral_constant<int, 2>{}, Channel{});
-      return with(std::integral_constant<int, 2>{}, Token{});
+    if (of.by_channel) {
+      ChannelGroupWidths::with(of.bits, [&](auto bits) __attribute__((always_inline)) { with(bits, std::true_type{}); });
+    } else {
+      TokenGroupWidths::with(of.bits, [&](auto bits) __attribute__((always_inline)) { with(bits, std::false_type{}); });
     }
-    if (of.bits == 4) {
-      if (of.by_channel) return with(std::integral_constant<int, 4>{}, Channel{});
-      return with(std::integral_constant<int, 4>{}, Token{});
-    }
-    return with(std::integral_constant<int, 5>{}, Token{});
   }
 
   const GroupFormat& fmt_;

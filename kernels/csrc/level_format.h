@@ -15,19 +15,7 @@ constexpr int low_bits(int bits) {
   return bits == 3 ? 2 : bits;
 }
 
-// use(bits) with the width of levels as a compile-time constant.
-template <class Use>
-[[gnu::always_inline]] constexpr decltype(auto) with_level_bits(int bits, Use use) {
-  switch (bits) {
-    case 2: return use(std::integral_constant<int, 2>{});
-    case 3: return use(std::integral_constant<int, 3>{});
-    case 4: return use(std::integral_constant<int, 4>{});
-    default: return use(std::integral_constant<int, 8>{});
-  }
-}
-constexpr bool is_level_width(int bits) {
-  return with_level_bits(bits, [&](auto width) { return width == bits; });
-}
+using LevelWidths = OneOf<2, 3, 4, 8>;
 
 inline constexpr int kGainBlock = 8;
 

@@ -111,8 +111,8 @@ void level_rows(const LevelFormat& fmt, const LevelStrip& strip, const LevelQuer
                 float* scores, float* v_scale, std::uint8_t* codes) {
   const int pi = fmt.page_tokens;
   constexpr int kRows = (NR + kTile - 1) / kTile * kTile;
-  const auto scores_of = with_level_bits(fmt.k_bits, [](auto bits) { return level_scores<S, bits, NR>; });
-  const auto values_of = with_level_bits(fmt.v_bits, [](auto bits) { return level_values<S, bits, NR>; });
+  const auto scores_of = LevelWidths::with(fmt.k_bits, [](auto bits) { return level_scores<S, bits, NR>; });
+  const auto values_of = LevelWidths::with(fmt.v_bits, [](auto bits) { return level_values<S, bits, NR>; });
   const float zero = zero_point(fmt.v_bits);
   alignas(64) float tops[kLanes], padded[kTile], takes[kLanes];
   for (int i = 0; i < strip.pages; ++i) {

@@ -14,10 +14,10 @@ void seal_levels(const PageFormat& format, Place place, const std::uint16_t* k, 
   const LevelFormat& fmt = as_levels(format);
   const auto page = level_page<LevelPage>(fmt, planes);
   Arena<S> arena(scratch);
-  with_level_bits(fmt.k_bits, [&](auto bits) {
+  LevelWidths::with(fmt.k_bits, [&](auto bits) {
     quantize_levels<S, bits, true>(fmt, k, fmt.feedback_of(place.head), page.k, arena);
   });
-  with_level_bits(fmt.v_bits, [&](auto bits) { quantize_levels<S, bits, false>(fmt, v, {}, page.v, arena); });
+  LevelWidths::with(fmt.v_bits, [&](auto bits) { quantize_levels<S, bits, false>(fmt, v, {}, page.v, arena); });
 }
 
 // The highest bits of K between the wire's order, a byte for 8 tokens of a channel, and the order at rest.
@@ -52,13 +52,13 @@ void move_k_highest(const PageFormat& fmt, const std::uint8_t* from, std::uint8_
 // Codes between the wire's order and the order at rest; scales are the same in both.
 template <class S, bool to_wire, class From>
 void move_levels(const LevelFormat& fmt, const From& from, const LevelPage& to) {
-  with_level_bits(fmt.k_bits, [&](auto bits) {
+  LevelWidths::with(fmt.k_bits, [&](auto bits) {
     constexpr int low = low_bits(bits);
     constexpr auto move = to_wire ? k_to_wire<S, low> : k_from_wire<S, low>;
     move(fmt, from.k.codes, to.k.codes);
     if constexpr (bits == 3) move_k_highest<S, to_wire>(fmt, from.k.high, to.k.high);
   });
-  with_level_bits(fmt.v_bits, [&](auto bits) {
+  LevelWidths::with(fmt.v_bits, [&](auto bits) {
     constexpr int low = low_bits(bits);
     constexpr auto move = to_wire ? v_to_wire<S, low> : v_from_wire<S, low>;
     constexpr auto move_high = to_wire ? v_to_wire<S, 1> : v_from_wire<S, 1>;

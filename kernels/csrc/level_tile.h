@@ -23,7 +23,7 @@ struct WideLevels {
 template <class S, bool of_k>
 void widen_levels(int bits, const BasicLevels<const std::uint8_t>& from, int lanes, int elements,
                   std::uint8_t* wide) {
-  with_level_bits(bits, [&](auto constant) {
+  LevelWidths::with(bits, [&](auto constant) {
     if constexpr (constant != 3) {
       widen_codes<S, constant>(from.codes, lanes, elements, wide);
     } else {
@@ -78,8 +78,8 @@ class LevelLanes {
   // Attention of all rows to the page; `scores` is [Π, NV, 16].
   void attend(const ConstLevelPage& page, int rows, const LaneState& state, float* scores) {
     open(page);
-    with_level_bits(fmt_.k_bits, [&](auto k_bits) {
-      with_level_bits(fmt_.v_bits, [&](auto v_bits) {
+    LevelWidths::with(fmt_.k_bits, [&](auto k_bits) {
+      LevelWidths::with(fmt_.v_bits, [&](auto v_bits) {
         each_lane_tile<S>(rows, [&](int r0, auto vectors) { attend_tile<k_bits, v_bits, vectors>(r0, state, scores); });
       });
     });

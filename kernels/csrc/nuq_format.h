@@ -6,6 +6,8 @@
 
 namespace hack {
 
+using NuqWidths = OneOf<2, 3, 4>;
+
 inline constexpr int kMostPoles = 16;
 inline constexpr int kOutliers = 2;  // of a vector
 

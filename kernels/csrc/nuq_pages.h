@@ -131,9 +131,7 @@ class NuqPages {
 
   void widen(const NuqSide& of, const ConstNuq& side, const ConstNuq& next, float* rows) const {
     read_reach<S>(fmt_, of, side.range, pool_.head_start + head_, reach_);
-    if (of.bits == 2) look_up_rows<S, 2>(fmt_, of, side, next, reach_, rows);
-    if (of.bits == 3) look_up_rows<S, 3>(fmt_, of, side, next, reach_, rows);
-    if (of.bits == 4) look_up_rows<S, 4>(fmt_, of, side, next, reach_, rows);
+    NuqWidths::with(of.bits, [&](auto bits) { look_up_rows<S, bits>(fmt_, of, side, next, reach_, rows); });
     put_outliers<S>(fmt_, of, side, rows);
   }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "unrolled.h"
+#include "widths.h"
 
 namespace hack {
 
