@@ -110,8 +110,8 @@ void weigh_exact_lanes(const PageFormat& fmt, const LaneState& state, int r0, in
   });
 }
 
-// Attention to the page that `products` has open. Row r of the query sees the first seen(r) of its keys, which does not
-// fall with r; the first `whole` are seen by all. `scores` is [Π, NV, 16].
+// Attention to the page that `products` has open. Row r of the query sees the page's first seen(r) keys; seen(r) does
+// not fall as r grows. All rows see the first `whole` keys. `scores` is [Π, NV, 16].
 template <class S, class Products, class Seen>
 void attend_open_page(const PageFormat& fmt, Products& products, int rows, const LaneState& state, float* scores,
                       int whole, Seen seen) {

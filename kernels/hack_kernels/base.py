@@ -40,7 +40,7 @@ class Plane:
     derived: bool = False
     """The plane follows from the other planes, so a receiver can compute it."""
     most_sum: int | None = None
-    """Where the plane holds sizes, what those of a page may sum to; none is negative. A receiver refuses others."""
+    """For a plane of sizes: the largest sum of a page's sizes. A receiver refuses larger sums and negative sizes."""
 
     @property
     def page_bytes(self) -> int:
@@ -54,7 +54,7 @@ class PageFormat(ABC):
     head_dim: int
     page_tokens: int
     window: Window = OWN_PAGE_ONLY
-    """What queries see exactly; a format that takes no other says nothing."""
+    """The pages that queries see exactly. A format that supports no other window keeps this one."""
 
     @property
     @abstractmethod
@@ -86,7 +86,7 @@ class Pool:
     that holds some of the heads gives the same bytes as a process that holds all."""
     window: Window = OWN_PAGE_ONLY
     notes: Planes = field(default_factory=dict)
-    """Name -> [N, Hkv, ...]: what a codec remembers of pages beside what rests in them. Kernels do not look at it."""
+    """Name -> [N, Hkv, ...]: a codec's own data about pages, beside their planes. Kernels do not read them."""
 
     @property
     def num_pages(self) -> int:
@@ -144,7 +144,7 @@ class Rows:
     q: Tensor
     """[T, Hq, D], of the model's dtype."""
     k: Tensor | None = None
-    """[T, Hkv, D] float16. None in decode: the new rows stand in the slots already."""
+    """[T, Hkv, D] float16. None in decode: the new rows are in the slots already."""
     v: Tensor | None = None
     """[T, Hkv, D] float16, or None with `k`."""
 
