@@ -49,8 +49,8 @@ def add_partition(
         dot = tl.dot(masked(tile, f, TILES), codes[step], dot, out_dtype=tl.int32)
     scale, minimum = load_unit(record + LAYOUT.k_meta, unit, W)
     if LAYOUT.asymmetric:
-        # The field's weight goes to K's scale, its flipped bit to K's minimum and sums: scales of Q per field, and its
-        # sums, would stay in registers for all pages.
+        # K's scale takes the field's weight, and K's minimum and sums take its flipped bit. Scales and sums of Q per field
+        # would do the same, but would occupy registers for all pages.
         if LAYOUT.sums:
             sums = load_sums(record + LAYOUT.k_sums, LAYOUT.wide_k_sums, unit, W)[:, :, None] << (bits * f)
             sums -= LAYOUT.partition * 128 if last else 0
@@ -230,7 +230,7 @@ def decode_launch(fmt: HackFormat, pool: Pool, spans: Spans, q: Tensor, out: Ten
         layout,
         registers,
         few_columns=layout.asymmetric,
-        sparing=layout.asymmetric or fmt.page_tokens < 128,  # as machine code says: with it, one of 128 tokens spills
+        sparing=layout.asymmetric or fmt.page_tokens < 128,  # machine code shows: sparing spills with 128 tokens
     )
     records = pool.planes["k_codes"]
     return paged_launch(reader, records, records, pool, spans, q, out, workspace)

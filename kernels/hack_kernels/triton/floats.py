@@ -27,7 +27,7 @@ WIDEST: Final = 128
 class FloatTriton(FloatReference):
     """Implements `PageKernels`: seals, and attention of 16-bit queries, in decode and in prompts.
 
-    FP32 queries, which kernels would round, are the definition's, in torch on the device. Pages rest in records
+    FP32 queries, which kernels would round, go to the definition, in torch on the device. Pages rest in records
     (`float_layout.py`), whose planes travel as they are.
     """
 
