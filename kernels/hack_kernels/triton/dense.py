@@ -163,7 +163,8 @@ def attn_dense(pool: Pool, spans: Spans, rows: Rows, read: Callable[[Tensor], He
     host reads nothing.
 
     Pages are laid out by sequence. Read from a pool by number they took 1.4 times as long on an H200, because the copy
-    of a page had to wait for its number. """
+    of a page had to wait for its number.
+    """
     assert rows.k is not None
     assert rows.v is not None
     q, k, v = rows.q.contiguous(), rows.k.contiguous(), rows.v.contiguous()

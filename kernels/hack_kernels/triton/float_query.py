@@ -20,7 +20,7 @@ def rounded_query(q, LAYOUT: tl.constexpr, heads, W: tl.constexpr, N: tl.constex
     head = tl.arange(0, N)[None, :]
     query = ()
     for c in tl.static_range(D // STEP):
-        # In this order a lane's part of a K row is its operands. The bits of a place are (product, half, quad, quad, one).
+        # In this order a lane's part of a K row is its operands. A place has the bits (product, half, quad, quad, one).
         place = tl.arange(0, STEP)
         channel = c * STEP + place // 2 % 4 * (STEP // 4) + place // 16 * 4 + place // 8 % 2 * 2 + place % 2
         x = tl.load(q + head * D + channel[:, None], mask=head < heads, other=0.0).to(tl.float32)

@@ -28,7 +28,7 @@ SMALLEST_GROUP: Final = 16
 class GroupTriton(GroupReference):
     """Implements `PageKernels`: seals, and attention of 16-bit queries, in decode and in prompts.
 
-    FP32 queries, which kernels would round, are the definition's, in torch on the device. Pages rest in records
+    FP32 queries, which kernels would round, go to the definition, in torch on the device. Pages rest in records
     (`group_layout.py`), whose planes travel as they are.
     """
 
@@ -65,7 +65,7 @@ class GroupTriton(GroupReference):
 
 
 def takes_groups(fmt: GroupFormat) -> bool:
-    """Whether K and V are grouped as KIVI has them, in sizes that kernels divide pages by."""
+    """Whether K and V are grouped as in KIVI, in widths and group sizes that the kernels support."""
     return (fmt.k.by_channel, fmt.v.by_channel) == (True, False) and all(
         side.bits in CODE_BITS and not side.centre and side.group == padded(side.group) >= SMALLEST_GROUP
         for side in (fmt.k, fmt.v)
