@@ -55,7 +55,7 @@ class PairLanes {
     const int words = parts_.q * int(d) / 2;
     to_lanes<Amx>(reinterpret_cast<const std::byte*>(rows), 4 * words, query.rows, words, words,
                   reinterpret_cast<std::byte*>(q_));
-    // Each part of a number is about 2^8 times smaller than the part before. Products some 2^24 times smaller are left
+    // Each part of a number is about 2^8 times smaller than the part before. `each_pair` leaves the smallest products
     // out.
     each_pair(parts_.kv, parts_.q, [&](int of_k, int of_q) {
       for (std::size_t c = 0; c < d; c += kBfloatColumns)

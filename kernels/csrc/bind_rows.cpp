@@ -82,7 +82,7 @@ void rotate(const Kernels& kernels, nb::handle x, int heads, nb::handle turns) {
   });
 }
 
-// Adds `more` [T, n] to rows of x [T, n] in place, unless it is None; then writes their norm with weight [n] to out [T,
+// Adds `more` [T, n] to rows of x [T, n] in place, unless it is None. Writes the rows' norm with weight [n] to out [T,
 // n].
 void norm(const Kernels& kernels, nb::handle x, nb::handle more, nb::handle weight, float epsilon, nb::handle out) {
   const RowArray rows(x, "x"), to(out, "out");

@@ -44,8 +44,8 @@ WideTile widen_tile(const BlockItem& item, std::int64_t tile, std::byte* scratch
   return wide;
 }
 
-// Forms sums in tiles 0 to 3: [16 rows, 16] for each of both bytes of two blocks of 16 rows of x, times a tile of w. An
-// odd number of blocks makes it read one block past the last. That memory exists (`wide_tile_bytes`); its sums are
+// Forms sums in tiles 0 to 3: [16 rows, 16] for each of both bytes of two blocks of 16 rows of x, times a tile of w.
+// With an odd number of blocks it reads one block past the last. That memory exists (`wide_tile_bytes`); its sums are
 // unused.
 template <class S>
 [[gnu::always_inline]] inline void form_sums(const RowBlock* x, const std::int8_t* w) {

@@ -11,7 +11,7 @@ namespace hack {
 
 inline constexpr int kTileGroup = 4;  // rows of x at a time, of one group
 
-// R rows of x of one group, from row `row` on, times N tiles of w from `tile` on. `codes`: the tile's widened codes, or
+// R rows of x of one group, from row `row` on, times N tiles of w from `tile` on. `codes`: widened codes of a tile or
 // null.
 template <class Codes, Dtype dtype, int R, int N, bool wide>
 void code_tile(const BlockItem& item, std::int64_t row, std::int64_t tile, const std::byte* codes) {

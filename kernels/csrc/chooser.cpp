@@ -121,7 +121,7 @@ std::int64_t pick(const Row& row, double least) {
   return count;
 }
 
-// Picks the first `size` ids in order, in any sequence, without values below `floor`. Returns how many.
+// Picks the first `size` ids in order, unsorted, without values below `floor`. Returns how many.
 std::int64_t pick_first(const Row& row, std::int64_t size, double floor) {
   double least = floor;
   if (size < row.blocks) {  // at least `size` values reach the `size`-th largest top
@@ -156,9 +156,8 @@ std::int64_t sum_of(const Candidate* first, const Candidate* last) {
   return sum;
 }
 
-// Narrows [first, last), which has more than one value, to one bin of values. Bins are in order, and their weights are
-// summed from the first on; the bin is the one whose sum reaches `target`. `target` loses the weights of the bins
-// before.
+// Narrows [first, last), which has more than one value, to one bin of values. With bins in order, it is the bin where
+// the weights, summed from `first` on, reach `target`. `target` loses the weights of the bins before.
 void narrow_to_bin(Candidate*& first, Candidate*& last, std::int64_t& target, double most, double scale) {
   const auto bin = [&](const Candidate& c) { return std::min(int((most - c.value) * scale), kBins - 1); };
   std::int64_t sums[kBins] = {};
@@ -200,8 +199,8 @@ std::int64_t prefix(Candidate* all, std::int64_t count, std::int64_t target) {
   return first + 1 - all;
 }
 
-// The sum, 1 .. total, that the weights of a prefix must reach to make up `share` of `total` or, with `beyond`, to
-// exceed it.
+// The sum, 1 .. total, that the weights of a prefix must reach to equal `share` of `total` or, if `beyond`, to exceed
+// it.
 std::int64_t target_of(double share, std::int64_t total, bool beyond) {
   const double sum = share * double(total);
   return std::clamp<std::int64_t>(beyond ? std::int64_t(std::floor(sum)) + 1 : std::int64_t(std::ceil(sum)), 1, total);

@@ -127,8 +127,8 @@ template <class S>
   // exponent of the smallest normal.
   const std::uint32_t least = std::uint32_t(128 - of.bias()) << 23;
   const std::uint32_t own = std::bit_cast<std::uint32_t>(clamped) & 0x7F800000u, exponent = own > least ? own : least;
-  // The last bit of numbers in the binade of `shift` is one step. So the sum is rounded to steps, and its lower bits
-  // count them.
+  // The last bit of numbers in the binade of `shift` is one step. So the sum rounds to steps and counts them in low
+  // bits.
   const std::uint32_t shift = exponent + (std::uint32_t(23 - of.mantissa_bits) << 23) + 0x00400000u;
   const std::uint32_t steps = std::bit_cast<std::uint32_t>(clamped + std::bit_cast<float>(shift)) - shift;
   const std::uint32_t code = (((exponent - least) >> 23) << of.mantissa_bits) + steps;

@@ -1,5 +1,5 @@
-// Pages of error-bounded codes under Huffman codes (Kind::kHuffman), the format HuffmanFormat of Python: x^ = (n +
-// c)·s. The values of a unit share s and n. Codes c are coded with one of the alphabet's books.
+// Pages of error-bounded codes under Huffman codes (Kind::kHuffman), the format HuffmanFormat of Python. x^ = (n +
+// c)·s, where the values of a unit share s and n. Codes c are coded with one of the alphabet's books.
 #pragma once
 
 #include "page_format.h"

@@ -52,8 +52,7 @@ template <class S>
   }
 }
 
-// The codes [elements] of K or V of a page. Any bytes decode to some codes, so foreign sizes, books and bits do no
-// harm.
+// The codes [elements] of K or V of a page. Any bytes decode to some codes: foreign sizes, books and bits do no harm.
 template <class S>
 void decode_codes(const HuffmanFormat& fmt, const HuffmanSide& of, const ConstHuffman& side, std::uint8_t* codes) {
   const std::size_t elements = fmt.elements(), count = elements / kSlices;

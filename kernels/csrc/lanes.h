@@ -49,8 +49,7 @@ LaneState make_lane_state(const PageFormat& fmt, int rows, Arena<S>& arena) {
   return state;
 }
 
-// Lifts `top` of the tile's rows to `found` where `found` lies more than kHeadroom above. Rows do not depend on each
-// other.
+// Lifts `top` of the tile's rows to `found` where `found` is more than kHeadroom above. A row depends on no other row.
 template <class S, int NV>
 void lift_tops(const PageFormat& fmt, const LaneState& state, int r0, const typename S::F (&found)[NV]) {
   float above = 0;

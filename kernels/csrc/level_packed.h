@@ -105,8 +105,7 @@ void level_values(const LevelFormat& fmt, const ConstLevelPage& page, const Cons
 }
 
 // Attention of NR rows to a strip. `scores` is [kStrip, NR rounded up to 4, Π]; `v_scale` [Π] and the codes of P [4, Π]
-// are those of one page at a time. Weighing takes four rows that share a page's scales, so a page's rows are padded to
-// four.
+// are those of one page at a time. Weighing takes four rows with the same scales, so a page's rows are padded to four.
 template <class S, int NR>
 void level_rows(const LevelFormat& fmt, const LevelStrip& strip, const LevelQuery& query, int r0, State& state,
                 float* scores, float* v_scale, std::uint8_t* codes) {

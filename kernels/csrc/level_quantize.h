@@ -155,8 +155,7 @@ void round_under_feedback(const LevelFormat& fmt, const Feedback& feedback, cons
     for (int v = 0; v < kSealedVectors; ++v) scale.at[v] = stored_scale<S>(fmt, S::div(dots.at[v], norm.at[v]));
 }
 
-// Levels of rows x [D][kSealedRows] under `feedback`, in place, and their scales. `felt` and `levels` are as large as
-// x.
+// Levels of rows x [D][kSealedRows] under `feedback`, in place, and their scales. `felt`, `levels` are as large as x.
 template <class S, int bits>
 void feed_levels_back(const LevelFormat& fmt, const Feedback& feedback, float* x, EachRow<S>& scale, float* felt,
                       float* levels) {

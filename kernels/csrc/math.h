@@ -6,7 +6,7 @@
 
 namespace hack {
 
-// Coefficients from the highest power down to the first: the minimax of 2^x on [0, 1] among polynomials that are 1 at
+// Coefficients, from the highest power down to the first, of the minimax of 2^x on [0, 1] among polynomials with 1 at
 // 0.
 template <int degree>
 inline constexpr float kExp2[degree] = {};

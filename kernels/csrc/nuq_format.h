@@ -1,4 +1,4 @@
-// Pages of codes on non-uniform levels with outliers aside (Kind::kNuq), the format NuqFormat of Python: x^ = pole·r +
+// Pages of codes on non-uniform levels with outliers aside (Kind::kNuq), the format NuqFormat of Python. x^ = pole·r +
 // z, with z and r from the range of a vector. A vector is the rows of a channel of K, or the channels of a row of V.
 #pragma once
 

@@ -106,8 +106,7 @@ void own_values(const PageFormat& fmt, const RowPointers& rows, int total, const
 }
 
 // Attention to the first `most` rows of a page. Row r of the query sees the first seen(r) of them; seen(r) does not
-// fall as r grows. score(r0, total, scores) gives the scores [kTile, Π] of kTile rows from r0 on with the first `total`
-// keys.
+// fall as r grows. score(r0, total, scores) gives the scores [kTile, Π] of rows r0.. with the first `total` keys.
 template <class S, class Seen, class Score>
 void attend_page_rows(const PageFormat& fmt, const Query& query, const RowPointers& rows, int most, State& state,
                       float* scores, Seen seen, Score score) {

@@ -28,7 +28,7 @@ struct OpenRows {
 };
 
 // Rounds k and v, one row [heads, D] per sequence, to FP16 and writes them. A row with a value that is not finite sets
-// its flag in `faulty` instead. Throws `std::invalid_argument` where a place lies outside the slots, and writes
+// its flag in `faulty` instead. Where a place lies outside the slots, throws `std::invalid_argument` and writes
 // nothing.
 void append(const RowOperations& operations, const OpenRows& open, const Strips& k, const Strips& v, bool* faulty);
 // Rounds rows of n values of k and v to FP16 rows of out_k and out_v. If a value of a row is not finite, both rows

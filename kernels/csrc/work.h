@@ -19,8 +19,7 @@ constexpr int bytes_of(Dtype dtype) {
   return dtype == Dtype::kFloat ? 4 : 2;
 }
 
-// A layer's sealed pages, [N, Hkv, plane] each. Pages need not be adjacent: a record may hold other planes between
-// them.
+// A layer's sealed pages, [N, Hkv, plane] each. Pages need not be adjacent: records may hold other planes between.
 struct Pool {
   Planes planes;
   std::size_t page_bytes[kMaxPlanes];  // from a page to the next, by plane
@@ -142,7 +141,7 @@ constexpr std::int64_t block_bytes(int bits) {
 }
 
 // A value of x, for a product with codes of a weight, is rounded to kRowBytes digits in base kDigitBase, the upper one
-// first. A block's largest value becomes kLargestValue.
+// first. A block's largest value becomes kLargestValue; with only an upper digit, that digit becomes kLargestDigit.
 inline constexpr int kRowBytes = 2;
 inline constexpr float kDigitBase = 254;
 inline constexpr float kLargestDigit = 127;
@@ -188,8 +187,8 @@ struct BlockRows {
 // the weight are in scratch memory.
 inline constexpr int kMatrixBlocks = 2, kWideTiles = 2;
 
-// Bytes of a tile of the weight with a byte for each code, and its numbers in FP32. kMatrixBlocks - 1 more blocks have
-// room.
+// Bytes of a tile of the weight with a byte for each code and its numbers in FP32, with room for kMatrixBlocks - 1 more
+// blocks.
 constexpr std::int64_t wide_tile_bytes(int blocks) {
   return (std::int64_t(blocks) + kMatrixBlocks - 1) * kLanes * (kBlockColumns + 2 * 4);
 }

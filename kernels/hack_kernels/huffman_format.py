@@ -1,9 +1,9 @@
 """The page format of error-bounded codes under Huffman codes: KVComp (arXiv 2509.00579).
 
 A *unit* of values shares a step s and a first number n: x^ = (n + c)·s, and |x - x^| <= s/2. A unit is a block (all
-rows and channels of a page), a channel or a token of a page (3.1.1). Its step is a share ρ of its range. So c <= 1/ρ +
-1, and codes have a closed alphabet of A symbols for all values. Planes in wire order, the contract of `install` and
-`export` (those of `v` follow; U units, values in row order):
+rows and channels of a page), a channel or a token of a page (3.1.1). Its step is a share ρ of its range, so that
+c <= 1/ρ + 1: codes have a closed alphabet of A symbols for all values. Planes in wire order, the contract of `install`
+and `export` (those of `v` follow; U units, values in row order):
 
 =========  =======  =======  =================================================================================
 plane      shape    dtype    meaning

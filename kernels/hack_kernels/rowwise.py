@@ -109,8 +109,7 @@ class Rowwise:
         return choose(given)
 
     def choosing(self, given: ChoiceInput, *, later: bool = False) -> ChosenIds:
-        """The ids of `choose`, which waits. No device works behind the host here, so no caller asks for a later
-        choice."""
+        """The ids of `choose`, which waits. No device works behind the host, so no caller asks for a later choice."""
         assert not later
         found = self.choose(given)
         return ChosenIds(torch.tensor(found, device=given.logits.device), lambda: found)

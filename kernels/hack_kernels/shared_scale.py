@@ -1,7 +1,6 @@
 """Centred codes whose scale all KV heads of a layer share, row by row, as in CacheGen's code.
 
-Planes are those of `GroupFormat`; each head's scales are the same numbers. A process that seals pages must hold all
-heads.
+Planes are those of `GroupFormat`; each head's scales are the same numbers. A process that seals must hold all heads.
 """
 
 from __future__ import annotations

@@ -196,8 +196,7 @@ struct Avx2 {
     return {byte_dot(acc.a, codes.a, even(signed_bytes.a), odd(signed_bytes.a)),
             byte_dot(acc.b, codes.b, even(signed_bytes.b), odd(signed_bytes.b))};
   }
-  // For products with codes of a weight (block_words.h): in every word of 16 bits, the field of `bits` bits from
-  // `shift` on.
+  // For products with codes of a weight (block_words.h): of every word of 16 bits, the `bits` bits from `shift` on.
   template <int bits, int shift>
   static I words(I x) {
     const __m256i mask = _mm256_set1_epi16((1 << bits) - 1);
@@ -257,8 +256,7 @@ struct Avx2 {
   static W bit_xor(W x, W y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
   // The numbers 0..7 in the order for `shorts`: the even ones in the first half, as unpacking pairs of 128 bits needs.
   static W block_numbers() { return {_mm256_set_epi64x(6, 2, 4, 0), _mm256_set_epi64x(7, 3, 5, 1)}; }
-  // Four words of each of 8 blocks -> their 16-bit halves in order. `out` has blocks 0 and 2, 4 and 6, 1 and 3, 5 and
-  // 7.
+  // Four words of each of 8 blocks -> their 16-bit halves in order, of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
   static void shorts(const W (&words)[4], I (&out)[4]) {
     half_shorts(words[0].a, words[1].a, words[2].a, words[3].a, out[0], out[1]);
     half_shorts(words[0].b, words[1].b, words[2].b, words[3].b, out[2], out[3]);

@@ -187,8 +187,7 @@ struct Avx512 {
   static W bit_xor(W x, W y) { return _mm512_xor_si512(x, y); }
   // The numbers 0..7 in the order for `shorts`: the even ones in the first half, as unpacking pairs of 128 bits needs.
   static W block_numbers() { return _mm512_set_epi64(7, 3, 5, 1, 6, 2, 4, 0); }
-  // Four words of each of 8 blocks -> their 16-bit halves in order. `out` has blocks 0 and 2, 4 and 6, 1 and 3, 5 and
-  // 7.
+  // Four words of each of 8 blocks -> their 16-bit halves in order, of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
   static void shorts(const W (&words)[4], I (&out)[4]) {
     const W first = _mm512_mask_shuffle_epi32(words[0], 0xAAAA, words[1], _MM_PERM_CCAA);
     const W last = _mm512_mask_shuffle_epi32(words[2], 0xAAAA, words[3], _MM_PERM_CCAA);

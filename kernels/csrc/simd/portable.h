@@ -190,8 +190,7 @@ struct Portable {
   static W bit_xor(W x, W y) { return x ^ y; }
   // The numbers 0..7 in the order for `shorts`.
   static W block_numbers() { return W{0, 2, 4, 6, 1, 3, 5, 7}; }
-  // Four words of each of 8 blocks -> their 16-bit halves in order. `out` has blocks 0 and 2, 4 and 6, 1 and 3, 5 and
-  // 7.
+  // Four words of each of 8 blocks -> their 16-bit halves in order, of blocks 0 and 2, 4 and 6, 1 and 3, 5 and 7.
   static void shorts(const W (&words)[4], I (&out)[4]) {
     for (int i = 0; i < 4; ++i)
       out[i] =

@@ -68,8 +68,8 @@ class HuffmanReference(ReadingReference):
 
 
 def steps(x: Tensor, unit: Unit, rung: float) -> tuple[Tensor, Tensor]:
-    """s and n, float32, of the units of pages x [..., Π, D], with steps of `rung` times their ranges. Shape [..., Π,
-    D], with 1 for the axes that a unit spans."""
+    """s and n, float32, of the units of pages x [..., Π, D], with steps of `rung` times their ranges. Their shape is
+    [..., Π, D], with 1 for the axes that a unit spans."""
     least, most = x.amin(ALONG[unit], keepdim=True), x.amax(ALONG[unit], keepdim=True)
     wanted = torch.maximum((most - least) * rung, torch.maximum(-least, most) * 2.0**-14)
     step = fp16_up(wanted.clamp(max=LARGEST_FP16)).float()
@@ -78,8 +78,7 @@ def steps(x: Tensor, unit: Unit, rung: float) -> tuple[Tensor, Tensor]:
 
 
 def choice(books: Books, codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For the codes [..., n] of pages: the fewest bits that they take, and the book and the centre; [...] int64
-    each."""
+    """For the codes [..., n] of pages: the fewest bits that they take, the book and the centre, each [...] int64."""
     lengths = (books.codes >> 16).long()
     symbols = lengths.shape[1]
     shifted = (torch.arange(symbols)[:, None] - torch.arange(symbols)).remainder(symbols).to(codes.device)

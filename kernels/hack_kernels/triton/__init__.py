@@ -1,2 +1,1 @@
-"""Kernels for GPUs in Triton. `layout.py` and `*_layout.py` state how pages rest; other files have kernels and
-callers."""
+"""Kernels for GPUs in Triton. `layout.py` and `*_layout.py` state how pages rest."""

@@ -177,8 +177,7 @@ class TritonBackend:
         return definition(fmt, self.device) if found is None else cast(KernelsT, found)
 
     def stopwatch(self) -> Stopwatch:
-        """A stopwatch by events on a GPU. Interpreted calls return when the work is done, so the host's clock
-        serves."""
+        """A stopwatch by events on a GPU. Interpreted calls return when the work is done: the host's clock serves."""
         if self.device.type != "cuda":
             return HostStopwatch()
         return EventStopwatch(partial(mark, self.device))

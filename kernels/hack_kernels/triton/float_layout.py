@@ -202,6 +202,6 @@ def row_scales(scales, LAYOUT: tl.constexpr):
 
 @triton.jit
 def page_factor(side, LAYOUT: tl.constexpr):
-    """The page's FP32 factor of all numbers of K or V at `side`, beside scales of blocks. There is none with
-    `power`."""
+    """The page's FP32 factor of all numbers of K or V at `side`, beside scales of blocks. With `power` there is
+    none."""
     return tl.load((side + LAYOUT.gain).to(tl.pointer_type(tl.float32), bitcast=True))

@@ -28,8 +28,8 @@ WARPS = 4
 def encoded(size, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, FINITE: tl.constexpr):
     """Codes INT32 without a sign of FP32 numbers that have none: to nearest, ties to the even code, saturating.
 
-    A number is rounded to a multiple of its binade's last place. Its code lies that multiple above the first code of
-    the binade below.
+    A number is rounded to a count of its binade's last place. Its code is the first code of the binade below plus that
+    count.
     """
     LEAST: tl.constexpr = 2 - (1 << (EXPONENT_BITS - 1))  # exponent of the least normal number
     exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, LEAST)
