@@ -44,7 +44,7 @@ struct BlockWords {
     __builtin_prefetch(bits == 8 ? static_cast<const void*>(x->starts[0] + place) : x->sums + place);
   }
 
-  // As BlockDigits::form_sums.
+  // Does what BlockDigits::form_sums does.
   template <int R, int N, bool wide>
   [[gnu::always_inline]] static void form_sums(const std::byte* from, std::int64_t tile_bytes, const RowBlock& x,
                                                int place, typename S::I (&sums)[R * N]) {

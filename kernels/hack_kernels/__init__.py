@@ -28,8 +28,7 @@ DEFINITIONS: Final = "reference"
 AUTO: Final = ("cpu", DEFINITIONS)
 """What `auto` tries on the processor, fastest first."""
 AUTO_ON_GPU: Final = ("triton",)
-"""What `auto` tries on a GPU that `gpus` calls usable. The definitions are so slow there that they must be asked
-for."""
+"""What `auto` tries on a GPU that `gpus` calls usable. The definitions are too slow there to be taken by `auto`."""
 
 
 def load(name: str = "auto", device: torch.device | None = None) -> Backend:

@@ -117,7 +117,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Which rows of a flat ragged batch belong to which sequence, as tensors that a kernel can read.
+    """The rows of each sequence in a flat ragged batch, as tensors that a kernel can read.
 
     Row i of sequence b is row `offsets[b] + i` of Q, K and V, and the sequence's row number `starts[b] + i`. Row
     numbers count the rows that the cache holds; kernels know no positions. After an eviction, numbering continues from
@@ -319,7 +319,7 @@ class Backend(Protocol):
 
     name: str
     isa: str
-    """What runs the kernels, in a word: the CPU's instruction set, "torch", "triton"."""
+    """The name of what runs the kernels: the CPU's instruction set, "torch", "triton"."""
     device: torch.device
     """The device of pools and all arguments."""
     rows: RowKernels

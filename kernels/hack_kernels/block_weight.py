@@ -56,7 +56,7 @@ class BlockWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """The device of the codes."""
         return self.data.device
 
     @property

@@ -55,7 +55,7 @@ class BoundedKernels:
 
     @property
     def served_by(self) -> str:
-        """Who computes on the pages."""
+        """The name of the backend that computes on the pages."""
         return self._below.served_by
 
     @property

@@ -31,7 +31,7 @@ class HeadRotations:
         return self._each(lambda x: x if x.shape[0] in (1, count) else x[start : start + count])
 
     def to(self, device: torch.device) -> HeadRotations:
-        """On another device."""
+        """A copy on another device."""
         return self._each(lambda x: x.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> HeadRotations:

@@ -169,7 +169,7 @@ class Books:
     the length of these symbols in bits, the 4 symbols, the length of the first symbol, 0, and the number of symbols."""
 
     def to(self, device: torch.device) -> Books:
-        """On another device."""
+        """A copy on another device."""
         return Books(self.codes.to(device), self.lookup.to(device))
 
 

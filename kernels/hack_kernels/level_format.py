@@ -150,7 +150,7 @@ class Feedback:
         return Feedback(self.gains[start : start + count], self.weights[start : start + count])
 
     def to(self, device: torch.device) -> Feedback:
-        """On another device."""
+        """A copy on another device."""
         return Feedback(self.gains.to(device), self.weights.to(device))
 
     def check(self, head_dim: int) -> None:

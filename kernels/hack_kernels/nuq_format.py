@@ -136,7 +136,7 @@ class NuqTables:
             raise ValueError(f"frequencies: shape {list(self.frequencies.shape)}, expected [{fmt.head_dim // 2}]")
 
     def to(self, device: torch.device) -> NuqTables:
-        """On another device."""
+        """A copy on another device."""
         moved = (each.to(device) for each in (self.k_poles, self.v_poles, self.k_range, self.frequencies))
         return NuqTables(*moved)
 

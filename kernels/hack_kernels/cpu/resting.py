@@ -1,4 +1,4 @@
-"""Pages whose codes rest in the order that the vector unit wants (csrc/hack_format.h); C++ converts bit-exactly."""
+"""Pages whose codes rest in the order that the vector unit needs (csrc/hack_format.h); C++ converts bit-exactly."""
 
 from __future__ import annotations
 

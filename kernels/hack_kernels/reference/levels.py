@@ -47,7 +47,7 @@ class LevelReference(WireOrder):
         self._feedback[layer] = feedback.to(self.device)
 
     def seal(self, layer: int, pool: Pool, page_ids: Tensor, starts: Tensor, k: Tensor, v: Tensor) -> None:
-        """All pages at once: rows are independent of each other."""
+        """Quantize all pages at once: rows are independent of each other."""
         check_seal(self.fmt, pool, page_ids, starts, k, v)
         feedback = self._feedback.get(layer)
         if feedback is not None:

@@ -25,7 +25,7 @@ class Launch:
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    """By parameter name: tensors, integers and compile-time values."""
+    """Parameter name -> a tensor, an integer or a compile-time value."""
     warps: int
     stages: int = 1
     registers: int | None = None

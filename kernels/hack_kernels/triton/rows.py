@@ -229,7 +229,7 @@ class RowTriton(RowReference):
         self._workspace = workspace
 
     def attend(self, layer: int, pool: Pool, spans: Spans, rows: Rows) -> Tensor:
-        """In one launch and without waiting for the device, if the kernel takes it."""
+        """Decode of 16-bit queries takes one launch, without waiting for the device."""
         if rows.q.dtype.itemsize != 2:
             return super().attend(layer, pool, spans, rows)
         check_attention(self.fmt, pool, spans, rows)

@@ -1,4 +1,4 @@
-"""Which GPUs the kernels run on, and why not on others. Imports no Triton, so it can be asked anywhere.
+"""The GPUs on which the kernels run, and why others are refused. No Triton is imported, so any process can ask.
 
 Looking at a GPU opens a CUDA context, which does not survive a fork. So ask in a process that will not fork any more.
 """
